@@ -1,0 +1,1 @@
+"""autopart: a compiler from an unmodified PyTorch model to a running pipeline."""

@@ -1,0 +1,47 @@
+"""What one op costs, at the number of rows its graph was captured with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import GraphError
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Time, work and memory of one op for one micro-batch.
+
+    fwd_ns, bwd_ns: nanoseconds of the forward and of the whole backward (input and weight part).
+    saved_bytes: bytes kept from forward to backward.  scratch_bytes: bytes needed only while it runs.
+    flops: floating point operations of the forward.
+    """
+
+    fwd_ns: int = 0
+    bwd_ns: int = 0
+    saved_bytes: int = 0
+    scratch_bytes: int = 0
+    flops: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        """Cost of running both, one after the other."""
+        return Cost(
+            self.fwd_ns + other.fwd_ns,
+            self.bwd_ns + other.bwd_ns,
+            self.saved_bytes + other.saved_bytes,
+            max(self.scratch_bytes, other.scratch_bytes),
+            self.flops + other.flops,
+        )
+
+    @property
+    def total_ns(self) -> int:
+        """Forward and backward, in nanoseconds."""
+        return self.fwd_ns + self.bwd_ns
+
+
+def check(cost: Cost) -> Cost:
+    """Every field is a non-negative integer."""
+    for field in ("fwd_ns", "bwd_ns", "saved_bytes", "scratch_bytes", "flops"):
+        amount = getattr(cost, field)
+        if not isinstance(amount, int) or amount < 0:
+            raise GraphError(f"cost field {field} is {amount!r}", why="costs are non-negative integers")
+    return cost

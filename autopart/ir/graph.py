@@ -1,0 +1,206 @@
+"""What is computed: a straight line of ops over named values, at a fixed number of rows (one micro-batch).
+
+A captured op that returns several tensors and the places that pick one of them are ONE op here, so that no cut can
+fall between them.  `Op.parts` lists the captured ops that an op stands for: coarsening makes fewer, heavier ops and
+stays inside this language.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .cost import Cost
+from .errors import GraphError
+
+Literal = None | bool | int | float | str | tuple["Literal", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor.  `grad`: a gradient flows back through it.  `rows_axis`: the axis that grows with the batch.
+
+    rows_axis is None for what does not depend on the number of rows.  dtype is torch's name without "torch.".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+    grad: bool = False
+    rows_axis: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter, buffer or lifted constant.  name: the user's fully qualified name (FQN).
+
+    kind: "param", "buffer" or "constant".  same_as: the name that owns the storage, when this one is tied to it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+    trainable: bool = False
+    kind: str = "param"
+    same_as: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One op.  reads, writes: values; params: names of parameters, buffers and constants, tied names resolved.
+
+    attrs: every argument by its name in the op's schema; "%name" stands for a value or parameter.  module: the
+    module path of the user's model; where: the user's file:line.  random: draws random numbers.  parts: captured op
+    names this op stands for (its own name when it is a captured op).
+    """
+
+    name: str
+    target: str
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    params: tuple[str, ...] = ()
+    attrs: tuple[tuple[str, Literal], ...] = ()
+    module: str = ""
+    where: str = ""
+    random: bool = False
+    parts: tuple[str, ...] = ()
+    cost: Cost = field(default=Cost())
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """How the losses of micro-batches combine to the loss of the whole batch.
+
+    kind: "sum" (add them), "rows" (mean weighted by rows), "tokens" (mean weighted by the value `value`, a count
+    that depends on inputs alone), "any" (the loss does not depend on the batch).  `ignore`: when not None, the weight
+    is the number of elements of `value` that differ from it, else the sum of `value`.
+    """
+
+    kind: str
+    value: str | None = None
+    ignore: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Ops in topological order.  rows: rows of the micro-batch it was captured with.
+
+    inputs: tensor inputs in the order of the flattened batch.  outputs: what the caller gets, the loss first when
+    there is one.  updates: (buffer name, value that replaces it) after each micro-batch.
+    """
+
+    rows: int
+    values: tuple[Value, ...]
+    params: tuple[Param, ...]
+    ops: tuple[Op, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    updates: tuple[tuple[str, str], ...] = ()
+
+    def value_map(self) -> dict[str, Value]:
+        """Values by name."""
+        return {v.name: v for v in self.values}
+
+    def param_map(self) -> dict[str, Param]:
+        """Parameters, buffers and constants by name."""
+        return {p.name: p for p in self.params}
+
+    def op_map(self) -> dict[str, Op]:
+        """Ops by name."""
+        return {op.name: op for op in self.ops}
+
+    def writer(self) -> dict[str, str]:
+        """For each written value, the op that writes it."""
+        return {w: op.name for op in self.ops for w in op.writes}
+
+    def shape_digest(self) -> str:
+        """Fingerprint of everything but costs and source lines: the same model at the same shapes."""
+        return _digest(
+            [
+                self.rows,
+                [(v.name, v.shape, v.dtype, v.grad) for v in self.values],
+                [(p.name, p.shape, p.dtype, p.trainable, p.kind, p.same_as) for p in self.params],
+                [(o.name, o.target, o.reads, o.writes, o.params, o.attrs) for o in self.ops],
+                self.inputs,
+                self.outputs,
+                self.updates,
+            ]
+        )
+
+    def structure_digest(self) -> str:
+        """Fingerprint of names and connections alone: equal for the same model at another number of rows."""
+        return _digest(
+            [
+                [(p.name, p.shape, p.dtype, p.trainable, p.kind, p.same_as) for p in self.params],
+                [(o.name, o.target, o.reads, o.writes, o.params) for o in self.ops],
+                self.inputs,
+                self.outputs,
+                self.updates,
+            ]
+        )
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:16]
+
+
+def check(graph: Graph) -> Graph:
+    """Check the invariants of a graph and return it.
+
+    1. Names of values, of parameters and of ops are unique.
+    2. Every value is an input or written by exactly one op, before its first use.
+    3. Every read, parameter, output and update names something that exists.
+    4. Sizes are not negative.
+    Raises GraphError with the ops around the first break.
+    """
+    _unique("value", (v.name for v in graph.values))
+    _unique("parameter", (p.name for p in graph.params))
+    _unique("op", (o.name for o in graph.ops))
+    known = {v.name for v in graph.values}
+    params = {p.name for p in graph.params}
+    ready = set(graph.inputs)
+    for place, op in enumerate(graph.ops):
+        for problem in _op_problems(op, known, params, ready):
+            raise GraphError(f"op {op.name}: {problem}", where=op.where, why=_neighbourhood(graph, place))
+        ready.update(op.writes)
+    for name in graph.outputs:
+        if name not in ready:
+            raise GraphError(f"output {name} is never written")
+    for buffer, value in graph.updates:
+        if buffer not in params or value not in ready:
+            raise GraphError(f"update of buffer {buffer} by {value}: one of them does not exist")
+    for value_ in graph.values:
+        if value_.size_bytes < 0:
+            raise GraphError(f"value {value_.name} has size {value_.size_bytes}")
+    return graph
+
+
+def _op_problems(op: Op, known: set[str], params: set[str], ready: set[str]) -> Iterable[str]:
+    for read in op.reads:
+        if read not in ready:
+            yield f"reads {read} before it is written"
+    for write in op.writes:
+        if write not in known:
+            yield f"writes {write}, which is no value"
+        if write in ready:
+            yield f"writes {write} a second time"
+    for param in op.params:
+        if param not in params:
+            yield f"uses {param}, which is no parameter"
+
+
+def _unique(what: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise GraphError(f"{what} {name} is defined twice")
+        seen.add(name)
+
+
+def _neighbourhood(graph: Graph, place: int, around: int = 5) -> str:
+    lines = graph.ops[max(0, place - around) : place + around + 1]
+    return "\n" + "\n".join(f"    {o.name} = {o.target}({', '.join(o.reads + o.params)})" for o in lines)

@@ -1,0 +1,166 @@
+"""An unmodified model and one batch become a flat, functional torch.fx graph, by torch.export.
+
+The model is traced inside a thin wrapper that takes the batch's tensors and returns only what is wanted (the loss,
+or for `predict` the outputs): caches and large unused outputs are then never part of the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from ..ir.errors import AutopartError, CaptureError, ControlFlowError, LossError
+from .batch import Batch, put_together
+from .guards import tracing
+from .where import user_place
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """How the flat outputs of a `predict` program become what the model returns."""
+
+    spec: Any
+    kind: type | None  # a mapping class such as transformers' ModelOutput, or None
+    constants: tuple[Any, ...]  # one per leaf: the leaf when it is no tensor, else _TENSOR
+
+
+_TENSOR = object()
+
+
+class Wrapper(nn.Module):
+    """Takes the tensor leaves of a batch; returns the loss, or the outputs when `wants_outputs`."""
+
+    def __init__(self, model: nn.Module, batch: Batch, loss_fn: LossFn | None, wants_outputs: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self._batch = batch
+        self._wants_outputs = wants_outputs
+        self.outputs: OutputSpec | None = None
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        queue = iter(tensors)
+        leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in self._batch.leaves)
+        args, kwargs, target = put_together(leaves, self._batch.spec)
+        result = self.model(*args, **kwargs)
+        if self._wants_outputs:
+            return self._outputs_of(result)
+        if self.loss_fn is not None:
+            return scalar(self.loss_fn(result, target), "loss_fn")
+        return loss_of(result)
+
+    def _outputs_of(self, result: Any) -> tuple[torch.Tensor, ...]:
+        kind = None
+        if isinstance(result, Mapping):
+            kind = type(result)
+            result = {k: v for k, v in result.items() if _is_data(v)}
+        leaves, spec = pytree.tree_flatten(result)
+        self.outputs = OutputSpec(spec, kind, tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves))
+        return tuple(x for x in leaves if isinstance(x, torch.Tensor))
+
+
+def rebuild_outputs(spec: OutputSpec, tensors: tuple[torch.Tensor, ...]) -> Any:
+    """What the model returns, from the tensors that a `predict` program returns."""
+    queue = iter(tensors)
+    leaves = [next(queue) if constant is _TENSOR else constant for constant in spec.constants]
+    tree = pytree.tree_unflatten(leaves, spec.spec)
+    return tree if spec.kind is None else spec.kind(**tree)
+
+
+def _is_data(value: Any) -> bool:
+    """True for tensors, numbers and containers of them: what can be sent (a cache object cannot)."""
+    leaves = pytree.tree_leaves(value)
+    return all(x is None or isinstance(x, (torch.Tensor, bool, int, float, str)) for x in leaves)
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    """The scalar loss in what a model returned: the tensor itself, `.loss`, ["loss"], or the first of a tuple."""
+    candidate = result
+    if isinstance(result, Mapping):
+        candidate = result.get("loss")
+    elif not isinstance(result, torch.Tensor) and hasattr(result, "loss"):
+        candidate = result.loss
+    elif isinstance(result, (tuple, list)) and result:
+        candidate = result[0]
+    if not isinstance(candidate, torch.Tensor):
+        raise LossError(
+            f"the model returned {type(result).__name__} without a loss",
+            fix="pass labels in the batch, if the model computes its own loss, or loss_fn=... to compile",
+        )
+    return scalar(candidate, "the model")
+
+
+def scalar(loss: Any, source: str) -> torch.Tensor:
+    """The loss as a 0-dim floating tensor; raises LossError when it is none."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return loss.reshape(())
+    what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    raise LossError(
+        f"{source} returned {what} where a scalar loss is needed",
+        fix="return one number (a mean or a sum), or pass loss_fn=... to compile",
+    )
+
+
+def export(wrapper: Wrapper, batch: Batch) -> ExportedProgram:
+    """Trace the wrapper with the tensors of `batch`.
+
+    Raises ControlFlowError for control flow on tensor data, CaptureError for whatever else torch.export cannot trace;
+    both name the module path and the user's line.
+    """
+    if not batch.tensors:
+        raise CaptureError("the batch holds no tensor", fix="pass the model's inputs as tensors")
+    try:
+        with tracing(wrapper.model):
+            return torch.export.export(wrapper, batch.tensors, strict=False)
+    except AutopartError as error:
+        raise error.with_traceback(None) from None  # a stack through torch.export helps nobody
+    except Exception as error:
+        raise _explained(error, wrapper.model) from error
+
+
+def _explained(error: Exception, model: nn.Module) -> CaptureError:
+    text = str(error).strip() or type(error).__name__
+    first = text.splitlines()[0]
+    where = user_place(model, error.__traceback__)
+    if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__:
+        return ControlFlowError(
+            "the model's Python control flow depends on the data of a tensor",
+            where=where,
+            why=first,
+            fix="use torch.where or torch.cond instead of `if`; for layer drop set its probability to 0; for "
+            'mixture-of-experts models call model.set_experts_implementation("grouped_mm")',
+        )
+    return CaptureError(
+        f"the model cannot be captured: {type(error).__name__}",
+        where=where,
+        why=first,
+        fix="call the model once with this batch without autopart; if that works, rewrite the line named above with "
+        "tensor operations",
+    )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """torch.export's own warnings concern its internals, not the user; ours pass."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    with warnings.catch_warnings():
+        for module in ("torch", "copyreg"):
+            warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)

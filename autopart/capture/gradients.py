@@ -1,0 +1,80 @@
+"""Through which values a gradient flows: found by running the graph on fake tensors with autograd on.
+
+Export's own metadata cannot tell (it traces without grad), and a rule table could be wrong for an op it does not
+know; autograd itself is asked instead.  O(nodes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.utils import _pytree as pytree
+
+from ..ir.errors import RefusedError
+from ..rng import keyed
+from .where import user_line_of_text
+
+
+def gradient_nodes(module: fx.GraphModule, trainable: set[str], loss: fx.Node) -> set[str]:
+    """Names of nodes that need a gradient and reach the loss.
+
+    trainable: names of the placeholders that are trainable parameters.  Raises RefusedError for an op that needs a
+    derivative and has none.
+    """
+    nodes = list(module.graph.nodes)
+    mode = detect_fake_mode([n.meta.get("val") for n in nodes])
+    needs: set[str] = set()
+    env: dict[fx.Node, Any] = {}
+    with mode or contextlib.nullcontext(), torch.enable_grad():
+        for node in nodes:
+            if node.op == "placeholder":
+                env[node] = _leaf(node.meta["val"], node.name in trainable)
+            elif node.op == "call_function":
+                env[node] = _call(node, env)
+            if any(t.requires_grad for t in _tensors(env.get(node))):
+                needs.add(node.name)
+    return _reaching(loss, needs)
+
+
+def _leaf(value: torch.Tensor, trainable: bool) -> torch.Tensor:
+    fresh = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return fresh.requires_grad_(trainable)
+
+
+def _call(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+    target = node.target
+    if target is keyed:
+        target, args = args[0], args[2:]
+    assert callable(target)
+    result = target(*args, **kwargs)
+    for tensor in _tensors(result):
+        if tensor.grad_fn is not None and tensor.grad_fn.name() == "NotImplemented":
+            raise RefusedError(
+                f"{target} has no derivative",
+                where=user_line_of_text(node.meta.get("stack_trace")),
+                why="it stands where the model changes a tensor in place, and a gradient has to flow through it",
+                fix="write that line without changing a tensor in place",
+            )
+    return result
+
+
+def _tensors(result: Any) -> Iterator[torch.Tensor]:
+    return (t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
+
+
+def _reaching(loss: fx.Node, needs: set[str]) -> set[str]:
+    found: set[str] = set()
+    queue = [loss]
+    while queue:
+        node = queue.pop()
+        if node.name in found or node.name not in needs:
+            continue
+        found.add(node.name)
+        queue.extend(node.all_input_nodes)
+    return found

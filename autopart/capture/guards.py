@@ -1,0 +1,157 @@
+"""What torch.export loses without a word, found before or while it traces.
+
+Refused: forward and backward hooks, an autocast entered outside, custom autograd.Function (its backward is dropped),
+parameters that share storage without being the same object.  Warned of: gradient checkpointing inside the model
+(exact, but its memory saving is not carried over).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from ..ir.errors import CaptureError, RefusedError, UsageError
+from .where import user_line
+
+
+class CaptureWarning(UserWarning):
+    """Something of the model is not carried over; results stay exact."""
+
+
+_HOOKS = {
+    "_forward_hooks": "forward hook",
+    "_forward_pre_hooks": "forward pre-hook",
+    "_backward_hooks": "backward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+}
+
+
+def check_model(model: object) -> nn.Module:
+    """The model, when it is one that can be captured without silent loss.
+
+    Raises UsageError when it is no module, RefusedError for hooks and for aliased storage.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"the model is a {type(model).__name__}, not a torch.nn.Module",
+            fix="pass an instance of the model, not its class or its output",
+        )
+    for path, module in model.named_modules():
+        for attribute, kind in _HOOKS.items():
+            for hook in getattr(module, attribute).values():
+                raise RefusedError(
+                    f"a {kind} is registered: {getattr(hook, '__qualname__', repr(hook))}",
+                    where=f"module {path or '(the model itself)'} ({type(module).__name__})",
+                    why="hooks would run once while the model is captured and never again",
+                    fix="remove it (handle.remove()) before compile, or do its work in forward()",
+                )
+    _check_parameter_hooks(model)
+    _check_shared_storage(model)
+    return model
+
+
+def _check_parameter_hooks(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if getattr(param, "_backward_hooks", None) or getattr(param, "_post_accumulate_grad_hooks", None):
+            raise RefusedError(
+                f"a gradient hook is registered on parameter {name}",
+                why="it would see the gradient of one micro-batch on one stage instead of the whole gradient",
+                fix="remove it and change the gradient after step(), before optimizer.step()",
+            )
+
+
+def _check_shared_storage(model: nn.Module) -> None:
+    seen: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, param in model.named_parameters():
+        if param.numel() == 0 or param.is_meta:
+            continue
+        first, other = seen.setdefault(param.untyped_storage()._cdata, (name, param))
+        if other is not param and not _apart(other, param):
+            raise RefusedError(
+                f"parameters {first} and {name} share memory but are different objects",
+                why="an update of one would change the other only when both are on the same stage",
+                fix=f"tie them properly: assign the same nn.Parameter object to {first} and {name}",
+            )
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not (a.is_contiguous() and b.is_contiguous()):
+        return False
+    a0, b0 = a.storage_offset() * a.element_size(), b.storage_offset() * b.element_size()
+    return a0 + a.nbytes <= b0 or b0 + b.nbytes <= a0
+
+
+def check_autocast(device_type: str) -> None:
+    """Refuse an autocast region that is active outside the model: it would not be recorded."""
+    for kind in {"cpu", device_type}:
+        if torch.is_autocast_enabled(kind):
+            raise RefusedError(
+                f"autocast is enabled around the call for {kind!r}",
+                why="what happens outside forward() is not captured, so the step would run in another precision",
+                fix="enter torch.autocast inside the model's forward(), or convert the model (model.to(torch.bfloat16))",
+            )
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """For every name of a parameter or buffer that is not its first name, the first name.  By identity, so that it
+    works on the meta device too."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        owner = first.setdefault(id(tensor), name)
+        if owner != name:
+            tied[name] = owner
+    return tied
+
+
+@contextlib.contextmanager
+def tracing(model: nn.Module) -> Iterator[None]:
+    """While the model is traced: stop at a custom autograd.Function, warn of gradient checkpointing."""
+    warned: set[str] = set()
+    original = torch.autograd.Function.__dict__["apply"].__func__
+
+    def refuse(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith("torch._"):  # how a registered op (torch.library) carries its own backward
+            return original(cls, *args, **kwargs)
+        if cls.__name__ == "CheckpointFunction":
+            raise CaptureError(
+                "reentrant gradient checkpointing is on in the model",
+                where=user_line(traceback.extract_stack()),
+                why="its backward cannot be captured",
+                fix="turn it off (model.gradient_checkpointing_disable()); recomputation is the plan's to decide",
+            )
+        raise RefusedError(
+            f"custom autograd.Function {cls.__module__}.{cls.__qualname__} is used in forward()",
+            where=user_line(traceback.extract_stack()),
+            why="export keeps its forward and silently drops its backward: gradients would be wrong",
+            fix="register it as an op: torch.library.custom_op(...) with register_autograd(...), which is kept exactly",
+        )
+
+    from torch.utils import checkpoint
+
+    inner = checkpoint._checkpoint_without_reentrant_generator
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if "checkpoint" not in warned:
+            warned.add("checkpoint")
+            warnings.warn(
+                "gradient checkpointing inside the model is not carried over: gradients stay exact, but the memory it "
+                f"saved is not saved ({user_line(traceback.extract_stack())})",
+                CaptureWarning,
+                stacklevel=2,
+            )
+        return inner(*args, **kwargs)
+
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)),
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", noted),
+    ):
+        yield

@@ -1,0 +1,165 @@
+"""From an exported program to the flat graph that is cut.
+
+1. Regions under torch.no_grad become ordinary ops whose results are detached: decomposition inlines them and would
+   otherwise lose that nothing flows back.
+2. In-place ops are made functional; composite ops (attention, linear, cross entropy) stay whole.
+3. Assertions about tensor metadata go; `view` becomes `reshape` (the strides of the real kernel can differ from the
+   traced ones); `alias` goes.
+4. Random ops are called by key, so that what they draw does not depend on the stage they land on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from ..ir.errors import RefusedError
+from ..rng import keyed
+from .where import user_line_of_text
+
+_aten = torch.ops.aten
+_DROPPED = {"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range"}
+_SAME = {"alias", "lift_fresh", "lift_fresh_copy"}
+_VIEWS = {_aten.view.default, _aten._unsafe_view.default}
+_GRAD_REGION = "wrap_with_set_grad_enabled"
+
+
+def lower(program: ExportedProgram) -> tuple[ExportedProgram, fx.GraphModule]:
+    """The functional program (for its signature) and its flat graph, lowered.  O(nodes)."""
+    _detach_no_grad_regions(program.graph_module)
+    functional = program.run_decompositions({})
+    module = fx.GraphModule(dict(_constants(functional.graph_module)), functional.graph_module.graph)
+    graph = module.graph
+    _refuse_higher_order(graph)
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            _lower_node(graph, node)
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    _key_random_ops(graph)
+    graph.lint()
+    module.recompile()
+    return functional, module
+
+
+def _constants(module: fx.GraphModule) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
+
+
+def _detach_no_grad_regions(module: fx.GraphModule, inside: bool = False) -> None:
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        for arg in node.args:
+            if not (isinstance(arg, fx.Node) and arg.op == "get_attr"):
+                continue
+            region = getattr(module, str(arg.target))
+            if not isinstance(region, fx.GraphModule):
+                continue
+            off = node.target.name() == _GRAD_REGION and node.args[0] is False
+            if inside and node.target.name() == _GRAD_REGION and node.args[0] is True:
+                raise RefusedError(
+                    "torch.enable_grad inside torch.no_grad is used in forward()",
+                    where=user_line_of_text(node.meta.get("stack_trace")),
+                    why="which gradients it revives cannot be told from the captured graph",
+                    fix="move that computation out of the no_grad block",
+                )
+            _detach_no_grad_regions(region, inside or off)
+            if off:
+                _detach_results(region)
+
+
+def _detach_results(region: fx.GraphModule) -> None:
+    output = next(node for node in region.graph.nodes if node.op == "output")
+    _refuse_mutation(region)
+
+    def detached(value: fx.Node) -> fx.Node:
+        example = value.meta.get("val")
+        if not isinstance(example, torch.Tensor) or not example.is_floating_point():
+            return value
+        with region.graph.inserting_before(output):
+            node = region.graph.call_function(_aten.detach.default, (value,))
+        node.meta.update(value.meta)
+        return node
+
+    output.args = fx.map_arg(output.args, detached)
+    region.recompile()
+
+
+def _refuse_mutation(region: fx.GraphModule) -> None:
+    """An in-place op on an activation inside no_grad keeps that activation's gradient path: not expressible here."""
+    buffers = {n for n in region.graph.nodes if n.op == "placeholder" and str(n.target).startswith(("b_", "c_"))}
+    made_here = {n for n in region.graph.nodes if n.op == "call_function"}
+    for node in region.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if node.target._schema.is_mutable and node.args and node.args[0] not in buffers | made_here:
+            raise RefusedError(
+                f"{node.target} changes a tensor in place under torch.no_grad",
+                where=user_line_of_text(node.meta.get("stack_trace")),
+                why="its effect on gradients cannot be told from the captured graph",
+                fix="write to a copy, or register the tensor as a buffer",
+            )
+
+
+def _refuse_higher_order(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise RefusedError(
+                f"higher-order op {node.target.name()} is used in forward()",
+                where=user_line_of_text(node.meta.get("stack_trace")),
+                why="ops that own sub-graphs cannot be cut or differentiated exactly yet",
+                fix='write it with plain tensor operations (attention: attn_implementation="sdpa" or "eager")',
+            )
+
+
+def _lower_node(graph: fx.Graph, node: fx.Node) -> None:
+    target = node.target
+    name = target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
+    if name in _DROPPED:
+        graph.erase_node(node)
+    elif name in _SAME and name != "lift_fresh_copy":
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    elif target in _VIEWS:
+        node.target = _aten.reshape.default
+
+
+def is_random(node: fx.Node) -> bool:
+    """True for an op that draws random numbers with the arguments it has."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is keyed
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    switch = _SWITCH.get(target.name().split("::")[-1].split(".")[0])
+    return switch is None or switch(_bound(node))
+
+
+def _bound(node: fx.Node) -> dict[str, Any]:
+    """Arguments by their names in the schema, defaults filled in."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    arguments = node.target._schema.arguments
+    bound = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    bound.update({a.name: value for a, value in zip(arguments, node.args, strict=False)})
+    return bound | dict(node.kwargs)
+
+
+_SWITCH: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "scaled_dot_product_attention": lambda a: a["dropout_p"] > 0,
+    "dropout": lambda a: bool(a["train"]) and a["p"] > 0,
+    "native_dropout": lambda a: a["train"] is not False and a["p"] > 0,
+    "rrelu_with_noise": lambda a: bool(a.get("training")),
+}
+
+
+def _key_random_ops(graph: fx.Graph) -> None:
+    number = 0
+    for node in graph.nodes:
+        if node.op == "call_function" and is_random(node):
+            node.args = (node.target, number, *node.args)
+            node.target = keyed
+            number += 1

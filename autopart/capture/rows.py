@@ -1,0 +1,55 @@
+"""Which axis of a value is the batch: found by capturing the model at two row counts and comparing.
+
+A rule table could be wrong about an op it does not know; two captures cannot.  They also show every number in the
+program that depends on the batch size (a loss divided by `x.shape[0]`), which the loss analysis has to know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..ir.errors import RefusedError
+from ..ir.graph import Graph, Value
+
+
+def mark_rows(graph: Graph, other: Graph) -> Graph:
+    """`graph` with `Value.rows_axis` set, by comparison with the same model captured at another number of rows.
+
+    Holds before: both graphs have the same structure.  A value whose two shapes differ in several axes (every row
+    against every row) keeps None; `coupled_values` lists those.  O(values).
+    Raises RefusedError when the two captures are different programs.
+    """
+    require_same_program(graph, other)
+    shapes = other.value_map()
+    values = tuple(replace(v, rows_axis=_axis(v, shapes[v.name])) for v in graph.values)
+    return replace(graph, values=values)
+
+
+def coupled_values(graph: Graph, other: Graph) -> tuple[str, ...]:
+    """Values that grow in more than one axis with the batch: every row meets every other row in them."""
+    shapes = other.value_map()
+    return tuple(v.name for v in graph.values if len(_differing(v, shapes[v.name])) > 1)
+
+
+def require_same_program(graph: Graph, other: Graph) -> None:
+    """Raises RefusedError when two captures of one model are not the same program at two sizes."""
+    if graph.structure_digest() == other.structure_digest():
+        return
+    mine, theirs = graph.ops, other.ops
+    place = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a.target != b.target), None)
+    op = mine[place] if place is not None and place < len(mine) else None
+    raise RefusedError(
+        f"the model runs different operations on {graph.rows} and on {other.rows} rows",
+        where=f"{op.target} in module {op.module} at {op.where}" if op else f"{len(mine)} and {len(theirs)} ops",
+        why="one plan has to fit micro-batches of both sizes",
+        fix="choose a batch size that micro_batches divides, with at least 2 rows in each micro-batch",
+    )
+
+
+def _axis(a: Value, b: Value) -> int | None:
+    differing = _differing(a, b)
+    return differing[0] if len(differing) == 1 else None
+
+
+def _differing(a: Value, b: Value) -> list[int]:
+    return [axis for axis, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y]

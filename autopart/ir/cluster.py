@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .errors import ClusterError
@@ -89,3 +92,9 @@ def check(cluster: Cluster) -> Cluster:
     if size < cluster.world:
         raise ClusterError(f"the outermost level joins {size} devices of {cluster.world}")
     return cluster
+
+
+def torchrun_line(world: int, argv: Sequence[str] | None = None) -> str:
+    """The command that runs a script on `world` local ranks; argv: its command line, by default this process's."""
+    words = [word for word in (sys.argv if argv is None else argv) if word] or ["train.py"]
+    return f"torchrun --standalone --nproc-per-node {world} {shlex.join(words)}"

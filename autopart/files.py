@@ -1,0 +1,327 @@
+"""Files in and out: plans as JSON that people may read, diff, edit and reuse.
+
+A plan file carries no checksum of itself: editing it by hand is allowed, and an edit is judged by what it says.  Every
+problem of a file is reported at once, each with its JSON path.  `match_plan` then refuses a plan made for something
+else; that needs the graph, so it is a step of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import reprlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from autopart.ir import plan as plan_ir
+from autopart.ir.cluster import torchrun_line
+from autopart.ir.errors import AutopartError, PlanError, PlanFileError
+from autopart.ir.graph import Graph
+from autopart.ir.plan import Estimate, Plan, Stage
+
+MAX_BYTES = 256 * 2**20  # of any file we read; a plan of 100 000 ops has 4 MiB
+SHOWN = 20  # problems and differences printed at most
+
+Problem = tuple[str, str]  # JSON path, what is wrong there
+
+# Validation runs over the very classes of the IR; this is pydantic's hook for options of a foreign dataclass.
+_CHECKED: tuple[Any, ...] = (Plan, Stage, Estimate)
+for _class in _CHECKED:
+    _class.__pydantic_config__ = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+_PLAN = TypeAdapter(Plan)
+
+
+def plan_to_json(plan: Plan) -> str:
+    """The plan as indented JSON with a trailing newline: fixed key order, one op per line, equal plans equal text.
+
+    Raises PlanError for a number that JSON cannot hold.
+    """
+    fields = asdict(plan)
+    document = {"version": fields.pop("version"), **fields}
+    try:
+        return _layout(document, "") + "\n"
+    except ValueError as error:
+        raise PlanError("the plan cannot be written as JSON", why=str(error)) from error
+
+
+def plan_from_json(text: str, source: str = "<plan>") -> Plan:
+    """Read a plan; the inverse of `plan_to_json`.  source: what messages call the text.
+
+    Raises PlanFileError naming the line (no JSON) or every JSON path (JSON that is no valid plan).
+    """
+    if len(text) > MAX_BYTES:
+        raise PlanFileError(f"{source} is too large to be a plan", why=f"the limit is {MAX_BYTES >> 20} MiB")
+    _check_version(parse_json(text, source, PlanFileError), source)
+    try:
+        plan = _PLAN.validate_json(text, strict=True)
+    except ValidationError as error:
+        raise _refused(source, problems_of(error)) from error
+    problems = list(_plan_problems(plan))
+    if problems:
+        raise _refused(source, problems)
+    try:
+        return plan_ir.check(plan)
+    except PlanError as error:
+        raise PlanFileError(f"{source}: {error.what}", where=error.where, why=error.why, fix=error.fix) from error
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan so that the file is the old one or the new one at any moment.
+
+    Raises PlanError when the plan is not valid, PlanFileError when the file cannot be written.
+    """
+    text = plan_to_json(plan_ir.check(plan))
+    target = Path(path)
+    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with open(draft, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, target)
+    except OSError as error:
+        raise PlanFileError(f"cannot write the plan to {target}", why=str(error)) from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read and check a plan file.  Raises PlanFileError."""
+    return plan_from_json(read_text(path, PlanFileError), os.fspath(path))
+
+
+def match_plan(plan: Plan, graph: Graph, *, torch_version: str, world: int) -> None:
+    """Refuse a plan that was made for something else than what is about to run.
+
+    graph: captured at max(plan.micro_rows) rows.  torch_version: of the running process; major and minor must agree,
+    for a capture by another release names ops differently.  world: ranks that run.
+    Raises PlanError with every difference, or what `ir.plan.check` finds.
+    """
+    problems = list(_mismatches(plan, graph, torch_version, world))
+    if problems:
+        only_world = plan.world != world and len(problems) == 1
+        fix = torchrun_line(plan.world) if only_world else "make a new plan: autopart.plan(model, cluster, sample=...)"
+        raise PlanError("the plan was made for something else", why=_listed(problems), fix=fix)
+    plan_ir.check(plan, graph)
+
+
+def _mismatches(plan: Plan, graph: Graph, torch_version: str, world: int) -> Iterator[str]:
+    rows = max(plan.micro_rows)
+    if plan.structure_digest != graph.structure_digest():
+        yield f"another model: its structure is {plan.structure_digest}, not {graph.structure_digest()}"
+    elif rows != graph.rows:
+        yield f"another batch: its micro-batches have {rows} rows, not {graph.rows}"
+    elif plan.graph_digest != graph.shape_digest():
+        yield f"other shapes or dtypes: its graph is {plan.graph_digest}, not {graph.shape_digest()}"
+    if plan.torch_version.split(".")[:2] != torch_version.split(".")[:2]:
+        yield f"another torch: it was made with {plan.torch_version}, this is {torch_version}"
+    if plan.world != world:
+        yield f"another number of ranks: it is for {plan.world}, {world} run"
+
+
+def diff_plans(a: Plan, b: Plan) -> str:
+    """What changes from plan a to plan b, a line each; ops that move are counted by the stages they move between."""
+    if a == b:
+        return "the plans are equal"
+    lines = []
+    for field, before in asdict(a).items():
+        after = getattr(b, field)
+        if field not in ("stages", "estimates", "micro_rows", "notes") and before != after:
+            lines.append(f"{field}: {before} -> {after}")
+    if a.micro_rows != b.micro_rows:
+        lines.append(f"micro_rows: {list(a.micro_rows)} -> {list(b.micro_rows)}")
+    if len(a.stages) != len(b.stages):
+        lines.append(f"stages: {len(a.stages)} -> {len(b.stages)}")
+    for s, (old, new) in enumerate(zip(a.stages, b.stages, strict=False)):
+        if old.ranks != new.ranks:
+            lines.append(f"stage {s} ranks: {list(old.ranks)} -> {list(new.ranks)}")
+        if old.recompute != new.recompute:
+            lines.append(f"stage {s} recompute: {old.recompute} -> {new.recompute}")
+    lines += _moved_ops(a, b)
+    for field in ("estimates", "notes"):
+        if getattr(a, field) != getattr(b, field):
+            lines.append(f"{field} differ")
+    return "\n".join(lines or ["the same ops in another order"])
+
+
+def _moved_ops(a: Plan, b: Plan) -> list[str]:
+    before, after = _homes(a), _homes(b)
+    moves: dict[tuple[str, str], list[str]] = {}
+    for name in dict.fromkeys([*before, *after]):
+        move = before.get(name, "no stage"), after.get(name, "no stage")
+        if move[0] != move[1]:
+            moves.setdefault(move, []).append(name)
+    return [f"{old} -> {new}: {_span(names)}" for (old, new), names in moves.items()]
+
+
+def _homes(plan: Plan) -> dict[str, str]:
+    homes: dict[str, list[int]] = {}
+    for s, stage in enumerate(plan.stages):
+        for name in stage.ops:
+            homes.setdefault(name, []).append(s)
+    return {name: f"stage {'+'.join(map(str, stages))}" for name, stages in homes.items()}
+
+
+def _span(names: list[str]) -> str:
+    return f"1 op, {names[0]}" if len(names) == 1 else f"{len(names)} ops, {names[0]} … {names[-1]}"
+
+
+def read_text(path: str | os.PathLike[str], kind: type[AutopartError]) -> str:
+    """A whole UTF-8 file; raises `kind` when it cannot be read, is no text or is absurdly large."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise kind(f"{os.fspath(path)} is too large", why=f"the limit is {MAX_BYTES >> 20} MiB")
+        return raw.decode("utf-8-sig")
+    except OSError as error:
+        raise kind(f"cannot read {os.fspath(path)}", why=error.strerror or str(error)) from error
+    except UnicodeDecodeError as error:
+        raise kind(f"{os.fspath(path)} is no UTF-8 text", where=f"byte {error.start}") from error
+
+
+def parse_json(text: str, source: str, kind: type[AutopartError]) -> Any:
+    """Strict JSON: no NaN or Infinity, no key twice.  Raises `kind` with line and column."""
+    try:
+        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise kind(f"{source} is no valid JSON", where=where, why=error.msg) from error
+    except (ValueError, RecursionError) as error:
+        raise kind(f"{source} is no valid JSON", why=str(error)) from error
+
+
+def problems_of(error: ValidationError) -> list[Problem]:
+    """What pydantic found, as (path, message) with paths like stages[1].ranks[0]."""
+    return [(path_of(e["loc"]), _message(e["msg"], e["type"], e["input"])) for e in error.errors(include_url=False)]
+
+
+def path_of(location: Iterable[str | int]) -> str:
+    """('stages', 1, 'ranks', 0) as stages[1].ranks[0]."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
+
+
+def _message(text: str, kind: str, found: object) -> str:
+    if kind in ("missing", "json_invalid"):
+        return text
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        return "unknown key"
+    if kind == "value_error":
+        return text.removeprefix("Value error, ")
+    if kind in ("model_type", "dataclass_type"):
+        text = "must be a table of keys and values"
+    return f"{text.replace('Input should be', 'must be')}, not {reprlib.repr(found)}"
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(k for k in keys if keys.count(k) > 1)!r} stands twice in one object")
+    return table
+
+
+def _check_version(document: object, source: str) -> None:
+    if not isinstance(document, dict):
+        raise PlanFileError(f"{source} is no plan", why="a plan is a JSON object")
+    if "version" not in document:
+        raise PlanFileError(f"{source} is no plan", where="version", why="the key is missing")
+    version = document["version"]
+    if type(version) is not int or version != plan_ir.VERSION:
+        raise PlanFileError(
+            f"{source} has plan version {version!r}"[:200],
+            where="version",
+            why=f"this release reads version {plan_ir.VERSION}",
+            fix="make the plan again with this release",
+        )
+
+
+def _plan_problems(plan: Plan) -> Iterator[Problem]:
+    """What an edit can break that types do not show; the rules are those of `ir.plan.check`, here with paths."""
+    if plan.world < 1:
+        yield "world", f"at least 1 rank is needed, not {plan.world}"
+    if plan.schedule not in plan_ir.SCHEDULES:
+        yield "schedule", f"unknown schedule {plan.schedule!r}; use one of {', '.join(plan_ir.SCHEDULES)}"
+    if not plan.stages:
+        yield "stages", "at least one stage is needed"
+    if not plan.micro_rows:
+        yield "micro_rows", "at least one micro-batch is needed"
+    for i, rows in enumerate(plan.micro_rows):
+        if rows < 1:
+            yield f"micro_rows[{i}]", f"a micro-batch needs at least 1 row, not {rows}"
+    if plan.micro_rows and max(plan.micro_rows) - min(plan.micro_rows) > 1:
+        yield "micro_rows", f"micro-batches differ by at most one row, not {list(plan.micro_rows[:SHOWN])}"
+    yield from _stage_problems(plan)
+    if plan.estimates and len(plan.estimates) != len(plan.stages):
+        yield "estimates", f"{len(plan.estimates)} estimates for {len(plan.stages)} stages; give one each or none"
+    numbers = [(f"estimates[{s}].{k}", v) for s, e in enumerate(plan.estimates) for k, v in asdict(e).items()]
+    for path, amount in [*numbers, ("step_ns", plan.step_ns)]:
+        if amount < 0:
+            yield path, f"must not be negative, not {amount}"
+    if not 0 <= plan.bubble <= 1:
+        yield "bubble", f"is a share between 0 and 1, not {plan.bubble}"
+
+
+def _stage_problems(plan: Plan) -> Iterator[Problem]:
+    taken: dict[int, int] = {}
+    for s, stage in enumerate(plan.stages):
+        if not stage.ranks:
+            yield f"stages[{s}].ranks", "a stage needs a rank"
+        for i, rank in enumerate(stage.ranks):
+            if not 0 <= rank < plan.world:
+                yield f"stages[{s}].ranks[{i}]", f"rank {rank} is outside 0..{plan.world - 1}"
+            elif taken.setdefault(rank, s) != s or rank in stage.ranks[:i]:
+                yield f"stages[{s}].ranks[{i}]", f"rank {rank} already runs stage {taken[rank]}"
+        seen: set[str] = set()
+        for i, name in enumerate(stage.ops):
+            if name in seen:
+                yield f"stages[{s}].ops[{i}]", f"op {name} stands twice in this stage"
+            seen.add(name)
+
+
+def _refused(source: str, problems: list[Problem]) -> PlanFileError:
+    if len(problems) == 1:
+        return PlanFileError(f"{source} is no valid plan", where=problems[0][0], why=problems[0][1])
+    where = ", ".join(path for path, _ in problems[:SHOWN])
+    why = _listed(f"{path}: {message}" for path, message in problems)
+    return PlanFileError(f"{source} is no valid plan: {len(problems)} problems", where=where, why=why)
+
+
+def _listed(lines: Iterable[str]) -> str:
+    every = list(lines)
+    rest = [f"and {len(every) - SHOWN} more"] if len(every) > SHOWN else []
+    return "".join(f"\n    {line}" for line in every[:SHOWN] + rest)
+
+
+def _layout(node: object, indent: str) -> str:
+    """JSON with numbers side by side and everything else on lines of its own."""
+    inner = indent + "  "
+    if isinstance(node, dict) and node:
+        cells = [f"{json.dumps(key)}: {_layout(item, inner)}" for key, item in node.items()]
+        flat = all(isinstance(item, int) for item in node.values())
+        return _bracket("{", cells, "}", indent, flat)
+    if isinstance(node, list | tuple) and node:
+        flat = all(isinstance(item, int) for item in node)
+        return _bracket("[", [_layout(item, inner) for item in node], "]", indent, flat)
+    if isinstance(node, float) and not math.isfinite(node):
+        raise ValueError(f"{node} is no JSON number")
+    return json.dumps(node)
+
+
+def _bracket(start: str, cells: list[str], end: str, indent: str, flat: bool) -> str:
+    if flat:
+        return start + ", ".join(cells) + end
+    inner = "\n" + indent + "  "
+    return start + inner + f",{inner}".join(cells) + "\n" + indent + end

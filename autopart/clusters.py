@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import reprlib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from typing import Annotated, Any, Literal
 import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from autopart.files import parse_json, problems_of, read_text
+from autopart.files import SHOWN, brief, listed, parse_json, problems_of, read_text
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
 
@@ -92,7 +91,7 @@ def parse_cluster(
     if isinstance(what, str) and (short := _SHORT.match(what.strip())):
         return _uniform(short[1], int(short[2] or 1), facts)
     if not isinstance(what, str | os.PathLike):
-        raise ClusterError(f"a cluster cannot be read from {reprlib.repr(what)}", fix=FORMS)
+        raise ClusterError(f"a cluster cannot be read from {brief(what)}", fix=FORMS)
     if Path(what).suffix.lower() not in _READERS:
         raise ClusterError(f"cluster {os.fspath(what)!r} is not understood", fix=FORMS)
     return _from_file(Path(what), facts)
@@ -152,7 +151,7 @@ def _amount(given: object) -> object:
         return given
     found = _AMOUNT.match(given)
     if not found:
-        raise ValueError(f'write a number such as 16000000000, "1.6e10" or "16GiB", not {reprlib.repr(given)}')
+        raise ValueError(f'write a number such as 16000000000, "1.6e10" or "16GiB", not {brief(given)}')
     number, letter, binary = found.groups()
     power = "KMGTP".index(letter.upper()) + 1 if letter else 0
     return int(float(number) * (1024 if binary else 1000) ** power)
@@ -186,18 +185,19 @@ class _ClusterFile(_Entry):
 
 def _from_file(path: Path, facts: _Facts) -> Cluster:
     text = read_text(path, ClusterError)
-    document = _READERS[path.suffix.lower()](text, os.fspath(path))
+    source = os.fspath(path)
+    document = _READERS[path.suffix.lower()](text, source)
     try:
         described = _ClusterFile.model_validate(document)
     except ValidationError as error:
-        problems = problems_of(error)
-        why = "".join(f"\n    {where or 'the file'}: {message}" for where, message in problems)
-        where = ", ".join(where or "the file" for where, _ in problems)
-        raise ClusterError(f"{path} describes no cluster", where=where, why=why, fix=_SCHEMA) from None
+        problems = [(path or "the file", message) for path, message in problems_of(error)]
+        why = listed(f"{path}: {message}" for path, message in problems)
+        where = ", ".join(path for path, _ in problems[:SHOWN])
+        raise ClusterError(f"{source} describes no cluster", where=where, why=why, fix=_SCHEMA) from None
     try:
         return check(_built(described, facts))
     except ClusterError as error:
-        raise ClusterError(f"{path}: {error.what}", where=error.where, why=error.why, fix=error.fix) from error
+        raise ClusterError(f"{source}: {error.what}", where=error.where, why=error.why, fix=error.fix) from error
 
 
 def _built(described: _ClusterFile, facts: _Facts) -> Cluster:

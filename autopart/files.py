@@ -106,7 +106,7 @@ def match_plan(plan: Plan, graph: Graph, *, torch_version: str, world: int) -> N
     if problems:
         only_world = plan.world != world and len(problems) == 1
         fix = torchrun_line(plan.world) if only_world else "make a new plan: autopart.plan(model, cluster, sample=...)"
-        raise PlanError("the plan was made for something else", why=_listed(problems), fix=fix)
+        raise PlanError("the plan was made for something else", why=listed(problems), fix=fix)
     plan_ir.check(plan, graph)
 
 
@@ -218,7 +218,17 @@ def _message(text: str, kind: str, found: object) -> str:
         return text.removeprefix("Value error, ")
     if kind in ("model_type", "dataclass_type"):
         text = "must be a table of keys and values"
-    return f"{text.replace('Input should be', 'must be')}, not {reprlib.repr(found)}"
+    return f"{text.replace('Input should be', 'must be')}, not {brief(found)}"
+
+
+def brief(found: object) -> str:
+    """What was found, in at most 60 characters, whatever it is."""
+    shown = _BRIEF.repr(found)
+    return shown if len(shown) <= 60 else shown[:57] + "..."
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxdict, _BRIEF.maxstring = 1, 3, 3, 60
 
 
 def _no_constant(name: str) -> None:
@@ -241,7 +251,7 @@ def _check_version(document: object, source: str) -> None:
     version = document["version"]
     if type(version) is not int or version != plan_ir.VERSION:
         raise PlanFileError(
-            f"{source} has plan version {version!r}"[:200],
+            f"{source} has plan version {brief(version)}",
             where="version",
             why=f"this release reads version {plan_ir.VERSION}",
             fix="make the plan again with this release",
@@ -295,11 +305,12 @@ def _refused(source: str, problems: list[Problem]) -> PlanFileError:
     if len(problems) == 1:
         return PlanFileError(f"{source} is no valid plan", where=problems[0][0], why=problems[0][1])
     where = ", ".join(path for path, _ in problems[:SHOWN])
-    why = _listed(f"{path}: {message}" for path, message in problems)
+    why = listed(f"{path}: {message}" for path, message in problems)
     return PlanFileError(f"{source} is no valid plan: {len(problems)} problems", where=where, why=why)
 
 
-def _listed(lines: Iterable[str]) -> str:
+def listed(lines: Iterable[str]) -> str:
+    """Lines of a message, indented; the first `SHOWN` of them."""
     every = list(lines)
     rest = [f"and {len(every) - SHOWN} more"] if len(every) > SHOWN else []
     return "".join(f"\n    {line}" for line in every[:SHOWN] + rest)

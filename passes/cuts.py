@@ -1,0 +1,130 @@
+"""What crosses the cuts of a straight line of ops: bytes, places of forced cuts, stages of forced cuts.
+
+Place i is the i-th op of a graph in its order.  Boundary b lies before place b; boundary 0 is the start and boundary n
+the end of the line.  The stage [a, b) holds places a to b - 1.  A graph input counts as written at place 0, because
+the first stage is given all inputs and sends them on.
+"""
+
+from __future__ import annotations
+
+import difflib
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from autopart.ir.errors import UsageError
+from autopart.ir.graph import Graph
+
+Ints = npt.NDArray[np.int64]
+
+
+def crossing_bytes(graph: Graph) -> Ints:
+    """Bytes per micro-batch over each boundary 0..n: values read later, each once, and gradients that come back.
+
+    O(reads).
+    """
+    n = len(graph.ops)
+    change = np.zeros(n + 2, dtype=np.int64)
+    for written, reads, size, grad in _flows(graph):
+        change[written + 1] += size + grad
+        change[reads[-1] + 1] -= size + grad
+    return np.cumsum(change)[: n + 1]
+
+
+def entering_bytes(graph: Graph) -> tuple[Ints, Ints]:
+    """(forward, backward) bytes per micro-batch of the stage [a, b), as two matrices over (a, b).
+
+    forward: values that it reads and does not write, each once.  backward: the gradients it returns for them.
+    Counted where they enter, because that does not depend on the other cuts.  O(reads * n + n^2).
+    """
+    n = len(graph.ops)
+    forward, backward = np.zeros((2, n + 1, n + 1), dtype=np.int64)
+    for written, reads, size, grad in _flows(graph):
+        before = written
+        for read in reads:  # a stage that starts after `before` and no later than `read` meets this read first
+            forward[before + 1 : read + 1, read + 1] += size
+            backward[before + 1 : read + 1, read + 1] += grad
+            before = read
+    return np.cumsum(forward, axis=1), np.cumsum(backward, axis=1)
+
+
+def holding_bytes(graph: Graph, trainable_factor: float) -> Ints:
+    """Bytes of the parameters of each stage [a, b), each once, trainable ones times the factor.  O(uses * n + n^2)."""
+    n = len(graph.ops)
+    uses: dict[str, list[int]] = {}
+    for place, op in enumerate(graph.ops):
+        for name in op.params:
+            uses.setdefault(name, []).append(place)
+    params = graph.param_map()
+    held = np.zeros((n + 1, n + 1), dtype=np.int64)
+    for name, places in uses.items():
+        param = params[name]
+        size = int(param.size_bytes * trainable_factor) if param.trainable else param.size_bytes
+        before = -1
+        for place in places:
+            held[before + 1 : place + 1, place + 1] += size
+            before = place
+    return np.cumsum(held, axis=1)
+
+
+def _flows(graph: Graph) -> list[tuple[int, list[int], int, int]]:
+    """(place that writes it, places that read it ascending, its bytes, its gradient's bytes) of each value read."""
+    written = {w: (place, True) for place, op in enumerate(graph.ops) for w in op.writes}
+    reads: dict[str, list[int]] = {}
+    for place, op in enumerate(graph.ops):
+        for name in dict.fromkeys(op.reads):
+            reads.setdefault(name, []).append(place)
+    values = graph.value_map()
+    flows = []
+    for name, places in reads.items():
+        place, made = written.get(name, (0, False))
+        size = values[name].size_bytes
+        flows.append((place, places, size, size if made and values[name].grad else 0))
+    return flows
+
+
+def segments(graph: Graph, cuts: Sequence[str]) -> list[int]:
+    """For each op, how many cuts lie at or before it.
+
+    A cut is a module path; it lies right before the first op whose module is that path or stands below it, in the
+    order of the graph (captured order).  So everything captured before that op is cut off from everything from it on,
+    whatever module it stands in, and the order in which cuts are given does not matter.
+    Raises UsageError when a path has no op, begins at the first op, or two cuts lie at one place.  O(ops * cuts).
+    """
+    starts: dict[int, str] = {}
+    for cut in cuts:
+        start = next((i for i, op in enumerate(graph.ops) if f"{op.module}.".startswith(f"{cut}.")), None)
+        if start is None:
+            raise _no_module(graph, cut)
+        if start == 0:
+            raise UsageError(f"cut {cut!r} begins at the first op", why="the stage before it would be empty")
+        if start in starts:
+            raise UsageError(f"cuts {starts[start]!r} and {cut!r} begin at the same op", fix="leave one of them out")
+        starts[start] = cut
+    places = sorted(starts)
+    return [bisect_right(places, i) for i in range(len(graph.ops))]
+
+
+def _no_module(graph: Graph, cut: str) -> UsageError:
+    paths: dict[str, None] = {}
+    for op in graph.ops:
+        words = op.module.split(".")
+        paths.update((".".join(words[: k + 1]), None) for k in range(len(words)))
+    near = difflib.get_close_matches(cut, [p for p in paths if p], n=3, cutoff=0.0)
+    return UsageError(
+        f"cut {cut!r} is no module of the model in which a stage could begin",
+        why="no op runs in a module of that path",
+        fix="the nearest paths are " + ", ".join(near) if near else "",
+    )
+
+
+def forced_bounds(blocks: Graph, fine: Graph, cuts: Sequence[str]) -> tuple[int, ...]:
+    """Boundaries of `blocks` at which the cuts lie, ascending, when `blocks` was coarsened from `fine` with them.
+
+    A block lies in the segment of its last part, which is an op of `fine` (its clones come first).  O(ops * cuts).
+    """
+    segment = dict(zip((op.name for op in fine.ops), segments(fine, cuts), strict=True))
+    ends = [segment[(op.parts or (op.name,))[-1]] for op in blocks.ops]
+    return tuple(b for b in range(1, len(ends)) if ends[b] != ends[b - 1])

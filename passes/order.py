@@ -1,0 +1,33 @@
+"""Schedules: in which order each stage runs its forwards and backwards.
+
+gpipe, 2 stages, 3 micro-batches        1f1b
+0F0 0F1 0F2 0B0 0B1 0B2                 0F0 0F1 0B0 0F2 0B1 0B2
+1F0 1F1 1F2 1B0 1B1 1B2                 1F0 1B0 1F1 1B1 1F2 1B2
+"""
+
+from __future__ import annotations
+
+from autopart.ir.errors import UsageError
+from autopart.ir.plan import SCHEDULES, in_flight
+from autopart.ir.program import Action
+
+
+def order(stages: int, micros: int, schedule: str) -> tuple[tuple[Action, ...], ...]:
+    """For each stage its forwards and backwards, one of each per micro-batch.
+
+    Both schedules are one rule: backwards and forwards in the order of the micro-batches, and a backward runs as soon
+    as the stage holds as many micro-batches as it may (`plan.in_flight`).  All of them for GPipe (NeurIPS 2019,
+    section 2.3), min(m, S - s) for 1F1B (DAPPLE, PPoPP 2021, section 3.2).  O(stages * micros).
+    """
+    if schedule not in SCHEDULES:
+        raise UsageError(f"unknown schedule {schedule!r}", fix="use one of " + ", ".join(SCHEDULES))
+    return tuple(_stage_order(s, micros, in_flight(schedule, s, stages, micros)) for s in range(stages))
+
+
+def _stage_order(stage: int, micros: int, most: int) -> tuple[Action, ...]:
+    actions = [Action("F", stage, micro) for micro in range(most)]
+    for micro in range(micros):
+        actions.append(Action("B", stage, micro))
+        if micro + most < micros:
+            actions.append(Action("F", stage, micro + most))
+    return tuple(actions)

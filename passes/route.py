@@ -1,0 +1,112 @@
+"""Routing: which values flow between which stages, and the sends and receives that carry them.
+
+Everything here is on the captured graph, so that a plan file can be routed without coarsening anything again.
+"""
+
+from __future__ import annotations
+
+from autopart.ir.errors import PlanError
+from autopart.ir.graph import Graph
+from autopart.ir.plan import Plan
+from autopart.ir.program import Action, Edge, Program
+from autopart.passes.order import order
+
+
+def route(plan: Plan, graph: Graph) -> Program:
+    """The whole program of one step: computes, messages, and the sums of tied gradients.
+
+    Before: `plan.check(plan, graph)` holds.  After, on the rank of each stage: receives from all sources stand right
+    before the F or B that needs them and sends right behind the one that makes them, peers ascending; T is last.  A
+    directed pair of stages carries activations (to the later stage) or gradients (to the earlier one), never both, in
+    the order of the computes on both ends, so each is one first-in first-out channel.  A stage runs on the first of
+    its ranks.  O(reads + actions).
+    """
+    links = edges(plan, graph)
+    shared = tied(plan, graph)
+    into: dict[int, list[Edge]] = {s: [] for s in range(len(plan.stages))}
+    out: dict[int, list[Edge]] = {s: [] for s in range(len(plan.stages))}
+    for edge in links:  # ascending by (src, dst), so peers are ascending in both lists
+        into[edge.dst].append(edge)
+        out[edge.src].append(edge)
+    summing = {s for _, stages in shared for s in stages}
+    ranks: list[tuple[Action, ...]] = [()] * plan.world
+    for s, computes in enumerate(order(len(plan.stages), len(plan.micro_rows), plan.schedule)):
+        actions = [a for compute in computes for a in _with_messages(compute, into[s], out[s])]
+        if s in summing:
+            actions.append(Action("T", s))
+        ranks[plan.stages[s].ranks[0]] = tuple(actions)
+    stage_ranks = tuple(stage.ranks[0] for stage in plan.stages)
+    return Program(len(plan.micro_rows), stage_ranks, tuple(ranks), links, shared)
+
+
+def _with_messages(compute: Action, into: list[Edge], out: list[Edge]) -> list[Action]:
+    """Receives, the F or B, sends."""
+    stage, micro = compute.stage, compute.micro
+    if compute.kind == "F":
+        receives = [Action("RF", stage, micro, edge.src) for edge in into]
+        sends = [Action("SF", stage, micro, edge.dst) for edge in out]
+    else:
+        receives = [Action("RB", stage, micro, edge.dst) for edge in out if edge.grads]
+        sends = [Action("SB", stage, micro, edge.src) for edge in into if edge.grads]
+    return [*receives, compute, *sends]
+
+
+def edges(plan: Plan, graph: Graph) -> tuple[Edge, ...]:
+    """What flows from stage to stage for each micro-batch, ascending by (src, dst).
+
+    A value that a stage reads and does not write comes from the first stage that writes it; a graph input comes from
+    stage 0, which is given all of them.  Values go straight to the stage that reads them, however far; outputs stay
+    where they are written.  Values stand in order of graph inputs, then of writing.  Raises PlanError when an op that
+    must run once stands in two stages, or a value would flow back.  O(reads).
+    """
+    home = _homes(plan, graph)
+    writer = {w: op.name for op in graph.ops for w in op.writes}
+    place = {name: i for i, name in enumerate((*graph.inputs, *writer))}
+    grad = {v.name for v in graph.values if v.grad and v.name in writer}
+    ops = graph.op_map()
+    needed: dict[tuple[int, int], set[str]] = {}
+    for t, stage in enumerate(plan.stages):
+        own = {w for name in stage.ops for w in ops[name].writes}
+        for read in {r for name in stage.ops for r in ops[name].reads} - own:
+            source = home[writer[read]] if read in writer else 0
+            if source > t:
+                raise PlanError(f"value {read} would flow back from stage {source} to stage {t}")
+            if source < t:
+                needed.setdefault((source, t), set()).add(read)
+    result = []
+    for (src, dst), names in sorted(needed.items()):
+        values = tuple(sorted(names, key=place.__getitem__))
+        result.append(Edge(src, dst, values, tuple(v for v in values if v in grad)))
+    return tuple(result)
+
+
+def _homes(plan: Plan, graph: Graph) -> dict[str, int]:
+    """The first stage of each op; an op in several must be one that can be repeated."""
+    home: dict[str, int] = {}
+    ops = graph.op_map()
+    single = {v.name for v in graph.values if v.grad} | {value for _, value in graph.updates}
+    learned = {p.name for p in graph.params if p.trainable} | {buffer for buffer, _ in graph.updates}
+    for s, stage in enumerate(plan.stages):
+        for name in stage.ops:
+            op = ops[name]
+            if name in home and (op.random or not single.isdisjoint(op.writes) or not learned.isdisjoint(op.params)):
+                raise PlanError(
+                    f"op {name} stands in stages {home[name]} and {s}",
+                    where=f"{op.module} {op.where}".strip(),
+                    why="an op that learns, draws random numbers or updates a buffer must run once",
+                )
+            home.setdefault(name, s)
+    return home
+
+
+def tied(plan: Plan, graph: Graph) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Trainable parameters that several stages use, with those stages; in the order of `graph.params`.  O(uses)."""
+    ops = graph.op_map()
+    users: dict[str, set[int]] = {}
+    for s, stage in enumerate(plan.stages):
+        for name in stage.ops:
+            for param in ops[name].params:
+                users.setdefault(param, set()).add(s)
+    return tuple(
+        (p.name, tuple(sorted(users[p.name]))) for p in graph.params if p.trainable and len(users.get(p.name, ())) > 1
+    )

@@ -12,11 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, Op, Param, Value, check
+
+# No limit on the time of one example: the tests share their cores with worker processes of other tests.
+settings.register_profile("autopart", deadline=None)
+settings.load_profile("autopart")
 
 
 @dataclass
@@ -130,6 +135,7 @@ def graphs(draw: st.DrawFn, *, least: int = 1, most: int = 12, free: bool = True
     small = st.integers(0, 20)
     lines = []
     constant: list[str] = []
+    updater = draw(st.integers(0, 3 * most))  # which op, if any, updates the buffer `run`
     for i in range(count):
         before = [f"v{k}" for k in range(i)] + ["x", "y"]
         if free and draw(st.integers(0, 3)) == 0:
@@ -141,6 +147,7 @@ def graphs(draw: st.DrawFn, *, least: int = 1, most: int = 12, free: bool = True
             reads = draw(st.lists(st.sampled_from(before), min_size=1, max_size=3, unique=True))
             name = f"v{i}:{draw(small)}/{draw(small)}"
             extra = draw(st.sampled_from(["", f" +p{i}:5", " +tied:9", f" ^{draw(small)}", f" ${draw(small)}", " !"]))
+            extra += " ~run =run" if i == updater else draw(st.sampled_from(["", "", "", " ~run"]))
         lines.append(f"{name} #{draw(small)}{extra} @m.{i // 3} <- {' '.join(reads)}")
     return graph(";".join(lines))
 

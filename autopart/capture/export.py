@@ -38,6 +38,12 @@ class OutputSpec:
 _TENSOR = object()
 
 
+class _Sink:
+    """Where a traced forward leaves what it saw: torch.export puts a module's own attributes back."""
+
+    outputs: OutputSpec | None = None
+
+
 class Wrapper(nn.Module):
     """Takes the tensor leaves of a batch; returns the loss, or the outputs when `wants_outputs`."""
 
@@ -47,7 +53,12 @@ class Wrapper(nn.Module):
         self.loss_fn = loss_fn
         self._batch = batch
         self._wants_outputs = wants_outputs
-        self.outputs: OutputSpec | None = None
+        self._sink = _Sink()
+
+    @property
+    def outputs(self) -> OutputSpec | None:
+        """What the model returned while it was traced, or None for a loss."""
+        return self._sink.outputs
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         queue = iter(tensors)
@@ -66,7 +77,7 @@ class Wrapper(nn.Module):
             kind = type(result)
             result = {k: v for k, v in result.items() if _is_data(v)}
         leaves, spec = pytree.tree_flatten(result)
-        self.outputs = OutputSpec(spec, kind, tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves))
+        self._sink.outputs = OutputSpec(spec, kind, tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves))
         return tuple(x for x in leaves if isinstance(x, torch.Tensor))
 
 

@@ -1,0 +1,61 @@
+"""The front door: compile, plan, verify, launch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .capture.batch import take_apart
+from .capture.guards import check_model
+from .clusters import parse_cluster
+from .ir.cluster import Cluster
+from .ir.errors import UsageError
+from .ir.plan import Plan
+from .options import read_options
+from .pipe import Pipe
+from .planning import make_plan
+from .runtime.launch import launch as _launch
+
+ClusterLike = Cluster | str | os.PathLike[str] | None
+
+
+def compile(model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None, **options: Any) -> Pipe:
+    """Turn an unmodified model into a running training pipeline.
+
+    model: any torch.nn.Module.  cluster: an `autopart.Cluster`, a YAML/TOML file, a text such as "cpu:2", or None for
+    what the launcher's environment and the visible devices say.  sample: a batch as the model takes it (a mapping, a
+    tuple, a pair of both, a tensor; with loss_fn a pair of inputs and target); without one the model is captured at
+    the first step.
+
+    Options: loss_fn(output, target); loss_reduction ("auto", "mean", "sum", "token-mean"); stages; micro_batches;
+    schedule ("auto", "1f1b", "gpipe"); cuts (module paths at which a stage begins); plan (a Plan or a file); seed (of
+    dropout); costs ("auto", "measured", "analytic").
+
+    Call it on every rank.  Raises UsageError, CaptureError, RefusedError, PlanError: all before any data is sent.
+    """
+    return Pipe(check_model(model), _cluster(cluster), read_options(**options), sample)
+
+
+def plan(model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None, **options: Any) -> Plan:
+    """The plan alone: no process group, no weights needed (the model may be on the meta device)."""
+    read = read_options(**options)
+    if sample is None:
+        raise UsageError("plan needs a sample", fix="pass sample=batch: one batch as the model takes it")
+    batch = take_apart(sample, with_target=read.loss_fn is not None)
+    return make_plan(check_model(model), batch, _cluster(cluster), read).plan
+
+
+def launch(fn: Callable[..., Any], cluster: ClusterLike = None, *args: Any, timeout: float | None = None) -> list[Any]:
+    """Run fn(*args) on every rank of a cluster in local processes and return the results by rank.
+
+    Under torchrun this process is one of the ranks and fn is simply called.  timeout: seconds, None for no limit.
+    """
+    return _launch(fn, _cluster(cluster).world, *args, timeout=timeout)
+
+
+def _cluster(cluster: ClusterLike) -> Cluster:
+    return parse_cluster(cluster, cuda_devices=torch.cuda.device_count())

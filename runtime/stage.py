@@ -1,0 +1,99 @@
+"""Forward and backward of one stage for one micro-batch.
+
+Between the two it keeps the leaves (received values that need a gradient) and the roots (results a gradient comes
+back for); autograd holds the rest.  Both are dropped as soon as the backward has run.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..rng import micro_key
+from ..stagecode import StageCode
+
+
+@dataclass(frozen=True)
+class _Kept:
+    leaves: dict[str, torch.Tensor]
+    roots: dict[str, torch.Tensor]
+
+
+class StageRunner:
+    """Plays the code of one stage.
+
+    codes: by rows of the micro-batch.  tensors: this rank's parameters, buffers and constants by name.  grad_inputs:
+    values received whose gradients go back; grad_outputs: results whose gradients come back.
+    """
+
+    def __init__(
+        self,
+        codes: Mapping[int, StageCode],
+        tensors: Mapping[str, torch.Tensor],
+        grad_inputs: frozenset[str],
+        grad_outputs: frozenset[str],
+    ) -> None:
+        self._codes = codes
+        self._tensors = tensors
+        self._grad_inputs = grad_inputs
+        self._grad_outputs = grad_outputs
+        self._kept: dict[int, _Kept] = {}
+        self._fresh: dict[str, torch.Tensor] = {}  # new values of buffers in this step
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches whose backward is still to come."""
+        return len(self._kept)
+
+    def code(self, rows: int) -> StageCode:
+        """The code for a micro-batch of `rows` rows."""
+        return self._codes[rows]
+
+    def forward(
+        self, micro: int, rows: int, values: Mapping[str, torch.Tensor], key: tuple[int, int], *, train: bool
+    ) -> dict[str, torch.Tensor]:
+        """Run the stage on one micro-batch; `key` is (seed, step).
+
+        The next micro-batch sees the updated buffers; the buffers themselves change at `finish`, because a backward
+        still to come may have kept the old ones.
+        """
+        code = self._codes[rows]
+        leaves = {
+            name: values[name].detach().requires_grad_() for name in code.inputs if train and name in self._grad_inputs
+        }
+        args = code.arguments(ChainMap(self._fresh, self._tensors))
+        args += [leaves.get(name, values[name]) for name in code.inputs]
+        with torch.set_grad_enabled(train), micro_key(*key, micro):
+            results = code.module(*args)
+        del args
+        outputs = dict(zip(code.outputs, results, strict=False))
+        self._fresh.update((n, t.detach()) for n, t in zip(code.updates, results[len(code.outputs) :], strict=True))
+        if train:
+            self._kept[micro] = _Kept(leaves, {n: t for n, t in outputs.items() if n in self._grad_outputs})
+        return outputs
+
+    def finish(self) -> None:
+        """End of a step: the buffers take their new values, in place."""
+        with torch.no_grad():
+            for name, tensor in self._fresh.items():
+                self._tensors[name].copy_(tensor)
+        self._fresh.clear()
+
+    def backward(self, micro: int, grads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Gradients of the received values, from the gradients of the results.  Parameters accumulate theirs.
+
+        A value whose path to the loss has no derivative gets zeros: the receiver waits for it.
+        """
+        kept = self._kept.pop(micro)
+        roots = [(t, grads[name]) for name, t in kept.roots.items() if name in grads and t.requires_grad]
+        if roots:
+            torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+        return {n: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for n, leaf in kept.leaves.items()}
+
+    def clear(self) -> None:
+        """Forget every micro-batch, after a step that failed: buffers stay as they were before it."""
+        self._kept.clear()
+        self._fresh.clear()

@@ -1,0 +1,158 @@
+"""Messages between stages: one first-in first-out channel per directed pair of ranks, Gloo or NCCL.
+
+All values that one stage sends another for one micro-batch travel as one message.  A single contiguous tensor is
+sent as it lies; several, or one that is not contiguous, are packed.  Sends are posted and never waited for where that
+could block: a send is known to be complete once the peer's later message shows that it has consumed it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..ir.errors import WorkerError
+
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape and dtype of one tensor of a message."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+def offsets(specs: Sequence[Spec]) -> tuple[list[int], int]:
+    """Where each tensor of a message begins, and the bytes of the whole message."""
+    starts, end = [], 0
+    for spec in specs:
+        starts.append(end)
+        end += -(-spec.nbytes // _ALIGN) * _ALIGN
+    if specs:
+        end = starts[-1] + specs[-1].nbytes
+    return starts, end
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One flat byte tensor that holds them all; no copy for a single contiguous tensor."""
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        return _bytes(tensors[0])
+    starts, total = offsets([Spec(tuple(t.shape), t.dtype) for t in tensors])
+    buffer = torch.empty(total, dtype=torch.uint8, device=tensors[0].device)
+    for start, tensor in zip(starts, tensors, strict=True):
+        target = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        target.copy_(tensor.detach())
+    return buffer
+
+
+def unpack(buffer: torch.Tensor, specs: Sequence[Spec]) -> list[torch.Tensor]:
+    """Views of a received message; no copy."""
+    starts, _ = offsets(specs)
+    pieces = zip(starts, specs, strict=True)
+    return [buffer[a : a + spec.nbytes].view(spec.dtype).view(spec.shape) for a, spec in pieces]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+class Outbox:
+    """Sends on one channel.  `acknowledge(n)`: the peer has consumed the first n messages of this step."""
+
+    def __init__(self, peer: int, group: dist.ProcessGroup) -> None:
+        self._peer, self._group = peer, group
+        self._pending: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
+        self._done = 0
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Post one message; returns at once."""
+        buffer = pack(tensors)
+        work = None
+        if buffer.numel():
+            with _peer_errors(self._peer):
+                work = dist.isend(buffer, self._peer, group=self._group)
+        self._pending.append((work, buffer))
+
+    def acknowledge(self, count: int) -> None:
+        """Release the buffers of the first `count` messages of the step."""
+        while self._done < count:
+            self._finish()
+
+    def flush(self) -> None:
+        """Wait for all sends of the step."""
+        while self._pending:
+            self._finish()
+        self._done = 0
+
+    def _finish(self) -> None:
+        work, _ = self._pending.popleft()
+        self._done += 1
+        if work is not None:
+            with _peer_errors(self._peer):
+                work.wait()
+
+
+class Inbox:
+    """Receives on one channel, posted ahead: at most `window` buffers wait for messages at a time."""
+
+    def __init__(self, peer: int, group: dist.ProcessGroup, device: torch.device, window: int = 2) -> None:
+        self._peer, self._group, self._device, self._window = peer, group, device, window
+        self._expected: deque[tuple[Spec, ...]] = deque()
+        self._posted: deque[tuple[dist.Work | None, torch.Tensor, tuple[Spec, ...]]] = deque()
+
+    def expect(self, messages: Sequence[tuple[Spec, ...]]) -> None:
+        """The messages of one step, in order; the first of them are posted."""
+        self._expected.extend(messages)
+        self._post()
+
+    def receive(self) -> list[torch.Tensor]:
+        """The tensors of the next message; waits for it."""
+        work, buffer, specs = self._posted.popleft()
+        if work is not None:
+            with _peer_errors(self._peer):
+                work.wait()
+        self._post()
+        return unpack(buffer, specs)
+
+    def _post(self) -> None:
+        while self._expected and len(self._posted) < self._window:
+            specs = self._expected.popleft()
+            _, total = offsets(specs)
+            buffer = torch.empty(total, dtype=torch.uint8, device=self._device)
+            work = None
+            if total:
+                with _peer_errors(self._peer):
+                    work = dist.irecv(buffer, self._peer, group=self._group)
+            self._posted.append((work, buffer, specs))
+
+
+class _peer_errors:
+    """torch.distributed's failures as ours, naming the peer."""
+
+    def __init__(self, peer: int) -> None:
+        self._peer = peer
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, WorkerError):
+            raise WorkerError(
+                f"rank {self._peer} stopped answering",
+                why=(str(error).splitlines() or ["no reason given"])[0],
+                fix="look for the first error on that rank; this one only follows from it",
+            ) from error

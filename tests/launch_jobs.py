@@ -7,6 +7,8 @@ import signal
 import socket
 import sys
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 from autopart.ir.errors import BatchError, StageError
@@ -53,13 +55,17 @@ def sum_of_ranks(leave: bool = True) -> int:
     return int(total)
 
 
-def fail_on(bad: int, kind: str, wait: str) -> None:
-    """Rank `bad` fails in a way; the others wait for it in a way that only supervision can end."""
+def fail_on(bad: int, kind: str, wait: str, stamp: str) -> None:
+    """Rank `bad` fails in a way; the others wait for it in a way that only supervision can end.
+
+    stamp: file that gets the moment of the failure, in time.monotonic() seconds.
+    """
     set_label(f"stage {rank()}")
     if wait == "gloo":
         join_group()
     note(f"{rank()}F0 forward of micro-batch 0")
     if rank() == bad:
+        Path(stamp).write_text(str(time.monotonic()))
         _fail(kind)
     _wait(wait, bad)
 
@@ -99,6 +105,13 @@ def refuse_alike() -> None:
 def refuse_apart() -> None:
     """Every rank raises, each another error."""
     raise ValueError(f"rank {rank()} fails")
+
+
+def effect_and_cause() -> None:
+    """Rank 0 reports that a peer went away, rank 1 why."""
+    if rank() == 0:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234")
+    raise ValueError("the cause")
 
 
 def unpicklable() -> Any:

@@ -30,7 +30,7 @@ import numpy as np
 
 from autopart.ir.cluster import Cluster, Link
 from autopart.ir.errors import InfeasibleError, UsageError
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Graph, Op
 from autopart.ir.plan import in_flight
 from autopart.passes.cuts import Ints, entering_bytes, holding_bytes
 
@@ -206,10 +206,14 @@ def _infeasible(
     return InfeasibleError(
         f"stage {s} of {len(needs)} does not fit its device: it needs {_mib(needs[s])} and may use "
         f"{_mib(cluster.devices[s].memory_bytes)}, {_mib(excess[s])} too much",
-        where=f"{first.module or first.name} to {last.module or last.name}, in the split that comes nearest",
+        where=f"{_place(first, 0)} to {_place(last, -1)}, in the split that comes nearest",
         why="parameters, gradients, optimizer state, activations of the micro-batches in flight and scratch",
         fix="use more stages or more, smaller micro-batches" + (", or schedule 1f1b" if schedule == "gpipe" else ""),
     )
+
+
+def _place(block: Op, part: int) -> str:
+    return block.module or (block.parts or (block.name,))[part]
 
 
 def _mib(size_bytes: int) -> str:

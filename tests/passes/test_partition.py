@@ -146,7 +146,7 @@ def test_state_factor_is_the_optimizers() -> None:
 
 
 def test_more_stages_than_blocks_says_both_numbers() -> None:
-    with pytest.raises(UsageError, match="3 stages.*2 blocks"):
+    with pytest.raises(UsageError, match=r"3 stages.*2 blocks"):
         partition(graph("a <- x; b <- a"), cluster(3), stages=3, micros=1, schedule="1f1b")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from graphs import cluster, clusters, graph, graphs
 from hypothesis import given
@@ -117,11 +119,11 @@ def test_timeline_obeys_physics(g: Graph, data: st.DataObject) -> None:
     by_key = {(s.rank, str(s.action)): s for s in timeline.spans}
     for rank, actions in enumerate(program.ranks):
         own = [by_key[rank, str(a)] for a in actions if a.kind[0] != "S"]
-        assert all(one.end_ns <= two.start_ns for one, two in zip(own, own[1:], strict=False))
+        assert all(one.end_ns <= two.start_ns for one, two in pairwise(own))
     for edge in program.edges:
         for kind, src, dst in (("F", edge.src, edge.dst), ("B", edge.dst, edge.src)):
             sends = [by_key[src, str(a)] for a in program.ranks[src] if (a.kind, a.peer) == (f"S{kind}", dst)]
-            assert all(one.end_ns <= two.start_ns for one, two in zip(sends, sends[1:], strict=False))
+            assert all(one.end_ns <= two.start_ns for one, two in pairwise(sends))
             for send in sends:
                 micro = send.action.micro
                 assert by_key[src, f"{src}{kind}{micro}"].end_ns <= send.start_ns

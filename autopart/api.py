@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .capture import Capturer
 from .capture.batch import take_apart
-from .capture.guards import check_model
 from .clusters import parse_cluster
 from .ir.cluster import Cluster
 from .ir.errors import UsageError
@@ -37,7 +37,8 @@ def compile(model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None
 
     Call it on every rank.  Raises UsageError, CaptureError, RefusedError, PlanError: all before any data is sent.
     """
-    return Pipe(check_model(model), _cluster(cluster), read_options(**options), sample)
+    read = read_options(**options)
+    return Pipe(Capturer(model, read.loss_fn), _cluster(cluster), read, sample)
 
 
 def plan(model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None, **options: Any) -> Plan:
@@ -46,7 +47,7 @@ def plan(model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None, *
     if sample is None:
         raise UsageError("plan needs a sample", fix="pass sample=batch: one batch as the model takes it")
     batch = take_apart(sample, with_target=read.loss_fn is not None)
-    return make_plan(check_model(model), batch, _cluster(cluster), read).plan
+    return make_plan(Capturer(model, read.loss_fn), batch, _cluster(cluster), read).plan
 
 
 def launch(fn: Callable[..., Any], cluster: ClusterLike = None, *args: Any, timeout: float | None = None) -> list[Any]:

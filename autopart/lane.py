@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from .capture import Captured, capture
+from .capture import Captured, Capturer
 from .capture.batch import Batch
 from .capture.export import OutputSpec
 from .capture.rows import require_same_program
@@ -35,7 +35,7 @@ from .stagecode import StageCode
 class Setting:
     """What all lanes of a pipe share."""
 
-    model: nn.Module
+    capturer: Capturer
     world: World
     options: Options
     tensors: LocalTensors
@@ -50,7 +50,6 @@ class Lane:
         self._setting, self._mode, self.first, self.weight = setting, mode, first, weight
         self._plan = replace(plan, stages=tuple(stages))
         self._stage = self._plan.stage_of_rank(setting.world.rank)
-        self._captures: dict[tuple[object, int], Captured] = {}
         self._codes: dict[int, StageCode] = {}
         self._counts: dict[int, StageCode] = {}
         self._specs: dict[int, dict[str, Spec]] = {}
@@ -88,7 +87,9 @@ class Lane:
         writer = self.graph.writer()[value]
         return next(stage.ranks[0] for stage in self._plan.stages if writer in stage.ops)
 
-    def run(self, batch: Batch, micro_rows: tuple[int, ...], weights: Sequence[float], key: tuple[int, int]) -> StepResult:
+    def run(
+        self, batch: Batch, micro_rows: tuple[int, ...], weights: Sequence[float], key: tuple[int, int]
+    ) -> StepResult:
         """Play one step of this rank.  `prepare` must have run for this batch."""
         engine = self._engine(len(micro_rows))
         micros = self._inputs(batch, micro_rows) if self._stage == 0 else ()
@@ -109,19 +110,10 @@ class Lane:
             if rows not in self._specs:
                 self._add(self._capture(batch, rows), rows)
 
-    def adopt(self, batch: Batch, captured: Captured) -> None:
-        """Use a capture that exists already instead of making it again."""
-        self._captures[batch.signature(), captured.graph.rows] = captured
-
     def _capture(self, batch: Batch, rows: int) -> Captured:
-        key = (batch.signature(), rows)
-        if key not in self._captures:
-            captured = capture(
-                self._setting.model, batch, rows=rows, loss_fn=self._setting.options.loss_fn, mode=self._mode
-            )
-            require_same_program(captured.graph, self.first.graph)
-            self._captures[key] = captured
-        return self._captures[key]
+        captured = self._setting.capturer(batch, rows, self._mode)
+        require_same_program(captured.graph, self.first.graph)
+        return captured
 
     def _add(self, captured: Captured, rows: int) -> None:
         graph, device = captured.graph, self._setting.world.device
@@ -174,8 +166,7 @@ class Lane:
         if self.weight.value is None:
             return [rows / sum(micro_rows) for rows in micro_rows]
         counts = [
-            self._count(rows, values)
-            for rows, values in zip(micro_rows, self._inputs(batch, micro_rows), strict=True)
+            self._count(rows, values) for rows, values in zip(micro_rows, self._inputs(batch, micro_rows), strict=True)
         ]
         total = sum(counts)
         return [count / total if total else float("nan") for count in counts]

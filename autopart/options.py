@@ -35,7 +35,8 @@ def read_options(**given: Any) -> Options:
     unknown = set(given) - set(Options.__dataclass_fields__)
     if unknown:
         raise UsageError(
-            f"unknown option {sorted(unknown)[0]!r}", fix="options are: sample, " + ", ".join(Options.__dataclass_fields__)
+            f"unknown option {sorted(unknown)[0]!r}",
+            fix="options are: sample, " + ", ".join(Options.__dataclass_fields__),
         )
     options = Options(**{**given, "cuts": _cuts(given.get("cuts", ()))})
     _one_of("schedule", options.schedule, ("auto", *SCHEDULES))

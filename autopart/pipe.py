@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .capture import Capturer
 from .capture.batch import Batch, split_rows, take_apart
 from .capture.export import rebuild_outputs
 from .capture.guards import check_autocast
@@ -34,8 +35,9 @@ class Pipe:
     With a sample it is ready at once, without one at the first `step`.  It is a context manager; `close` ends it.
     """
 
-    def __init__(self, model: nn.Module, cluster: Cluster, options: Options, sample: Any = None) -> None:
-        self._model, self._cluster, self._options = model, cluster, options
+    def __init__(self, capturer: Capturer, cluster: Cluster, options: Options, sample: Any = None) -> None:
+        self._capturer, self._cluster, self._options = capturer, cluster, options
+        self._model = capturer.model
         self._world: World | None = None
         self._started: Started | None = None
         self._lanes: dict[str, Lane] = {}
@@ -86,7 +88,11 @@ class Pipe:
         result = lane.run(batch, micro_rows, shares, (self._options.seed, step))
         owner = lane.rank_of_output(lane.graph.outputs[0])
         total = sum(
-            (result.losses[i].double().cpu() * share for i, share in enumerate(shares) if share != 0.0 and result.losses),
+            (
+                result.losses[i].double().cpu() * share
+                for i, share in enumerate(shares)
+                if share != 0.0 and result.losses
+            ),
             torch.zeros((), dtype=torch.float64),
         )
         dtype = getattr(torch, lane.graph.value_map()[lane.graph.outputs[0]].dtype)
@@ -127,7 +133,7 @@ class Pipe:
         return take_apart(batch, with_target=self._options.loss_fn is not None)
 
     def _start(self, batch: Batch) -> None:
-        self._started = start(self._model, batch, self._cluster, self._options)
+        self._started = start(self._capturer, batch, self._cluster, self._options)
         self._world = self._started.world
         self._lanes["step"] = self._started.lane
         stage = self.plan.stage_of_rank(self._here.rank)
@@ -285,7 +291,9 @@ def _check_state(own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tens
         raise UsageError(
             "the state does not belong to this model",
             why="; ".join(
-                f"{len(names)} {kind}, such as {names[0]}" for kind, names in (("missing", missing), ("unexpected", extra)) if names
+                f"{len(names)} {kind}, such as {names[0]}"
+                for kind, names in (("missing", missing), ("unexpected", extra))
+                if names
             ),
         )
     for name, tensor in own.items():

@@ -6,9 +6,8 @@ import os
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
-from .capture import Captured, capture
+from .capture import Captured, Capturer
 from .capture.batch import Batch, split_rows
 from .capture.probe import prove_rows
 from .capture.rows import mark_rows
@@ -35,17 +34,17 @@ class Planned:
     weight: Weight
 
 
-def make_plan(model: nn.Module, batch: Batch, cluster: Cluster, options: Options) -> Planned:
-    """Plan `model` for batches like `batch` on `cluster`.
+def make_plan(capturer: Capturer, batch: Batch, cluster: Cluster, options: Options) -> Planned:
+    """Plan a model for batches like `batch` on `cluster`.
 
     Raises CaptureError, RefusedError (what cannot be exact), UsageError, PlanError.
     """
     given = read_plan(options)
     micro_rows = given.micro_rows if given else choose_rows(batch, cluster, options)
-    captured = capture(model, batch, rows=max(micro_rows), loss_fn=options.loss_fn)
+    captured = capturer(batch, max(micro_rows))
     if given:
         match_plan(given, captured.graph, torch_version=torch.__version__, world=cluster.world)
-    weight = loss_weight(model, batch, captured, micro_rows, options)
+    weight = loss_weight(capturer, batch, captured, micro_rows, options)
     if given:
         return Planned(given, captured, weight)
     graph, source, notes = _costs(captured, cluster, options)
@@ -88,16 +87,16 @@ def choose_rows(batch: Batch, cluster: Cluster, options: Options) -> tuple[int, 
 
 
 def loss_weight(
-    model: nn.Module, batch: Batch, captured: Captured, micro_rows: tuple[int, ...], options: Options, mode: str = "step"
+    capturer: Capturer, batch: Batch, captured: Captured, micro_rows: tuple[int, ...], options: Options
 ) -> Weight:
-    """How the losses of micro-batches combine.  One micro-batch needs no rule; more need one that is proven exact.
+    """How the losses of micro-batches combine.  One needs no rule; more need one that is proven exact.
 
     Raises CoupledLossError when the whole loss is no combination of theirs.
     """
     if len(micro_rows) == 1:
         return WHOLE
     rows = max(micro_rows)
-    other = capture(model, batch, rows=_second(rows, micro_rows), loss_fn=options.loss_fn, mode=mode)
+    other = capturer(batch, _second(rows, micro_rows))
     graph = mark_rows(captured.graph, other.graph)
     stated = None if options.loss_reduction == "auto" else options.loss_reduction
     try:

@@ -19,7 +19,9 @@ from .ir.program import Program
 from .stagecode import StageCode
 
 
-def stage_code(captured: Captured, program: Program, stage: int, ops: Collection[str], device: torch.device) -> StageCode:
+def stage_code(
+    captured: Captured, program: Program, stage: int, ops: Collection[str], device: torch.device
+) -> StageCode:
     """The code of `stage`, which runs `ops` and exchanges values along the edges of `program`.  O(nodes)."""
     graph = captured.graph
     chosen = set(ops)
@@ -47,7 +49,12 @@ def cone(graph: Graph, value: str) -> tuple[str, ...]:
 
 
 def cut(
-    captured: Captured, ops: Collection[str], outputs: Iterable[str], device: torch.device, *, updates: tuple[str, ...] = ()
+    captured: Captured,
+    ops: Collection[str],
+    outputs: Iterable[str],
+    device: torch.device,
+    *,
+    updates: tuple[str, ...] = (),
 ) -> StageCode:
     """Code that runs `ops` and returns `outputs`; reads whatever those ops do not make themselves."""
     names = captured.names
@@ -93,5 +100,5 @@ def _move(node: fx.Node, device: torch.device) -> None:
     def moved(arg: object) -> object:
         return device if isinstance(arg, torch.device) else arg
 
-    node.args = fx.node.map_aggregate(node.args, moved)  # type: ignore[assignment, arg-type]
-    node.kwargs = fx.node.map_aggregate(node.kwargs, moved)  # type: ignore[assignment, arg-type]
+    node.args = fx.node.map_aggregate(node.args, moved)  # type: ignore[arg-type]
+    node.kwargs = fx.node.map_aggregate(node.kwargs, moved)  # type: ignore[arg-type]

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from .capture import capture
+from .capture import Capturer
 from .capture.batch import Batch
-from .capture.guards import check_model, tied_names
+from .capture.guards import tied_names
 from .files import plan_from_json, plan_to_json
 from .ir import errors
 from .ir.cluster import Cluster
@@ -42,20 +42,19 @@ class Started:
         return self.setting.tensors
 
 
-def start(model: nn.Module, batch: Batch, cluster: Cluster, options: Options) -> Started:
+def start(capturer: Capturer, batch: Batch, cluster: Cluster, options: Options) -> Started:
     """Plan on rank 0 and prepare this rank.  Collective.  Everything that can be refused is refused here."""
-    check_model(model)
     read_plan(options)  # a bad plan file is refused before any process talks
-    _refuse_meta(model)
+    _refuse_meta(capturer.model)
     world = World(cluster.kind, cluster.world)
-    planned = _plan_together(world, model, batch, cluster, options)
+    planned = _plan_together(world, capturer, batch, cluster, options)
     tensors = LocalTensors(world.device)
-    setting = Setting(model, world, options, tensors)
+    setting = Setting(capturer, world, options, tensors)
     agree_on_weights(world, planned.captured.tensors)
     lane = Lane(setting, "step", planned.captured, planned.plan, planned.plan.stages, planned.weight)
-    lane.adopt(batch, planned.captured)
     lane.prepare(batch, (max(planned.plan.micro_rows),))
-    return Started(world, planned.plan, lane, setting, _owners(planned.captured.graph, planned.plan), tied_names(model))
+    owners = _owners(planned.captured.graph, planned.plan)
+    return Started(world, planned.plan, lane, setting, owners, tied_names(capturer.model))
 
 
 def _refuse_meta(model: nn.Module) -> None:
@@ -67,13 +66,13 @@ def _refuse_meta(model: nn.Module) -> None:
             )
 
 
-def _plan_together(world: World, model: nn.Module, batch: Batch, cluster: Cluster, options: Options) -> Planned:
+def _plan_together(world: World, capturer: Capturer, batch: Batch, cluster: Cluster, options: Options) -> Planned:
     """The plan of rank 0 on every rank, each with its own capture.  An error of rank 0 is raised on all of them."""
     mine: Planned | None = None
     answer: dict[str, Any] = {}
     if world.rank == 0:
         try:
-            mine = make_plan(model, batch, cluster, options)
+            mine = make_plan(capturer, batch, cluster, options)
             answer = {"plan": plan_to_json(mine.plan), "weight": asdict(mine.weight)}
         except AutopartError as error:
             answer = _described(error)
@@ -84,7 +83,7 @@ def _plan_together(world: World, model: nn.Module, batch: Batch, cluster: Cluste
         raise _error(answer)
     if mine is None:
         plan = plan_from_json(answer["plan"], "plan of rank 0")
-        captured = capture(model, batch, rows=max(plan.micro_rows), loss_fn=options.loss_fn)
+        captured = capturer(batch, max(plan.micro_rows))
         mine = Planned(plan, captured, Weight(**answer["weight"]))
     _agree(world, mine)
     return mine
@@ -132,10 +131,6 @@ def _owners(graph: Graph, plan: Plan) -> dict[str, int]:
 def evaluation_lane(started: Started, mode: str, batch: Batch) -> Lane:
     """A lane for "loss" or "predict" along the stages of the training plan.  Collective."""
     setting, plan = started.setting, started.plan
-    whole = (batch.rows or 1,)
-    captured = capture(setting.model, batch, rows=whole[0], loss_fn=setting.options.loss_fn, mode=mode)
+    captured = setting.capturer(batch, batch.rows or 1, mode)
     stages = follow(captured.graph, started.lane.graph, plan)
-    lane = Lane(setting, mode, captured, plan, stages, WHOLE)
-    lane.adopt(batch, captured)
-    return lane
-
+    return Lane(setting, mode, captured, plan, stages, WHOLE)

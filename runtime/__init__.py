@@ -1,4 +1,4 @@
 """One rank's part of a running pipeline; it plays a program and decides nothing."""
 
 if __name__ != "autopart.runtime":
-    raise ImportError("import autopart.runtime, not runtime: a second copy of these modules would not be the same types")
+    raise ImportError("import autopart.runtime, not runtime: this would be a second copy of its types")

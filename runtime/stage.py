@@ -6,7 +6,6 @@ back for); autograd holds the rest.  Both are dropped as soon as the backward ha
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -64,7 +63,7 @@ class StageRunner:
         leaves = {
             name: values[name].detach().requires_grad_() for name in code.inputs if train and name in self._grad_inputs
         }
-        args = code.arguments(ChainMap(self._fresh, self._tensors))
+        args = code.arguments({**self._tensors, **self._fresh})
         args += [leaves.get(name, values[name]) for name in code.inputs]
         with torch.set_grad_enabled(train), micro_key(*key, micro):
             results = code.module(*args)

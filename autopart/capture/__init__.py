@@ -1,100 +1,14 @@
 """model + batch -> Captured(module, graph): every fact that needs torch is read here.
 
-    batch.py      a batch taken apart, cut and put together      guards.py     what export would lose silently
-    export.py     torch.export inside a thin wrapper             lower.py      flat, functional, random ops by key
-    names.py      which name stands for which node               gradients.py  through which values gradients flow
-    read.py       fx graph -> Graph                              rows.py       which axis of a value is the batch
-    where.py      from Python stacks to the user's line
+batch.py      a batch taken apart, cut and put together      guards.py     what export would lose silently
+export.py     torch.export inside a thin wrapper             lower.py      flat, functional, random ops by key
+names.py      which name stands for which node               gradients.py  through which values gradients flow
+read.py       fx graph -> Graph                              rows.py       which axis of a value is the batch
+capture.py    the steps above in order                       capturer.py   each capture of a model made once
+probe.py      rows shown independent by running them         where.py      from Python stacks to the user's line
 """
 
-from __future__ import annotations
+from .capture import Captured, capture
+from .capturer import Capturer
 
-from dataclasses import dataclass
-
-import torch
-from torch import fx, nn
-from torch.export.graph_signature import OutputKind
-
-from ..ir.graph import Graph
-from .batch import Batch
-from .export import LossFn, OutputSpec, Wrapper, export, quiet
-from .guards import check_autocast, check_model
-from .lower import lower
-from .names import Names, read_names
-from .read import read_graph
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A model at one shape.  module: the flat fx graph; graph: the same as data; names: which node is which;
-    outputs: how a `predict` program's results become what the model returns, None for a loss program."""
-
-    module: fx.GraphModule
-    graph: Graph
-    names: Names
-    outputs: OutputSpec | None
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The model's own parameters and buffers, and lifted constants, by name."""
-        return self.names.tensors
-
-
-def capture(
-    model: nn.Module, batch: Batch, *, rows: int | None = None, loss_fn: LossFn | None = None, mode: str = "step"
-) -> Captured:
-    """Capture a model for micro-batches of `rows` rows shaped like `batch`.
-
-    mode: "step" (loss and gradients, with the training flags the model has), "loss" (loss in eval mode) or "predict"
-    (what the model returns, in eval mode).  The model is left as it was.  Raises CaptureError, RefusedError.
-    """
-    check_model(model)
-    meta = any(p.is_meta for p in model.parameters())
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    check_autocast(device.type if not meta else "cpu")
-    sample = batch.with_rows(rows if rows is not None else batch.rows or 1)
-    sample = sample.to(device)
-    wrapper = Wrapper(model, sample, loss_fn, wants_outputs=mode == "predict")
-    with quiet(), _flags(wrapper, model, evaluate=mode != "step"):
-        program, module = lower(export(wrapper, sample))
-    names = read_names(program, wrapper, sample)
-    outputs = _user_outputs(program, module)
-    graph = read_graph(module, names, outputs, sample.rows or 1, backward=mode == "step")
-    return Captured(module, graph, names, wrapper.outputs)
-
-
-class _flags:
-    """Eval mode inside, every module's own training flag back outside."""
-
-    def __init__(self, wrapper: nn.Module, model: nn.Module, *, evaluate: bool) -> None:
-        self._model, self._wrapper, self._evaluate = model, wrapper, evaluate
-
-    def __enter__(self) -> None:
-        self._saved = [(m, m.training) for m in self._model.modules()]
-        self._wrapper.training = self._model.training and not self._evaluate
-        if self._evaluate:
-            self._model.eval()
-
-    def __exit__(self, *_: object) -> None:
-        for module, flag in self._saved:
-            module.training = flag
-
-
-def _user_outputs(program: torch.export.ExportedProgram, module: fx.GraphModule) -> list[fx.Node]:
-    """The nodes of the user outputs.  A result that is an input or parameter itself becomes a copy of it, so that
-    every output is written by an op."""
-    final = next(node for node in module.graph.nodes if node.op == "output")
-    results = list(final.args[0])
-    chosen: list[fx.Node] = []
-    for place, spec in enumerate(program.graph_signature.output_specs):
-        if spec.kind not in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT):
-            continue
-        node = results[place]
-        if node.op == "placeholder":
-            with module.graph.inserting_before(final):
-                copy = module.graph.call_function(torch.ops.aten.clone.default, (node,))
-            copy.meta.update(node.meta)
-            results[place] = node = copy
-        chosen.append(node)
-    final.args = (tuple(results),)
-    return chosen
+__all__ = ["Captured", "Capturer", "capture"]

@@ -74,7 +74,7 @@ class Batch:
         """The tensor leaves of each micro-batch; what has no rows goes to all of them whole."""
         pieces: list[list[torch.Tensor]] = [[] for _ in micro_rows]
         for leaf in self.tensors:
-            parts = leaf.split(list(micro_rows)) if self.is_split(leaf) else [leaf] * len(micro_rows)
+            parts = torch.split(leaf, list(micro_rows)) if self.is_split(leaf) else [leaf] * len(micro_rows)
             for piece, part in zip(pieces, parts, strict=True):
                 piece.append(part)
         return [tuple(piece) for piece in pieces]
@@ -122,14 +122,16 @@ def put_together(leaves: tuple[Any, ...], spec: Any) -> tuple[tuple[Any, ...], d
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: tuple[Any, ...] = ()
+    kwargs: dict[Any, Any] = {}
     if isinstance(batch, Mapping):
-        args, kwargs = (), dict(batch)
+        kwargs = dict(batch)
     elif _is_args_and_kwargs(batch):
         args, kwargs = tuple(batch[0]), dict(batch[1])
     elif isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):
-        args, kwargs = tuple(batch), {}
+        args = tuple(batch)
     else:
-        args, kwargs = (batch,), {}
+        args = (batch,)
     for key in kwargs:
         if not isinstance(key, str):
             raise BatchError(f"keyword {key!r} of the batch is not a string", fix="name every keyword argument")

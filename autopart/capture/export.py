@@ -77,7 +77,9 @@ class Wrapper(nn.Module):
             kind = type(result)
             result = {k: v for k, v in result.items() if _is_data(v)}
         leaves, spec = pytree.tree_flatten(result)
-        self._sink.outputs = OutputSpec(spec, kind, tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves))
+        self._sink.outputs = OutputSpec(
+            spec, kind, tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves)
+        )
         return tuple(x for x in leaves if isinstance(x, torch.Tensor))
 
 

@@ -28,6 +28,11 @@ _VIEWS = {_aten.view.default, _aten._unsafe_view.default}
 _GRAD_REGION = "wrap_with_set_grad_enabled"
 
 
+def _name(target: Any) -> str:
+    """Name of an op without its overload; "" for what is no op of torch."""
+    return str(target.name()).split("::")[-1].split(".")[0] if hasattr(target, "name") else ""
+
+
 def lower(program: ExportedProgram) -> tuple[ExportedProgram, fx.GraphModule]:
     """The functional program (for its signature) and its flat graph, lowered.  O(nodes)."""
     _detach_no_grad_regions(program.graph_module)
@@ -59,8 +64,8 @@ def _detach_no_grad_regions(module: fx.GraphModule, inside: bool = False) -> Non
             region = getattr(module, str(arg.target))
             if not isinstance(region, fx.GraphModule):
                 continue
-            off = node.target.name() == _GRAD_REGION and node.args[0] is False
-            if inside and node.target.name() == _GRAD_REGION and node.args[0] is True:
+            off = _name(node.target) == _GRAD_REGION and node.args[0] is False
+            if inside and _name(node.target) == _GRAD_REGION and node.args[0] is True:
                 raise RefusedError(
                     "torch.enable_grad inside torch.no_grad is used in forward()",
                     where=user_line_of_text(node.meta.get("stack_trace")),
@@ -109,7 +114,7 @@ def _refuse_higher_order(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
             raise RefusedError(
-                f"higher-order op {node.target.name()} is used in forward()",
+                f"higher-order op {_name(node.target)} is used in forward()",
                 where=user_line_of_text(node.meta.get("stack_trace")),
                 why="ops that own sub-graphs cannot be cut or differentiated exactly yet",
                 fix='write it with plain tensor operations (attention: attn_implementation="sdpa" or "eager")',
@@ -117,12 +122,14 @@ def _refuse_higher_order(graph: fx.Graph) -> None:
 
 
 def _lower_node(graph: fx.Graph, node: fx.Node) -> None:
-    target = node.target
-    name = target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
+    target: Any = node.target
+    name = _name(target)
     if name in _DROPPED:
         graph.erase_node(node)
     elif name in _SAME and name != "lift_fresh_copy":
-        node.replace_all_uses_with(node.args[0])
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node.replace_all_uses_with(source)
         graph.erase_node(node)
     elif target in _VIEWS:
         node.target = _aten.reshape.default
@@ -135,7 +142,7 @@ def is_random(node: fx.Node) -> bool:
         return target is keyed
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    switch = _SWITCH.get(target.name().split("::")[-1].split(".")[0])
+    switch = _SWITCH.get(_name(target))
     return switch is None or switch(_bound(node))
 
 

@@ -48,9 +48,7 @@ def read_names(program: ExportedProgram, wrapper: torch.nn.Module, batch: Batch)
     place."""
     tied = {strip(name): strip(owner) for name, owner in tied_names(wrapper).items()}
     named = {
-        strip(name): tensor
-        for pairs in (wrapper.named_parameters(), wrapper.named_buffers())
-        for name, tensor in pairs
+        strip(name): tensor for pairs in (wrapper.named_parameters(), wrapper.named_buffers()) for name, tensor in pairs
     }
     leaves = [name for name, leaf in zip(batch.names, batch.leaves, strict=True) if isinstance(leaf, torch.Tensor)]
     queue = iter(leaves)

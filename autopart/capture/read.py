@@ -90,7 +90,8 @@ def _value(node: fx.Node, names: Names, grad: bool) -> Value:
 
 
 def _op(call: fx.Node, names: Names) -> Op:
-    target, args = call.target, call.args
+    target: Any = call.target
+    args = call.args
     random = target is keyed
     if random:
         target, args = args[0], args[2:]
@@ -122,9 +123,7 @@ def module_path(node: fx.Node) -> str:
     return strip(paths[-1]) if paths and paths[-1] not in ("", "model") else ""
 
 
-def _attrs(
-    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names
-) -> tuple[tuple[str, Literal], ...]:
+def _attrs(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names) -> tuple[tuple[str, Literal], ...]:
     labels = [a.name for a in target._schema.arguments] if isinstance(target, torch._ops.OpOverload) else []
     labels += [f"arg{i}" for i in range(len(labels), len(args))]
     pairs = [*zip(labels, args, strict=False), *kwargs.items()]

@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -143,11 +143,10 @@ class Fleet:
 
     def fail(self, answers: Mapping[int, Any], doing: str) -> None:
         """End all processes and raise the first real cause, or say who did not answer."""
-        causes = [a for a in answers.values() if isinstance(a, Failure | Death)]
+        cause = first_cause(answers.values())
         self.kill()
-        if not causes:
+        if cause is None:
             raise self._no_answer(answers, doing)
-        cause = min(causes, key=lambda a: (a.weight, a.at))
         raise self.raised(cause) if isinstance(cause, Failure) else self._died(cause, doing)
 
     def kill(self) -> None:
@@ -217,6 +216,12 @@ class Fleet:
         lines += [f"{self.name(r)}: finished" for r in sorted(answers)]
         what = f"no answer in time from {', '.join(self.name(r) for r in late)} while {doing}"
         return WorkerError(what, why="last known of each rank:" + "".join(f"\n    {line}" for line in lines))
+
+
+def first_cause(answers: Iterable[object]) -> Failure | Death | None:
+    """The earliest of the failures that are causes rather than effects; None when nothing failed."""
+    failures = [a for a in answers if isinstance(a, Failure | Death)]
+    return min(failures, key=lambda a: (a.weight, a.at), default=None)
 
 
 def pickle_call(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:

@@ -114,6 +114,12 @@ def effect_and_cause() -> None:
     raise ValueError("the cause")
 
 
+def interrupt_self() -> int:
+    """What Ctrl-C does to every process of a terminal."""
+    os.kill(os.getpid(), signal.SIGINT)
+    return rank()
+
+
 def unpicklable() -> Any:
     """A result that cannot be sent."""
     return threading.Lock()

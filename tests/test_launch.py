@@ -19,6 +19,8 @@ import pytest
 from autopart.ir.errors import AutopartError, BatchError, ClusterError, StageError, UsageError, WorkerError
 from autopart.runtime import worker
 from autopart.runtime.launch import Workers, launch, note, set_label
+from autopart.runtime.supervise import Death, first_cause
+from autopart.runtime.worker import Failure
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -81,6 +83,14 @@ def test_groups_open_again_and_again(workers: Workers) -> None:
     assert workers.pids == pids
 
 
+def test_the_store_changes_when_all_have_left_the_group(workers: Workers) -> None:
+    workers.run(jobs.sum_of_ranks, False)
+    held = workers.run(jobs.environment)[0]["MASTER_PORT"]
+    assert workers.run(jobs.environment)[0]["MASTER_PORT"] == held
+    workers.run(jobs.sum_of_ranks, True)
+    assert workers.run(jobs.environment)[0]["MASTER_PORT"] != held
+
+
 @pytest.mark.parametrize(
     ("kind", "wait", "error", "says"),
     [
@@ -124,6 +134,23 @@ def test_foreign_errors_carry_their_traceback(workers: Workers, tmp_path: Path) 
 def test_the_cause_wins_over_its_effects(workers: Workers) -> None:
     with pytest.raises(WorkerError, match="rank 1 raised ValueError: the cause"):
         workers.run(jobs.effect_and_cause)
+
+
+def test_the_first_cause() -> None:
+    def failure(rank: int, weight: int, at: float) -> Failure:
+        return Failure(rank, "ValueError", "", "", b"", weight, at, False)
+
+    killed, aborted = Death(3, -signal.SIGKILL, 5.0), Death(4, -signal.SIGABRT, 4.0)
+    effect, early, late = failure(0, 2, 1.0), failure(1, 0, 2.0), failure(2, 0, 3.0)
+    assert first_cause([effect, late, early, killed, aborted]) is early
+    assert first_cause([effect, aborted, killed]) is killed
+    assert first_cause([effect, aborted]) is aborted
+    assert first_cause([effect]) is effect
+    assert first_cause([worker.READY]) is None
+
+
+def test_ctrl_c_is_left_to_the_parent(workers: Workers) -> None:
+    assert workers.run(jobs.interrupt_self) == [0, 1]
 
 
 def test_the_same_error_everywhere_leaves_workers_alive(workers: Workers) -> None:

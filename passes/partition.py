@@ -68,9 +68,8 @@ def partition(
     Raises UsageError when there are too few blocks or stages, InfeasibleError when no split fits the memory.
 
     Alpa tries every value of the slowest stage, ascending.  We go down instead: the least sum with no limit on a
-    stage, then with all stages faster than the slowest of that answer, until no later answer can win.  Same optimum,
-    and one DP of O(S n^2) for each step of the trade between sum and slowest stage, of which there are few because
-    the sum changes by transfers alone.
+    stage, then with a limit below which alone a later answer can still win, until none can.  Same optimum, one DP of
+    O(S n^2) a step, and few steps because the sum changes by transfers alone.
     """
     n = len(blocks.ops)
     if stages > n:
@@ -96,16 +95,18 @@ def partition(
 def _search(time: Ints, fastest: tuple[int, ...], micros: int) -> tuple[int, ...]:
     """The bounds that minimise J, given those with the smallest slowest stage."""
     floor = max(_pick(time, fastest))
-    best = _least_sum(np.where(time <= floor, time, FAR)) or fastest
+    best = _least_sum(time, floor + 1) or fastest
     best_ns = _objective(_pick(time, best), micros)
     limit = FAR
-    while (bounds := _least_sum(np.where(time < limit, time, FAR))) is not None:
+    while (bounds := _least_sum(time, limit)) is not None:
         stage_ns = _pick(time, bounds)
         if sum(stage_ns) + (micros - 1) * floor >= best_ns:
             break  # later answers have no smaller sum, and no answer has a faster slowest stage
         if _objective(stage_ns, micros) < best_ns:
             best, best_ns = bounds, _objective(stage_ns, micros)
         limit = max(stage_ns)
+        if micros > 1:  # no later sum is smaller, so what can still win has a slowest stage below this
+            limit = min(limit, (best_ns - sum(stage_ns) - 1) // (micros - 1) + 1)
     return best
 
 
@@ -166,28 +167,27 @@ def _need_bytes(blocks: Graph, stages: int, micros: int, schedule: str, state_fa
 # ---- dynamic programs ----------------------------------------------------------------------------------------------
 
 
-def _least_sum(table: Ints) -> tuple[int, ...] | None:
-    """Bounds that minimise the sum over stages; None when every way has a FAR stage.  O(S n^2)."""
-    return _walk(table, np.add)
+def _least_sum(table: Ints, limit: int) -> tuple[int, ...] | None:
+    """Bounds that minimise the sum over stages, each below the limit; None when there are none.  O(S n^2)."""
+    return _walk(table, np.add, limit)
 
 
 def _least_max(table: Ints) -> tuple[int, ...] | None:
     """Bounds that minimise the maximum over stages; None when every way has a FAR stage.  O(S n^2)."""
-    return _walk(table, np.maximum)
+    return _walk(table, np.maximum, FAR)
 
 
-def _walk(table: Ints, join: np.ufunc) -> tuple[int, ...] | None:
-    stages, width = len(table), table.shape[1]
-    best = np.full(width, FAR, dtype=np.int64)  # best[b]: the first s stages cover blocks 0..b-1
+def _walk(table: Ints, join: np.ufunc, limit: int) -> tuple[int, ...] | None:
+    best = np.full(table.shape[1], FAR, dtype=np.int64)  # best[b]: the first s stages cover blocks 0..b-1
     best[0] = 0
     choices = []
-    for s in range(stages):
-        ways = join(best[:, None], table[s])
+    for stage in table:
+        ways = join(best[:, None], np.where(stage < limit, stage, FAR))
         choices.append(ways.argmin(axis=0))  # the lowest a wins a tie
         best = np.minimum(ways.min(axis=0), FAR)
     if best[-1] >= FAR:
         return None
-    bounds = [width - 1]
+    bounds = [len(best) - 1]
     for choice in reversed(choices):
         bounds.append(int(choice[bounds[-1]]))
     return tuple(reversed(bounds))

@@ -42,9 +42,8 @@ def build(
     optimizer state per byte of trainable parameter.  After: `plan.check(plan, graph)` holds and the plan's program is
     verified.  Raises UsageError, InfeasibleError; GraphError and ProgramError would be our own mistakes.
     """
-    # Everything the user can get wrong without the graph comes first: no work is done for nothing.
+    # What the user can get wrong comes first, then what capture can.
     _check_options(stages, micro_rows, schedule, cuts, cluster)
-    # Nothing below repeats these checks.
     check_graph(graph)
     # Free ops go first: what is cloned is not sent, so it must not look like traffic to the passes below.
     fine = check_graph(atoms(graph))
@@ -57,16 +56,11 @@ def build(
     # Each schedule gets its own partition, because their memory differs; only a simulation compares them.
     plans: list[Plan] = []
     problem: InfeasibleError | None = None
+    micros = len(micro_rows)
     for name in SCHEDULES if schedule == "auto" else (schedule,):
         try:
             split = partition(
-                blocks,
-                cluster,
-                stages=count,
-                micros=len(micro_rows),
-                schedule=name,
-                forced=forced,
-                state_factor=state_factor,
+                blocks, cluster, stages=count, micros=micros, schedule=name, forced=forced, state_factor=state_factor
             )
         except InfeasibleError as error:
             problem = problem or error
@@ -85,10 +79,10 @@ def build(
         # The program is proven before anything is believed about its time.
         program = verify(route(check_plan(plan, graph), graph), name)
         plans.append(estimate(plan, graph, program, cluster, state_factor=state_factor))
-    if not plans and problem is not None:
+    if problem is not None and not plans:
         raise problem
     # The first of the fastest: 1f1b wins a tie, because it holds less memory.
-    return check_plan(min(plans, key=lambda plan: plan.step_ns), graph)
+    return min(plans, key=lambda plan: plan.step_ns)
 
 
 def _check_options(

@@ -71,7 +71,7 @@ def _check_frame(program: Program) -> None:
                 problem = f"unknown kind {action.kind!r}"
             elif not 0 <= action.stage < stages or program.stage_ranks[action.stage] != rank:
                 problem = f"rank {rank} does not run stage {action.stage}"
-            elif action.kind != "T" and not 0 <= action.micro < program.micros:
+            elif not (action.micro == -1 if action.kind == "T" else 0 <= action.micro < program.micros):
                 problem = f"there is no micro-batch {action.micro}"
             elif (len(action.kind) == 2) != (action.peer is not None):
                 problem = "messages have a peer, other actions have none"

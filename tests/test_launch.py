@@ -63,7 +63,7 @@ def test_environment_is_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> N
     assert dict(os.environ) == before
 
 
-def test_threads_are_shared_out(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with Workers(2, timeout=100) as pool:
         threads = {int(seen["OMP_NUM_THREADS"]) for seen in pool.run(jobs.environment)}

@@ -92,12 +92,10 @@ def _total(plan: Plan, graph: Graph | None) -> dict[str, str]:
 
 
 def _footer(plan: Plan) -> list[str]:
-    micros, used = len(plan.micro_rows), sum(len(stage.ranks) for stage in plan.stages)
+    used = sum(len(stage.ranks) for stage in plan.stages)
     idle = f", {plan.world - used} idle" if plan.world > used else ""
-    lines = [
-        f"schedule {plan.schedule}, {micros} micro-batch{'es' if micros > 1 else ''} of {_rows(plan)}, "
-        f"{len(plan.stages)} stage{'s' if len(plan.stages) > 1 else ''} on {plan.world} ranks{idle}"
-    ]
+    micros, stages = _many(len(plan.micro_rows), "micro-batch", "es"), _many(len(plan.stages), "stage")
+    lines = [f"schedule {plan.schedule}, {micros} of {_rows(plan)}, {stages} on {_many(plan.world, 'rank')}{idle}"]
     if plan.step_ns:
         lines.append(f"simulated, not measured: step {_ms(plan.step_ns)} ms, bubble {plan.bubble * 100:.1f} %")
     if plan.estimates:
@@ -106,11 +104,14 @@ def _footer(plan: Plan) -> list[str]:
     return lines + [f"note: {note}" for note in plan.notes]
 
 
+def _many(count: int, what: str, plural: str = "s") -> str:
+    return f"{count} {what}{plural if count > 1 else ''}"
+
+
 def _rows(plan: Plan) -> str:
     sizes = sorted(Counter(plan.micro_rows).items(), reverse=True)
     if len(sizes) == 1:
-        rows = sizes[0][0]
-        return f"{rows} row{'s' if rows > 1 else ''}"
+        return _many(sizes[0][0], "row")
     return " and ".join(f"{rows} ({times}x)" for rows, times in sizes) + " rows"
 
 

@@ -1,0 +1,217 @@
+"""Cluster descriptions: every form that is accepted, every mistake with its place."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopart.clusters import CUDA_MEMORY, Host, parse_cluster, this_host
+from autopart.ir.cluster import Cluster, Device, Level, Link, check
+from autopart.ir.errors import ClusterError
+
+HOST = Host(memory_bytes=16 * 2**30, cores=8)
+
+
+def read(path: Path, text: str) -> Cluster:
+    """Parse a file with this text."""
+    path.write_text(text)
+    return parse_cluster(path, env={}, host=HOST)
+
+
+def test_a_short_string_is_that_many_devices_of_one_host() -> None:
+    cluster = parse_cluster("cpu:4", env={}, host=HOST)
+    assert cluster.devices == (Device("cpu", 4 * 2**30, 10**11, 10**10),) * 4
+    assert cluster.levels == (Level(4, Link(20_000, 2 * 10**9)),)
+    assert parse_cluster(" cpu ", env={}, host=HOST).world == 1
+
+
+def test_many_gpus_are_several_hosts() -> None:
+    cluster = parse_cluster("cuda:16", env={}, host=HOST)
+    assert [level.size for level in cluster.levels] == [8, 16]
+    assert cluster.kind == "cuda" and cluster.devices[0].memory_bytes == CUDA_MEMORY
+    assert cluster.link(0, 7).bytes_per_s > cluster.link(7, 8).bytes_per_s
+
+
+def test_the_host_is_asked_by_default() -> None:
+    host = this_host()
+    assert host.memory_bytes > 2**28 and host.cores >= 1
+    assert parse_cluster("cpu:2").devices[0].memory_bytes == host.memory_bytes // 2
+
+
+def test_a_cluster_passes_through_checked() -> None:
+    good = Cluster((Device("cpu", 1, 1, 1),), (Level(1, Link(0, 1)),))
+    assert parse_cluster(good) is good
+    with pytest.raises(ClusterError, match="no devices"):
+        parse_cluster(Cluster((), ()))
+
+
+@pytest.mark.parametrize(
+    ("env", "gpus", "kind", "world", "sizes"),
+    [
+        ({}, 0, "cpu", 1, [1]),
+        ({}, 3, "cuda", 3, [3]),
+        ({"WORLD_SIZE": "4"}, 0, "cpu", 4, [4]),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, 8, "cuda", 2, [2]),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, 1, "cpu", 2, [2]),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, 8, "cuda", 16, [8, 16]),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, 0, "cpu", 8, [4, 8]),
+        ({"WORLD_SIZE": ""}, 0, "cpu", 1, [1]),
+    ],
+)
+def test_none_takes_what_the_launcher_says(
+    env: dict[str, str], gpus: int, kind: str, world: int, sizes: list[int]
+) -> None:
+    cluster = parse_cluster(None, env=env, cuda_devices=gpus, host=HOST)
+    assert (cluster.kind, cluster.world, [level.size for level in cluster.levels]) == (kind, world, sizes)
+
+
+def test_gpu_memory_comes_from_the_caller() -> None:
+    assert parse_cluster("cuda:2", env={}, cuda_memory=24 * 2**30).devices[1].memory_bytes == 24 * 2**30
+
+
+@pytest.mark.parametrize("env", [{"WORLD_SIZE": "two"}, {"WORLD_SIZE": "0"}, {"WORLD_SIZE": "-3"}])
+def test_a_launcher_that_lies_is_refused(env: dict[str, str]) -> None:
+    with pytest.raises(ClusterError, match="WORLD_SIZE is"):
+        parse_cluster(None, env=env)
+
+
+@pytest.mark.parametrize(
+    "what", ["tpu:4", "", "cpu:", "cpu:-1", "cpu:x", "gpu:1", "cluster.ini", 3, True, b"cpu", ["cpu"]]
+)
+def test_what_is_not_understood_lists_the_forms(what: object) -> None:
+    with pytest.raises(ClusterError) as caught:
+        parse_cluster(what, env={})  # type: ignore[arg-type]
+    assert '"cpu:2"' in caught.value.fix
+
+
+@pytest.mark.parametrize("what", ["cpu:0", "cuda:999999999"])
+def test_absurd_counts_are_refused(what: str) -> None:
+    with pytest.raises(ClusterError, match="between 1 and"):
+        parse_cluster(what, env={})
+
+
+@settings(deadline=None)
+@given(st.text(max_size=20) | st.from_regex(r"(cpu|cuda):\d+", fullmatch=True))
+def test_no_string_fails_otherwise(text: str) -> None:
+    with suppress(ClusterError):
+        check(parse_cluster(text, env={}, host=HOST))
+
+
+YAML = """
+devices:
+  - {kind: cuda, count: 8, memory: 80GiB, flops: 4e14, memory_bandwidth: 2e12}
+levels:
+  - {size: 4, latency_us: 5, bandwidth: 3e11}
+  - {size: 8, latency_us: 20.5, bandwidth: 25 GB}
+"""
+TOML = """
+[[devices]]
+kind = "cuda"
+count = 8
+memory = 85899345920
+flops = 4e14
+memory_bandwidth = "2 TB"
+[[levels]]
+size = 4
+latency_us = 5
+bandwidth = 300000000000
+[[levels]]
+size = 8
+latency_us = 20.5
+bandwidth = "2.5e10"
+"""
+JSON = """
+{"devices": [{"kind": "cuda", "count": 8, "memory": "80 Gi", "flops": 4e14, "memory_bandwidth": "2e12"}],
+ "levels": [{"size": 4, "latency_us": 5, "bandwidth": "300G"}, {"size": 8, "latency_us": 20.5, "bandwidth": 2.5e10}]}
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("c.yaml", YAML), ("c.YML", YAML), ("c.toml", TOML), ("c.json", JSON)])
+def test_files_say_the_same_in_every_language(tmp_path: Path, name: str, text: str) -> None:
+    device = Device("cuda", 80 * 2**30, 4 * 10**14, 2 * 10**12)
+    levels = (Level(4, Link(5_000, 3 * 10**11)), Level(8, Link(20_500, 25 * 10**9)))
+    assert read(tmp_path / name, text) == Cluster((device,) * 8, levels)
+    assert parse_cluster(str(tmp_path / name)) == Cluster((device,) * 8, levels)
+
+
+def test_what_a_file_leaves_out_gets_defaults(tmp_path: Path) -> None:
+    cluster = read(tmp_path / "c.yaml", "devices: [{kind: cpu, memory: 1GiB}, {kind: cpu}]")
+    assert cluster.devices == (Device("cpu", 2**30, 2 * 10**11, 10**10), Device("cpu", 8 * 2**30, 2 * 10**11, 10**10))
+    assert cluster.levels == parse_cluster("cpu:2").levels
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "says"),
+    [
+        ("", "the file", "must be a table of keys and values, not None"),
+        ("devices: []", "devices", "at least 1 item"),
+        ("device: []", "devices, device", "unknown key"),
+        ("devices: [{kind: tpu}]", "devices[0].kind", "'cpu' or 'cuda'"),
+        ("devices: [{kind: cpu}, 3]", "devices[1]", "must be a table of keys and values, not 3"),
+        ("devices: [{kind: cpu, count: 0}]", "devices[0].count", "greater than or equal to 1, not 0"),
+        ("devices: [{kind: cpu, count: true}]", "devices[0].count", "must be a valid integer, not True"),
+        ("devices: [{kind: cpu, memory: lots}]", "devices[0].memory", "write a number such as"),
+        ("devices: [{kind: cpu, memory: 0GiB}]", "devices[0].memory", "greater than 0"),
+        ("devices: [{kind: cpu, memory: 1e-5}]", "devices[0].memory", "greater than 0"),
+        ("devices: [{kind: cpu, flops: .nan}]", "devices[0].flops", "must be a valid integer, not nan"),
+        ("devices: [{kind: cpu, flops: 1e99}]", "devices[0].flops", "less than"),
+        ("devices: [{kind: cpu, memry: 1}]", "devices[0].memry", "unknown key"),
+        ("devices: [{kind: cpu}]\nlevels: [{size: 1, latency_us: -1, bandwidth: 1}]", "levels[0].latency_us", "not -1"),
+        ("devices: [{kind: cpu}]\nlevels: [{size: 1}]", "levels[0].latency_us, levels[0].bandwidth", "Field required"),
+    ],
+)
+def test_mistakes_in_files_are_named_by_their_place(tmp_path: Path, text: str, where: str, says: str) -> None:
+    with pytest.raises(ClusterError, match="describes no cluster") as caught:
+        read(tmp_path / "c.yaml", text)
+    assert caught.value.where == where and says in caught.value.why
+    assert "devices: list of" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("devices: [{kind: cpu}, {kind: cuda}]", "c.yaml: the cluster mixes cpu and cuda"),
+        ("devices: [{kind: cpu, count: 65536}, {kind: cpu}]", "c.yaml: 65537 devices"),
+        ("devices: [{kind: cpu, count: 3}]\nlevels: [{size: 2, latency_us: 1, bandwidth: 1}]", "joins 2 devices of 3"),
+    ],
+)
+def test_clusters_that_make_no_sense_are_refused_by_file(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ClusterError, match=says):
+        read(tmp_path / "c.yaml", text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("c.yaml", "devices: [\n", "no valid YAML\n  where: line 2, column 1"),
+        ("c.yaml", "devices: [{kind: cpu, kind: cuda}]", "key 'kind' stands twice"),
+        ("c.yaml", "!!python/object:os.system {}", "no valid YAML"),
+        ("c.yaml", "{[a]: 2}", "no valid YAML"),
+        ("c.yaml", "[" * 10_000, "no valid YAML"),
+        ("c.toml", "devices = [", "no valid TOML"),
+        ("c.json", '{"devices": [}', "no valid JSON\n  where: line 1, column 14"),
+        ("c.json", "NaN", "no valid JSON"),
+    ],
+)
+def test_files_that_cannot_be_parsed(tmp_path: Path, name: str, text: str, says: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        read(tmp_path / name, text)
+    assert says in str(caught.value)
+
+
+def test_a_file_of_aliases_within_aliases_gets_a_short_message(tmp_path: Path) -> None:
+    lines = ["a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    for before, name in zip("abcdefghi", "bcdefghij", strict=True):
+        lines.append(f"{name}: &{name} [{', '.join(['*' + before] * 9)}]")
+    with pytest.raises(ClusterError) as caught:
+        read(tmp_path / "c.yaml", "\n".join([*lines, "devices: [*j]"]))
+    assert len(str(caught.value)) < 2000
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="cannot read"):
+        parse_cluster(tmp_path / "none.yaml")

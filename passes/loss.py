@@ -1,0 +1,253 @@
+"""How the losses of micro-batches combine to the loss of the whole batch, derived from the graph; or a refusal.
+
+A dataflow analysis: every value gets a kind (`kinds`), op by op in topological order, from rules about single ops
+(`loss_views`: what moves elements; `loss_math`: what computes; `loss_terms`: loss functions).  Two captures of the
+model at different numbers of rows are read side by side, so that every shape and every number in the program that
+depends on the batch size is seen; each derived kind is checked against both shapes.
+
+What it relies on.  Random ops draw per micro-batch: the reference with dropout is the same program on the same
+micro-batches.  Batch norm in training mode: the reference is the plain model on the same micro-batches.  A number that
+changes with the rows is taken for a power of the number of rows when it is one in both captures.  Sums of floating
+point numbers may be reordered.  Micro-batches whose count is 0 (every label ignored) have an undefined loss and carry
+no weight: whoever combines must leave them out.
+
+Where the rules do not know an op they say so, and a numeric test (`capture.probe`) may settle it; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autopart.ir.errors import CoupledLossError, LossError, UsageError
+from autopart.ir.graph import Graph, Op, Value, Weight
+
+from .kinds import ADD, CONST, CONSTANT, COUPLED, ROWS, UNPROVEN, Count, Kind, Verdict
+from .loss_math import MATH_RULES, reduce_other
+from .loss_terms import TERM_RULES
+from .loss_views import VIEW_RULES, broadcast_tensors, spread
+from .optable import CREATION, FAMILY, POINTWISE, REDUCTION, family, op_name
+from .site import Site, fits
+
+RULES = {**MATH_RULES, **TERM_RULES, **VIEW_RULES, "broadcast_tensors": broadcast_tensors}
+_SIZES = {"size", "shape", "repeats", "end", "start", "length", "split_size", "split_sizes", "sizes", "dims"}
+"""Arguments that are sizes: where they change with the rows, so does a shape, and shapes are checked."""
+_ONE = "use micro_batches=1, or write the loss as a mean or a sum over rows, or over tokens"
+
+
+class UnprovenRows(Exception):
+    """The rules cannot tell whether some values keep the rows of the batch apart.
+
+    names: values to test numerically (and lifted constants to compare between the captures); values that pass go into
+    `proven` of the next `weigh`.  where: the first op that no rule knows.  refusal: what to raise when the test fails.
+    """
+
+    def __init__(self, names: frozenset[str], where: str, why: str) -> None:
+        self.names, self.where, self.why = names, where, why
+        super().__init__(f"{where}: {why}")
+
+    @property
+    def refusal(self) -> CoupledLossError:
+        """The error for the user when the numeric test does not settle it."""
+        return CoupledLossError(
+            "the rows of the batch cannot be shown to be independent of each other",
+            where=self.where,
+            why=self.why,
+            fix='use micro_batches=1; if only the loss function is opaque, state loss_reduction="mean" or "sum"',
+        )
+
+
+def weigh(graph: Graph, other: Graph, *, proven: frozenset[str] = frozenset(), stated: str | None = None) -> Weight:
+    """The weight of a micro-batch's loss in the whole loss.
+
+    graph: with rows marked (`capture.rows.mark_rows`); other: the same model at another number of rows.  proven: values
+    that a numeric test showed to be slices of the whole batch's, and constants equal in both captures.  stated: what
+    the user says about the loss, "mean", "sum" or "token-mean": believed where the loss function is opaque, else it
+    must agree.
+
+    Raises CoupledLossError, LossError, UsageError (contradiction) and UnprovenRows.  O(ops).
+    """
+    constants = frozenset(p.name for p in graph.params if p.kind == "constant")
+    loss = graph.outputs[0]
+    kinds = analyse(graph, other, proven | constants)
+    kind = kinds[loss]
+    if kind.tag == UNPROVEN:
+        names = _to_test(graph, kinds, loss)
+        if not names and stated in _STATED:
+            return _STATED[stated]
+        raise UnprovenRows(names | _open_constants(graph, other, proven), _where(graph, kind.op), kind.why)
+    if kind.tag == COUPLED:
+        raise _refusal(graph, kind.op, kind.why)
+    if kind.tag not in (CONST, ADD):
+        raise LossError("the loss is one number per row, not one number", where=_where(graph, graph.writer()[loss]))
+    strict = analyse(graph, other, proven)[loss]
+    if strict.tag == UNPROVEN:
+        raise UnprovenRows(_open_constants(graph, other, proven), _where(graph, strict.op), strict.why)
+    return agree(_weight(graph, kind, loss), stated)
+
+
+_STATED = {"mean": Weight("rows"), "sum": Weight("sum")}
+
+
+def _weight(graph: Graph, kind: Kind, loss: str) -> Weight:
+    writer = graph.writer()[loss]
+    if kind.tag == CONST and kind.plain:
+        return Weight("any")
+    if kind.tag == ADD and kind.plain:
+        return Weight("sum")
+    if kind.tag == ADD and kind.count is None and kind.scale == -1:
+        return Weight("rows")
+    if kind.tag != ADD or kind.count is None or kind.scale:
+        raise _refusal(graph, writer, "the loss depends on how many rows the batch has, not as a mean or a sum does")
+    reason = count_problem(graph, kind.count)
+    if reason:
+        raise _refusal(graph, writer, reason)
+    return Weight("tokens", kind.count.value, kind.count.ignore)
+
+
+def agree(weight: Weight, stated: str | None) -> Weight:
+    """`weight`, unless the user states otherwise: a sum is no mean, and a mean over rows is none over tokens."""
+    derived = {"sum": "sum", "rows": "mean", "tokens": "token-mean"}.get(weight.kind)
+    wrong = stated is not None and derived is not None and stated != derived
+    if wrong and not (stated == "mean" and derived == "token-mean"):
+        raise UsageError(
+            f'loss_reduction="{stated}" is stated, but the loss is a {derived}',
+            why="micro-batches combined as stated would not give the loss of the whole batch",
+            fix=f'leave loss_reduction out, or say "{derived}"',
+        )
+    return weight
+
+
+def count_problem(graph: Graph, count: Count) -> str:
+    """Why a count cannot be taken before the step, from the batch alone; "" when it can."""
+    ops, params = {w: op for op in graph.ops for w in op.writes}, graph.param_map()
+    updated = {buffer for buffer, _ in graph.updates}
+    queue, seen = [count.value], set[str]()
+    while queue:
+        op = ops.get(queue.pop())
+        if op is None or op.name in seen:
+            continue
+        seen.add(op.name)
+        if op.random:
+            return f"the count {count.value} that it divides by is random ({op.target})"
+        if any(params[p].trainable or p in updated for p in op.params):
+            return f"the count {count.value} that it divides by depends on parameters or changing buffers"
+        queue.extend(op.reads)
+    return ""
+
+
+def analyse(graph: Graph, other: Graph, proven: frozenset[str] = frozenset()) -> dict[str, Kind]:
+    """The kind of every value.  O(ops)."""
+    values, twins, params = graph.value_map(), other.value_map(), graph.param_map()
+    kinds: dict[str, Kind] = {}
+    for name in graph.inputs:
+        axis = values[name].rows_axis
+        kinds[name] = CONSTANT if axis is None else Kind(ROWS, axis=axis, outer=1)
+    for param in graph.params:
+        empty = param.size_bytes == 0
+        if param.kind == "constant" and not empty and param.name not in proven:
+            kinds[param.name] = Kind(UNPROVEN, why="a constant may hold a number that depends on the batch size")
+    for op, twin in zip(graph.ops, other.ops, strict=True):
+        site = Site(op, twin, graph.rows, other.rows, values, twins, params, kinds)
+        for written, kind in zip(op.writes, _kinds_of(site), strict=True):
+            kinds[written] = _settled(site, written, kind, proven)
+    return kinds
+
+
+def _settled(site: Site, name: str, kind: Kind, proven: frozenset[str]) -> Kind:
+    value, twin = site.values[name], site.twins[name]
+    if kind.tag not in (UNPROVEN, COUPLED) and not fits(kind, value, twin, site.rows, site.twin_rows):
+        kind = Kind(UNPROVEN, why="its shape does not follow the rule for this op")
+    if kind.tag == UNPROVEN and name in proven and value.rows_axis is not None:
+        return Kind(ROWS, axis=value.rows_axis, outer=1)
+    if kind.tag in (UNPROVEN, COUPLED) and not kind.op:
+        return Kind(kind.tag, why=kind.why, op=site.op.name)
+    return kind
+
+
+def _kinds_of(site: Site) -> list[Kind]:
+    """Kinds of the results of one op."""
+    count = len(site.op.writes)
+    operands = [site.kind(ref) for ref in site.tensors()]
+    created = FAMILY.get(site.name) == CREATION
+    for tag in () if created else (COUPLED, UNPROVEN):
+        for kind in operands:
+            if kind.tag == tag:
+                return [kind] * count
+    if any(_growing_axes(site.values[w], site.twins[w]) > 1 for w in site.op.writes):
+        return [Kind(COUPLED, why="it combines every row of the batch with every other")] * count
+    try:
+        found = _apply(site, operands)
+    except Verdict as verdict:
+        found = verdict.kind
+    return found if isinstance(found, list) else [found] * count
+
+
+def _apply(site: Site, operands: list[Kind]) -> Kind | list[Kind]:
+    changing = {key for key, _ in site.op.attrs if site.differs(key)}
+    fixed = all(k.tag == CONST and k.plain for k in operands)
+    if fixed and not changing and all(site.values[w].rows_axis is None for w in site.op.writes):
+        return CONSTANT
+    rule = RULES.get(site.name)
+    if site.name in ("max", "min") and family(site.op.target) == REDUCTION:
+        rule = reduce_other
+    numeric = FAMILY.get(site.name) in (POINTWISE, CREATION)
+    if rule is not None and (numeric or changing <= _SIZES):
+        return rule(site)
+    if rule is not None:
+        return Kind(COUPLED, why=f"its argument {min(changing - _SIZES)} changes with the size of the batch")
+    return Kind(UNPROVEN, why="no rule says how it treats the rows of the batch")
+
+
+def _growing_axes(value: Value, twin: Value) -> int:
+    return sum(a != b for a, b in zip(value.shape, twin.shape, strict=True))
+
+
+def _open_constants(graph: Graph, other: Graph, proven: frozenset[str]) -> frozenset[str]:
+    """Lifted constants that matter to the loss and are not known to be equal in both captures."""
+    found = _unproven_sources(graph, analyse(graph, other, proven), graph.outputs[0])
+    return found & {p.name for p in graph.params}
+
+
+def _to_test(graph: Graph, kinds: dict[str, Kind], loss: str) -> frozenset[str]:
+    """Unproven values along the rows that the loss depends on through unproven values only."""
+    axes = {v.name: v.rows_axis for v in graph.values}
+    return frozenset(name for name in _unproven_sources(graph, kinds, loss) if axes.get(name) is not None)
+
+
+def _unproven_sources(graph: Graph, kinds: dict[str, Kind], loss: str) -> frozenset[str]:
+    """Unproven values and constants that the loss depends on through unproven ones only.  O(reads)."""
+    ops = {w: op for op in graph.ops for w in op.writes}
+    queue, seen = [loss], set[str]()
+    while queue:
+        name = queue.pop()
+        if name in seen or kinds.get(name, CONSTANT).tag != UNPROVEN:
+            continue
+        seen.add(name)
+        op = ops.get(name)
+        if op is not None:
+            queue.extend((*op.reads, *op.params))
+    return frozenset(seen)
+
+
+def _refusal(graph: Graph, op: str, why: str) -> CoupledLossError:
+    return CoupledLossError(
+        "the loss of the whole batch is no combination of the losses of micro-batches",
+        where=_where(graph, op),
+        why=why,
+        fix=_ONE,
+    )
+
+
+def _where(graph: Graph, name: str) -> str:
+    op: Op | None = graph.op_map().get(name)
+    if op is None:
+        return name
+    parts: Iterable[str] = (
+        op_name(op.target),
+        f"in module {op.module}" if op.module else "",
+        f"at {op.where}" if op.where else "",
+    )
+    return " ".join(part for part in parts if part)
+
+
+__all__ = ["UnprovenRows", "agree", "analyse", "count_problem", "spread", "weigh"]

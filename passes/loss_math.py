@@ -1,0 +1,457 @@
+"""Rules of the loss analysis for ops that compute: pointwise, reductions, products, normalisations, windows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from .flops import einsum_letters
+from .kinds import (
+    ADD,
+    CONST,
+    COUPLED,
+    INDEX,
+    ROWS,
+    Count,
+    Kind,
+    added,
+    coupled,
+    multiplied,
+    need_plain,
+    same_outer,
+    unproven,
+)
+from .optable import NAMES, NORM, POINTWISE, REDUCTION, WINDOW
+from .site import Site, aligned, ints, positive, rows_of
+
+Rule = Callable[[Site], Kind | list[Kind]]
+_LINEAR_DTYPES = ("float", "bfloat", "complex")
+
+
+def operands(site: Site) -> list[tuple[Kind, int]]:
+    """Kind and number of axes of every argument that is a tensor or a number that changes with the rows."""
+    found = [(site.kind(ref), len(site.shape(ref))) for ref in site.tensors()]
+    for key, value in site.op.attrs:
+        if not site.is_tensor(value) and site.differs(key):
+            found.append((Kind(CONST, site.growth(value, site.twin_arg(key))), 0))
+    return found
+
+
+def broadcast(site: Site, found: list[tuple[Kind, int]], scale: int = 0, count: Count | None = None) -> Kind:
+    """Kind of a pointwise result: along the rows when an operand is, else constant."""
+    if not any(k.tag == ROWS for k, _ in found):
+        return Kind(CONST, scale, count)
+    axis, outer = aligned(found, len(site.out.shape))
+    return Kind(ROWS, scale, count, axis, outer)
+
+
+def pointwise(site: Site) -> Kind:
+    """Any function of single elements."""
+    found = operands(site)
+    need_plain([k for k, _ in found])
+    return broadcast(site, found)
+
+
+def cast(site: Site) -> Kind:
+    """clone, detach, casts: linear unless the result is integer and the operand is not."""
+    ref = site.tensors()[0]
+    kind = site.kind(ref)
+    exact = site.out.dtype == site.dtype(ref) or site.out.dtype.startswith(_LINEAR_DTYPES)
+    if kind.tag == INDEX:
+        return kind if site.out.dtype == site.dtype(ref) or "int" in site.out.dtype else pointwise(site)
+    return kind if exact else pointwise(site)
+
+
+def add(site: Site) -> Kind:
+    """add, sub, rsub: linear; the factors of both operands must agree."""
+    found = operands_of_sum(site)
+    kinds = [k for k, _ in found]
+    if any(k.tag == INDEX for k in kinds):
+        zero = site.name == "add" and site.arg("other") == 0
+        return kinds[0] if zero else pointwise(site)
+    if any(k.tag == ADD for k in kinds):
+        if any(k.tag == ROWS for k in kinds):
+            raise coupled("it combines rows with a sum or mean over the rows of the batch")
+        total = added(kinds)
+        return kinds[0] if len(kinds) == 1 and not site.out.shape else total
+    if len({(k.scale, k.count) for k in kinds}) > 1:
+        raise coupled("it adds values that scale differently with the size of the batch")
+    return broadcast(site, found, kinds[0].scale, kinds[0].count)
+
+
+def operands_of_sum(site: Site) -> list[tuple[Kind, int]]:
+    """Both terms, without a term that is the number 0."""
+    if site.differs("alpha"):
+        raise coupled("its factor alpha changes with the size of the batch")
+    terms: list[tuple[Kind, int]] = []
+    for key in ("self", "other"):
+        ref = site.arg(key)
+        if site.is_tensor(ref) or ref != 0 or site.differs(key):
+            terms.append((site.argument_kind(key), len(site.shape(ref))))
+    return terms
+
+
+def multiply(site: Site) -> Kind:
+    """mul: a sum or mean may be multiplied by what does not depend on the batch."""
+    found = [(site.argument_kind(key), len(site.shape(site.arg(key)))) for key in ("self", "other")]
+    return product(site, found)
+
+
+def product(site: Site, found: list[tuple[Kind, int]]) -> Kind:
+    """Kind of an elementwise product."""
+    kinds = [k for k, _ in found]
+    if any(k.tag == INDEX for k in kinds):
+        return pointwise(site)
+    sums = [k for k in kinds if k.tag == ADD]
+    scale, count = multiplied(kinds)
+    if not sums:
+        return broadcast(site, found, scale, count)
+    if len(sums) > 1 or any(k.tag == ROWS for k in kinds):
+        raise coupled("it multiplies a sum or mean over the rows of the batch with rows, or with another one")
+    if site.out.rows_axis is not None:
+        raise coupled("it spreads a sum or mean over the rows of the batch back over the rows")
+    single = not site.out.shape and all(not k.scale for k in kinds if k.tag == CONST)
+    return Kind(ADD, scale, count, witness=sums[0].witness if single else None)
+
+
+def divide(site: Site) -> Kind:
+    """div: by a constant, row by row, or by a count of the batch (a token mean)."""
+    above, below = site.argument_kind("self"), site.argument_kind("other")
+    if site.arg("rounding_mode") is not None:
+        return pointwise(site)
+    if below.tag == ADD:
+        return divided_by_sum(site, above, below)
+    if INDEX in (above.tag, below.tag):
+        return pointwise(site)
+    if below.count is not None:
+        raise coupled("it divides by a value that was divided by a count of the batch")
+    inverse = Kind(below.tag, -below.scale, None, below.axis, below.outer)
+    found = [(above, len(site.shape(site.arg("self")))), (inverse, len(site.shape(site.arg("other"))))]
+    return product(site, found)
+
+
+def divided_by_sum(site: Site, above: Kind, below: Kind) -> Kind:
+    """x / n with n a sum (or mean) over the rows: a mean weighted by n, when n is a count."""
+    ref = site.arg("other")
+    assert isinstance(ref, str)
+    if site.values[ref[1:]].grad:
+        raise coupled("it divides by a sum over the batch that itself depends on parameters")
+    witness = ref[1:] if below.scale == 0 else below.witness
+    if below.count is not None or above.count is not None or witness is None or site.out.shape != above_shape(site):
+        raise coupled("it divides by a sum or mean over the rows of the batch that is no plain count")
+    if above.tag not in (ADD, ROWS, CONST):
+        return pointwise(site)
+    return Kind(above.tag, above.scale - below.scale, Count(witness), above.axis, above.outer)
+
+
+def above_shape(site: Site) -> tuple[int, ...] | None:
+    """The numerator's shape when the divisor is one number, else None."""
+    return site.shape(site.arg("self")) if len(site.shape(site.arg("other"))) == 0 else None
+
+
+def negate(site: Site) -> Kind:
+    """neg, positive."""
+    kind = site.argument_kind("self")
+    return pointwise(site) if kind.tag == INDEX else kind
+
+
+_RUNNING = {"softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "cummax",
+            "cummin", "logcumsumexp", "sort", "argsort", "topk", "flip", "roll", "glu"}  # fmt: skip
+_ALL_AXES = NAMES[REDUCTION] - _RUNNING - {"cosine_similarity", "pairwise_distance", "mode", "kthvalue"} | {
+    "max",
+    "min",
+}
+"""Reductions over all axes when none is named; for those that run along one (`softmax`), that is the last."""
+_DIMS = {"cosine_similarity": 1}
+
+
+def reduced_axes(site: Site, ndim: int) -> frozenset[int]:
+    """The axes that an op reduces or runs along."""
+    dims = site.arg("dim", site.arg("dims", site.arg("axis")))
+    listed = ints(dims)
+    if not listed and site.name in _ALL_AXES:
+        return frozenset(range(ndim))
+    if dims is None:
+        listed = (_DIMS.get(site.name, -1),)
+    return frozenset(positive(d, ndim) for d in listed)
+
+
+def reduce_linear(site: Site) -> Kind:
+    """sum and mean: over the rows they make a sum or mean of the batch, over other axes nothing changes."""
+    ref = site.tensors()[0]
+    kind, ndim = site.kind(ref), len(site.shape(ref))
+    axes = reduced_axes(site, ndim)
+    if kind.tag == INDEX:
+        return pointwise(site)
+    if kind.tag in (CONST, ADD):
+        return kind if ndim == 0 else Kind(kind.tag, kind.scale, kind.count)
+    if kind.axis not in axes:
+        return along(site, kind, axes)
+    scale = kind.scale - (site.name == "mean")
+    whole = len(axes) == ndim and kind.plain
+    return Kind(ADD, scale, kind.count, witness=ref[1:] if whole else None)
+
+
+def along(site: Site, kind: Kind, axes: frozenset[int]) -> Kind:
+    """A reduction over other axes than the rows."""
+    keep = site.arg("keepdim", False) is True
+    return rows_of(kind, kind.axis if keep else kind.axis - sum(a < kind.axis for a in axes))
+
+
+def reduce_other(site: Site) -> Kind:
+    """Any other reduction: exact over other axes than the rows."""
+    found = operands(site)
+    kinds = [k for k, _ in found]
+    need_plain(kinds)
+    rows = [(k, n) for k, n in found if k.tag == ROWS]
+    if not rows:
+        return Kind(CONST)
+    kind, ndim = rows[0]
+    axes = reduced_axes(site, ndim)
+    if len(rows) > 1:
+        ndim = max(n for _, n in found)
+        axis, outer = aligned(found, ndim)
+        kind, axes = Kind(ROWS, axis=axis, outer=outer), reduced_axes(site, ndim)
+    if kind.axis in axes:
+        raise unproven(f"it takes {site.name} over the rows of the batch")
+    return along(site, kind, axes)
+
+
+def run_along(site: Site) -> Kind:
+    """softmax, cumsum, sort, flip...: exact along another axis than the rows; the shape stays."""
+    ref = site.tensors()[0]
+    kind, ndim = site.kind(ref), len(site.shape(ref))
+    need_plain([k for k, _ in operands(site)])
+    if kind.tag != ROWS:
+        return kind
+    if kind.axis in reduced_axes(site, ndim) or (site.name == "roll" and not ints(site.arg("dims"))):
+        raise unproven(f"it runs {site.name} along the rows of the batch")
+    return kind
+
+
+def contract(site: Site, terms: list[tuple[Kind, list[str]]], out: list[str]) -> Kind:
+    """A sum of products, each axis named: exact when the rows of all operands carry one name; summed over, a sum over
+    the rows.  A letter "" stands for an axis of size 1 that is broadcast."""
+    kinds = [k for k, _ in terms]
+    if any(k.tag == INDEX for k in kinds):
+        raise unproven("it multiplies by the number of the row in the micro-batch")
+    scale, count = multiplied(kinds)
+    names = {letters[k.axis] for k, letters in terms if k.tag == ROWS}
+    sums = sum(k.tag == ADD for k in kinds)
+    if sums > 1 or (sums and names):
+        raise coupled("it multiplies a sum or mean over the rows of the batch with rows, or with another one")
+    if sums:
+        return Kind(ADD, scale, count)
+    if not names:
+        return Kind(CONST, scale, count)
+    if len(names) > 1 or "" in names:
+        raise coupled("it combines every row of the batch with every other")
+    name = names.pop()
+    outer = same_outer([k for k in kinds if k.tag == ROWS])
+    if name not in out:
+        return Kind(ADD, scale, count)
+    return Kind(ROWS, scale, count, out.index(name), outer)
+
+
+def product_letters(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[list[str], list[str], list[str]]:
+    """Names of the axes of a @ b: batch axes aligned from the right, then rows, inner, columns."""
+    batch_a, batch_b = a[:-2], b[:-2]
+    ndim = max(len(batch_a), len(batch_b))
+
+    def batch(mine: tuple[int, ...], theirs: tuple[int, ...]) -> list[str]:
+        names = []
+        for i in range(len(mine), 0, -1):
+            other = theirs[-i] if i <= len(theirs) else 1
+            names.append("" if mine[-i] == 1 and other != 1 else f"b{i}")
+        return names
+
+    left = batch(batch_a, batch_b) + (["m", "k"] if len(a) > 1 else ["k"])
+    right = batch(batch_b, batch_a) + (["k", "n"] if len(b) > 1 else ["k"])
+    out = [f"b{i}" for i in range(ndim, 0, -1)] + ["m"] * (len(a) > 1) + ["n"] * (len(b) > 1)
+    return left, right, out
+
+
+_FACTORS = {
+    "matmul": ("self", "other"),
+    "mm": ("self", "mat2"),
+    "bmm": ("self", "mat2"),
+    "mv": ("self", "vec"),
+    "dot": ("self", "tensor"),
+    "vdot": ("self", "other"),
+    "addmm": ("mat1", "mat2"),
+    "addmv": ("mat", "vec"),
+    "baddbmm": ("batch1", "batch2"),
+}
+
+
+def matrix_product(site: Site) -> Kind:
+    """matmul, mm, bmm, mv, dot, and the same with a term added."""
+    keys = _FACTORS[site.name]
+    a, b = (site.arg(key) for key in keys)
+    left, right, out = product_letters(site.shape(a), site.shape(b))
+    result = contract(site, [(site.kind(a), left), (site.kind(b), right)], out)
+    if site.name not in ("addmm", "addmv", "baddbmm"):
+        return result
+    if site.differs("alpha") or site.differs("beta"):
+        raise coupled("a factor in it changes with the size of the batch")
+    return plus(site, result, [(site.argument_kind("self"), len(site.shape(site.arg("self"))))])
+
+
+def plus(site: Site, result: Kind, terms: list[tuple[Kind, int]]) -> Kind:
+    """A product with a bias added."""
+    kinds = [result, *(k for k, _ in terms)]
+    if any(k.tag == INDEX for k in kinds):
+        raise unproven("it adds the number of the row in the micro-batch")
+    if any(k.tag == ADD for k in kinds):
+        if any(k.tag == ROWS for k in kinds):
+            raise coupled("it combines rows with a sum or mean over the rows of the batch")
+        return added(kinds)
+    if len({(k.scale, k.count) for k in kinds}) > 1:
+        raise coupled("it adds values that scale differently with the size of the batch")
+    return broadcast(site, [(result, len(site.out.shape)), *terms], result.scale, result.count)
+
+
+def linear(site: Site) -> Kind:
+    """x @ w.T + b with w and b independent of the batch."""
+    x, w, b = site.arg("input"), site.arg("weight"), site.arg("bias")
+    ndim = len(site.shape(x))
+    names = [f"x{i}" for i in range(ndim - 1)]
+    rest = ["n"] if len(site.shape(w)) == 2 else []
+    result = contract(site, [(site.kind(x), [*names, "k"]), (site.kind(w), [*rest, "k"])], names + rest)
+    if not site.is_tensor(b):
+        return result
+    return plus(site, result, [(site.kind(b), len(site.shape(b)))])
+
+
+def einsum(site: Site) -> Kind:
+    """A sum of products with named axes."""
+    equation, refs = site.arg("equation"), site.tensors()
+    assert isinstance(equation, str)
+    letters = einsum_letters(equation, [site.shape(r) for r in refs])
+    if letters is None or any(len(set(term)) < len(term) for term in letters[0]):
+        raise unproven("its equation is not understood")
+    return contract(site, [(site.kind(r), term) for r, term in zip(refs, letters[0], strict=True)], letters[1])
+
+
+def attention(site: Site) -> Kind:
+    """scaled_dot_product_attention: the rows must lie before the last two axes of every operand."""
+    keys = [k for k in ("query", "key", "value", "attn_mask") if site.is_tensor(site.arg(k))]
+    found = [(site.argument_kind(k), len(site.shape(site.arg(k)))) for k in keys]
+    if site.differs("scale"):
+        raise coupled("its scale changes with the size of the batch")
+    return leading(site, found, 2)
+
+
+def leading(site: Site, found: list[tuple[Kind, int]], trailing: int) -> Kind:
+    """An op that mixes only the last `trailing` axes of its operands."""
+    kinds = [k for k, _ in found]
+    need_plain(kinds)
+    if not any(k.tag == ROWS for k in kinds):
+        return Kind(CONST)
+    if any(k.tag == ROWS and k.axis >= n - trailing for k, n in found):
+        raise unproven(f"it runs {site.name} along the rows of the batch")
+    return broadcast(site, found)
+
+
+def trailing_axes(site: Site) -> Kind:
+    """layer_norm, pooling, resampling...: of one operand, other tensors being parameters."""
+    ref = site.tensors()[0]
+    if site.name in ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"):
+        trailing = len(ints(site.arg("normalized_shape")))
+    elif site.name in ("pixel_shuffle", "pixel_unshuffle"):
+        trailing = 3
+    else:
+        digits = re.search(r"(\d)d", site.name)
+        trailing = int(digits[1]) if digits else 2
+    others = [site.kind(r) for r in site.tensors()[1:]]
+    need_plain(others)
+    if any(k.tag != CONST for k in others):
+        raise unproven("a second operand depends on the batch")
+    kind = site.kind(ref)
+    found = leading(site, [(kind, len(site.shape(ref)))], trailing)
+    return rows_of(found, kind.axis) if found.tag == ROWS else found
+
+
+def per_sample(site: Site) -> list[Kind]:
+    """Ops whose axis 0 is the batch: convolutions, group and instance norm, batch norm, grid sampling.
+
+    Batch norm in training mode does couple the rows: what is exact is defined there as the plain model over the same
+    micro-batches (as in every pipeline), so its output counts as ROWS and its statistics may not reach the loss.
+    """
+    ref = site.tensors()[0]
+    kind = site.kind(ref)
+    others = [site.kind(r) for r in site.tensors()[1:] if not _statistics(site, r)]
+    need_plain([kind, *others])
+    if site.name.startswith("conv") and len(site.shape(ref)) != len(site.shape(site.arg("weight"))):
+        raise unproven("its input has no batch axis")
+    sampled = site.name in ("grid_sampler", "grid_sampler_2d")
+    if any(k.tag != CONST and not (sampled and k.tag == ROWS and k.axis == 0) for k in others):
+        raise unproven("its parameters depend on the batch")
+    rows = [k for k in [kind, *others] if k.tag == ROWS]
+    if any(k.axis != 0 for k in rows) or (sampled and len(rows) != 2 and rows):
+        raise unproven("its axis 0 is not the batch")
+    result = Kind(ROWS, axis=0, outer=same_outer(rows)) if rows else Kind(CONST)
+    hidden = Kind(COUPLED, why="it uses statistics of the batch")
+    has_axis = [site.values[w].rows_axis is not None for w in site.op.writes]
+    return [result if has or not rows else hidden for has in has_axis]
+
+
+def _statistics(site: Site, ref: str) -> bool:
+    """Running statistics, which batch norm in training mode does not read."""
+    return site.arg("training") is True and ref in (site.arg("running_mean"), site.arg("running_var"))
+
+
+def recurrent(site: Site) -> list[Kind]:
+    """lstm, gru, rnn: exact along the batch axis; states and the cell's results have it at axis 1."""
+    ref = site.arg("input")
+    kind = site.kind(ref)
+    states = site.arg("hx")
+    refs = [r for r in (states if isinstance(states, tuple) else (states,)) if isinstance(r, str)]
+    found = [site.kind(r) for r in refs]
+    need_plain([kind, *found])
+    axis = 0 if site.arg("batch_first") is True else 1
+    lies = (kind.tag != ROWS or kind.axis == axis) and all(k.tag != ROWS or k.axis == 1 for k in found)
+    if not lies or len(site.shape(ref)) != 3:
+        raise unproven("the rows of the batch do not lie along its batch axis")
+    if not any(k.tag == ROWS for k in [kind, *found]):
+        return [Kind(CONST)] * len(site.op.writes)
+    outer = same_outer([k for k in [kind, *found] if k.tag == ROWS])
+    return [Kind(ROWS, axis=site.values[w].rows_axis or 0, outer=outer) for w in site.op.writes]
+
+
+def one_more_axis(site: Site) -> Kind:
+    """one_hot: a new last axis."""
+    kind = site.argument_kind("self")
+    need_plain([kind])
+    return kind
+
+
+_BATCH_OPS = (NAMES[NORM] - {"layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"}) | {
+    "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "im2col",
+    "col2im", "grid_sampler", "grid_sampler_2d", "affine_grid_generator", "channel_shuffle", "local_response_norm",
+}  # fmt: skip
+
+MATH_RULES: dict[str, Rule] = {
+    **dict.fromkeys(NAMES[POINTWISE], pointwise),
+    **dict.fromkeys(("clone", "contiguous", "_to_copy", "to", "type_as", "detach", "alias"), cast),
+    **dict.fromkeys(("add", "sub", "rsub"), add),
+    "mul": multiply,
+    **dict.fromkeys(("div", "true_divide"), divide),
+    **dict.fromkeys(("neg", "positive"), negate),
+    **dict.fromkeys(("sum", "mean"), reduce_linear),
+    **dict.fromkeys(NAMES[REDUCTION] - _RUNNING - {"sum", "mean"}, reduce_other),
+    **dict.fromkeys(_RUNNING, run_along),
+    **dict.fromkeys(_FACTORS, matrix_product),
+    "linear": linear,
+    "einsum": einsum,
+    "scaled_dot_product_attention": attention,
+    **dict.fromkeys(NAMES[WINDOW] - _BATCH_OPS, trailing_axes),
+    **dict.fromkeys(
+        ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", "pixel_shuffle", "tril", "triu"),
+        trailing_axes,
+    ),
+    **dict.fromkeys(_BATCH_OPS, per_sample),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent),
+    "one_hot": one_more_axis,
+}
+"""Op name -> rule.  Every rule may rely on: no operand is COUPLED or UNPROVEN."""

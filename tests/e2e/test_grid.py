@@ -1,0 +1,57 @@
+"""Real architectures through real stages: the loss and every gradient of one process, exactly.
+
+A telling subset runs by default (every model, every schedule, every number of stages and micro-batches); the whole
+grid is behind the `slow` marker.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from models import CASES
+from pipelines import compare
+
+from autopart.runtime.launch import Workers
+
+STAGES, SCHEDULES, MICROS = (1, 2, 4), ("gpipe", "1f1b"), (1, 3, 4)
+GRID = list(itertools.product(CASES, STAGES, SCHEDULES, MICROS))
+_SPREAD = list(itertools.product((4, 2), SCHEDULES, (3, 4)))
+SUBSET = [(name, *_SPREAD[i % len(_SPREAD)]) for i, name in enumerate(CASES)]
+DOUBLE = [name for name, case in CASES.items() if case.double]
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with Workers(4, timeout=240) as pool:
+        yield pool
+
+
+def _check(workers: Workers, *case: object, dtype: str = "float32") -> None:
+    name, stages, schedule, micros = case
+    difference = workers.run(compare, name, stages, schedule, micros, 12, dtype)[0]
+    assert difference.parameters > 5
+    assert difference.within(getattr(torch, dtype)), difference
+
+
+@pytest.mark.parametrize(("name", "stages", "schedule", "micros"), SUBSET)
+def test_a_real_model_trains_as_in_one_process(workers, name, stages, schedule, micros):
+    _check(workers, name, stages, schedule, micros)
+
+
+@pytest.mark.parametrize("name", ["t5", "vit", "resnet"])
+def test_in_double_precision_the_error_is_rounding_alone(workers, name):
+    _check(workers, name, 4, "1f1b", 4, dtype="float64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "stages", "schedule", "micros"), GRID)
+def test_the_whole_grid_equals_one_process(workers, name, stages, schedule, micros):
+    _check(workers, name, stages, schedule, micros)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "stages"), list(itertools.product(DOUBLE, (2, 4))))
+def test_the_whole_zoo_in_double_precision(workers, name, stages):
+    _check(workers, name, stages, "1f1b", 3, dtype="float64")

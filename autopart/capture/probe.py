@@ -1,0 +1,266 @@
+"""A numeric test for what the rules cannot tell: does a value of a micro-batch equal that slice of the whole batch's?
+
+The captured program runs on `large` rows and, on the same data, on `small` rows at several places; a value passes
+when every slice matches and, where gradients flow through it, when the gradients of a random function of it add up
+over the pieces.  Both are done on the user's rows and on a perturbed copy of them, so that equal rows prove nothing.
+
+What it assumes and where it is wrong: a value that depends on other rows does so for this data too.  Ops that couple
+rows only now and then (an expert that overflows) can pass.  Dropout is off, other random numbers are 0.5, and batch
+norm uses its running statistics: what those couple is the same program on the same micro-batches by definition.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ..rng import keyed
+from .batch import Batch
+
+if TYPE_CHECKING:
+    from . import Captured
+
+Tensors = dict[str, torch.Tensor]
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""Largest difference of an element, relative to the largest element of the value."""
+_OFF: dict[str, dict[str, Any]] = {
+    "scaled_dot_product_attention": {"dropout_p": 0.0},
+    "dropout": {"train": False},
+    "feature_dropout": {"train": False},
+    "alpha_dropout": {"train": False},
+    "native_dropout": {"train": False},
+    "rrelu_with_noise": {"training": False},
+    "lstm": {"dropout": 0.0},
+    "gru": {"dropout": 0.0},
+    "rnn_tanh": {"dropout": 0.0},
+    "rnn_relu": {"dropout": 0.0},
+    "_native_batch_norm_legit_functional": {"training": False},
+    "batch_norm": {"training": False},
+}
+"""Arguments that take randomness, and the statistics of the batch, out of an op."""
+_DRAWS = ("rand", "rand_like", "randn", "randn_like")
+_MOST_TRIALS = 24
+"""Runs spent on finding the values whose gradients do not add up."""
+
+
+def prove_rows(small: Captured, large: Captured, names: Iterable[str], batch: Batch) -> frozenset[str]:
+    """Those of `names` that keep the rows of the batch apart, and those constants that are equal in both captures.
+
+    small, large: one model captured at two numbers of rows, with real weights; batch: data of the user.  The model is
+    not changed.  Cost: a few forward and backward passes.
+    """
+    asked = set(names)
+    constants = {n for n in asked if n in large.tensors and _same(small.tensors[n], large.tensors[n])}
+    values = [v.name for v in large.graph.values if v.name in asked and _rows_axis(v.name, small, large) is not None]
+    if any(t.is_meta for t in large.tensors.values()):
+        return frozenset()
+    device = next((t.device for t in large.tensors.values()), torch.device("cpu"))
+    for data in (batch, perturbed(batch.with_rows(large.graph.rows))):
+        if values:
+            values = _Trial(small, large, data.with_rows(large.graph.rows).to(device)).passing(values)
+    return frozenset(constants | set(values))
+
+
+def perturbed(batch: Batch, seed: int = 0) -> Batch:
+    """Other data of the same kind: each row of a tensor rolled by another distance, noise added to floats."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def change(leaf: Any) -> Any:
+        if not batch.is_split(leaf):
+            return leaf
+        if leaf.dim() > 1:
+            leaf = torch.stack([row.roll(place + 1, 0) for place, row in enumerate(leaf)])
+        if not leaf.is_floating_point():
+            return leaf
+        noise = torch.randn(leaf.shape, generator=generator).to(leaf)
+        return leaf + 0.1 * noise * leaf.abs().mean()
+
+    return Batch(tuple(map(change, batch.leaves)), batch.names, batch.spec, batch.rows)
+
+
+class _Trial:
+    """Both programs on one batch of `large` rows."""
+
+    def __init__(self, small: Captured, large: Captured, batch: Batch) -> None:
+        self._small, self._large, self._batch = small, large, batch
+        rows, self._piece = large.graph.rows, small.graph.rows
+        self._places = [*range(0, rows - self._piece, self._piece), rows - self._piece]
+
+    def passing(self, names: list[str]) -> list[str]:
+        """The values that match, in both directions."""
+        try:
+            equal = self._matching(names)
+            floating = {v.name for v in self._large.graph.values if v.grad}
+            flowing = [n for n in equal if n in floating]
+            self._trials = _MOST_TRIALS
+            failing = set(flowing) - set(self._adding_up(flowing))
+            return [n for n in equal if n not in failing]
+        except (RuntimeError, IndexError):
+            return []
+
+    def _matching(self, names: list[str]) -> list[str]:
+        with torch.no_grad():
+            whole = run(self._large, self._inputs(0, self._large.graph.rows), set(names))
+            left = [n for n in names if n in whole]
+            for place in self._places:
+                piece = run(self._small, self._inputs(place, self._piece), set(left))
+                left = [n for n in left if n in piece and _close(self._slice(n, whole[n], place), piece[n])]
+        return left
+
+    def _adding_up(self, names: list[str]) -> list[str]:
+        """The values through which gradients add up over the pieces: all at once, then by halves."""
+        if not names or self._trials <= 0:
+            return []
+        self._trials -= 1
+        if self._gradients_agree(names):
+            return names
+        middle = len(names) // 2
+        return [] if middle == 0 else self._adding_up(names[:middle]) + self._adding_up(names[middle:])
+
+    def _gradients_agree(self, names: list[str]) -> bool:
+        rows = self._large.graph.rows
+        factors = self._factors(names)
+        whole = self._gradients(self._large, self._inputs(0, rows), factors)
+        total = [torch.zeros_like(g) for g in whole]
+        done = 0
+        for place in self._places:
+            part = {n: self._slice(n, f, place).clone() for n, f in factors.items()}
+            for name, factor in part.items():  # rows that an earlier piece has counted
+                axis, block = self._axis_and_block(name)
+                factor.narrow(axis, 0, (done - place) * block).zero_()
+            pieces = self._gradients(self._small, self._inputs(place, self._piece), part)
+            total = [t + g for t, g in zip(total, pieces, strict=True)]
+            done = place + self._piece
+        return all(_near(t, g, whole) for t, g in zip(total, whole, strict=True))
+
+    def _factors(self, names: list[str]) -> Tensors:
+        generator = torch.Generator().manual_seed(1)
+        values = self._large.graph.value_map()
+        made = {}
+        for name in names:
+            value = values[name]
+            factor = torch.randn(value.shape, generator=generator) / max(1, math.prod(value.shape)) ** 0.5
+            made[name] = factor.to(getattr(torch, value.dtype))
+        return made
+
+    def _gradients(self, captured: Captured, inputs: list[torch.Tensor], factors: Tensors) -> list[torch.Tensor]:
+        trainable = [p for p in self._large.tensors.values() if p.requires_grad]
+        with torch.enable_grad():
+            found = run(captured, inputs, set(factors))
+            outputs = [found[n] for n in factors if found[n].requires_grad]
+            given = [factors[n].to(found[n].device) for n in factors if found[n].requires_grad]
+            if not outputs:
+                return []
+            gradients = torch.autograd.grad(outputs, trainable, given, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(trainable, gradients, strict=True)]
+
+    def _inputs(self, place: int, rows: int) -> list[torch.Tensor]:
+        split = self._batch.is_split
+        return [t.narrow(0, place, rows).clone() if split(t) else t for t in self._batch.tensors]
+
+    def _slice(self, name: str, value: torch.Tensor, place: int) -> torch.Tensor:
+        axis, block = self._axis_and_block(name)
+        return value.narrow(axis, place * block, self._piece * block)
+
+    def _axis_and_block(self, name: str) -> tuple[int, int]:
+        axis = _rows_axis(name, self._small, self._large)
+        assert axis is not None
+        return axis, self._large.graph.value_map()[name].shape[axis] // self._large.graph.rows
+
+
+def _rows_axis(name: str, small: Captured, large: Captured) -> int | None:
+    """The one axis whose size is proportional to the rows, or None."""
+    a, b = (next((v.shape for v in c.graph.values if v.name == name), ()) for c in (small, large))
+    differing = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+    if len(differing) != 1:
+        return None
+    axis = differing[0]
+    proportional = a[axis] * large.graph.rows == b[axis] * small.graph.rows and a[axis] % small.graph.rows == 0
+    return axis if proportional else None
+
+
+def run(captured: Captured, inputs: list[torch.Tensor], keep: set[str]) -> Tensors:
+    """Run a captured program, randomness off, and return the values in `keep` that it can tell."""
+    env: dict[fx.Node, Any] = {}
+    kept: Tensors = {}
+    unknown: set[fx.Node] = set()
+    names, queue = captured.names, iter(inputs)
+    last = _last_uses(captured.module)
+    for node in captured.module.graph.nodes:
+        if node.op == "placeholder":
+            param = names.params.get(node.name)
+            env[node] = _own(captured, param) if param is not None else next(queue)
+        elif node.op == "get_attr":
+            env[node] = getattr(captured.module, str(node.target))
+        elif node.op == "call_function":
+            env[node], told = _call(node, env)
+            if not told or any(n in unknown for n in node.all_input_nodes):
+                unknown.add(node)
+        if names.value(node) in keep and isinstance(env.get(node), torch.Tensor) and node not in unknown:
+            kept[names.value(node)] = env[node]
+        for done in last.get(node, ()):
+            env.pop(done, None)
+    return kept
+
+
+def _own(captured: Captured, name: str) -> torch.Tensor:
+    """A parameter itself, a buffer's copy: some ops write to the buffers they get."""
+    tensor = captured.names.tensors[name]
+    return tensor if captured.names.kinds[name] == "param" else tensor.detach().clone()
+
+
+def _last_uses(module: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
+    last: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        for used in node.all_input_nodes:
+            last[used] = node
+    freed: dict[fx.Node, list[fx.Node]] = {}
+    for used, node in last.items():
+        freed.setdefault(node, []).append(used)
+    return freed
+
+
+def _call(node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Any, bool]:
+    """The result of an op without randomness, and False when it has some that cannot be taken out."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+    target: Any = node.target
+    random = target is keyed
+    if random:
+        target, args = args[0], args[2:]
+    if not isinstance(target, torch._ops.OpOverload):
+        return target(*args, **kwargs), not random
+    name = target._schema.name.split("::")[-1]
+    bound = {a.name: value for a, value in zip(target._schema.arguments, args, strict=False)} | kwargs
+    off = {k: v for k, v in _OFF.get(name, {}).items() if k in {a.name for a in target._schema.arguments}}
+    result = target(**bound | off)
+    if random and name in _DRAWS:
+        return torch.full_like(result, 0.5), True
+    return result, not random or bool(off)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return not a.is_meta and not b.is_meta and a.shape == b.shape and bool(torch.equal(a, b))
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal up to rounding; a value with NaN proves nothing."""
+    if not a.is_floating_point():
+        return bool(torch.equal(a, b))
+    if a.numel() == 0:
+        return True
+    scale = torch.maximum(a.abs().amax(), b.abs().amax()).double()
+    finite = bool(torch.isfinite(a).logical_or(a == b).all())
+    difference = torch.where(a == b, torch.zeros_like(a), a - b).abs().amax().double()
+    return finite and bool(difference <= _TOLERANCE.get(a.dtype, 3e-2) * scale)
+
+
+def _near(a: torch.Tensor, b: torch.Tensor, everything: list[torch.Tensor]) -> bool:
+    """Gradients equal up to rounding, measured against their own norm or a small part of the whole gradient's."""
+    tolerance = 20 * _TOLERANCE.get(b.dtype, 3e-2)
+    whole = torch.stack([g.double().norm() for g in everything]).norm()
+    difference = (a.double() - b.double()).norm()
+    return bool(difference <= tolerance * torch.maximum(b.double().norm(), 1e-2 * whole))

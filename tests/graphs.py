@@ -2,7 +2,8 @@
 
     graph("a:3; b:5/7 <- a x; c:2 @enc.0 +w <- a b; m- <- x; c -> out")
 
-An op is `name[:forward[/backward]] [marks] [<- reads]`; it writes one value of its own name.  Backward is twice the
+An op is `name[:forward[/backward]] [marks] [<- reads]`; it writes a value of its own name, and with `a,b,c:3` the
+values b and c too.  Backward is twice the
 forward unless given.  Marks: `name-` no gradient, `@path` module, `+p` trainable parameter, `~b` buffer, `=b` updates
 buffer b with its value, `#n` bytes of the value (8), `^n` saved bytes, `$n` scratch bytes, `!` random.  What is read
 but never written is a graph input.  A parameter's bytes follow a colon: `+w:100` (8).  The last op is the output.
@@ -57,7 +58,8 @@ def _statement(draft: _Draft, statement: str, input_bytes: int) -> None:
     head, _, tail = statement.partition("<-")
     (first, *marks), reads = head.split(), tail.split()
     label, _, cost = first.partition(":")
-    grad, name = not label.endswith("-"), label.removesuffix("-")
+    grad, writes = not label.endswith("-"), label.removesuffix("-").split(",")
+    name = writes[0]
     for read in reads:
         if read not in draft.values:
             draft.values[read] = Value(read, (input_bytes,), "uint8", input_bytes)
@@ -83,13 +85,14 @@ def _statement(draft: _Draft, statement: str, input_bytes: int) -> None:
         else:
             raise ValueError(f"unknown mark {mark!r} in {statement!r}")
     forward, _, backward = (cost or "0").partition("/")
-    draft.values[name] = Value(name, (number["#"],), "uint8", number["#"], grad)
+    for write in writes:
+        draft.values[write] = Value(write, (number["#"],), "uint8", number["#"], grad)
     draft.ops.append(
         Op(
             name=name,
             target="layer",
             reads=tuple(reads),
-            writes=(name,),
+            writes=tuple(writes),
             params=tuple(params),
             module=module,
             random=random,
@@ -135,19 +138,22 @@ def graphs(draw: st.DrawFn, *, least: int = 1, most: int = 12, free: bool = True
     small = st.integers(0, 20)
     lines = []
     constant: list[str] = []
+    written: list[str] = []
     updater = draw(st.integers(0, 3 * most))  # which op, if any, updates the buffer `run`
     for i in range(count):
-        before = [f"v{k}" for k in range(i)] + ["x", "y"]
+        before = [*written, "x", "y"]
+        second = draw(st.sampled_from(["", "", f",w{i}"]))
         if free and draw(st.integers(0, 3)) == 0:
             pool = [*constant, "x", "y"]
             reads = draw(st.lists(st.sampled_from(pool), max_size=2, unique=True))
-            constant.append(f"v{i}")
-            name, extra = f"v{i}-:{draw(st.integers(0, 1))}", draw(st.sampled_from(["", " ~c", " !"]))
+            constant += [f"v{i}", second[1:]] if second else [f"v{i}"]
+            name, extra = f"v{i}{second}-:{draw(st.integers(0, 1))}", draw(st.sampled_from(["", " ~c", " !"]))
         else:
             reads = draw(st.lists(st.sampled_from(before), min_size=1, max_size=3, unique=True))
-            name = f"v{i}:{draw(small)}/{draw(small)}"
+            name = f"v{i}{second}:{draw(small)}/{draw(small)}"
             extra = draw(st.sampled_from(["", f" +p{i}:5", " +tied:9", f" ^{draw(small)}", f" ${draw(small)}", " !"]))
             extra += " ~run =run" if i == updater else draw(st.sampled_from(["", "", "", " ~run"]))
+        written += [f"v{i}", second[1:]] if second else [f"v{i}"]
         lines.append(f"{name} #{draw(small)}{extra} @m.{i // 3} <- {' '.join(reads)}")
     return graph(";".join(lines))
 

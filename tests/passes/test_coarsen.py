@@ -115,6 +115,13 @@ def test_branches_of_a_diamond_are_not_closed_around_an_op_outside() -> None:
         assert nx.is_directed_acyclic_graph(dag(check(coarsen(g, blocks=size))))
 
 
+def test_pairs_that_close_a_cycle_together_are_not_both_made() -> None:
+    """a-c and b-d are each fine; together a-c needs q of b-d, which needs p of a-c."""
+    g = graph("a,p:1 <- x; b,q:1 <- x; c:1 <- a q; d:1 <- b p")
+    blocks = check(coarsen(g, blocks=2))
+    assert len(blocks.ops) == 2 and nx.is_directed_acyclic_graph(dag(blocks))
+
+
 def test_layers_are_cut_at_the_residual_stream() -> None:
     blocks = coarsen(layers(8), blocks=10)
     assert {"n2 u2 d2 s2", "n3 u3 d3 s3", "n4 u4 d4 s4"} <= set(parts(blocks))

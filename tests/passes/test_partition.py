@@ -101,6 +101,16 @@ def test_trade_between_slowest_stage_and_transfers_is_exact(times: list[int], mi
     assert split.objective_ns == best_by_force(g, cluster(stages), stages, micros, "1f1b")
 
 
+def test_search_does_not_stop_a_nanosecond_early() -> None:
+    """The best split is found in the last step that can still win: one less in the limit and it is lost."""
+    text = "; ".join(
+        f"v{i}-:{t}/0 #{size} <- {f'v{i - 1}' if i else 'x'}"
+        for i, (t, size) in enumerate(zip((5, 5, 5, 3, 3, 0, 1, 3), (0, 1, 5, 5, 0, 2, 0, 2), strict=True))
+    )
+    split = partition(graph(text), cluster(4), stages=4, micros=3, schedule="1f1b")
+    assert split.objective_ns == best_by_force(graph(text), cluster(4), 4, 3, "1f1b")
+
+
 def test_equal_layers_are_cut_evenly() -> None:
     g = graph("; ".join(f"v{i}:3 <- {f'v{i - 1}' if i else 'x'}" for i in range(12)))
     assert partition(g, cluster(4), stages=4, micros=8, schedule="1f1b").bounds == (0, 3, 6, 9, 12)

@@ -25,6 +25,7 @@ from .passes.verify import forward_program, verify
 from .runtime.engine import Engine, StepInput, StepResult
 from .runtime.stage import StageRunner
 from .runtime.state import LocalTensors
+from .runtime.trace import Trace
 from .runtime.transport import Spec
 from .runtime.world import World
 from .split import cone, cut, stage_code
@@ -56,6 +57,7 @@ class Lane:
         self._engines: dict[int, Engine] = {}
         self._signature: object = None
         self._runner: StageRunner | None = None
+        self.trace: Trace | None = None
 
     @property
     def graph(self) -> Graph:
@@ -95,6 +97,7 @@ class Lane:
         micros = self._inputs(batch, micro_rows) if self._stage == 0 else ()
         given = StepInput(micro_rows, micros, weights, key)
         parameters = {n: t for n, t in self._setting.tensors.held.items() if isinstance(t, nn.Parameter)}
+        engine.trace = self.trace
         return engine.step(given, parameters, train=self.train)
 
     def prepare(self, batch: Batch, micro_rows: tuple[int, ...]) -> None:

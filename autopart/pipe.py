@@ -5,6 +5,7 @@ Every method that moves data between ranks is collective: call it on all ranks, 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import zlib
 from collections.abc import Iterator, Mapping
@@ -20,11 +21,13 @@ from .capture.guards import check_autocast
 from .ir.cluster import Cluster
 from .ir.errors import BatchError, UsageError
 from .ir.plan import Plan
+from .ir.program import Program
 from .lane import Lane
 from .options import Options
 from .report.table import stage_table
 from .runtime.launch import set_label
 from .runtime.state import share
+from .runtime.trace import Trace
 from .runtime.world import World
 from .start import Started, evaluation_lane, start
 
@@ -164,6 +167,26 @@ class Pipe:
     def plan(self) -> Plan:
         """The plan that runs."""
         return self._require().plan
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that was planned for."""
+        return self._cluster
+
+    @property
+    def program(self) -> Program:
+        """What every rank does in one training step, action by action."""
+        return self._require().lane.program(len(self.plan.micro_rows))
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[Trace]:
+        """Record what this rank does in the training steps run inside."""
+        lane = self._require().lane
+        lane.trace = trace = Trace(self.rank)
+        try:
+            yield trace
+        finally:
+            lane.trace = None
 
     @property
     def rank(self) -> int:

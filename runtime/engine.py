@@ -6,7 +6,6 @@ what F will read and, after B, the gradients that go back; both leave as soon as
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,12 @@ import torch
 
 from ..ir.errors import AutopartError, StageError
 from ..ir.graph import Op
-from ..ir.program import Action, Edge, Program
-from ..ir.timeline import Span
+from ..ir.program import Action, Program
 from .blame import failing_op
 from .launch import note
 from .replicas import TiedGradients
 from .stage import StageRunner
+from .trace import Trace
 from .transport import Inbox, Outbox, Spec
 from .world import World
 
@@ -55,7 +54,8 @@ class Engine:
         self._acks = _acknowledgements(program, world.rank)
         self._outboxes, self._inboxes = self._channels(program)
         self._tied = TiedGradients(world, program)
-        self.spans: list[Span] | None = None
+        self._labels = {action: _activity(action) for action in self._actions}
+        self.trace: Trace | None = None
         self._do: dict[str, Callable[[Action, StepInput], None]] = {
             "F": self._run_forward, "B": self._run_backward, "SF": self._send_values, "RF": self._receive_values,
             "SB": self._send_grads, "RB": self._receive_grads, "T": self._sum_tied,
@@ -78,16 +78,18 @@ class Engine:
         """Play the program once.  Raises StageError for a failing op, WorkerError for a lost peer."""
         self._state = _State(given, train)
         self._tied.begin(parameters)
-        began = time.perf_counter_ns()
+        trace = self.trace
+        if trace is not None:
+            trace.begin()
         try:
             for peer, inbox in self._inboxes.items():
                 inbox.expect(self._expected(peer, given.rows))
             for action in self._actions:
-                note(_activity(action))
-                start = time.perf_counter_ns() - began
+                note(self._labels[action])
+                start = trace.now() if trace is not None else 0
                 self._do[action.kind](action, given)
-                if self.spans is not None:
-                    self.spans.append(Span(self._world.rank, action, start, time.perf_counter_ns() - began))
+                if trace is not None:
+                    trace.add(action, start)
             for outbox in self._outboxes.values():
                 outbox.flush()
             self._runner.finish()
@@ -250,8 +252,3 @@ def _activity(action: Action) -> str:
     if action.kind == "T":
         return f"{action}: summing tied gradients"
     return f"{action}: {_PHASES[action.kind]} of micro-batch {action.micro}"
-
-
-def edge_specs(edges: Sequence[Edge]) -> frozenset[str]:
-    """Names of all values that travel."""
-    return frozenset(name for edge in edges for name in edge.values)

@@ -4,7 +4,8 @@
    otherwise lose that nothing flows back.
 2. In-place ops are made functional; composite ops (attention, linear, cross entropy) stay whole.
 3. Assertions about tensor metadata go; `view` becomes `reshape` (the strides of the real kernel can differ from the
-   traced ones); `alias` goes.
+   traced ones); `alias` goes, and so do copies: in a functional graph a copy is its original, and whether forward()
+   makes one can depend on the number of rows (`.contiguous()` on a single row is no copy).
 4. Random ops are called by key, so that what they draw does not depend on the stage they land on.
 """
 
@@ -23,7 +24,7 @@ from .where import user_line_of_text
 
 _aten = torch.ops.aten
 _DROPPED = {"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range"}
-_SAME = {"alias", "lift_fresh", "lift_fresh_copy"}
+_SAME = {"alias", "lift_fresh"}
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default}
 _GRAD_REGION = "wrap_with_set_grad_enabled"
 
@@ -126,13 +127,19 @@ def _lower_node(graph: fx.Graph, node: fx.Node) -> None:
     name = _name(target)
     if name in _DROPPED:
         graph.erase_node(node)
-    elif name in _SAME and name != "lift_fresh_copy":
+    elif name in _SAME or (target is _aten.clone.default and _is_plain_copy(node)):
         source = node.args[0]
         assert isinstance(source, fx.Node)
         node.replace_all_uses_with(source)
         graph.erase_node(node)
     elif target in _VIEWS:
         node.target = _aten.reshape.default
+
+
+def _is_plain_copy(node: fx.Node) -> bool:
+    """A copy that nothing but ordinary ops reads, and that is not made for its memory format."""
+    plain = node.kwargs.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
+    return plain and all(user.op == "call_function" for user in node.users)
 
 
 def is_random(node: fx.Node) -> bool:

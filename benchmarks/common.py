@@ -1,0 +1,80 @@
+"""What every benchmark shares: alternating measurement, spread, the machine, and results written by command."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Seconds of repeated runs: median, quartiles and extremes."""
+
+    median: float
+    low: float
+    high: float
+    minimum: float
+    maximum: float
+    runs: int
+
+    def __str__(self) -> str:
+        return f"{self.median:.4f} s  [{self.low:.4f}, {self.high:.4f}]  min {self.minimum:.4f}"
+
+
+def spread(seconds: Sequence[float]) -> Spread:
+    """Median with the quartiles around it."""
+    quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
+    return Spread(quartiles[1], quartiles[0], quartiles[2], min(seconds), max(seconds), len(seconds))
+
+
+def ratio(a: Sequence[float], b: Sequence[float]) -> Spread:
+    """a / b, pair by pair: both of a pair ran one after the other, so that a drift of the machine cancels."""
+    return spread([x / y for x, y in zip(a, b, strict=True)])
+
+
+def machine() -> dict[str, Any]:
+    """Where a result was measured."""
+    import torch
+
+    model = "unknown"
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0] if names else model
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "revision": _revision(),
+    }
+
+
+def _revision() -> str:
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=RESULTS.parent
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def write(name: str, content: dict[str, Any]) -> Path:
+    """Write a result with its command and machine to results/NAME.json."""
+    RESULTS.mkdir(exist_ok=True)
+    command = "python benchmarks/" + Path(sys.argv[0]).name + "".join(f" {a}" for a in sys.argv[1:])
+    path = RESULTS / f"{name}.json"
+    whole = {"command": command, "machine": machine(), **content}
+    path.write_text(
+        json.dumps(whole, indent=2, default=lambda x: asdict(x) if isinstance(x, Spread) else str(x)) + "\n"
+    )
+    return path

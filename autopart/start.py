@@ -85,19 +85,19 @@ def _plan_together(world: World, capturer: Capturer, batch: Batch, cluster: Clus
         plan = plan_from_json(answer["plan"], "plan of rank 0")
         captured = capturer(batch, max(plan.micro_rows))
         mine = Planned(plan, captured, Weight(**answer["weight"]))
-    _agree(world, mine)
+    _agree(world, mine, options)
     return mine
 
 
-def _agree(world: World, planned: Planned) -> None:
+def _agree(world: World, planned: Planned, options: Options) -> None:
     """Every rank must have captured the same program.  Collective; raises PlanError on all ranks."""
-    digests = world.gather_text(f"{planned.captured.graph.shape_digest()} {planned.plan.digest()}")
+    digests = world.gather_text(f"{planned.captured.graph.shape_digest()} {planned.plan.digest()} {options.seed}")
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             raise PlanError(
                 f"ranks 0 and {rank} hold different models or batches",
-                why="their captured programs differ",
-                fix="build the same model, with the same training flags, and pass the same sample on every rank",
+                why="their captured programs, or their seeds, differ",
+                fix="build the same model, with the same flags, and pass the same sample and seed on every rank",
             )
 
 

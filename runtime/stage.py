@@ -63,7 +63,7 @@ class StageRunner:
         leaves = {
             name: values[name].detach().requires_grad_() for name in code.inputs if train and name in self._grad_inputs
         }
-        args = code.arguments({**self._tensors, **self._fresh})
+        args = code.arguments({**self._tensors, **self._fresh} if self._fresh else self._tensors)
         args += [leaves.get(name, values[name]) for name in code.inputs]
         with torch.set_grad_enabled(train), micro_key(*key, micro):
             results = code.module(*args)

@@ -16,7 +16,9 @@ from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, Op
 
 HEAVY_SHARE = 50
-"""A free op may cost, with all it needs, at most 1/50 of the graph's time."""
+"""A free op may cost, with all it needs, at most 1/50 of the graph's time, or less than CHEAP_NS."""
+CHEAP_NS = 100_000
+"""Time of both ways that is never worth a message: about what handling one costs, whatever its size."""
 MOST_CLONES = 256
 """A free op may need at most so many others: bounds this pass, and what a stage repeats."""
 SMALL_FROZEN_BYTES = 1 << 20
@@ -75,7 +77,7 @@ def free_ops(graph: Graph) -> frozenset[str]:
     size = {v.name: v.size_bytes for v in graph.values}
     maker = {w: i for i, op in enumerate(graph.ops) for w in op.writes}
     repeatable = _repeatable(graph)
-    total_ns = sum(op.cost.total_ns for op in graph.ops)
+    most_ns = max(CHEAP_NS, sum(op.cost.total_ns for op in graph.ops) // HEAVY_SHARE)
     reach: dict[int, tuple[int, int]] = {}  # candidate: bits of the ops it needs and itself, bits of inputs it needs
     for i, op in enumerate(graph.ops):
         if op.name not in repeatable or any(r in maker and maker[r] not in reach for r in op.reads):
@@ -89,7 +91,7 @@ def free_ops(graph: Graph) -> frozenset[str]:
                 leaves |= 1 << index[read]
         if ops.bit_count() > MOST_CLONES:
             continue
-        if sum(graph.ops[j].cost.total_ns for j in _bits(ops)) * HEAVY_SHARE <= total_ns:
+        if sum(graph.ops[j].cost.total_ns for j in _bits(ops)) <= most_ns:
             reach[i] = ops, leaves
     free: set[str] = set()
     wanted: set[str] = set()  # values that a free op reads

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, check
-from autopart.passes.atoms import MOST_CLONES, atoms, free_ops
+from autopart.passes.atoms import CHEAP_NS, HEAVY_SHARE, MOST_CLONES, atoms, free_ops
 
 
 def parts(g: Graph) -> dict[str, tuple[str, ...]]:
@@ -50,10 +50,16 @@ def test_inputs_are_counted_once_and_through_the_whole_chain() -> None:
 
 
 def test_heavy_op_is_not_cloned() -> None:
-    light = graph("t-:1/0 ; a:50/50 <- x t; b:50/50 <- a t")
-    heavy = graph("t-:5/0 ; a:50/50 <- x t; b:50/50 <- a t")
-    assert free_ops(light) == {"t"}
-    assert free_ops(heavy) == frozenset()
+    def free(ns: int) -> frozenset[str]:
+        return free_ops(graph(f"t-:{ns}/0; a:{10**7} <- x t; b:{10**7} <- a t"))
+
+    limit_ns = 6 * 10**7 // (HEAVY_SHARE - 1)
+    assert free(limit_ns) == {"t"} and free(limit_ns + 1) == frozenset()
+
+
+def test_clone_cheaper_than_a_message_may_be_a_large_share_of_a_small_model() -> None:
+    for ns, free in ((CHEAP_NS, {"t"}), (CHEAP_NS + 1, set())):
+        assert free_ops(graph(f"t-:{ns}/0; a:50 <- x t; b:50 <- a t")) == free
 
 
 def test_cheap_op_that_needs_too_many_others_is_not_cloned() -> None:

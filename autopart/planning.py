@@ -13,7 +13,7 @@ from .capture.probe import prove_rows
 from .capture.rows import mark_rows
 from .files import load_plan, match_plan
 from .ir.cluster import Cluster
-from .ir.errors import CoupledLossError, UsageError
+from .ir.errors import UsageError
 from .ir.graph import Graph, Weight
 from .ir.plan import Plan
 from .measure import measure_costs
@@ -106,12 +106,7 @@ def loss_weight(
     try:
         return weigh(graph, other.graph, stated=stated, proven=proven)
     except UnprovenRows as unproven:
-        raise CoupledLossError(
-            "the rows of the batch cannot be shown to be independent of each other",
-            where=unproven.where,
-            why="an operation mixes values of different rows, and the results of a smaller batch differ",
-            fix="use micro_batches=1",
-        ) from None
+        raise unproven.refusal from None
 
 
 def _second(rows: int, micro_rows: tuple[int, ...]) -> int:

@@ -79,4 +79,4 @@ class Program:
 
 def parse_actions(text: str) -> tuple[tuple[Action, ...], ...]:
     """One line per rank, actions separated by blanks: the inverse of `str(program)` for `Program.ranks`."""
-    return tuple(tuple(parse_action(word) for word in line.split()) for line in text.splitlines())
+    return tuple(tuple(parse_action(word) for word in line.split()) for line in text.split("\n"))

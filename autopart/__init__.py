@@ -8,8 +8,9 @@ See README.md for the first steps and ARCHITECTURE.md for how it works.
 
 from __future__ import annotations
 
-from .api import compile, launch, plan
+from .api import compile, launch, plan, verify
 from .capture.guards import CaptureWarning
+from .check import Verification
 from .files import load_plan, save_plan
 from .ir.cluster import Cluster, Device, Level, Link
 from .ir.errors import (
@@ -39,9 +40,11 @@ __all__ = [
     "RefusedError",
     "RunError",
     "UsageError",
+    "Verification",
     "compile",
     "launch",
     "load_plan",
     "plan",
     "save_plan",
+    "verify",
 ]

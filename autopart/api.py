@@ -11,13 +11,14 @@ from torch import nn
 
 from .capture import Capturer
 from .capture.batch import take_apart
+from .check import Verification, verify_step
 from .clusters import parse_cluster
 from .ir.cluster import Cluster
 from .ir.errors import UsageError
 from .ir.plan import Plan
 from .options import read_options
 from .pipe import Pipe
-from .planning import make_plan
+from .planning import Planned, make_plan
 from .runtime.launch import launch as _launch
 
 ClusterLike = Cluster | str | os.PathLike[str] | None
@@ -42,12 +43,34 @@ def compile(model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None
 
 
 def plan(model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None, **options: Any) -> Plan:
-    """The plan alone: no process group, no weights needed (the model may be on the meta device)."""
+    """The plan alone: no process group, no weights needed (the model may be on the meta device).  Options as in
+    `compile`."""
+    return planned(model, cluster, sample=sample, **options).plan
+
+
+def planned(model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None, **options: Any) -> Planned:
+    """As `plan`, with the captured graph that the plan is for."""
     read = read_options(**options)
-    if sample is None:
-        raise UsageError("plan needs a sample", fix="pass sample=batch: one batch as the model takes it")
-    batch = take_apart(sample, with_target=read.loss_fn is not None)
-    return make_plan(Capturer(model, read.loss_fn), batch, _cluster(cluster), read).plan
+    batch = take_apart(_given(sample, "plan"), with_target=read.loss_fn is not None)
+    return make_plan(Capturer(model, read.loss_fn), batch, _cluster(cluster), read)
+
+
+def verify(
+    model: nn.Module,
+    cluster: ClusterLike = None,
+    *,
+    sample: Any = None,
+    tolerance: float | None = None,
+    **options: Any,
+) -> Verification:
+    """One training step of the pipeline against the same step in one process, on copies of the model.
+
+    tolerance: largest relative error of the loss, of each gradient and of each buffer; None for 1e-10 in fp64 and
+    1e-5 in fp32 (by the coarsest type that a gradient flows through).  Options as in `compile`.
+    Call it on every rank, as `compile`; every rank gets the same result: `.ok`, `.table()`, `.gradients`.
+    """
+    read = read_options(**options)
+    return verify_step(model, _cluster(cluster), _given(sample, "verify"), read, tolerance)
 
 
 def launch(fn: Callable[..., Any], cluster: ClusterLike = None, *args: Any, timeout: float | None = None) -> list[Any]:
@@ -56,6 +79,12 @@ def launch(fn: Callable[..., Any], cluster: ClusterLike = None, *args: Any, time
     Under torchrun this process is one of the ranks and fn is simply called.  timeout: seconds, None for no limit.
     """
     return _launch(fn, _cluster(cluster).world, *args, timeout=timeout)
+
+
+def _given(sample: Any, what: str) -> Any:
+    if sample is None:
+        raise UsageError(f"{what} needs a sample", fix="pass sample=batch: one batch as the model takes it")
+    return sample
 
 
 def _cluster(cluster: ClusterLike) -> Cluster:

@@ -193,6 +193,11 @@ class Pipe:
         """This process's rank."""
         return self._here.rank
 
+    @property
+    def started(self) -> Started:
+        """The parts it runs on, for checks and tools."""
+        return self._require()
+
     def explain(self) -> str:
         """The stage table: what runs where, with simulated times and memory."""
         return stage_table(self.plan, self._require().lane.graph)

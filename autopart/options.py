@@ -53,8 +53,10 @@ def read_options(**given: Any) -> Options:
     return options
 
 
-def _cuts(cuts: Iterable[str] | str) -> tuple[str, ...]:
-    found = (cuts,) if isinstance(cuts, str) else tuple(cuts)
+def _cuts(cuts: Iterable[str] | str | None) -> tuple[str, ...]:
+    if not isinstance(cuts, str | Iterable | None):
+        raise UsageError(f"cuts is a {type(cuts).__name__}", fix='for example cuts=["transformer.h.4"]')
+    found = (cuts,) if isinstance(cuts, str) else tuple(cuts or ())
     for cut in found:
         if not isinstance(cut, str) or not cut:
             raise UsageError(f"cut {cut!r} is not a module path", fix='for example cuts=["transformer.h.4"]')

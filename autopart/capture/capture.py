@@ -8,10 +8,11 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import OutputKind
 
+from ..ir.errors import AutopartError
 from ..ir.graph import Graph
 from .batch import Batch
-from .export import LossFn, OutputSpec, Wrapper, export, quiet
-from .guards import check_autocast, check_model
+from .export import LossFn, OutputSpec, Wrapper, explained, export, quiet
+from .guards import check_aliased_buffers, check_autocast, check_model
 from .lower import lower
 from .names import Names, read_names
 from .read import read_graph
@@ -49,11 +50,24 @@ def capture(
     sample = sample.to(device)
     wrapper = Wrapper(model, sample, loss_fn, wants_outputs=mode == "predict")
     with quiet(), _flags(wrapper, model, evaluate=mode != "step"):
-        program, module = lower(export(wrapper, sample))
+        program, module = _lowered(model, export(wrapper, sample))
     names = read_names(program, wrapper, sample)
+    check_aliased_buffers(model, names.updates.keys())
     outputs = _user_outputs(program, module)
     graph = read_graph(module, names, outputs, sample.rows or 1, backward=mode == "step")
     return Captured(module, graph, names, wrapper.outputs)
+
+
+def _lowered(
+    model: nn.Module, exported: torch.export.ExportedProgram
+) -> tuple[torch.export.ExportedProgram, fx.GraphModule]:
+    try:
+        return lower(exported)
+    except AutopartError:
+        raise
+    except Exception as error:
+        check_aliased_buffers(model)  # the likely reason: buffers that are one, changed in place
+        raise explained(error, model) from error
 
 
 class _flags:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 from ..ir.errors import AutopartError, CaptureError, ControlFlowError, LossError
 from .batch import Batch, put_together
 from .guards import tracing
+from .state import assignments, check_replaced
 from .where import user_place
 
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -43,6 +45,9 @@ class _Sink:
 
     outputs: OutputSpec | None = None
 
+    def __init__(self) -> None:
+        self.replaced: dict[str, torch.Tensor | None] = {}
+
 
 class Wrapper(nn.Module):
     """Takes the tensor leaves of a batch; returns the loss, or the outputs when `wants_outputs`."""
@@ -60,11 +65,17 @@ class Wrapper(nn.Module):
         """What the model returned while it was traced, or None for a loss."""
         return self._sink.outputs
 
+    @property
+    def replaced(self) -> Mapping[str, torch.Tensor | None]:
+        """Tensor attributes that forward() assigned while it was traced, with what they were before."""
+        return self._sink.replaced
+
     def forward(self, *tensors: torch.Tensor) -> Any:
         queue = iter(tensors)
         leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in self._batch.leaves)
         args, kwargs, target = put_together(leaves, self._batch.spec)
-        result = self.model(*args, **kwargs)
+        with assignments(self.model, self._sink.replaced):
+            result = self.model(*args, **kwargs)
         if self._wants_outputs:
             return self._outputs_of(result)
         if self.loss_fn is not None:
@@ -135,14 +146,17 @@ def export(wrapper: Wrapper, batch: Batch) -> ExportedProgram:
         raise CaptureError("the batch holds no tensor", fix="pass the model's inputs as tensors")
     try:
         with tracing(wrapper.model):
-            return torch.export.export(wrapper, batch.tensors, strict=False)
+            program = torch.export.export(wrapper, batch.tensors, strict=False)
+        check_replaced(wrapper.replaced, (t for t in program.constants.values() if isinstance(t, torch.Tensor)))
+        return program
     except AutopartError as error:
         raise error.with_traceback(None) from None  # a stack through torch.export helps nobody
     except Exception as error:
-        raise _explained(error, wrapper.model) from error
+        raise explained(error, wrapper.model) from error
 
 
-def _explained(error: Exception, model: nn.Module) -> CaptureError:
+def explained(error: Exception, model: nn.Module) -> CaptureError:
+    """An error of torch.export as ours, with module path and user's line."""
     text = str(error).strip() or type(error).__name__
     first = text.splitlines()[0]
     where = user_place(model, error.__traceback__)
@@ -151,8 +165,15 @@ def _explained(error: Exception, model: nn.Module) -> CaptureError:
             "the model's Python control flow depends on the data of a tensor",
             where=where,
             why=first,
-            fix="use torch.where or torch.cond instead of `if`; for layer drop set its probability to 0; for "
+            fix="use torch.where instead of `if`; for layer drop set its probability to 0; for "
             'mixture-of-experts models call model.set_experts_implementation("grouped_mm")',
+        )
+    if "mutated in the forward method" in text:
+        return CaptureError(
+            "forward() changes in place a tensor that is neither a parameter nor a buffer",
+            where=where,
+            why=first,
+            fix="make it a buffer: register_buffer(name, tensor)",
         )
     return CaptureError(
         f"the model cannot be captured: {type(error).__name__}",
@@ -165,15 +186,19 @@ def _explained(error: Exception, model: nn.Module) -> CaptureError:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """torch.export's own warnings concern its internals, not the user; ours pass."""
+    """torch.export's own warnings concern its internals, not the user; its errors are told once, as ours."""
+    from torch.export import _trace
+
     logger = logging.getLogger("torch")
     level = logger.level
     with warnings.catch_warnings():
         for module in ("torch", "copyreg"):
             warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
         warnings.filterwarnings("ignore", category=FutureWarning)
-        logger.setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", message="The tensor attribute")  # `state` says it, or refuses
+        logger.setLevel(logging.CRITICAL)
         try:
-            yield
+            with mock.patch.object(_trace, "print", lambda *_, **__: None, create=True):
+                yield  # torch.export prints the half-made graph of what it could not trace
         finally:
             logger.setLevel(level)

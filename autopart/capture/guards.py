@@ -1,8 +1,8 @@
 """What torch.export loses without a word, found before or while it traces.
 
-Refused: forward and backward hooks, an autocast entered outside, custom autograd.Function (its backward is dropped),
-parameters that share storage without being the same object.  Warned of: gradient checkpointing inside the model
-(exact, but its memory saving is not carried over).
+Refused: forward and backward hooks, gradient hooks on activations, an autocast entered outside, custom
+autograd.Function (its backward is dropped), parameters and changed buffers that share memory without being the same
+object.  Warned of: gradient checkpointing inside the model (exact, but its memory saving is not carried over).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 from unittest import mock
 
@@ -69,16 +69,41 @@ def _check_parameter_hooks(model: nn.Module) -> None:
 
 def _check_shared_storage(model: nn.Module) -> None:
     seen: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, param in model.named_parameters():
-        if param.numel() == 0 or param.is_meta:
+    for kind, pairs in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in pairs:
+            if tensor.numel() == 0 or tensor.is_meta or tensor.layout != torch.strided:
+                continue
+            key = tensor.untyped_storage()._cdata
+            first, other = seen.get(key, (name, tensor))
+            if kind == "parameter":
+                seen.setdefault(key, (name, tensor))
+            if other is not tensor and not _apart(other, tensor):
+                raise RefusedError(
+                    f"parameter {first} and {kind} {name} share memory but are different objects",
+                    why="an update of one would change the other only when both are on the same stage",
+                    fix=f"tie them properly: assign the same nn.Parameter object to {first} and {name}",
+                )
+
+
+def check_aliased_buffers(model: nn.Module, changed: Set[str] | None = None) -> None:
+    """Refuse buffers that share memory, under two names or as views, when one of them is changed.
+
+    changed: names of the buffers that are; None when that is not known.
+    """
+    seen: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in model.named_buffers(remove_duplicate=False):
+        if tensor.numel() == 0 or tensor.is_meta or tensor.layout != torch.strided:
             continue
-        first, other = seen.setdefault(param.untyped_storage()._cdata, (name, param))
-        if other is not param and not _apart(other, param):
-            raise RefusedError(
-                f"parameters {first} and {name} share memory but are different objects",
-                why="an update of one would change the other only when both are on the same stage",
-                fix=f"tie them properly: assign the same nn.Parameter object to {first} and {name}",
-            )
+        others = seen.setdefault(tensor.untyped_storage()._cdata, [])
+        for first, other in others:
+            one = other is tensor and changed is not None  # two names of one tensor: captured as one
+            if not one and (changed is None or not changed.isdisjoint((first, name))) and not _apart(other, tensor):
+                raise RefusedError(
+                    f"buffers {first} and {name} share memory, and forward() changes one of them",
+                    why="the other would keep its old values on another stage",
+                    fix="keep one of them, or give each its own memory (tensor.clone())",
+                )
+        others.append((name, tensor))
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -146,11 +171,20 @@ def tracing(model: nn.Module) -> Iterator[None]:
                 "gradient checkpointing inside the model is not carried over: gradients stay exact, but the memory it "
                 f"saved is not saved ({user_line(traceback.extract_stack())})",
                 CaptureWarning,
-                stacklevel=2,
+                stacklevel=1,  # the caller is torch, whose own warnings are silenced
             )
         return inner(*args, **kwargs)
 
+    def refuse_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        raise RefusedError(
+            f"a gradient hook is registered on a tensor in forward(): {getattr(hook, '__qualname__', repr(hook))}",
+            where=user_line(traceback.extract_stack()),
+            why="it would run once while the model is captured and never again",
+            fix="take the hook out of forward(), or register an op with its own backward (torch.library.custom_op)",
+        )
+
     with (
+        mock.patch.object(torch.Tensor, "register_hook", refuse_hook),
         mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)),
         mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", noted),
     ):

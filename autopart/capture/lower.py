@@ -38,9 +38,9 @@ def lower(program: ExportedProgram) -> tuple[ExportedProgram, fx.GraphModule]:
     """The functional program (for its signature) and its flat graph, lowered.  O(nodes)."""
     _detach_no_grad_regions(program.graph_module)
     functional = program.run_decompositions({})
+    _refuse_higher_order(functional.graph_module.graph)
     module = fx.GraphModule(dict(_constants(functional.graph_module)), functional.graph_module.graph)
     graph = module.graph
-    _refuse_higher_order(graph)
     for node in list(graph.nodes):
         if node.op == "call_function":
             _lower_node(graph, node)

@@ -68,15 +68,17 @@ def read_names(program: ExportedProgram, wrapper: torch.nn.Module, batch: Batch)
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             params[node] = name = f"constant.{spec.target}"
             kinds[name], tensors[name] = "constant", program.constants[str(spec.target)]
-    return Names(params, inputs, tensors, kinds, tied, _updates(program, params, tied))
+    return Names(params, inputs, tensors, kinds, tied, _updates(program, params, inputs, tied))
 
 
-def _updates(program: ExportedProgram, params: dict[str, str], tied: dict[str, str]) -> dict[str, str]:
+def _updates(
+    program: ExportedProgram, params: dict[str, str], inputs: dict[str, str], tied: dict[str, str]
+) -> dict[str, str]:
     updates: dict[str, str] = {}
     for spec in program.graph_signature.output_specs:
         if spec.kind is OutputKind.USER_INPUT_MUTATION:
             raise RefusedError(
-                f"the model changes its input {spec.target} in place",
+                f"the model changes its {inputs.get(str(spec.target), spec.target).replace('.', ' ')} in place",
                 why="the user's batch would be changed on one rank and not on the others",
                 fix="clone the input in forward() before changing it",
             )

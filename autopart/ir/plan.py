@@ -86,6 +86,7 @@ def check(plan: Plan, graph: Graph | None = None) -> Plan:
     1. Version, schedule and sizes are known and positive; ranks exist and no rank runs two stages.
     2. Every op of the graph stands in at least one stage, and only ops of the graph do.
     3. No value flows from a stage to an earlier one.
+    4. All uses of a buffer that is updated stand in the stage that updates it: each stage has its own copy.
     Raises PlanError.
     """
     if plan.version != VERSION:
@@ -116,6 +117,7 @@ def _check_ops(plan: Plan, graph: Graph) -> None:
         raise PlanError(f"the plan names op {extra}, which the graph does not have")
     for missing in sorted(names - set(where)):
         raise PlanError(f"op {missing} of the graph stands in no stage")
+    _check_updates(graph, have)
     writer = graph.writer()
     for op in graph.ops:
         for s, ops in enumerate(have):
@@ -128,3 +130,16 @@ def _check_ops(plan: Plan, graph: Graph) -> None:
                         f"value {read} flows back from stage {where[source]} to stage {s}",
                         where=f"op {op.name} {op.module} {op.where}".strip(),
                     )
+
+
+def _check_updates(graph: Graph, have: list[set[str]]) -> None:
+    writer = graph.writer()
+    for buffer, value in graph.updates:
+        uses = {op.name for op in graph.ops if buffer in op.params} | {writer[value]}
+        stages = [s for s, ops in enumerate(have) if not uses.isdisjoint(ops)]
+        if len(stages) > 1:
+            raise PlanError(
+                f"buffer {buffer} is used in stages {', '.join(map(str, stages))} and updated in one of them",
+                why="each stage has its own copy: another stage would read a stale one",
+                fix=f"keep {', '.join(sorted(uses))} in one stage",
+            )

@@ -1,0 +1,99 @@
+"""What does each pass cost as the model grows?
+
+GPT-2 (hidden 256) on the meta device at several depths, planned for 4 stages and 16 micro-batches with analytic costs:
+seconds of every step from the model object to the verified program, the fastest of a few runs.  Expected growth:
+capture, atoms, route, verify and simulate linear in the ops; coarsening O(n log n) with a small constant; the partition
+depends on the number of blocks, which is bounded.
+
+    python benchmarks/pass_growth.py          about 2 minutes on 2 cores; writes results/pass_growth.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from common import write
+
+from autopart.capture import capture
+from autopart.capture.batch import take_apart
+from autopart.clusters import parse_cluster
+from autopart.passes.atoms import atoms
+from autopart.passes.coarsen import coarsen
+from autopart.passes.partition import partition
+from autopart.passes.pipeline import BLOCKS, build
+from autopart.passes.route import route
+from autopart.passes.rules import analytic_costs
+from autopart.passes.verify import verify
+
+STAGES, MICROS = 4, 16
+
+
+def gpt2(layers: int) -> torch.nn.Module:
+    transformers.logging.set_verbosity_error()
+    config = transformers.GPT2Config(n_embd=256, n_layer=layers, n_head=4, bos_token_id=0, eos_token_id=0)
+    with torch.device("meta"):
+        return transformers.GPT2LMHeadModel(config).train()
+
+
+def fastest(runs: int, work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of the fastest run, and what it returned."""
+    best, result = float("inf"), None
+    for _ in range(runs):
+        began = time.perf_counter()
+        result = work()
+        best = min(best, time.perf_counter() - began)
+    return best, result
+
+
+def passes(layers: int, runs: int) -> dict[str, float]:
+    """Seconds of each pass at one depth, and the number of ops."""
+    ids = torch.randint(0, 1000, (2, 128))
+    batch = take_apart({"input_ids": ids, "labels": ids})
+    cluster = parse_cluster("cpu:4")
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, work: Callable[[], Any], times: int = runs) -> Any:
+        seconds[name], result = fastest(times, work)
+        return result
+
+    model = gpt2(layers)
+    captured = timed("capture", lambda: capture(model, batch), 1)
+    graph = timed("costs", lambda: analytic_costs(captured.graph, cluster.devices[0]))
+    fine = timed("atoms", lambda: atoms(graph))
+    blocks = timed("coarsen", lambda: coarsen(fine, blocks=BLOCKS))
+    timed("partition", lambda: partition(blocks, cluster, stages=STAGES, micros=MICROS, schedule="1f1b"))
+    plan = timed(
+        "build (all passes)",
+        lambda: build(
+            graph, cluster, stages=STAGES, micro_rows=(2,) * MICROS, schedule="auto", torch_version=torch.__version__
+        ),
+    )
+    program = timed("route", lambda: route(plan, graph))
+    timed("verify", lambda: verify(program, plan.schedule))
+    return {"layers": layers, "ops": len(graph.ops), "blocks": len(blocks.ops), **seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 8, 16, 32, 64, 96])
+    parser.add_argument("--runs", type=int, default=3)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [passes(layers, given.runs) for layers in given.layers]
+    names = list(rows[0])
+    print("  ".join(f"{name:>18s}" for name in names))
+    for row in rows:
+        print("  ".join(f"{row[name]:18d}" if isinstance(row[name], int) else f"{row[name]:18.4f}" for name in names))
+    print("written to", write("pass_growth", {"rows": rows}).name)
+
+
+if __name__ == "__main__":
+    main()

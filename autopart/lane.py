@@ -125,8 +125,8 @@ class Lane:
             code = stage_code(captured, self.program(1), self._stage, self._plan.stages[self._stage].ops, device)
             self._setting.tensors.hold(code.held, captured.tensors)
             self._codes[rows] = code
-        if self._stage == 0 and self.weight.value is not None:
-            value = self.weight.value
+        value = self.weight.value
+        if self._stage == 0 and value is not None and value not in graph.inputs:
             code = cut(captured, cone(graph, value), [value], device)
             self._setting.tensors.hold(code.held, captured.tensors)
             self._counts[rows] = code
@@ -175,9 +175,13 @@ class Lane:
         return [count / total if total else float("nan") for count in counts]
 
     def _count(self, rows: int, values: Mapping[str, torch.Tensor]) -> float:
-        code = self._counts[rows]
-        held = code.arguments(self._setting.tensors.held)
-        (result,) = code.module(*held, *(values[name] for name in code.inputs))
+        assert self.weight.value is not None
+        if self.weight.value in values:
+            result = values[self.weight.value]
+        else:
+            code = self._counts[rows]
+            held = code.arguments(self._setting.tensors.held)
+            (result,) = code.module(*held, *(values[name] for name in code.inputs))
         if self.weight.ignore is not None:
             result = result != self.weight.ignore
         return float(result.sum(dtype=torch.float64))

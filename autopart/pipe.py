@@ -325,7 +325,10 @@ def _check_state(own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tens
             ),
         )
     for name, tensor in own.items():
+        if not isinstance(state[name], torch.Tensor):
+            raise UsageError(f"{name} is a {type(state[name]).__name__} in the state", fix="pass tensors")
         if tuple(state[name].shape) != tuple(tensor.shape):
             raise UsageError(
-                f"{name} has shape {tuple(state[name].shape)} in the state and {tuple(tensor.shape)} in the model"
+                f"{name} has shape {tuple(state[name].shape)} in the state and {tuple(tensor.shape)} in the model",
+                fix="pass a state of this model, as its state_dict() returns it",
             )

@@ -10,6 +10,7 @@ from .errors import PlanError
 from .graph import Graph
 
 VERSION = 1
+_AGAIN = "make the plan again: autopart.plan(model, cluster, sample=...)"
 SCHEDULES = ("1f1b", "gpipe")
 
 
@@ -114,9 +115,9 @@ def _check_ops(plan: Plan, graph: Graph) -> None:
     have = [set(stage.ops) for stage in plan.stages]
     names = {op.name for op in graph.ops}
     for extra in set(where) - names:
-        raise PlanError(f"the plan names op {extra}, which the graph does not have")
+        raise PlanError(f"the plan names op {extra}, which the graph does not have", fix=_AGAIN)
     for missing in sorted(names - set(where)):
-        raise PlanError(f"op {missing} of the graph stands in no stage")
+        raise PlanError(f"op {missing} of the graph stands in no stage", fix=_AGAIN)
     _check_updates(graph, have)
     writer = graph.writer()
     for op in graph.ops:

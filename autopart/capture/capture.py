@@ -12,7 +12,7 @@ from ..ir.errors import AutopartError
 from ..ir.graph import Graph
 from .batch import Batch
 from .export import LossFn, OutputSpec, Wrapper, explained, export, quiet
-from .guards import check_aliased_buffers, check_autocast, check_model
+from .guards import check_aliased_buffers, check_autocast
 from .lower import lower
 from .names import Names, read_names
 from .read import read_graph
@@ -40,9 +40,9 @@ def capture(
     """Capture a model for micro-batches of `rows` rows shaped like `batch`.
 
     mode: "step" (loss and gradients, with the training flags the model has), "loss" (loss in eval mode) or "predict"
-    (what the model returns, in eval mode).  The model is left as it was.  Raises CaptureError, RefusedError.
+    (what the model returns, in eval mode).  The model is left as it was; `check_model` has passed it, before
+    its library could install hooks of its own while it is traced.  Raises CaptureError, RefusedError.
     """
-    check_model(model)
     meta = any(p.is_meta for p in model.parameters())
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     check_autocast(device.type if not meta else "cpu")

@@ -1,9 +1,9 @@
 """How the losses of micro-batches combine to the loss of the whole batch, derived from the graph; or a refusal.
 
 A dataflow analysis: every value gets a kind (`kinds`), op by op in topological order, from rules about single ops
-(`loss_views`: what moves elements; `loss_math`: what computes; `loss_terms`: loss functions).  Two captures of the
-model at different numbers of rows are read side by side, so that every shape and every number in the program that
-depends on the batch size is seen; each derived kind is checked against both shapes.
+(`loss_views`: what moves elements; `loss_math`, `loss_products`: what computes; `loss_terms`: loss functions).  Two
+captures of the model at different numbers of rows are read side by side, so that every shape and every number in the
+program that depends on the batch size is seen; each derived kind is checked against both shapes.
 
 What it relies on.  Random ops draw per micro-batch: the reference with dropout is the same program on the same
 micro-batches.  Batch norm in training mode: the reference is the plain model on the same micro-batches.  A number that
@@ -23,12 +23,13 @@ from autopart.ir.graph import Graph, Op, Value, Weight
 
 from .kinds import ADD, CONST, CONSTANT, COUPLED, ROWS, UNPROVEN, Count, Kind, Verdict
 from .loss_math import MATH_RULES, reduce_other
+from .loss_products import PRODUCT_RULES
 from .loss_terms import TERM_RULES
 from .loss_views import VIEW_RULES, broadcast_tensors, spread
 from .optable import CREATION, FAMILY, POINTWISE, REDUCTION, family, op_name
 from .site import Site, fits
 
-RULES = {**MATH_RULES, **TERM_RULES, **VIEW_RULES, "broadcast_tensors": broadcast_tensors}
+RULES = {**MATH_RULES, **PRODUCT_RULES, **TERM_RULES, **VIEW_RULES, "broadcast_tensors": broadcast_tensors}
 _SIZES = {"size", "shape", "repeats", "end", "start", "length", "split_size", "split_sizes", "sizes", "dims"}
 """Arguments that are sizes: where they change with the rows, so does a shape, and shapes are checked."""
 _ONE = "use micro_batches=1, or write the loss as a mean or a sum over rows, or over tokens"
@@ -68,6 +69,9 @@ def weigh(graph: Graph, other: Graph, *, proven: frozenset[str] = frozenset(), s
     """
     constants = frozenset(p.name for p in graph.params if p.kind == "constant")
     loss = graph.outputs[0]
+    best = analyse(graph, other, constants.union(v.name for v in graph.values))[loss]
+    if best.tag == COUPLED:  # whatever a test may show
+        raise _refusal(graph, best.op, best.why)
     kinds = analyse(graph, other, proven | constants)
     kind = kinds[loss]
     if kind.tag == UNPROVEN:

@@ -228,7 +228,7 @@ def create(site: Site) -> Kind:
     for key, _ in site.op.attrs:
         if key not in ("size", "fill_value", "s") and site.differs(key):
             raise coupled(f"its argument {key} changes with the size of the batch")
-    scale = max(site.growth(site.arg(key), site.twin_arg(key)) for key in ("fill_value", "s"))
+    scale = sum(site.growth(site.arg(key), site.twin_arg(key)) for key in ("fill_value", "s"))
     axis = site.out.rows_axis
     return Kind(CONST, scale) if axis is None else Kind(ROWS, scale, axis=axis, outer=0)
 

@@ -8,6 +8,8 @@ object.  Warned of: gradient checkpointing inside the model (exact, but its memo
 from __future__ import annotations
 
 import contextlib
+import sys
+import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterator, Set
@@ -46,6 +48,8 @@ def check_model(model: object) -> nn.Module:
     for path, module in model.named_modules():
         for attribute, kind in _HOOKS.items():
             for hook in getattr(module, attribute).values():
+                if _of_its_library(hook, module):
+                    continue
                 raise RefusedError(
                     f"a {kind} is registered: {getattr(hook, '__qualname__', repr(hook))}",
                     where=f"module {path or '(the model itself)'} ({type(module).__name__})",
@@ -55,6 +59,17 @@ def check_model(model: object) -> nn.Module:
     _check_parameter_hooks(model)
     _check_shared_storage(model)
     return model
+
+
+def _of_its_library(hook: object, module: nn.Module) -> bool:
+    """True for a hook that an installed library put on a module of its own: part of how that module computes (weight
+    norm, the output recorders of transformers), and captured with it."""
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    library = home.split(".")[0]
+    if library != type(module).__module__.split(".")[0]:
+        return False
+    file = getattr(sys.modules.get(library), "__file__", None) or ""
+    return file.startswith(tuple(sysconfig.get_path(name) for name in ("purelib", "platlib")))
 
 
 def _check_parameter_hooks(model: nn.Module) -> None:

@@ -1,0 +1,54 @@
+"""Hooks that a library put on its own modules are part of the model; any other is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pipelines import gradient_error, gradients_of
+from torch import nn
+
+import autopart
+from autopart.capture import Capturer
+from autopart.ir.errors import RefusedError
+
+
+class Normed(nn.Module):
+    """Weight norm and spectral norm in their old form: pre-hooks of torch on torch's own modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.weight_norm(nn.Linear(8, 16))
+        self.second = nn.utils.spectral_norm(nn.Linear(16, 8))
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.last(self.second(torch.relu(self.first(x)))).squeeze(-1), y)
+
+
+def _normed() -> Normed:
+    torch.manual_seed(0)
+    return Normed().train()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("micros", [1, 3])
+def test_norms_that_hook_their_own_modules_train_exactly(micros):
+    batch = {"x": torch.randn(6, 8), "y": torch.randn(6)}
+    model, plain = _normed(), _normed()
+    with autopart.compile(model, "cpu:1", sample=batch, micro_batches=micros, costs="analytic") as pipe:
+        pipe.step(batch)
+        found, state = pipe.gradients(), pipe.state_dict()
+    for piece in torch.arange(6).chunk(micros):
+        (plain(batch["x"][piece], batch["y"][piece]) / micros).backward()
+    error, worst = gradient_error(found, gradients_of(plain))
+    assert error <= 1e-5, worst
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value)
+
+
+def test_a_hook_of_the_user_on_a_module_of_torch_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_forward_hook(lambda module, given, result: result)
+    with pytest.raises(RefusedError, match="forward hook") as caught:
+        Capturer(model)
+    assert "module 0 (Linear)" in str(caught.value)

@@ -47,7 +47,12 @@ def broadcast(site: Site, found: list[tuple[Kind, int]], scale: int = 0, count: 
 def pointwise(site: Site) -> Kind:
     """Any function of single elements."""
     found = operands(site)
-    need_plain([k for k, _ in found])
+    kinds = [k for k, _ in found]
+    if any(k.tag == INDEX for k in kinds):
+        positions = "int" in site.out.dtype and site.name in ("add", "sub", "rsub", "mul")
+        verdict = unproven if positions else coupled  # arange(rows) * n + i may number the elements of a flat tensor
+        raise verdict("it computes with the number of the row in the micro-batch")
+    need_plain(kinds)
     return broadcast(site, found)
 
 

@@ -240,8 +240,9 @@ def arange(site: Site) -> Kind:
         if any(site.differs(key) for key in keys):
             raise coupled("its numbers change with the size of the batch")
         return Kind(CONST)
-    counts_rows = site.out.shape == (site.rows,) and site.arg("start", 0) == 0 and site.arg("step", 1) == 1
-    if not counts_rows or "int" not in site.out.dtype:
+    if "int" not in site.out.dtype:
+        raise coupled("it makes numbers that grow with the batch")
+    if site.out.shape != (site.rows,) or site.arg("start", 0) != 0 or site.arg("step", 1) != 1:
         raise unproven("it makes numbers that grow with the batch")
     return Kind(INDEX, axis=0, outer=1)
 
@@ -345,6 +346,13 @@ def place(site: Site) -> Kind:
         raise coupled("it writes rows along an axis that does not hold the rows")
     return rows_of(kind, kind.axis, same_outer([kind, source]))
 
+
+def numbers(site: Site) -> Kind:
+    """linspace, eye and others of a size that grows with the batch."""
+    raise coupled("it makes numbers that grow with the batch")
+
+
+_NUMBERS = {"linspace", "eye", "tril_indices", "triu_indices"}
 
 VIEW_RULES: dict[str, Rule] = {
     **dict.fromkeys(

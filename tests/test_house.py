@@ -1,0 +1,112 @@
+"""The rules of the house: who may import whom, how long things are, and that the papers say what stands."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import autopart
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(p for room in ("autopart", "passes", "runtime") for p in (ROOT / room).glob("**/*.py"))
+CODE = [p for p in SOURCES if not p.is_relative_to(ROOT / "autopart/passes")]
+CODE = [p for p in CODE if not p.is_relative_to(ROOT / "autopart/runtime")]
+EVERYTHING = [*CODE, *sorted((ROOT / "tests").glob("**/*.py")), *sorted((ROOT / "benchmarks").glob("**/*.py"))]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FILE_LINES, FUNCTION_LINES, EXPORTS = 400, 60, 20
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_the_import_contracts_are_kept():
+    code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:]
+
+
+def test_every_module_has_its_place_in_the_layers():
+    layers = next(c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["type"] == "layers")["layers"]
+    placed = {name.strip() for layer in layers for name in re.split("[|:]", layer)}
+    rooms = {p.stem if p.suffix else p.name for p in (ROOT / "autopart").iterdir() if p.suffix == ".py" or p.is_dir()}
+    assert placed == {f"autopart.{room}" for room in rooms - {"__init__", "__pycache__"}}
+
+
+@pytest.mark.parametrize("path", CODE, ids=_name)
+def test_our_own_code_does_not_import_from_the_front(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            assert "autopart" not in [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom) and node.module == "autopart":
+            assert all((ROOT / "autopart" / alias.name).is_dir() for alias in node.names)
+
+
+@pytest.mark.parametrize("path", EVERYTHING, ids=_name)
+def test_files_and_functions_are_short(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= FILE_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            assert length <= FUNCTION_LINES, f"{node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", CODE, ids=_name)
+def test_every_file_says_what_it_is_for(path):
+    assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_the_front_is_small_and_documented():
+    assert len(autopart.__all__) <= EXPORTS
+    assert autopart.__all__ == sorted(autopart.__all__)
+    for name in autopart.__all__:
+        assert getattr(autopart, name).__doc__, name
+
+
+@pytest.mark.parametrize("room", ["passes", "runtime"])
+def test_rooms_have_one_name_only(room):
+    result = subprocess.run([sys.executable, "-c", f"import {room}"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode != 0 and f"import autopart.{room}" in result.stderr
+
+
+def test_every_dependency_is_justified():
+    text = (ROOT / "pyproject.toml").read_text()
+    project = PROJECT["project"]
+    extras = [requirement for group in project["optional-dependencies"].values() for requirement in group]
+    for requirement in [*project["dependencies"], *extras]:
+        assert re.search(rf'"{re.escape(requirement)}",\s+# \S', text), f"{requirement} has no comment"
+
+
+def test_the_check_runs_the_test_command_of_the_readme():
+    script = ROOT / ".ci/run"
+    assert os.access(script, os.X_OK)
+    extract = next(line for line in script.read_text().splitlines() if line.startswith("command="))
+    found = subprocess.run(["bash", "-c", f'{extract}; echo "$command"'], cwd=ROOT, capture_output=True, text=True)
+    command = found.stdout.strip()
+    assert "\n" not in command and command.startswith("python3 -m venv .venv && ")
+    assert command.endswith(" && .venv/bin/python -m pytest")
+    assert f"```bash\n{command}\n```" in (ROOT / "README.md").read_text()
+    assert 'eval "$command"' in script.read_text()
+
+
+def test_the_architecture_lists_every_file_and_no_other():
+    listing = re.search(r"```\n(autopart/.*?)```", (ROOT / "ARCHITECTURE.md").read_text(), re.DOTALL)
+    assert listing
+    listed: set[str] = set()
+    folders: list[str] = []
+    for line in listing[1].splitlines():
+        entry = line.split()[0] if line.strip() else ""
+        depth = (len(line) - len(line.lstrip())) // 2
+        if entry.endswith("/"):
+            folders = [*folders[:depth], entry]
+        if entry.endswith(".py"):
+            listed.add("".join(folders[:depth]) + entry)
+    assert listed == {_name(p) for p in CODE if p.name != "__init__.py" or p.parent == ROOT / "autopart"}

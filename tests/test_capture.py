@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from autopart.capture import Capturer, capture
 from autopart.capture.batch import take_apart
 from autopart.capture.guards import CaptureWarning
+from autopart.ir.errors import RefusedError
 from autopart.rng import keyed
 
 
@@ -182,6 +183,15 @@ def copied_input(m, x):
 @pytest.mark.parametrize("body", [batch_norm, assigned, copied_input], ids=lambda body: body.__name__)
 def test_buffers_end_as_the_plain_models(body):
     assert_exact(body, rows(), places=1)
+
+
+def test_a_buffer_can_take_over_an_input_as_it_is():
+    def body(m, x, vector):
+        m.mean.copy_(vector)
+        return m.second(m.first(x)).sum()
+
+    for vector in (torch.arange(4.0), torch.arange(4), torch.tensor(2.0)):  # as it is, converted, spread
+        assert_exact(body, (rows(), vector), places=1)
 
 
 @pytest.mark.parametrize("body", [batch_norm, running_mean, assigned], ids=lambda body: body.__name__)
@@ -367,3 +377,28 @@ def test_capture_says_nothing_when_nothing_is_lost(capfd):
             capture(CASES[name].model(), take_apart(CASES[name].data(2)))
     out, err = capfd.readouterr()
     assert (out, err) == ("", "")
+
+
+def test_an_assignment_into_a_view_keeps_the_gradient_of_what_is_assigned():
+    def body(m, x):
+        hidden = m.first(x).clone()
+        hidden[:, :2] *= 2
+        hidden[:, 2:] = m.second(x)[:, :1]
+        hidden[0] = 1
+        return m.second(hidden).pow(2).sum()
+
+    assert_exact(body, rows())
+
+
+def test_an_op_without_a_derivative_is_refused():
+    def body(m, x):
+        return m.second(torch.ops.autopart_tests.opaque(m.first(x))).sum()
+
+    with pytest.raises(RefusedError, match="no derivative"):
+        capture(Two(body), take_apart(rows()))
+
+
+_library = torch.library.Library("autopart_tests", "FRAGMENT")
+_library.define("opaque(Tensor x) -> Tensor")
+_library.impl("opaque", lambda x: x.sin(), "CompositeExplicitAutograd")
+_library.impl("opaque", lambda x: torch.empty_like(x), "Meta")

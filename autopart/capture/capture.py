@@ -51,9 +51,9 @@ def capture(
     wrapper = Wrapper(model, sample, loss_fn, wants_outputs=mode == "predict")
     with quiet(), _flags(wrapper, model, evaluate=mode != "step"):
         program, module = _lowered(model, export(wrapper, sample))
-    names = read_names(program, wrapper, sample)
+    outputs = _outputs_by_ops(program, module)
+    names = read_names(program, module, wrapper, sample)
     check_aliased_buffers(model, names.updates.keys())
-    outputs = _user_outputs(program, module)
     graph = read_graph(module, names, outputs, sample.rows or 1, backward=mode == "step")
     return Captured(module, graph, names, wrapper.outputs)
 
@@ -87,21 +87,23 @@ class _flags:
             module.training = flag
 
 
-def _user_outputs(program: torch.export.ExportedProgram, module: fx.GraphModule) -> list[fx.Node]:
-    """The nodes of the user outputs.  A result that is an input or parameter itself becomes a copy of it, so that
-    every output is written by an op."""
+def _outputs_by_ops(program: torch.export.ExportedProgram, module: fx.GraphModule) -> list[fx.Node]:
+    """The nodes of the user outputs.  A result, or a buffer's new value, that is an input or parameter itself becomes
+    a copy of it, so that every one is written by an op."""
     final = next(node for node in module.graph.nodes if node.op == "output")
+    own = {spec.target: spec.arg.name for spec in program.graph_signature.input_specs if spec.target is not None}
     results = list(final.args[0])
     chosen: list[fx.Node] = []
     for place, spec in enumerate(program.graph_signature.output_specs):
-        if spec.kind not in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT):
-            continue
         node = results[place]
-        if node.op == "placeholder":
+        changed = spec.kind is OutputKind.BUFFER_MUTATION and node.name != own.get(spec.target)
+        wanted = spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
+        if node.op == "placeholder" and (wanted or changed):
             with module.graph.inserting_before(final):
                 copy = module.graph.call_function(torch.ops.aten.clone.default, (node,))
             copy.meta.update(node.meta)
             results[place] = node = copy
-        chosen.append(node)
+        if wanted:
+            chosen.append(node)
     final.args = (tuple(results),)
     return chosen

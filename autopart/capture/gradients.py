@@ -53,7 +53,7 @@ def _call(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         target, args = args[0], args[2:]
     result = target(*args, **kwargs)
     for tensor in _tensors(result):
-        if tensor.grad_fn is not None and tensor.grad_fn.name() == "NotImplemented":
+        if tensor.grad_fn is not None and tensor.grad_fn.name().endswith("NotImplemented"):
             raise RefusedError(
                 f"{target} has no derivative",
                 where=user_line_of_text(node.meta.get("stack_trace")),

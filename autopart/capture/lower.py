@@ -132,8 +132,26 @@ def _lower_node(graph: fx.Graph, node: fx.Node) -> None:
         assert isinstance(source, fx.Node)
         node.replace_all_uses_with(source)
         graph.erase_node(node)
+    elif target is _aten.copy.default:
+        _lower_copy(graph, node)
     elif target in _VIEWS:
         node.target = _aten.reshape.default
+
+
+def _lower_copy(graph: fx.Graph, node: fx.Node) -> None:
+    """copy(target, source) is the source in the target's shape and dtype; aten.copy itself has no derivative."""
+    source = node.args[1]
+    assert isinstance(source, fx.Node)
+    result, value = node.meta["val"], source
+    with graph.inserting_before(node):
+        if source.meta["val"].dtype != result.dtype:
+            value = graph.call_function(_aten._to_copy.default, (value,), {"dtype": result.dtype})
+            value.meta.update(node.meta, val=source.meta["val"].to(result.dtype))
+        if source.meta["val"].shape != result.shape:
+            value = graph.call_function(_aten.expand.default, (value, list(result.shape)))
+            value.meta.update(node.meta)
+    node.replace_all_uses_with(value)
+    graph.erase_node(node)
 
 
 def _is_plain_copy(node: fx.Node) -> bool:

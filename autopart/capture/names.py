@@ -43,7 +43,7 @@ def strip(target: str) -> str:
     return target.removeprefix(_PREFIX)
 
 
-def read_names(program: ExportedProgram, wrapper: torch.nn.Module, batch: Batch) -> Names:
+def read_names(program: ExportedProgram, module: fx.GraphModule, wrapper: torch.nn.Module, batch: Batch) -> Names:
     """Names of everything that enters or leaves the program.  Raises RefusedError when an input is changed in
     place."""
     tied = {strip(name): strip(owner) for name, owner in tied_names(wrapper).items()}
@@ -68,21 +68,22 @@ def read_names(program: ExportedProgram, wrapper: torch.nn.Module, batch: Batch)
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             params[node] = name = f"constant.{spec.target}"
             kinds[name], tensors[name] = "constant", program.constants[str(spec.target)]
-    return Names(params, inputs, tensors, kinds, tied, _updates(program, params, inputs, tied))
+    return Names(params, inputs, tensors, kinds, tied, _updates(program, module, inputs, tied))
 
 
 def _updates(
-    program: ExportedProgram, params: dict[str, str], inputs: dict[str, str], tied: dict[str, str]
+    program: ExportedProgram, module: fx.GraphModule, inputs: dict[str, str], tied: dict[str, str]
 ) -> dict[str, str]:
     updates: dict[str, str] = {}
-    for spec in program.graph_signature.output_specs:
+    results = next(node for node in module.graph.nodes if node.op == "output").args[0]
+    for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
         if spec.kind is OutputKind.USER_INPUT_MUTATION:
             raise RefusedError(
                 f"the model changes its {inputs.get(str(spec.target), spec.target).replace('.', ' ')} in place",
                 why="the user's batch would be changed on one rank and not on the others",
                 fix="clone the input in forward() before changing it",
             )
-        if spec.kind is OutputKind.BUFFER_MUTATION and spec.arg.name not in params:
+        if spec.kind is OutputKind.BUFFER_MUTATION and node.op != "placeholder":
             name = strip(str(spec.target))
-            updates[tied.get(name, name)] = spec.arg.name
+            updates[tied.get(name, name)] = node.name
     return updates

@@ -1,0 +1,112 @@
+"""Cases that other pipeline systems refuse, crash on or get wrong without a word: exact here."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import accumulate, compare, frozen_gradients, lengths, warned
+from peer_models import PEERS
+
+from autopart.runtime.launch import Workers
+
+EXACT = [name for name in PEERS if name != "dropped"]
+SCHEDULES = ("1f1b", "gpipe")
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with Workers(4, timeout=120) as pool:
+        yield pool
+
+
+def check(workers, name, stages=4, schedule="1f1b", micros=4, rows=12, **options):
+    results = workers.run(compare, name, stages, schedule, micros, rows, options)
+    difference = results[0][1]
+    assert len({loss for loss, _, _ in results}) == 1
+    assert results[0][2] == (stages or results[0][2])
+    assert difference.within(), difference
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "schedule"),
+    [(name, (4, 4, 3, 2)[i % 4], SCHEDULES[i % 2]) for i, name in enumerate(EXACT)],
+)
+def test_a_hard_model_trains_as_in_one_process(workers, name, stages, schedule):
+    check(workers, name, stages, schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micros", [1, 2, 5])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", EXACT)
+def test_the_whole_grid_of_hard_models_equals_one_process(workers, name, stages, schedule, micros):
+    check(workers, name, stages, schedule, micros)
+
+
+@pytest.mark.parametrize(
+    ("name", "cuts"),
+    [
+        ("skips", ["layers.1", "layers.2", "layers.3"]),  # every stage sends to every later one
+        ("rotary", ["layers.1", "layers.2", "layers.3"]),
+        ("transposed", ["layers.1", "layers.2", "layers.3"]),
+        ("in_place", ["layers.1", "layers.2", "layers.3"]),
+        ("two_outputs", ["layers.1", "layers.2", "layers.3"]),
+        ("mixed_grads", ["layers.2"]),
+        ("shared_by_all", ["layers.1", "layers.2", "layers.3"]),
+        ("late_inputs", ["layers.3"]),
+        ("tied", ["body.layers.0", "body.layers.2", "head"]),
+    ],
+)
+def test_cuts_between_the_layers_are_exact(workers, name, cuts):
+    check(workers, name, len(cuts) + 1, cuts=cuts)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_fourteen_rows_in_four_micro_batches(workers, schedule):
+    check(workers, "stack", 4, schedule, 4, rows=14)
+    check(workers, "tied", 2, schedule, 4, rows=14)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("micros", [1, 2])
+def test_fewer_micro_batches_than_stages(workers, schedule, micros):
+    check(workers, "skips", 4, schedule, micros)
+
+
+def test_micro_batches_of_one_row(workers):
+    check(workers, "tied", 4, "1f1b", 5, rows=5)
+    check(workers, "stack", 4, "gpipe", 3, rows=3)
+
+
+@pytest.mark.parametrize("name", ["stack_sum", "tied", "shared_by_all", "batch_norm"])
+def test_gradients_add_up_over_steps_that_do_not_zero_them(workers, name):
+    found = workers.run(accumulate, name, 4, "1f1b", 3, [9, 9])[0]
+    assert found.within(), found
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("stack", [4, 8, 5, 2]), ("late_inputs", [4, 8, 2]), ("batch_norm", [4, 8, 5])]
+)
+def test_a_batch_of_another_size_in_the_next_step(workers, name, sizes):
+    found = workers.run(accumulate, name, 4, "1f1b", 2, sizes)[0]
+    assert found.within(), found
+
+
+def test_a_batch_of_another_sequence_length_in_the_next_step(workers):
+    for found in workers.run(lengths, 4, [(4, 5), (8, 5), (4, 9), (6, 3), (4, 5)])[0]:
+        assert found.within(), found
+
+
+def test_frozen_parameters_get_no_gradient_and_the_others_do(workers):
+    results = workers.run(frozen_gradients, "frozen")
+    held = {name: flags for rank, _ in results for name, flags in rank.items()}
+    assert all(needs == has for needs, has in held.values()), held
+    trainable = {n for n, p in PEERS["frozen"].model().named_parameters() if p.requires_grad}
+    assert all(names == trainable for _, names in results)
+    assert {name for name, (needs, _) in held.items() if needs} == trainable
+
+
+def test_checkpointing_inside_the_model_is_said_to_be_lost(workers):
+    messages = workers.run(warned, "checkpointed")[0]
+    assert any("gradient checkpointing" in message for message in messages)
+    assert workers.run(warned, "stack")[0] == []

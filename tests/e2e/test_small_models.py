@@ -1,0 +1,59 @@
+"""The small models of RaNNC's suite through real stages: loss, gradients and buffers of one process."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from jobs import compare
+from small_models import SMALL
+
+from autopart.ir.errors import UsageError
+from autopart.runtime.launch import Workers
+
+MICROS, SCHEDULES = (1, 2, 4), ("gpipe", "1f1b")
+ROWS = 10  # ten rows in four micro-batches: uneven
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with Workers(4, timeout=120) as pool:
+        yield pool
+
+
+def check(workers, name, stages, schedule, micros):
+    stages = min(stages, SMALL[name].most)
+    results = workers.run(compare, name, stages, schedule, micros, ROWS)
+    losses = {loss for loss, _, _ in results}
+    assert len(losses) == 1  # the loss is returned on every rank
+    difference, ran = results[0][1:]
+    assert ran == stages
+    assert difference.within(), difference
+    assert difference.parameters == len({id(p) for p in SMALL[name].model().parameters()})
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "micros"),
+    [(name, SCHEDULES[i % 2], (4, 3)[i // 2 % 2]) for i, name in enumerate(SMALL)],
+)
+def test_a_small_model_trains_as_in_one_process(workers, name, schedule, micros):
+    check(workers, name, 4, schedule, micros)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "stages", "schedule", "micros"), list(itertools.product(SMALL, (1, 2, 4), SCHEDULES, MICROS))
+)
+def test_the_whole_grid_of_small_models_equals_one_process(workers, name, stages, schedule, micros):
+    check(workers, name, stages, schedule, micros)
+
+
+def test_a_model_of_one_op_cannot_be_cut_in_four(workers):
+    with pytest.raises(UsageError, match="blocks that can stand apart"):
+        workers.run(compare, "one_op", 4, "1f1b", 2, ROWS)
+
+
+def test_left_to_itself_the_planner_idles_what_a_small_model_cannot_use(workers):
+    results = workers.run(compare, "one_op", None, "1f1b", 2, ROWS)
+    assert results[0][2] <= 3 and results[0][1].within()
+    assert len({loss for loss, _, _ in results}) == 1

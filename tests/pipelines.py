@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from models import CASES, Case
 
-
 from autopart.capture import Capturer
 from autopart.capture.batch import split_rows
 from autopart.clusters import parse_cluster
@@ -121,5 +120,3 @@ def compare(name: str, stages: int, schedule: str, micros: int, rows: int = ROWS
     off = [(state[k].double() - v.double()).abs().max().item() for k, v in buffers.items() if k in state]
     relative = (loss.item() - expected_loss) / abs(expected_loss)
     return Difference(relative, error, worst, max(off, default=0.0), len(found))
-
-

@@ -1,0 +1,238 @@
+"""Do our solvers reach the best objectives that other planners published, under those planners' own cost models?
+
+    python benchmarks/anchors.py vgg16.graph.txt --devices 16 --bandwidth 5e9
+    python benchmarks/anchors.py vgg16.graph.txt --levels 8x2 --bandwidth 50e9,3.125e9 --objective plain
+    python benchmarks/anchors.py vgg-19-pbs-32.txt --levels 8x2 --objective dapple --global-batch 1024 --micro-batch 32
+    python benchmarks/anchors.py gnmt_training.json --objective free --seconds 60
+    python benchmarks/anchors.py bert32a100.json --devices 64 --memory 8GiB --bandwidth 26843545600 --micros 1920
+    python benchmarks/anchors.py FOLDER          every anchor of `anchor_values` below it; results/anchors.json
+
+prints the plan, its objective under the original cost model, the proved bound and the seconds of reading and solving.
+Claim: every anchor is reached.  The cost models stand in `autopart.passes.reference` and `autopart.passes.placement`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import anchor_formats as formats
+from anchor_values import Anchor, anchors
+
+from autopart.ir.errors import AutopartError
+from autopart.passes import exact, placement
+from autopart.passes.reference import dapple, pipedream, piper
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What is asked of a file; None: what the file says.
+
+    levels: machines per level, lowest first; bandwidths: bytes per second of each.  objective: acr (PipeDream with
+    activation traffic), plain (without), straight (acr, no replicas), dapple, contiguous, free or piper; "" is the
+    first that the format knows.  Batches in samples.  seconds: limit of the exact solver.
+    """
+
+    levels: tuple[int, ...] | None = None
+    bandwidths: tuple[float, ...] = (1.25e9,)
+    memory_bytes: float | None = None
+    objective: str = ""
+    micros: int | None = None
+    global_batch: int = 1024
+    micro_batch: int = 32
+    seconds: float = 60.0
+    workers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """bound: proved, no plan is better.  plan: one line per stage or machine."""
+
+    objective: float
+    unit: str
+    bound: float
+    plan: tuple[str, ...]
+    seconds: float = 0.0
+
+
+def ask(path: Path, query: Query) -> Answer:
+    """The best plan for a file.  Raises UsageError or InfeasibleError."""
+    start = time.perf_counter()
+    kind = formats.kind(path)
+    solvers: dict[str, dict[str, Callable[[Path, Query], Answer]]] = {
+        "profile": {"acr": _pipedream, "plain": _pipedream, "straight": _pipedream, "dapple": _dapple},
+        "dnn-partitioning": {"contiguous": _placing, "free": _placing},
+        "piper": {"piper": _piper},
+    }
+    objective = query.objective or next(iter(solvers[kind]))
+    if objective not in solvers[kind]:
+        raise SystemExit(f"{path.name} is a {kind} file: its objectives are {', '.join(solvers[kind])}")
+    answer = solvers[kind][objective](path, replace(query, objective=objective))
+    return replace(answer, seconds=time.perf_counter() - start)
+
+
+def _pipedream(path: Path, query: Query) -> Answer:
+    model = formats.pipedream_profile(path)
+    levels = [pipedream.Level(n, b) for n, b in zip(query.levels or (4,), query.bandwidths, strict=True)]
+    rules = pipedream.Rules(query.objective != "plain", query.objective == "straight", query.memory_bytes)
+    found = pipedream.solve(model, levels, rules)
+    scored = pipedream.evaluate(model, levels, found.stages, rules)
+    return Answer(scored, "s per minibatch", found.objective_s, tuple(_nested(found.stages)))
+
+
+def _nested(stages: Sequence[pipedream.Stage], depth: int = 0) -> list[str]:
+    lines = []
+    for stage in stages:
+        lines.append(f"{'  ' * depth}states {stage.start}-{stage.end - 1} x{stage.replicas}")
+        if len(stage.inner) > 1 or (stage.inner and stage.inner[0].replicas > 1):
+            lines += _nested(stage.inner, depth + 1)
+    return lines
+
+
+def _dapple(path: Path, query: Query) -> Answer:
+    model = formats.pipedream_profile(path)
+    inner, outer = query.levels if query.levels and len(query.levels) == 2 else (8, 2)
+    setting = dapple.Setting((inner,) * outer, query.global_batch, query.micro_batch, query.micro_batch)
+    found = dapple.solve(model, setting)
+    lines = [f"{found.copies} pipelines of"]
+    lines += [f"states {s.start}-{s.end - 1} x{s.replicas} on devices {sorted(s.devices)}" for s in found.stages]
+    return Answer(found.score, "times one device", float(inner * outer), tuple(lines))
+
+
+def _placing(path: Path, query: Query) -> Answer:
+    devices = query.levels[0] if query.levels else None
+    memory = None if query.memory_bytes is None else int(query.memory_bytes)
+    placing = formats.read_placing(path, devices=devices, memory_bytes=memory)
+    problem = placing.problem
+    lines = [placement.place_line(problem, order) for order in placement.orders(problem)]
+    hint = min(lines, key=lambda line: line.optimality.objective)
+    limits = exact.Limits(query.seconds, query.workers)
+    found = exact.place(problem, contiguous=query.objective == "contiguous", hint=hint.machine, limits=limits)
+    loads = formats.placing_loads_ms(placing, found.machine)
+    nodes: list[list[int]] = [[] for _ in loads]
+    for item, machine in enumerate(found.machine):
+        nodes[machine] += placing.nodes[item]
+    plan = [f"{load:10.4f} ms: nodes {' '.join(map(str, sorted(own)))}" for load, own in zip(loads, nodes, strict=True)]
+    best = max(loads)
+    bound = best if found.optimality.proved else found.optimality.lower_bound / formats.NS_PER_MS
+    return Answer(best, "ms, largest load", bound, tuple(plan))
+
+
+def _piper(path: Path, query: Query) -> Answer:
+    model, limits = formats.read_piper(path)
+    limits = piper.Limits(
+        query.levels[0] if query.levels else limits.devices,
+        limits.memory_bytes if query.memory_bytes is None else query.memory_bytes,
+        query.bandwidths[0],
+        query.micros or limits.micros,
+    )
+    found = piper.solve(model, limits)
+    relaxed = piper.solve(model, replace(limits, memory_bytes=float("inf")))
+    plan = [
+        f"layers {' '.join(map(str, s.layers))}: data {s.data}, tensor {s.tensor}, modes {''.join(map(str, s.modes))}"
+        for s in found.stages
+    ]
+    return Answer(piper.evaluate(model, limits, found.stages), "s per micro-batch", relaxed.objective_s, tuple(plan))
+
+
+def report(path: Path, answer: Answer) -> str:
+    """What the command prints for one file."""
+    gap = abs(answer.objective - answer.bound) / answer.objective
+    proved = "optimal, proved" if gap < 1e-9 else f"gap {gap:.2%}"
+    return "\n".join(
+        [
+            f"file       {path.name}",
+            *(f"plan       {line}" for line in answer.plan),
+            f"objective  {answer.objective:.10g} {answer.unit}",
+            f"bound      {answer.bound:.10g} ({proved})",
+            f"seconds    {answer.seconds:.2f}",
+        ]
+    )
+
+
+def ask_all(folder: Path, seconds: float, workers: int) -> list[tuple[Anchor, Answer]]:
+    """Every anchor whose file is there, with what we find; prints a line each."""
+    found = []
+    for anchor in anchors():
+        if (folder / anchor.file).exists():
+            answer = ask(folder / anchor.file, Query(**anchor.ask, seconds=seconds, workers=workers))
+            found.append((anchor, answer))
+            word = "reached" if anchor.reached(answer.objective) else "MISSED "
+            print(
+                f"{word} {answer.objective:14.10g} of {anchor.value:14.10g} {answer.seconds:7.2f} s  {anchor}",
+                flush=True,
+            )
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; 1 when an anchor is missed or no plan exists."""
+    args = _parser().parse_args(arguments)
+    if args.file.is_dir():
+        found = ask_all(args.file, args.seconds, args.workers)
+        import common
+
+        rows = [
+            {"anchor": str(a), "value": a.value, "objective": x.objective, "bound": x.bound, "seconds": x.seconds}
+            for a, x in found
+        ]
+        print("written to", common.write("anchors", {"anchors": rows}))
+        return int(not all(anchor.reached(answer.objective) for anchor, answer in found))
+    levels = args.levels or ((args.devices,) if args.devices else None)
+    query = Query(
+        levels=levels,
+        bandwidths=args.bandwidth,
+        memory_bytes=args.memory,
+        objective=args.objective,
+        micros=args.micros,
+        global_batch=args.global_batch,
+        micro_batch=args.micro_batch,
+        seconds=args.seconds,
+        workers=args.workers,
+    )
+    try:
+        print(report(args.file, ask(args.file, query)))
+    except AutopartError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="a profile in one of the four formats, or a folder of them")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--devices", type=int)
+    where.add_argument("--levels", type=lambda t: tuple(map(int, t.split("x"))), help="inner x outer, such as 4x4")
+    bandwidths = {
+        "type": lambda text: tuple(map(float, text.split(","))),
+        "help": "bytes/s of each level, lowest first",
+    }
+    parser.add_argument("--bandwidth", default=(1.25e9,), **bandwidths)  # type: ignore[arg-type]
+    parser.add_argument("--memory", type=_bytes, help="per device: bytes, or with a suffix such as 8GiB")
+    parser.add_argument("--objective", default="", help="acr, plain, straight, dapple; contiguous, free; piper")
+    parser.add_argument("--micros", type=int, help="micro-batches per step (Piper)")
+    parser.add_argument("--global-batch", type=int, default=1024)
+    parser.add_argument("--micro-batch", type=int, default=32, help="also the batch of the profile")
+    parser.add_argument("--seconds", type=float, default=60.0, help="limit of the exact solver")
+    parser.add_argument("--workers", type=int, default=1, help="threads of the exact solver")
+    return parser
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(",")))
+
+
+def _bytes(text: str) -> float:
+    for suffix, size in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)):
+        if text.endswith(suffix):
+            return float(text.removesuffix(suffix)) * size
+    return float(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

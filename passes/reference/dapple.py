@@ -30,8 +30,10 @@ with and without replicas; the best by score of all.  O(S^2 n^3) for n devices a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -127,10 +129,11 @@ def allreduce_s(setting: Setting, devices: Devices, size_bytes: float) -> float:
 
 def transfer_s(setting: Setting, source: Devices, target: Devices, size_bytes: float) -> float:
     """Seconds to move `size_bytes`, spread evenly over source, to target."""
+    ends = tuple(accumulate(setting.servers))
     homes = _servers_of(setting, target)
     if len(homes) > 1:
         return size_bytes / setting.links.across
-    far = sum(not _servers_of(setting, frozenset([device])) <= homes for device in source)
+    far = sum(bisect_right(ends, device) not in homes for device in source)
     return size_bytes * far / len(source) / setting.links.single if far else size_bytes / setting.links.within
 
 
@@ -219,5 +222,5 @@ def _span(prefix: Floats, start: int, end: int) -> float:
 
 
 def _servers_of(setting: Setting, devices: Devices) -> frozenset[int]:
-    ends = np.cumsum(setting.servers)
-    return frozenset(int(np.searchsorted(ends, device, side="right")) for device in devices)
+    ends = tuple(accumulate(setting.servers))
+    return frozenset(bisect_right(ends, device) for device in devices)

@@ -92,8 +92,9 @@ def evaluate(model: Model, limits: Limits, stages: Sequence[Stage]) -> float:
     stage_of = {v: i for i, stage in enumerate(stages) for v in stage.layers}
     behind = sum(stage.data for stage in stages)
     used = sum(stage.data * stage.tensor for stage in stages)
-    backward = any(stage_of[u] > stage_of[v] for u, v, _ in model.edges)
-    if len(stage_of) < len(model.modes) or backward or used > limits.devices or behind > limits.micros:
+    if len(stage_of) < len(model.modes) or used > limits.devices or behind > limits.micros:
+        return np.inf
+    if any(stage_of[u] > stage_of[v] for u, v, _ in model.edges):
         return np.inf
     worst = 0.0
     for stage in stages:

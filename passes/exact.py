@@ -25,12 +25,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 import networkx as nx  # type: ignore[import-untyped, unused-ignore]
 from ortools.sat.python import cp_model
 
-from autopart.ir.errors import InfeasibleError
-from autopart.passes.placement import Message, Optimality, Placement, Problem, check, loads
+from autopart.ir.errors import InfeasibleError, UsageError
+from autopart.passes.placement import NEVER, Message, Optimality, Placement, Problem, check, is_contiguous, loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,12 @@ def place(
     """The best placement found, and what is proved about it.
 
     hint: machine of each item, such as `place_line` finds; it bounds the search and is the answer when time runs out
-    before a better one is found.  Raises InfeasibleError when none is found: why tells whether none exists.
+    before a better one is found.  Raises UsageError when it is no placement, InfeasibleError when none is found: why
+    tells whether none exists.
     """
     limits = limits or Limits()
+    if hint is not None and (max(loads(check(problem), hint)) >= NEVER or contiguous > is_contiguous(problem, hint)):
+        raise UsageError("the hint is no placement that may be", why="an item cannot stand there, or flow goes back")
     model = _Model(check(problem), contiguous=contiguous)
     if hint is not None:
         model.hint(hint)
@@ -67,7 +71,7 @@ def place(
     solver.parameters.interleave_search = limits.workers > 1
     solver.parameters.random_seed = limits.seed
     status = solver.solve(model.cp)
-    bound = max(0, round(solver.best_objective_bound))
+    bound = ceil(max(0.0, solver.best_objective_bound) - 1e-6)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         where = model.answer(solver)
         return Placement(where, Optimality.of(max(loads(problem, where)), bound))

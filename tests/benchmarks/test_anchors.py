@@ -76,8 +76,8 @@ PROFILE = """\
 node1 -- Input0 -- forward_compute_time=9.000, backward_compute_time=0.000, activation_size=8.0, parameter_size=0.000
 node2 -- Conv2d(3, 64, kernel_size=(3, 3)) -- forward_compute_time=1.000, backward_compute_time=2.000, \
 activation_size=[100.0; 20.0], parameter_size=40.000 -- stage_id=0
-node3 -- __getitem__(1) -- forward_compute_time=0.000, backward_compute_time=0, activation_size=1, parameter_size=0
-node4 -- Linear -- forward_compute_time=3.000, backward_compute_time=0.500, activation_size=4.0, parameter_size=8.000\x20
+node3 -- __getitem__(1) -- forward_compute_time=0.0, backward_compute_time=0.0, activation_size=1, parameter_size=0
+node4 -- Linear -- forward_compute_time=3.000, backward_compute_time=0.500, activation_size=4.0, parameter_size=8.0\x20
 \tnode1 -- node2
 \tnode2 -- node3
  \tnode2 -- node4"""

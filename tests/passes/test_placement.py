@@ -140,6 +140,13 @@ def test_out_of_time_the_hint_is_the_answer() -> None:
     assert 0 <= found.optimality.lower_bound <= found.optimality.objective
 
 
+def test_a_hint_must_be_a_placement() -> None:
+    for hint in ((0, 1, 0), (0, 0, 0)):
+        with pytest.raises(UsageError, match="hint"):
+            place(chain([1, 1, 1], memory=2), hint=hint)
+    assert place(chain([1, 1, 1], memory=2), contiguous=False, hint=(0, 1, 0)).optimality.proved
+
+
 def test_memory_that_no_placement_fits() -> None:
     with pytest.raises(InfeasibleError, match="memory"):
         place_line(chain([1, 1, 1], memory=1), (0, 1, 2))

@@ -80,9 +80,7 @@ def _pipedream(path: Path, query: Query) -> Answer:
     model = formats.pipedream_profile(path)
     machines = query.levels or (4,)
     if len(machines) != len(query.bandwidths):
-        raise UsageError(
-            f"{len(machines)} levels need {len(machines)} bandwidths", fix="such as --bandwidth 12e9,1.25e9"
-        )
+        raise UsageError(f"{len(machines)} levels need {len(machines)} bandwidths", fix="--bandwidth 12e9,1.25e9")
     levels = [pipedream.Level(n, b) for n, b in zip(machines, query.bandwidths, strict=True)]
     rules = pipedream.Rules(query.objective != "plain", query.objective == "straight", query.memory_bytes)
     found = pipedream.solve(model, levels, rules)

@@ -186,7 +186,8 @@ class Fleet:
         who, doing = self.name(cause.rank), self.doing(cause.rank)
         error = _load_error(cause)
         if error is not None:
-            where = ", ".join(part for part in (error.where, who, doing) if part)
+            place = error.where.removeprefix(f"rank {cause.rank}").removeprefix(", ")  # `who` says it better
+            where = ", ".join(part for part in (who, doing, place) if part)
             again = type(error)(error.what, where=where, why=error.why, fix=error.fix)
             again.add_note(f"traceback of {who}:\n{cause.trace}")
             return again

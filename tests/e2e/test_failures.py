@@ -1,0 +1,95 @@
+"""A worker that dies or raises takes the others down within seconds; the first cause is told once, with its place."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from trouble import forked, struck, survivor
+
+from autopart.ir.errors import RunError, StageError, WorkerError
+from autopart.runtime.launch import Workers
+
+pytestmark = pytest.mark.timeout(120)
+LIMIT_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with Workers(4, timeout=90) as pool:
+        yield pool
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def fail(workers: Workers, job, *args) -> RunError:
+    """Run a job that fails; returns its error.  No process may be left."""
+    workers.run(os.getpid)  # processes are up
+    pids = workers.pids
+    assert len(pids) == 4
+    with pytest.raises(RunError) as caught:
+        workers.run(job, *args)
+    assert not [pid for pid in pids if alive(pid)]
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("phase", "calls", "words"),
+    [
+        ("forward", 2, "2F1: forward of micro-batch 1"),
+        ("backward", 5, "2B0: backward of micro-batch 0"),
+        ("idle", 1, "between steps"),
+    ],
+)
+def test_a_killed_worker_takes_all_down_in_seconds_and_is_named(workers, tmp_path, phase, calls, words, capfd):
+    clock = tmp_path / "clock"
+    error = fail(workers, struck, phase, "kill", calls, str(clock))
+    assert time.monotonic() - float(clock.read_text()) <= LIMIT_S
+    assert type(error) is WorkerError
+    assert "rank 2 (stage 2) died" in str(error) and "SIGKILL" in str(error)
+    assert words in str(error)
+    out, err = capfd.readouterr()
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.slow
+def test_a_worker_that_exits_is_named_with_its_code(workers, tmp_path):
+    clock = tmp_path / "clock"
+    error = fail(workers, forked, str(clock))
+    assert time.monotonic() - float(clock.read_text()) <= LIMIT_S
+    assert "rank 1 (stage 1)" in str(error) and "code 3" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "calls", "micro"), [("1f1b", 3, 2), pytest.param("gpipe", 6, 1, marks=pytest.mark.slow)]
+)
+def test_an_op_that_raises_is_told_once_with_stage_micro_batch_and_module(workers, schedule, calls, micro):
+    error = fail(workers, struck, "forward", "raise", calls, "", schedule)
+    text = str(error)
+    assert type(error) is StageError
+    assert text.count("the op gave up") == 1
+    assert f"stage 2, micro-batch {micro}, forward" in text
+    assert "module layers.2.1" in text and "trouble" in text
+    assert text.count("rank 2") == 1
+    assert Path(__file__).parents[1].joinpath("trouble.py").name in text
+
+
+def test_an_op_that_raises_in_the_backward_is_told_with_stage_and_micro_batch(workers):
+    error = fail(workers, struck, "backward", "raise", 2, "")
+    assert type(error) is StageError
+    assert "stage 2, micro-batch 1, backward" in str(error)
+    assert str(error).count("the op gave up") == 1
+
+
+@pytest.mark.slow
+def test_after_a_failure_new_workers_train(workers):
+    fail(workers, struck, "forward", "raise", 1, "")
+    assert len(set(workers.run(survivor))) == 1

@@ -8,8 +8,8 @@
     python benchmarks/anchors.py FOLDER          every anchor of `anchor_values` below it; results/anchors.json
 
 prints the plan, its objective under the original cost model, the proved bound and the seconds of reading and solving.
-Claim: every anchor is reached; those that nobody has proved (four of objective free) within a minute or two on two
-workers.  The cost models stand in `autopart.passes.reference` and `autopart.passes.placement`.
+Claim: every anchor is reached, but for what nobody has proved: resnet50 with objective free needs minutes (--seconds).
+The cost models stand in `autopart.passes.reference` and `autopart.passes.placement`.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class Fleet:
         error = _load_error(cause)
         if error is not None:
             place = error.where.removeprefix(f"rank {cause.rank}").removeprefix(", ")  # `who` says it better
-            where = ", ".join(part for part in (who, doing, place) if part)
+            where = ", ".join(part for part in (place, who, doing) if part)
             again = type(error)(error.what, where=where, why=error.why, fix=error.fix)
             again.add_note(f"traceback of {who}:\n{cause.trace}")
             return again

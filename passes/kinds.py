@@ -34,8 +34,9 @@ class Count:
 class Kind:
     """One element of the lattice; the module docstring says what the fields mean.
 
-    witness: for ADD with scale -1, a value whose elements add up to R*v times a constant.  why: for COUPLED and
-    UNPROVEN, the reason; op: the op where it began.
+    witness: for ADD with scale -1, a value whose elements add up to R*v times a constant.  zero: for CONST, v is 0.
+    gated: for UNPROVEN, what it holds may hinge on a comparison of unproven values, which data rarely shows.
+    why: for COUPLED and UNPROVEN, the reason; op: the op where it began.
     """
 
     tag: str
@@ -44,6 +45,8 @@ class Kind:
     axis: int = -1
     outer: int = 0
     witness: str | None = None
+    zero: bool = False
+    gated: bool = False
     why: str = ""
     op: str = ""
 
@@ -109,6 +112,7 @@ def added(kinds: list[Kind]) -> Kind:
     """
     sums = [k for k in kinds if k.tag == ADD]
     first = sums[0]
+    kinds = [k for k in kinds if not k.zero]
     for kind in sums[1:]:
         if (kind.scale, kind.count) != (first.scale, first.count):
             raise coupled("it adds terms that are averaged over different things")

@@ -17,6 +17,7 @@ Where the rules do not know an op they say so, and a numeric test (`capture.prob
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from autopart.ir.errors import CoupledLossError, LossError, UsageError
 from autopart.ir.graph import Graph, Op, Value, Weight
@@ -25,7 +26,8 @@ from .kinds import ADD, CONST, CONSTANT, COUPLED, ROWS, UNPROVEN, Count, Kind, V
 from .loss_math import MATH_RULES, reduce_other
 from .loss_products import PRODUCT_RULES
 from .loss_terms import TERM_RULES
-from .loss_views import VIEW_RULES, broadcast_tensors, spread
+from .loss_views import VIEW_RULES, broadcast_tensors, is_zero
+from .masks import Masks
 from .optable import CREATION, FAMILY, POINTWISE, REDUCTION, family, op_name
 from .site import Site, fits
 
@@ -143,6 +145,7 @@ def analyse(graph: Graph, other: Graph, proven: frozenset[str] = frozenset()) ->
     """The kind of every value.  O(ops)."""
     values, twins, params = graph.value_map(), other.value_map(), graph.param_map()
     kinds: dict[str, Kind] = {}
+    masks = Masks()
     for name in graph.inputs:
         axis = values[name].rows_axis
         kinds[name] = CONSTANT if axis is None else Kind(ROWS, axis=axis, outer=1)
@@ -152,7 +155,9 @@ def analyse(graph: Graph, other: Graph, proven: frozenset[str] = frozenset()) ->
             kinds[param.name] = Kind(UNPROVEN, why="a constant may hold a number that depends on the batch size")
     for op, twin in zip(graph.ops, other.ops, strict=True):
         site = Site(op, twin, graph.rows, other.rows, values, twins, params, kinds)
-        for written, kind in zip(op.writes, _kinds_of(site), strict=True):
+        masks.see(op, values)
+        found = _masked_mean(site, masks) or _kinds_of(site)
+        for written, kind in zip(op.writes, found, strict=True):
             kinds[written] = _settled(site, written, kind, proven)
     return kinds
 
@@ -161,11 +166,29 @@ def _settled(site: Site, name: str, kind: Kind, proven: frozenset[str]) -> Kind:
     value, twin = site.values[name], site.twins[name]
     if kind.tag not in (UNPROVEN, COUPLED) and not fits(kind, value, twin, site.rows, site.twin_rows):
         kind = Kind(UNPROVEN, why="its shape does not follow the rule for this op")
-    if kind.tag == UNPROVEN and name in proven and value.rows_axis is not None:
+    if kind.tag == UNPROVEN and not kind.gated and name in proven and value.rows_axis is not None:
         return Kind(ROWS, axis=value.rows_axis, outer=1)
-    if kind.tag in (UNPROVEN, COUPLED) and not kind.op:
-        return Kind(kind.tag, why=kind.why, op=site.op.name)
-    return kind
+    if kind.tag not in (UNPROVEN, COUPLED):
+        return kind
+    return replace(kind, op=kind.op or site.op.name, gated=kind.gated or value.dtype == "bool")
+
+
+def _masked_mean(site: Site, masks: Masks) -> list[Kind] | None:
+    """x / count.clamp(min=1) where x vanishes when the count does (`masks`), else None."""
+    above, below = site.arg("self"), site.arg("other")
+    if site.name != "div" or site.arg("rounding_mode") is not None:
+        return None
+    if not isinstance(above, str) or not isinstance(below, str):
+        return None
+    kind, count = site.kind(above), masks.count_behind(above[1:], below[1:])
+    if (
+        count is None
+        or kind.tag not in (ADD, ROWS)
+        or not kind.plain
+        or site.kinds[count] != Kind(ADD, witness=site.kinds[count].witness)
+    ):
+        return None
+    return [Kind(kind.tag, 0, Count(count), kind.axis, kind.outer)]
 
 
 def _kinds_of(site: Site) -> list[Kind]:
@@ -173,10 +196,10 @@ def _kinds_of(site: Site) -> list[Kind]:
     count = len(site.op.writes)
     operands = [site.kind(ref) for ref in site.tensors()]
     created = FAMILY.get(site.name) == CREATION
-    for tag in () if created else (COUPLED, UNPROVEN):
-        for kind in operands:
-            if kind.tag == tag:
-                return [kind] * count
+    if not created:
+        worst = [k for tag in (COUPLED, UNPROVEN) for k in operands if k.tag == tag]
+        if worst:
+            return [replace(worst[0], gated=any(k.gated for k in worst))] * count
     if any(_growing_axes(site.values[w], site.twins[w]) > 1 for w in site.op.writes):
         return [Kind(COUPLED, why="it combines every row of the batch with every other")] * count
     try:
@@ -190,7 +213,7 @@ def _apply(site: Site, operands: list[Kind]) -> Kind | list[Kind]:
     changing = {key for key, _ in site.op.attrs if site.differs(key)}
     fixed = all(k.tag == CONST and k.plain for k in operands)
     if fixed and not changing and all(site.values[w].rows_axis is None for w in site.op.writes):
-        return CONSTANT
+        return Kind(CONST, zero=is_zero(site))
     rule = RULES.get(site.name)
     if site.name in ("max", "min") and family(site.op.target) == REDUCTION:
         rule = reduce_other
@@ -215,7 +238,8 @@ def _open_constants(graph: Graph, other: Graph, proven: frozenset[str]) -> froze
 def _to_test(graph: Graph, kinds: dict[str, Kind], loss: str) -> frozenset[str]:
     """Unproven values along the rows that the loss depends on through unproven values only."""
     axes = {v.name: v.rows_axis for v in graph.values}
-    return frozenset(name for name in _unproven_sources(graph, kinds, loss) if axes.get(name) is not None)
+    found = _unproven_sources(graph, kinds, loss)
+    return frozenset(name for name in found if axes.get(name) is not None and not kinds[name].gated)
 
 
 def _unproven_sources(graph: Graph, kinds: dict[str, Kind], loss: str) -> frozenset[str]:
@@ -254,4 +278,4 @@ def _where(graph: Graph, name: str) -> str:
     return " ".join(part for part in parts if part)
 
 
-__all__ = ["UnprovenRows", "agree", "analyse", "count_problem", "spread", "weigh"]
+__all__ = ["UnprovenRows", "agree", "analyse", "count_problem", "weigh"]

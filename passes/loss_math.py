@@ -107,11 +107,11 @@ def product(site: Site, found: list[tuple[Kind, int]]) -> Kind:
     if any(k.tag == INDEX for k in kinds):
         return pointwise(site)
     sums = [k for k in kinds if k.tag == ADD]
+    if len(sums) > 1 or (sums and any(k.tag == ROWS for k in kinds)):
+        raise coupled("it multiplies a sum or mean over the rows of the batch with rows, or with another one")
     scale, count = multiplied(kinds)
     if not sums:
         return broadcast(site, found, scale, count)
-    if len(sums) > 1 or any(k.tag == ROWS for k in kinds):
-        raise coupled("it multiplies a sum or mean over the rows of the batch with rows, or with another one")
     if site.out.rows_axis is not None:
         raise coupled("it spreads a sum or mean over the rows of the batch back over the rows")
     single = not site.out.shape and all(not k.scale for k in kinds if k.tag == CONST)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from autopart.ir.graph import Literal
 
 from .kinds import ADD, CONST, INDEX, ROWS, Kind, added, coupled, same_outer, unproven
-from .optable import CREATION, NAMES
+from .optable import CREATION, FAMILY, NAMES, VIEW
 from .site import Site, aligned, ints, positive, rows_of
 
 Rule = Callable[[Site], Kind]
@@ -230,7 +230,16 @@ def create(site: Site) -> Kind:
             raise coupled(f"its argument {key} changes with the size of the batch")
     scale = sum(site.growth(site.arg(key), site.twin_arg(key)) for key in ("fill_value", "s"))
     axis = site.out.rows_axis
-    return Kind(CONST, scale) if axis is None else Kind(ROWS, scale, axis=axis, outer=0)
+    return Kind(CONST, scale, zero=is_zero(site)) if axis is None else Kind(ROWS, scale, axis=axis, outer=0)
+
+
+def is_zero(site: Site) -> bool:
+    """True for a created tensor of zeros, and for views and casts of one."""
+    if site.name in ("zeros", "new_zeros", "zeros_like"):
+        return True
+    if FAMILY.get(site.name) == VIEW or site.name in ("clone", "_to_copy"):
+        return bool(site.tensors()) and first(site)[1].zero
+    return FAMILY.get(site.name) == CREATION and site.arg("fill_value", site.arg("s")) == 0
 
 
 def arange(site: Site) -> Kind:
@@ -320,6 +329,8 @@ def gather(site: Site) -> Kind:
     """gather, scatter: along another axis than the rows, with all operands along the same rows."""
     ref, kind = first(site)
     ndim = len(site.shape(ref))
+    if site.name == "scatter_add" and kind.zero:
+        return _sorted_into(site)
     operands = [(site.kind(r), len(site.shape(r))) for r in site.tensors()]
     if positive(site.number("dim", 0), ndim) == kind.axis:
         raise unproven("it picks rows of the batch by an index")
@@ -329,6 +340,16 @@ def gather(site: Site) -> Kind:
         raise unproven("its operands have different sizes along the rows of the batch")
     axis, outer = aligned(operands, len(site.out.shape))
     return Kind(ROWS, axis=axis, outer=outer)
+
+
+def _sorted_into(site: Site) -> Kind:
+    """Rows added up by an index of each row, from nothing: a sum over the rows."""
+    number, source = site.argument_kind("index"), site.argument_kind("src")
+    dim = positive(site.number("dim", 0), max(1, len(site.out.shape)))
+    if not all(k.tag == ROWS and k.plain and k.axis == dim for k in (number, source)):
+        raise unproven("it adds up rows of the batch by an index")
+    same_outer([number, source])
+    return Kind(ADD)
 
 
 def place(site: Site) -> Kind:

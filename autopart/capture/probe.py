@@ -46,6 +46,8 @@ _OFF: dict[str, dict[str, Any]] = {
 _DRAWS = ("rand", "rand_like", "randn", "randn_like")
 _MOST_TURNS = 10
 """Batches that are tried at most."""
+_LEAST_SHOWN = 2
+"""Random batches in which a value has to match, each row of it different from the others."""
 _MOST_TRIALS = 24
 """Runs spent on finding the values whose gradients do not add up."""
 
@@ -62,24 +64,27 @@ def prove_rows(small: Captured, large: Captured, names: Iterable[str], batch: Ba
     if any(t.is_meta for t in large.tensors.values()):
         return frozenset()
     device = next((t.device for t in large.tensors.values()), torch.device("cpu"))
-    shown = 0
+    seen = dict.fromkeys(values, 0)  # value: random batches that tell something about it
     for turn in range(_MOST_TURNS):
-        data = batch.with_rows(large.graph.rows) if turn == 0 else resampled(batch, large.graph.rows, turn)
-        found = _Trial(small, large, data.to(device)).passing(values, gradients=turn < 2) if values else []
-        if found is None and turn == 0:
-            return frozenset(constants)
-        if found is not None:
-            values, shown = found, shown + (turn > 0)
-        if not values or shown >= _turns(values, large):
+        if not seen or min(seen.values()) >= _enough(seen, large):
             break
-    return frozenset(constants | set(values if shown else ()))
+        data = batch.with_rows(large.graph.rows) if turn == 0 else resampled(batch, large.graph.rows, turn)
+        found = _Trial(small, large, data.to(device)).passing(list(seen), gradients=turn < 2)
+        if not found and turn == 0:
+            return frozenset(constants)
+        for name, verdict in found.items():
+            if verdict is False:
+                del seen[name]
+            else:
+                seen[name] += bool(verdict) and turn > 0
+    return frozenset(constants | {name for name, count in seen.items() if count >= _LEAST_SHOWN})
 
 
-def _turns(values: list[str], large: Captured) -> int:
-    """Random data to try: more for a value of few elements."""
+def _enough(names: Iterable[str], large: Captured) -> int:
+    """Random batches to see: more for a value of few elements."""
     sizes = large.graph.value_map()
-    fewest = min(math.prod(sizes[name].shape) for name in values)
-    return max(2, min(_MOST_TURNS - 2, 1024 // max(1, fewest)))
+    fewest = min(math.prod(sizes[name].shape) for name in names)
+    return max(_LEAST_SHOWN, min(_MOST_TURNS - 2, 1024 // max(1, fewest)))
 
 
 def resampled(batch: Batch, rows: int, seed: int) -> Batch:
@@ -113,30 +118,41 @@ class _Trial:
         rows, self._piece = large.graph.rows, small.graph.rows
         self._places = [*range(0, rows - self._piece, self._piece), rows - self._piece]
 
-    def passing(self, names: list[str], *, gradients: bool) -> list[str] | None:
-        """The values that match; None when this data tells nothing (an op fails on it, or makes NaN)."""
+    def passing(self, names: list[str], *, gradients: bool) -> dict[str, bool | None]:
+        """For each value: True when it matches, False when not, None when this data does not tell (NaN, two equal
+        rows).  Nothing at all when the program fails on this data."""
         try:
-            equal = self._matching(names)
-            if equal is None or not gradients:
-                return equal
-            floating = {v.name for v in self._large.graph.values if v.grad}
-            flowing = [n for n in equal if n in floating]
-            self._trials = _MOST_TRIALS
-            failing = set(flowing) - set(self._adding_up(flowing))
-            return [n for n in equal if n not in failing]
+            found = self._matching(names)
+            if gradients:
+                floating = {v.name for v in self._large.graph.values if v.grad}
+                flowing = [n for n in names if found[n] and n in floating]
+                self._trials = _MOST_TRIALS
+                found |= dict.fromkeys(set(flowing) - set(self._adding_up(flowing)), False)
+            return found
         except (RuntimeError, IndexError):
-            return None
+            return {}
 
-    def _matching(self, names: list[str]) -> list[str] | None:
+    def _matching(self, names: list[str]) -> dict[str, bool | None]:
+        found: dict[str, bool | None] = {}
         with torch.no_grad():
             whole = run(self._large, self._inputs(0, self._large.graph.rows), set(names))
-            if any(bool(value.isnan().any()) for value in whole.values()):
-                return None
-            left = [n for n in names if n in whole]
+            for name in names:
+                found[name] = self._distinct(name, whole[name]) if name in whole else False
             for place in self._places:
-                piece = run(self._small, self._inputs(place, self._piece), set(left))
-                left = [n for n in left if n in piece and _close(self._slice(n, whole[n], place), piece[n])]
-        return left
+                piece = run(self._small, self._inputs(place, self._piece), set(names))
+                for name in names:
+                    told = found[name] is not False and name in piece
+                    if not told or not _close(self._slice(name, whole[name], place), piece[name]):
+                        found[name] = None if name in whole and bool(whole[name].isnan().any()) else False
+        return found
+
+    def _distinct(self, name: str, value: torch.Tensor) -> bool | None:
+        """True when no two rows are equal, else None: if they are, no order of them can be told from another."""
+        axis, _ = self._axis_and_block(name)
+        rows = value.movedim(axis, 0).reshape(self._large.graph.rows, -1).double()
+        mix = torch.linspace(1, 2, rows.shape[1], dtype=torch.float64, device=rows.device).sin()
+        rows = torch.where(rows.isinf(), torch.zeros_like(rows), rows)
+        return True if len({round(x, 9) for x in (rows @ mix).tolist()}) == len(rows) else None
 
     def _adding_up(self, names: list[str]) -> list[str]:
         """The values through which gradients add up over the pieces: all at once, then by halves."""

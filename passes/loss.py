@@ -23,7 +23,7 @@ from autopart.ir.errors import CoupledLossError, LossError, UsageError
 from autopart.ir.graph import Graph, Op, Value, Weight
 
 from .kinds import ADD, CONST, CONSTANT, COUPLED, ROWS, UNPROVEN, Count, Kind, Verdict
-from .loss_math import MATH_RULES, reduce_other
+from .loss_math import MATH_RULES, is_statistic, reduce_other
 from .loss_products import PRODUCT_RULES
 from .loss_terms import TERM_RULES
 from .loss_views import VIEW_RULES, broadcast_tensors, is_zero
@@ -153,6 +153,8 @@ def analyse(graph: Graph, other: Graph, proven: frozenset[str] = frozenset()) ->
         empty = param.size_bytes == 0
         if param.kind == "constant" and not empty and param.name not in proven:
             kinds[param.name] = Kind(UNPROVEN, why="a constant may hold a number that depends on the batch size")
+    for buffer, _ in graph.updates:
+        kinds[buffer] = Kind(COUPLED, why=f"it reads buffer {buffer}, which every micro-batch changes for the next")
     for op, twin in zip(graph.ops, other.ops, strict=True):
         site = Site(op, twin, graph.rows, other.rows, values, twins, params, kinds)
         masks.see(op, values)
@@ -194,7 +196,7 @@ def _masked_mean(site: Site, masks: Masks) -> list[Kind] | None:
 def _kinds_of(site: Site) -> list[Kind]:
     """Kinds of the results of one op."""
     count = len(site.op.writes)
-    operands = [site.kind(ref) for ref in site.tensors()]
+    operands = [site.kind(ref) for ref in site.tensors() if not is_statistic(site, ref)]
     created = FAMILY.get(site.name) == CREATION
     if not created:
         worst = [k for tag in (COUPLED, UNPROVEN) for k in operands if k.tag == tag]

@@ -274,7 +274,7 @@ def per_sample(site: Site) -> list[Kind]:
     """
     ref = site.tensors()[0]
     kind = site.kind(ref)
-    others = [site.kind(r) for r in site.tensors()[1:] if not _statistics(site, r)]
+    others = [site.kind(r) for r in site.tensors()[1:] if not is_statistic(site, r)]
     need_plain([kind, *others])
     if site.name.startswith("conv") and len(site.shape(ref)) != len(site.shape(site.arg("weight"))):
         raise unproven("its input has no batch axis")
@@ -290,9 +290,10 @@ def per_sample(site: Site) -> list[Kind]:
     return [result if has or not rows else hidden for has in has_axis]
 
 
-def _statistics(site: Site, ref: str) -> bool:
-    """Running statistics, which batch norm in training mode does not read."""
-    return site.arg("training") is True and ref in (site.arg("running_mean"), site.arg("running_var"))
+def is_statistic(site: Site, ref: str) -> bool:
+    """Running statistics of a norm that uses those of its input: written, not read."""
+    own = site.arg("training") is True or site.arg("use_input_stats") is True
+    return own and ref in (site.arg("running_mean"), site.arg("running_var"))
 
 
 def one_more_axis(site: Site) -> Kind:

@@ -281,6 +281,30 @@ def test_an_unknown_op_is_not_guessed_and_a_stated_reduction_is_believed_of_an_o
     assert weigh(graph, other, stated="sum") == Weight("sum")
 
 
+class Counting(nn.Module):
+    """A buffer that every forward changes, read or not; batch norm beside it."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.norm, self.reads = nn.BatchNorm1d(4), reads
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.norm(x).square().mean() / (self.seen if self.reads else 1)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_buffer_that_changes_may_not_reach_the_loss(reads: bool) -> None:
+    parts, model = take_apart(torch.randn(5, 4)), Counting(reads)
+    first, second = (capture(model, parts, rows=rows) for rows in MICRO_ROWS)
+    if not reads:
+        assert derive(first, second, parts) == Weight("rows")
+        return
+    with pytest.raises(CoupledLossError, match="buffer seen"):
+        derive(first, second, parts)
+
+
 def test_a_vector_is_no_loss() -> None:
     bench = Bench([lambda s, x, y, t, m: (y * s.w).mean()], data())
     first, second = (c.graph for c in bench.captures)

@@ -74,6 +74,6 @@ def _count(name: str, value: int | None) -> None:
 
 
 def _no_conflict(options: Options) -> None:
-    for name in ("stages", "micro_batches", "cuts"):
-        if getattr(options, name):
+    for name in ("stages", "micro_batches", "cuts", "schedule"):
+        if getattr(options, name) not in (None, (), "auto"):
             raise UsageError(f"both plan= and {name}= are given", why="a plan fixes that already", fix=f"drop {name}=")

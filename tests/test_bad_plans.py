@@ -49,7 +49,7 @@ def test_impossible_options_are_refused_before_any_work(options, words):
 
 
 def test_a_plan_excludes_what_it_fixes():
-    for option in ({"stages": 2}, {"micro_batches": 2}, {"cuts": ["2"]}):
+    for option in ({"stages": 2}, {"micro_batches": 2}, {"cuts": ["2"]}, {"schedule": "gpipe"}):
         with refused(UsageError, "both plan= and"):
             compiled(net(), batch(), plan=planned(), **option)
 

@@ -4,9 +4,9 @@ GPT-2, 8 layers, hidden 256, vocabulary 1024, sequence 128, batch 8, 8 micro-bat
 the step; 2 Gloo ranks with 1 thread each.  autopart 1F1B and GPipe, the peer's 1F1B and GPipe with the same cut, and
 one process with one thread take turns in one run; ratios are taken pair by pair.
 
-"Allowed": the simulator plays the same program with the medians of the forward and backward times that the stages
-had in this very run and with messages that cost nothing; the share reached is that time, plus the optimizer's, over
-the measured step.
+"Allowed": for each measured step, the simulator plays the same program with the mean forward and backward times that
+the stages had in that very step and with messages that cost nothing; the share reached is that time, plus the
+optimizer's, over the measured step.
 
     python benchmarks/step_time.py            about 2 minutes on 2 cores; writes results/step_time.json
 """
@@ -14,6 +14,7 @@ the measured step.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import time
@@ -110,11 +111,11 @@ def peer(schedule: Any, ids: torch.Tensor, cut: str) -> Callable[[], None]:
 
 
 def measure(rounds: int, warmup: int, cut: str) -> dict[str, Any]:
-    """One rank: every variant once per round; seconds by variant, and the stage times of ours."""
+    """One rank: every variant once per round; seconds by variant, and the share of what the stage times allow."""
     torch.set_num_threads(1)
     ids = torch.randint(0, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(1))
     steps: dict[str, Callable[[], None]] = {}
-    pipes = {}
+    pipes: dict[str, autopart.Pipe] = {}
     for name, schedule in OURS.items():
         steps[name], pipes[name] = ours(schedule, ids, cut)
     for name, schedule in PEER.items():
@@ -122,45 +123,47 @@ def measure(rounds: int, warmup: int, cut: str) -> dict[str, Any]:
     alone = one_process(ids)
     steps["one process"] = alone if dist.get_rank() == 0 else lambda: None
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    parts: dict[str, list[tuple[int, int, int]]] = {name: [] for name in pipes}
     for number in range(warmup + rounds):
         for name, step in steps.items():
+            trace = pipes[name].traced() if name in pipes else contextlib.nullcontext()
             dist.barrier()
             began = time.perf_counter()
-            step()
+            with trace as found:
+                step()
+            own = time.perf_counter() - began
             dist.barrier()
-            if number >= warmup:
-                seconds[name].append(time.perf_counter() - began)
-    return {"seconds": seconds, "allowed": {name: allowed(pipe, steps[name]) for name, pipe in pipes.items()}}
+            if number < warmup:
+                continue
+            seconds[name].append(time.perf_counter() - began)
+            if found is not None:
+                parts[name].append(stage_times(found, own))
+    return {"seconds": seconds, "allowed": {n: allowed(pipe, parts[n], seconds[n]) for n, pipe in pipes.items()}}
 
 
-def allowed(pipe: autopart.Pipe, step: Callable[[], None], runs: int = 7) -> dict[str, Any]:
-    """What the stage times of some traced steps allow, and what those steps took, in seconds."""
-    spans, took, tails = [], [], []
-    for _ in range(runs):
-        dist.barrier()
-        began = time.perf_counter()
-        with pipe.traced() as trace:
-            step()
-        ended = time.perf_counter()
-        dist.barrier()
-        took.append(time.perf_counter() - began)
-        tails.append(ended - began - trace.timeline.step_ns * 1e-9)
-        spans += trace.spans
-    mine = [statistics.median(s.end_ns - s.start_ns for s in spans if s.action.kind == kind) for kind in ("F", "B")]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (*mine, statistics.median(tails)))
+def stage_times(trace: Any, seconds: float) -> tuple[int, int, int]:
+    """Nanoseconds of a mean forward, of a mean backward, and of what this rank did outside its actions."""
+    spent = {kind: [s.end_ns - s.start_ns for s in trace.spans if s.action.kind == kind] for kind in "FB"}
+    outside = int(seconds * 1e9) - trace.timeline.step_ns
+    return int(statistics.mean(spent["F"])), int(statistics.mean(spent["B"])), outside
+
+
+def allowed(pipe: autopart.Pipe, parts: list[tuple[int, int, int]], seconds: list[float]) -> dict[str, Any]:
+    """Step by step, what the stage times allow in seconds, and its share of what the step took."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, parts)
     free = replace(pipe.cluster, levels=(autopart.Level(pipe.cluster.world, autopart.Link(0, 10**18)),))
     nothing = {(edge.src, edge.dst, "F"): 0 for edge in pipe.program.edges}
-    ideal = simulate(
-        pipe.program, fwd_ns=tuple(int(x[0]) for x in every), bwd_ns=tuple(int(x[1]) for x in every), cluster=free,
-        message_bytes=nothing | {(b, a, "B"): 0 for a, b, _ in nothing}, activation_bytes=(0,) * len(every),
-    )  # fmt: skip
-    return {
-        "stage_ms": [[x[0] / 1e6, x[1] / 1e6] for x in every],
-        "ideal_s": ideal.step_ns * 1e-9,
-        "optimizer_s": max(x[2] for x in every),
-        "took_s": statistics.median(took),
-    }
+    nothing |= {(b, a, "B"): 0 for a, b, _ in nothing}
+    ideals = []
+    for step in zip(*ranks, strict=True):
+        forward, backward, outside = zip(*step, strict=True)
+        ideal = simulate(
+            pipe.program, fwd_ns=forward, bwd_ns=backward, cluster=free, message_bytes=nothing,
+            activation_bytes=(0,) * len(step),
+        )  # fmt: skip
+        ideals.append((ideal.step_ns + min(outside)) * 1e-9)
+    return {"ideal": ideals, "share": [ideal / took for ideal, took in zip(ideals, seconds, strict=True)]}
 
 
 def report(seconds: dict[str, list[float]], limits: dict[str, Any], cut: str) -> None:
@@ -173,13 +176,14 @@ def report(seconds: dict[str, list[float]], limits: dict[str, Any], cut: str) ->
     ratios |= {f"one process / {mine}": ratio(seconds["one process"], seconds[mine]) for mine in OURS}
     for name, value in ratios.items():
         print(f"  {name:30s} {value.median:.3f}x  [{value.low:.3f}, {value.high:.3f}]")
-    reached = {}
-    for name, limit in limits.items():
-        share = (limit["ideal_s"] + limit["optimizer_s"]) / statistics.median(seconds[name])
-        reached[name] = share
-        print(f"  {name:16s} reaches {share:.1%} of what its stage times allow ({limit['ideal_s']:.4f} s + optimizer)")
-    content = {"seconds": {k: spread(v) for k, v in seconds.items()}, "ratios": ratios, "allowed": limits}
-    print("written to", write("step_time", {**content, "share_of_allowed": reached}).name)
+    shares = {name: spread(limit["share"]) for name, limit in limits.items()}
+    for name, share in shares.items():
+        ideal = statistics.median(limits[name]["ideal"])
+        limits_text = f"[{share.low:.1%}, {share.high:.1%}]  ({ideal:.4f} s)"
+        print(f"  {name:16s} reaches {share.median:.1%} of what its stage times allow  {limits_text}")
+    allowed_s = {name: spread(limit["ideal"]) for name, limit in limits.items()}
+    content = {"seconds": {k: spread(v) for k, v in seconds.items()}, "ratios": ratios, "allowed_seconds": allowed_s}
+    print("written to", write("step_time", {**content, "share_of_allowed": shares}).name)
 
 
 def main() -> None:

@@ -102,14 +102,16 @@ def test_scattered_over_stages_with_repeated_ops_it_equals_the_plain_module(data
 
 
 @pytest.mark.slow
-@quiet(400)
+@pytest.mark.timeout(1800)
+@quiet(200)
 @given(data=st.data(), program=steps())
 def test_many_cuts_at_arbitrary_places(data, program):
     sliced(data, program)
 
 
 @pytest.mark.slow
-@quiet(400)
+@pytest.mark.timeout(1800)
+@quiet(200)
 @given(data=st.data(), program=steps())
 def test_many_scattered_programs(data, program):
     anywhere(data, program)

@@ -172,7 +172,8 @@ class Lane:
             self._count(rows, values) for rows, values in zip(micro_rows, self._inputs(batch, micro_rows), strict=True)
         ]
         total = sum(counts)
-        return [count / total if total else float("nan") for count in counts]
+        # No counted token in the whole batch: equal shares give what one process gives, 0/0 or a floor's 0.
+        return [count / total if total else 1 / len(counts) for count in counts]
 
     def _count(self, rows: int, values: Mapping[str, torch.Tensor]) -> float:
         assert self.weight.value is not None

@@ -89,13 +89,13 @@ def anywhere(data: st.DataObject, program: tuple) -> None:
     check_equal(program, captured, data.draw(scattered(captured.graph)), "1f1b")
 
 
-@quiet(25)
+@quiet(12)
 @given(data=st.data(), program=steps())
 def test_cut_at_arbitrary_places_it_equals_the_plain_module(data, program):
     sliced(data, program)
 
 
-@quiet(25)
+@quiet(12)
 @given(data=st.data(), program=steps())
 def test_scattered_over_stages_with_repeated_ops_it_equals_the_plain_module(data, program):
     anywhere(data, program)
@@ -117,7 +117,7 @@ def test_many_scattered_programs(data, program):
     anywhere(data, program)
 
 
-@quiet(15)
+@quiet(8)
 @given(data=st.data(), program=steps(random=True))
 def test_random_numbers_do_not_depend_on_the_cuts(data, program):
     captured = captured_model(program)

@@ -16,6 +16,9 @@ from autopart.ir.errors import ClusterError
 HOST = Host(memory_bytes=16 * 2**30, cores=8)
 
 
+CPU = Device("cpu", 1, 1, 1)
+
+
 def read(path: Path, text: str) -> Cluster:
     """Parse a file with this text."""
     path.write_text(text)
@@ -215,3 +218,33 @@ def test_a_file_of_aliases_within_aliases_gets_a_short_message(tmp_path: Path) -
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="cannot read"):
         parse_cluster(tmp_path / "none.yaml")
+
+
+def test_a_device_has_a_rate_for_each_dtype_and_one_for_the_rest() -> None:
+    device = Device("cuda", 1, 5, 1, "V100", (("float16", 80), ("float32", 10)))
+    assert [device.rate(dtype) for dtype in ("float16", "float32", "bfloat16")] == [80, 10, 5]
+
+
+@pytest.mark.parametrize(
+    ("rates", "says"),
+    [
+        ((("fp16", 1),), "no dtype"),
+        ((("torch.float16", 1),), "no dtype"),
+        ((("float16", 0),), "not positive"),
+        ((("float16", 1), ("float16", 2)), "two rates for float16"),
+    ],
+)
+def test_rates_that_make_no_sense_are_refused(rates: tuple[tuple[str, int], ...], says: str) -> None:
+    with pytest.raises(ClusterError, match=says):
+        check(Cluster((Device("cpu", 1, 1, 1, rates=rates),), (Level(1, Link(0, 1)),)))
+
+
+def test_a_message_uses_the_ports_of_the_level_that_joins_its_ranks() -> None:
+    cluster = check(Cluster((CPU,) * 16, tuple(Level(size, Link(size, 1)) for size in (2, 8, 16))))
+    assert [cluster.level(0, rank) for rank in (1, 2, 7, 8)] == [0, 1, 1, 2]
+    assert [cluster.link(0, rank).latency_ns for rank in (1, 2, 7, 8)] == [2, 8, 8, 16]
+    assert cluster.ports(0, 1) == ((0, 0), (0, 1))
+    assert cluster.ports(7, 0) == ((1, 3), (1, 0))
+    assert cluster.ports(9, 12) == ((1, 4), (1, 6))
+    assert cluster.ports(3, 15) == cluster.ports(7, 8) == ((2, 0), (2, 1))
+    assert cluster.ports(12, 4) == tuple(reversed(cluster.ports(4, 12)))

@@ -1,7 +1,19 @@
-"""The machines: devices and the links between them.  The index of a device is its rank."""
+"""The machines: devices and the links between them.  The index of a device is its rank.
+
+Levels nest: a level joins groups, each of as many consecutive ranks as the level inside it has (single devices at the
+innermost level).  The link of a level is the PORT of one such group: a device's share of NVLink, then a node's network
+card, and so on.  All that leaves a group towards other groups of the level shares that port, and so does all that
+enters it; the two directions do not disturb each other.
+
+A message uses two ports, those of the level that joins its two ranks: the sender's outwards, the receiver's inwards.
+It takes no time on the ports of the levels inside (the network card reads device memory without passing NVLink) and
+meets no other message between the ports (the switch is never the bottleneck).  Wrong where GPUs share a PCIe lane with
+the network card, and where the outer network is oversubscribed: give that a level of its own.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -9,24 +21,35 @@ from dataclasses import dataclass
 
 from .errors import ClusterError
 
+Port = tuple[int, int]
+"""(index of the level, number of the group inside it)."""
+_DTYPE = re.compile(r"b?float16|float(32|64)|float[48]_\w+|u?int(8|16|32|64)|complex(32|64|128)")
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
     """One device.
 
-    kind: "cpu" or "cuda".  memory_bytes: what a plan may use.  flops_per_s: peak rate of the dtype that the model
-    uses.  mem_bytes_per_s: memory bandwidth.
+    kind: "cpu" or "cuda".  memory_bytes: what a plan may use.  flops_per_s: peak rate of dtypes that `rates` does not
+    list.  mem_bytes_per_s: memory bandwidth.  name: what people call it, "H200".  rates: (dtype as in `Value.dtype`,
+    peak rate).
     """
 
     kind: str
     memory_bytes: int
     flops_per_s: int
     mem_bytes_per_s: int
+    name: str = ""
+    rates: tuple[tuple[str, int], ...] = ()
+
+    def rate(self, dtype: str) -> int:
+        """Peak operations per second on operands of this dtype."""
+        return next((rate for name, rate in self.rates if name == dtype), self.flops_per_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A directed connection: a message of n bytes takes latency_ns + n / bytes_per_s seconds."""
+    """A port: a message of n bytes that has it for itself takes latency_ns + n / bytes_per_s seconds."""
 
     latency_ns: int
     bytes_per_s: int
@@ -38,7 +61,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Groups of `size` consecutive ranks joined by `link`; the innermost level comes first."""
+    """Groups of `size` consecutive ranks; `link` is the port of each group of the level inside."""
 
     size: int
     link: Link
@@ -51,12 +74,22 @@ class Cluster:
     devices: tuple[Device, ...]
     levels: tuple[Level, ...]
 
+    def level(self, a: int, b: int) -> int:
+        """Index of the innermost level that holds both ranks."""
+        for index, level in enumerate(self.levels):
+            if a // level.size == b // level.size:
+                return index
+        return len(self.levels) - 1
+
     def link(self, a: int, b: int) -> Link:
         """The link of the innermost level that holds both ranks."""
-        for level in self.levels:
-            if a // level.size == b // level.size:
-                return level.link
-        return self.levels[-1].link
+        return self.levels[self.level(a, b)].link
+
+    def ports(self, a: int, b: int) -> tuple[Port, Port]:
+        """The port that a message from a to b leaves by, and the one that it enters by."""
+        index = self.level(a, b)
+        inner = self.levels[index - 1].size if index else 1
+        return (index, a // inner), (index, b // inner)
 
     @property
     def world(self) -> int:
@@ -70,7 +103,7 @@ class Cluster:
 
 
 def check(cluster: Cluster) -> Cluster:
-    """At least one device, positive rates, levels that nest and the last of which spans all devices."""
+    """At least one device, positive rates of dtypes, levels that nest and the last of which spans all devices."""
     if not cluster.devices:
         raise ClusterError("the cluster has no devices", fix='name at least one, for example "cpu:2"')
     for rank, device in enumerate(cluster.devices):
@@ -78,6 +111,7 @@ def check(cluster: Cluster) -> Cluster:
             raise ClusterError(f"device {rank} is of unknown kind {device.kind!r}", fix='use "cpu" or "cuda"')
         if min(device.memory_bytes, device.flops_per_s, device.mem_bytes_per_s) <= 0:
             raise ClusterError(f"device {rank} has a rate or a memory that is not positive", where=repr(device))
+        _check_rates(rank, device)
     if len({d.kind for d in cluster.devices}) > 1:
         raise ClusterError("the cluster mixes cpu and cuda devices", fix="use one kind")
     if not cluster.levels:
@@ -92,6 +126,20 @@ def check(cluster: Cluster) -> Cluster:
     if size < cluster.world:
         raise ClusterError(f"the outermost level joins {size} devices of {cluster.world}")
     return cluster
+
+
+def _check_rates(rank: int, device: Device) -> None:
+    names = [name for name, _ in device.rates]
+    for name, rate in device.rates:
+        if not _DTYPE.fullmatch(name):
+            raise ClusterError(
+                f"device {rank} has a rate for {name!r}, which is no dtype",
+                fix='write it as torch does, without "torch.": "bfloat16", "float16", "float32", "float64"',
+            )
+        if rate <= 0:
+            raise ClusterError(f"device {rank} has a rate for {name} that is not positive", where=repr(device))
+        if names.count(name) > 1:
+            raise ClusterError(f"device {rank} has two rates for {name}", where=repr(device))
 
 
 def torchrun_line(world: int, argv: Sequence[str] | None = None) -> str:

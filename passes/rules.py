@@ -1,8 +1,9 @@
 """What an op costs when nothing was measured, and what it keeps from forward to backward.
 
-Time is a roofline: max(operations / peak rate, bytes / memory bandwidth) plus a fixed time per launch.  Wrong where an
-op runs far below peak (small matrix products, transcendental functions on CPUs), where caches hold the operands, and
-where kernels overlap or are fused; ratios between layers of one model are better than the times themselves.
+Time is a roofline: max(operations / peak rate of the op's dtype, bytes / memory bandwidth) plus a fixed time per
+launch.  Wrong where an op runs far below peak (small matrix products, transcendental functions on CPUs), where caches
+hold the operands, and where kernels overlap or are fused; ratios between layers of one model are better than the times
+themselves.
 
 Saved bytes follow autograd's derivative formulas: a matrix product keeps the operand that the other's gradient needs,
 `softmax`, `tanh`, `relu`, ... their output, `add`, `sum` and views nothing, any other op its inputs (see `optable`).
@@ -38,6 +39,7 @@ __all__ = [
 
 LAUNCH_NS = {"cpu": 3_000, "cuda": 6_000}
 """Nanoseconds to dispatch one op from Python: measured order of magnitude of eager PyTorch."""
+_FLOATING = ("float", "bfloat", "complex")
 _ALWAYS_VIEWS = NAMES[VIEW] - {"reshape", "view", "_unsafe_view", "flatten", "unflatten", "view_as"}
 _BREAKS_ORDER = _ALWAYS_VIEWS - {"detach", "unsqueeze", "squeeze"}
 
@@ -51,24 +53,33 @@ def analytic_costs(graph: Graph, device: Device) -> Graph:
     for op in graph.ops:
         work, back = flops(op, values, params), backward_flops(op, values, params)
         moved = moved_bytes(op, values, params, roots)
-        forward_ns = roofline_ns(work, moved, device)
-        backward_ns = _backward_ns(op, values, work, back, moved, device)
+        dtype = computing_dtype(op, values, params)
+        forward_ns = roofline_ns(work, moved, device, dtype)
+        backward_ns = _backward_ns(op, values, work, back, moved, device, dtype)
         costed.append(replace(op, cost=Cost(forward_ns, backward_ns, keeps[op.name], 0, work)))
     return replace(graph, ops=tuple(costed))
 
 
-def roofline_ns(work: int, moved: int, device: Device) -> int:
-    """Nanoseconds of one op: the slower of computing and moving, and one launch."""
-    compute = -(-work * 1_000_000_000 // device.flops_per_s)
+def computing_dtype(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> str:
+    """The dtype that `op` computes in: of its first floating result, else of its first floating operand, else ""."""
+    dtypes = [*(values[name].dtype for name in op.writes + op.reads), *(params[name].dtype for name in op.params)]
+    return next((dtype for dtype in dtypes if dtype.startswith(_FLOATING)), "")
+
+
+def roofline_ns(work: int, moved: int, device: Device, dtype: str = "") -> int:
+    """Nanoseconds of one op: the slower of computing in `dtype` and moving, and one launch."""
+    compute = -(-work * 1_000_000_000 // device.rate(dtype))
     memory = -(-moved * 1_000_000_000 // device.mem_bytes_per_s)
     return max(compute, memory) + LAUNCH_NS[device.kind]
 
 
-def _backward_ns(op: Op, values: Mapping[str, Value], work: int, back: int, moved: int, device: Device) -> int:
+def _backward_ns(
+    op: Op, values: Mapping[str, Value], work: int, back: int, moved: int, device: Device, dtype: str
+) -> int:
     if not any(values[w].grad for w in op.writes):
         return 0
     scale = max(1, -(-back // work)) if work else 1
-    return roofline_ns(back, moved * scale, device)
+    return roofline_ns(back, moved * scale, device, dtype)
 
 
 def moved_bytes(

@@ -181,6 +181,20 @@ def test_times_follow_the_roofline() -> None:
     assert views and all(op.cost.fwd_ns == LAUNCH_NS["cpu"] and op.cost.flops == 0 for op in views)
 
 
+def test_the_rate_is_that_of_the_dtype_an_op_computes_in() -> None:
+    def costs(dtype: torch.dtype, device: Device) -> dict[str, int]:
+        x = torch.randn(2, 256, 512).to(dtype)
+        graph = captured(lambda s, x: (x @ x.mT > 0).sum() * s.w.sum(), x).graph
+        return {op_name(op.target): op.cost.fwd_ns - LAUNCH_NS["cpu"] for op in analytic_costs(graph, device).ops}
+
+    rates = (("bfloat16", 4 * DEVICE.flops_per_s), ("float32", DEVICE.flops_per_s // 2))
+    device = Device("cpu", 1 << 34, DEVICE.flops_per_s, 10**15, "X", rates)
+    single, half, double = (costs(d, device)["matmul"] for d in (torch.float32, torch.bfloat16, torch.float64))
+    assert single == pytest.approx(2 * double, abs=2) and double == pytest.approx(4 * half, abs=4)
+    comparison = costs(torch.bfloat16, device)["gt"]  # its result is boolean: the operand says what it computes in
+    assert comparison == pytest.approx(costs(torch.float64, device)["gt"] / 4, abs=4)
+
+
 def test_tables_are_consistent() -> None:
     listed = [name for names in NAMES.values() for name in names]
     assert len(listed) == len(set(listed)) == len(FAMILY), "an op stands in two families"

@@ -1,22 +1,27 @@
 """Cluster descriptions: a short string, a file, or what the launcher and the visible devices say.
 
-    "cpu:2"   "cpu"   "cuda:8"   "cluster.yaml"   None
+    "cpu:2"   "cpu"   "cuda:8"   "h200x8"   "p3.16xlarge:2" (nodes)   "cluster.yaml"   None
 
-A file (YAML, TOML or JSON) lists devices and, innermost first, the levels of links between them:
+A file (YAML, TOML or JSON) lists devices, of one kind or several, and, innermost first, the levels of links between
+them; `ir.cluster` says what a level's bandwidth is:
 
     devices:
-      - {kind: cuda, count: 8, memory: 80GiB, flops: 4e14, memory_bandwidth: 2e12}
+      - {kind: cuda, count: 4, memory: 80GiB, flops: {bfloat16: 3e14, float32: 2e13}, memory_bandwidth: 2e12}
+      - {kind: cuda, count: 4, name: V100}
     levels:
       - {size: 4, latency_us: 5, bandwidth: 3e11}
       - {size: 8, latency_us: 20, bandwidth: 2.5e10}
 
-What a file leaves out gets the defaults below.  They are rough, of the right order for a laptop, a server CPU or a
+flops is one rate, or a rate for each dtype; a dtype that is not listed gets the rate of `default` or, without one, the
+lowest.  A device with a name that `presets` knows has the numbers of its data sheet.  What else a file leaves out gets
+the defaults below.  They are rough, of the right order for a laptop, a server CPU or a
 recent data-centre GPU; they decide only where nothing was measured.  memory is in bytes, flops in 1/s, bandwidths in
 bytes/s; "80GiB", "1e12" and "25 GB" are numbers too.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -32,8 +37,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from autopart.files import SHOWN, brief, listed, parse_json, problems_of, read_text
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
+from autopart.presets import DEVICES, NODES, several
 
-FORMS = 'write "cpu:2", "cuda:8", the path of a .yaml, .toml or .json file, or pass an autopart.Cluster'
+FORMS = (
+    f'write "cpu:2", "cuda:8", a preset ({", ".join(NODES)}; "h200x8:4" is four nodes), the path of a .yaml, .toml or '
+    ".json file, or pass an autopart.Cluster"
+)
 MAX_DEVICES = 1 << 16
 
 CPU_FLOPS_PER_CORE = 5e10  # per second, fp32, one core with 8-wide FMA under load
@@ -45,9 +54,10 @@ LOOPBACK = Link(latency_ns=20_000, bytes_per_s=2 * 10**9)  # TCP between process
 NVLINK = Link(latency_ns=10_000, bytes_per_s=2 * 10**11)  # between the GPUs of one host
 NETWORK = Link(latency_ns=30_000, bytes_per_s=2 * 10**10)  # between hosts
 GPUS_PER_HOST = 8
+_DEFAULT = "default"  # in a table of rates: every dtype that it does not list
 
 _AMOUNT = re.compile(r"\s*(\d{1,30}(?:\.\d{0,30})?(?:[eE][+-]?\d{1,2})?)\s*(?:([kKMGTP])(i?))?B?\s*$")
-_SHORT = re.compile(r"(cpu|cuda)(?::(\d{1,9}))?$")
+_SHORT = re.compile(rf"(cpu|cuda|{'|'.join(map(re.escape, NODES))})(?::(\d{{1,9}}))?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +99,8 @@ def parse_cluster(
     if what is None:
         return _from_launcher(env, cuda_devices, facts)
     if isinstance(what, str) and (short := _SHORT.match(what.strip())):
-        return _uniform(short[1], int(short[2] or 1), facts)
+        name, count = short[1], int(short[2] or 1)
+        return _preset(name, count) if name in NODES else _uniform(name, count, facts)
     if not isinstance(what, str | os.PathLike):
         raise ClusterError(f"a cluster cannot be read from {brief(what)}", fix=FORMS)
     if Path(what).suffix.lower() not in _READERS:
@@ -110,9 +121,18 @@ class _Facts:
         return Device("cpu", max(1, self.host.memory_bytes // local), int(share), CPU_BANDWIDTH)
 
 
+def _preset(name: str, nodes: int) -> Cluster:
+    _check_count(nodes, "nodes", MAX_DEVICES // NODES[name].count)
+    return check(several(NODES[name], nodes))
+
+
+def _check_count(count: int, what: str, most: int) -> None:
+    if not 1 <= count <= most:
+        raise ClusterError(f"a cluster of {count} {what}", why=f"the count must be between 1 and {most}")
+
+
 def _uniform(kind: str, count: int, facts: _Facts, local: int | None = None) -> Cluster:
-    if not 1 <= count <= MAX_DEVICES:
-        raise ClusterError(f"a cluster of {count} devices", why=f"the count must be between 1 and {MAX_DEVICES}")
+    _check_count(count, "devices", MAX_DEVICES)
     local = min(local or _local(kind, count), count)
     return check(Cluster((facts.device(kind, local),) * count, _levels(kind, count, local)))
 
@@ -157,6 +177,16 @@ def _amount(given: object) -> object:
     return int(float(number) * (1024 if binary else 1000) ** power)
 
 
+def _one_rate(given: object) -> object:
+    return None if isinstance(given, Mapping) else given
+
+
+def _many_rates(given: object) -> object:
+    if given == {}:
+        raise ValueError("name at least one dtype")
+    return given if isinstance(given, Mapping) else {}
+
+
 Amount = Annotated[int, BeforeValidator(_amount), Field(gt=0, lt=10**30)]
 
 
@@ -167,8 +197,10 @@ class _Entry(BaseModel):
 class _DeviceEntry(_Entry):
     kind: Literal["cpu", "cuda"]
     count: Annotated[int, Field(ge=1, le=MAX_DEVICES)] = 1
+    name: Annotated[str, Field(max_length=100)] = ""
     memory: Amount | None = None
-    flops: Amount | None = None
+    flops: Annotated[Amount | None, BeforeValidator(_one_rate)] = None
+    rates: Annotated[dict[str, Amount], BeforeValidator(_many_rates), Field(alias="flops")] = {}  # the same key
     memory_bandwidth: Amount | None = None
 
 
@@ -211,15 +243,51 @@ def _built(described: _ClusterFile, facts: _Facts) -> Cluster:
     local = levels[0].size if levels else _local(kind, count)
     devices: list[Device] = []
     for entry in described.devices:
-        base = facts.device(entry.kind, min(local, count))
-        device = Device(
-            entry.kind,
-            entry.memory or base.memory_bytes,
-            entry.flops or base.flops_per_s,
-            entry.memory_bandwidth or base.mem_bytes_per_s,
-        )
-        devices += [device] * entry.count
+        known = DEVICES.get(entry.name)
+        base = known if known and known.kind == entry.kind else facts.device(entry.kind, min(local, count))
+        devices += [_device(entry, base)] * entry.count
     return Cluster(tuple(devices), levels or _levels(kind, count, local))
+
+
+def _device(entry: _DeviceEntry, base: Device) -> Device:
+    """What the entry says, else what `base` has."""
+    other, rates = entry.flops or base.flops_per_s, () if entry.flops else base.rates
+    if entry.rates:
+        other = entry.rates.get(_DEFAULT) or min(entry.rates.values())
+        rates = tuple((dtype, rate) for dtype, rate in entry.rates.items() if dtype != _DEFAULT)
+    memory, bandwidth = entry.memory or base.memory_bytes, entry.memory_bandwidth or base.mem_bytes_per_s
+    return Device(entry.kind, memory, other, bandwidth, entry.name, rates)
+
+
+def cluster_to_yaml(cluster: Cluster) -> str:
+    """The file that `parse_cluster` reads as this cluster."""
+    lines = ["devices:"]
+    for device, same in itertools.groupby(cluster.devices):
+        entry: dict[str, object] = {"kind": device.kind, "count": len(list(same))}
+        if device.name:
+            entry["name"] = device.name
+        entry["memory"] = device.memory_bytes
+        entry["flops"] = {_DEFAULT: device.flops_per_s, **dict(device.rates)} if device.rates else device.flops_per_s
+        entry["memory_bandwidth"] = device.mem_bytes_per_s
+        lines.append(_yaml_item(entry))
+    lines.append("levels:")
+    for level in cluster.levels:
+        latency_us = level.link.latency_ns / 1000
+        lines.append(_yaml_item({"size": level.size, "latency_us": latency_us, "bandwidth": level.link.bytes_per_s}))
+    return "\n".join(lines) + "\n"
+
+
+def _yaml_item(entry: Mapping[str, object]) -> str:
+    text = yaml.safe_dump(entry, default_flow_style=True, sort_keys=False, width=math.inf)
+    return f"  - {text.strip()}"
+
+
+def save_cluster(cluster: Cluster, path: str | os.PathLike[str]) -> None:
+    """Write a cluster as YAML.  Raises ClusterError when the file cannot be written."""
+    try:
+        Path(path).write_text(cluster_to_yaml(check(cluster)), encoding="utf-8")
+    except OSError as error:
+        raise ClusterError(f"cannot write {os.fspath(path)}", why=error.strerror or str(error)) from error
 
 
 class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]
@@ -257,6 +325,6 @@ def _read_json(text: str, source: str) -> Any:
 
 _READERS = {".yaml": _read_yaml, ".yml": _read_yaml, ".toml": _read_toml, ".json": _read_json}
 _SCHEMA = (
-    "devices: list of {kind, count, memory, flops, memory_bandwidth}; levels: list of {size, latency_us, bandwidth}, "
-    "innermost first"
+    "devices: list of {kind, count, name, memory, flops, memory_bandwidth}; "
+    "levels: list of {size, latency_us, bandwidth}, innermost first"
 )

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopart.clusters import CUDA_MEMORY, Host, parse_cluster, this_host
+from autopart.clusters import CUDA_MEMORY, Host, cluster_to_yaml, parse_cluster, save_cluster, this_host
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
+from autopart.presets import DEVICES, NODES
 
 HOST = Host(memory_bytes=16 * 2**30, cores=8)
 
@@ -162,6 +163,8 @@ def test_what_a_file_leaves_out_gets_defaults(tmp_path: Path) -> None:
         ("devices: [{kind: cpu, memory: 1e-5}]", "devices[0].memory", "greater than 0"),
         ("devices: [{kind: cpu, flops: .nan}]", "devices[0].flops", "must be a valid integer, not nan"),
         ("devices: [{kind: cpu, flops: 1e99}]", "devices[0].flops", "less than"),
+        ("devices: [{kind: cpu, flops: {bfloat16: lots}}]", "devices[0].flops.bfloat16", "write a number such as"),
+        ("devices: [{kind: cpu, flops: {}}]", "devices[0].flops", "at least one dtype"),
         ("devices: [{kind: cpu, memry: 1}]", "devices[0].memry", "unknown key"),
         ("devices: [{kind: cpu}]\nlevels: [{size: 1, latency_us: -1, bandwidth: 1}]", "levels[0].latency_us", "not -1"),
         ("devices: [{kind: cpu}]\nlevels: [{size: 1}]", "levels[0].latency_us, levels[0].bandwidth", "Field required"),
@@ -179,6 +182,8 @@ def test_mistakes_in_files_are_named_by_their_place(tmp_path: Path, text: str, w
     [
         ("devices: [{kind: cpu}, {kind: cuda}]", "c.yaml: the cluster mixes cpu and cuda"),
         ("devices: [{kind: cpu, count: 65536}, {kind: cpu}]", "c.yaml: 65537 devices"),
+        ("devices: [{kind: cpu, flops: {half: 1}}]", "c.yaml: device 0 has a rate for 'half', which is no dtype"),
+        ('devices: [{kind: cpu, name: "a\\nb"}]', "c.yaml: the name of device 0"),
         ("devices: [{kind: cpu, count: 3}]\nlevels: [{size: 2, latency_us: 1, bandwidth: 1}]", "joins 2 devices of 3"),
     ],
 )
@@ -237,6 +242,75 @@ def test_a_device_has_a_rate_for_each_dtype_and_one_for_the_rest() -> None:
 def test_rates_that_make_no_sense_are_refused(rates: tuple[tuple[str, int], ...], says: str) -> None:
     with pytest.raises(ClusterError, match=says):
         check(Cluster((Device("cpu", 1, 1, 1, rates=rates),), (Level(1, Link(0, 1)),)))
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_preset_is_a_node_and_a_count_is_that_many_nodes(name: str) -> None:
+    one, four = parse_cluster(name, env={}), parse_cluster(f" {name}:4", env={})
+    assert (one.world, four.world, [level.size for level in four.levels]) == (8, 32, [8, 32])
+    assert one == Cluster(four.devices[:8], four.levels[:1])
+    assert four.link(0, 7).bytes_per_s > four.link(7, 8).bytes_per_s
+    assert four.devices[0].rate("float16") > four.devices[0].rate("float32") >= four.devices[0].rate("float64")
+
+
+def test_presets_have_the_numbers_of_their_data_sheets() -> None:
+    h200, p3 = parse_cluster("h200x8"), parse_cluster("p3.16xlarge:2")
+    assert h200.devices[0].memory_bytes == 141 * 10**9 and h200.devices[0].rate("bfloat16") == 989_500 * 10**9
+    assert p3.devices[0].memory_bytes == 16 * 10**9 and p3.devices[0].rate("bfloat16") == 15_700 * 10**9
+    assert p3.link(7, 8).bytes_per_s * 8 == 25 * 10**9
+
+
+@pytest.mark.parametrize("what", ["h200x8:0", "h200x8:8193", "h200x8:-1", "h200x9", "p3x16xlarge", "h200x8:"])
+def test_what_is_no_preset_is_refused(what: str) -> None:
+    with pytest.raises(ClusterError):
+        parse_cluster(what, env={})
+
+
+def test_devices_of_several_kinds_stand_in_one_file(tmp_path: Path) -> None:
+    text = """
+devices:
+  - {kind: cuda, name: A100, count: 2, memory: 40GB}
+  - {kind: cuda, name: Own, count: 2, flops: {bfloat16: 4e14, float32: 6e13}}
+  - {kind: cuda, name: V100, flops: {default: 1e12, float16: 1e14}, memory_bandwidth: 1e12}
+  - {kind: cuda, name: H200, flops: 1e13}
+"""
+    devices = read(tmp_path / "c.yaml", text).devices
+    assert [d.name for d in devices] == ["A100", "A100", "Own", "Own", "V100", "H200"]
+    assert devices[0].memory_bytes == 40 * 10**9 and devices[0].rates == DEVICES["A100"].rates
+    assert [devices[2].rate(d) for d in ("bfloat16", "float32", "float64")] == [4 * 10**14, 6 * 10**13, 6 * 10**13]
+    assert [devices[4].rate(d) for d in ("bfloat16", "float16")] == [10**12, 10**14]
+    assert devices[5].rate("bfloat16") == 10**13 and devices[5].memory_bytes == 141 * 10**9
+
+
+amounts = st.integers(1, 10**18)
+DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
+rates = st.dictionaries(st.sampled_from(DTYPES), amounts).map(lambda table: tuple(table.items()))
+names = st.text(max_size=8).filter(str.isprintable) | st.sampled_from([*DEVICES, "no", "1e5", "~", "{a: b}"])
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    kind = draw(st.sampled_from(["cpu", "cuda"]))
+    device = st.builds(Device, st.just(kind), amounts, amounts, amounts, names, rates)
+    devices = [d for d in draw(st.lists(device, min_size=1, max_size=3)) for _ in range(draw(st.integers(1, 3)))]
+    levels, size = [], 1
+    for factor in [*draw(st.lists(st.integers(1, 4), max_size=2)), len(devices)]:
+        size *= factor
+        levels.append(Level(size, Link(draw(st.integers(0, 10**12)), draw(amounts))))
+    return check(Cluster(tuple(devices), tuple(levels)))
+
+
+@given(clusters())
+def test_a_cluster_written_as_yaml_is_read_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, c: Cluster) -> None:
+    path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
+    save_cluster(c, path)
+    assert parse_cluster(path, env={}, host=HOST) == c
+    assert len(cluster_to_yaml(c).splitlines()) <= 2 + c.world + len(c.levels)
+
+
+def test_a_cluster_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="cannot write"):
+        save_cluster(parse_cluster("h200x8"), tmp_path / "none" / "c.yaml")
 
 
 def test_a_message_uses_the_ports_of_the_level_that_joins_its_ranks() -> None:

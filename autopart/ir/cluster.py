@@ -111,6 +111,8 @@ def check(cluster: Cluster) -> Cluster:
             raise ClusterError(f"device {rank} is of unknown kind {device.kind!r}", fix='use "cpu" or "cuda"')
         if min(device.memory_bytes, device.flops_per_s, device.mem_bytes_per_s) <= 0:
             raise ClusterError(f"device {rank} has a rate or a memory that is not positive", where=repr(device))
+        if not device.name.isprintable() or len(device.name) > 100:
+            raise ClusterError(f"the name of device {rank} is not printable, or longer than 100", where=repr(device))
         _check_rates(rank, device)
     if len({d.kind for d in cluster.devices}) > 1:
         raise ClusterError("the cluster mixes cpu and cuda devices", fix="use one kind")

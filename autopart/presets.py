@@ -1,0 +1,67 @@
+"""Machines by name: "h200x8" is a node of eight, "h200x8:4" four of them.
+
+Numbers are of the makers' data sheets: dense rates (no sparsity), of the tensor cores where PyTorch uses them by itself
+(float16, bfloat16, float64 from A100 on; not float32, for TF32 is off by default).  V100 has no bfloat16, which then
+runs as float32.  A gigabyte is read as 10^9 bytes, some 6 % less than the driver reports: that much goes to the context
+and to fragmentation.  Bandwidths are of one direction.  Latencies stand in no data sheet; they are of the order that
+NCCL shows for one small message.
+
+Peaks are peaks: models reach a half of them, more or less alike, so that times are too short and ratios are fair.  The
+network is the port of a whole node, that is all its cards; a message alone passes through one of them (an eighth, or a
+quarter on V100 nodes).  Within V100 nodes two devices share at most two of the six links, a third of the port.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopart.ir.cluster import Cluster, Device, Level, Link
+
+GB = 10**9
+TERA = 10**12
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """`count` equal devices.  inside: the port of one device to the others; network: the port of the node."""
+
+    device: Device
+    count: int
+    inside: Link
+    network: Link
+
+
+def _cuda(name: str, memory: int, bandwidth: int, half: int, brain: int, single: int, double: int) -> Device:
+    """Rates in units of 10^11: data sheets have one decimal place of TFLOP/s."""
+    rates = {"float16": half, "bfloat16": brain, "float32": single, "float64": double}
+    unit = TERA // 10
+    return Device(
+        "cuda", memory * GB, single * unit, bandwidth * GB, name, tuple((d, r * unit) for d, r in rates.items())
+    )
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        _cuda("H200", 141, 4800, 9895, 9895, 670, 670),  # SXM
+        _cuda("H100", 80, 3350, 9895, 9895, 670, 670),  # SXM
+        _cuda("A100", 80, 2039, 3120, 3120, 195, 195),  # SXM, 80 GB
+        _cuda("V100", 32, 900, 1250, 157, 157, 78),  # SXM2, 32 GB
+        _cuda("V100-16GB", 16, 900, 1250, 157, 157, 78),  # SXM2
+    )
+}
+
+NODES = {
+    "h200x8": Node(DEVICES["H200"], 8, Link(10_000, 450 * GB), Link(20_000, 400 * GB)),  # DGX/HGX: 8 x 400 Gb/s
+    "h100x8": Node(DEVICES["H100"], 8, Link(10_000, 450 * GB), Link(20_000, 400 * GB)),  # DGX H100: 8 x 400 Gb/s
+    "a100x8": Node(DEVICES["A100"], 8, Link(10_000, 300 * GB), Link(20_000, 200 * GB)),  # DGX A100: 8 x 200 Gb/s
+    "v100x8": Node(DEVICES["V100"], 8, Link(10_000, 150 * GB), Link(20_000, 50 * GB)),  # DGX-1: 4 x 100 Gb/s
+    "p3.16xlarge": Node(DEVICES["V100-16GB"], 8, Link(10_000, 150 * GB), Link(50_000, 25 * GB // 8)),  # TCP, 25 Gb/s
+}
+
+
+def several(node: Node, count: int) -> Cluster:
+    """`count` nodes in one network."""
+    inner = Level(node.count, node.inside)
+    outer = (Level(node.count * count, node.network),) if count > 1 else ()
+    return Cluster((node.device,) * (node.count * count), (inner, *outer))

@@ -18,25 +18,70 @@ of machine stands at which position is a further choice h[q, group]; of a group 
 constraints of its position.
 
 Proof by the solver; its bound is of integers, so nothing is lost to rounding.
+
+Certificate of a synchronous pipeline (`certify`).  Positions 0..S-1 work one after the other on m micro-batches.  Let
+L_q be the forward and backward time of one micro-batch at q, and let the trunk be the heaviest path of the DAG over
+edges that carry a gradient; b_q = 1 when q holds an item of the trunk.  Minimised over all orders of the DAG:
+
+    Z = max of  m L_q + tail_q                                                       for every q
+                tail_p + sum of L_r over p <= r < q with b_r = 1  +  m L_q           for p <= q with b_p = b_q = 1
+
+Z is a lower bound of the time of one step, whatever the schedule.  q works m L_q and then sums its gradients.  Let
+p < q both hold items of the trunk.  Before q starts its first forward, that micro-batch has gone forward through each
+position of the trunk from p to q, for a stage starts when all that it reads is there; after the last backward of q
+(its last action) that micro-batch goes back through the same positions, and then p sums its gradients.  All of these
+are disjoint in time from what q does itself.  Positions without the trunk (`b_q = 0`) may run beside the others, which
+is why the plain sum over all positions before q would claim too much for a DAG with branches.  Where every position
+holds an item of the trunk, Z is that sum; on a chain it always is.  Transfers, and the idle time of a position between
+its first and its last action, are left out: Z is below the true time by them.
+
+With x, g as above for the line, y_q = L_q b_q, o_q the most that can stand at q beside the trunk (items that some cut
+between neighbours of the trunk has on neither side), and t_v the items of the trunk:
+
+    sum_v x[v, q] >= 1;   b_q >= x[t, q];   y_q >= L_q - o_q (1 - b_q);   y_q >= sum_t times[q][t] x[t, q]
+    m L_q + tail_q <= Z;   tail_p b_p + sum_{p <= r < q} y_r + m y_q <= Z;   sizes at q <= memory_q
+
+Its relaxation alone gives Z >= T m^S / (m^S - (m - 1)^S), T the time of the trunk, which is returned at once when no
+time is left.  n S Booleans, (n + edges) S + S^2 constraints; the problem is NP-hard (partition), so the search is
+exponential at worst, and what counts is that every bound it returns holds.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil
 
 import networkx as nx  # type: ignore[import-untyped, unused-ignore]
 from ortools.sat.python import cp_model
 
 from autopart.ir.errors import InfeasibleError, UsageError
-from autopart.passes.placement import NEVER, Message, Optimality, Placement, Problem, check, is_contiguous, loads
+from autopart.passes.placement import (
+    NEVER,
+    Line,
+    Message,
+    Optimality,
+    Placement,
+    Problem,
+    beside_ns,
+    ceiling_ns,
+    check,
+    floor_ns,
+    is_contiguous,
+    least_ns,
+    loads,
+    trunk,
+)
+
+__all__ = ["Limits", "Line", "certify", "least_ns", "place"]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """seconds: wall clock, never exceeded by more than the time to build the model; workers: threads.
+    """seconds: wall clock, with the building of the model; workers: threads.
 
     The answer is the same every time for one number of workers, unless the clock stops the search.
     """
@@ -79,6 +124,36 @@ def place(
         return Placement(tuple(hint), Optimality.of(max(loads(problem, hint)), bound))
     proved = status == cp_model.INFEASIBLE
     raise InfeasibleError(
+        "no placement fits the machines" if proved else "no placement was found in time",
+        why="proved: sizes and machines leave no way" if proved else f"the limit was {limits.seconds:g} s",
+        fix="" if proved else "give more seconds, or a hint",
+    )
+
+
+FOUND = (cp_model.OPTIMAL, cp_model.FEASIBLE)
+
+
+def _solver(limits: Limits) -> cp_model.CpSolver:
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = limits.workers
+    solver.parameters.interleave_search = limits.workers > 1
+    solver.parameters.random_seed = limits.seed
+    return solver
+
+
+def _solve(solver: cp_model.CpSolver, cp: cp_model.CpModel, until: float) -> tuple[cp_model.CpSolverStatus, int]:
+    """Status and bound of the objective, of what is found before the clock says `until`."""
+    left = until - time.monotonic()
+    if left <= 0:
+        return cp_model.UNKNOWN, 0
+    solver.parameters.max_time_in_seconds = left
+    status = solver.solve(cp)
+    return status, ceil(max(0.0, solver.best_objective_bound) - 1e-6)
+
+
+def _none(status: cp_model.CpSolverStatus, limits: Limits) -> InfeasibleError:
+    proved = status == cp_model.INFEASIBLE
+    return InfeasibleError(
         "no placement fits the machines" if proved else "no placement was found in time",
         why="proved: sizes and machines leave no way" if proved else f"the limit was {limits.seconds:g} s",
         fix="" if proved else "give more seconds, or a hint",
@@ -194,3 +269,135 @@ class _Model:
             group = next(g for g, here in enumerate(row) if solver.boolean_value(here))
             stands.append(left[group].pop(0) if self.contiguous else spot)
         return tuple(stands[next(q for q, on in enumerate(row) if solver.boolean_value(on))] for row in self.x)
+
+
+# ---- the certificate of a pipeline ----------------------------------------------------------------------------------
+
+
+def certify(line: Line, *, hint: Sequence[int] | None = None, limits: Limits | None = None) -> Placement:
+    """The pipeline with the least Z (module docstring) over all orders of the DAG, and what is proved about it.
+
+    Every position holds at least one item.  hint: position of each item; it bounds the search and is the answer when
+    nothing better is found in time.  Placement: machine[v] is the position of v, `optimality.objective` the Z of that,
+    and no pipeline of these items takes less than `optimality.lower_bound` for a step, whatever its schedule.
+    Raises UsageError when the hint or the line contradicts itself, InfeasibleError as `place` does.
+    """
+    limits, started = limits or Limits(), time.monotonic()
+    path = trunk(line)
+    worst = least_ns(line, hint) if hint is not None else ceiling_ns(line)
+    unit = -(-worst // SAFE) or 1
+    status: cp_model.CpSolverStatus = cp_model.UNKNOWN
+    solver, model, bound = _solver(limits), _LineModel(line, path, unit, worst), 0
+    solver.parameters.cp_model_probing_level = 0  # it takes seconds, and shortens no search here
+    if model.build(started + limits.seconds):
+        if hint is not None:
+            model.hint(hint)
+        status, bound = _solve(solver, model.cp, started + limits.seconds)
+    bound = max(bound * unit, floor_ns(line, path))
+    if status in FOUND:
+        where = model.answer(solver)
+        found = least_ns(line, where)
+        if hint is None or found <= worst:  # rounded to units, they may seem equal
+            return Placement(where, Optimality.of(found, bound))
+    if hint is not None and status != cp_model.INFEASIBLE:
+        return Placement(tuple(hint), Optimality.of(worst, bound))
+    raise _none(status, limits)
+
+
+Amount = cp_model.LinearExpr | int
+
+SAFE = 1 << 48
+"""The solver's integers stay below; what is larger is counted in larger units, rounded down."""
+
+
+class _LineModel:
+    """The CP-SAT model of the certificate: g by item and position, all else follows from it."""
+
+    def __init__(self, line: Line, path: Sequence[int], unit: int, worst: int) -> None:
+        self.line, self.path, self.unit, self.cp = line, path, unit, cp_model.CpModel()
+        self.spots = range(len(line.times))
+        self.g: list[list[cp_model.IntVar]] = []  # at positions 1..S - 1
+        self.worst = self.cp.new_int_var(0, worst // unit, "")
+
+    def build(self, until: float) -> bool:
+        """False when the clock says `until` first."""
+        for _ in self.line.static_bytes:
+            row = [self.cp.new_bool_var("") for _ in self.spots[1:]]
+            self.g.append(row)
+            for here, later in pairwise(row):
+                self.cp.add_implication(later, here)
+            if time.monotonic() > until:
+                return False
+        for u, v in self.line.edges:
+            for before, after in zip(self.g[u], self.g[v], strict=True):
+                self.cp.add_implication(before, after)
+            if time.monotonic() > until:
+                return False
+        self._paces()
+        for q in self.spots:
+            self.cp.add(sum(self._at(v, q) for v in range(len(self.g))) >= 1)
+            self._fits(q)
+        self.cp.minimize(self.worst)
+        return True
+
+    def _at(self, v: int, q: int) -> Amount:
+        """1 when item v stands at position q."""
+        row = self.g[v]
+        return (row[q - 1] if q else 1) - (row[q] if q < len(row) else 0)
+
+    def _paces(self) -> None:
+        """Z, from what each position takes and what of it lies on the trunk."""
+        micros, tails = self.line.micros, [tail // self.unit for tail in self.line.tail_ns]
+        times = self._times()
+        y: list[Amount] = []
+        b: list[Amount] = []
+        for q, beside in enumerate(beside_ns(self.line, self.path)):
+            on, pace = self._trunk_at(q, times[q], beside // self.unit)
+            b.append(on)
+            y.append(pace)
+            self.cp.add(micros * times[q] + tails[q] <= self.worst)
+            for p in (p for p in range(q + 1) if p == 0 or tails[p]):
+                self.cp.add(tails[p] * b[p] + sum(y[p:q]) + micros * y[q] <= self.worst)
+
+    def _times(self) -> list[Amount]:
+        """L of each position; where all are alike, differences of what stands at a position or later."""
+        rows = [[t // self.unit for t in row] for row in self.line.times]
+        if any(row != rows[0] for row in rows):
+            whole = [self.cp.new_int_var(0, sum(row), "") for row in rows]
+            for q, row in enumerate(rows):
+                self.cp.add(whole[q] == sum(t * self._at(v, q) for v, t in enumerate(row)))
+            return list(whole)
+        after: list[Amount] = [sum(rows[0])]
+        for q in self.spots[1:]:
+            after.append(self.cp.new_int_var(0, sum(rows[0]), ""))
+            self.cp.add(after[q] == sum(t * g[q - 1] for t, g in zip(rows[0], self.g, strict=True)))
+        return [here - later for here, later in pairwise([*after, 0])]
+
+    def _trunk_at(self, q: int, time: Amount, beside: int) -> tuple[Amount, Amount]:
+        """b and y of position q."""
+        if len(self.path) == len(self.g):
+            return 1, time
+        row = [t // self.unit for t in self.line.times[q]]
+        on, pace = self.cp.new_bool_var(""), self.cp.new_int_var(0, sum(row), "")
+        for t in self.path:
+            self.cp.add(on >= self._at(t, q))
+        self.cp.add(pace >= sum(row[t] * self._at(t, q) for t in self.path))
+        self.cp.add(pace >= time - beside + beside * on)
+        return on, pace
+
+    def _fits(self, q: int) -> None:
+        """Memory of position q; needs above it are cut off there, which keeps the numbers small."""
+        memory = self.line.memory_bytes[q]
+        need = [self.line.need_bytes(q, v) for v in range(len(self.g))]
+        if sum(need) > memory:
+            self.cp.add(sum(min(n, memory + 1) * self._at(v, q) for v, n in enumerate(need)) <= memory)
+
+    def hint(self, where: Sequence[int]) -> None:
+        """Start from this pipeline."""
+        for row, spot in zip(self.g, where, strict=True):
+            for q, later in enumerate(row, start=1):
+                self.cp.add_hint(later, spot >= q)
+
+    def answer(self, solver: cp_model.CpSolver) -> tuple[int, ...]:
+        """The position of each item."""
+        return tuple(sum(solver.boolean_value(later) for later in row) for row in self.g)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 
 import networkx as nx  # type: ignore[import-untyped, unused-ignore]
 import numpy as np
@@ -241,3 +241,122 @@ def _cut_costs(problem: Problem, order: Sequence[int]) -> Ints:
         corners[0, places[-1] + 1] -= message.cost
         corners[places[0] + 1, places[-1] + 1] += message.cost
     return corners.cumsum(axis=0).cumsum(axis=1)[: n + 1, : n + 1]
+
+
+# ---- a pipeline in a line, and what its step takes at least: the mathematics stands in `exact` ----------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A pipeline of positions, one stage each; times in ns, sizes in bytes.
+
+    times[q][v]: forward and backward of item v for one micro-batch at position q, over its replicas there.
+    edges: a DAG over the items; none goes back.  micros: micro-batches of a step.  static_bytes[v]: weights, gradients,
+    optimizer state.  live_bytes[q][v]: what v keeps per micro-batch in flight at q.  live[q]: how many are in flight.
+    tail_ns[q]: what q does after its last backward (the sum of its gradients over replicas), 0 if unknown.
+    one_way: those of the edges that carry no gradient back; an edge that is not named here is taken to carry one.
+    """
+
+    times: tuple[tuple[int, ...], ...]
+    edges: tuple[tuple[int, int], ...]
+    micros: int
+    static_bytes: tuple[int, ...]
+    live_bytes: tuple[tuple[int, ...], ...]
+    live: tuple[int, ...]
+    memory_bytes: tuple[int, ...]
+    tail_ns: tuple[int, ...]
+    one_way: tuple[tuple[int, int], ...] = ()
+
+    def need_bytes(self, q: int, v: int) -> int:
+        """What item v takes at position q."""
+        return self.static_bytes[v] + self.live[q] * self.live_bytes[q][v]
+
+
+def least_ns(line: Line, where: Sequence[int]) -> int:
+    """Z of one pipeline: no schedule of it takes less.  Raises UsageError when it is none.  O(items + S^2)."""
+    spots = range(len(line.times))
+    back = any(where[u] > where[v] for u, v in line.edges)
+    need = [sum(line.need_bytes(q, v) for v, at in enumerate(where) if at == q) for q in spots]
+    if set(where) != set(spots) or len(where) != len(line.static_bytes) or back:
+        raise UsageError("this is no pipeline that may be", why="an edge goes back, or a position is empty")
+    if any(n > memory for n, memory in zip(need, line.memory_bytes, strict=True)):
+        raise UsageError("this is no pipeline that may be", why="a position has too little memory")
+    times = [sum(line.times[q][v] for v, at in enumerate(where) if at == q) for q in spots]
+    least = max(line.micros * t + tail for t, tail in zip(times, line.tail_ns, strict=True))
+    on = sorted({where[v] for v in trunk(line)})
+    for i, p in enumerate(on):
+        for j in range(i, len(on)):
+            least = max(least, line.tail_ns[p] + sum(times[r] for r in on[i:j]) + line.micros * times[on[j]])
+    return least
+
+
+def ceiling_ns(line: Line) -> int:
+    """No Z is above it."""
+    slowest: list[int] = [max(ways) for ways in zip(*line.times, strict=True)]
+    return line.micros * sum(slowest) + max(line.tail_ns)
+
+
+def floor_ns(line: Line, path: Sequence[int]) -> int:
+    """No Z is below it: what the relaxation says without a solver.  path: the trunk."""
+    least: list[int] = [min(ways) for ways in zip(*line.times, strict=True)]
+    m, spots = line.micros, len(line.times)
+    whole: int = m**spots
+    less: int = (m - 1) ** spots
+    along = sum(least[v] for v in path) * whole
+    return max(-(-along // (whole - less)), -(-m * sum(least) // spots), m * max(least))
+
+
+def trunk(line: Line) -> tuple[int, ...]:
+    """The heaviest path over edges that carry a gradient.  Refuses a line that contradicts itself.  O(n + edges)."""
+    n, spots = len(line.static_bytes), len(line.times)
+    tables = (line.live_bytes, line.live, line.memory_bytes, line.tail_ns)
+    rows = [*line.times, *line.live_bytes]
+    if not n or line.micros < 1 or any(len(t) != spots for t in tables) or any(len(row) != n for row in rows):
+        raise UsageError("the parts of a line do not match")
+    if any(a < 0 for row in [*rows, line.static_bytes, line.live, line.tail_ns] for a in row):
+        raise UsageError("a line has a negative time or size")
+    if any(not 0 <= i < n for edge in line.edges for i in edge):
+        raise UsageError("an edge of a line names an item that does not exist")
+    flow = _flow(line)
+    if not nx.is_directed_acyclic_graph(flow):
+        raise UsageError("the edges of a line make a cycle")
+    flow.remove_edges_from(line.one_way)
+    best: dict[int, tuple[int, int]] = {}  # time of the heaviest path that ends here, and the item before
+    for v in nx.topological_sort(flow):
+        before = max(((best[u][0], -u) for u in flow.pred[v]), default=(0, 1))
+        best[v] = (before[0] + min(row[v] for row in line.times), -before[1])
+    path = [max(range(n), key=lambda v: (best[v][0], -v))]
+    while best[path[-1]][1] >= 0:
+        path.append(best[path[-1]][1])
+    return tuple(reversed(path))
+
+
+def _flow(line: Line) -> nx.DiGraph:
+    flow = nx.DiGraph(line.edges)
+    flow.add_nodes_from(range(len(line.static_bytes)))
+    return flow
+
+
+def beside_ns(line: Line, path: Sequence[int]) -> list[int]:
+    """o: the most time a position can have that holds no item of the trunk.
+
+    Then all positions before it end the trunk after some item i, and what stands there can be neither before i (or it)
+    nor after what follows i.  O(items + edges).
+    """
+    flow, rank = _flow(line), {v: i for i, v in enumerate(path)}
+    order = list(nx.topological_sort(flow))
+    first: dict[int, int] = {}  # the latest of the trunk before an item
+    last: dict[int, int] = {}  # the earliest after it
+    for v in order:
+        first[v] = rank.get(v, max((first[u] for u in flow.pred[v]), default=-1))
+    for v in reversed(order):
+        last[v] = rank.get(v, min((last[u] for u in flow.succ[v]), default=len(path)))
+    result = []
+    for row in line.times:
+        change = [0] * (len(path) + 2)
+        for v in order:
+            if v not in rank:
+                change[first[v] + 1] += row[v]
+                change[last[v] + 1] -= row[v]
+        result.append(max(accumulate(change)))
+    return result

@@ -1,4 +1,4 @@
-"""The command line: demo, plan, explain, verify, version.
+"""The command line: demo, plan, explain, verify, cluster, version.
 
 Exit codes: 0 all is well; 1 a check failed or something failed while ranks ran; 2 the request cannot be met (bad
 argument, a model that is refused, a plan that does not fit).  An error of ours is its message on stderr, without a
@@ -20,6 +20,7 @@ import typer
 
 from . import api
 from .check import Verification
+from .cluster_cli import app as cluster_app
 from .demo.models import BUILTIN
 from .files import load_plan, plan_to_json, save_plan
 from .ir.errors import AutopartError, RunError
@@ -35,6 +36,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(cluster_app)
 
 
 class Schedule(StrEnum):
@@ -56,7 +58,9 @@ class Costs(StrEnum):
 ModelName = Annotated[
     str, typer.Argument(help=f"{', '.join(BUILTIN)}, or module:function or file.py:function -> (model, batch)")
 ]
-ClusterName = Annotated[str, typer.Option("--cluster", help='"cpu:2", "cuda:8", or a .yaml, .toml or .json file')]
+ClusterName = Annotated[
+    str, typer.Option("--cluster", help='"cpu:2", "cuda:8", "h200x8", or a .yaml, .toml or .json file')
+]
 Stages = Annotated[int | None, typer.Option(help="Stages; by default one a device")]
 MicroBatches = Annotated[int | None, typer.Option(help="Micro-batches; by default four a stage")]
 ScheduleName = Annotated[Schedule, typer.Option(help="Order of the micro-batches")]

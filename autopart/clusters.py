@@ -283,11 +283,18 @@ def _yaml_item(entry: Mapping[str, object]) -> str:
 
 
 def save_cluster(cluster: Cluster, path: str | os.PathLike[str]) -> None:
-    """Write a cluster as YAML.  Raises ClusterError when the file cannot be written."""
+    """Write a cluster as YAML.  Raises ClusterError when the file cannot be written, or would not be read as YAML."""
+    require_yaml(path)
     try:
         Path(path).write_text(cluster_to_yaml(check(cluster)), encoding="utf-8")
     except OSError as error:
         raise ClusterError(f"cannot write {os.fspath(path)}", why=error.strerror or str(error)) from error
+
+
+def require_yaml(path: str | os.PathLike[str]) -> None:
+    """Raises ClusterError for a file name that is not one of YAML."""
+    if _READERS.get(Path(path).suffix.lower()) is not _read_yaml:
+        raise ClusterError(f"{os.fspath(path)!r} is no name for a YAML file", fix="let it end in .yaml")
 
 
 class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]

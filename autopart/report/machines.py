@@ -1,0 +1,54 @@
+"""A cluster as a table: its devices, and the levels of links between them."""
+
+from __future__ import annotations
+
+import itertools
+
+from autopart.ir.cluster import Cluster, Device, Level
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def cluster_table(cluster: Cluster) -> str:
+    """Equal neighbours are one line.  Memory in GiB, rates in TFLOP/s, bandwidths in GB/s."""
+    dtypes = list(dict.fromkeys(name for device in cluster.devices for name, _ in device.rates))
+    heads = [f"{_SHORT.get(name, name)} TFLOP/s" for name in dtypes]
+    grid = [["ranks", "device", "memory GiB", *heads, "other TFLOP/s" if dtypes else "TFLOP/s", "memory GB/s"]]
+    rank = 0
+    for device, same in itertools.groupby(cluster.devices):
+        count = len(list(same))
+        grid.append(_device_row(rank, count, device, dtypes))
+        rank += count
+    links = [["level", "joins", "latency us", "GB/s of a port"]]
+    inner = 1
+    for index, level in enumerate(cluster.levels):
+        links.append(_level_row(index, level, inner))
+        inner = level.size
+    return "\n".join([*_aligned(grid), "", *_aligned(links)]) + "\n"
+
+
+def _aligned(grid: list[list[str]]) -> list[str]:
+    """Two columns of words, the others of numbers."""
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    rows = [
+        [
+            cell.ljust(width) if c < 2 else cell.rjust(width)
+            for c, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in grid
+    ]
+    return ["  ".join(row).rstrip() for row in rows]
+
+
+def _device_row(rank: int, count: int, device: Device, dtypes: list[str]) -> list[str]:
+    ranks = str(rank) if count == 1 else f"{rank}-{rank + count - 1}"
+    rates = [device.rate(name) for name in dtypes] + [device.flops_per_s]
+    memory = f"{device.memory_bytes / 2**30:.1f}"
+    bandwidth = f"{device.mem_bytes_per_s / 1e9:.4g}"
+    return [ranks, device.name or device.kind, memory, *(f"{rate / 1e12:.4g}" for rate in rates), bandwidth]
+
+
+def _level_row(index: int, level: Level, inner: int) -> list[str]:
+    parts = max(1, level.size // inner)
+    joins = f"{parts} device{'s' * (parts > 1)}" if index == 0 else f"{parts} groups of {inner}"
+    return [str(index), joins, f"{level.link.latency_ns / 1000:.4g}", f"{level.link.bytes_per_s / 1e9:.4g}"]

@@ -19,24 +19,9 @@ constraints of its position.
 
 Proof by the solver; its bound is of integers, so nothing is lost to rounding.
 
-Certificate of a synchronous pipeline (`certify`).  Positions 0..S-1 work one after the other on m micro-batches.  Let
-L_q be the forward and backward time of one micro-batch at q, and let the trunk be the heaviest path of the DAG over
-edges that carry a gradient; b_q = 1 when q holds an item of the trunk.  Minimised over all orders of the DAG:
-
-    Z = max of  m L_q + tail_q                                                       for every q
-                tail_p + sum of L_r over p <= r < q with b_r = 1  +  m L_q           for p <= q with b_p = b_q = 1
-
-Z is a lower bound of the time of one step, whatever the schedule.  q works m L_q and then sums its gradients.  Let
-p < q both hold items of the trunk.  Before q starts its first forward, that micro-batch has gone forward through each
-position of the trunk from p to q, for a stage starts when all that it reads is there; after the last backward of q
-(its last action) that micro-batch goes back through the same positions, and then p sums its gradients.  All of these
-are disjoint in time from what q does itself.  Positions without the trunk (`b_q = 0`) may run beside the others, which
-is why the plain sum over all positions before q would claim too much for a DAG with branches.  Where every position
-holds an item of the trunk, Z is that sum; on a chain it always is.  Transfers, and the idle time of a position between
-its first and its last action, are left out: Z is below the true time by them.
-
-With x, g as above for the line, y_q = L_q b_q, o_q the most that can stand at q beside the trunk (items that some cut
-between neighbours of the trunk has on neither side), and t_v the items of the trunk:
+Certificate of a synchronous pipeline (`certify`): Z of `placement`, minimised over all orders of the DAG.  With
+x, g as above for the line, y_q = L_q b_q, and o_q the most that can stand at q beside the trunk (items that some cut
+between neighbours of the trunk has on neither side); t are the items of the trunk:
 
     sum_v x[v, q] >= 1;   b_q >= x[t, q];   y_q >= L_q - o_q (1 - b_q);   y_q >= sum_t times[q][t] x[t, q]
     m L_q + tail_q <= Z;   tail_p b_p + sum_{p <= r < q} y_r + m y_q <= Z;   sizes at q <= memory_q
@@ -288,7 +273,8 @@ def certify(line: Line, *, hint: Sequence[int] | None = None, limits: Limits | N
     unit = -(-worst // SAFE) or 1
     status: cp_model.CpSolverStatus = cp_model.UNKNOWN
     solver, model, bound = _solver(limits), _LineModel(line, path, unit, worst), 0
-    solver.parameters.cp_model_probing_level = 0  # it takes seconds, and shortens no search here
+    solver.parameters.cp_model_probing_level = 0  # more of either takes seconds, and shortens no search here
+    solver.parameters.max_presolve_iterations = 1
     if model.build(started + limits.seconds):
         if hint is not None:
             model.hint(hint)
@@ -333,31 +319,35 @@ class _LineModel:
                 self.cp.add_implication(before, after)
             if time.monotonic() > until:
                 return False
-        self._paces()
-        for q in self.spots:
-            self.cp.add(sum(self._at(v, q) for v in range(len(self.g))) >= 1)
-            self._fits(q)
         self.cp.minimize(self.worst)
-        return True
+        return self._paces(until)
 
-    def _at(self, v: int, q: int) -> Amount:
-        """1 when item v stands at position q."""
-        row = self.g[v]
-        return (row[q - 1] if q else 1) - (row[q] if q < len(row) else 0)
+    def _sum(self, q: int, weights: Sequence[int]) -> Amount:
+        """Of the items at position q: what stands at q or later less what stands later."""
+        columns = [[row[k] for row in self.g] for k in (q - 1, q) if 0 <= k < len(self.spots) - 1]
+        signs = [1] * (q > 0) + [-1] * (q < len(self.spots) - 1)
+        terms = [sign * w for sign in signs for w in weights]
+        flat = [g for column in columns for g in column]
+        return (0 if q else sum(weights)) + cp_model.LinearExpr.weighted_sum(flat, terms)
 
-    def _paces(self) -> None:
-        """Z, from what each position takes and what of it lies on the trunk."""
+    def _paces(self, until: float) -> bool:
+        """Z, from what each position takes and what of it lies on the trunk; no position empty or too full."""
         micros, tails = self.line.micros, [tail // self.unit for tail in self.line.tail_ns]
         times = self._times()
         y: list[Amount] = []
         b: list[Amount] = []
         for q, beside in enumerate(beside_ns(self.line, self.path)):
+            self.cp.add(self._sum(q, [1] * len(self.g)) >= 1)
+            self._fits(q)
             on, pace = self._trunk_at(q, times[q], beside // self.unit)
             b.append(on)
             y.append(pace)
             self.cp.add(micros * times[q] + tails[q] <= self.worst)
             for p in (p for p in range(q + 1) if p == 0 or tails[p]):
                 self.cp.add(tails[p] * b[p] + sum(y[p:q]) + micros * y[q] <= self.worst)
+            if time.monotonic() > until:
+                return False
+        return True
 
     def _times(self) -> list[Amount]:
         """L of each position; where all are alike, differences of what stands at a position or later."""
@@ -365,12 +355,12 @@ class _LineModel:
         if any(row != rows[0] for row in rows):
             whole = [self.cp.new_int_var(0, sum(row), "") for row in rows]
             for q, row in enumerate(rows):
-                self.cp.add(whole[q] == sum(t * self._at(v, q) for v, t in enumerate(row)))
+                self.cp.add(whole[q] == self._sum(q, row))
             return list(whole)
         after: list[Amount] = [sum(rows[0])]
         for q in self.spots[1:]:
             after.append(self.cp.new_int_var(0, sum(rows[0]), ""))
-            self.cp.add(after[q] == sum(t * g[q - 1] for t, g in zip(rows[0], self.g, strict=True)))
+            self.cp.add(after[q] == cp_model.LinearExpr.weighted_sum([g[q - 1] for g in self.g], rows[0]))
         return [here - later for here, later in pairwise([*after, 0])]
 
     def _trunk_at(self, q: int, time: Amount, beside: int) -> tuple[Amount, Amount]:
@@ -380,8 +370,10 @@ class _LineModel:
         row = [t // self.unit for t in self.line.times[q]]
         on, pace = self.cp.new_bool_var(""), self.cp.new_int_var(0, sum(row), "")
         for t in self.path:
-            self.cp.add(on >= self._at(t, q))
-        self.cp.add(pace >= sum(row[t] * self._at(t, q) for t in self.path))
+            here = [~self.g[t][q - 1]] if q else []
+            self.cp.add_bool_or(*here, on, *self.g[t][q : q + 1])
+        own = set(self.path)
+        self.cp.add(pace >= self._sum(q, [t if v in own else 0 for v, t in enumerate(row)]))
         self.cp.add(pace >= time - beside + beside * on)
         return on, pace
 
@@ -390,7 +382,7 @@ class _LineModel:
         memory = self.line.memory_bytes[q]
         need = [self.line.need_bytes(q, v) for v in range(len(self.g))]
         if sum(need) > memory:
-            self.cp.add(sum(min(n, memory + 1) * self._at(v, q) for v, n in enumerate(need)) <= memory)
+            self.cp.add(self._sum(q, [min(n, memory + 1) for n in need]) <= memory)
 
     def hint(self, where: Sequence[int]) -> None:
         """Start from this pipeline."""

@@ -13,6 +13,7 @@ from .capture import Capturer
 from .capture.batch import take_apart
 from .check import Verification, verify_step
 from .clusters import parse_cluster
+from .ir.abilities import EVERYTHING
 from .ir.cluster import Cluster
 from .ir.errors import UsageError
 from .ir.plan import Plan
@@ -52,7 +53,7 @@ def planned(model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None
     """As `plan`, with the captured graph that the plan is for."""
     read = read_options(**options)
     batch = take_apart(_given(sample, "plan"), with_target=read.loss_fn is not None)
-    return make_plan(Capturer(model, read.loss_fn), batch, _cluster(cluster), read)
+    return make_plan(Capturer(model, read.loss_fn), batch, _cluster(cluster), read, EVERYTHING)
 
 
 def verify(

@@ -22,7 +22,7 @@ from autopart.ir import plan as plan_ir
 from autopart.ir.cluster import torchrun_line
 from autopart.ir.errors import AutopartError, PlanError, PlanFileError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import Estimate, Plan, Stage
+from autopart.ir.plan import Alternative, Estimate, Optimality, Plan, Stage
 
 MAX_BYTES = 256 * 2**20  # of any file we read; a plan of 100 000 ops has 4 MiB
 SHOWN = 20  # problems and differences printed at most
@@ -30,7 +30,7 @@ SHOWN = 20  # problems and differences printed at most
 Problem = tuple[str, str]  # JSON path, what is wrong there
 
 # Validation runs over the very classes of the IR; this is pydantic's hook for options of a foreign dataclass.
-_CHECKED: tuple[Any, ...] = (Plan, Stage, Estimate)
+_CHECKED: tuple[Any, ...] = (Plan, Stage, Estimate, Optimality, Alternative)
 for _class in _CHECKED:
     _class.__pydantic_config__ = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 _PLAN = TypeAdapter(Plan)
@@ -124,6 +124,9 @@ def _mismatches(plan: Plan, graph: Graph, torch_version: str, world: int) -> Ite
         yield f"another number of ranks: it is for {plan.world}, {world} run"
 
 
+_TOLD_APART = ("stages", "estimates", "micro_rows", "notes", "optimality", "alternatives")
+
+
 def diff_plans(a: Plan, b: Plan) -> str:
     """What changes from plan a to plan b, a line each; ops that move are counted by the stages they move between."""
     if a == b:
@@ -131,7 +134,7 @@ def diff_plans(a: Plan, b: Plan) -> str:
     lines = []
     for field, before in asdict(a).items():
         after = getattr(b, field)
-        if field not in ("stages", "estimates", "micro_rows", "notes") and before != after:
+        if field not in _TOLD_APART and before != after:
             lines.append(f"{field}: {before} -> {after}")
     if a.micro_rows != b.micro_rows:
         lines.append(f"micro_rows: {list(a.micro_rows)} -> {list(b.micro_rows)}")
@@ -141,12 +144,16 @@ def diff_plans(a: Plan, b: Plan) -> str:
         if old.ranks != new.ranks:
             lines.append(f"stage {s} ranks: {list(old.ranks)} -> {list(new.ranks)}")
         if old.recompute != new.recompute:
-            lines.append(f"stage {s} recompute: {old.recompute} -> {new.recompute}")
+            lines.append(f"stage {s} recomputed ops: {_again(old)} -> {_again(new)}")
     lines += _moved_ops(a, b)
     for field in ("estimates", "notes"):
         if getattr(a, field) != getattr(b, field):
             lines.append(f"{field} differ")
     return "\n".join(lines or ["the same ops in another order"])
+
+
+def _again(stage: Stage) -> int:
+    return sum(map(len, stage.recompute))
 
 
 def _moved_ops(a: Plan, b: Plan) -> list[str]:
@@ -262,8 +269,8 @@ def _plan_problems(plan: Plan) -> Iterator[Problem]:
     """What an edit can break that types do not show; the rules are those of `ir.plan.check`, here with paths."""
     if plan.world < 1:
         yield "world", f"at least 1 rank is needed, not {plan.world}"
-    if plan.schedule not in plan_ir.SCHEDULES:
-        yield "schedule", f"unknown schedule {plan.schedule!r}; use one of {', '.join(plan_ir.SCHEDULES)}"
+    if plan.schedule not in plan_ir.ALL_SCHEDULES:
+        yield "schedule", f"unknown schedule {plan.schedule!r}; use one of {', '.join(plan_ir.ALL_SCHEDULES)}"
     if not plan.stages:
         yield "stages", "at least one stage is needed"
     if not plan.micro_rows:
@@ -294,6 +301,9 @@ def _stage_problems(plan: Plan) -> Iterator[Problem]:
                 yield f"stages[{s}].ranks[{i}]", f"rank {rank} is outside 0..{plan.world - 1}"
             elif taken.setdefault(rank, s) != s or rank in stage.ranks[:i]:
                 yield f"stages[{s}].ranks[{i}]", f"rank {rank} already runs stage {taken[rank]}"
+        again = [name for group in stage.recompute for name in group]
+        if len(again) > len(set(again)) or not set(again) <= set(stage.ops):
+            yield f"stages[{s}].recompute", "holds an op twice, or one that is not in the stage"
         seen: set[str] = set()
         for i, name in enumerate(stage.ops):
             if name in seen:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from .capture.export import LossFn
 from .ir.errors import UsageError
-from .ir.plan import SCHEDULES, Plan
+from .ir.plan import ALL_SCHEDULES, Plan
 
 REDUCTIONS = ("auto", "mean", "sum", "token-mean")
 COSTS = ("auto", "measured", "analytic")
+RECOMPUTE = ("auto", "off", "all")
+
+Watch = Callable[[str, int, int], None]
+"""Told of progress: (what is being done, best step so far in ns or 0, lower bound in ns or 0)."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,12 @@ class Options:
     plan: Plan | str | os.PathLike[str] | None = None
     seed: int = 0
     costs: str = "auto"
+    optimizer: Any = None
+    replicas: int | tuple[int, ...] | None = None
+    recompute: str = "auto"
+    together: tuple[tuple[str, ...], ...] = ()
+    pins: Mapping[str, int] = field(default_factory=dict)
+    watch: Watch | None = None
 
 
 def read_options(**given: Any) -> Options:
@@ -38,8 +48,15 @@ def read_options(**given: Any) -> Options:
             f"unknown option {sorted(unknown)[0]!r}",
             fix="options are: sample, " + ", ".join(Options.__dataclass_fields__),
         )
-    options = Options(**{**given, "cuts": _cuts(given.get("cuts", ()))})
-    _one_of("schedule", options.schedule, ("auto", *SCHEDULES))
+    read = {
+        "cuts": _paths("cut", given.get("cuts", ())),
+        "together": _groups(given.get("together", ())),
+        "pins": _pins(given.get("pins")),
+        "replicas": _replicas(given.get("replicas")),
+    }
+    options = Options(**{**given, **read})
+    _one_of("schedule", options.schedule, ("auto", *ALL_SCHEDULES))
+    _one_of("recompute", options.recompute, RECOMPUTE)
     _one_of("loss_reduction", options.loss_reduction, REDUCTIONS)
     _one_of("costs", options.costs, COSTS)
     _count("stages", options.stages)
@@ -53,14 +70,39 @@ def read_options(**given: Any) -> Options:
     return options
 
 
-def _cuts(cuts: Iterable[str] | str | None) -> tuple[str, ...]:
-    if not isinstance(cuts, str | Iterable | None):
-        raise UsageError(f"cuts is a {type(cuts).__name__}", fix='for example cuts=["transformer.h.4"]')
-    found = (cuts,) if isinstance(cuts, str) else tuple(cuts or ())
-    for cut in found:
-        if not isinstance(cut, str) or not cut:
-            raise UsageError(f"cut {cut!r} is not a module path", fix='for example cuts=["transformer.h.4"]')
+def _paths(what: str, paths: Iterable[str] | str | None) -> tuple[str, ...]:
+    if not isinstance(paths, str | Iterable | None):
+        raise UsageError(f"{what}s is a {type(paths).__name__}", fix=f'for example {what}s=["transformer.h.4"]')
+    found = (paths,) if isinstance(paths, str) else tuple(paths or ())
+    for path in found:
+        if not isinstance(path, str) or not path:
+            raise UsageError(f"{what} {path!r} is not a module path", fix=f'for example {what}s=["transformer.h.4"]')
     return found
+
+
+def _groups(groups: Any) -> tuple[tuple[str, ...], ...]:
+    """Each group of modules that no cut may part; a single path is a group of its own."""
+    if not isinstance(groups, str | Iterable | None):
+        raise UsageError(f"together is a {type(groups).__name__}", fix='for example together=["encoder", ("a", "b")]')
+    return tuple(_paths("path", group) for group in ((groups,) if isinstance(groups, str) else groups or ()))
+
+
+def _pins(pins: Any) -> Mapping[str, int]:
+    if pins is None:
+        return {}
+    good = isinstance(pins, Mapping) and all(isinstance(p, str) and type(s) is int for p, s in pins.items())
+    if not good:
+        raise UsageError(f"pins is {pins!r}", fix='map module paths to stages: pins={"lm_head": 3}')
+    return dict(pins)
+
+
+def _replicas(replicas: Any) -> int | tuple[int, ...] | None:
+    if replicas is None:
+        return None
+    counts = tuple(replicas) if isinstance(replicas, Iterable) and not isinstance(replicas, str) else (replicas,)
+    if not counts or not all(type(c) is int and c > 0 for c in counts):
+        raise UsageError(f"replicas is {replicas!r}", fix="use a number, or one for each stage: replicas=(2, 1)")
+    return replicas if isinstance(replicas, int) else counts
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -74,6 +116,6 @@ def _count(name: str, value: int | None) -> None:
 
 
 def _no_conflict(options: Options) -> None:
-    for name in ("stages", "micro_batches", "cuts", "schedule"):
-        if getattr(options, name) not in (None, (), "auto"):
+    for name in ("stages", "micro_batches", "cuts", "schedule", "replicas", "recompute", "together", "pins"):
+        if getattr(options, name) not in (None, (), "auto", {}):
             raise UsageError(f"both plan= and {name}= are given", why="a plan fixes that already", fix=f"drop {name}=")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, replace
 
@@ -10,19 +11,27 @@ import torch
 from .capture import Captured, Capturer
 from .capture.batch import Batch, split_rows
 from .capture.probe import prove_rows
-from .capture.rows import mark_rows
+from .capture.rows import mark_rows, require_same_program
 from .files import load_plan, match_plan
+from .ir.abilities import RUNTIME, Abilities, lacking
 from .ir.cluster import Cluster
-from .ir.errors import UsageError
+from .ir.errors import PlanError, UsageError
 from .ir.graph import Graph, Weight
 from .ir.plan import Plan
 from .measure import measure_costs
+from .optimizers import state_factor
 from .options import Options
+from .passes.estimate import kinds_of
 from .passes.loss import UnprovenRows, weigh
-from .passes.pipeline import build
+from .passes.pipeline import Source, build
 from .passes.rules import analytic_costs
+from .passes.scale import at_rows
+from .passes.sheets import sheets
+from .passes.space import Request
 
 WHOLE = Weight("any")
+MOST_WAYS = 8
+"""Ways to cut the batch that are tried."""
 
 
 @dataclass(frozen=True)
@@ -34,31 +43,83 @@ class Planned:
     weight: Weight
 
 
-def make_plan(capturer: Capturer, batch: Batch, cluster: Cluster, options: Options) -> Planned:
-    """Plan a model for batches like `batch` on `cluster`.
+def make_plan(
+    capturer: Capturer, batch: Batch, cluster: Cluster, options: Options, abilities: Abilities = RUNTIME
+) -> Planned:
+    """Plan a model for batches like `batch` on `cluster`, with what `abilities` has.
 
-    Raises CaptureError, RefusedError (what cannot be exact), UsageError, PlanError.
+    Raises CaptureError, RefusedError (what cannot be exact), UsageError, PlanError, InfeasibleError.
     """
     given = read_plan(options)
-    micro_rows = given.micro_rows if given else choose_rows(batch, cluster, options)
-    captured = capturer(batch, max(micro_rows))
     if given:
-        match_plan(given, captured.graph, torch_version=torch.__version__, world=cluster.world)
-    weight = loss_weight(capturer, batch, captured, micro_rows, options)
-    if given:
-        return Planned(given, captured, weight)
+        return _given(given, capturer, batch, cluster, options, abilities)
+    ways = row_ways(batch, cluster, options)
+    first = capturer(batch, _first_rows(ways, batch, cluster, options))
+    many = any(len(rows) > 1 for rows in ways)
+    other = capturer(batch, _second(first.graph.rows, ways)) if batch.rows not in (None, 1) else None
+    weight = _weight(first, other, batch, options) if many and other is not None else WHOLE
+    ways, notes = _scalable(first, other, ways, abilities)
+    plan = _planned(first, other, cluster, options, ways, abilities)
+    rows = max(plan.micro_rows)
+    captured = first
+    if rows != first.graph.rows and other is not None:
+        if _on_meta(first):
+            grown = at_rows(first.graph, other.graph, rows)
+            assert grown is not None
+            plan = replace(plan, graph_digest=grown.shape_digest())
+        else:  # what will run is captured and measured at its own size, and planned once more
+            captured = other if other.graph.rows == rows else capturer(batch, rows)
+            require_same_program(first.graph, captured.graph)
+            plan = _planned(captured, first, cluster, options, (plan.micro_rows,), abilities)
+    weight = weight if len(plan.micro_rows) > 1 else WHOLE
+    return Planned(replace(plan, notes=plan.notes + notes), captured, weight)
+
+
+def _given(
+    given: Plan, capturer: Capturer, batch: Batch, cluster: Cluster, options: Options, abilities: Abilities
+) -> Planned:
+    """The user's own plan, for this model, with what can be run."""
+    if missing := lacking(given, abilities):
+        raise PlanError(
+            f"the plan cannot be run yet: it needs {' and '.join(missing)}",
+            fix='plan with what compile can run: compile without plan=, or replicas=1 and recompute="off"',
+        )
+    captured = capturer(batch, max(given.micro_rows))
+    match_plan(given, captured.graph, torch_version=torch.__version__, world=cluster.world)
+    return Planned(given, captured, loss_weight(capturer, batch, captured, given.micro_rows, options))
+
+
+def _planned(
+    captured: Captured,
+    other: Captured | None,
+    cluster: Cluster,
+    options: Options,
+    ways: tuple[tuple[int, ...], ...],
+    abilities: Abilities,
+) -> Plan:
+    """The plan for one of these ways to cut the batch, from the costs at the captured number of rows."""
     graph, source, notes = _costs(captured, cluster, options)
-    plan = build(
-        graph,
-        cluster,
+    item = min((p.size_bytes // max(1, math.prod(p.shape)) for p in graph.params if p.trainable), default=4)
+    factor, said = state_factor(options.optimizer, item)
+    request = Request(
+        micro_rows=ways,
         stages=options.stages,
-        micro_rows=micro_rows,
         schedule=options.schedule,
         cuts=options.cuts,
-        torch_version=torch.__version__,
-        costs=source,
+        together=options.together,
+        pins=options.pins,
+        replicas=options.replicas,
+        recompute=options.recompute,
+        state_factor=factor,
+        abilities=abilities,
     )
-    return Planned(replace(plan, notes=plan.notes + notes), captured, weight)
+    costs_at = sheets(graph, other.graph if other is not None else None, kinds_of(cluster))
+    plan = build(Source(graph, costs_at, torch.__version__, source), cluster, request, options.watch)
+    return replace(plan, notes=plan.notes + notes + said)
+
+
+def _on_meta(captured: Captured) -> bool:
+    return any(tensor.is_meta for tensor in captured.tensors.values())
 
 
 def read_plan(options: Options) -> Plan | None:
@@ -70,9 +131,12 @@ def read_plan(options: Options) -> Plan | None:
     return options.plan
 
 
-def choose_rows(batch: Batch, cluster: Cluster, options: Options) -> tuple[int, ...]:
-    """Rows of each micro-batch: as the user says, else four micro-batches per stage where the batch allows (the
-    bubble is then at most a fifth, GPipe section 2.3)."""
+def row_ways(batch: Batch, cluster: Cluster, options: Options) -> tuple[tuple[int, ...], ...]:
+    """The ways to cut a batch that are tried, each the rows of its micro-batches, largest micro-batches first.
+
+    What the user says; else the divisors of the number of rows, thinned to about `MOST_WAYS`, or powers of two where
+    there are few divisors.
+    """
     if batch.rows is None:
         if options.micro_batches not in (None, 1):
             raise UsageError(
@@ -80,10 +144,42 @@ def choose_rows(batch: Batch, cluster: Cluster, options: Options) -> tuple[int, 
                 why="none of its tensors has an axis",
                 fix="use micro_batches=1",
             )
-        return (1,)
+        return ((1,),)
+    if options.micro_batches:
+        return (split_rows(batch.rows, options.micro_batches),)
+    return tuple(split_rows(batch.rows, count) for count in micro_counts(batch.rows))
+
+
+def micro_counts(rows: int) -> tuple[int, ...]:
+    """Numbers of micro-batches worth trying, ascending."""
+    divisors = [count for count in range(1, rows + 1) if rows % count == 0]
+    powers = [1 << i for i in range(rows.bit_length()) if 1 << i <= rows]
+    counts = divisors if len(divisors) >= min(4, len(powers)) else sorted({*divisors, *powers})
+    if len(counts) > MOST_WAYS:  # one for each power of two, the nearest
+        counts = sorted({min(counts, key=lambda c: (abs(c - power), c)) for power in powers} | {rows})
+    while len(counts) > MOST_WAYS:
+        counts = counts[:2] + counts[3:]
+    return tuple(counts)
+
+
+def _first_rows(ways: tuple[tuple[int, ...], ...], batch: Batch, cluster: Cluster, options: Options) -> int:
+    """The rows to capture first: four micro-batches a stage is a fair guess (a fifth of bubble, GPipe section 2.3)."""
     stages = options.stages or cluster.world
-    default = min(batch.rows, 4 * stages) if stages > 1 else 1
-    return split_rows(batch.rows, options.micro_batches or default)
+    wanted = 4 * stages if stages > 1 else 1
+    nearest = min(range(len(ways)), key=lambda i: abs(len(ways[i]) - wanted))
+    return max(ways[nearest])
+
+
+def _scalable(
+    first: Captured, other: Captured | None, ways: tuple[tuple[int, ...], ...], abilities: Abilities
+) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
+    """The ways whose costs are known: all, where the program grows along a line with the rows."""
+    sizes = {max(rows) for rows in ways} | ({1} if abilities.replicas else set())
+    if other is None or all(at_rows(first.graph, other.graph, rows) is not None for rows in sizes):
+        return ways, ()
+    known = tuple(rows for rows in ways if max(rows) == first.graph.rows)
+    note = f"only micro-batches of {first.graph.rows} rows were tried: the program does not grow evenly with them"
+    return known, (note,)
 
 
 def loss_weight(
@@ -95,8 +191,11 @@ def loss_weight(
     """
     if len(micro_rows) == 1:
         return WHOLE
-    rows = max(micro_rows)
-    other = capturer(batch, _second(rows, micro_rows))
+    other = capturer(batch, _second(max(micro_rows), (micro_rows,)))
+    return _weight(captured, other, batch, options)
+
+
+def _weight(captured: Captured, other: Captured, batch: Batch, options: Options) -> Weight:
     graph = mark_rows(captured.graph, other.graph)
     stated = None if options.loss_reduction == "auto" else options.loss_reduction
     try:
@@ -109,13 +208,13 @@ def loss_weight(
         raise unproven.refusal from None
 
 
-def _second(rows: int, micro_rows: tuple[int, ...]) -> int:
-    """Another number of rows to compare with: one that will be run anyway, if there is one."""
-    return min(micro_rows) if min(micro_rows) != rows else rows + 1
+def _second(rows: int, ways: tuple[tuple[int, ...], ...]) -> int:
+    """Another number of rows to compare with: one that may be run anyway, if there is one."""
+    return next((size for way in ways for size in sorted(set(way)) if size != rows), rows + 1)
 
 
 def _prove(captured: Captured, other: Captured, names: frozenset[str], batch: Batch) -> frozenset[str]:
-    if any(tensor.is_meta for tensor in captured.tensors.values()):
+    if _on_meta(captured):
         return names  # planning only: compile checks again, with weights
     small, large = sorted((captured, other), key=lambda c: c.graph.rows)
     return prove_rows(small, large, names, batch)
@@ -123,7 +222,7 @@ def _prove(captured: Captured, other: Captured, names: frozenset[str], batch: Ba
 
 def _costs(captured: Captured, cluster: Cluster, options: Options) -> tuple[Graph, str, tuple[str, ...]]:
     """The graph with costs, where they come from, and what to say about them."""
-    meta = any(tensor.is_meta for tensor in captured.tensors.values())
+    meta = _on_meta(captured)
     here = cluster.kind == "cpu" or torch.cuda.is_available()
     if options.costs == "analytic" or (options.costs == "auto" and (meta or not here)):
         return analytic_costs(captured.graph, cluster.devices[0]), "analytic", ()

@@ -26,16 +26,16 @@ from autopart.ir.graph import Graph, Literal, Op
 from autopart.passes.cuts import crossing_bytes, segments
 
 
-def coarsen(graph: Graph, *, blocks: int = 64, cuts: tuple[str, ...] = ()) -> Graph:
+def coarsen(graph: Graph, *, blocks: int = 64, cuts: tuple[str, ...] = (), also: tuple[int, ...] = ()) -> Graph:
     """Merge ops into at most `blocks` blocks (more only when `cuts` makes more segments than that).
 
     Before: a checked graph.  After: ops are blocks named block0, block1, ... in topological order; every block is
     convex and the graph between them acyclic; `parts` lists the captured ops inside in an order that can run; a
     value used only inside a block is gone unless it is an output or an update; cost is the sum; no block spans a cut
-    (see `cuts.segments`), and all uses of a buffer that is updated stand in one block, since each stage has its own
-    copy.  O(levels * (ops + reads) * log ops), levels about log2(ops / blocks).
+    (see `cuts.segments`) or a place in `also`; all uses of a buffer that is updated stand in one block,
+    since each stage has its own copy.  O(levels * (ops + reads) * log ops), levels about log2(ops / blocks).
     """
-    segment = segments(graph, cuts)
+    segment = segments(graph, cuts, also)
     if len(graph.ops) > blocks:
         groups = _cluster(graph, segment, blocks)
         segment = [segment[group[0]] for group in groups]

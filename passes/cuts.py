@@ -85,8 +85,8 @@ def _flows(graph: Graph) -> list[tuple[int, list[int], int, int]]:
     return flows
 
 
-def segments(graph: Graph, cuts: Sequence[str]) -> list[int]:
-    """For each op, how many cuts lie at or before it.
+def segments(graph: Graph, cuts: Sequence[str], also: Sequence[int] = ()) -> list[int]:
+    """For each op, how many cuts lie at or before it; also: places of ops that count as cuts.
 
     A cut is a module path; it lies right before the first op whose module is that path or stands below it, in the
     order of the graph (captured order).  So everything captured before that op is cut off from everything from it on,
@@ -103,8 +103,22 @@ def segments(graph: Graph, cuts: Sequence[str]) -> list[int]:
         if start in starts:
             raise UsageError(f"cuts {starts[start]!r} and {cut!r} begin at the same op", fix="leave one of them out")
         starts[start] = cut
-    places = sorted(starts)
+    places = sorted({*starts, *also} - {0})
     return [bisect_right(places, i) for i in range(len(graph.ops))]
+
+
+def module_span(graph: Graph, paths: Sequence[str]) -> tuple[int, int]:
+    """[first op, op after the last) of some modules, in the order of the graph.
+
+    Raises UsageError when a path has no op.  O(ops * paths).
+    """
+    places: list[int] = []
+    for path in paths:
+        own = [i for i, op in enumerate(graph.ops) if f"{op.module}.".startswith(f"{path}.")]
+        if not own:
+            raise _no_module(graph, path)
+        places += own
+    return min(places), max(places) + 1
 
 
 def _no_module(graph: Graph, cut: str) -> UsageError:
@@ -114,7 +128,7 @@ def _no_module(graph: Graph, cut: str) -> UsageError:
         paths.update((".".join(words[: k + 1]), None) for k in range(len(words)))
     near = difflib.get_close_matches(cut, [p for p in paths if p], n=3, cutoff=0.0)
     return UsageError(
-        f"cut {cut!r} is no module of the model in which a stage could begin",
+        f"{cut!r} is no module of the model in which a stage could begin or stay",
         why="no op runs in a module of that path",
         fix="the nearest paths are " + ", ".join(near) if near else "",
     )

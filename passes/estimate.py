@@ -1,85 +1,200 @@
 """Estimates: time, memory and messages of each stage of a plan, and the simulated step.
 
+Memory of a device of stage s with r replicas, live = `plan.in_flight`:
+
+    weights + gradients + optimizer state                      of the parameters that the stage uses, each once
+    + live * (saved for the backward + received)               of the largest share of a micro-batch, rows / r
+    + workspace                                                largest of one op, and of one recomputed group
+    + 2 * (received + sent)                                    messages under way; receives are posted two ahead
+    + (live - 1) * weights                                     asynchronous schedules alone: a version per micro-batch
+    + the whole batch's inputs                                 on the first stage
+
+A recomputed group keeps what enters and leaves it and pays its forward a second time.
+
 Assumed, and wrong where: times and saved bytes of a stage are the sums of its ops'; weights, gradients and optimizer
-state stay allocated; buffers of messages other than the values received, and what the allocator wastes, are left out.
-Clones count in every stage that runs them.
+state stay allocated; what the allocator wastes is left out.  Optimizer: reads weights, gradients and state, writes
+weights and state, at memory speed.  Clones count in every stage that runs them.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from autopart.ir.cluster import Cluster
+from autopart.ir.cluster import Cluster, Device
 from autopart.ir.cost import Cost
-from autopart.ir.graph import Graph
-from autopart.ir.plan import Estimate, Plan, in_flight
+from autopart.ir.graph import Graph, Op
+from autopart.ir.plan import ASYNC, Estimate, Plan, Stage, in_flight
 from autopart.ir.program import Program
 from autopart.ir.timeline import Timeline
-from autopart.passes.simulate import simulate
+from autopart.passes.sheets import CostsAt
+from autopart.passes.simulate import Message, Work, simulate, step_ns
+from autopart.passes.traffic import Load, bundle, ring
 
 
-def estimate(plan: Plan, graph: Graph, program: Program, cluster: Cluster, *, state_factor: float = 2.0) -> Plan:
+@dataclass(frozen=True)
+class Setting:
+    """What estimates are made from.  kinds: distinct devices of the cluster; costs_at: (rows, kind) to the graph whose
+    ops the plan names.  state_factor: bytes of optimizer state per byte of trainable parameter.  overlap: gradients
+    are summed while the last backward runs."""
+
+    cluster: Cluster
+    kinds: tuple[Device, ...]
+    costs_at: CostsAt
+    state_factor: float = 2.0
+    overlap: bool = False
+
+
+def kinds_of(cluster: Cluster) -> tuple[Device, ...]:
+    """Distinct devices; that of rank 0 comes first."""
+    return tuple(dict.fromkeys(cluster.devices))
+
+
+def optimizer_ns(trained_bytes: int, state_factor: float, device: Device) -> int:
+    """Nanoseconds of an optimizer's step over parameters of trained_bytes."""
+    return int(trained_bytes * (3 + 2 * state_factor) * 1e9 / device.mem_bytes_per_s)
+
+
+def estimate(plan: Plan, program: Program, setting: Setting) -> Plan:
     """The plan with `estimates`, `step_ns` and `bubble` filled in.
 
-    Before: program is the plan's, verified; graph is the captured one, whose costs are of the largest micro-batch.
-    bubble is the idle share of the ranks that run a stage.  O(uses + actions).
+    Before: program is the plan's, verified.  step_ns of an asynchronous schedule is micro-batches times the slowest
+    stage, its steady state (PipeDream, section 3.1).  bubble: idle share of the ranks that run a stage; the sums of
+    gradients and the optimizer count as idle.  O(uses + actions).
     """
-    estimates = tuple(_stage(plan, s, graph, program, state_factor) for s in range(len(plan.stages)))
-    timeline = timeline_of(replace(plan, estimates=estimates), graph, program, cluster)
+    known, work = estimated(plan, program, setting)
+    if plan.schedule == ASYNC:
+        return replace(known, step_ns=steady_ns(known), bubble=0.0)
+    timeline = simulate(program, work)
     busy = sum(timeline.busy_ns(rank) for rank in program.stage_ranks)
     whole = timeline.step_ns * len(plan.stages)
-    return replace(plan, estimates=estimates, step_ns=timeline.step_ns, bubble=1 - busy / whole if whole else 0.0)
+    return replace(known, step_ns=timeline.step_ns, bubble=1 - busy / whole if whole else 0.0)
 
 
-def timeline_of(plan: Plan, graph: Graph, program: Program, cluster: Cluster) -> Timeline:
-    """The simulated step of a plan that has estimates."""
-    return simulate(
-        program,
-        fwd_ns=tuple(e.fwd_ns for e in plan.estimates),
-        bwd_ns=tuple(e.bwd_ns for e in plan.estimates),
-        cluster=cluster,
-        message_bytes=message_bytes(program, graph),
-        activation_bytes=tuple(e.activation_bytes for e in plan.estimates),
-        tied_ns=_tied_ns(program, graph, cluster),
-    )
+def estimated(plan: Plan, program: Program, setting: Setting) -> tuple[Plan, Work]:
+    """The plan with `estimates`, and what the simulator needs."""
+    rows = max(plan.micro_rows)
+    whole = setting.costs_at(rows, 0)
+    sizes = message_bytes(program, whole)
+    estimates = tuple(_stage(plan, s, whole, sizes, setting) for s in range(len(plan.stages)))
+    known = replace(plan, estimates=estimates)
+    return known, _work(known, program, whole, sizes, setting)
 
 
-def message_bytes(program: Program, graph: Graph) -> dict[tuple[int, int, str], int]:
+def simulated_ns(plan: Plan, program: Program, setting: Setting) -> tuple[Plan, int]:
+    """The plan with `estimates`, and the time of its step."""
+    known, work = estimated(plan, program, setting)
+    return known, steady_ns(known) if plan.schedule == ASYNC else step_ns(program, work)
+
+
+def steady_ns(plan: Plan) -> int:
+    """Time of all micro-batches when nothing is flushed: the slowest stage sets the pace, its replicas take turns."""
+    return len(plan.micro_rows) * max(e.fwd_ns + e.bwd_ns + e.reduce_ns + e.optimizer_ns for e in plan.estimates)
+
+
+def timeline_of(plan: Plan, program: Program, setting: Setting) -> Timeline:
+    """The simulated step of a plan."""
+    return simulate(program, estimated(plan, program, setting)[1])
+
+
+def message_bytes(program: Program, graph: Graph) -> dict[Message, int]:
     """Bytes of one message by (source stage, destination stage, "F" or "B").  O(values of edges)."""
     size = {v.name: v.size_bytes for v in graph.values}
     sizes = {(e.src, e.dst, "F"): sum(size[v] for v in e.values) for e in program.edges}
     return sizes | {(e.dst, e.src, "B"): sum(size[v] for v in e.grads) for e in program.edges if e.grads}
 
 
-def _stage(plan: Plan, s: int, graph: Graph, program: Program, state_factor: float) -> Estimate:
-    """activation_bytes: kept per micro-batch in flight (saved and received).  state_bytes: gradients and optimizer."""
-    own = set(plan.stages[s].ops)
-    ops = [op for op in graph.ops if op.name in own]
-    cost = sum((op.cost for op in ops), Cost())
+def _work(plan: Plan, program: Program, whole: Graph, sizes: dict[Message, int], setting: Setting) -> Work:
+    ranks = [stage.ranks for stage in plan.stages]
+    return Work(
+        fwd_ns=tuple(e.fwd_ns for e in plan.estimates),
+        bwd_ns=tuple(e.bwd_ns for e in plan.estimates),
+        held_bytes=tuple(e.activation_bytes for e in plan.estimates),
+        messages={m: (size, bundle(setting.cluster, ranks[m[0]], ranks[m[1]])) for m, size in sizes.items()},
+        tied_ns=_tied_ns(program, whole, setting.cluster),
+        reduce=tuple(reduction(plan, s, whole, setting) for s in range(len(ranks))),
+        optimizer_ns=tuple(e.optimizer_ns for e in plan.estimates),
+        overlap=setting.overlap,
+    )
+
+
+def reduction(plan: Plan, s: int, graph: Graph, setting: Setting) -> tuple[int, Load]:
+    """Bytes of a stage's gradients and the load of their sum over its replicas."""
+    return _trained_bytes(_ops(plan.stages[s], graph), graph), ring(setting.cluster, plan.stages[s].ranks)
+
+
+def _ops(stage: Stage, graph: Graph) -> list[Op]:
+    own = set(stage.ops)
+    return [op for op in graph.ops if op.name in own]
+
+
+def _trained_bytes(ops: list[Op], graph: Graph) -> int:
     used = {name for op in ops for name in op.params}
-    params = [p for p in graph.params if p.name in used]
-    sizes = message_bytes(program, graph)
+    return sum(p.size_bytes for p in graph.params if p.name in used and p.trainable)
+
+
+def _stage(plan: Plan, s: int, whole: Graph, sizes: dict[Message, int], setting: Setting) -> Estimate:
+    """The estimate of the slowest device of a stage."""
+    stage, replicas = plan.stages[s], len(plan.stages[s].ranks)
+    rows = -(-max(plan.micro_rows) // replicas)
+    kinds = sorted({setting.kinds.index(setting.cluster.devices[rank]) for rank in stage.ranks})
+    costed = [_ops(stage, setting.costs_at(rows, kind)) for kind in kinds]
+    costs = [sum((op.cost for op in ops), Cost()) for ops in costed]
+    share = setting.costs_at(rows, kinds[0])
+    kept, group_bytes = _kept(stage, costed[0], share)
+    again = {name for group in stage.recompute for name in group}
+    recompute_ns = max(sum(op.cost.fwd_ns for op in ops if op.name in again) for ops in costed)
     in_bytes = sum(size for (_, dst, kind), size in sizes.items() if dst == s and kind == "F")
     out_bytes = sum(size for (src, _, kind), size in sizes.items() if src == s and kind == "F")
-    param_bytes = sum(p.size_bytes for p in params)
-    state_bytes = int(sum(p.size_bytes for p in params if p.trainable) * (1 + state_factor))
-    activation_bytes = cost.saved_bytes + in_bytes
+    used = {name for op in costed[0] for name in op.params}
+    param_bytes = sum(p.size_bytes for p in whole.params if p.name in used)
+    trained = _trained_bytes(costed[0], whole)
     live = in_flight(plan.schedule, s, len(plan.stages), len(plan.micro_rows))
-    peak_bytes = param_bytes + state_bytes + live * activation_bytes + cost.scratch_bytes
+    optimizer_bytes = int(trained * setting.state_factor)
+    state_bytes = trained + optimizer_bytes + (live - 1) * param_bytes * (plan.schedule == ASYNC)
+    activation_bytes = kept + -(-in_bytes // replicas)
+    workspace = costs[0].scratch_bytes + group_bytes
+    buffers = 2 * (-(-in_bytes // replicas) + -(-out_bytes // replicas))
+    peak_bytes = param_bytes + state_bytes + live * activation_bytes + workspace + buffers
     if s == 0:  # the first stage is given the whole batch
-        values = graph.value_map()
-        peak_bytes += len(plan.micro_rows) * sum(values[name].size_bytes for name in graph.inputs)
+        values = whole.value_map()
+        peak_bytes += len(plan.micro_rows) * -(-sum(values[name].size_bytes for name in whole.inputs) // replicas)
     return Estimate(
-        fwd_ns=cost.fwd_ns,
-        bwd_ns=cost.bwd_ns,
-        flops=cost.flops,
+        fwd_ns=max(cost.fwd_ns for cost in costs),
+        bwd_ns=max(cost.bwd_ns for cost in costs) + recompute_ns,
+        flops=costs[0].flops,
         param_bytes=param_bytes,
         state_bytes=state_bytes,
         activation_bytes=activation_bytes,
         in_bytes=in_bytes,
         out_bytes=out_bytes,
         peak_bytes=peak_bytes,
+        live=live,
+        optimizer_bytes=optimizer_bytes,
+        workspace_bytes=workspace,
+        buffer_bytes=buffers,
+        recompute_ns=recompute_ns,
+        reduce_ns=ring(setting.cluster, stage.ranks).alone_ns(trained),
+        optimizer_ns=max(optimizer_ns(trained, setting.state_factor, setting.kinds[kind]) for kind in kinds),
     )
+
+
+def _kept(stage: Stage, ops: list[Op], graph: Graph) -> tuple[int, int]:
+    """(bytes kept per micro-batch, bytes of the largest recomputed group), for a device's share of the rows."""
+    saved = {op.name: op.cost.saved_bytes for op in ops}
+    if not stage.recompute:
+        return sum(saved.values()), 0
+    size = {v.name: v.size_bytes for v in graph.values}
+    by_name = {op.name: op for op in ops}
+    made = {w for op in ops for w in op.writes}
+    edges: set[str] = set()
+    for group in stage.recompute:
+        inside = set(group)
+        written = {w for name in group for w in by_name[name].writes}
+        edges |= {r for name in group for r in by_name[name].reads if r in made} - written
+        edges |= written & {r for op in ops if op.name not in inside for r in op.reads}
+    again = {name for group in stage.recompute for name in group}
+    kept = sum(amount for name, amount in saved.items() if name not in again) + sum(size[name] for name in edges)
+    return kept, max(sum(saved[name] for name in group) for group in stage.recompute)
 
 
 def _tied_ns(program: Program, graph: Graph, cluster: Cluster) -> tuple[int, ...]:

@@ -2,136 +2,196 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.cluster import check as check_cluster
 from autopart.ir.errors import InfeasibleError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.graph import check as check_graph
-from autopart.ir.plan import SCHEDULES, Plan, Stage
+from autopart.ir.plan import ASYNC, Optimality, Plan
 from autopart.ir.plan import check as check_plan
+from autopart.passes.advice import alternatives, infeasible
 from autopart.passes.atoms import atoms
+from autopart.passes.bound import lower_bound
 from autopart.passes.coarsen import coarsen
-from autopart.passes.cuts import forced_bounds
-from autopart.passes.estimate import estimate
-from autopart.passes.partition import Split, partition
+from autopart.passes.cuts import forced_bounds, module_span
+from autopart.passes.estimate import Setting, estimate, kinds_of
+from autopart.passes.judge import Verdict, expanded
+from autopart.passes.layout import SMALL
+from autopart.passes.line import Line
 from autopart.passes.route import route
+from autopart.passes.search import Found, Watch, search
+from autopart.passes.sheets import CostsAt
+from autopart.passes.space import Request, Space
 from autopart.passes.verify import verify
 
-BLOCKS = 64
-"""Blocks that the partition chooses from, when four for each stage are not more."""
+BLOCKS, MOST_BLOCKS = 64, 256
+"""Blocks that the partition chooses from, and how many there are at most when deep pipelines ask for more."""
 
 
-def build(
-    graph: Graph,
-    cluster: Cluster,
-    *,
-    stages: int | None,
-    micro_rows: tuple[int, ...],
-    schedule: str,
-    cuts: tuple[str, ...] = (),
-    torch_version: str,
-    costs: str = "analytic",
-    state_factor: float = 2.0,
-) -> Plan:
-    """The plan with the shortest simulated step: which captured ops on which rank, under which schedule.
+@dataclass(frozen=True)
+class Source:
+    """What a plan is for.  graph: captured, with costs.  costs_at: its costs at other rows and on other devices.
+    torch_version, costs: noted in the plan."""
 
-    Before: graph is captured at max(micro_rows) rows and has costs.  stages: None for one on each device, or what
-    `cuts` (module paths at which a stage begins) say.  schedule: "auto", "1f1b" or "gpipe".  state_factor: bytes of
-    optimizer state per byte of trainable parameter.  After: `plan.check(plan, graph)` holds and the plan's program is
-    verified.  Raises UsageError, InfeasibleError; GraphError and ProgramError would be our own mistakes.
+    graph: Graph
+    costs_at: CostsAt
+    torch_version: str
+    costs: str = "analytic"
+
+
+def build(source: Source, cluster: Cluster, request: Request, watch: Watch | None = None) -> Plan:
+    """The plan with the shortest simulated step, which says how far from the best one it can be.
+
+    Before: the graph is checked and has costs.  After: `plan.check` holds for it and the plan's program is verified;
+    the plan's digests are those of `graph`, whatever its number of rows.  Raises UsageError, InfeasibleError;
+    GraphError and ProgramError would be our own mistakes.
     """
     # What the user can get wrong comes first, then what capture can.
-    _check_options(stages, micro_rows, schedule, cuts, cluster)
-    check_graph(graph)
+    if request.cuts and request.stages is None:
+        request = replace(request, stages=len(request.cuts) + 1)
+    check_request(request, cluster)
+    graph = check_graph(source.graph)
     # Free ops go first: what is cloned is not sent, so it must not look like traffic to the passes below.
     fine = check_graph(atoms(graph))
     # Then few and heavy blocks in a line, since the partition's time grows with their square.
-    most = stages or (len(cuts) + 1 if cuts else cluster.world)
-    blocks = check_graph(coarsen(fine, blocks=max(BLOCKS, 4 * most), cuts=cuts))
-    # Only now it is known how many stages there can be.
-    count = _stage_count(most, stages, cuts, len(blocks.ops))
-    forced = forced_bounds(blocks, fine, cuts)
-    # Each schedule gets its own partition, because their memory differs; only a simulation compares them.
-    plans: list[Plan] = []
-    problem: InfeasibleError | None = None
-    micros = len(micro_rows)
-    for name in SCHEDULES if schedule == "auto" else (schedule,):
-        try:
-            split = partition(
-                blocks, cluster, stages=count, micros=micros, schedule=name, forced=forced, state_factor=state_factor
-            )
-        except InfeasibleError as error:
-            problem = problem or error
-            continue
+    coarse, line = spaces = _spaces(source, fine, cluster, request)
+    check_stages(request, line.line.n)
+    # The search proposes and simulates; it never sees a captured op.
+    found = search(spaces, watch)
+    if found.best is None:
+        raise infeasible(found, line, lambda other, machines: _again(source, fine, other, machines))
+    # What was chosen is costed once more over captured ops: only there are clones counted exactly.
+    plan = _finished(source, found, spaces, cluster, request)
+    # The bound does not depend on what was found, so it is honest about it.
+    bound = lower_bound(coarse if plan.world <= SMALL else line)
+    if watch:
+        watch("bound", plan.step_ns, bound)
+    return replace(plan, optimality=Optimality.of(plan.step_ns, bound))
+
+
+def _spaces(source: Source, fine: Graph, cluster: Cluster, request: Request) -> tuple[Space, Space]:
+    """A line of few blocks and one of more, whose blocks are cut out of the same places."""
+    deepest = request.stages or cluster.world
+    blocks = max(BLOCKS, min(4 * deepest, MOST_BLOCKS), deepest)
+    marks = tuple(sorted({place for paths in request.marks() for place in module_span(fine, paths)} - {len(fine.ops)}))
+    many = check_graph(coarsen(fine, blocks=blocks, cuts=request.cuts, also=marks))
+    setting = Setting(cluster, kinds_of(cluster), source.costs_at, request.state_factor, request.abilities.overlap)
+    most_rows = max(max(rows) for rows in request.micro_rows)
+    forced = forced_bounds(many, fine, request.cuts)
+    large = Space(Line(many, source.graph, source.costs_at, most_rows), setting, request, fine, forced)
+    if len(many.ops) <= 3 * BLOCKS // 2:
+        return large, large
+    ends = tuple(sorted({*forced, *(b for span in large.spans for b in span)}))
+    few = check_graph(coarsen(many, blocks=BLOCKS, also=ends))
+    forced = _kept_bounds(few, many, forced)
+    return Space(Line(few, source.graph, source.costs_at, most_rows), setting, request, fine, forced), large
+
+
+def _kept_bounds(few: Graph, many: Graph, forced: tuple[int, ...]) -> tuple[int, ...]:
+    """Where boundaries of a line lie in a coarser one."""
+    place = {part: i for i, op in enumerate(few.ops) for part in reversed(op.parts)}
+    return tuple(place[many.ops[b].parts[-1]] for b in forced)
+
+
+def _again(source: Source, fine: Graph, request: Request, cluster: Cluster) -> Verdict | None:
+    """Another request, for advice: its best verdict."""
+    try:
+        return search(_spaces(source, fine, cluster, request)).best
+    except (InfeasibleError, UsageError):
+        return None
+
+
+def _finished(source: Source, found: Found, spaces: tuple[Space, Space], cluster: Cluster, request: Request) -> Plan:
+    """The fastest of the plans found that also fits, and whose program is proven, over captured ops."""
+    setting = Setting(cluster, kinds_of(cluster), source.costs_at, request.state_factor, request.abilities.overlap)
+    best = found.best
+    assert best is not None
+    for verdict in (best, *found.seen):
+        space = spaces[0] if verdict.candidate.layout.depth <= SMALL else spaces[1]
         plan = Plan(
-            graph_digest=graph.shape_digest(),
-            structure_digest=graph.structure_digest(),
-            torch_version=torch_version,
+            graph_digest=source.graph.shape_digest(),
+            structure_digest=source.graph.structure_digest(),
+            torch_version=source.torch_version,
             world=cluster.world,
-            stages=_stages(split, blocks, graph),
-            micro_rows=micro_rows,
-            schedule=name,
-            costs=costs,
-            notes=_notes(count, cluster.world, len(blocks.ops)),
+            stages=expanded(verdict.plan, space.line.blocks, source.graph),
+            micro_rows=verdict.candidate.micro_rows,
+            schedule=verdict.candidate.schedule,
+            costs=source.costs,
         )
-        # The program is proven before anything is believed about its time.
-        program = verify(route(check_plan(plan, graph), graph), name)
-        plans.append(estimate(plan, graph, program, cluster, state_factor=state_factor))
-    if problem is not None and not plans:
-        raise problem
-    # The first of the fastest: 1f1b wins a tie, because it holds less memory.
-    return min(plans, key=lambda plan: plan.step_ns)
+        program = verify(route(check_plan(plan, source.graph), source.graph), plan.schedule)
+        plan = estimate(plan, program, setting)
+        if all(
+            e.peak_bytes <= min(cluster.devices[rank].memory_bytes for rank in stage.ranks)
+            for e, stage in zip(plan.estimates, plan.stages, strict=True)
+        ):
+            notes = _notes(plan, spaces[1].line.n)
+            return replace(plan, notes=notes, alternatives=alternatives(replace(found, best=verdict), space))
+    raise infeasible(replace(found, nearest=best), spaces[1], lambda other, machines: None)
 
 
-def _check_options(
-    stages: int | None, micro_rows: tuple[int, ...], schedule: str, cuts: tuple[str, ...], cluster: Cluster
-) -> None:
+def _notes(plan: Plan, blocks: int) -> tuple[str, ...]:
+    used = sum(len(stage.ranks) for stage in plan.stages)
+    notes = []
+    if used < plan.world:
+        few = len(plan.stages) == blocks
+        reason = f"the model has only {blocks} blocks" if few else "more would not make the step shorter"
+        notes.append(f"{plan.world - used} of {plan.world} devices idle: {reason}")
+    if plan.schedule == ASYNC:
+        notes.append("asynchronous: gradients are of older weights; the step is its steady state")
+    return tuple(notes)
+
+
+def check_request(request: Request, cluster: Cluster) -> None:
+    """Everything about a request that can be refused without looking at the model."""
     check_cluster(cluster)
-    if schedule not in ("auto", *SCHEDULES):
-        raise UsageError(f"unknown schedule {schedule!r}", fix="use one of " + ", ".join(("auto", *SCHEDULES)))
-    if not micro_rows or min(micro_rows) < 1 or max(micro_rows) - min(micro_rows) > 1:
+    known = request.abilities.schedules
+    if request.schedule not in ("auto", *known):
+        raise UsageError(f"unknown schedule {request.schedule!r}", fix="use one of " + ", ".join(("auto", *known)))
+    for rows in request.micro_rows or ((),):
+        if not rows or min(rows) < 1 or max(rows) - min(rows) > 1:
+            raise UsageError(
+                f"micro-batches of {list(rows)} rows cannot work", why="each needs a row, and they differ by one"
+            )
+    if request.stages is not None and request.stages < 1:
         raise UsageError(
-            f"micro-batches of {list(micro_rows)} rows cannot work", why="each needs a row, and they differ by one"
+            f"stages={request.stages} cannot work", fix="use at least 1, or None to let the planner choose"
         )
-    if stages is not None and stages < 1:
-        raise UsageError(f"stages={stages} cannot work", fix="use at least 1, or None for one on each device")
-    if cuts and stages not in (None, len(cuts) + 1):
+    if request.cuts and request.stages is not None and request.stages <= len(request.cuts):
         raise UsageError(
-            f"{len(cuts)} cuts make {len(cuts) + 1} stages, but stages={stages} was asked for",
-            fix=f"leave stages out or use stages={len(cuts) + 1}",
+            f"{len(request.cuts)} cuts make {len(request.cuts) + 1} stages, but stages={request.stages} was asked for",
+            fix=f"leave stages out or use at least stages={len(request.cuts) + 1}",
         )
-    count = stages or len(cuts) + 1
+    count = request.stages or 1
     if count > cluster.world:
         raise UsageError(
             f"{count} stages need {count} devices, but the cluster has {cluster.world}",
             fix=f"use at most {cluster.world} stages or name a larger cluster",
         )
+    _check_fixed(request, cluster)
 
 
-def _stage_count(most: int, stages: int | None, cuts: tuple[str, ...], blocks: int) -> int:
-    """As many stages as asked for; unasked, no more than there are blocks."""
-    if (stages is not None or cuts) and most > blocks:
+def _check_fixed(request: Request, cluster: Cluster) -> None:
+    """Replicas and pins against the number of stages."""
+    fixed = request.replicas if isinstance(request.replicas, tuple) else None
+    if fixed is not None and request.stages is not None and len(fixed) != request.stages:
+        raise UsageError(f"{len(fixed)} numbers of replicas are given for {request.stages} stages")
+    needed = sum(fixed) if fixed else (request.replicas if isinstance(request.replicas, int) else 1)
+    if needed > cluster.world:
+        raise UsageError(f"{needed} replicas need {needed} devices, but the cluster has {cluster.world}")
+    if fixed and max(fixed) > 1 and not request.abilities.replicas:
+        raise UsageError("replicas of a stage cannot be run yet", fix="use autopart.plan to plan with them")
+    for path, stage in request.pins.items():
+        if not 0 <= stage < (request.stages or cluster.world):
+            raise UsageError(f"{path} is pinned to stage {stage}, which does not exist")
+
+
+def check_stages(request: Request, blocks: int) -> None:
+    """The number of stages against the number of blocks."""
+    asked = request.stages or 0
+    if asked > blocks:
         raise UsageError(
-            f"{most} stages asked for, but the model has only {blocks} blocks that can stand apart",
+            f"{asked} stages asked for, but the model has only {blocks} blocks that can stand apart",
             fix=f"use at most stages={blocks}",
         )
-    return min(most, blocks)
-
-
-def _stages(split: Split, blocks: Graph, graph: Graph) -> tuple[Stage, ...]:
-    """Captured ops of each stage in captured order; stage s runs on rank s."""
-    place = {op.name: i for i, op in enumerate(graph.ops)}
-    stages = []
-    for s, (a, b) in enumerate(pairwise(split.bounds)):
-        parts = {part for block in blocks.ops[a:b] for part in block.parts}
-        stages.append(Stage(tuple(sorted(parts, key=place.__getitem__)), (s,)))
-    return tuple(stages)
-
-
-def _notes(count: int, world: int, blocks: int) -> tuple[str, ...]:
-    if count == world:
-        return ()
-    reason = f"the model has only {blocks} blocks" if count == blocks else f"{count} stages were asked for"
-    return (f"{world - count} of {world} devices idle: {reason}",)

@@ -1,8 +1,12 @@
 """The simulator: when each action of a program would start and end.
 
+Stages are the actors; the replicas of a stage do the same at the same time, each on its share of the rows, so a stage
+has one clock.  A bundle of messages between two stages waits until all its ports are free, keeps each busy for its
+bytes there, and arrives a latency after the slowest (`traffic`); so do the sums of gradients.  Ports serve in the
+order of posting.
+
 Assumed, and wrong where: computes take the same time for every micro-batch; a compute and a transfer do not slow each
-other down (on CPU they share cores); a link carries one message at a time in each direction, for its latency plus its
-bytes, and links of different rank pairs never share a wire; posting a send or a receive takes no time.
+other down (on CPU they share cores); replicas with unequal shares wait for the largest; posting takes no time.
 """
 
 from __future__ import annotations
@@ -10,53 +14,56 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import accumulate
 
-from autopart.ir.cluster import Cluster
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import Action, Program
 from autopart.ir.timeline import Span, Timeline
+from autopart.passes.traffic import Load, Way
+
+Message = tuple[int, int, str]
+"""(source stage, destination stage, "F" or "B")."""
 
 
-def simulate(
-    program: Program,
-    *,
-    fwd_ns: tuple[int, ...],
-    bwd_ns: tuple[int, ...],
-    cluster: Cluster,
-    message_bytes: Mapping[tuple[int, int, str], int],
-    activation_bytes: tuple[int, ...],
-    tied_ns: tuple[int, ...] = (),
-) -> Timeline:
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the simulator has to know of a plan.  Tuples have an entry for each stage.
+
+    fwd_ns, bwd_ns, tied_ns: of F, B and T.  held_bytes: activations per micro-batch in flight.  messages: bytes and
+    load of each message.  reduce: bytes and load of the sum of gradients over replicas.  optimizer_ns: its step.
+    overlap: the sum of gradients may start with the last backward instead of after it.
+    """
+
+    fwd_ns: tuple[int, ...]
+    bwd_ns: tuple[int, ...]
+    held_bytes: tuple[int, ...]
+    messages: Mapping[Message, tuple[int, Load]]
+    tied_ns: tuple[int, ...] = ()
+    reduce: tuple[tuple[int, Load], ...] = ()
+    optimizer_ns: tuple[int, ...] = ()
+    overlap: bool = False
+
+
+def simulate(program: Program, work: Work) -> Timeline:
     """Play the program in time.
 
-    Before: a verified program.  fwd_ns, bwd_ns, activation_bytes (per micro-batch in flight), tied_ns (of T): one for
-    each stage.  message_bytes: by (source stage, destination stage, "F" or "B").  After: an F, B or T spans its time
-    on the rank, a send spans its transfer on the link, a receive the wait of its rank; peak_bytes is of F done and B
-    not yet (of a forward program: all).  Each rank has its own clock and a message its time of arrival, so ranks can
-    be played in any order that the messages allow, without a queue of events: O(actions), and the sort of the spans.
+    Before: a verified program.  After: F, B, T, R and O span their time on the rank, a send spans its transfer, a
+    receive the wait of its rank; peak_bytes is of F done and B not yet (of a forward program: all).  Spans of a stage
+    are those of its first rank.  O(actions * log ranks), and the sort of the spans.
     """
-    times = {"F": fwd_ns, "B": bwd_ns, "T": tied_ns or (0,) * len(program.stage_ranks)}
-    world = _World(program, cluster, message_bytes, times)
-    done = [0] * len(program.ranks)
-    ready = deque(range(len(program.ranks)))
-    while ready:
-        rank = ready.popleft()
-        for action in program.ranks[rank][done[rank] :]:
-            span = world.act(rank, action)
-            if span is None:
-                break
-            world.spans.append(span)
-            done[rank] += 1
-            if action.kind in ("SF", "SB") and action.peer is not None:
-                ready.append(program.stage_ranks[action.peer])
-    for rank, actions in enumerate(program.ranks):
-        if done[rank] < len(actions):
-            raise ProgramError(f"{actions[done[rank]]} waits for ever", where=f"rank {rank}", why="verify it first")
+    play = _Play(program, work, spans=[])
+    play.run()
     peak = [0] * len(program.ranks)
     for stage, rank in enumerate(program.stage_ranks):
-        peak[rank] = activation_bytes[stage] * _most_live(program.ranks[rank])
-    return Timeline(tuple(sorted(world.spans, key=lambda span: (span.start_ns, span.rank))), tuple(peak))
+        peak[rank] = work.held_bytes[stage] * _most_live(program.ranks[rank])
+    spans = sorted(play.spans or (), key=lambda span: (span.start_ns, span.rank))
+    return Timeline(tuple(spans), tuple(peak))
+
+
+def step_ns(program: Program, work: Work) -> int:
+    """The end of the step that `simulate` draws, without drawing it."""
+    return _Play(program, work, spans=None).run()
 
 
 def _most_live(actions: tuple[Action, ...]) -> int:
@@ -66,33 +73,100 @@ def _most_live(actions: tuple[Action, ...]) -> int:
 
 
 @dataclass(slots=True)
-class _World:
-    """Clocks of the ranks, when each link is free, and when the messages under way arrive."""
+class _Play:
+    """Clocks of the ranks, when each way is free, and when the messages under way arrive."""
 
     program: Program
-    cluster: Cluster
-    message_bytes: Mapping[tuple[int, int, str], int]
-    times: dict[str, tuple[int, ...]]
-    clock: dict[int, int] = field(default_factory=dict)
-    link_free: dict[tuple[int, int], int] = field(default_factory=dict)
+    work: Work
+    spans: list[Span] | None
+    busy: dict[Message, tuple[int, tuple[Way, ...], tuple[int, ...]]] = field(default_factory=dict)
+    free: dict[Way, int] = field(default_factory=dict)
     arrivals: dict[tuple[int, int], deque[int]] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
+    parked: dict[tuple[int, int], int] = field(default_factory=dict)
+    clock: list[int] = field(default_factory=list)
+    end: int = 0
 
-    def act(self, rank: int, action: Action) -> Span | None:
-        """The span of an action, or None while its message has not been sent."""
-        now, peer = self.clock.get(rank, 0), action.peer
+    def run(self) -> int:
+        """The end of the step in nanoseconds.  The rank whose clock is behind acts next: so ports serve in order."""
+        ranks = self.program.ranks
+        stage_of = {rank: stage for stage, rank in enumerate(self.program.stage_ranks)}
+        self.clock, done = [0] * len(ranks), [0] * len(ranks)
+        last_ns = [0] * len(ranks)  # how long the last backward took, for sums that overlap it
+        queue = [(0, rank) for rank in range(len(ranks)) if ranks[rank]]
+        while queue:
+            now, rank = heappop(queue)
+            if done[rank] == len(ranks[rank]):
+                self._finish(stage_of[rank], rank, now - last_ns[rank] * self.work.overlap)
+                continue
+            action = ranks[rank][done[rank]]
+            woken = self._act(rank, action, now)
+            if woken is None:
+                continue  # parked until its message is sent
+            done[rank] += 1
+            if action.kind == "B":
+                last_ns[rank] = self.clock[rank] - now
+            heappush(queue, (self.clock[rank], rank))
+            if woken >= 0:
+                heappush(queue, (self.clock[woken], woken))
+        for rank, actions in enumerate(ranks):
+            if done[rank] < len(actions):
+                raise ProgramError(f"{actions[done[rank]]} waits for ever", where=f"rank {rank}", why="verify it first")
+        return self.end
+
+    def _act(self, rank: int, action: Action, now: int) -> int | None:
+        """Do an action: the rank it wakes, -1 for none, or None while its message has not been sent."""
+        work, kind, stage, peer = self.work, action.kind, action.stage, action.peer
         if peer is None:
-            self.clock[rank] = now + self.times[action.kind][action.stage]
-            return Span(rank, action, now, self.clock[rank])
-        if action.kind[0] == "S":
-            size = self.message_bytes.get((action.stage, peer, action.kind[1]), 0)
-            pair = rank, self.program.stage_ranks[peer]
-            start = max(now, self.link_free.get(pair, 0))
-            self.link_free[pair] = start + (self.cluster.link(*pair).transfer_ns(size) if size else 0)
-            self.arrivals.setdefault((action.stage, peer), deque()).append(self.link_free[pair])
-            return Span(rank, action, start, self.link_free[pair])
-        messages = self.arrivals.get((peer, action.stage))
+            times = work.fwd_ns if kind == "F" else work.bwd_ns if kind == "B" else work.tied_ns
+            self.clock[rank] = now + (times[stage] if times else 0)
+            self._span(rank, action, now, self.clock[rank])
+            return -1
+        if kind[0] == "S":
+            start, arrival = self._transfer((stage, peer, kind[1]), now)
+            self.arrivals.setdefault((stage, peer), deque()).append(arrival)
+            self._span(rank, action, start, arrival)
+            return self.parked.pop((stage, peer), -1)
+        messages = self.arrivals.get((peer, stage))
         if not messages:
+            self.parked[peer, stage] = rank
             return None
         self.clock[rank] = max(now, messages.popleft())
-        return Span(rank, action, now, self.clock[rank])
+        self._span(rank, action, now, self.clock[rank])
+        return -1
+
+    def _transfer(self, message: Message, now: int) -> tuple[int, int]:
+        """(start, arrival) of a message that is posted now."""
+        known = self.busy.get(message)
+        if known is None:
+            size, load = self.work.messages.get(message, (0, None))
+            sent = size > 0 and load is not None and bool(load.ways)
+            known = (load.latency_ns, load.ways, load.busy_ns(size)) if load is not None and sent else (0, (), ())
+            self.busy[message] = known
+        return self._occupy(*known, now)
+
+    def _occupy(self, latency: int, ways: tuple[Way, ...], busy: tuple[int, ...], now: int) -> tuple[int, int]:
+        if not ways:
+            return now, now
+        start = max(now, max(self.free.get(way, 0) for way in ways))
+        for way, taken in zip(ways, busy, strict=True):
+            self.free[way] = start + taken
+        return start, start + latency + max(busy)
+
+    def _finish(self, stage: int, rank: int, ready: int) -> None:
+        """Sum over replicas and optimizer, after the last action."""
+        now = self.clock[rank]
+        if self.work.reduce:
+            size, load = self.work.reduce[stage]
+            if size and load.ways:
+                start, end = self._occupy(load.latency_ns, load.ways, load.busy_ns(size), ready)
+                now = max(now, end)
+                self._span(rank, Action("R", stage), start, now)
+        if self.work.optimizer_ns and self.work.optimizer_ns[stage]:
+            self._span(rank, Action("O", stage), now, now + self.work.optimizer_ns[stage])
+            now += self.work.optimizer_ns[stage]
+        self.end = max(self.end, now)
+
+    def _span(self, rank: int, action: Action, start: int, end: int) -> None:
+        self.end = max(self.end, end)
+        if self.spans is not None:
+            self.spans.append(Span(rank, action, start, end))

@@ -2,7 +2,8 @@
 
 Actions print and parse:  2F0 forward of micro-batch 0 on stage 2;  2B0 its backward;  2SF0>3 send its activations to
 stage 3;  3RF0<2 receive them;  3SB0>2 send their gradients back;  2RB0<3 receive those;  2T sum the gradients of
-parameters that several stages use.
+parameters that several stages use.  In timelines also  2R sum the gradients of a stage over its replicas;  2O the
+optimizer's step.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from dataclasses import dataclass
 from .errors import ProgramError
 
 KINDS = ("F", "B", "SF", "RF", "SB", "RB", "T")
-_TEXT = re.compile(r"(\d+)(SF|RF|SB|RB|F|B)(\d+)(?:([<>])(\d+))?$|(\d+)(T)$")
+ENDS = ("R", "O")
+"""What follows the last backward of a stage and is no action of a program yet: only timelines hold it."""
+_TEXT = re.compile(r"(\d+)(SF|RF|SB|RB|F|B)(\d+)(?:([<>])(\d+))?$|(\d+)([TRO])$")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing a rank does.  peer: the other stage of a message, or None.  micro is -1 for T."""
+    """One thing a rank does.  peer: the other stage of a message, or None.  micro is -1 for T, R and O."""
 
     kind: str
     stage: int
@@ -26,8 +29,8 @@ class Action:
     peer: int | None = None
 
     def __str__(self) -> str:
-        if self.kind == "T":
-            return f"{self.stage}T"
+        if self.micro < 0:
+            return f"{self.stage}{self.kind}"
         text = f"{self.stage}{self.kind}{self.micro}"
         if self.peer is None:
             return text
@@ -41,7 +44,7 @@ def parse_action(text: str) -> Action:
         raise ProgramError(f"{text!r} is no action")
     stage, kind, micro, arrow, peer, t_stage, t_kind = found.groups()
     if t_kind:
-        return Action("T", int(t_stage))
+        return Action(t_kind, int(t_stage))
     sends = kind[0] == "S"
     message = len(kind) == 2
     if message != (arrow is not None) or (message and sends != (arrow == ">")):

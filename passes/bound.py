@@ -1,0 +1,122 @@
+"""Lower bounds: what no plan can be faster than.
+
+For any plan that cuts between the same blocks, with any number of stages, replicas and any placement:
+
+    work      sum over stages of r_s * step >= M * sum of r_s * t_s >= M * t(all blocks, whole micro-batch)
+              since a device cannot be busy for longer than the step and a share of the rows takes at least its share
+              of the time; so step >= M * t / devices
+    line      U of `partition` with everything that can only be guessed left out: no messages but their latency, the
+              best place for every sum of gradients, memory for one micro-batch.  Valid where the line is the only
+              order of the blocks, that is where each block reads from the one before it.
+
+The bound of a request is the least over the ways to cut the batch that it allows.  The certificate of `exact` covers
+all orders, for one number of stages.
+
+Assumed: costs are those of the line (`line`), and the step is the simulator's.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from autopart.ir.plan import ASYNC
+from autopart.passes.cuts import Ints
+from autopart.passes.estimate import optimizer_ns
+from autopart.passes.partition import FAR
+from autopart.passes.space import Space
+
+MOST_WORK = 4_000_000
+"""Cells of the line's bound (devices squared times blocks squared, halved); larger problems get that of the work."""
+
+
+def lower_bound(space: Space) -> int:
+    """Nanoseconds that no plan of the space is simulated faster than.  O(ways * devices^2 * blocks^2), or less."""
+    return min(_bound(space, rows) for rows in space.request.micro_rows)
+
+
+def is_chain(space: Space) -> bool:
+    """Whether the line is the only order: each block reads what the one before it writes."""
+    ops = space.line.blocks.ops
+    return all(set(a.writes) & set(b.reads) for a, b in pairwise(ops))
+
+
+def _bound(space: Space, micro_rows: tuple[int, ...]) -> int:
+    work = work_bound(space, micro_rows)
+    devices = space.setting.cluster.world if space.request.may_replicate else 1
+    if space.request.schedule == ASYNC or not is_chain(space) or devices**2 * space.line.n**2 // 2 > MOST_WORK:
+        return work
+    return max(work, _line_bound(space, micro_rows))
+
+
+def work_bound(space: Space, micro_rows: tuple[int, ...]) -> int:
+    """Nanoseconds that all devices together need at least, each on the fastest kind."""
+    totals = [
+        int((sheet.blocks[0] + sheet.blocks[1]).sum())
+        for kind in range(len(space.setting.kinds))
+        for sheet in [space.line.sheet(max(micro_rows), kind)]
+    ]
+    return len(micro_rows) * min(totals) // space.setting.cluster.world
+
+
+def _line_bound(space: Space, micro_rows: tuple[int, ...]) -> int:
+    """The larger of two relaxations: until the last backward has come back, and until the last sum is done."""
+    n, rows, micros = space.line.n, max(micro_rows), len(micro_rows)
+    world = space.setting.cluster.world
+    most = min(world, rows) if space.request.may_replicate else 1
+    latency = min(level.link.latency_ns for level in space.setting.cluster.levels)
+    joined = _joined(space)
+    both, last = [], []
+    for replicas in range(1, most + 1):
+        forward, backward, after = _optimistic(space, replicas, -(-rows // replicas))
+        legal = space.legal
+        time = forward + backward
+        both.append(_table(micros * time, np.where(joined, time + 2 * latency, 0), legal))
+        last.append(_table(micros * time + after, np.where(joined, forward + latency, 0), legal))
+    return max(_least(n, world, both), _least(n, world, last))
+
+
+def _table(own: Ints, through: Ints, legal: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> tuple[Ints, Ints]:
+    return np.where(legal, own, FAR), through
+
+
+def _joined(space: Space) -> Ints:
+    """[a, b]: block b reads, with a gradient, what [a, b) writes: b's stage waits for this one, both ways."""
+    ops, n = space.line.blocks.ops, space.line.n
+    grad = {v.name for v in space.line.blocks.values if v.grad}
+    writer = {w: i for i, op in enumerate(ops) for w in op.writes}
+    joined = np.zeros((n + 1, n + 1), dtype=np.int64)
+    for b, op in enumerate(ops):
+        nearest = max((writer[r] for r in op.reads if r in writer and r in grad), default=-1)
+        if nearest >= 0:
+            joined[: nearest + 1, b] = 1
+    return joined
+
+
+def _optimistic(space: Space, replicas: int, share: int) -> tuple[Ints, Ints, Ints]:
+    """(forward, backward, what follows) of every range on the fastest kind at the best place."""
+    setting = space.setting
+    kinds = range(len(setting.kinds))
+    forward = np.min([space.line.sheet(share, kind).ranges("fwd_ns") for kind in kinds], axis=0)
+    backward = np.min([space.line.sheet(share, kind).ranges("bwd_ns") for kind in kinds], axis=0)
+    rate = max(level.link.bytes_per_s for level in setting.cluster.levels)
+    passes = 2 * (replicas - 1) / replicas * 1e9 / rate
+    optimizer = min(optimizer_ns(1 << 30, setting.state_factor, kind) for kind in setting.kinds) / (1 << 30)
+    after = np.floor(space.line.trained * (passes + optimizer)).astype(np.int64)
+    return forward, backward, np.maximum(after - 1, 0)
+
+
+def _least(n: int, world: int, tables: list[tuple[Ints, Ints]]) -> int:
+    """The recurrence of `partition` without the number of stages: only devices used so far."""
+    best = [np.full(n + 1, FAR, dtype=np.int64) for _ in range(world + 1)]
+    for row in best:
+        row[n] = 0
+    for used in range(1, world + 1):
+        value = best[used - 1].copy()  # a device may idle
+        for replicas, (own, through) in enumerate(tables[:used], 1):
+            ways = np.maximum(own, through + best[used - replicas][None, :])
+            value = np.minimum(value, ways.min(axis=1))
+        value[n] = 0
+        best[used] = value
+    return int(best[world][0])

@@ -1,0 +1,147 @@
+"""The judge: what a candidate would really need and take, by the event simulator.
+
+Candidates are plans over blocks, so that judging one costs O(blocks + actions); the one that is taken is estimated
+once more over captured ops (`pipeline`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autopart.ir.graph import Graph
+from autopart.ir.plan import Plan, Stage
+from autopart.passes.estimate import simulated_ns
+from autopart.passes.layout import Layout
+from autopart.passes.partition import Division
+from autopart.passes.route import route
+from autopart.passes.space import Space
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Everything that is decided."""
+
+    division: Division
+    layout: Layout
+    micro_rows: tuple[int, ...]
+    schedule: str
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for candidates that are the same plan."""
+        return self.division.bounds, self.ranks, self.micro_rows, self.schedule
+
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each stage."""
+        return tuple(self.layout.ranks(start, width) for _, _, start, width in self.division.ranges())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """plan: over blocks, with estimates.  step_ns: simulated.  over_bytes: by how much the worst device's memory is
+    exceeded, 0 when all fit; stage: the worst one."""
+
+    candidate: Candidate
+    plan: Plan
+    step_ns: int
+    over_bytes: int
+    stage: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits its devices."""
+        return self.over_bytes == 0
+
+
+class Judge:
+    """Judges candidates of one space; remembers what it judged.  O(blocks + actions) each."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.setting = replace(space.setting, costs_at=space.line.graph)
+        self._known: dict[tuple[object, ...], Verdict] = {}
+
+    def __call__(self, candidate: Candidate) -> Verdict:
+        """The verdict, with as much recomputation as the memory demands."""
+        if candidate.key not in self._known:
+            self._known[candidate.key] = self._judged(candidate)
+        return self._known[candidate.key]
+
+    @property
+    def count(self) -> int:
+        """Candidates judged so far."""
+        return len(self._known)
+
+    def _judged(self, candidate: Candidate) -> Verdict:
+        blocks = self.space.line.blocks
+        names = [op.name for op in blocks.ops]
+        stages = tuple(
+            Stage(tuple(names[a:b]), ranks)
+            for (a, b, _, _), ranks in zip(candidate.division.ranges(), candidate.ranks, strict=True)
+        )
+        world = self.setting.cluster.world
+        plan = Plan("", "", "", world, stages, candidate.micro_rows, candidate.schedule)
+        program = route(plan, blocks)
+        if self.space.request.recompute == "all" and self.space.request.may_recompute:
+            plan = replace(plan, stages=tuple(replace(s, recompute=(s.ops,)) for s in stages))
+        known, step = simulated_ns(plan, program, self.setting)
+        over = self._over(known)
+        if max(over) > 0 and self.space.request.may_recompute:
+            leaner = replace(
+                plan,
+                stages=tuple(self._lean(known, s) if excess > 0 else known.stages[s] for s, excess in enumerate(over)),
+            )
+            known, step = simulated_ns(leaner, program, self.setting)
+            over = self._over(known)
+        worst = max(range(len(over)), key=lambda s: over[s])
+        return Verdict(candidate, known, step, max(0, over[worst]), worst)
+
+    def _over(self, plan: Plan) -> list[int]:
+        devices = self.setting.cluster.devices
+        return [
+            e.peak_bytes - min(devices[rank].memory_bytes for rank in stage.ranks)
+            for e, stage in zip(plan.estimates, plan.stages, strict=True)
+        ]
+
+    def _lean(self, plan: Plan, s: int) -> Stage:
+        """The stage with the fewest recomputed blocks that make it fit; all as one group where that is not enough.
+
+        Greedy by bytes freed per nanosecond of forward (Piper, NeurIPS 2021, section 5.2, chooses so too).
+        """
+        stage = plan.stages[s]
+        rows = -(-max(plan.micro_rows) // len(stage.ranks))
+        graph = self.setting.costs_at(rows, 0)
+        crossing = dict(zip((op.name for op in graph.ops), self.space.line.sheet(rows).crossing.tolist(), strict=False))
+        cost = {op.name: op.cost for op in graph.ops if op.name in set(stage.ops)}
+        gain = {name: c.saved_bytes - crossing[name] for name, c in cost.items()}
+        order = sorted((n for n in stage.ops if gain[n] > 0), key=lambda n: (-gain[n] / max(1, cost[n].fwd_ns), n))
+        live, excess = plan.estimates[s].live, self._over(plan)[s]
+        freed, heaviest = 0, 0
+        for count, name in enumerate(order, 1):
+            freed += live * gain[name]
+            heaviest = max(heaviest, cost[name].saved_bytes)
+            if freed - heaviest >= excess:
+                chosen = set(order[:count])
+                return replace(stage, recompute=tuple((n,) for n in stage.ops if n in chosen))
+        return replace(stage, recompute=(stage.ops,))
+
+
+def expanded(plan: Plan, blocks: Graph, captured: Graph) -> tuple[Stage, ...]:
+    """The stages of a plan over blocks as stages of captured ops, in captured order.
+
+    A block that is recomputed takes its own copies of free ops along, but an op is recomputed once.
+    """
+    parts = {op.name: op.parts or (op.name,) for op in blocks.ops}
+    place = {op.name: i for i, op in enumerate(captured.ops)}
+    stages = []
+    for stage in plan.stages:
+        ops = {part for name in stage.ops for part in parts[name]}
+        seen: set[str] = set()
+        groups = []
+        for group in stage.recompute:
+            fresh = {part for name in group for part in parts[name]} - seen
+            seen |= fresh
+            groups.append(tuple(sorted(fresh, key=place.__getitem__)))
+        stages.append(Stage(tuple(sorted(ops, key=place.__getitem__)), stage.ranks, tuple(groups)))
+    return tuple(stages)

@@ -1,0 +1,66 @@
+"""Layouts: which ranks the stages of a pipeline get.
+
+A layout lays `copies` equal pipelines over the cluster, each on `depth` positions.  `inner` copies stand side by side,
+replicas of a stage next to each other; such groups follow one another.  With two nodes of four devices, two stages and
+four copies:
+
+    inner 4   00001111      replicas together, activations between nodes (Append First)
+    inner 2   0011 0011     both inside a node, gradients between nodes
+    inner 1   01010101      each copy together, replicas far apart (Scatter First)
+
+The names are DAPPLE's (PPoPP 2021, section 4.2); Fresh First is what Append First gives when stages fill nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopart.ir.cluster import Cluster
+
+SMALL = 16
+"""On so many positions a stage may have any number of replicas; on more, one in each copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """depth: positions of one copy.  order: the devices as they are laid out, first position first."""
+
+    copies: int
+    depth: int
+    inner: int
+    order: tuple[int, ...]
+
+    def ranks(self, start: int, width: int) -> tuple[int, ...]:
+        """Ranks of a stage on positions start .. start + width - 1 of every copy; copy after copy, as the rows go."""
+        ranks = []
+        for outer in range(0, self.copies, self.inner):
+            base = outer * self.depth + start * self.inner
+            ranks += [self.order[base + i] for i in range(width * self.inner)]
+        return tuple(ranks)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Replicas that a stage may have in one copy."""
+        return tuple(range(1, self.depth + 1)) if self.depth <= SMALL else (1,)
+
+
+def layouts(cluster: Cluster, *, replicas: bool) -> Iterator[Layout]:
+    """Layouts worth a search, the deepest pipelines first.
+
+    Numbers of copies: all up to 16 devices, beyond that the divisors of the number of devices.  inner: all copies,
+    one, and as many as keep a copy's neighbours inside a node.  Devices of several kinds are laid out in their order
+    and backwards.
+    """
+    world = cluster.world
+    plain = tuple(range(world))
+    orders = [plain] if len(set(cluster.devices)) == 1 else [plain, plain[::-1]]
+    counts = [c for c in range(1, world + 1) if world <= SMALL or world % c == 0] if replicas else [1]
+    sizes = [level.size for level in cluster.levels[:-1]]
+    for order in orders:
+        for copies in counts:
+            depth = world // copies
+            inside = {size // depth for size in sizes if depth and size % depth == 0 and size >= depth}
+            for inner in sorted({1, copies, *(i for i in inside if 0 < i < copies)}, reverse=True):
+                if copies % inner == 0:
+                    yield Layout(copies, depth, inner, order)

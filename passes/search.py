@@ -1,0 +1,242 @@
+"""The search: many partitions by dynamic programming, the promising ones by simulation, the best of those refined.
+
+1. For every way to cut the batch and every layout, the partition's best division for each number of stages (`divide`).
+2. The most promising by U are judged under every schedule, and under other layouts of the same depth (`judge`).
+3. From the best few, cuts move by a block and widths by a device as long as the simulated step gets shorter.
+
+The order of trying and every limit is a count, never a clock: the same request gives the same plan everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from autopart.ir.errors import InfeasibleError
+from autopart.passes.judge import Candidate, Judge, Verdict
+from autopart.passes.layout import SMALL, Layout, layouts
+from autopart.passes.partition import Division, divide
+from autopart.passes.space import Space
+from autopart.passes.tables import Tables
+
+PROMISING = 12
+"""Divisions that are judged, besides the best one of each number of copies."""
+REFINED = 3
+"""Verdicts that are refined."""
+EFFORT = 400_000
+"""Actions that refining may simulate in all."""
+MOST_STAGES = 128
+"""Unless more are asked for."""
+
+Watch = Callable[[str, int, int], None]
+"""(pass, best step so far in ns or 0, lower bound in ns or 0)."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """best: the fastest verdict that fits, if any.  nearest: of those that do not fit the one that lacks least.
+    seen: the fastest of every (number of stages, replicas of the first stage) that fits, for explanations."""
+
+    best: Verdict | None
+    nearest: Verdict | None
+    seen: tuple[Verdict, ...]
+
+
+def search(spaces: tuple[Space, Space], watch: Watch | None = None) -> Found:
+    """The fastest plan found.  spaces: a line of few blocks, for pipelines of at most `SMALL` positions, and one of
+    more blocks, for deeper ones; they may be the same.  Raises InfeasibleError when no division can be made at all.
+    """
+    judges = {id(space): Judge(space) for space in spaces}
+    drafts = _drafts(spaces, watch)
+    if not drafts:
+        raise InfeasibleError("no way to cut the model satisfies what is asked for")
+    ledger = _Ledger()
+    for space, candidate in _promising(drafts):
+        for variant in _variants(space, candidate):
+            ledger.add(judges[id(space)](variant))
+        if watch:
+            watch("judge", ledger.best_ns, 0)
+    for verdict, space in _finalists(ledger, spaces):
+        _refine(verdict, space, judges[id(space)], ledger)
+        if watch:
+            watch("refine", ledger.best_ns, 0)
+    return ledger.found()
+
+
+class _Ledger:
+    """The best of everything judged."""
+
+    def __init__(self) -> None:
+        self.fits: dict[tuple[object, ...], Verdict] = {}
+        self.nearest: Verdict | None = None
+
+    def add(self, verdict: Verdict) -> None:
+        """Note a verdict."""
+        if verdict.fits:
+            self.fits[verdict.candidate.key] = verdict
+        elif self.nearest is None or verdict.over_bytes < self.nearest.over_bytes:
+            self.nearest = verdict
+
+    @property
+    def ranked(self) -> list[Verdict]:
+        """Those that fit, fastest first; of equals the fewest stages, then the one that was judged first."""
+        return sorted(self.fits.values(), key=lambda v: (v.step_ns, v.candidate.division.stages))
+
+    @property
+    def best_ns(self) -> int:
+        """Step of the fastest that fits, 0 while there is none."""
+        return min((v.step_ns for v in self.fits.values()), default=0)
+
+    def found(self) -> Found:
+        """What the search returns."""
+        ranked = self.ranked
+        seen: dict[tuple[int, int], Verdict] = {}
+        for verdict in ranked:
+            seen.setdefault((verdict.candidate.division.stages, len(verdict.candidate.ranks[0])), verdict)
+        return Found(ranked[0] if ranked else None, self.nearest, tuple(seen.values()))
+
+
+# ---- drafts --------------------------------------------------------------------------------------------------------
+
+
+def _drafts(spaces: tuple[Space, Space], watch: Watch | None) -> list[tuple[Space, Candidate]]:
+    """Every division that the dynamic programs find."""
+    drafts = []
+    for micro_rows in spaces[0].request.micro_rows:
+        shared: dict[int, dict[object, object]] = {id(space): {} for space in spaces}
+        for layout in _layouts(spaces[0]):
+            space = spaces[0] if layout.depth <= SMALL else spaces[1]
+            if layout.copies > max(micro_rows):
+                continue
+            for division in _divisions(space, layout, micro_rows, shared[id(space)]):
+                drafts.append((space, Candidate(division, layout, micro_rows, space.request.schedules[0])))
+        if watch:
+            watch(f"partition, micro-batches of {max(micro_rows)} rows", 0, 0)
+    return drafts
+
+
+def _layouts(space: Space) -> Iterator[Layout]:
+    """One layout for each number of copies and order of the devices: the one with replicas together."""
+    for layout in layouts(space.setting.cluster, replicas=space.request.may_replicate):
+        if layout.inner == layout.copies:
+            yield layout
+
+
+def _divisions(
+    space: Space, layout: Layout, micro_rows: tuple[int, ...], shared: dict[object, object]
+) -> list[Division]:
+    request = space.request
+    if not request.pins and request.replicas is None:
+        tables = Tables(space, layout, micro_rows, request.schedules[0], None, shared)
+        most = request.stages or min(MOST_STAGES, layout.depth)
+        found = divide(space.line.n, layout.depth, layout.widths, most, tables)
+        return [d for d in found if request.stages in (None, d.stages)]
+    found = []
+    counts = [request.stages] if request.stages else range(1, min(MOST_STAGES, layout.depth, space.line.n) + 1)
+    for stages in counts:  # what is asked of a stage by its number needs the number of stages
+        tables = Tables(space, layout, micro_rows, request.schedules[0], stages, shared)
+        divisions = divide(space.line.n, layout.depth, layout.widths, stages, tables)
+        found += [d for d in divisions if d.stages == stages]
+    return found
+
+
+# ---- candidates ----------------------------------------------------------------------------------------------------
+
+
+def _promising(drafts: list[tuple[Space, Candidate]]) -> list[tuple[Space, Candidate]]:
+    """The best by U, and the best of each number of stages and of copies, so that no kind of plan goes unjudged."""
+    ranked = sorted(drafts, key=lambda draft: draft[1].division.value)  # stable: ties stay in order of trying
+    chosen = dict.fromkeys(range(min(PROMISING, len(ranked))))
+    kinds: set[tuple[int, int]] = set()
+    for place, (_, candidate) in enumerate(ranked):
+        kind = min(candidate.division.stages, 4), candidate.layout.copies
+        if kind not in kinds and len(kinds) < 2 * PROMISING:
+            kinds.add(kind)
+            chosen[place] = None
+    return [ranked[place] for place in chosen]
+
+
+def _variants(space: Space, candidate: Candidate) -> Iterator[Candidate]:
+    """The candidate under each schedule and each layout of as many copies."""
+    alike = [
+        layout
+        for layout in layouts(space.setting.cluster, replicas=space.request.may_replicate)
+        if (layout.copies, layout.order) == (candidate.layout.copies, candidate.layout.order)
+    ]
+    several = candidate.division.stages > 1
+    for layout in alike if several else alike[:1]:
+        for schedule in space.request.schedules if several else space.request.schedules[:1]:
+            yield replace(candidate, layout=layout, schedule=schedule)
+
+
+def _finalists(ledger: _Ledger, spaces: tuple[Space, Space]) -> list[tuple[Verdict, Space]]:
+    """The fastest verdicts with different numbers of stages, copies or rows."""
+    chosen: dict[tuple[object, ...], Verdict] = {}
+    pool = ledger.ranked or ([ledger.nearest] if ledger.nearest else [])
+    for verdict in pool:
+        candidate = verdict.candidate
+        chosen.setdefault((candidate.division.stages, candidate.layout.copies, len(candidate.micro_rows)), verdict)
+    finalists = list(chosen.values())[:REFINED]
+    return [(v, spaces[0] if v.candidate.layout.depth <= SMALL else spaces[1]) for v in finalists]
+
+
+# ---- refinement ----------------------------------------------------------------------------------------------------
+
+
+def _refine(verdict: Verdict, space: Space, judge: Judge, ledger: _Ledger) -> None:
+    """Steepest descent over `_neighbours`, within a number of simulated actions."""
+    actions = 6 * verdict.candidate.division.stages * len(verdict.candidate.micro_rows)
+    budget = EFFORT // REFINED // max(1, actions)
+    best = verdict
+    while budget > 0:
+        tried = []
+        for candidate in _neighbours(best.candidate, space):
+            before = judge.count
+            tried.append(judge(candidate))
+            ledger.add(tried[-1])
+            budget -= judge.count - before
+            if budget <= 0:
+                break
+        better = min(tried, key=_merit, default=best)
+        if _merit(better) >= _merit(best):
+            return
+        best = better
+
+
+def _merit(verdict: Verdict) -> tuple[int, int]:
+    return verdict.over_bytes, verdict.step_ns
+
+
+def _neighbours(candidate: Candidate, space: Space) -> Iterator[Candidate]:
+    """One cut moved by one or two blocks, all cuts shifted, or one device moved from a stage to another."""
+    division, request = candidate.division, space.request
+    for bounds in _moved(division.bounds):
+        if all(a < b for a, b in pairwise(bounds)) and _legal(bounds, space):
+            yield replace(candidate, division=replace(division, bounds=bounds))
+    if request.replicas is None and max(candidate.layout.widths) > 1:
+        for s in range(division.stages):
+            for t in range(division.stages):
+                if s != t and division.widths[s] > 1:
+                    widths = list(division.widths)
+                    widths[s], widths[t] = widths[s] - 1, widths[t] + 1
+                    if max(widths) * candidate.layout.copies <= max(candidate.micro_rows):
+                        yield replace(candidate, division=replace(division, widths=tuple(widths)))
+
+
+def _moved(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    inner = range(1, len(bounds) - 1)
+    for step in (1, -1, 2, -2):
+        for place in inner:
+            yield (*bounds[:place], bounds[place] + step, *bounds[place + 1 :])
+    for step in (1, -1):
+        for first in inner:
+            if first + 1 < len(bounds) - 1:
+                yield (*bounds[:first], *(b + step for b in bounds[first:-1]), bounds[-1])
+
+
+def _legal(bounds: tuple[int, ...], space: Space) -> bool:
+    if bounds[-2] >= bounds[-1] or bounds[1] <= 0:
+        return False
+    masks = [space.legal_at(s) for s in range(len(bounds) - 1)] if space.request.pins else [space.legal] * len(bounds)
+    return all(bool(masks[s][bounds[s], bounds[s + 1]]) for s in range(len(bounds) - 1))

@@ -2,12 +2,14 @@
 
 Of each: the file, how to ask (`anchors.Query`), and the value; PipeDream's, Piper's and dnn-partitioning's are to be
 reached from above, DAPPLE's scores from below.  Values are from runs of the original planners, to the digits shown.
+The linearised DP is held to the optimum over all orders, which the published one misses on two files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf, isinf
 from typing import Any
 
 FLAT_4: dict[str, Any] = {"levels": (4,), "bandwidths": (1e9,)}
@@ -43,10 +45,14 @@ PLACING: dict[str, tuple[float, float, float]] = {  # ms: contiguous; free: best
     "bert_l-3_training": (65.3031491221, 54.2072, 54.2072),
 }
 
+UNCHANGED = 16e9
+"""bytes per device.  This limit leaves PipeDream's values (acr) of all but resnet50 as they are."""
+
 FREE_DIGITS = 5e-4
 """ms.  The free values come from costs rounded to 1e-4 ms each, several of which make up a load."""
 
-PIPER: dict[tuple[int, int, int], float] = {  # (devices, micro-batches, GiB): s; 8 devices of 2 GiB are infeasible
+PIPER: dict[tuple[int, int, int], float] = {  # (devices, micro-batches, GiB): s; inf: no plan fits
+    (8, 1920, 2): inf,
     (8, 1920, 8): 0.1658558,
     (8, 1920, 80): 0.1220073,
     (64, 1920, 2): 0.0320301,
@@ -55,11 +61,12 @@ PIPER: dict[tuple[int, int, int], float] = {  # (devices, micro-batches, GiB): s
     (64, 512, 8): 0.0209573,
 }
 
-DAPPLE: dict[tuple[str, int, int], tuple[float, float]] = {  # (file, micro-batch, global batch): scores on 8x2, 1x16
-    ("vgg-19-pbs-32", 32, 1024): (9.8039, 8.1743),
-    ("vgg-19-pbs-32", 32, 2048): (12.0623, 10.3058),
-    ("xlnet-36-pbs-1", 1, 128): (14.8162, 11.9349),
-    ("bert-48-hpgo", 2, 64): (12.6171, 10.2285),
+DAPPLE: dict[tuple[str, int, int], tuple[float, float, float]] = {
+    # (file, micro-batch, global batch): scores on 8x2 and on 1x16, data parallel
+    ("vgg-19-pbs-32", 32, 1024): (9.8039, 8.1743, 7.3139),
+    ("vgg-19-pbs-32", 32, 2048): (12.0623, 10.3058, 10.0389),
+    ("xlnet-36-pbs-1", 1, 128): (14.8162, 11.9349, 10.5237),
+    ("bert-48-hpgo", 2, 64): (12.6171, 10.2285, 9.0236),
 }
 
 
@@ -78,7 +85,9 @@ class Anchor:
     proved: bool = False
 
     def reached(self, objective: float) -> bool:
-        """At least as good, to 1e-6 relative or the digits shown."""
+        """At least as good, to 1e-6 relative or the digits shown; infeasible where the value is."""
+        if isinf(self.value):
+            return objective == self.value
         worse = self.value - objective if self.larger_wins else objective - self.value
         return worse <= max(1e-6 * self.value, self.digits)
 
@@ -92,16 +101,22 @@ def anchors() -> Iterator[Anchor]:
     for (name, objective), values in PIPEDREAM.items():
         for where, value in zip((FLAT_4, FLAT_16, TWO_4_4, TWO_8_2), values, strict=True):
             if value is not None:
-                yield Anchor(f"pipedream/{name}.graph.txt", {"objective": objective, **where}, value)
+                ask = {"objective": objective, **where}
+                yield Anchor(f"pipedream/{name}.graph.txt", ask, value)
+                if objective == "acr" and name != "resnet50":
+                    yield Anchor(f"pipedream/{name}.graph.txt", ask | {"memory_bytes": UNCHANGED}, value)
     for bandwidth, value in ((3e9, 0.045657483153), (5e9, 0.044330729892)):
         yield Anchor("pipedream/vgg16.graph.txt", {"levels": (16,), "bandwidths": (bandwidth,)}, value)
     for name, (contiguous, free, bound) in PLACING.items():
+        yield Anchor(f"dnn-partitioning/{name}.json", {"objective": "line"}, contiguous)
         yield Anchor(f"dnn-partitioning/{name}.json", {"objective": "contiguous"}, contiguous, proved=True)
         yield Anchor(f"dnn-partitioning/{name}.json", {"objective": "free"}, free, FREE_DIGITS, proved=free == bound)
     for (devices, micros, gib), value in PIPER.items():
         ask = {"levels": (devices,), "micros": micros, "memory_bytes": gib * 2**30, "bandwidths": (25 * 2**30,)}
         yield Anchor("piper/bert32a100.json", ask, value, 5e-8)
     for (name, micro, batch), scores in DAPPLE.items():
-        for levels, value in zip(((8, 2), (1, 16)), scores, strict=True):
+        for levels, value in zip(((8, 2), (1, 16)), scores[:2], strict=True):
             ask = {"objective": "dapple", "levels": levels, "micro_batch": micro, "global_batch": batch}
             yield Anchor(f"dapple/{name}.txt", ask, value, 5e-5, larger_wins=True)
+        ask = {"objective": "data", "levels": (8, 2), "micro_batch": micro, "global_batch": batch}
+        yield Anchor(f"dapple/{name}.txt", ask, scores[2], 5e-5, larger_wins=True, proved=True)

@@ -8,23 +8,26 @@
     python benchmarks/anchors.py FOLDER          every anchor of `anchor_values` below it; results/anchors.json
 
 prints the plan, its objective under the original cost model, the proved bound and the seconds of reading and solving.
-Claim: every anchor is reached, but for what nobody has proved: resnet50 with objective free needs minutes (--seconds).
+Claim: every anchor is reached.  What nobody has proved (free: bert24_inference, gnmt, resnet50) needs minutes and two
+workers: --seconds 100 --workers 2.
 The cost models stand in `autopart.passes.reference` and `autopart.passes.placement`.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import anchor_formats as formats
 from anchor_values import Anchor, anchors
 
-from autopart.ir.errors import AutopartError, UsageError
+from autopart.ir.errors import AutopartError, InfeasibleError, UsageError
 from autopart.passes import exact, placement
 from autopart.passes.reference import dapple, pipedream, piper
 
@@ -34,8 +37,9 @@ class Query:
     """What is asked of a file; None: what the file says.
 
     levels: machines per level, lowest first; bandwidths: bytes per second of each.  objective: acr (PipeDream with
-    activation traffic), plain (without), straight (acr, no replicas), dapple, contiguous, free or piper; "" is the
-    first that the format knows.  Batches in samples.  seconds: limit of the exact solver.
+    activation traffic), plain (without), straight (acr, no replicas), dapple, data (DAPPLE's model of data parallel),
+    contiguous, free, line (contiguous by the DP alone) or piper; "" is the first that the format knows.  Batches in
+    samples.  seconds: limit of the exact solver.
     """
 
     levels: tuple[int, ...] | None = None
@@ -59,14 +63,19 @@ class Answer:
     plan: tuple[str, ...]
     seconds: float = 0.0
 
+    @property
+    def proved(self) -> bool:
+        """Whether the bound leaves no room."""
+        return self.objective == self.bound or abs(self.objective - self.bound) < 1e-9 * self.objective
+
 
 def ask(path: Path, query: Query) -> Answer:
     """The best plan for a file.  Raises UsageError or InfeasibleError."""
     start = time.perf_counter()
     kind = formats.kind(path)
     solvers: dict[str, dict[str, Callable[[Path, Query], Answer]]] = {
-        "profile": {"acr": _pipedream, "plain": _pipedream, "straight": _pipedream, "dapple": _dapple},
-        "dnn-partitioning": {"contiguous": _placing, "free": _placing},
+        "profile": dict.fromkeys(("acr", "plain", "straight"), _pipedream) | dict.fromkeys(("dapple", "data"), _dapple),
+        "dnn-partitioning": dict.fromkeys(("contiguous", "free", "line"), _placing),
         "piper": {"piper": _piper},
     }
     objective = query.objective or next(iter(solvers[kind]))
@@ -101,6 +110,9 @@ def _dapple(path: Path, query: Query) -> Answer:
     model = formats.pipedream_profile(path)
     inner, outer = query.levels if query.levels and len(query.levels) == 2 else (8, 2)
     setting = dapple.Setting((inner,) * outer, query.global_batch, query.micro_batch, query.micro_batch)
+    if query.objective == "data":
+        score = dapple.data_parallel(model, setting).score
+        return Answer(score, "times one device", score, ("one stage on all devices",))
     found = dapple.solve(model, setting)
     lines = [f"{found.copies} pipelines of"]
     lines += [f"states {s.start}-{s.end - 1} x{s.replicas} on devices {sorted(s.devices)}" for s in found.stages]
@@ -115,7 +127,9 @@ def _placing(path: Path, query: Query) -> Answer:
     lines = [placement.place_line(problem, order) for order in placement.orders(problem)]
     hint = min(lines, key=lambda line: line.optimality.objective)
     limits = exact.Limits(query.seconds, query.workers)
-    found = exact.place(problem, contiguous=query.objective == "contiguous", hint=hint.machine, limits=limits)
+    found = hint
+    if query.objective != "line":
+        found = exact.place(problem, contiguous=query.objective == "contiguous", hint=hint.machine, limits=limits)
     loads = formats.placing_loads_ms(placing, found.machine)
     nodes: list[list[int]] = [[] for _ in loads]
     for item, machine in enumerate(found.machine):
@@ -146,7 +160,7 @@ def _piper(path: Path, query: Query) -> Answer:
 def report(path: Path, answer: Answer) -> str:
     """What the command prints for one file."""
     gap = abs(answer.objective - answer.bound) / answer.objective
-    proved = "optimal, proved" if gap < 1e-9 else f"gap {gap:.2%}"
+    proved = "optimal, proved" if answer.proved else f"gap {gap:.2%}"
     return "\n".join(
         [
             f"file       {path.name}",
@@ -163,7 +177,10 @@ def ask_all(folder: Path, seconds: float, workers: int) -> list[tuple[Anchor, An
     found = []
     for anchor in anchors():
         if (folder / anchor.file).exists():
-            answer = ask(folder / anchor.file, Query(**anchor.ask, seconds=seconds, workers=workers))
+            try:
+                answer = ask(folder / anchor.file, Query(**anchor.ask, seconds=seconds, workers=workers))
+            except InfeasibleError:
+                answer = Answer(math.inf, "infeasible", math.inf, ())
             found.append((anchor, answer))
             word = "reached" if anchor.reached(answer.objective) else "MISSED "
             print(
@@ -173,6 +190,19 @@ def ask_all(folder: Path, seconds: float, workers: int) -> list[tuple[Anchor, An
     return found
 
 
+def _row(anchor: Anchor, answer: Answer) -> dict[str, object]:
+    """listed_proved: that the listed value cannot be beaten; proved: ours, by our own bound; None: infeasible."""
+    numbers = {"listed": anchor.value, "objective": answer.objective, "bound": answer.bound}
+    return {
+        "anchor": str(anchor),
+        **{name: number if math.isfinite(number) else None for name, number in numbers.items()},
+        "listed_proved": anchor.proved,
+        "proved": answer.proved,
+        "reached": anchor.reached(answer.objective),
+        "seconds": answer.seconds,
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; 1 when an anchor is missed or no plan exists."""
     args = _parser().parse_args(arguments)
@@ -180,11 +210,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = ask_all(args.file, args.seconds, args.workers)
         import common
 
-        rows = [
-            {"anchor": str(a), "value": a.value, "objective": x.objective, "bound": x.bound, "seconds": x.seconds}
-            for a, x in found
-        ]
-        print("written to", common.write("anchors", {"anchors": rows}))
+        versions = {name: version(name) for name in ("ortools", "numpy", "networkx")}
+        rows = [_row(a, x) for a, x in found]
+        print("written to", common.write("anchors", {"versions": versions, "anchors": rows}))
         return int(not all(anchor.reached(answer.objective) for anchor, answer in found))
     levels = args.levels or ((args.devices,) if args.devices else None)
     query = Query(
@@ -218,17 +246,15 @@ def _parser() -> argparse.ArgumentParser:
     }
     parser.add_argument("--bandwidth", default=(1.25e9,), **bandwidths)  # type: ignore[arg-type]
     parser.add_argument("--memory", type=_bytes, help="per device: bytes, or with a suffix such as 8GiB")
-    parser.add_argument("--objective", default="", help="acr, plain, straight, dapple; contiguous, free; piper")
+    parser.add_argument(
+        "--objective", default="", help="acr, plain, straight, dapple, data; contiguous, free, line; piper"
+    )
     parser.add_argument("--micros", type=int, help="micro-batches per step (Piper)")
     parser.add_argument("--global-batch", type=int, default=1024)
     parser.add_argument("--micro-batch", type=int, default=32, help="also the batch of the profile")
     parser.add_argument("--seconds", type=float, default=60.0, help="limit of the exact solver")
     parser.add_argument("--workers", type=int, default=1, help="threads of the exact solver")
     return parser
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(map(float, text.split(",")))
 
 
 def _bytes(text: str) -> float:

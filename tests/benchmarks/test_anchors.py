@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from math import isinf
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ needs_profiles = pytest.mark.skipif(
 
 
 def slow(anchor: Anchor) -> bool:
-    """Those that take over a second, or have no known proof."""
+    """Those that take over a second, or have no known proof (and so use up their time)."""
     free = anchor.ask.get("objective") == "free" and not anchor.proved
     return free or any(name in anchor.file for name in ("gnmt_large", "piper", "xlnet", "bert-48"))
 
@@ -41,11 +42,19 @@ CASES = [pytest.param(a, id=str(a), marks=[pytest.mark.slow] if slow(a) else [])
 @needs_profiles
 @pytest.mark.parametrize("anchor", CASES)
 def test_the_anchor_is_reached(anchor: Anchor) -> None:
-    answer = command.ask(FOLDER / anchor.file, command.Query(**anchor.ask, seconds=100))
-    if anchor.ask.get("objective") == "free" and not anchor.proved:
-        assert answer.bound < answer.objective or anchor.reached(answer.objective)  # theirs took minutes on two cores
+    if anchor.ask.get("objective") == "free" and not anchor.proved:  # theirs took minutes on two cores
+        answer = command.ask(FOLDER / anchor.file, command.Query(**anchor.ask, seconds=20))
+        assert anchor.value * 0.9 < answer.bound <= answer.objective < anchor.value * 1.05
         return
+    query = command.Query(**anchor.ask, seconds=100)
+    if isinf(anchor.value):
+        with pytest.raises(InfeasibleError, match=r"2\.00 GiB"):
+            command.ask(FOLDER / anchor.file, query)
+        return
+    answer = command.ask(FOLDER / anchor.file, query)
     assert anchor.reached(answer.objective)
+    if "gnmt_large" in anchor.file:
+        assert answer.seconds < 52  # a fifth of what the original takes
     sign = -1 if anchor.larger_wins else 1
     assert sign * answer.bound <= sign * answer.objective * (1 + sign * 1e-9)
     if anchor.proved:
@@ -56,20 +65,19 @@ def test_the_anchor_is_reached(anchor: Anchor) -> None:
 
 @needs_profiles
 @pytest.mark.parametrize(
-    ("name", "devices", "bandwidth", "replicas"), [("vgg16", 4, 1e9, [3, 1]), ("alexnet", 16, 1.25e9, [15, 1])]
+    ("name", "devices", "bandwidth", "replicas"),
+    [
+        ("vgg16", 4, 1e9, [3, 1]),
+        ("vgg16", 16, 3e9, [15, 1]),
+        ("vgg16", 16, 5e9, [15, 1]),
+        ("alexnet", 4, 1e9, [3, 1]),
+        ("alexnet", 16, 1.25e9, [15, 1]),
+    ],
 )
 def test_the_plan_is_the_published_one(name: str, devices: int, bandwidth: float, replicas: list[int]) -> None:
     query = command.Query(levels=(devices,), bandwidths=(bandwidth,))
     plan = command.ask(FOLDER / f"pipedream/{name}.graph.txt", query).plan
     assert [int(line.split("x")[-1]) for line in plan] == replicas
-
-
-@needs_profiles
-@pytest.mark.slow
-def test_eight_small_devices_cannot_hold_the_model() -> None:
-    query = command.Query(levels=(8,), bandwidths=(25 * 2**30,), memory_bytes=2 * 2**30, micros=1920)
-    with pytest.raises(InfeasibleError, match=r"2\.00 GiB"):
-        command.ask(FOLDER / "piper/bert32a100.json", query)
 
 
 PROFILE = """\

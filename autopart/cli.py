@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import time
 from collections.abc import Sequence
 from enum import StrEnum
 from importlib import metadata
@@ -22,8 +23,8 @@ from . import api
 from .check import Verification
 from .cluster_cli import app as cluster_app
 from .demo.models import BUILTIN
-from .files import load_plan, plan_to_json, save_plan
-from .ir.errors import AutopartError, RunError
+from .files import diff_plans, load_plan, plan_to_json, save_plan
+from .ir.errors import AutopartError, RunError, UsageError
 from .named import load_model
 from .report.table import stage_table
 
@@ -44,7 +45,17 @@ class Schedule(StrEnum):
 
     AUTO = "auto"
     ONE_F_ONE_B = "1f1b"
+    DEEP = "1f1b-deep"
     GPIPE = "gpipe"
+    PIPEDREAM = "pipedream"
+
+
+class Recompute(StrEnum):
+    """Whether activations are computed again in the backward."""
+
+    AUTO = "auto"
+    OFF = "off"
+    ALL = "all"
 
 
 class Costs(StrEnum):
@@ -61,14 +72,22 @@ ModelName = Annotated[
 ClusterName = Annotated[
     str, typer.Option("--cluster", help='"cpu:2", "cuda:8", "h200x8", or a .yaml, .toml or .json file')
 ]
-Stages = Annotated[int | None, typer.Option(help="Stages; by default one a device")]
-MicroBatches = Annotated[int | None, typer.Option(help="Micro-batches; by default four a stage")]
+Stages = Annotated[int | None, typer.Option(help="Stages; by default the planner chooses")]
+MicroBatches = Annotated[int | None, typer.Option(help="Micro-batches; by default the planner chooses")]
 ScheduleName = Annotated[Schedule, typer.Option(help="Order of the micro-batches")]
 Cuts = Annotated[
     list[str] | None, typer.Option("--cuts", help="Module path at which a stage begins; repeat, or separate by commas")
 ]
 Seed = Annotated[int, typer.Option(help="Of the weights and of dropout")]
 CostsName = Annotated[Costs, typer.Option(help="Times of ops: measured on this machine, or from FLOPs and bytes")]
+Optimizer = Annotated[
+    str | None, typer.Option(help="sgd, momentum, adam or adamw, each also with +masters; decides the memory")
+]
+Replicas = Annotated[str | None, typer.Option(help="Devices of every stage, or one number for each: 8,8,4")]
+Together = Annotated[
+    list[str] | None, typer.Option(help="Module path in which no stage begins, or several joined by +; repeat")
+]
+Pins = Annotated[list[str] | None, typer.Option("--pin", help="MODULE=STAGE: a module on a stage; repeat")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="Use this plan instead of making one")]
 
 
@@ -102,12 +121,21 @@ def make_plan(
     cuts: Cuts = None,
     seed: Seed = 0,
     costs: CostsName = Costs.AUTO,
+    optimizer: Optimizer = None,
+    replicas: Replicas = None,
+    recompute: Annotated[Recompute, typer.Option(help="Compute activations again to save memory")] = Recompute.AUTO,
+    together: Together = None,
+    pins: Pins = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan here; without it the JSON goes to stdout")] = None,
 ) -> None:
-    """Plan a model, without running it: the stage table, and the plan as JSON."""
+    """Plan a model, without running it: the stage table, what else was considered, and the plan as JSON."""
     if not _speaks():
         return
     options = _options(stages, micro_batches, schedule, cuts, seed, costs, None)
+    options |= {
+        "optimizer": optimizer, "replicas": _counts(replicas), "recompute": recompute.value, "pins": _pins(pins),
+        "together": [tuple(text.split("+")) for text in together or ()], "watch": Progress(),
+    }  # fmt: skip
     subject = load_model(model, seed)
     made = api.planned(subject.model, cluster, sample=subject.batch, loss_fn=subject.loss_fn, **options)
     table = stage_table(made.plan, made.captured.graph)
@@ -140,6 +168,19 @@ def explain(
         )
         graph = made.captured.graph
     typer.echo(stage_table(found, graph))
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(help="A plan file")],
+    after: Annotated[Path, typer.Argument(help="Another one")],
+) -> None:
+    """What changes from one plan file to another.  Exit code 1 when they differ."""
+    if not _speaks():
+        return
+    old, new = load_plan(before), load_plan(after)
+    typer.echo(diff_plans(old, new))
+    raise typer.Exit(0 if old == new else 1)
 
 
 @app.command()
@@ -199,6 +240,43 @@ def _options(
         "stages": stages, "micro_batches": micro_batches, "schedule": schedule.value, "cuts": paths, "seed": seed,
         "costs": costs.value, "plan": None if plan is None else str(plan),
     }  # fmt: skip
+
+
+def _counts(text: str | None) -> int | tuple[int, ...] | None:
+    """ "8" or "8,8,4" as the option wants it."""
+    if text is None:
+        return None
+    words = text.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise UsageError(f"--replicas {text!r} is no list of numbers", fix="write --replicas 8 or --replicas 8,8,4")
+    return int(text) if len(words) == 1 else tuple(int(word) for word in words)
+
+
+def _pins(texts: list[str] | None) -> dict[str, int]:
+    pins = {}
+    for text in texts or ():
+        path, _, stage = text.rpartition("=")
+        if not path or not stage.isdecimal():
+            raise UsageError(f"--pin {text!r} is not understood", fix="write --pin lm_head=3")
+        pins[path] = int(stage)
+    return pins
+
+
+class Progress:
+    """Tells on stderr what a search does that takes longer than a second."""
+
+    def __init__(self) -> None:
+        self._began = self._told = time.monotonic()
+
+    def __call__(self, what: str, best_ns: int, bound_ns: int) -> None:
+        """A line at most every half second: what is being done, the best plan so far, the bound."""
+        now = time.monotonic()
+        if now - self._began < 1.0 or now - self._told < 0.5:
+            return
+        self._told = now
+        best = f", best step {best_ns / 1e6:.2f} ms" if best_ns else ""
+        bound = f", bound {bound_ns / 1e6:.2f} ms" if bound_ns else ""
+        print(f"{now - self._began:6.1f} s  {what}{best}{bound}", file=sys.stderr)
 
 
 def _speaks() -> bool:

@@ -5,6 +5,8 @@ For any plan that cuts between the same blocks, with any number of stages, repli
     work      sum over stages of r_s * step >= M * sum of r_s * t_s >= M * t(all blocks, whole micro-batch)
               since a device cannot be busy for longer than the step and a share of the rows takes at least its share
               of the time; so step >= M * t / devices
+    path      step >= the longest way of one micro-batch through the graph and back, each block on as many replicas as
+              there can be
     line      U of `partition` with everything that can only be guessed left out: no messages but their latency, the
               best place for every sum of gradients, memory for one micro-batch.  Valid where the line is the only
               order of the blocks, that is where each block reads from the one before it.
@@ -43,7 +45,7 @@ def is_chain(space: Space) -> bool:
 
 
 def _bound(space: Space, micro_rows: tuple[int, ...]) -> int:
-    work = work_bound(space, micro_rows)
+    work = max(work_bound(space, micro_rows), _path_bound(space, max(micro_rows)))
     devices = space.setting.cluster.world if space.request.may_replicate else 1
     if space.request.schedule == ASYNC or not is_chain(space) or devices**2 * space.line.n**2 // 2 > MOST_WORK:
         return work
@@ -58,6 +60,20 @@ def work_bound(space: Space, micro_rows: tuple[int, ...]) -> int:
         for sheet in [space.line.sheet(max(micro_rows), kind)]
     ]
     return len(micro_rows) * min(totals) // space.setting.cluster.world
+
+
+def _path_bound(space: Space, rows: int) -> int:
+    """Nanoseconds of the longest path of blocks, forward and backward, on the fastest kind.  O(reads)."""
+    replicas = min(space.setting.cluster.world, rows) if space.request.may_replicate else 1
+    sheets = [space.line.sheet(-(-rows // replicas), kind) for kind in range(len(space.setting.kinds))]
+    times = np.min([sheet.blocks[0] + sheet.blocks[1] for sheet in sheets], axis=0).tolist()
+    ready: dict[str, int] = {}
+    longest = 0
+    for op, taken in zip(space.line.blocks.ops, times, strict=True):
+        end = max((ready.get(read, 0) for read in op.reads), default=0) + taken
+        longest = max(longest, end)
+        ready.update(dict.fromkeys(op.writes, end))
+    return longest
 
 
 def _line_bound(space: Space, micro_rows: tuple[int, ...]) -> int:

@@ -10,8 +10,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from autopart.ir.abilities import lacking
 from autopart.ir.graph import Graph, Op
-from autopart.ir.plan import Estimate, Plan, in_flight
+from autopart.ir.plan import Estimate, Plan
 
 NATURAL_WIDTH = 400  # a line a stage, however long
 WORDY = ("stage", "ranks", "modules")
@@ -24,10 +25,12 @@ COST_SOURCES = {
 def stage_table(plan: Plan, graph: Graph | None = None, *, width: int = NATURAL_WIDTH) -> str:
     """The stages of a plan as plain text, with a footer that says what the numbers are.
 
-    graph: the captured graph the plan is for; adds module paths and parameter counts.  Memory is in MiB: weights;
-    gradients and optimizer state; activations of one micro-batch times the micro-batches in flight; the peak.  in and
-    out: MiB received and sent per micro-batch in the forward.  width: characters of the terminal; where a line a
-    stage does not fit, stages become columns.
+    graph: the captured graph the plan is for; adds module paths and parameter counts.  Times, work and memory are of
+    one device of the stage.  Memory is in MiB: weights; gradients and optimizer state; activations of one micro-batch
+    times the micro-batches in flight; work: workspace and messages; the peak.  again: operations computed again in
+    the backward.  end ms: sum of gradients over the replicas, and the optimizer.  in and out: MiB that the stage
+    receives and sends per micro-batch in the forward.  width: characters of the terminal; where a line a stage does
+    not fit, stages become columns.
     """
     rows = [_row(plan, s, graph) for s in range(len(plan.stages))]
     if len(rows) > 1:
@@ -54,29 +57,44 @@ def _drawn(grid: list[list[str]], left: int) -> list[str]:
 
 def _row(plan: Plan, s: int, graph: Graph | None) -> dict[str, str]:
     stage = plan.stages[s]
-    row = {"stage": str(s), "ranks": ",".join(map(str, stage.ranks))}
+    row = {"stage": str(s), "ranks": _spans(stage.ranks)}
     if graph is not None:
         row["modules"] = module_range(plan, s, graph)
     row["ops"] = str(len(stage.ops))
     if graph is not None:
         row["params"] = _count(_params(graph, set(stage.ops)))
+    if any(other.recompute for other in plan.stages):
+        row["again"] = str(sum(map(len, stage.recompute)))
     if plan.estimates:
-        live = in_flight(plan.schedule, s, len(plan.stages), len(plan.micro_rows))
-        row |= _numbers(plan.estimates[s], live)
+        row |= _numbers(plan.estimates[s])
     return row
 
 
-def _numbers(e: Estimate, live: int) -> dict[str, str]:
+def _spans(ranks: tuple[int, ...]) -> str:
+    """(0, 1, 2, 5) as "0-2,5", in the order given; long lists are cut."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] + 1 == rank:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs]
+    return ",".join(words if len(words) <= 6 else [*words[:5], "...", words[-1]])
+
+
+def _numbers(e: Estimate) -> dict[str, str]:
     return {
         "GFLOP": f"{e.flops / 1e9:.2f}",
         "fwd ms": _ms(e.fwd_ns),
         "bwd ms": _ms(e.bwd_ns),
         "weights": _mib(e.param_bytes),
         "grad+opt": _mib(e.state_bytes),
-        "act x live": f"{_mib(e.activation_bytes)} x {live}",
+        "act x live": f"{_mib(e.activation_bytes)} x {e.live}",
+        "work": _mib(e.workspace_bytes + e.buffer_bytes),
         "peak": _mib(e.peak_bytes),
         "in": _mib(e.in_bytes),
         "out": _mib(e.out_bytes),
+        "end ms": _ms(e.reduce_ns + e.optimizer_ns),
     }
 
 
@@ -85,23 +103,41 @@ def _total(plan: Plan, graph: Graph | None) -> dict[str, str]:
     if graph is not None:
         total |= {"ops": str(len(graph.ops)), "params": _count(_params(graph, {op.name for op in graph.ops}))}
     if plan.estimates:
-        total["GFLOP"] = f"{sum(e.flops for e in plan.estimates) / 1e9:.2f}"
+        total["GFLOP"] = f"{_flops(plan) / 1e9:.2f}"
         total["fwd ms"] = _ms(sum(e.fwd_ns for e in plan.estimates))
         total["bwd ms"] = _ms(sum(e.bwd_ns for e in plan.estimates))
     return total
+
+
+def _flops(plan: Plan) -> int:
+    """Of all devices."""
+    return sum(e.flops * len(stage.ranks) for e, stage in zip(plan.estimates, plan.stages, strict=True))
 
 
 def _footer(plan: Plan) -> list[str]:
     used = sum(len(stage.ranks) for stage in plan.stages)
     idle = f", {plan.world - used} idle" if plan.world > used else ""
     micros, stages = _many(len(plan.micro_rows), "micro-batch", "es"), _many(len(plan.stages), "stage")
-    lines = [f"schedule {plan.schedule}, {micros} of {_rows(plan)}, {stages} on {_many(plan.world, 'rank')}{idle}"]
+    copies = f", {plan.copies} copies of the pipeline" if plan.copies > 1 and len(plan.stages) > 1 else ""
+    lines = [
+        f"schedule {plan.schedule}, {micros} of {_rows(plan)}, {stages} on {_many(plan.world, 'rank')}{copies}{idle}"
+    ]
     if plan.step_ns:
         lines.append(f"simulated, not measured: step {_ms(plan.step_ns)} ms, bubble {plan.bubble * 100:.1f} %")
+    if plan.optimality is not None:
+        bound = plan.optimality
+        proof = "proved best" if bound.proved else f"at most {bound.gap:.1%} of it could be saved"
+        lines.append(f"{proof}: no plan between the same blocks takes less than {_ms(bound.lower_bound)} ms")
     if plan.estimates:
         lines.append("memory in MiB; GFLOP, ms, in and out for one micro-batch")
         lines.append(COST_SOURCES.get(plan.costs, f"op costs: {plan.costs}"))
-    return lines + [f"note: {note}" for note in plan.notes]
+    for other in plan.alternatives:
+        time = f"{_ms(other.step_ns)} ms, " if other.step_ns else ""
+        lines.append(f"instead of this, {other.name}: {time}{other.why}")
+    lines += [f"note: {note}" for note in plan.notes]
+    if missing := lacking(plan):
+        lines.append(f"for planning alone: the runtime does not have {' and '.join(missing)} yet")
+    return lines
 
 
 def _many(count: int, what: str, plural: str = "s") -> str:

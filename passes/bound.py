@@ -23,19 +23,30 @@ from itertools import pairwise
 
 import numpy as np
 
+from autopart.ir.cluster import Cluster
 from autopart.ir.plan import ASYNC
 from autopart.passes.cuts import Ints
 from autopart.passes.estimate import optimizer_ns
 from autopart.passes.partition import FAR
 from autopart.passes.space import Space
 
-MOST_WORK = 4_000_000
+MOST_WORK = 10_000_000
 """Cells of the line's bound (devices squared times blocks squared, halved); larger problems get that of the work."""
 
 
 def lower_bound(space: Space) -> int:
-    """Nanoseconds that no plan of the space is simulated faster than.  O(ways * devices^2 * blocks^2), or less."""
-    return min(_bound(space, rows) for rows in space.request.micro_rows)
+    """Nanoseconds that no plan of the space is simulated faster than.
+
+    Ways to cut the batch are looked at by their cheap bounds, until none can lower the least one any more.
+    O(ways * devices^2 * blocks^2), or less.
+    """
+    cheap = sorted((_cheap_bound(space, rows), rows) for rows in space.request.micro_rows)
+    least = _bound(space, *cheap[0])
+    for work, rows in cheap[1:]:
+        if work >= least:
+            break
+        least = min(least, _bound(space, work, rows))
+    return least
 
 
 def is_chain(space: Space) -> bool:
@@ -44,8 +55,11 @@ def is_chain(space: Space) -> bool:
     return all(set(a.writes) & set(b.reads) for a, b in pairwise(ops))
 
 
-def _bound(space: Space, micro_rows: tuple[int, ...]) -> int:
-    work = max(work_bound(space, micro_rows), _path_bound(space, max(micro_rows)))
+def _cheap_bound(space: Space, micro_rows: tuple[int, ...]) -> int:
+    return max(work_bound(space, micro_rows), _path_bound(space, max(micro_rows)))
+
+
+def _bound(space: Space, work: int, micro_rows: tuple[int, ...]) -> int:
     devices = space.setting.cluster.world if space.request.may_replicate else 1
     if space.request.schedule == ASYNC or not is_chain(space) or devices**2 * space.line.n**2 // 2 > MOST_WORK:
         return work
@@ -116,11 +130,18 @@ def _optimistic(space: Space, replicas: int, share: int) -> tuple[Ints, Ints, In
     kinds = range(len(setting.kinds))
     forward = np.min([space.line.sheet(share, kind).ranges("fwd_ns") for kind in kinds], axis=0)
     backward = np.min([space.line.sheet(share, kind).ranges("bwd_ns") for kind in kinds], axis=0)
-    rate = max(level.link.bytes_per_s for level in setting.cluster.levels)
-    passes = 2 * (replicas - 1) / replicas * 1e9 / rate
+    passes = 2 * (replicas - 1) / replicas * 1e9 / _best_rate(setting.cluster, replicas)
     optimizer = min(optimizer_ns(1 << 30, setting.state_factor, kind) for kind in setting.kinds) / (1 << 30)
     after = np.floor(space.line.trained * (passes + optimizer)).astype(np.int64)
     return forward, backward, np.maximum(after - 1, 0)
+
+
+def _best_rate(cluster: Cluster, ranks: int) -> int:
+    """Bytes/s of the slowest port that a ring over so many ranks must pass, however they are chosen: one of each level
+    whose inner groups cannot hold them all."""
+    levels = cluster.levels
+    needed = [outer.link.bytes_per_s for inner, outer in pairwise(levels) if ranks > inner.size]
+    return min(needed, default=max(level.link.bytes_per_s for level in levels))
 
 
 def _least(n: int, world: int, tables: list[tuple[Ints, Ints]]) -> int:

@@ -6,6 +6,8 @@ treated as pointwise where costs are concerned, and as unknown where exactness i
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 VIEW = "view"
 POINTWISE = "pointwise"
 REDUCTION = "reduction"
@@ -100,6 +102,7 @@ multiplied by; "indices": operands and results that are not floating point; "bot
 needs its inputs."""
 
 
+@lru_cache(maxsize=4096)
 def op_name(target: str) -> str:
     """The op's own name: "aten.add.Tensor" -> "add".
 
@@ -112,6 +115,7 @@ def op_name(target: str) -> str:
     return ".".join(parts[:-1]) if len(parts) > 2 else target
 
 
+@lru_cache(maxsize=4096)
 def family(target: str) -> str:
     """The family of an op, OTHER when no table names it.  `max` and `min` along an axis are reductions."""
     name = op_name(target)

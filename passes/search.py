@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from autopart.ir.errors import InfeasibleError
 from autopart.passes.judge import Candidate, Judge, Verdict
@@ -24,8 +25,10 @@ PROMISING = 12
 """Divisions that are judged, besides the best one of each number of copies."""
 REFINED = 3
 """Verdicts that are refined."""
-EFFORT = 400_000
+EFFORT = 150_000
 """Actions that refining may simulate in all."""
+HOPELESS = 1.1
+"""A division whose U is so much above the best simulated step is not judged: U leaves waiting out."""
 MOST_STAGES = 128
 """Unless more are asked for."""
 
@@ -53,10 +56,17 @@ def search(spaces: tuple[Space, Space], watch: Watch | None = None) -> Found:
         raise InfeasibleError("no way to cut the model satisfies what is asked for")
     ledger = _Ledger()
     for space, candidate in _promising(drafts):
+        limit = HOPELESS * ledger.best_ns
+        if limit and candidate.division.value > limit:
+            continue
         for variant in _variants(space, candidate):
-            ledger.add(judges[id(space)](variant))
+            verdict = judges[id(space)](variant)
+            ledger.add(verdict)
+            if limit and verdict.fits and verdict.step_ns > limit:
+                break  # its other schedules and layouts will not make up for that
         if watch:
             watch("judge", ledger.best_ns, 0)
+    _compare(drafts, judges, ledger)
     for verdict, space in _finalists(ledger, spaces):
         _refine(verdict, space, judges[id(space)], ledger)
         if watch:
@@ -104,7 +114,7 @@ def _drafts(spaces: tuple[Space, Space], watch: Watch | None) -> list[tuple[Spac
     """Every division that the dynamic programs find."""
     drafts = []
     for micro_rows in spaces[0].request.micro_rows:
-        shared: dict[int, dict[object, object]] = {id(space): {} for space in spaces}
+        shared: dict[int, dict[object, Any]] = {id(space): {} for space in spaces}
         for layout in _layouts(spaces[0]):
             space = spaces[0] if layout.depth <= SMALL else spaces[1]
             if layout.copies > max(micro_rows):
@@ -123,9 +133,7 @@ def _layouts(space: Space) -> Iterator[Layout]:
             yield layout
 
 
-def _divisions(
-    space: Space, layout: Layout, micro_rows: tuple[int, ...], shared: dict[object, object]
-) -> list[Division]:
+def _divisions(space: Space, layout: Layout, micro_rows: tuple[int, ...], shared: dict[object, Any]) -> list[Division]:
     request = space.request
     if not request.pins and request.replicas is None:
         tables = Tables(space, layout, micro_rows, request.schedules[0], None, shared)
@@ -155,6 +163,23 @@ def _promising(drafts: list[tuple[Space, Candidate]]) -> list[tuple[Space, Candi
             kinds.add(kind)
             chosen[place] = None
     return [ranked[place] for place in chosen]
+
+
+def _compare(drafts: list[tuple[Space, Candidate]], judges: dict[int, Judge], ledger: _Ledger) -> None:
+    """Judge also, for explanations, a stage fewer and more than the best has, and the best without replicas."""
+    if not ledger.fits:
+        return
+    stages = ledger.ranked[0].candidate.division.stages
+    ranked = sorted(drafts, key=lambda draft: draft[1].division.value)
+    tests: tuple[Callable[[Candidate], bool], ...] = (
+        lambda c: c.division.stages == stages - 1,
+        lambda c: c.division.stages == stages + 1,
+        lambda c: c.division.stages > 1 and c.layout.copies == max(c.division.widths) == 1,
+    )
+    for wanted in tests:
+        found = next(((space, c) for space, c in ranked if wanted(c)), None)
+        if found is not None:
+            ledger.add(judges[id(found[0])](found[1]))
 
 
 def _variants(space: Space, candidate: Candidate) -> Iterator[Candidate]:

@@ -33,6 +33,7 @@ def sheets(graph: Graph, other: Graph | None, kinds: tuple[Device, ...]) -> Cost
         (_ratio(op.cost.fwd_ns, plain.cost.fwd_ns), _ratio(op.cost.bwd_ns, plain.cost.bwd_ns))
         for op, plain in zip(graph.ops, base.ops, strict=True)
     ]
+    exact = all(factor == (1.0, 1.0) for factor in factors)
 
     @lru_cache(maxsize=64)
     def costs_at(rows: int, kind: int) -> Graph:
@@ -42,6 +43,8 @@ def sheets(graph: Graph, other: Graph | None, kinds: tuple[Device, ...]) -> Cost
         if grown is None:
             raise GraphError(f"the program at {rows} rows is not known from the one at {graph.rows}")
         plain = analytic_costs(grown, kinds[kind])
+        if exact:
+            return plain
         return replace(
             plain,
             ops=tuple(
@@ -57,6 +60,4 @@ def _ratio(known: int, counted: int) -> float:
 
 
 def _scaled(cost: Cost, factor: tuple[float, float]) -> Cost:
-    if factor == (1.0, 1.0):
-        return cost
     return replace(cost, fwd_ns=int(cost.fwd_ns * factor[0]), bwd_ns=int(cost.bwd_ns * factor[1]))

@@ -12,6 +12,7 @@ that crosses its end.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +21,20 @@ from autopart.ir.plan import ASYNC, in_flight
 from autopart.passes.cuts import Ints
 from autopart.passes.estimate import optimizer_ns
 from autopart.passes.layout import Layout
-from autopart.passes.line import Sheet
 from autopart.passes.partition import FAR, Table
 from autopart.passes.space import Space
 from autopart.passes.traffic import Load, bundle, ring
 
 Floats = npt.NDArray[np.float64]
+
+
+class _Place(NamedTuple):
+    """Kinds and least memory of a stage's devices; pace of messages into it and of the sum over its replicas."""
+
+    kinds: tuple[int, ...]
+    memory: int
+    arriving: tuple[int, float]
+    ring: tuple[int, float]
 
 
 class Tables:
@@ -38,32 +47,56 @@ class Tables:
         micro_rows: tuple[int, ...],
         schedule: str,
         stages: int | None = None,
-        shared: dict[object, object] | None = None,
+        shared: dict[object, Any] | None = None,
     ) -> None:
         """stages: the number of stages, where it is fixed.  shared: what layouts of one kind have in common."""
         self.space, self.layout, self.schedule, self.stages = space, layout, schedule, stages
         self.rows, self.micros = max(micro_rows), len(micro_rows)
-        self._memo: dict[object, object] = {} if shared is None else shared
+        self._memo: dict[object, Any] = {} if shared is None else shared
 
     def __call__(self, k: int, width: int, used: int) -> Table | None:
         """The table of a stage that is the k-th from the end, on `width` positions, `used` of them to the end."""
-        start, replicas = self.layout.depth - used, width * self.layout.copies
+        replicas = width * self.layout.copies
         if replicas > self.rows or not self._wanted(k, replicas):
             return None
-        ranks = self.layout.ranks(start, width)
-        devices = [self.space.setting.cluster.devices[rank] for rank in ranks]
-        kinds = tuple(sorted({self.space.setting.kinds.index(device) for device in devices}))
-        memory = min(device.memory_bytes for device in devices)
+        place = self._place(self.layout.depth - used, width)
+        key = ("table", self.rows, self.micros, self.schedule, k if self._by_stage else self._live(k), replicas, place)
+        if key not in self._memo:
+            self._memo[key] = self._table(k, replicas, place)
+        found: Table = self._memo[key]
+        return found
+
+    def _place(self, start: int, width: int) -> _Place:
+        """What the position of a stage means for its costs."""
+        key = ("place", self.layout, start, width)
+        if key not in self._memo:
+            setting, ranks = self.space.setting, self.layout.ranks(start, width)
+            devices = [setting.cluster.devices[rank] for rank in ranks]
+            kinds = tuple(sorted({setting.kinds.index(device) for device in devices}))
+            memory = min(device.memory_bytes for device in devices)
+            arriving = bundle_into(self.space, self.layout, start, width).pace
+            self._memo[key] = _Place(kinds, memory, arriving, ring(setting.cluster, ranks).pace)
+        place: _Place = self._memo[key]
+        return place
+
+    @property
+    def _by_stage(self) -> bool:
+        """Whether the number of a stage matters beyond its micro-batches in flight."""
+        return self.stages is not None
+
+    def _live(self, k: int) -> int:
+        return in_flight(self.schedule, 0, k, self.micros)
+
+    def _table(self, k: int, replicas: int, place: _Place) -> Table:
         share = -(-self.rows // replicas)
-        work = self._cached(self._work, k, replicas, share, kinds, memory)
-        arriving = self._cached(self._arriving, *bundle_into(self.space, self.layout, start, width).pace)
-        after = self._cached(self._after, *ring(self.space.setting.cluster, ranks).pace, kinds)
+        work = self._work(self._live(k), replicas, share, place)
+        arriving = self._cached(self._arriving, *place.arriving)
+        after = self._cached(self._after, *place.ring, place.kinds)
         if self.stages is not None and self.space.request.pins:
             work = np.where(self.space.legal_at(self.stages - k), work, FAR)
         per_step = self.micros * (work + after) if self.schedule == ASYNC else self.micros * work + after
-        through = work + arriving
         own = np.where(work < FAR, per_step, FAR)
-        return np.minimum(own, FAR), np.minimum(through, FAR)
+        return np.minimum(own, FAR), np.minimum(work + arriving, FAR)
 
     def _wanted(self, k: int, replicas: int) -> bool:
         if self.stages is None:
@@ -75,38 +108,55 @@ class Tables:
         key = (make.__name__, self.rows, self.micros, self.schedule, *args)
         if key not in self._memo:
             self._memo[key] = make(*args)
-        found = self._memo[key]
-        assert isinstance(found, np.ndarray)
+        found: Ints = self._memo[key]
         return found
 
-    def _work(self, k: int, replicas: int, share: int, kinds: tuple[int, ...], memory: int) -> Ints:
+    def _work(self, live: int, replicas: int, share: int, place: _Place) -> Ints:
         """Nanoseconds of a micro-batch, recomputation included; FAR where the stage may not be or does not fit."""
+        forward, time = self._cached(self._times, share, place.kinds)
+        again = self._recomputed(live, replicas, share, place)
+        if again is None:
+            return np.asarray(time)
+        extra = np.ceil(np.minimum(again, 1.0) * forward).astype(np.int64)
+        return np.where(again <= 1.0, time + extra, FAR)
+
+    def _times(self, share: int, kinds: tuple[int, ...]) -> Ints:
+        """(forward, both ways; FAR where the stage may not be) of every range."""
         sheets = [self.space.line.sheet(share, kind) for kind in kinds]
         forward = np.max([sheet.ranges("fwd_ns") for sheet in sheets], axis=0)
         time = np.max([sheet.ranges("fwd_ns") + sheet.ranges("bwd_ns") for sheet in sheets], axis=0)
-        extra = self._recomputed(sheets[0], k, replicas, memory)
-        time = time + np.ceil(np.minimum(extra, 1.0) * forward).astype(np.int64)
-        return np.where(self.space.legal & (extra <= 1.0), time, FAR)
+        return np.stack([forward, np.where(self.space.legal, time, FAR)])
 
-    def _recomputed(self, sheet: Sheet, k: int, replicas: int, memory: int) -> Floats:
-        """[a, b]: share of the blocks that has to be recomputed; above 1 where even that is not enough."""
-        line, request = self.space.line, self.space.request
-        live = in_flight(self.schedule, 0, k, self.micros)
-        saved = sheet.ranges("saved_bytes")
-        versions = live - 1 if self.schedule == ASYNC else 0
-        static = line.weights * (1 + versions) + (line.trained * (1 + request.state_factor)).astype(np.int64)
-        static += sheet.scratch + 2 * (sheet.enters + sheet.crossing[None, :])
+    def _fixed(self, share: int, kinds: tuple[int, ...], replicas: int) -> Ints:
+        """(bytes that do not depend on the micro-batches in flight, bytes of each of them, what recomputing all blocks
+        frees of each) of every range."""
+        line, request, sheet = self.space.line, self.space.request, self.space.line.sheet(share, kinds[0])
+        static = line.weights + (line.trained * (1 + request.state_factor)).astype(np.int64)
+        static = static + sheet.scratch + 2 * (sheet.enters + sheet.crossing[None, :])
         static[0] += self.micros * -(-self._batch_bytes() // replicas)
-        over = static + live * (saved + sheet.enters) - memory
-        if request.recompute == "all" and request.may_recompute:
-            return np.where(static + live * sheet.enters + saved <= memory, 1.0, 2.0)
-        share = np.where(over > 0, 2.0, 0.0)
-        if request.may_recompute:
-            gain = live * (saved - sheet.kept)
-            blocks = np.where(gain > 0, (over + sheet.heaviest) / np.maximum(gain, 1), 2.0)
-            whole = np.where(over - (live - 1) * saved <= 0, 1.0, 2.0)
-            share = np.where(over > 0, np.where(blocks <= 1.0, blocks, whole), 0.0)
-        return share
+        saved = sheet.ranges("saved_bytes")
+        return np.stack([static, saved + sheet.enters, saved - sheet.kept])
+
+    def _recomputed(self, live: int, replicas: int, share: int, place: _Place) -> Floats | None:
+        """[a, b]: share of the blocks that has to be recomputed, above 1 where even that is not enough; None: none."""
+        line, request = self.space.line, self.space.request
+        static, held, gained = self._cached(self._fixed, share, place.kinds, replicas)
+        if self.schedule == ASYNC:
+            static = static + (live - 1) * line.weights
+        over = static + live * held - place.memory
+        all_of_it = request.recompute == "all" and request.may_recompute
+        if not all_of_it and not (over > 0).any():
+            return None
+        sheet = line.sheet(share, place.kinds[0])
+        saved = sheet.ranges("saved_bytes")
+        whole = np.where(over - (live - 1) * saved <= 0, 1.0, 2.0)
+        if all_of_it:
+            return whole
+        if not request.may_recompute:
+            return np.where(over > 0, 2.0, 0.0)
+        gain = live * gained
+        blocks = np.where(gain > 0, (over + sheet.heaviest) / np.maximum(gain, 1), 2.0)
+        return np.where(over > 0, np.where(blocks <= 1.0, blocks, whole), 0.0)
 
     def _batch_bytes(self) -> int:
         sheet = self.space.line.sheet(self.rows)

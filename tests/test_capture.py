@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from replay import inputs_of, plan_for, replay, slices, through_stages
 from torch import nn
 from torch.nn import functional as F
 
-from autopart.capture import Capturer, capture
+from autopart.capture import Capturer, capture, lower
 from autopart.capture.batch import take_apart
+from autopart.capture.functional import functional_graph
 from autopart.capture.guards import CaptureWarning
 from autopart.ir.errors import RefusedError
 from autopart.rng import keyed
@@ -300,6 +302,34 @@ def test_single_row_micro_batches_run_the_program_of_larger_ones():
     one, two = capturer(batch, 1), capturer(batch, 2)
     assert one.graph.structure_digest() == two.graph.structure_digest()
     assert one.graph.rows == 1
+
+
+# -- the short way to a functional program -----------------------------------------------------------------------
+
+QUICK = ("gpt2", "llama", "vit")
+
+
+@pytest.mark.parametrize("mode", ["step", "predict"])
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_each_distinct_op_decomposed_once_gives_what_decomposing_the_program_gives(name, mode, monkeypatch):
+    model, batch = CASES[name].model(dropout=0.1), take_apart(CASES[name].data(2))
+    graphs: list[Any] = []
+    monkeypatch.setattr(
+        lower, "functional_graph", lambda program: graphs.append(functional_graph(program)) or graphs[0]
+    )
+    short = capture(model, batch, mode=mode)
+    assert (graphs[0] is None) == (name in ("t5", "resnet", "mixtral"))  # these change tensors in place
+    monkeypatch.setattr(lower, "functional_graph", lambda program: None)
+    long = capture(model, batch, mode=mode)
+    bare = [replace(c.graph, ops=(), params=tuple(sorted(c.graph.params, key=str))) for c in (short, long)]
+    assert bare[0] == bare[1]
+    for mine, other in zip(short.graph.ops, long.graph.ops, strict=True):
+        assert replace(mine, where="") == replace(other, where="")
+        assert mine.where == other.where or not other.where  # decomposing forgets the line of ops under no_grad
+    for node, like in zip(*([n for n in c.module.graph.nodes if "call" in n.op] for c in (short, long)), strict=True):
+        assert (node.name, str(node.args), str(node.kwargs)) == (like.name, str(like.args), str(like.kwargs))
+        if isinstance(like.meta.get("val"), torch.Tensor):
+            assert node.meta["val"].stride() == like.meta["val"].stride()
 
 
 # -- names, places, randomness -----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ export.py     torch.export inside a thin wrapper             lower.py      flat,
 names.py      which name stands for which node               gradients.py  through which values gradients flow
 read.py       fx graph -> Graph                              rows.py       which axis of a value is the batch
 capture.py    the steps above in order                       capturer.py   each capture of a model made once
-state.py      what forward() assigns to attributes
+state.py      what forward() assigns to attributes           functional.py each distinct op made functional once
 probe.py      rows shown independent by running them         where.py      from Python stacks to the user's line
 """
 

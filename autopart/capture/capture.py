@@ -11,7 +11,7 @@ from torch.export.graph_signature import OutputKind
 from ..ir.errors import AutopartError
 from ..ir.graph import Graph
 from .batch import Batch
-from .export import LossFn, OutputSpec, Wrapper, explained, export, quiet
+from .export import LossFn, OutputSpec, Wrapper, explained, export, quiet, without_collection
 from .guards import check_aliased_buffers, check_autocast
 from .lower import lower
 from .names import Names, read_names
@@ -49,12 +49,13 @@ def capture(
     sample = batch.with_rows(rows if rows is not None else batch.rows or 1)
     sample = sample.to(device)
     wrapper = Wrapper(model, sample, loss_fn, wants_outputs=mode == "predict")
-    with quiet(), _flags(wrapper, model, evaluate=mode != "step"):
-        program, module = _lowered(model, export(wrapper, sample))
-    outputs = _outputs_by_ops(program, module)
-    names = read_names(program, module, wrapper, sample)
-    check_aliased_buffers(model, names.updates.keys())
-    graph = read_graph(module, names, outputs, sample.rows or 1, backward=mode == "step")
+    with without_collection():
+        with quiet(), _flags(wrapper, model, evaluate=mode != "step"):
+            program, module = _lowered(model, export(wrapper, sample))
+        outputs = _outputs_by_ops(program, module)
+        names = read_names(program, module, wrapper, sample)
+        check_aliased_buffers(model, names.updates.keys())
+        graph = read_graph(module, names, outputs, sample.rows or 1, backward=mode == "step")
     return Captured(module, graph, names, wrapper.outputs)
 
 

@@ -7,6 +7,7 @@ or for `predict` the outputs): caches and large unused outputs are then never pa
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,8 +16,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export import ExportedProgram
+from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 
 from ..ir.errors import AutopartError, CaptureError, ControlFlowError, LossError
@@ -145,7 +147,7 @@ def export(wrapper: Wrapper, batch: Batch) -> ExportedProgram:
     if not batch.tensors:
         raise CaptureError("the batch holds no tensor", fix="pass the model's inputs as tensors")
     try:
-        with tracing(wrapper.model):
+        with tracing(wrapper.model), uncompiled():
             program = torch.export.export(wrapper, batch.tensors, strict=False)
         check_replaced(wrapper.replaced, (t for t in program.constants.values() if isinstance(t, torch.Tensor)))
         return program
@@ -202,3 +204,33 @@ def quiet() -> Iterator[None]:
                 yield  # torch.export prints the half-made graph of what it could not trace
         finally:
             logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, a graph module becomes Python code only if it is called; export makes dozens that never are."""
+    compile_now = fx.GraphModule.recompile
+
+    def first_call(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        compile_now(self)
+        return self(*args, **kwargs)
+
+    def later(self: fx.GraphModule) -> None:
+        if isinstance(codegen := self._graph._codegen, _PyTreeCodeGen):
+            self._in_spec, self._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
+        type(self).forward = first_call
+
+    with mock.patch.object(fx.GraphModule, "recompile", later):
+        yield
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Inside, Python does not search for reference cycles: tracing makes many objects, and all of them stay."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

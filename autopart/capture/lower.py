@@ -20,6 +20,8 @@ from torch.export import ExportedProgram
 
 from ..ir.errors import RefusedError
 from ..rng import keyed
+from .export import uncompiled
+from .functional import functional_graph
 from .where import user_line_of_text
 
 _aten = torch.ops.aten
@@ -37,9 +39,10 @@ def _name(target: Any) -> str:
 def lower(program: ExportedProgram) -> tuple[ExportedProgram, fx.GraphModule]:
     """The functional program (for its signature) and its flat graph, lowered.  O(nodes)."""
     _detach_no_grad_regions(program.graph_module)
-    functional = program.run_decompositions({})
-    _refuse_higher_order(functional.graph_module.graph)
-    module = fx.GraphModule(dict(_constants(functional.graph_module)), functional.graph_module.graph)
+    program, graph = _functional(program)
+    _refuse_higher_order(graph)
+    with uncompiled():
+        module = fx.GraphModule(dict(_constants(program.graph_module)), graph)
     graph = module.graph
     for node in list(graph.nodes):
         if node.op == "call_function":
@@ -47,8 +50,16 @@ def lower(program: ExportedProgram) -> tuple[ExportedProgram, fx.GraphModule]:
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     _key_random_ops(graph)
     graph.lint()
-    module.recompile()
-    return functional, module
+    return program, module
+
+
+def _functional(program: ExportedProgram) -> tuple[ExportedProgram, fx.Graph]:
+    """A program with the signature, and the graph, of the functional form of `program`."""
+    graph = functional_graph(program)
+    if graph is None:
+        program = program.run_decompositions({})
+        graph = program.graph_module.graph
+    return program, graph
 
 
 def _constants(module: fx.GraphModule) -> list[tuple[str, Any]]:

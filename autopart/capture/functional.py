@@ -1,0 +1,342 @@
+"""An exported program without in-place ops made functional, each distinct op once.
+
+`run_decompositions` traces the whole program anew to find what becomes of its ops, though a deep model repeats a few
+dozen of them.  Where no op writes to memory, what becomes of an op depends on the op, its arguments and the shapes,
+strides and types of its operands alone.  So a small program that holds each distinct op once, on operands of its own,
+is decomposed by torch itself, and its answers are put in place of the ops of the large one.
+
+Anything else (an op that changes a tensor, a higher-order op other than a switch of the gradient mode, sizes that
+depend on data, a complex or quantized operand) is left to `run_decompositions`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.utils import _pytree as pytree
+
+_aten = torch.ops.aten
+_ASSERTIONS = {
+    _aten._assert_tensor_metadata.default,
+    _aten._assert_async.default,
+    _aten._assert_async.msg,
+    _aten._assert_scalar.default,
+    _aten.sym_constrain_range.default,
+}
+_GRAD_REGION = "wrap_with_set_grad_enabled"
+
+
+class _Unsure(Exception):
+    """The program holds something whose decomposition may depend on what stands around it."""
+
+
+def functional_graph(program: ExportedProgram) -> fx.Graph | None:
+    """The graph of the program, functional, as `run_decompositions({})` makes it, or None when that has to be asked.
+
+    Holds after: parameters, inputs and results stand in the order of the program's signature.  O(nodes), and one
+    decomposition of the distinct ops.
+    """
+    if any(spec.kind is not OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs):
+        return None
+    graph = _Inlined()
+    try:
+        graph.take(program.graph_module)
+        answers = _answers(graph.calls)
+    except _Unsure:
+        return None
+    program.graph_signature.input_specs.sort(key=_place_in_signature)
+    order = {spec.arg.name: place for place, spec in enumerate(program.graph_signature.input_specs)}
+    graph.placeholders.sort(key=lambda node: order[node.name])
+    return _spliced(graph, answers)
+
+
+def _place_in_signature(spec: InputSpec) -> int:
+    """Buffers that are not saved stand behind the constants, as after `run_decompositions` in most models (there the
+    order of modules decides; the order of parameters has no meaning)."""
+    if spec.kind is InputKind.BUFFER and spec.persistent is False:
+        return 2
+    return {InputKind.PARAMETER: 0, InputKind.BUFFER: 0, InputKind.CONSTANT_TENSOR: 1}.get(spec.kind, 3)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One op of the program.  operands: the tensors that it reads; key: equal for ops that become the same."""
+
+    node: fx.Node
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: tuple[fx.Node, ...]
+    key: Hashable
+
+
+class _Inlined:
+    """The calls of a program in order, regions inlined.  same: which node stands for a node that is no op."""
+
+    def __init__(self) -> None:
+        self.placeholders: list[fx.Node] = []
+        self.calls: list[_Call] = []
+        self.results: tuple[Any, ...] = ()
+        self._same: dict[fx.Node, Any] = {}
+        self._kinds: dict[fx.Node, Hashable] = {}
+
+    def take(self, module: fx.GraphModule) -> None:
+        """Read a whole program.  Raises _Unsure."""
+        self.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        self.results = self._walk(module)
+
+    def _walk(self, module: fx.GraphModule) -> tuple[Any, ...]:
+        for node in module.graph.nodes:
+            if node.op == "output":
+                results = self._resolve(node.args[0])
+                return tuple(results) if isinstance(results, (tuple, list)) else (results,)
+            if node.op == "call_function":
+                self._call(module, node)
+            elif node.op == "get_attr" and not isinstance(getattr(module, str(node.target), None), fx.GraphModule):
+                raise _Unsure
+        raise _Unsure
+
+    def _call(self, module: fx.GraphModule, node: fx.Node) -> None:
+        target: Any = node.target
+        if target in _ASSERTIONS:
+            return
+        if target is operator.getitem:
+            source = self._resolve(node.args[0])
+            if isinstance(source, tuple):  # a region's result
+                self._same[node] = source[_number(node)]
+        elif isinstance(target, torch._ops.HigherOrderOperator):
+            self._same[node] = self._region(module, node)
+        elif target is _aten.detach_.default and _is_fresh(node.args[0]):
+            self._same[node] = self._resolve(node.args[0])
+        elif isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable:
+            self._record(node)
+        else:
+            raise _Unsure
+
+    def _region(self, module: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
+        target: Any = node.target
+        region = node.args[1] if len(node.args) > 1 else None
+        if target.name() != _GRAD_REGION or not isinstance(region, fx.Node) or node.kwargs:
+            raise _Unsure
+        inner = getattr(module, str(region.target))
+        places = [n for n in inner.graph.nodes if n.op == "placeholder"]
+        self._same.update(zip(places, (self._resolve(arg) for arg in node.args[2:]), strict=True))
+        return self._walk(inner)
+
+    def _resolve(self, value: Any) -> Any:
+        """An argument with the nodes that stand for its nodes; the result of a region is a tuple of them."""
+        if isinstance(value, fx.Node):
+            return self._same.get(value, value)
+        return fx.map_arg(value, lambda node: self._same.get(node, node))
+
+    def _record(self, node: fx.Node) -> None:
+        args, kwargs = self._resolve(node.args), self._resolve(dict(node.kwargs))
+        operands: dict[fx.Node, int] = {}
+        number: Any = lambda operand: _Place(operands.setdefault(operand, len(operands)))  # noqa: E731
+        shape = fx.map_arg((args, kwargs), number)
+        key = (node.target, _frozen(shape), tuple(map(self._kind_of, operands)))
+        self.calls.append(_Call(node, args, kwargs, tuple(operands), key))
+
+    def _kind_of(self, node: fx.Node) -> Hashable:
+        if node not in self._kinds:
+            self._kinds[node] = _kind(node)
+        return self._kinds[node]
+
+
+def _number(pick: fx.Node) -> int:
+    """Which of several results a node picks."""
+    number = pick.args[1]
+    assert isinstance(number, int)
+    return number
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for an operand, by its number."""
+
+    number: int
+
+
+def _is_fresh(node: Any) -> bool:
+    """True for a tensor that forward() made of numbers: nothing else shares its memory."""
+    return isinstance(node, fx.Node) and node.target is _aten.lift_fresh_copy.default
+
+
+def _kind(node: fx.Node) -> Hashable:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized:
+        raise _Unsure
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    if value.is_complex() or value.is_conj() or value.is_neg() or not all(type(size) is int for size in sizes):
+        raise _Unsure
+    trained = node.op == "placeholder" and value.requires_grad
+    return (sizes, value.dim(), value.dtype, value.device, trained)
+
+
+def _frozen(value: Any) -> Hashable:
+    """An argument as a key: equal for arguments that no op can tell apart."""
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, *map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((name, _frozen(item)) for name, item in value.items())
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise _Unsure
+    return (type(value), repr(value))
+
+
+# -- what becomes of each distinct op ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What becomes of an op.  operands: the nodes that stand for its operands; nodes: the ops, in order; results: its
+    results among both."""
+
+    operands: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+
+
+def _answers(calls: list[_Call]) -> dict[Hashable, _Answer]:
+    """What torch makes of each distinct call, asked with one program of all of them.  Raises _Unsure."""
+    distinct = {call.key: call for call in calls}
+    graph = fx.Graph()
+    operands = [[_operand(graph, operand) for operand in call.operands] for call in distinct.values()]
+    results: list[list[fx.Node]] = []
+    for call, own in zip(distinct.values(), operands, strict=True):
+        env = dict(zip(call.operands, own, strict=True))
+        args, kwargs = fx.map_arg((call.args, call.kwargs), env.__getitem__)
+        node = graph.create_node("call_function", call.node.target, args, kwargs)
+        node.meta = dict(call.node.meta)
+        results.append(_results(graph, node))
+    graph.output(tuple(node for nodes in results for node in nodes))
+    made = _program(graph).run_decompositions({}).graph_module.graph
+    return _read(made, list(distinct), [len(own) for own in operands], [len(nodes) for nodes in results])
+
+
+def _operand(graph: fx.Graph, like: fx.Node) -> fx.Node:
+    value = like.meta["val"]
+    with value.fake_mode:
+        fresh = torch.empty(0, dtype=value.dtype, device=value.device)
+        fresh = fresh.as_strided(value.shape, value.stride(), value.storage_offset())
+    node = graph.placeholder(f"x{len(graph.nodes)}")
+    node.meta["val"] = fresh.requires_grad_(like.op == "placeholder" and value.requires_grad)
+    return node
+
+
+def _results(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
+        return [node]
+    if not isinstance(value, (tuple, list)) or not all(isinstance(part, torch.Tensor) for part in value):
+        raise _Unsure
+    parts = []
+    for place, part in enumerate(value):
+        parts.append(graph.call_function(operator.getitem, (node, place)))
+        parts[-1].meta = dict(node.meta, val=part)
+    return parts
+
+
+def _program(graph: fx.Graph) -> ExportedProgram:
+    from torch._export.verifier import TrainingIRVerifier
+
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    results = next(node for node in graph.nodes if node.op == "output").args[0]
+    given, made = ([TensorArgument(node.name) for node in nodes] for nodes in (places, results))
+    in_spec = pytree.tree_structure(((0,) * len(given), {}))
+    out_spec = pytree.tree_structure((0,) * len(made))
+    return ExportedProgram(
+        root=fx.GraphModule({}, graph),
+        graph=graph,
+        graph_signature=ExportGraphSignature(
+            [InputSpec(InputKind.USER_INPUT, arg, None) for arg in given],
+            [OutputSpec(OutputKind.USER_OUTPUT, arg, None) for arg in made],
+        ),
+        state_dict={},
+        range_constraints={},
+        module_call_graph=[ModuleCallEntry("", ModuleCallSignature([], [], in_spec, out_spec))],
+        constants={},
+        verifiers=[TrainingIRVerifier],
+    )
+
+
+def _read(graph: fx.Graph, keys: list[Hashable], given: list[int], made: list[int]) -> dict[Hashable, _Answer]:
+    """The decomposed program taken apart again.  Every op is on one call's way from its operands to its results."""
+    places = iter([node for node in graph.nodes if node.op == "placeholder"])
+    results = iter(next(node for node in graph.nodes if node.op == "output").args[0])
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    answers: dict[Hashable, _Answer] = {}
+    for key, takes, makes in zip(keys, given, made, strict=True):
+        own, out = tuple(itertools.islice(places, takes)), tuple(itertools.islice(results, makes))
+        found: set[fx.Node] = set()
+        queue = [*out]
+        while queue:
+            node = queue.pop()
+            if node in found or node in own:
+                continue
+            if node.op != "call_function":
+                raise _Unsure
+            found.add(node)
+            queue.extend(node.all_input_nodes)
+        answers[key] = _Answer(own, tuple(sorted(found, key=order.__getitem__)), out)
+    return answers
+
+
+# -- the whole program -------------------------------------------------------------------------------------------
+
+
+def _spliced(program: _Inlined, answers: Mapping[Hashable, _Answer]) -> fx.Graph:
+    """The program with every call replaced by what becomes of it."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in program.placeholders:
+        env[node] = graph.create_node("placeholder", node.target, node.args, name=node.name)
+        env[node].meta = dict(node.meta)
+    for call in program.calls:
+        answer = answers[call.key]
+        local = dict(zip(answer.operands, (env[operand] for operand in call.operands), strict=True))
+        for node in answer.nodes:
+            if node not in local:
+                _copied(graph, node, local, call.node.meta)
+        env |= _named(call.node, [local[result] for result in answer.results])
+    graph.output(fx.map_arg(program.results, env.__getitem__))
+    return graph
+
+
+def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], meta: Mapping[str, Any]) -> None:
+    """An op copied, under the name that torch gives it; of several results every one, as torch does."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+    target: Any = node.target
+    name = graph._target_to_str(target.overloadpacket.__name__)
+    env[node] = copy = graph.create_node("call_function", target, args, kwargs, name=name)
+    copy.meta = dict(meta, val=node.meta["val"])
+    if isinstance(node.meta["val"], torch.Tensor):
+        return
+    read = {user.args[1]: user for user in node.users}
+    for place, part in enumerate(node.meta["val"]):
+        picked = graph.call_function(operator.getitem, (copy, place))
+        picked.meta = dict(meta, val=part)
+        if place in read:
+            env[read[place]] = picked
+
+
+def _named(node: fx.Node, results: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """The nodes of the program that stand for an op's results."""
+    if isinstance(node.meta["val"], torch.Tensor):
+        return {node: results[0]}
+    return {user: results[_number(user)] for user in node.users if user.target is operator.getitem}

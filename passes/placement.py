@@ -21,14 +21,14 @@ that carry a gradient; b_q = 1 when q holds an item of the trunk.  Then a step t
     Z = max of  m L_q + tail_q                                                       for every q
                 tail_p + sum of L_r over p <= r < q with b_r = 1  +  m L_q           for p <= q with b_p = b_q = 1
 
-whatever the schedule.  q works m L_q and then sums its gradients.  Let
-p < q both hold items of the trunk.  Before q starts its first forward, that micro-batch has gone forward through each
-position of the trunk from p to q, for a stage starts when all that it reads is there; after the last backward of q
-(its last action) that micro-batch goes back through the same positions, and then p sums its gradients.  All of these
-are disjoint in time from what q does itself.  Positions without the trunk (`b_q = 0`) may run beside the others, which
-is why the plain sum over all positions before q would claim too much for a DAG with branches.  Where every position
-holds an item of the trunk, Z is that sum; on a chain it always is.  Transfers, and the idle time of a position between
-its first and its last action, are left out: Z is below the true time by them.
+whatever the schedule.  q works m L_q and then sums its gradients.  Let p < q both hold items of the trunk.  Before q
+starts its first forward, that micro-batch has gone forward through each position of the trunk from p to q, for a stage
+starts when all that it reads is there; after the last backward of q (its last action) that micro-batch goes back
+through the same positions, and then p sums its gradients.  All of this is disjoint in time from what q does itself.
+Positions without the trunk (b_q = 0) may run beside the others, which is why the plain sum over all positions before q
+would claim too much for a DAG with branches.  Where every position holds an item of the trunk, Z is that sum; on a
+chain it always is.  Transfers, and the idle time of a position between its first and its last action, are left out: Z
+is below the true time by them.  Several stages on one position (interleaving) are not covered.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import anchor_formats  # noqa: E402
 import anchors as command  # noqa: E402
+from anchor_values import PLACING as BEST  # noqa: E402
 from anchor_values import Anchor, anchors  # noqa: E402
 
 from autopart.ir.errors import InfeasibleError  # noqa: E402
@@ -44,7 +45,9 @@ CASES = [pytest.param(a, id=str(a), marks=[pytest.mark.slow] if slow(a) else [])
 def test_the_anchor_is_reached(anchor: Anchor) -> None:
     if anchor.ask.get("objective") == "free" and not anchor.proved:  # theirs took minutes on two cores
         answer = command.ask(FOLDER / anchor.file, command.Query(**anchor.ask, seconds=20))
-        assert anchor.value * 0.9 < answer.bound <= answer.objective < anchor.value * 1.05
+        contiguous, _, bound = BEST[Path(anchor.file).stem]
+        assert bound - anchor.digits <= answer.objective <= contiguous * (1 + 1e-6)
+        assert 0 < answer.bound <= min(answer.objective, anchor.value + anchor.digits)
         return
     query = command.Query(**anchor.ask, seconds=100)
     if isinf(anchor.value):

@@ -9,8 +9,8 @@
 
 prints the plan, its objective under the original cost model, the proved bound and the seconds of reading and solving.
 Claim: every anchor is reached, and every listed proof is found again.  The exception is what nobody has proved (free:
-bert24_inference, gnmt, resnet50): it takes minutes (--seconds 100 --workers 2), and what resnet50_training gives
-depends on how much of the machine is free (76.53 on two idle cores, 76.59 on two busy ones; listed 76.57).
+bert24_inference, gnmt, resnet50): it takes minutes (--seconds 100 --workers 2), and where the clock stops the search
+the answer varies: two such runs gave 76.53 and 76.59 for resnet50_training, where 76.57 is listed.
 The cost models stand in `autopart.passes.reference` and `autopart.passes.placement`.
 """
 

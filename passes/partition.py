@@ -2,7 +2,7 @@
 
 For a pipeline of at most D positions, minimise over cuts 0 = c_0 < ... < c_S = n and widths r_1 .. r_S
 
-    U = max over stages s of ( sum of through_q over q < s + own_s )
+    U = max( max over stages s of ( sum of through_q over q < s + own_s ), sum of through_q over all q )
 
 own_s: what stage s needs for all its micro-batches, and for what follows them; through_q: what one micro-batch needs
 through stage q, forward and backward, messages into it included.  So U is the time until the slowest stage is done,

@@ -11,7 +11,8 @@ but never written is a graph input.  A parameter's bytes follow a colon: `+w:100
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,6 +20,10 @@ from hypothesis import strategies as st
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, Op, Param, Value, check
+from autopart.ir.plan import Plan
+from autopart.passes.estimate import kinds_of
+from autopart.passes.pipeline import Source, build
+from autopart.passes.space import Request
 
 # No limit on the time of one example: the tests share their cores with worker processes of other tests.
 settings.register_profile("autopart", deadline=None)
@@ -126,6 +131,33 @@ def layers(count: int, *, size: int = 8) -> Graph:
         stream = f"s{i}"
     lines.append(f"loss:4 @head +head.w:{4 * size} <- {stream} labels")
     return graph(";".join(lines))
+
+
+# ---- planning ------------------------------------------------------------------------------------------------------
+
+
+def source(g: Graph, c: Cluster) -> Source:
+    """What `build` plans for: times, saved bytes and values grow with the rows, times shrink with a device's rate."""
+    kinds = kinds_of(c)
+
+    def costs_at(rows: int, kind: int) -> Graph:
+        slower, size = kinds[0].flops_per_s / kinds[kind].flops_per_s, rows / g.rows
+        if slower == size == 1:
+            return g
+        ops = []
+        for op in g.ops:
+            fwd_ns, bwd_ns = (int(t * slower * size) for t in (op.cost.fwd_ns, op.cost.bwd_ns))
+            kept, scratch = (int(b * size) for b in (op.cost.saved_bytes, op.cost.scratch_bytes))
+            ops.append(replace(op, cost=Cost(fwd_ns, bwd_ns, kept, scratch, int(op.cost.flops * size))))
+        values = tuple(replace(v, size_bytes=int(v.size_bytes * size)) for v in g.values)
+        return replace(g, rows=rows, ops=tuple(ops), values=values)
+
+    return Source(g, costs_at, torch_version="2")
+
+
+def plan_of(g: Graph, c: Cluster, *, micros: int = 4, rows: tuple[int, ...] | None = None, **request: Any) -> Plan:
+    """The plan for micro-batches of one row, or of these rows.  request: other fields of `Request`."""
+    return build(source(g, c), c, Request(((1,) * micros if rows is None else rows,), **request))
 
 
 # ---- strategies ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from .program import Action
 
@@ -35,31 +37,59 @@ class Timeline:
         spans = [s for s in self.spans if s.rank == rank and s.action.kind in "FB"]
         changes = [(s.start_ns, held_bytes) if s.action.kind == "F" else (s.end_ns, -held_bytes) for s in spans]
         curve, held = [(0, 0)], 0
-        for when, change in sorted(changes):
+        for when, change in sorted(changes, key=lambda c: c[0]):  # stable: as the rank does them
             held += change
             curve.append((when, held))
         return tuple(curve)
 
     def critical_path(self) -> tuple[Span, ...]:
-        """Spans, first to last, each of which ends when the next can start: what a shorter step has to shorten.
+        """Spans, first to last, each of which ends when the next starts: what a shorter step has to shorten.
 
         Found backwards from the end of the step.  A compute starts when its rank is free or its message is there; the
-        latter is preferred, and leads to the sender.  O(spans).
+        latter is preferred, and leads to the sender.  What is sent may start before the one ahead of it has arrived,
+        when that has left the port; the one ahead then ends there.  Spans do not say which ports they use: the one
+        ahead is taken to be the last on the same channel, from the same stage, to the same one, or else of all.
+        O(spans log spans).
         """
+        real = [s for s in self.spans if s.action.kind not in ("RF", "RB") and s.end_ns > s.start_ns]
         ends: dict[int, list[Span]] = {}
-        for span in self.spans:
-            if span.action.kind not in ("RF", "RB") and span.end_ns > span.start_ns:
-                ends.setdefault(span.end_ns, []).append(span)
+        wires: dict[tuple[int | None, int | None], list[Span]] = {}
+        for span in sorted(real, key=lambda s: s.start_ns):
+            ends.setdefault(span.end_ns, []).append(span)
+            if span.action.kind in _SENT:
+                for key in _wires(span):
+                    wires.setdefault(key, []).append(span)
         path: list[Span] = []
-        now = max(self.spans, key=lambda s: s.end_ns, default=None)
+        now = max(real, key=lambda s: s.end_ns, default=None)
         while now is not None:
             path.append(now)
-            now = _cause(now, ends.get(now.start_ns, []))
+            cause = _cause(now, ends.get(now.start_ns, []))
+            if cause is None and now.start_ns and now.action.kind in _SENT:
+                cause = _ahead(now, [wires[key] for key in _wires(now)])
+            now = cause
         return tuple(reversed(path))
 
     def busy_ns(self, rank: int) -> int:
         """Nanoseconds that a rank spends in F and B."""
         return sum(s.end_ns - s.start_ns for s in self.spans if s.rank == rank and s.action.kind in "FB")
+
+
+_SENT = ("SF", "SB", "R")
+
+
+def _wires(span: Span) -> list[tuple[int | None, int | None]]:
+    """Where to look for what holds a port that this span needs, the likeliest first."""
+    stage, peer = span.action.stage, span.action.peer
+    return [(stage, peer), (stage, None), (None, peer), (None, None)]
+
+
+def _ahead(span: Span, wires: Sequence[Sequence[Span]]) -> Span | None:
+    """The last that was started before this one, and was not there yet; it ends here."""
+    for sent in wires:
+        place = bisect_left(sent, span.start_ns, key=lambda s: s.start_ns)
+        if place and sent[place - 1].end_ns > span.start_ns:
+            return replace(sent[place - 1], end_ns=span.start_ns)
+    return None
 
 
 def _cause(span: Span, ended: list[Span]) -> Span | None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from graphs import cluster, graph
+from graphs import cluster, graph, plan_of
 
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Param
-from autopart.passes.pipeline import build
 
 
 def _counter(first: int, last: int, ops: int = 6):
@@ -26,11 +25,11 @@ def _counter(first: int, last: int, ops: int = 6):
 @pytest.mark.parametrize(("first", "last"), [(0, 4), (1, 3), (2, 5), (4, 4)])
 def test_the_plan_keeps_all_users_of_such_a_buffer_on_one_stage(first, last):
     made = _counter(first, last)
-    plan = build(made, cluster(2), stages=None, micro_rows=(1, 1), schedule="auto", torch_version="2.13")
+    plan = plan_of(made, cluster(2), stages=2, micros=2)
     users = {made.ops[first].name, made.ops[last].name}
     assert sum(bool(users & set(stage.ops)) for stage in plan.stages) == 1
 
 
 def test_more_stages_than_such_buffers_allow_are_refused_with_the_number():
     with pytest.raises(UsageError, match="blocks"):
-        build(_counter(0, 5), cluster(2), stages=2, micro_rows=(1,), schedule="auto", torch_version="2.13")
+        plan_of(_counter(0, 5), cluster(2), stages=2, micros=1)

@@ -1,173 +1,132 @@
-"""The partition against every split there is, computed from the definition."""
+"""The partition against every division there is, computed from the definition of U."""
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+import random
+from collections.abc import Iterator
+from itertools import combinations, pairwise, product
 
-import pytest
-from graphs import cluster, clusters, graph, graphs, layers
-from hypothesis import event, given
+import numpy as np
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from autopart.ir.cluster import Cluster
-from autopart.ir.errors import InfeasibleError, UsageError
-from autopart.ir.graph import Graph
-from autopart.ir.plan import SCHEDULES, in_flight
-from autopart.passes.partition import Split, partition
+from autopart.passes.partition import FAR, Division, Table, TableOf, divide
 
 
-def stage_ns(g: Graph, c: Cluster, s: int, a: int, b: int) -> int:
-    """t_s as the docstring of the module says it, from the ops alone."""
-    total = sum(op.cost.total_ns for op in g.ops[a:b])
-    if s == 0:
-        return total
-    own = {w for op in g.ops[a:b] for w in op.writes}
-    names = {r for op in g.ops[a:b] for r in op.reads} - own
-    values = g.value_map()
-    forward = sum(values[n].size_bytes for n in names)
-    backward = sum(values[n].size_bytes for n in names if values[n].grad and n not in g.inputs)
-    return total + sum(c.link(s - 1, s).transfer_ns(size) for size in (forward, backward) if size)
+def tables(seed: int, n: int, far: float) -> TableOf:
+    """Random own and through for every place, width and range; a share of them cannot be."""
+    known: dict[tuple[int, int, int], Table | None] = {}
+
+    def table_of(k: int, width: int, used: int) -> Table | None:
+        if (k, width, used) not in known:
+            draw = random.Random(f"{seed} {k} {width} {used}")
+            own, through = (np.full((n + 1, n + 1), FAR, dtype=np.int64) for _ in range(2))
+            for a, b in combinations(range(n + 1), 2):
+                if draw.random() >= far:
+                    own[a, b], through[a, b] = draw.randint(0, 30), draw.randint(0, 9)
+            known[k, width, used] = None if draw.random() < far else (own, through)
+        return known[k, width, used]
+
+    return table_of
 
 
-def stage_bytes(g: Graph, s: int, a: int, b: int, stages: int, micros: int, schedule: str) -> int:
-    """The memory constraint's left side, from the ops alone, with Adam's two states."""
-    values, params = g.value_map(), g.param_map()
-    used = {p for op in g.ops[a:b] for p in op.params}
-    held = sum(params[p].size_bytes * (4 if params[p].trainable else 1) for p in used)
-    own = {w for op in g.ops[a:b] for w in op.writes} | (set(g.inputs) if s == 0 else set())
-    entering = {r for op in g.ops[a:b] for r in op.reads} - own
-    live = sum(op.cost.saved_bytes for op in g.ops[a:b]) + sum(values[n].size_bytes for n in entering)
-    batch = micros * sum(values[n].size_bytes for n in g.inputs) if s == 0 else 0
-    scratch = max(op.cost.scratch_bytes for op in g.ops[a:b])
-    return held + in_flight(schedule, s, stages, micros) * live + scratch + batch
+def every(n: int, stages: int, used: int, widths: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for inner in combinations(range(1, n), stages - 1):
+        for chosen in product(widths, repeat=stages):
+            if sum(chosen) == used:
+                yield (0, *inner, n), chosen
 
 
-def best_by_force(
-    g: Graph, c: Cluster, stages: int, micros: int, schedule: str, forced: tuple[int, ...] = ()
-) -> int | None:
-    best = None
-    for inner in combinations(range(1, len(g.ops)), stages - 1):
-        bounds = (0, *inner, len(g.ops))
-        if not set(forced) <= set(inner):
-            continue
-        ranges = list(enumerate(pairwise(bounds)))
-        if any(stage_bytes(g, s, a, b, stages, micros, schedule) > c.devices[s].memory_bytes for s, (a, b) in ranges):
-            continue
-        times = [stage_ns(g, c, s, a, b) for s, (a, b) in ranges]
-        objective = sum(times) + (micros - 1) * max(times)
-        best = objective if best is None else min(best, objective)
-    return best
+def value(bounds: tuple[int, ...], widths: tuple[int, ...], table_of: TableOf) -> int:
+    """U as the docstring of the module says it; FAR when a stage cannot be."""
+    reached, u = 0, 0
+    for s, (a, b) in enumerate(pairwise(bounds)):
+        table = table_of(len(widths) - s, widths[s], sum(widths[s:]))
+        if table is None or table[0][a, b] >= FAR:
+            return FAR
+        u = max(u, reached + int(table[0][a, b]))
+        reached += int(table[1][a, b])
+    return max(u, reached)
 
 
-def check_split(split: Split, g: Graph, c: Cluster, micros: int, schedule: str) -> None:
-    stages = len(split.bounds) - 1
-    ranges = list(enumerate(pairwise(split.bounds)))
-    assert split.stage_ns == tuple(stage_ns(g, c, s, a, b) for s, (a, b) in ranges)
-    assert split.stage_bytes == tuple(stage_bytes(g, s, a, b, stages, micros, schedule) for s, (a, b) in ranges)
-    assert split.objective_ns == sum(split.stage_ns) + (micros - 1) * max(split.stage_ns)
+def check_divisions(n: int, depth: int, widths: tuple[int, ...], most: int, table_of: TableOf) -> list[Division]:
+    found = divide(n, depth, widths, most, table_of)
+    known = {(d.stages, sum(d.widths)): d for d in found}
+    assert len(known) == len(found)
+    for stages in range(1, n + 2):
+        for used in range(1, depth + 2):
+            ways = every(n, stages, used, widths)
+            best = min((value(*way, table_of) for way in ways), default=FAR) if used <= depth else FAR
+            if stages > most or best >= FAR:
+                assert (stages, used) not in known
+                continue
+            division = known[stages, used]
+            assert division.value == best == value(division.bounds, division.widths, table_of)
+            assert set(division.widths) <= set(widths)
+    return found
 
 
-@given(graphs(least=2, most=10, free=False), st.data())
-def test_no_split_is_better(g: Graph, data: st.DataObject) -> None:
-    n = len(g.ops)
-    stages = data.draw(st.integers(1, min(n, 5)))
-    micros = data.draw(st.integers(1, 8))
-    schedule = data.draw(st.sampled_from(SCHEDULES))
-    tight = data.draw(st.sampled_from([None, None, 400, 800]))
-    c = data.draw(clusters(stages, tight=tight))
-    forced = tuple(sorted(data.draw(st.sets(st.integers(1, n - 1), max_size=min(2, stages - 1)))))
-    best = best_by_force(g, c, stages, micros, schedule, forced)
-    event(f"memory {tight}, {'no split' if best is None else 'split'}")
-    try:
-        split = partition(g, c, stages=stages, micros=micros, schedule=schedule, forced=forced)
-    except InfeasibleError:
-        assert best is None
-        return
-    assert split.objective_ns == best
-    assert set(forced) <= set(split.bounds)
-    check_split(split, g, c, micros, schedule)
+@settings(max_examples=60)
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.sampled_from([(1,), (1, 2), (2, 3), (1, 2, 3, 4, 5)]),
+    st.integers(1, 7),
+    st.sampled_from([0.0, 0.2, 0.6]),
+)
+def test_no_division_is_better(seed: int, n: int, depth: int, widths: tuple[int, ...], most: int, far: float) -> None:
+    found = check_divisions(n, depth, widths, most, tables(seed, n, far))
+    event("some" if found else "none")
 
 
-@given(st.lists(st.integers(0, 30), min_size=3, max_size=10), st.integers(1, 6), st.data())
+def chain(times: list[int], micros: int, arriving: list[int]) -> TableOf:
+    """Blocks of these times, and a cut before block i that costs arriving[i] for each micro-batch; any place alike."""
+    sums = np.concatenate([[0], np.cumsum(times)])
+    own = np.where(np.tri(len(sums), k=0, dtype=bool), FAR, micros * (sums[None, :] - sums[:, None]))
+    into = np.array([0, *arriving[1:], 0])[:, None]
+    through = np.where(own < FAR, (sums[None, :] - sums[:, None]) + into, FAR)
+    return lambda k, width, used: (own, through)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 30), min_size=3, max_size=9), st.integers(1, 6), st.data())
 def test_trade_between_slowest_stage_and_transfers_is_exact(times: list[int], micros: int, data: st.DataObject) -> None:
-    """Chains with very different cuts: here the smallest sum and the smallest slowest stage disagree most."""
-    sizes = data.draw(st.lists(st.integers(0, 60), min_size=len(times), max_size=len(times)))
-    text = "; ".join(
-        f"v{i}:{t}/0 #{size} <- {f'v{i - 1}' if i else 'x'}"
-        for i, (t, size) in enumerate(zip(times, sizes, strict=True))
-    )
-    g, stages = graph(text), data.draw(st.integers(2, min(4, len(times))))
-    split = partition(g, cluster(stages), stages=stages, micros=micros, schedule="1f1b")
-    assert split.objective_ns == best_by_force(g, cluster(stages), stages, micros, "1f1b")
-
-
-def test_search_does_not_stop_a_nanosecond_early() -> None:
-    """The best split is found in the last step that can still win: one less in the limit and it is lost."""
-    text = "; ".join(
-        f"v{i}-:{t}/0 #{size} <- {f'v{i - 1}' if i else 'x'}"
-        for i, (t, size) in enumerate(zip((5, 5, 5, 3, 3, 0, 1, 3), (0, 1, 5, 5, 0, 2, 0, 2), strict=True))
-    )
-    split = partition(graph(text), cluster(4), stages=4, micros=3, schedule="1f1b")
-    assert split.objective_ns == best_by_force(graph(text), cluster(4), 4, 3, "1f1b")
-
-
-def test_equal_layers_are_cut_evenly() -> None:
-    g = graph("; ".join(f"v{i}:3 <- {f'v{i - 1}' if i else 'x'}" for i in range(12)))
-    assert partition(g, cluster(4), stages=4, micros=8, schedule="1f1b").bounds == (0, 3, 6, 9, 12)
-
-
-def test_ties_are_broken_by_balance_even_with_one_micro_batch() -> None:
-    g = graph("; ".join(f"v{i}:3 #0 <- {f'v{i - 1}' if i else 'x'}" for i in range(8)), input_bytes=0)
-    assert partition(g, cluster(4), stages=4, micros=1, schedule="1f1b").bounds == (0, 2, 4, 6, 8)
+    """Chains with very different cuts: here the smallest way through and the smallest slowest stage disagree most."""
+    arriving = data.draw(st.lists(st.integers(0, 60), min_size=len(times), max_size=len(times)))
+    check_divisions(len(times), 4, (1,), 4, chain(times, micros, arriving))
 
 
 def test_one_stage_holds_all() -> None:
-    g = layers(2)
-    split = partition(g, cluster(1), stages=1, micros=3, schedule="gpipe")
-    assert split.bounds == (0, len(g.ops)) and split.objective_ns == 3 * sum(op.cost.total_ns for op in g.ops)
+    assert divide(3, 1, (1,), 1, chain([5, 6, 7], 4, [0, 0, 0])) == [Division((0, 3), (1,), 4 * 18)]
 
 
-def test_tied_parameter_takes_room_in_each_stage() -> None:
-    g = graph("a:1 +w:100 #0 <- x; b:1 +w:100 #0 <- a", input_bytes=0)
-    assert partition(g, cluster(2, memory=400), stages=2, micros=1, schedule="gpipe").stage_bytes == (400, 400)
+def test_of_equal_divisions_the_first_cut_is_taken() -> None:
+    """The same answer everywhere: ties are broken by place, never by chance."""
+    found = divide(4, 2, (1,), 2, chain([0, 0, 0, 0], 1, [0, 0, 0, 0]))
+    assert [d.bounds for d in found] == [(0, 4), (0, 1, 4)]
 
 
-def test_activations_in_flight_decide_between_the_schedules() -> None:
-    g = graph("a:1 ^100 #0 <- x; b:1 ^100 #0 <- a", input_bytes=0)
-    c = cluster(2, memory=(200, 100))
-    assert partition(g, c, stages=2, micros=8, schedule="1f1b").stage_bytes == (200, 100)
-    with pytest.raises(InfeasibleError):
-        partition(g, c, stages=2, micros=8, schedule="gpipe")
+def test_places_widths_and_devices_are_named_in_order() -> None:
+    division = Division((0, 2, 3, 7), (2, 1, 3), 0)
+    assert division.stages == 3
+    assert division.ranges() == [(0, 2, 0, 2), (2, 3, 2, 1), (3, 7, 3, 3)]
 
 
-def test_infeasible_names_the_stage_and_by_how_much() -> None:
-    g = graph("a:1 #0 @first <- x; b:1 +w:100 #0 @second <- a", input_bytes=0)
-    with pytest.raises(InfeasibleError) as caught:
-        partition(g, cluster(2, memory=350), stages=2, micros=1, schedule="gpipe")
-    text = str(caught.value)
-    assert "stage 1 of 2" in text and "400 bytes" in text and "50 bytes too much" in text and "second" in text
-    assert "1f1b" in text
+def test_what_cannot_be_is_never_taken() -> None:
+    assert divide(4, 4, (1, 2), 4, lambda k, width, used: None) == []
+    assert all(set(d.widths) == {2} for d in divide(4, 4, (2,), 4, chain([1] * 4, 1, [0] * 4)))
 
 
-def test_state_factor_is_the_optimizers() -> None:
-    g = graph("a:1 +w:100 #0 <- x", input_bytes=0)
-    sizes = [partition(g, cluster(1), stages=1, micros=1, schedule="1f1b", state_factor=f).stage_bytes for f in (0, 1)]
-    assert sizes == [(200,), (300,)]
-
-
-def test_more_stages_than_blocks_says_both_numbers() -> None:
-    with pytest.raises(UsageError, match=r"3 stages.*2 blocks"):
-        partition(graph("a <- x; b <- a"), cluster(3), stages=3, micros=1, schedule="1f1b")
-
-
-def test_bytes_beyond_32_bits_do_not_overflow() -> None:
+def test_times_beyond_32_bits_do_not_overflow() -> None:
     huge = 1 << 44
-    g = graph(f"a:1 #{huge} <- x; b:1 <- a")
-    split = partition(g, cluster(2, memory=1 << 50), stages=2, micros=1, schedule="1f1b")
-    assert split.stage_ns[1] == 3 + 2 * huge
+    found = divide(2, 2, (1,), 2, chain([1, 1], 1, [0, huge]))
+    assert [d.value for d in found] == [2, 2 + huge]
 
 
-def test_sixteen_stages_of_sixty_four_blocks_need_few_steps() -> None:
-    lines = [f"v{i}:{(i * 7919) % 97} #{(i * 104729) % 89} <- {f'v{i - 1}' if i else 'x'}" for i in range(64)]
-    split = partition(graph(";".join(lines)), cluster(16), stages=16, micros=4, schedule="1f1b")
-    assert len(split.bounds) == 17 and split.objective_ns == sum(split.stage_ns) + 3 * max(split.stage_ns)
+def test_sixteen_stages_of_sixty_four_blocks_are_found() -> None:
+    times, arriving = ([(i * prime) % 97 for i in range(64)] for prime in (7919, 104729))
+    table_of = chain(times, 8, arriving)
+    found = divide(64, 16, (1,), 16, table_of)
+    assert [d.stages for d in found] == list(range(1, 17))
+    assert all(d.value == value(d.bounds, d.widths, table_of) for d in found)

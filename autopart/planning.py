@@ -30,8 +30,6 @@ from .passes.sheets import sheets
 from .passes.space import Request
 
 WHOLE = Weight("any")
-MOST_WAYS = 8
-"""Ways to cut the batch that are tried."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +132,7 @@ def read_plan(options: Options) -> Plan | None:
 def row_ways(batch: Batch, cluster: Cluster, options: Options) -> tuple[tuple[int, ...], ...]:
     """The ways to cut a batch that are tried, each the rows of its micro-batches, largest micro-batches first.
 
-    What the user says; else the divisors of the number of rows, thinned to about `MOST_WAYS`, or powers of two where
-    there are few divisors.
+    What the user says; else the divisors of the number of rows, and powers of two where there are few divisors.
     """
     if batch.rows is None:
         if options.micro_batches not in (None, 1):
@@ -151,15 +148,10 @@ def row_ways(batch: Batch, cluster: Cluster, options: Options) -> tuple[tuple[in
 
 
 def micro_counts(rows: int) -> tuple[int, ...]:
-    """Numbers of micro-batches worth trying, ascending."""
+    """Numbers of micro-batches worth trying, ascending: the divisors, or also powers of two where those are few."""
     divisors = [count for count in range(1, rows + 1) if rows % count == 0]
     powers = [1 << i for i in range(rows.bit_length()) if 1 << i <= rows]
-    counts = divisors if len(divisors) >= min(4, len(powers)) else sorted({*divisors, *powers})
-    if len(counts) > MOST_WAYS:  # one for each power of two, the nearest
-        counts = sorted({min(counts, key=lambda c: (abs(c - power), c)) for power in powers} | {rows})
-    while len(counts) > MOST_WAYS:
-        counts = counts[:2] + counts[3:]
-    return tuple(counts)
+    return tuple(divisors if len(divisors) >= min(4, len(powers)) else sorted({*divisors, *powers}))
 
 
 def _first_rows(ways: tuple[tuple[int, ...], ...], batch: Batch, cluster: Cluster, options: Options) -> int:

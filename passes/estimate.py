@@ -24,11 +24,16 @@ from autopart.ir.cluster import Cluster, Device
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, Op
 from autopart.ir.plan import ASYNC, Estimate, Plan, Stage, in_flight
-from autopart.ir.program import Program
+from autopart.ir.program import Edge, Program
 from autopart.ir.timeline import Timeline
+from autopart.passes.route import assemble
 from autopart.passes.sheets import CostsAt
 from autopart.passes.simulate import Message, Work, simulate, step_ns
 from autopart.passes.traffic import Load, bundle, ring
+
+Tied = tuple[tuple[str, tuple[int, ...]], ...]
+LONG = 60_000
+"""Actions of a program from which on candidates are judged by a shorter one."""
 
 
 @dataclass(frozen=True)
@@ -64,26 +69,37 @@ def estimate(plan: Plan, program: Program, setting: Setting) -> Plan:
     known, work = estimated(plan, program, setting)
     if plan.schedule == ASYNC:
         return replace(known, step_ns=steady_ns(known), bubble=0.0)
-    timeline = simulate(program, work)
-    busy = sum(timeline.busy_ns(rank) for rank in program.stage_ranks)
-    whole = timeline.step_ns * len(plan.stages)
-    return replace(known, step_ns=timeline.step_ns, bubble=1 - busy / whole if whole else 0.0)
+    step = step_ns(program, work)
+    busy = program.micros * sum(e.fwd_ns + e.bwd_ns for e in known.estimates)
+    whole = step * len(plan.stages)
+    return replace(known, step_ns=step, bubble=max(0.0, 1 - busy / whole) if whole else 0.0)
 
 
 def estimated(plan: Plan, program: Program, setting: Setting) -> tuple[Plan, Work]:
     """The plan with `estimates`, and what the simulator needs."""
     rows = max(plan.micro_rows)
     whole = setting.costs_at(rows, 0)
-    sizes = message_bytes(program, whole)
-    estimates = tuple(_stage(plan, s, whole, sizes, setting) for s in range(len(plan.stages)))
+    sizes = message_bytes(program.edges, whole)
+    estimates = tuple(stage_estimate(plan, s, whole, sizes, setting) for s in range(len(plan.stages)))
     known = replace(plan, estimates=estimates)
     return known, _work(known, program, whole, sizes, setting)
 
 
-def simulated_ns(plan: Plan, program: Program, setting: Setting) -> tuple[Plan, int]:
-    """The plan with `estimates`, and the time of its step."""
-    known, work = estimated(plan, program, setting)
-    return known, steady_ns(known) if plan.schedule == ASYNC else step_ns(program, work)
+def simulated_ns(plan: Plan, links: tuple[Edge, ...], shared: Tied, setting: Setting) -> tuple[Plan, int]:
+    """The plan with `estimates`, and the time of its step.  links, shared: edges and tied parameters (`route`).
+
+    Of a long program only 2 S and 3 S micro-batches are played, of S stages; the others follow at the same pace, which
+    every schedule has reached by then.
+    """
+    stages, micros = len(plan.stages), len(plan.micro_rows)
+    long = 6 * stages * micros > LONG and micros > 4 * stages
+    counts = (2 * stages, 3 * stages) if long else (micros,)
+    programs = [assemble(replace(plan, micro_rows=plan.micro_rows[:count]), links, shared) for count in counts]
+    known, work = estimated(plan, programs[0], setting)
+    if plan.schedule == ASYNC:
+        return known, steady_ns(known)
+    first, last = step_ns(programs[0], work), step_ns(programs[-1], work) if long else 0
+    return known, last + (last - first) * (micros - counts[-1]) // stages if long else first
 
 
 def steady_ns(plan: Plan) -> int:
@@ -96,11 +112,11 @@ def timeline_of(plan: Plan, program: Program, setting: Setting) -> Timeline:
     return simulate(program, estimated(plan, program, setting)[1])
 
 
-def message_bytes(program: Program, graph: Graph) -> dict[Message, int]:
+def message_bytes(links: tuple[Edge, ...], graph: Graph) -> dict[Message, int]:
     """Bytes of one message by (source stage, destination stage, "F" or "B").  O(values of edges)."""
     size = {v.name: v.size_bytes for v in graph.values}
-    sizes = {(e.src, e.dst, "F"): sum(size[v] for v in e.values) for e in program.edges}
-    return sizes | {(e.dst, e.src, "B"): sum(size[v] for v in e.grads) for e in program.edges if e.grads}
+    sizes = {(e.src, e.dst, "F"): sum(size[v] for v in e.values) for e in links}
+    return sizes | {(e.dst, e.src, "B"): sum(size[v] for v in e.grads) for e in links if e.grads}
 
 
 def _work(plan: Plan, program: Program, whole: Graph, sizes: dict[Message, int], setting: Setting) -> Work:
@@ -132,7 +148,7 @@ def _trained_bytes(ops: list[Op], graph: Graph) -> int:
     return sum(p.size_bytes for p in graph.params if p.name in used and p.trainable)
 
 
-def _stage(plan: Plan, s: int, whole: Graph, sizes: dict[Message, int], setting: Setting) -> Estimate:
+def stage_estimate(plan: Plan, s: int, whole: Graph, sizes: dict[Message, int], setting: Setting) -> Estimate:
     """The estimate of the slowest device of a stage."""
     stage, replicas = plan.stages[s], len(plan.stages[s].ranks)
     rows = -(-max(plan.micro_rows) // replicas)

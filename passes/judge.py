@@ -6,14 +6,16 @@ once more over captured ops (`pipeline`).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan, Stage
-from autopart.passes.estimate import simulated_ns
+from autopart.ir.program import Edge
+from autopart.passes.estimate import message_bytes, simulated_ns, stage_estimate
 from autopart.passes.layout import Layout
 from autopart.passes.partition import Division
-from autopart.passes.route import route
+from autopart.passes.route import edges, tied
 from autopart.passes.space import Space
 
 
@@ -82,49 +84,56 @@ class Judge:
         )
         world = self.setting.cluster.world
         plan = Plan("", "", "", world, stages, candidate.micro_rows, candidate.schedule)
-        program = route(plan, blocks)
+        links, shared = edges(plan, blocks), tied(plan, blocks)
         if self.space.request.recompute == "all" and self.space.request.may_recompute:
             plan = replace(plan, stages=tuple(replace(s, recompute=(s.ops,)) for s in stages))
-        known, step = simulated_ns(plan, program, self.setting)
+        known, step = simulated_ns(plan, links, shared, self.setting)
         over = self._over(known)
         if max(over) > 0 and self.space.request.may_recompute:
             leaner = replace(
                 plan,
-                stages=tuple(self._lean(known, s) if excess > 0 else known.stages[s] for s, excess in enumerate(over)),
+                stages=tuple(
+                    self._lean(known, s, links) if excess > 0 else known.stages[s] for s, excess in enumerate(over)
+                ),
             )
-            known, step = simulated_ns(leaner, program, self.setting)
+            known, step = simulated_ns(leaner, links, shared, self.setting)
             over = self._over(known)
         worst = max(range(len(over)), key=lambda s: over[s])
         return Verdict(candidate, known, step, max(0, over[worst]), worst)
 
     def _over(self, plan: Plan) -> list[int]:
-        devices = self.setting.cluster.devices
-        return [
-            e.peak_bytes - min(devices[rank].memory_bytes for rank in stage.ranks)
-            for e, stage in zip(plan.estimates, plan.stages, strict=True)
-        ]
+        return [e.peak_bytes - self._limit(stage) for e, stage in zip(plan.estimates, plan.stages, strict=True)]
 
-    def _lean(self, plan: Plan, s: int) -> Stage:
+    def _limit(self, stage: Stage) -> int:
+        return min(self.setting.cluster.devices[rank].memory_bytes for rank in stage.ranks)
+
+    def _lean(self, plan: Plan, s: int, links: tuple[Edge, ...]) -> Stage:
         """The stage with the fewest recomputed blocks that make it fit; all as one group where that is not enough.
 
-        Greedy by bytes freed per nanosecond of forward (Piper, NeurIPS 2021, section 5.2, chooses so too).
+        In order of bytes freed per nanosecond of forward (Piper, NeurIPS 2021, section 5.2, chooses so too); how many
+        is found by halving, each time with the stage's own estimate.
         """
         stage = plan.stages[s]
         rows = -(-max(plan.micro_rows) // len(stage.ranks))
-        graph = self.setting.costs_at(rows, 0)
-        crossing = dict(zip((op.name for op in graph.ops), self.space.line.sheet(rows).crossing.tolist(), strict=False))
-        cost = {op.name: op.cost for op in graph.ops if op.name in set(stage.ops)}
+        share, whole = self.setting.costs_at(rows, 0), self.setting.costs_at(max(plan.micro_rows), 0)
+        sizes = message_bytes(links, whole)
+        crossing = dict(zip((op.name for op in share.ops), self.space.line.sheet(rows).crossing.tolist(), strict=False))
+        own = set(stage.ops)
+        cost = {op.name: op.cost for op in share.ops if op.name in own}
         gain = {name: c.saved_bytes - crossing[name] for name, c in cost.items()}
         order = sorted((n for n in stage.ops if gain[n] > 0), key=lambda n: (-gain[n] / max(1, cost[n].fwd_ns), n))
-        live, excess = plan.estimates[s].live, self._over(plan)[s]
-        freed, heaviest = 0, 0
-        for count, name in enumerate(order, 1):
-            freed += live * gain[name]
-            heaviest = max(heaviest, cost[name].saved_bytes)
-            if freed - heaviest >= excess:
-                chosen = set(order[:count])
-                return replace(stage, recompute=tuple((n,) for n in stage.ops if n in chosen))
-        return replace(stage, recompute=(stage.ops,))
+
+        def leaner(count: int) -> Stage:
+            chosen = set(order[:count])
+            return replace(stage, recompute=tuple((n,) for n in stage.ops if n in chosen))
+
+        def fits(count: int) -> bool:
+            tried = replace(plan, stages=(*plan.stages[:s], leaner(count), *plan.stages[s + 1 :]))
+            return stage_estimate(tried, s, whole, sizes, self.setting).peak_bytes <= self._limit(stage)
+
+        if not order or not fits(len(order)):
+            return replace(stage, recompute=(stage.ops,))
+        return leaner(bisect_left(range(1, len(order)), True, key=fits) + 1)
 
 
 def expanded(plan: Plan, blocks: Graph, captured: Graph) -> tuple[Stage, ...]:

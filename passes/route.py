@@ -21,8 +21,11 @@ def route(plan: Plan, graph: Graph) -> Program:
     the order of the computes on both ends, so each is one first-in first-out channel.  A stage runs on the first of
     its ranks.  O(reads + actions).
     """
-    links = edges(plan, graph)
-    shared = tied(plan, graph)
+    return assemble(plan, edges(plan, graph), tied(plan, graph))
+
+
+def assemble(plan: Plan, links: tuple[Edge, ...], shared: tuple[tuple[str, tuple[int, ...]], ...]) -> Program:
+    """The program of a plan whose edges and tied parameters are known.  O(actions)."""
     into: dict[int, list[Edge]] = {s: [] for s in range(len(plan.stages))}
     out: dict[int, list[Edge]] = {s: [] for s in range(len(plan.stages))}
     for edge in links:  # ascending by (src, dst), so peers are ascending in both lists

@@ -1,7 +1,7 @@
 """The search: many partitions by dynamic programming, the promising ones by simulation, the best of those refined.
 
 1. For every way to cut the batch and every layout, the partition's best division for each number of stages (`divide`).
-2. The most promising by U are judged under every schedule, and under other layouts of the same depth (`judge`).
+2. The most promising by U are judged (`judge`), the best of them under every schedule and layout of the same depth.
 3. From the best few, cuts move by a block and widths by a device as long as the simulated step gets shorter.
 
 The order of trying and every limit is a count, never a clock: the same request gives the same plan everywhere.
@@ -9,12 +9,14 @@ The order of trying and every limit is a count, never a clock: the same request 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from autopart.ir.errors import InfeasibleError
+from autopart.passes.bound import work_bound
 from autopart.passes.judge import Candidate, Judge, Verdict
 from autopart.passes.layout import SMALL, Layout, layouts
 from autopart.passes.partition import Division, divide
@@ -23,14 +25,18 @@ from autopart.passes.tables import Tables
 
 PROMISING = 12
 """Divisions that are judged, besides the best one of each number of copies."""
+VARIED = 4
+"""Verdicts that are judged under all schedules and layouts."""
 REFINED = 3
 """Verdicts that are refined."""
 EFFORT = 150_000
 """Actions that refining may simulate in all."""
 HOPELESS = 1.1
 """A division whose U is so much above the best simulated step is not judged: U leaves waiting out."""
-MOST_STAGES = 128
+MOST_STAGES = 64
 """Unless more are asked for."""
+MOST_WAYS = 8
+"""Ways to cut the batch that get dynamic programs; the others are tried in refinement."""
 
 Watch = Callable[[str, int, int], None]
 """(pass, best step so far in ns or 0, lower bound in ns or 0)."""
@@ -56,18 +62,17 @@ def search(spaces: tuple[Space, Space], watch: Watch | None = None) -> Found:
         raise InfeasibleError("no way to cut the model satisfies what is asked for")
     ledger = _Ledger()
     for space, candidate in _promising(drafts):
-        limit = HOPELESS * ledger.best_ns
-        if limit and candidate.division.value > limit:
-            continue
-        for variant in _variants(space, candidate):
-            verdict = judges[id(space)](variant)
-            ledger.add(verdict)
-            if limit and verdict.fits and verdict.step_ns > limit:
-                break  # its other schedules and layouts will not make up for that
+        if not ledger.fits or candidate.division.value <= HOPELESS * ledger.best_ns:
+            ledger.add(judges[id(space)](candidate))
         if watch:
             watch("judge", ledger.best_ns, 0)
+    for verdict, space in _finalists(ledger, spaces, VARIED):
+        for variant in _variants(space, verdict.candidate):
+            ledger.add(judges[id(space)](variant))
+        if watch:
+            watch("schedules and layouts", ledger.best_ns, 0)
     _compare(drafts, judges, ledger)
-    for verdict, space in _finalists(ledger, spaces):
+    for verdict, space in _finalists(ledger, spaces, REFINED):
         _refine(verdict, space, judges[id(space)], ledger)
         if watch:
             watch("refine", ledger.best_ns, 0)
@@ -112,18 +117,33 @@ class _Ledger:
 
 def _drafts(spaces: tuple[Space, Space], watch: Watch | None) -> list[tuple[Space, Candidate]]:
     """Every division that the dynamic programs find."""
-    drafts = []
-    for micro_rows in spaces[0].request.micro_rows:
+    drafts: list[tuple[Space, Candidate]] = []
+    least = 0  # the best U so far
+    for micro_rows in _spread(spaces[0].request.micro_rows):
         shared: dict[int, dict[object, Any]] = {id(space): {} for space in spaces}
         for layout in _layouts(spaces[0]):
             space = spaces[0] if layout.depth <= SMALL else spaces[1]
-            if layout.copies > max(micro_rows):
+            devices = layout.copies * min(layout.depth, space.request.stages or MOST_STAGES) * max(layout.widths)
+            ideal = work_bound(space, micro_rows) * space.setting.cluster.world // devices
+            if layout.copies > max(micro_rows) or (least and ideal > HOPELESS * least):
                 continue
             for division in _divisions(space, layout, micro_rows, shared[id(space)]):
                 drafts.append((space, Candidate(division, layout, micro_rows, space.request.schedules[0])))
+        least = min((candidate.division.value for _, candidate in drafts), default=0)
         if watch:
             watch(f"partition, micro-batches of {max(micro_rows)} rows", 0, 0)
     return drafts
+
+
+def _spread(ways: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
+    """At most `MOST_WAYS`, with numbers of micro-batches about a constant factor apart, both ends included."""
+    if len(ways) <= MOST_WAYS:
+        return list(ways)
+    order = sorted(ways, key=len)
+    low, high = math.log(len(order[0])), math.log(len(order[-1]))
+    marks = [low + (high - low) * i / (MOST_WAYS - 1) for i in range(MOST_WAYS)]
+    chosen = {min(range(len(order)), key=lambda i: abs(math.log(len(order[i])) - mark)) for mark in marks}
+    return [order[i] for i in sorted(chosen)]
 
 
 def _layouts(space: Space) -> Iterator[Layout]:
@@ -195,14 +215,14 @@ def _variants(space: Space, candidate: Candidate) -> Iterator[Candidate]:
             yield replace(candidate, layout=layout, schedule=schedule)
 
 
-def _finalists(ledger: _Ledger, spaces: tuple[Space, Space]) -> list[tuple[Verdict, Space]]:
+def _finalists(ledger: _Ledger, spaces: tuple[Space, Space], most: int) -> list[tuple[Verdict, Space]]:
     """The fastest verdicts with different numbers of stages, copies or rows."""
     chosen: dict[tuple[object, ...], Verdict] = {}
     pool = ledger.ranked or ([ledger.nearest] if ledger.nearest else [])
     for verdict in pool:
         candidate = verdict.candidate
         chosen.setdefault((candidate.division.stages, candidate.layout.copies, len(candidate.micro_rows)), verdict)
-    finalists = list(chosen.values())[:REFINED]
+    finalists = list(chosen.values())[:most]
     return [(v, spaces[0] if v.candidate.layout.depth <= SMALL else spaces[1]) for v in finalists]
 
 
@@ -234,8 +254,14 @@ def _merit(verdict: Verdict) -> tuple[int, int]:
 
 
 def _neighbours(candidate: Candidate, space: Space) -> Iterator[Candidate]:
-    """One cut moved by one or two blocks, all cuts shifted, or one device moved from a stage to another."""
+    """The next ways to cut the batch, one cut moved by one or two blocks, all cuts from one on shifted, or one device
+    moved from a stage to another."""
     division, request = candidate.division, space.request
+    order = sorted(request.micro_rows, key=len)
+    place = order.index(candidate.micro_rows)
+    for rows in order[max(0, place - 1) : place] + order[place + 1 : place + 2]:
+        if max(division.widths) * candidate.layout.copies <= max(rows):
+            yield replace(candidate, micro_rows=rows)
     for bounds in _moved(division.bounds):
         if all(a < b for a, b in pairwise(bounds)) and _legal(bounds, space):
             yield replace(candidate, division=replace(division, bounds=bounds))

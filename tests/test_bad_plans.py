@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopart
+from autopart.capture import Capturer
+from autopart.capture.batch import take_apart
+from autopart.clusters import parse_cluster
 from autopart.ir.errors import (
     BatchError,
     ClusterError,
@@ -20,6 +24,8 @@ from autopart.ir.errors import (
     PlanFileError,
     UsageError,
 )
+from autopart.options import read_options
+from autopart.planning import make_plan
 
 # -- options -----------------------------------------------------------------------------------------------------
 
@@ -27,7 +33,7 @@ from autopart.ir.errors import (
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"schedule": "zigzag"}, ("schedule 'zigzag'", "1f1b, gpipe")),
+        ({"schedule": "zigzag"}, ("schedule 'zigzag'", "1f1b, 1f1b-deep, gpipe")),
         ({"stage": 2}, ("unknown option 'stage'", "stages")),
         ({"stages": 0}, ("stages is 0",)),
         ({"stages": 1.5}, ("stages is 1.5",)),
@@ -41,6 +47,18 @@ from autopart.ir.errors import (
         ({"cuts": 3}, ("cuts is a int",)),
         ({"cuts": [3]}, ("cut 3 is not a module path",)),
         ({"plan": 3}, ("plan is a int",)),
+        ({"replicas": 0}, ("replicas is 0",)),
+        ({"replicas": True}, ("replicas is True",)),
+        ({"replicas": "2"}, ("replicas is '2'",)),
+        ({"replicas": (2, 0)}, ("replicas is (2, 0)", "one for each stage")),
+        ({"replicas": ()}, ("replicas is ()",)),
+        ({"recompute": True}, ("unknown recompute True", "auto, off, all")),
+        ({"together": 3}, ("together is a int",)),
+        ({"together": [3]}, ("paths is a int",)),
+        ({"together": [("a", "")]}, ("path '' is not a module path",)),
+        ({"pins": ["head"]}, ("pins is ['head']", "map module paths to stages")),
+        ({"pins": {"head": "last"}}, ("pins is {'head': 'last'}",)),
+        ({"pins": {"head": True}}, ("pins is",)),
     ],
 )
 def test_impossible_options_are_refused_before_any_work(options, words):
@@ -49,9 +67,62 @@ def test_impossible_options_are_refused_before_any_work(options, words):
 
 
 def test_a_plan_excludes_what_it_fixes():
-    for option in ({"stages": 2}, {"micro_batches": 2}, {"cuts": ["2"]}, {"schedule": "gpipe"}):
-        with refused(UsageError, "both plan= and"):
-            compiled(net(), batch(), plan=planned(), **option)
+    options = {"stages": 2, "micro_batches": 2, "cuts": ["2"], "schedule": "gpipe", "replicas": 1}
+    options |= {"recompute": "off", "together": ["0"], "pins": {"0": 0}}
+    plan = planned()
+    for name, value in options.items():
+        with refused(UsageError, f"both plan= and {name}="):
+            compiled(net(), batch(), plan=plan, **{name: value})
+
+
+def for_the_runtime(cluster: str, **options: Any) -> autopart.Plan:
+    """The plan that `compile` makes or takes, without the processes to run it."""
+    data = take_apart(batch(), with_target=True)
+    read = read_options(costs="analytic", loss_fn=F.cross_entropy, **options)
+    return make_plan(Capturer(net(), F.cross_entropy), data, parse_cluster(cluster), read).plan
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"schedule": "pipedream"}, ("unknown schedule 'pipedream'", "auto, 1f1b, 1f1b-deep, gpipe")),
+        ({"replicas": (2, 1), "stages": 2}, ("cannot be run yet", "autopart.plan")),
+        pytest.param(
+            {"pins": {"2": 3}, "stages": 2},
+            ("2 is pinned to stage 3, which does not exist",),
+            marks=pytest.mark.xfail(strict=True, reason="the message has no remedy"),
+        ),
+        ({"pins": {"nowhere": 0}}, ("'nowhere'",)),
+        ({"together": [("0", "nowhere")]}, ("'nowhere'",)),
+        ({"optimizer": "adamz"}, ("unknown optimizer 'adamz'",)),
+    ],
+)
+def test_what_the_planner_or_the_runtime_cannot_do_is_refused(options, words):
+    with refused(UsageError, *words):
+        for_the_runtime("cpu:4", **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "missing"),
+    [
+        (lambda p: replace(p, schedule="pipedream"), "schedule pipedream"),
+        (lambda p: replace(p, stages=(replace(p.stages[0], ranks=(0, 1)),)), "replicas of a stage"),
+        (lambda p: replace(p, stages=(replace(p.stages[0], recompute=(p.stages[0].ops,)),)), "recomputation"),
+        (lambda p: replace(p, schedule="pipedream", stages=(replace(p.stages[0], ranks=(1, 0)),)),
+         "schedule pipedream and replicas of a stage"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_cannot_be_run_yet_is_refused_with_what_it_lacks(tmp_path, change, missing):
+    plan = change(replace(planned("cpu:1", stages=1), world=2))
+    path = tmp_path / "plan.json"
+    autopart.save_plan(plan, path)
+    for given in (plan, path):
+        with refused(PlanError, f"the plan cannot be run yet: it needs {missing}\n", "compile without plan="):
+            for_the_runtime("cpu:2", plan=given)
+    if len(plan.stages[0].ranks) == 1:
+        with refused(PlanError, f"the plan cannot be run yet: it needs {missing}\n"):
+            compiled(net(), batch(), plan=replace(plan, world=1), loss_fn=F.cross_entropy)
+    assert autopart.plan(net(), "cpu:2", sample=batch(), loss_fn=F.cross_entropy, plan=path) == plan
 
 
 def test_more_stages_than_blocks_or_devices_are_refused_with_the_most_that_work():
@@ -145,6 +216,7 @@ def _lost(text: str) -> str:
         (lambda text: "[1, 2]", ("is no plan",)),
         (lambda text: "\x00\x01", ("JSON",)),
         (_changed(version=99), ("version 99",)),
+        (_changed(version=1), ("version 1", "reads version 2", "make the plan again")),
         (_changed(schedule="zigzag"), ("schedule", "zigzag")),
         (_changed(world="two"), ("world",)),
         (_changed(stages=[]), ("stages",)),

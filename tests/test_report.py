@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopart.ir.graph import Graph, Op, Param
-from autopart.ir.plan import Estimate, Plan, Stage
+from autopart.ir.plan import Alternative, Estimate, Optimality, Plan, Stage
 from autopart.ir.program import parse_action
 from autopart.ir.timeline import Span, Timeline
 from autopart.report.picture import schedule_text
@@ -36,7 +36,8 @@ def plan() -> Plan:
     """Two stages on two of three ranks; the mask stands in both."""
     names = [op.name for op in graph().ops]
     first, second = (*names[:6],), ("mask", *names[6:])
-    a = Estimate(1_000_000, 2_000_000, 3 * 10**9, 100 * MIB, 300 * MIB, 5 * MIB, 0, MIB // 4, 500 * MIB)
+    a = Estimate(1_000_000, 2_000_000, 3 * 10**9, 100 * MIB, 300 * MIB, 5 * MIB, 0, MIB // 4, 500 * MIB, 2)
+    a = replace(a, workspace_bytes=7 * MIB, buffer_bytes=MIB // 2, reduce_ns=3_000_000, optimizer_ns=500_000)
     b = Estimate(1_500_000, 2_500_000, 4 * 10**9, 200 * MIB, 600 * MIB, 6 * MIB, MIB // 4, 0, 2048 * MIB)
     return Plan(
         graph_digest="g",
@@ -60,10 +61,14 @@ def cells(line: str) -> list[str]:
 
 def test_the_table_has_a_line_for_each_stage() -> None:
     lines = stage_table(plan(), graph()).splitlines()
-    head = "stage ranks modules ops params GFLOP fwd_ms bwd_ms weights grad+opt act_x_live peak in out"
+    head = "stage ranks modules ops params GFLOP fwd_ms bwd_ms weights grad+opt act_x_live work peak in out end_ms"
     assert cells(lines[0]) == [name.replace("_", " ") for name in head.split()]
-    assert "|".join(cells(lines[2])) == "0|0|emb … h.1|6|1.4k|3.00|1.00|2.00|100.0|300.0|5.0 x 2|500.0|0.0|0.250"
-    assert "|".join(cells(lines[3])) == "1|2|h.2 … head|6|1.4k|4.00|1.50|2.50|200.0|600.0|6.0 x 1|2048|0.250|0.0"
+    assert (
+        "|".join(cells(lines[2])) == "0|0|emb … h.1|6|1.4k|3.00|1.00|2.00|100.0|300.0|5.0 x 2|7.5|500.0|0.0|0.250|3.50"
+    )
+    assert (
+        "|".join(cells(lines[3])) == "1|2|h.2 … head|6|1.4k|4.00|1.50|2.50|200.0|600.0|6.0 x 1|0.0|2048|0.250|0.0|0.00"
+    )
     assert cells(lines[4]) == ["all", "11", "1.8k", "7.00", "2.50", "4.50"]
 
 
@@ -74,6 +79,30 @@ def test_the_footer_says_what_the_numbers_are() -> None:
     assert "op costs are analytic" in text
     assert "op costs were measured on the device" in stage_table(replace(plan(), costs="measured"))
     assert text.endswith("note: rank 1 idles [see above]\n")
+
+
+def test_the_footer_says_how_far_from_the_best_a_plan_can_be() -> None:
+    open_end = stage_table(replace(plan(), optimality=Optimality.of(20_000_000, 19_000_000)))
+    assert "at most 5.0% of it could be saved: no plan between the same blocks takes less than 19.00 ms" in open_end
+    proved = stage_table(replace(plan(), optimality=Optimality.of(20_000_000, 21_000_000)))
+    assert "proved best: no plan between the same blocks takes less than 20.00 ms" in proved
+
+
+def test_the_footer_names_what_was_not_taken() -> None:
+    others = (Alternative("1 stage", 25_000_000, "+25.0%"), Alternative("data parallel alone", 0, "does not fit"))
+    text = stage_table(replace(plan(), alternatives=others))
+    assert "instead of this, 1 stage: 25.00 ms, +25.0%\n" in text
+    assert "instead of this, data parallel alone: does not fit\n" in text
+
+
+def test_replicas_and_recomputed_ops_are_counted_and_said_to_be_for_planning_alone() -> None:
+    first, second = plan().stages
+    wide = replace(plan(), world=4, stages=(replace(first, ranks=(0, 1, 3), recompute=(("emb",),)), second))
+    lines = stage_table(wide).splitlines()
+    assert cells(lines[0])[:4] == ["stage", "ranks", "ops", "again"]
+    assert cells(lines[2])[:4] == ["0", "0-1,3", "6", "1"] or cells(lines[2])[:4] == ["0", "0,1,3", "6", "1"]
+    assert lines[-1] == "for planning alone: the runtime does not have replicas of a stage and recomputation yet"
+    assert "for planning alone" not in stage_table(plan())
 
 
 def test_without_a_graph_there_are_no_modules() -> None:

@@ -1,0 +1,263 @@
+"""How long does planning take, from a model object on the meta device to a proven plan, and where does the time go?
+
+Targets on a laptop's core, imports aside: GPT-2 XL on 16 devices 10 s; Llama-8B on 64 devices 10 s, 2 s of them after
+capture; GPT-3 175B on 384 devices (as trained by Narayanan et al., "Efficient Large-Scale Language Model Training on
+GPU Clusters Using Megatron-LM", SC 2021) 25 s and 2 GB.  Then growth with layers and with devices, which is expected to
+be linear in the layers (capture) and below linear in the devices (powers of two and divisors of the world are tried).
+Seconds are of the processor, so that other programs do not count; what a clock on the wall saw stands beside them.
+
+    python benchmarks/plan_speed.py             writes results/plan_speed.json and results/plan_speed.svg
+    python benchmarks/plan_speed.py --only gpt3 one of the targets; writes nothing
+    python benchmarks/plan_speed.py --only gpt3 --profile 40      and where the time after capture goes
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import shapes
+import torch
+from common import RESULTS, write
+
+from autopart import planning
+from autopart.capture import Capturer
+from autopart.capture.batch import take_apart
+from autopart.clusters import parse_cluster
+from autopart.ir.abilities import EVERYTHING
+from autopart.options import read_options
+from autopart.passes import pipeline
+
+STEPS = (  # names that the compiler's own modules hold, and the pass whose time they are
+    (planning, "weigh", "loss"),
+    (planning, "mark_rows", "loss"),
+    (planning, "analytic_costs", "costs"),
+    (planning, "sheets", "costs"),
+    (pipeline, "atoms", "atoms"),
+    (pipeline, "coarsen", "coarsen"),
+    (pipeline, "Line", "line"),
+    (pipeline, "search", "search"),
+    (pipeline, "lower_bound", "bound"),
+    (pipeline, "route", "finish"),
+    (pipeline, "estimate", "finish"),
+    (pipeline, "expanded", "finish"),
+    (pipeline, "verify", "verify"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """seconds, solving_s, rss_gb: targets, 0 where there is none."""
+
+    name: str
+    make: Callable[[], torch.nn.Module]
+    rows: int
+    length: int
+    cluster: str
+    seconds: float = 0.0
+    solving_s: float = 0.0
+    rss_gb: float = 0.0
+
+
+TARGETS = (
+    Case("gpt2-xl", lambda: shapes.gpt2(48, 1600, 25), 512, 1024, "a100x8:2", seconds=10),
+    Case("llama-8b", shapes.llama_8b, 512, 4096, "h100x8:8", seconds=10, solving_s=2),
+    Case("gpt3-175b", lambda: shapes.gpt2(96, 12288, 96, 2048), 1536, 2048, "a100x8:48", seconds=25, rss_gb=2),
+)
+LAYERS = (12, 24, 48, 96)
+DEVICES = (8, 16, 32, 64, 128, 256, 384)
+LINES = (("#1f77b4", "captured_s"), ("#d62728", "solving_s"))
+
+
+class Clock:
+    """Processor seconds by pass; a pass inside another counts for itself alone."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._open = ["other"]
+        self._since = time.process_time()
+
+    def lap(self) -> float:
+        """Give the innermost open pass the time since the last event."""
+        now = time.process_time()
+        spent, self._since = now - self._since, now
+        self.seconds[self._open[-1]] += spent
+        return spent
+
+    def wrap(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        """`work`, timed as a pass."""
+
+        def timed(*args: Any, **options: Any) -> Any:
+            self.lap()
+            self._open.append(name)
+            try:
+                return work(*args, **options)
+            finally:
+                self.lap()
+                self._open.pop()
+
+        return timed
+
+    def watch(self, what: str, best_ns: int, bound_ns: int) -> None:
+        """The search tells what it has just done: the time since the last event was for that."""
+        if self._open[-1] == "search":
+            spent = self.lap()
+            self.seconds["search"] -= spent
+            self.seconds[what.split(",")[0]] += spent
+
+
+@contextmanager
+def timed_passes(clock: Clock) -> Iterator[None]:
+    """The passes of `STEPS` and captures, timed."""
+    known = [(module, name, getattr(module, name)) for module, name, _ in STEPS]
+    for (module, name, work), (_, _, label) in zip(known, STEPS, strict=True):
+        setattr(module, name, clock.wrap(label, work))
+    try:
+        yield
+    finally:
+        for module, name, work in known:
+            setattr(module, name, work)
+
+
+def result(case: Case, profile: int = 0) -> dict[str, Any]:
+    """Seconds of every pass, and what was planned."""
+    with torch.device("meta"):
+        model, given = case.make().bfloat16(), shapes.causal_batch(case.rows, case.length)
+    wall = time.perf_counter()
+    clock = Clock()
+    options = read_options(optimizer="adamw+masters", watch=clock.watch)
+    batch, cluster = take_apart(given), parse_cluster(case.cluster)
+    capturer = Capturer(model)
+    counted = clock.wrap("capture", capturer.__call__)
+    if profile:  # after the captures, which are remembered
+        planning.make_plan(capturer, batch, cluster, options, EVERYTHING)
+        profiled(lambda: planning.make_plan(capturer, batch, cluster, options, EVERYTHING), profile)
+        clock.lap()
+        clock.seconds.clear()
+    with timed_passes(clock):
+        plan = planning.make_plan(counted, batch, cluster, options, EVERYTHING).plan  # type: ignore[arg-type]
+    clock.lap()
+    total = sum(clock.seconds.values())
+    assert plan.optimality
+    return {
+        "seconds": total,
+        "captured_s": clock.seconds["capture"],
+        "solving_s": total - clock.seconds["capture"],
+        "wall_s": time.perf_counter() - wall,
+        "passes_s": dict(clock.seconds),
+        "parameters_b": shapes.parameters(model) / 1e9,
+        "ops": sum(len(stage.ops) for stage in plan.stages),
+        "world": cluster.world,
+        "stages": len(plan.stages),
+        "replicas": [len(stage.ranks) for stage in plan.stages],
+        "micro_batches": len(plan.micro_rows),
+        "schedule": plan.schedule,
+        "peak_gb": max(e.peak_bytes for e in plan.estimates) / 1e9,
+        "limit_gb": cluster.devices[0].memory_bytes / 1e9,
+        "step_ms": plan.step_ns / 1e6,
+        "bubble": plan.bubble,
+        "gap": plan.optimality.gap,
+        "notes": list(plan.notes),
+    }
+
+
+def profiled(work: Callable[[], Any], lines: int) -> None:
+    """Print where the time goes, by function and by what it calls."""
+    profile = cProfile.Profile(time.process_time)
+    profile.runcall(work)
+    for order in ("tottime", "cumulative"):
+        pstats.Stats(profile).strip_dirs().sort_stats(order).print_stats(lines)
+
+
+def growth() -> dict[str, list[dict[str, Any]]]:
+    """Over layers on 16 devices, and over devices at 48 layers."""
+
+    def at(layers: int, devices: int) -> dict[str, Any]:
+        case = Case("", lambda: shapes.gpt2(layers, 1600, 25), 3072, 1024, f"a100x8:{devices // 8}")
+        return shapes.alone(lambda: {"layers": layers, "devices": devices, **result(case)})
+
+    found: dict[str, list[dict[str, Any]]] = {"layers": [], "devices": []}
+    for layers in LAYERS:
+        found["layers"].append(at(layers, 16))
+        print(line(f"{layers} layers", found["layers"][-1]), flush=True)
+    for devices in DEVICES:
+        found["devices"].append(at(48, devices))
+        print(line(f"{devices} devices", found["devices"][-1]), flush=True)
+    return found
+
+
+def line(name: str, found: dict[str, Any]) -> str:
+    """One result on one line."""
+    if "failed" in found:
+        return f"{name:12s} {found['failed']}"
+    passes = sorted(found["passes_s"].items(), key=lambda item: -item[1])
+    return (
+        f"{name:12s} {found['seconds']:6.1f} s ({found['wall_s']:.1f} by the wall), {found['solving_s']:5.2f} after "
+        f"capture, {found['rss_gb']:.2f} GB;  " + "  ".join(f"{n} {s:.2f}" for n, s in passes if s >= 0.005)
+    )
+
+
+def plot(found: dict[str, list[dict[str, Any]]]) -> str:
+    """An SVG of two charts: seconds over layers, and over devices."""
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" width="760" height="300" font-family="sans-serif" font-size="12">'
+    ]
+    for place, (axis, rows) in enumerate(found.items()):
+        good = [row for row in rows if "failed" not in row]
+        left, wide, tall = 50 + 380 * place, 300, 220
+        right, top = max(row[axis] for row in good), max(row[key] for row in good for _, key in LINES)
+        parts.append(f'<path d="M{left} 30v{tall}h{wide}" fill="none" stroke="black"/>')
+        parts.append(f'<text x="{left}" y="20">seconds (at most {top:.1f})</text>')
+        parts.append(f'<text x="{left + wide}" y="{tall + 65}" text-anchor="end">{axis}</text>')
+        for n, (colour, key) in enumerate(LINES):
+            spots = [(left + wide * row[axis] / right, 30 + tall * (1 - row[key] / top)) for row in good]
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}"/>')
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in spots]
+            name = "capture" if key == "captured_s" else "after capture"
+            parts.append(f'<text x="{left + 10}" y="{45 + 15 * n}" fill="{colour}">{name}</text>')
+        for row in good:
+            x = left + wide * row[axis] / right
+            parts.append(f'<text x="{x:.1f}" y="{tall + 45}" text-anchor="middle" font-size="9">{row[axis]}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def judged(case: Case, found: dict[str, Any]) -> dict[str, bool]:
+    """The targets of a case, and whether they are met."""
+    wanted = {"seconds": case.seconds, "solving_s": case.solving_s, "rss_gb": case.rss_gb}
+    return {
+        f"{case.name}: {name} {found.get(name, float('inf')):.2f} <= {most:g}": found.get(name, float("inf")) <= most
+        for name, most in wanted.items()
+        if most
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="targets whose names contain this; nothing is written")
+    parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="profile what comes after capture")
+    given = parser.parse_args(argv)
+    shapes.warm()
+    done, claims = {}, {}
+    for case in TARGETS:
+        if given.only in case.name:
+            done[case.name] = shapes.alone(lambda case=case: result(case, given.profile))  # type: ignore[misc]
+            print(line(case.name, done[case.name]), flush=True)
+            claims |= {} if given.profile else judged(case, done[case.name])
+    for claim, holds in claims.items():
+        print("met   " if holds else "MISSED", claim)
+    if not given.only:
+        found = growth()
+        write("plan_speed", {"claims": claims, "targets": done, "growth": found})
+        (RESULTS / "plan_speed.svg").write_text(plot(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -88,6 +88,7 @@ class Line:
         self._owner = np.array([owner[op.name] for op in captured.ops], dtype=np.int64)
         self._grid = len(captured.ops) > EXACT_OPS
         self._sheets: dict[tuple[int, int], Sheet] = {}
+        self._graphs: dict[tuple[int, int], Graph] = {}
         self.weights = holding_bytes(blocks, 1.0)
         self.trained = np.asarray(holding_bytes(blocks, 2.0) - self.weights)
 
@@ -102,7 +103,11 @@ class Line:
 
     def graph(self, rows: int, kind: int = 0) -> Graph:
         """The blocks as a graph with the costs and sizes of this sheet; shapes are not changed."""
-        sheet = self.sheet(rows, kind)
+        if (rows, kind) not in self._graphs:
+            self._graphs[rows, kind] = self._graph(rows, self.sheet(rows, kind))
+        return self._graphs[rows, kind]
+
+    def _graph(self, rows: int, sheet: Sheet) -> Graph:
         columns = sheet.blocks.T.tolist()
         ops = tuple(replace(op, cost=Cost(*column)) for op, column in zip(self.blocks.ops, columns, strict=True))
         sizes = sheet.sizes.tolist()

@@ -29,8 +29,8 @@ VARIED = 4
 """Verdicts that are judged under all schedules and layouts."""
 REFINED = 3
 """Verdicts that are refined."""
-EFFORT = 150_000
-"""Actions that refining may simulate in all."""
+EFFORT = 250_000
+"""Actions that may be simulated in refining, and in comparing schedules and layouts."""
 HOPELESS = 1.1
 """A division whose U is so much above the best simulated step is not judged: U leaves waiting out."""
 MOST_STAGES = 64
@@ -66,9 +66,12 @@ def search(spaces: tuple[Space, Space], watch: Watch | None = None) -> Found:
             ledger.add(judges[id(space)](candidate))
         if watch:
             watch("judge", ledger.best_ns, 0)
+    effort = EFFORT
     for verdict, space in _finalists(ledger, spaces, VARIED):
-        for variant in _variants(space, verdict.candidate):
+        variants = list(_variants(space, verdict.candidate))
+        for variant in variants[: max(1, effort // _actions(verdict.candidate))]:
             ledger.add(judges[id(space)](variant))
+        effort -= len(variants) * _actions(verdict.candidate)
         if watch:
             watch("schedules and layouts", ledger.best_ns, 0)
     _compare(drafts, judges, ledger)
@@ -231,8 +234,7 @@ def _finalists(ledger: _Ledger, spaces: tuple[Space, Space], most: int) -> list[
 
 def _refine(verdict: Verdict, space: Space, judge: Judge, ledger: _Ledger) -> None:
     """Steepest descent over `_neighbours`, within a number of simulated actions."""
-    actions = 6 * verdict.candidate.division.stages * len(verdict.candidate.micro_rows)
-    budget = EFFORT // REFINED // max(1, actions)
+    budget = EFFORT // REFINED // _actions(verdict.candidate)
     best = verdict
     while budget > 0:
         tried = []
@@ -247,6 +249,11 @@ def _refine(verdict: Verdict, space: Space, judge: Judge, ledger: _Ledger) -> No
         if _merit(better) >= _merit(best):
             return
         best = better
+
+
+def _actions(candidate: Candidate) -> int:
+    """Actions of its program, about."""
+    return 6 * candidate.division.stages * len(candidate.micro_rows)
 
 
 def _merit(verdict: Verdict) -> tuple[int, int]:

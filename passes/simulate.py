@@ -147,9 +147,13 @@ class _Play:
     def _occupy(self, latency: int, ways: tuple[Way, ...], busy: tuple[int, ...], now: int) -> tuple[int, int]:
         if not ways:
             return now, now
-        start = max(now, max(self.free.get(way, 0) for way in ways))
+        free = self.free
+        start = now
+        for way in ways:
+            if free.get(way, 0) > start:
+                start = free[way]
         for way, taken in zip(ways, busy, strict=True):
-            self.free[way] = start + taken
+            free[way] = start + taken
         return start, start + latency + max(busy)
 
     def _finish(self, stage: int, rank: int, ready: int) -> None:

@@ -13,11 +13,15 @@ The names are DAPPLE's (PPoPP 2021, section 4.2); Fresh First is what Append Fir
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import factorial, prod
 
 from autopart.ir.cluster import Cluster
 
+MOST_ORDERS = 24
+"""Orders of unlike devices that are tried; of more, two."""
 SMALL = 16
 """On so many positions a stage may have any number of replicas; on more, one in each copy."""
 
@@ -49,12 +53,11 @@ def layouts(cluster: Cluster, *, replicas: bool) -> Iterator[Layout]:
     """Layouts worth a search, the deepest pipelines first.
 
     Numbers of copies: all up to 16 devices, beyond that the divisors of the number of devices.  inner: all copies,
-    one, and as many as keep a copy's neighbours inside a node.  Devices of several kinds are laid out in their order
-    and backwards.
+    one, and as many as keep a copy's neighbours inside a node.  Devices of several kinds are laid out in every order
+    that differs in them, or where that is too many in their order and backwards.
     """
     world = cluster.world
-    plain = tuple(range(world))
-    orders = [plain] if len(set(cluster.devices)) == 1 else [plain, plain[::-1]]
+    orders = _orders(cluster)
     counts = [c for c in range(1, world + 1) if world <= SMALL or world % c == 0] if replicas else [1]
     sizes = [level.size for level in cluster.levels[:-1]]
     for order in orders:
@@ -64,3 +67,20 @@ def layouts(cluster: Cluster, *, replicas: bool) -> Iterator[Layout]:
             for inner in sorted({1, copies, *(i for i in inside if 0 < i < copies)}, reverse=True):
                 if copies % inner == 0:
                     yield Layout(copies, depth, inner, order)
+
+
+def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Orders to lay the devices out in, their own first; equal devices stay in order of rank."""
+    plain = tuple(range(cluster.world))
+    counts = Counter(cluster.devices)
+    ways = factorial(cluster.world) // prod(factorial(count) for count in counts.values())
+    if len(counts) == 1 or ways > MOST_ORDERS:
+        return [plain] if len(counts) == 1 else [plain, plain[::-1]]
+    orders: list[tuple[int, ...]] = [()]
+    for _ in plain:
+        orders = [
+            (*order, rank)
+            for order in orders
+            for rank in {cluster.devices[r]: r for r in reversed(plain) if r not in order}.values()
+        ]
+    return sorted(orders)

@@ -155,7 +155,9 @@ def _place(block: Op, part: int) -> str:
 
 
 def mib(size_bytes: int) -> str:
-    """Bytes in words: below a MiB in bytes, from 10 GiB on in GiB."""
+    """Bytes in words, rounded up so that as much is enough: below a MiB in bytes, from 10 GiB on in GiB."""
     if size_bytes < 1 << 20:
         return f"{size_bytes} bytes"
-    return f"{size_bytes / (1 << 20):.1f} MiB" if size_bytes < 10 << 30 else f"{size_bytes / (1 << 30):.1f} GiB"
+    shift, unit = (20, "MiB") if size_bytes < 10 << 30 else (30, "GiB")
+    tenths = -(-size_bytes * 10 >> shift)
+    return f"{tenths // 10}.{tenths % 10} {unit}"

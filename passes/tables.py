@@ -102,7 +102,7 @@ class Tables:
         if self.stages is None:
             return True
         fixed = self.space.request.replicas_of(self.stages)
-        return fixed is None or (k <= len(fixed) and fixed[self.stages - k] == replicas)
+        return fixed is None or (len(fixed) == self.stages and fixed[self.stages - k] == replicas)
 
     def _cached(self, make: Callable[..., Ints], *args: object) -> Ints:
         key = (make.__name__, self.rows, self.micros, self.schedule, *args)

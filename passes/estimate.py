@@ -119,6 +119,11 @@ def message_bytes(links: tuple[Edge, ...], graph: Graph) -> dict[Message, int]:
     return sizes | {(e.dst, e.src, "B"): sum(size[v] for v in e.grads) for e in links if e.grads}
 
 
+def work_of(plan: Plan, program: Program, graph: Graph, setting: Setting) -> Work:
+    """What the simulator needs, from a plan that has estimates; graph: captured, at the largest micro-batch."""
+    return _work(plan, program, graph, message_bytes(program.edges, graph), setting)
+
+
 def _work(plan: Plan, program: Program, whole: Graph, sizes: dict[Message, int], setting: Setting) -> Work:
     ranks = [stage.ranks for stage in plan.stages]
     return Work(

@@ -56,8 +56,17 @@ def analytic_costs(graph: Graph, device: Device) -> Graph:
         dtype = computing_dtype(op, values, params)
         forward_ns = roofline_ns(work, moved, device, dtype)
         backward_ns = _backward_ns(op, values, work, back, moved, device, dtype)
-        costed.append(replace(op, cost=Cost(forward_ns, backward_ns, keeps[op.name], 0, work)))
+        costed.append(replace(op, cost=Cost(forward_ns, backward_ns, keeps[op.name], _scratch_bytes(op, values, params), work)))
     return replace(graph, ops=tuple(costed))
+
+
+def _scratch_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> int:
+    """Bytes that the op's backward holds for a moment: the gradients it is given and those it makes, of parameters
+    too, before they are added up.  A view passes the gradient it is given on."""
+    if not any(values[w].grad for w in op.writes) or family(op.target) == VIEW:
+        return 0
+    gradients = sum(values[name].size_bytes for name in {*op.reads, *op.writes} if values[name].grad)
+    return gradients + sum(params[p].size_bytes for p in op.params if params[p].trainable)
 
 
 def computing_dtype(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> str:

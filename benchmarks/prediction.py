@@ -1,0 +1,199 @@
+"""Does the simulator predict what a step takes and what it holds?
+
+Two Gloo ranks, one thread each.  The cluster is measured first (`autopart cluster detect`), the ops of each model alone
+(`costs="measured"`); then every plan (model x schedule x cut x micro-batches) is simulated, and run: steps take turns
+over all plans, medians count.  The optimizer is left out of both.  Memory: bytes of storage that autograd keeps for the
+backward, parameters aside, at the worst moment of a step, against live * activations of the estimate.
+
+    python benchmarks/prediction.py           about 4 minutes on 2 cores; writes results/prediction.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import spread, write
+from trained import MODELS
+
+import autopart
+from autopart.detect import detect
+from autopart.passes.estimate import Setting, kinds_of, work_of
+from autopart.passes.simulate import step_ns
+
+
+@dataclass(frozen=True)
+class Case:
+    """cut: None for the planner's own, else the layer at which the second stage begins."""
+
+    model: str
+    schedule: str
+    micros: int
+    cut: int | None = None
+
+    def __str__(self) -> str:
+        where = "planned cut" if self.cut is None else f"cut at layer {self.cut}"
+        return f"{self.model}, {self.schedule}, {self.micros} micro-batches, {where}"
+
+
+CASES = (
+    Case("gpt2", "1f1b", 8), Case("gpt2", "gpipe", 4), Case("gpt2", "1f1b", 8, 2), Case("gpt2", "1f1b", 2),
+    Case("gpt2, vocabulary 50257", "1f1b", 4), Case("gpt2, vocabulary 50257", "1f1b", 4, 4), Case("llama", "1f1b", 8),
+    Case("llama", "1f1b", 4, 7), Case("bert", "gpipe", 8), Case("vit", "1f1b", 4), Case("vit", "gpipe", 4, 2),
+    Case("convnext", "1f1b", 4),
+)  # fmt: skip
+
+
+class Held:
+    """Bytes of storage that autograd holds, parameters aside, now and at most."""
+
+    def __init__(self, parameters: Any) -> None:
+        self._own = {p.untyped_storage().data_ptr() for p in parameters}
+        self._count: dict[int, int] = {}
+        self.now = self.most = 0
+
+    def hooks(self) -> Any:
+        """A context in which everything saved for a backward is counted until it is released."""
+        return torch.autograd.graph.saved_tensors_hooks(lambda t: _Kept(t, self), lambda kept: kept.tensor)
+
+    def take(self, storage: torch.UntypedStorage) -> None:
+        """A tensor of this storage is saved."""
+        if storage.data_ptr() in self._own:
+            return
+        self._count[storage.data_ptr()] = self._count.get(storage.data_ptr(), 0) + 1
+        if self._count[storage.data_ptr()] == 1:
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+
+    def give(self, storage: torch.UntypedStorage) -> None:
+        """One is released."""
+        if storage.data_ptr() in self._own:
+            return
+        self._count[storage.data_ptr()] -= 1
+        if not self._count[storage.data_ptr()]:
+            self.now -= storage.nbytes()
+
+
+class _Kept:
+    def __init__(self, tensor: torch.Tensor, held: Held) -> None:
+        self.tensor, self._held, self._storage = tensor.detach(), held, tensor.untyped_storage()
+        held.take(self._storage)
+
+    def __del__(self) -> None:
+        self._held.give(self._storage)
+
+
+def measure(cluster: autopart.Cluster, rounds: int, names: list[str]) -> list[dict[str, Any]]:
+    """One rank: all cases, one step each per round."""
+    torch.set_num_threads(1)
+    cases = [case for case in CASES if case.model in names]
+    pipes = [compiled(case, cluster) for case in cases]
+    batches = [MODELS[case.model].batch() for case in cases]
+    peaks = [held_bytes(pipe, batch) for pipe, batch in zip(pipes, batches, strict=True)]
+    seconds: list[list[float]] = [[] for _ in cases]
+    for number in range(rounds + 2):
+        for place, (pipe, batch) in enumerate(zip(pipes, batches, strict=True)):
+            dist.barrier()
+            began = time.perf_counter()
+            pipe.step(batch)
+            dist.barrier()
+            if number >= 2:
+                seconds[place].append(time.perf_counter() - began)
+            for parameter in pipe.parameters():
+                parameter.grad = None
+    return [
+        {"case": case, "seconds": took, "predicted": predicted(pipe), "held": peak, "estimated": estimated(pipe)}
+        for case, took, pipe, peak in zip(cases, seconds, pipes, peaks, strict=True)
+    ]
+
+
+def compiled(case: Case, cluster: autopart.Cluster) -> autopart.Pipe:
+    model = MODELS[case.model]
+    cuts = () if case.cut is None else (f"{model.layers}.{case.cut}",)
+    return autopart.compile(
+        model.model(), cluster, sample=model.batch(), stages=2, micro_batches=case.micros, schedule=case.schedule,
+        cuts=cuts, costs="measured", optimizer="sgd",
+    )  # fmt: skip
+
+
+def predicted(pipe: autopart.Pipe) -> float:
+    """Seconds of the simulated step, without the optimizer."""
+    graph = pipe.started.lane.graph
+    setting = Setting(pipe.cluster, kinds_of(pipe.cluster), lambda rows, kind: graph)
+    work = work_of(pipe.plan, pipe.program, graph, setting)
+    return step_ns(pipe.program, replace(work, optimizer_ns=())) * 1e-9
+
+
+def held_bytes(pipe: autopart.Pipe, batch: Any) -> int:
+    """The most that one step of this rank keeps for its backwards."""
+    held = Held(pipe.parameters())
+    with held.hooks():
+        pipe.step(batch)
+    return held.most
+
+
+def estimated(pipe: autopart.Pipe) -> int:
+    """What the estimate says of that."""
+    estimate = pipe.plan.estimates[pipe.rank]
+    return estimate.live * estimate.activation_bytes
+
+
+def report(ranks: list[list[dict[str, Any]]], cluster: autopart.Cluster) -> None:
+    rows = []
+    for both in zip(*ranks, strict=True):
+        took = spread(both[0]["seconds"])
+        error = both[0]["predicted"] / took.median - 1
+        memory = [entry["estimated"] / max(1, entry["held"]) - 1 for entry in both]
+        rows.append(
+            {
+                "plan": str(both[0]["case"]), "measured": took, "predicted_seconds": both[0]["predicted"],
+                "error": error, "held_bytes": [e["held"] for e in both],
+                "estimated_bytes": [e["estimated"] for e in both], "memory_error": memory,
+            }
+        )  # fmt: skip
+        print(
+            f"{rows[-1]['plan']:62s} {took.median:.4f} s  predicted {both[0]['predicted']:.4f} s  {error:+6.1%}", end=""
+        )
+        print("   memory " + " ".join(f"{e:+6.1%}" for e in memory))
+    mean = statistics.mean(abs(row["error"]) for row in rows)
+    memory = statistics.mean(abs(e) for row in rows for e in row["memory_error"])
+    worst = max(abs(e) for row in rows for e in row["memory_error"])
+    ranking = agreement([r["predicted_seconds"] for r in rows], [r["measured"].median for r in rows])
+    print(f"mean error of the step {mean:.1%}; pairs of plans in the same order {ranking:.1%}")
+    print(f"error of the memory: mean {memory:.1%}, largest {worst:.1%}")
+    content = {
+        "cluster": cluster, "plans": rows, "mean_error": mean, "pairs_in_order": ranking,
+        "mean_memory_error": memory, "largest_memory_error": worst,
+    }  # fmt: skip
+    print("written to", write("prediction", content).name)
+
+
+def agreement(predicted_s: list[float], measured_s: list[float], close: float = 0.05) -> float:
+    """Share of the pairs of plans that are measured at least 5 % apart and predicted in the same order."""
+    pairs = [
+        (predicted_s[i] < predicted_s[j]) == (measured_s[i] < measured_s[j])
+        for i in range(len(predicted_s))
+        for j in range(i)
+        if abs(measured_s[i] / measured_s[j] - 1) > close
+    ]
+    return sum(pairs) / max(1, len(pairs))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    given = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    cluster = detect(2)
+    report(autopart.launch(measure, "cpu:2", cluster, given.rounds, given.models), cluster)
+
+
+if __name__ == "__main__":
+    main()

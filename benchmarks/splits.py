@@ -1,0 +1,167 @@
+"""Is the planner's cut at least as good as what a user would do by hand?
+
+By hand: as many layers, as many parameters, or as many operations in each stage, cut between layers (embeddings stay
+with the first layer, the head with the last).  Measured: two Gloo ranks of one thread each, the same schedule and
+micro-batches for all, training steps taking turns in one run; ratios are taken pair by pair.  Simulated: four stages of
+the same models under the same costs.  A ratio above 1 is time saved.
+
+    python benchmarks/splits.py               about 5 minutes on 2 cores; writes results/splits.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import ratio, spread, write
+from trained import MODELS, Trained, adamw
+
+import autopart
+from autopart.api import planned
+from autopart.detect import detect
+from autopart.ir.graph import Graph
+
+MICROS, STAGES = 4, 4
+BY_HAND = ("equal layers", "equal parameters", "equal operations")
+
+
+def weights(graph: Graph, model: Trained) -> dict[str, list[int]]:
+    """What each layer weighs, by each of the ways to weigh it; what stands before the first or after the last layer
+    counts with it."""
+    layer = [0] * len(graph.ops)
+    at = 0
+    for place, op in enumerate(graph.ops):
+        if op.module.startswith(f"{model.layers}."):
+            at = int(op.module[len(model.layers) + 1 :].split(".")[0])
+        layer[place] = at
+    size = {p.name: p.size_bytes for p in graph.params}
+    seen: set[str] = set()
+    held, work = [0] * model.count, [0] * model.count
+    for place, op in zip(layer, graph.ops, strict=True):
+        held[place] += sum(size[p] for p in op.params if p not in seen)
+        seen.update(op.params)
+        work[place] += op.cost.flops
+    return dict(zip(BY_HAND, ([1] * model.count, held, work), strict=True))
+
+
+def balanced(amounts: Sequence[int], stages: int) -> tuple[int, ...]:
+    """The layers at which stages begin such that the heaviest stage is lightest; of equals the most even ones."""
+
+    def sums(cuts: Sequence[int]) -> list[int]:
+        bounds = (0, *cuts, len(amounts))
+        return sorted((sum(amounts[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)), reverse=True)
+
+    return min(combinations(range(1, len(amounts)), stages - 1), key=sums)
+
+
+def by_hand(graph: Graph, model: Trained, stages: int) -> dict[str, tuple[str, ...]]:
+    """Cuts as module paths, for each way."""
+    return {
+        name: tuple(f"{model.layers}.{layer}" for layer in balanced(amounts, stages))
+        for name, amounts in weights(graph, model).items()
+    }
+
+
+def measure(cluster: autopart.Cluster, rounds: int, names: list[str]) -> dict[str, Any]:
+    """One rank: for each model the planner's plan and those by hand, one step each per round."""
+    torch.set_num_threads(1)
+    found = {}
+    for name in names:
+        model = MODELS[name]
+        common: dict[str, Any] = {
+            "sample": model.batch(), "stages": 2, "micro_batches": MICROS, "schedule": "1f1b", "costs": "measured",
+            "optimizer": "adamw",
+        }  # fmt: skip
+        pipes = {"planned": autopart.compile(model.model(), cluster, **common)}
+        for way, cuts in by_hand(pipes["planned"].started.lane.graph, model, 2).items():
+            pipes[way] = autopart.compile(model.model(), cluster, cuts=cuts, **common)
+        found[name] = {
+            "seconds": taking_turns({way: step_of(pipe, common["sample"]) for way, pipe in pipes.items()}, rounds),
+            "simulated": {way: pipe.plan.step_ns * 1e-9 for way, pipe in pipes.items()},
+        }
+    return found
+
+
+def step_of(pipe: autopart.Pipe, batch: Any) -> Callable[[], None]:
+    optimizer = adamw(pipe.parameters())
+
+    def step() -> None:
+        pipe.step(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def taking_turns(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every step of each, after two for warming up; who comes first changes from round to round."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    for number in range(rounds + 2):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            dist.barrier()
+            began = time.perf_counter()
+            steps[name]()
+            dist.barrier()
+            if number >= 2:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def simulated(name: str) -> dict[str, float]:
+    """Seconds of the simulated step on four devices, from counted costs."""
+    model = MODELS[name]
+    if model.count < STAGES + 1:
+        return {}
+    common: dict[str, Any] = {
+        "sample": model.batch(), "stages": STAGES, "micro_batches": 8, "costs": "analytic", "replicas": 1,
+        "recompute": "off", "optimizer": "adamw", "schedule": "1f1b",
+    }  # fmt: skip
+    made = planned(model.model(), "cpu:4", **common)
+    found = {"planned": made.plan.step_ns * 1e-9}
+    for way, cuts in by_hand(made.captured.graph, model, STAGES).items():
+        found[way] = planned(model.model(), "cpu:4", cuts=cuts, **common).plan.step_ns * 1e-9
+    return found
+
+
+def report(measured: dict[str, Any], names: list[str], cluster: autopart.Cluster) -> None:
+    rows = []
+    for name in names:
+        seconds, virtual = measured[name]["seconds"], simulated(name)
+        gains = {way: ratio(seconds[way], seconds["planned"]) for way in BY_HAND}
+        print(f"{name}: planned {spread(seconds['planned'])}")
+        for way, gain in gains.items():
+            two = measured[name]["simulated"]
+            four = f", simulated on four {virtual[way] / virtual['planned']:.3f}x" if virtual else ""
+            print(
+                f"    {way:18s} measured {gain.median:.3f}x [{gain.low:.3f}, {gain.high:.3f}], "
+                f"simulated {two[way] / two['planned']:.3f}x{four}"
+            )
+        rows.append(
+            {
+                "model": name, "seconds": {way: spread(s) for way, s in seconds.items()}, "gain": gains,
+                "simulated_seconds": measured[name]["simulated"], "simulated_on_four_seconds": virtual,
+            }
+        )  # fmt: skip
+    print("written to", write("splits", {"cluster": cluster, "models": rows}).name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    given = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    cluster = detect(2)
+    results = autopart.launch(measure, "cpu:2", cluster, given.rounds, given.models)
+    report(results[0], given.models, cluster)
+
+
+if __name__ == "__main__":
+    main()

@@ -72,8 +72,8 @@ def check(p: Problem) -> str:
     better = changed(p, error.fix)
     plan = build(better.source, better.cluster, better.request)
     assert fits(plan, better.cluster)
-    stages, micros, schedule = said(error.fix)
-    assert (len(plan.stages), len(plan.micro_rows), plan.schedule) == (stages, micros, schedule)
+    if not error.fix.startswith("use devices with"):  # tried with as much more on every device, done with the largest
+        assert (len(plan.stages), len(plan.micro_rows), plan.schedule) == said(error.fix)
     return error.fix.split(":")[0]
 
 
@@ -92,7 +92,7 @@ def tight(random: Random) -> Problem:
 
 
 @pytest.mark.xfail(reason="where no stage fits any device the search ends before anything is judged")
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.randoms(use_true_random=True))
 def test_proposed_change_fits(random: Random) -> None:
     event(re.sub(r"[\d.]+", "N", check(tight(random))))

@@ -2,8 +2,8 @@
 
 GPT-2 (hidden 256) on the meta device at several depths, planned for 4 stages and 16 micro-batches with analytic costs:
 seconds of every step from the model object to the verified program, the fastest of a few runs.  Expected growth:
-capture, atoms, route, verify and simulate linear in the ops; coarsening O(n log n) with a small constant; the partition
-depends on the number of blocks, which is bounded.
+capture, atoms, route and verify linear in the ops; coarsening O(n log n) with a small constant; search and bound
+depend on the number of blocks, which is bounded.  "build" is all of it behind capture and costs.
 
     python benchmarks/pass_growth.py          about 2 minutes on 2 cores; writes results/pass_growth.json
 """
@@ -26,11 +26,16 @@ from autopart.capture import capture
 from autopart.capture.batch import take_apart
 from autopart.clusters import parse_cluster
 from autopart.passes.atoms import atoms
+from autopart.passes.bound import lower_bound
 from autopart.passes.coarsen import coarsen
-from autopart.passes.partition import partition
-from autopart.passes.pipeline import BLOCKS, build
+from autopart.passes.estimate import Setting, kinds_of
+from autopart.passes.line import Line
+from autopart.passes.pipeline import BLOCKS, Source, build
 from autopart.passes.route import route
 from autopart.passes.rules import analytic_costs
+from autopart.passes.search import search
+from autopart.passes.sheets import sheets
+from autopart.passes.space import Request, Space
 from autopart.passes.verify import verify
 
 STAGES, MICROS = 4, 16
@@ -69,13 +74,17 @@ def passes(layers: int, runs: int) -> dict[str, float]:
     graph = timed("costs", lambda: analytic_costs(captured.graph, cluster.devices[0]))
     fine = timed("atoms", lambda: atoms(graph))
     blocks = timed("coarsen", lambda: coarsen(fine, blocks=BLOCKS))
-    timed("partition", lambda: partition(blocks, cluster, stages=STAGES, micros=MICROS, schedule="1f1b"))
-    plan = timed(
-        "build (all passes)",
-        lambda: build(
-            graph, cluster, stages=STAGES, micro_rows=(2,) * MICROS, schedule="auto", torch_version=torch.__version__
-        ),
-    )
+    kinds = kinds_of(cluster)
+    costs_at = sheets(graph, None, kinds)  # at the captured rows alone: they are fixed below
+    request = Request(((2,) * MICROS,), stages=STAGES, replicas=1)
+
+    def space() -> Space:
+        return Space(Line(blocks, graph, costs_at, 2), Setting(cluster, kinds, costs_at), request, fine, ())
+
+    timed("search", lambda: search((space(),) * 2))
+    timed("bound", lambda: lower_bound(space()))
+    source = Source(graph, costs_at, torch.__version__)
+    plan = timed("build (all passes)", lambda: build(source, cluster, request))
     program = timed("route", lambda: route(plan, graph))
     timed("verify", lambda: verify(program, plan.schedule))
     return {"layers": layers, "ops": len(graph.ops), "blocks": len(blocks.ops), **seconds}

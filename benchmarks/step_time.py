@@ -19,7 +19,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,7 +30,7 @@ from common import ratio, spread, write
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
 
 import autopart
-from autopart.passes.simulate import simulate
+from autopart.passes.simulate import Work, step_ns
 
 LAYERS, HIDDEN, VOCAB, SEQ, BATCH, MICROS = 8, 256, 1024, 128, 8, 8
 PEER = {"torch 1F1B": Schedule1F1B, "torch GPipe": ScheduleGPipe}
@@ -152,17 +151,11 @@ def allowed(pipe: autopart.Pipe, parts: list[tuple[int, int, int]], seconds: lis
     """Step by step, what the stage times allow in seconds, and its share of what the step took."""
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, parts)
-    free = replace(pipe.cluster, levels=(autopart.Level(pipe.cluster.world, autopart.Link(0, 10**18)),))
-    nothing = {(edge.src, edge.dst, "F"): 0 for edge in pipe.program.edges}
-    nothing |= {(b, a, "B"): 0 for a, b, _ in nothing}
     ideals = []
     for step in zip(*ranks, strict=True):
         forward, backward, outside = zip(*step, strict=True)
-        ideal = simulate(
-            pipe.program, fwd_ns=forward, bwd_ns=backward, cluster=free, message_bytes=nothing,
-            activation_bytes=(0,) * len(step),
-        )  # fmt: skip
-        ideals.append((ideal.step_ns + min(outside)) * 1e-9)
+        ideal = step_ns(pipe.program, Work(forward, backward, (0,) * len(step), {}))  # messages cost nothing
+        ideals.append((ideal + min(outside)) * 1e-9)
     return {"ideal": ideals, "share": [ideal / took for ideal, took in zip(ideals, seconds, strict=True)]}
 
 

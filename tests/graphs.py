@@ -26,7 +26,7 @@ from autopart.passes.pipeline import Source, build
 from autopart.passes.space import Request
 
 # No limit on the time of one example: the tests share their cores with worker processes of other tests.
-settings.register_profile("autopart", deadline=None)
+settings.register_profile("autopart", deadline=None, max_examples=60)
 settings.load_profile("autopart")
 
 

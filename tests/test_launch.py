@@ -91,16 +91,19 @@ def test_the_store_changes_when_all_have_left_the_group(workers: Workers) -> Non
     assert workers.run(jobs.environment)[0]["MASTER_PORT"] != held
 
 
+DIED = "rank 1 (stage 1) died: killed by signal 9 (SIGKILL)"
+
+
 @pytest.mark.parametrize(
     ("kind", "wait", "error", "says"),
     [
-        ("kill", "gloo", WorkerError, "rank 1 (stage 1) died: killed by signal 9 (SIGKILL)"),
-        ("kill", "event", WorkerError, "rank 1 (stage 1) died: killed by signal 9 (SIGKILL)"),
-        ("kill", "spin", WorkerError, "rank 1 (stage 1) died: killed by signal 9 (SIGKILL)"),
+        ("kill", "gloo", WorkerError, DIED),
+        pytest.param("kill", "event", WorkerError, DIED, marks=pytest.mark.slow),
+        ("kill", "spin", WorkerError, DIED),
         ("exit", "gloo", WorkerError, "rank 1 (stage 1) died: exited with code 7"),
         ("stage", "gloo", StageError, "op boom raised"),
         ("value", "spin", WorkerError, "rank 1 (stage 1) raised ValueError: boom"),
-        ("sys.exit", "event", WorkerError, "rank 1 (stage 1) raised SystemExit: 3"),
+        pytest.param("sys.exit", "event", WorkerError, "rank 1 (stage 1) raised SystemExit: 3", marks=pytest.mark.slow),
     ],
 )
 def test_a_failure_ends_all(
@@ -302,7 +305,10 @@ def start_script(path: Path, text: str, *args: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, str(path), *args], env=env, text=True, stderr=subprocess.PIPE)
 
 
-@pytest.mark.parametrize(("by", "sent"), [("main", "SIGKILL"), ("thread", "SIGKILL"), ("main", "SIGTERM")])
+@pytest.mark.parametrize(
+    ("by", "sent"),
+    [("thread", "SIGKILL"), *(pytest.param("main", sent, marks=pytest.mark.slow) for sent in ("SIGKILL", "SIGTERM"))],
+)
 def test_workers_die_with_their_parent(tmp_path: Path, by: str, sent: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(100)

@@ -14,6 +14,7 @@ from autopart.capture import Captured, capture
 from autopart.capture.batch import take_apart
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
+from autopart.ir.plan import SCHEDULES
 from autopart.passes.atoms import free_ops
 
 MICROS, ROWS = 2, 3
@@ -80,7 +81,7 @@ def sliced(data: st.DataObject, program: tuple) -> None:
     except PlanError as error:
         assert "updated" in str(error)  # the uses of a buffer that changes cannot be parted
         return
-    check_equal(program, captured, slices(captured.graph, bounds), data.draw(st.sampled_from(["1f1b", "gpipe"])))
+    check_equal(program, captured, slices(captured.graph, bounds), data.draw(st.sampled_from(SCHEDULES)))
 
 
 def anywhere(data: st.DataObject, program: tuple) -> None:
@@ -89,13 +90,13 @@ def anywhere(data: st.DataObject, program: tuple) -> None:
     check_equal(program, captured, data.draw(scattered(captured.graph)), "1f1b")
 
 
-@quiet(12)
+@quiet(7)
 @given(data=st.data(), program=steps())
 def test_cut_at_arbitrary_places_it_equals_the_plain_module(data, program):
     sliced(data, program)
 
 
-@quiet(12)
+@quiet(7)
 @given(data=st.data(), program=steps())
 def test_scattered_over_stages_with_repeated_ops_it_equals_the_plain_module(data, program):
     anywhere(data, program)
@@ -117,7 +118,7 @@ def test_many_scattered_programs(data, program):
     anywhere(data, program)
 
 
-@quiet(8)
+@quiet(4)
 @given(data=st.data(), program=steps(random=True))
 def test_random_numbers_do_not_depend_on_the_cuts(data, program):
     captured = captured_model(program)

@@ -44,7 +44,7 @@ def fail(workers: Workers, job, *args) -> RunError:
 @pytest.mark.parametrize(
     ("phase", "calls", "words"),
     [
-        ("forward", 2, "2F1: forward of micro-batch 1"),
+        pytest.param("forward", 2, "2F1: forward of micro-batch 1", marks=pytest.mark.slow),
         ("backward", 5, "2B0: backward of micro-batch 0"),
         ("idle", 1, "between steps"),
     ],

@@ -213,7 +213,7 @@ def test_timeline_obeys_physics(g: Graph, data: st.DataObject) -> None:
     stages = data.draw(st.sampled_from([None, 2]))
     plan = plan_of(g, c, micros=micros, schedule=schedule, stages=stages if len(g.ops) > 5 else None)
     program = route(plan, g)
-    sizes = message_bytes(program, g)
+    sizes = message_bytes(program.edges, g)
     known, work = estimated(plan, program, Setting(c, kinds_of(c), source(g, c).costs_at))
     assert known.estimates == plan.estimates
     timeline = simulate(program, work)

@@ -43,6 +43,7 @@ class Pipe:
         self._model = capturer.model
         self._world: World | None = None
         self._started: Started | None = None
+        self._nothing = nn.Parameter(torch.empty(0))
         self._lanes: dict[str, Lane] = {}
         self._step = 0
         if sample is not None:
@@ -215,9 +216,13 @@ class Pipe:
                 yield name, tensor
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters: what its optimizer drives."""
-        for _, parameter in self.named_parameters():
-            yield parameter
+        """This rank's parameters: what its optimizer drives.
+
+        A rank that holds none (it idles, or its stage has only the loss) yields an empty one, which no name stands
+        for: torch's optimizers refuse an empty list, and the same script has to run on every rank.
+        """
+        held = [parameter for _, parameter in self.named_parameters()]
+        yield from held or [self._nothing]
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """The gradient of every trainable parameter by original name (tied ones once), on every rank, on the CPU;

@@ -14,7 +14,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def balanced(amounts: Sequence[int], stages: int) -> tuple[int, ...]:
 
     def sums(cuts: Sequence[int]) -> list[int]:
         bounds = (0, *cuts, len(amounts))
-        return sorted((sum(amounts[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)), reverse=True)
+        return sorted((sum(amounts[a:b]) for a, b in pairwise(bounds)), reverse=True)
 
     return min(combinations(range(1, len(amounts)), stages - 1), key=sums)
 

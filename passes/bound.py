@@ -96,14 +96,16 @@ def _line_bound(space: Space, micro_rows: tuple[int, ...]) -> int:
     world = space.setting.cluster.world
     most = min(world, rows) if space.request.may_replicate else 1
     latency = min(level.link.latency_ns for level in space.setting.cluster.levels)
-    joined = _joined(space)
+    waits, sent = joined(space), joined(space, rows)
     both, last = [], []
     for replicas in range(1, most + 1):
         forward, backward, after = _optimistic(space, replicas, -(-rows // replicas))
         legal = space.legal
         time = forward + backward
-        both.append(_table(micros * time, np.where(joined, time + 2 * latency, 0), legal))
-        last.append(_table(micros * time + after, np.where(joined, forward + latency, 0), legal))
+        both.append(_table(micros * time, np.where(waits, time, 0) + np.where(sent, 2 * latency, 0), legal))
+        if space.setting.overlap:  # the last backward hides the sum, as far as it goes
+            after = np.maximum(after - backward, 0)
+        last.append(_table(micros * time + after, np.where(waits, forward, 0) + np.where(sent, latency, 0), legal))
     return max(_least(n, world, both), _least(n, world, last))
 
 
@@ -111,17 +113,20 @@ def _table(own: Ints, through: Ints, legal: np.ndarray[tuple[int, ...], np.dtype
     return np.where(legal, own, FAR), through
 
 
-def _joined(space: Space) -> Ints:
-    """[a, b]: block b reads, with a gradient, what [a, b) writes: b's stage waits for this one, both ways."""
+def joined(space: Space, rows: int | None = None) -> Ints:
+    """[a, b]: block b reads, with a gradient, what [a, b) writes: b's stage waits for this one, both ways.  rows: only
+    what has bytes at so many rows counts, since nothing else is sent."""
     ops, n = space.line.blocks.ops, space.line.n
-    grad = {v.name for v in space.line.blocks.values if v.grad}
+    values = space.line.blocks.values
+    sizes = [1] * len(values) if rows is None else space.line.sheet(rows).sizes.tolist()
+    grad = {v.name for v, size in zip(values, sizes, strict=True) if v.grad and size}
     writer = {w: i for i, op in enumerate(ops) for w in op.writes}
-    joined = np.zeros((n + 1, n + 1), dtype=np.int64)
+    found = np.zeros((n + 1, n + 1), dtype=np.int64)
     for b, op in enumerate(ops):
         nearest = max((writer[r] for r in op.reads if r in writer and r in grad), default=-1)
         if nearest >= 0:
-            joined[: nearest + 1, b] = 1
-    return joined
+            found[: nearest + 1, b] = 1
+    return found
 
 
 def _optimistic(space: Space, replicas: int, share: int) -> tuple[Ints, Ints, Ints]:

@@ -28,12 +28,14 @@ SMALL = 16
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """depth: positions of one copy.  order: the devices as they are laid out, first position first."""
+    """depth: positions of one copy.  order: the devices as they are laid out, first position first.
+    wide: a stage of one copy may have replicas."""
 
     copies: int
     depth: int
     inner: int
     order: tuple[int, ...]
+    wide: bool = True
 
     def ranks(self, start: int, width: int) -> tuple[int, ...]:
         """Ranks of a stage on positions start .. start + width - 1 of every copy; copy after copy, as the rows go."""
@@ -46,7 +48,7 @@ class Layout:
     @property
     def widths(self) -> tuple[int, ...]:
         """Replicas that a stage may have in one copy."""
-        return tuple(range(1, self.depth + 1)) if self.depth <= SMALL else (1,)
+        return tuple(range(1, self.depth + 1)) if self.wide and self.depth <= SMALL else (1,)
 
 
 def layouts(cluster: Cluster, *, replicas: bool) -> Iterator[Layout]:
@@ -66,7 +68,7 @@ def layouts(cluster: Cluster, *, replicas: bool) -> Iterator[Layout]:
             inside = {size // depth for size in sizes if depth and size % depth == 0 and size >= depth}
             for inner in sorted({1, copies, *(i for i in inside if 0 < i < copies)}, reverse=True):
                 if copies % inner == 0:
-                    yield Layout(copies, depth, inner, order)
+                    yield Layout(copies, depth, inner, order, replicas)
 
 
 def _orders(cluster: Cluster) -> list[tuple[int, ...]]:

@@ -8,7 +8,7 @@ gpipe, 2 stages, 3 micro-batches        1f1b
 from __future__ import annotations
 
 from autopart.ir.errors import UsageError
-from autopart.ir.plan import SCHEDULES, in_flight
+from autopart.ir.plan import ALL_SCHEDULES, in_flight
 from autopart.ir.program import Action
 
 
@@ -17,10 +17,11 @@ def order(stages: int, micros: int, schedule: str) -> tuple[tuple[Action, ...], 
 
     Both schedules are one rule: backwards and forwards in the order of the micro-batches, and a backward runs as soon
     as the stage holds as many micro-batches as it may (`plan.in_flight`).  All of them for GPipe (NeurIPS 2019,
-    section 2.3), min(m, S - s) for 1F1B (DAPPLE, PPoPP 2021, section 3.2).  O(stages * micros).
+    section 2.3), min(m, S - s) for 1F1B (DAPPLE, PPoPP 2021, section 3.2), which is PipeDream's
+    order too.  O(stages * micros).
     """
-    if schedule not in SCHEDULES:
-        raise UsageError(f"unknown schedule {schedule!r}", fix="use one of " + ", ".join(SCHEDULES))
+    if schedule not in ALL_SCHEDULES:
+        raise UsageError(f"unknown schedule {schedule!r}", fix="use one of " + ", ".join(ALL_SCHEDULES))
     return tuple(_stage_order(s, micros, in_flight(schedule, s, stages, micros)) for s in range(stages))
 
 

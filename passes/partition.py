@@ -41,11 +41,13 @@ TableOf = Callable[[int, int, int], Table | None]
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Stage s is blocks[bounds[s]:bounds[s + 1]] on widths[s] devices; value: U in nanoseconds."""
+    """Stage s is blocks[bounds[s]:bounds[s + 1]] on widths[s] devices; value: U in nanoseconds.  first: the position
+    that the first stage begins at."""
 
     bounds: tuple[int, ...]
     widths: tuple[int, ...]
     value: int
+    first: int = 0
 
     @property
     def stages(self) -> int:
@@ -54,16 +56,21 @@ class Division:
 
     def ranges(self) -> list[tuple[int, int, int, int]]:
         """(first block, block after the last, first position, width) of each stage."""
-        starts = [sum(self.widths[:s]) for s in range(self.stages)]
+        starts = [self.first + sum(self.widths[:s]) for s in range(self.stages)]
         ranges = zip(pairwise(self.bounds), starts, self.widths, strict=True)
         return [(a, b, start, width) for (a, b), start, width in ranges]
 
 
-def divide(n: int, depth: int, widths: Sequence[int], most: int, table_of: TableOf) -> list[Division]:
-    """The best division for each number of stages (at most `most`) and of devices (at most `depth`) that has one."""
+def divide(
+    n: int, depth: int, widths: Sequence[int], most: int, table_of: TableOf, *, spare: int = 0
+) -> list[Division]:
+    """The best division for each number of stages (at most `most`) and each first position that has one.
+
+    spare: so many positions at the end may idle; otherwise the stages stand on the last positions.
+    """
     ends = np.full(n + 1, FAR, dtype=np.int64)
     ends[n] = 0
-    best: dict[tuple[int, int], Ints] = {(0, 0): ends}
+    best: dict[tuple[int, int], Ints] = {(0, idle): ends for idle in range(spare + 1)}
     choice: dict[tuple[int, int], tuple[Ints, Ints]] = {}
     for k in range(1, min(most, depth, n) + 1):
         for used in range(k, depth + 1):
@@ -83,11 +90,13 @@ def divide(n: int, depth: int, widths: Sequence[int], most: int, table_of: Table
             if (value < FAR).any():
                 best[k, used], choice[k, used] = np.minimum(value, FAR), (at, width_at)
     return [
-        _division(k, used, int(value[0]), choice) for (k, used), value in sorted(best.items()) if k and value[0] < FAR
+        _division(k, used, int(value[0]), depth - used, choice)
+        for (k, used), value in sorted(best.items())
+        if k and value[0] < FAR
     ]
 
 
-def _division(k: int, used: int, value: int, choice: dict[tuple[int, int], tuple[Ints, Ints]]) -> Division:
+def _division(k: int, used: int, value: int, first: int, choice: dict[tuple[int, int], tuple[Ints, Ints]]) -> Division:
     bounds, widths, a = [0], [], 0
     while k:
         at, width_at = choice[k, used]
@@ -95,4 +104,4 @@ def _division(k: int, used: int, value: int, choice: dict[tuple[int, int], tuple
         a = int(at[a])
         bounds.append(a)
         k, used = k - 1, used - widths[-1]
-    return Division(tuple(bounds), tuple(widths), value)
+    return Division(tuple(bounds), tuple(widths), value, first)

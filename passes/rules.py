@@ -56,7 +56,8 @@ def analytic_costs(graph: Graph, device: Device) -> Graph:
         dtype = computing_dtype(op, values, params)
         forward_ns = roofline_ns(work, moved, device, dtype)
         backward_ns = _backward_ns(op, values, work, back, moved, device, dtype)
-        costed.append(replace(op, cost=Cost(forward_ns, backward_ns, keeps[op.name], _scratch_bytes(op, values, params), work)))
+        scratch = _scratch_bytes(op, values, params)
+        costed.append(replace(op, cost=Cost(forward_ns, backward_ns, keeps[op.name], scratch, work)))
     return replace(graph, ops=tuple(costed))
 
 

@@ -1,5 +1,6 @@
 """The search: many partitions by dynamic programming, the promising ones by simulation, the best of those refined.
 
+0. Where all candidates together are few, each of them is judged, and that is all.
 1. For every way to cut the batch and every layout, the partition's best division for each number of stages (`divide`).
 2. The most promising by U are judged (`judge`), the best of them under every schedule and layout of the same depth.
 3. From the best few, cuts move by a block and widths by a device as long as the simulated step gets shorter.
@@ -16,7 +17,8 @@ from itertools import pairwise
 from typing import Any
 
 from autopart.ir.errors import InfeasibleError
-from autopart.passes.bound import work_bound
+from autopart.passes.bound import is_chain, joined, work_bound
+from autopart.passes.exhaust import every_candidate
 from autopart.passes.judge import Candidate, Judge, Verdict
 from autopart.passes.layout import SMALL, Layout, layouts
 from autopart.passes.partition import Division, divide
@@ -57,10 +59,15 @@ def search(spaces: tuple[Space, Space], watch: Watch | None = None) -> Found:
     more blocks, for deeper ones; they may be the same.  Raises InfeasibleError when no division can be made at all.
     """
     judges = {id(space): Judge(space) for space in spaces}
-    drafts = _drafts(spaces, watch)
+    ledger = _Ledger()
+    everything = every_candidate(spaces[0]) if spaces[0] is spaces[1] else None
+    for candidate in everything or ():
+        ledger.add(judges[id(spaces[0])](candidate))
+    if ledger.fits or ledger.nearest:
+        return ledger.found()
+    drafts = _drafts(spaces, watch) or _drafts(spaces, watch, roomy=True)
     if not drafts:
         raise InfeasibleError("no way to cut the model satisfies what is asked for")
-    ledger = _Ledger()
     for space, candidate in _promising(drafts):
         if not ledger.fits or candidate.division.value <= HOPELESS * ledger.best_ns:
             ledger.add(judges[id(space)](candidate))
@@ -118,8 +125,8 @@ class _Ledger:
 # ---- drafts --------------------------------------------------------------------------------------------------------
 
 
-def _drafts(spaces: tuple[Space, Space], watch: Watch | None) -> list[tuple[Space, Candidate]]:
-    """Every division that the dynamic programs find."""
+def _drafts(spaces: tuple[Space, Space], watch: Watch | None, *, roomy: bool = False) -> list[tuple[Space, Candidate]]:
+    """Every division that the dynamic programs find.  roomy: as if memory had no end."""
     drafts: list[tuple[Space, Candidate]] = []
     least = 0  # the best U so far
     for micro_rows in _spread(spaces[0].request.micro_rows):
@@ -130,8 +137,9 @@ def _drafts(spaces: tuple[Space, Space], watch: Watch | None) -> list[tuple[Spac
             ideal = work_bound(space, micro_rows) * space.setting.cluster.world // devices
             if layout.copies > max(micro_rows) or (least and ideal > HOPELESS * least):
                 continue
-            for division in _divisions(space, layout, micro_rows, shared[id(space)]):
-                drafts.append((space, Candidate(division, layout, micro_rows, space.request.schedules[0])))
+            for loose in (False, True)[: 1 if is_chain(space) else 2]:
+                for division in _divisions(space, layout, micro_rows, shared[id(space)], roomy, loose):
+                    drafts.append((space, Candidate(division, layout, micro_rows, space.request.schedules[0])))
         least = min((candidate.division.value for _, candidate in drafts), default=0)
         if watch:
             watch(f"partition, micro-batches of {max(micro_rows)} rows", 0, 0)
@@ -156,20 +164,30 @@ def _layouts(space: Space) -> Iterator[Layout]:
             yield layout
 
 
-def _divisions(space: Space, layout: Layout, micro_rows: tuple[int, ...], shared: dict[object, Any]) -> list[Division]:
-    request = space.request
+def _divisions(
+    space: Space, layout: Layout, micro_rows: tuple[int, ...], shared: dict[object, Any], roomy: bool, loose: bool
+) -> list[Division]:
+    """loose: branches of the graph may run side by side, so that only what a stage reads has to come before it."""
+    request, waits = space.request, joined(space) if loose else None
     if not request.pins and request.replicas is None:
-        tables = Tables(space, layout, micro_rows, request.schedules[0], None, shared)
+        tables = Tables(space, layout, micro_rows, request.schedules[0], None, shared, roomy=roomy, waits=waits)
         most = request.stages or min(MOST_STAGES, layout.depth)
-        found = divide(space.line.n, layout.depth, layout.widths, most, tables)
+        found = divide(space.line.n, layout.depth, layout.widths, most, tables, spare=_spare(space, layout, 1))
         return [d for d in found if request.stages in (None, d.stages)]
     found = []
     counts = [request.stages] if request.stages else range(1, min(MOST_STAGES, layout.depth, space.line.n) + 1)
     for stages in counts:  # what is asked of a stage by its number needs the number of stages
-        tables = Tables(space, layout, micro_rows, request.schedules[0], stages, shared)
-        divisions = divide(space.line.n, layout.depth, layout.widths, stages, tables)
+        tables = Tables(space, layout, micro_rows, request.schedules[0], stages, shared, roomy=roomy, waits=waits)
+        spare = _spare(space, layout, stages)
+        divisions = divide(space.line.n, layout.depth, layout.widths, stages, tables, spare=spare)
         found += [d for d in divisions if d.stages == stages]
     return found
+
+
+def _spare(space: Space, layout: Layout, stages: int) -> int:
+    """Positions that may idle at the end: where devices are not alike, which of them idle matters."""
+    alike = len(set(space.setting.cluster.devices)) == 1
+    return 0 if alike or layout.depth > SMALL else layout.depth - stages
 
 
 # ---- candidates ----------------------------------------------------------------------------------------------------
@@ -213,9 +231,11 @@ def _variants(space: Space, candidate: Candidate) -> Iterator[Candidate]:
         if (layout.copies, layout.order) == (candidate.layout.copies, candidate.layout.order)
     ]
     several = candidate.division.stages > 1
-    for layout in alike if several else alike[:1]:
-        for schedule in space.request.schedules if several else space.request.schedules[:1]:
-            yield replace(candidate, layout=layout, schedule=schedule)
+    for layout in alike:
+        for first in sorted({0, candidate.division.first}):
+            division = replace(candidate.division, first=first)
+            for schedule in space.request.schedules if several else space.request.schedules[:1]:
+                yield replace(candidate, division=division, layout=layout, schedule=schedule)
 
 
 def _finalists(ledger: _Ledger, spaces: tuple[Space, Space], most: int) -> list[tuple[Verdict, Space]]:

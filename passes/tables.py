@@ -48,9 +48,15 @@ class Tables:
         schedule: str,
         stages: int | None = None,
         shared: dict[object, Any] | None = None,
+        *,
+        roomy: bool = False,
+        waits: Ints | None = None,
     ) -> None:
-        """stages: the number of stages, where it is fixed.  shared: what layouts of one kind have in common."""
-        self.space, self.layout, self.schedule, self.stages = space, layout, schedule, stages
+        """stages: the number of stages, where it is fixed.  shared: what layouts of one kind have in common.  roomy: as
+        if memory had no end.  waits: [a, b] is 1 where the stage that begins at b waits for [a, b); None: everywhere.
+        """
+        self.space, self.layout, self.schedule, self.stages, self.roomy = space, layout, schedule, stages, roomy
+        self._waits = waits
         self.rows, self.micros = max(micro_rows), len(micro_rows)
         self._memo: dict[object, Any] = {} if shared is None else shared
 
@@ -60,7 +66,8 @@ class Tables:
         if replicas > self.rows or not self._wanted(k, replicas):
             return None
         place = self._place(self.layout.depth - used, width)
-        key = ("table", self.rows, self.micros, self.schedule, k if self._by_stage else self._live(k), replicas, place)
+        key = ("table", self.rows, self.micros, self.schedule, k if self._by_stage else self._live(k), replicas, place,
+            self._waits is None)  # fmt: skip
         if key not in self._memo:
             self._memo[key] = self._table(k, replicas, place)
         found: Table = self._memo[key]
@@ -73,7 +80,7 @@ class Tables:
             setting, ranks = self.space.setting, self.layout.ranks(start, width)
             devices = [setting.cluster.devices[rank] for rank in ranks]
             kinds = tuple(sorted({setting.kinds.index(device) for device in devices}))
-            memory = min(device.memory_bytes for device in devices)
+            memory = FAR if self.roomy else min(device.memory_bytes for device in devices)
             arriving = bundle_into(self.space, self.layout, start, width).pace
             self._memo[key] = _Place(kinds, memory, arriving, ring(setting.cluster, ranks).pace)
         place: _Place = self._memo[key]
@@ -96,7 +103,8 @@ class Tables:
             work = np.where(self.space.legal_at(self.stages - k), work, FAR)
         per_step = self.micros * (work + after) if self.schedule == ASYNC else self.micros * work + after
         own = np.where(work < FAR, per_step, FAR)
-        return np.minimum(own, FAR), np.minimum(work + arriving, FAR)
+        through = np.minimum(work + arriving, FAR)
+        return np.minimum(own, FAR), through if self._waits is None else np.where(self._waits, through, 0)
 
     def _wanted(self, k: int, replicas: int) -> bool:
         if self.stages is None:

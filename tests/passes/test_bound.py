@@ -26,14 +26,12 @@ def check(p: Problem, random: Random, count: int) -> float:
     return bound / min(steps) if min(steps) else 1.0
 
 
-@pytest.mark.xfail(reason="the bound charges the latency of messages without bytes, which the simulator does not send")
 @settings(max_examples=50)
 @given(problems(Kind(most=7)), st.randoms(use_true_random=True))
 def test_no_random_plan_is_faster_than_the_bound(p: Problem, random: Random) -> None:
     event(f"{check(p, random, 25):.1f} of the fastest seen")
 
 
-@pytest.mark.xfail(reason="the bound charges the latency of messages without bytes, which the simulator does not send")
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(4))
@@ -49,7 +47,6 @@ def bound_of(text: str, world: int, rows: tuple[int, ...], **request: object) ->
     return lower_bound(Problem(g, cluster(world, latency_ns=50), options).space)
 
 
-@pytest.mark.xfail(reason="the bound charges the latency of messages without bytes, which the simulator does not send")
 def test_message_without_bytes_has_no_latency() -> None:
     """The simulator sends nothing then, so the bound must not charge for it either."""
     assert bound_of("a:10/0 #0 <- x; b:10/0 #0 <- a", 2, (1, 1), replicas=1) <= 30
@@ -61,7 +58,6 @@ def test_work_is_shared_by_all_devices_at_best() -> None:
     assert bound_of("a:100/100 #0 <- x", 4, (4,)) == 200
 
 
-@pytest.mark.xfail(reason="the bound charges the latency of messages without bytes, which the simulator does not send")
 def test_equal_layers_without_messages_are_proved_optimal() -> None:
     text = "; ".join(f"v{i}:3 #0 <- {f'v{i - 1}' if i else 'x'}" for i in range(8))
     assert bound_of(text, 4, (1,) * 8, replicas=1) == 2 * 9 * (8 + 3)

@@ -51,5 +51,5 @@ def test_each_stage_reaches_its_limit_and_never_passes_it(schedule: str, stages:
 
 
 def test_unknown_schedule_names_the_known() -> None:
-    with pytest.raises(UsageError, match=r"zigzag.*\n.*1f1b, gpipe"):
+    with pytest.raises(UsageError, match=r"zigzag.*\n.*1f1b, 1f1b-deep, gpipe, pipedream"):
         order(2, 2, "zigzag")

@@ -17,21 +17,18 @@ from autopart.passes.space import Request
 # ---- properties ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(reason="devices that idle are costed at the end of the line and taken from its start")
 @settings(max_examples=60)
 @given(problems(Kind(most=6, replicas=False, recompute=False)))
 def test_pipelines_against_exhaustive_search(p: Problem) -> None:
     event(says(compare(p)))
 
 
-@pytest.mark.xfail(reason="devices that idle are costed at the end of the line and taken from its start")
 @settings(max_examples=30)
 @given(problems(Kind(most=5)))
 def test_plans_of_every_kind_against_exhaustive_search(p: Problem) -> None:
     event(says(compare(p)))
 
 
-@pytest.mark.xfail(reason="the bound charges the latency of messages without bytes, which the simulator does not send")
 @settings(max_examples=30)
 @given(problems(Kind(most=5, devices=3, chain=False, replicas=False, recompute=False)))
 def test_bound_covers_every_order_of_a_dag(p: Problem) -> None:
@@ -43,7 +40,6 @@ def test_bound_covers_every_order_of_a_dag(p: Problem) -> None:
         event(says(plan.step_ns / best - 1 if best else 0.0))
 
 
-@pytest.mark.xfail(reason="devices that idle are costed at the end of the line and taken from its start")
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("part", range(4))
@@ -72,7 +68,6 @@ def ask(text: str, c: object, *, rows: tuple[int, ...] = (1, 1), **request: obje
     return build(p.source, p.cluster, p.request)
 
 
-@pytest.mark.xfail(reason="devices that idle are costed at the end of the line and taken from its start")
 def test_the_fast_device_of_an_unlike_pair_gets_all() -> None:
     """Two stages would wait for the slow one; whether it is rank 0 or 1 must not matter."""
     for fast in (0, 1):
@@ -80,7 +75,6 @@ def test_the_fast_device_of_an_unlike_pair_gets_all() -> None:
         assert [stage.ranks for stage in plan.stages] == [(fast,)]
 
 
-@pytest.mark.xfail(reason="devices that idle are costed at the end of the line and taken from its start")
 def test_the_only_device_with_room_is_found_wherever_it_stands() -> None:
     text = "a:9 #0 ^100 <- x; b:9 #0 ^100 <- a"
     for place in range(3):

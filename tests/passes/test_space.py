@@ -74,7 +74,6 @@ def test_wishes_are_kept_or_refused(p: Problem) -> None:
     event("planned")
 
 
-@pytest.mark.xfail(reason="devices that idle are costed at the end of the line and taken from its start")
 @settings(max_examples=40)
 @given(wishes())
 def test_what_is_left_open_is_chosen_as_exhaustive_search_would(p: Problem) -> None:

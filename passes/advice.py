@@ -19,10 +19,11 @@ Retry = Callable[[Request, Cluster], Verdict | None]
 """Another search: the best verdict that fits, or None."""
 
 
-def alternatives(found: Found, space: Space) -> tuple[Alternative, ...]:
+def alternatives(found: Found) -> tuple[Alternative, ...]:
     """Data parallelism alone, pipelining alone, and fewer and more stages, each with its best simulated step."""
     best = found.best
     assert best is not None
+    space = best.space
     judge, request = Judge(space), space.request
     stages = best.candidate.division.stages
     wanted: list[tuple[str, Verdict | None]] = []

@@ -43,6 +43,11 @@ def coarsen(graph: Graph, *, blocks: int = 64, cuts: tuple[str, ...] = (), also:
     return merge(graph, _compact(graph, segment, blocks))
 
 
+def compact(graph: Graph, *, blocks: int, also: tuple[int, ...] = ()) -> Graph:
+    """As `coarsen`, of neighbours in the line alone: every boundary of the result is one of `graph`.  O(n log n)."""
+    return merge(graph, _compact(graph, segments(graph, (), also), blocks))
+
+
 # ---- step 1: clustering ------------------------------------------------------------------------------------------
 
 

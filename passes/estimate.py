@@ -18,7 +18,7 @@ weights and state, at memory speed.  Clones count in every stage that runs them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopart.ir.cluster import Cluster, Device
 from autopart.ir.cost import Cost
@@ -47,6 +47,19 @@ class Setting:
     costs_at: CostsAt
     state_factor: float = 2.0
     overlap: bool = False
+    _loads: dict[tuple[tuple[int, ...], tuple[int, ...]], Load] = field(default_factory=dict, compare=False, repr=False)
+
+    def bundle(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> Load:
+        """`traffic.bundle` on this cluster, each computed once."""
+        if (senders, receivers) not in self._loads:
+            self._loads[senders, receivers] = bundle(self.cluster, senders, receivers)
+        return self._loads[senders, receivers]
+
+    def ring(self, ranks: tuple[int, ...]) -> Load:
+        """`traffic.ring` on this cluster, each computed once."""
+        if (ranks, ()) not in self._loads:
+            self._loads[ranks, ()] = ring(self.cluster, ranks)
+        return self._loads[ranks, ()]
 
 
 def kinds_of(cluster: Cluster) -> tuple[Device, ...]:
@@ -66,40 +79,38 @@ def estimate(plan: Plan, program: Program, setting: Setting) -> Plan:
     stage, its steady state (PipeDream, section 3.1).  bubble: idle share of the ranks that run a stage; the sums of
     gradients and the optimizer count as idle.  O(uses + actions).
     """
-    known, work = estimated(plan, program, setting)
+    known = with_estimates(plan, program.edges, setting)
     if plan.schedule == ASYNC:
         return replace(known, step_ns=steady_ns(known), bubble=0.0)
-    step = step_ns(program, work)
+    step = step_ns(program, work_of(known, program, setting.costs_at(max(plan.micro_rows), 0), setting))
     busy = program.micros * sum(e.fwd_ns + e.bwd_ns for e in known.estimates)
     whole = step * len(plan.stages)
     return replace(known, step_ns=step, bubble=max(0.0, 1 - busy / whole) if whole else 0.0)
 
 
-def estimated(plan: Plan, program: Program, setting: Setting) -> tuple[Plan, Work]:
-    """The plan with `estimates`, and what the simulator needs."""
-    rows = max(plan.micro_rows)
-    whole = setting.costs_at(rows, 0)
-    sizes = message_bytes(program.edges, whole)
+def with_estimates(plan: Plan, links: tuple[Edge, ...], setting: Setting) -> Plan:
+    """The plan with `estimates`; links: its edges (`route.edges`).  O(uses)."""
+    whole = setting.costs_at(max(plan.micro_rows), 0)
+    sizes = message_bytes(links, whole)
     estimates = tuple(stage_estimate(plan, s, whole, sizes, setting) for s in range(len(plan.stages)))
-    known = replace(plan, estimates=estimates)
-    return known, _work(known, program, whole, sizes, setting)
+    return replace(plan, estimates=estimates)
 
 
-def simulated_ns(plan: Plan, links: tuple[Edge, ...], shared: Tied, setting: Setting) -> tuple[Plan, int]:
-    """The plan with `estimates`, and the time of its step.  links, shared: edges and tied parameters (`route`).
+def simulated_ns(plan: Plan, links: tuple[Edge, ...], shared: Tied, setting: Setting) -> int:
+    """The time of the step of a plan that has estimates.  links, shared: edges and tied parameters (`route`).
 
     Of a long program only 2 S and 3 S micro-batches are played, of S stages; the others follow at the same pace, which
     every schedule has reached by then.
     """
     stages, micros = len(plan.stages), len(plan.micro_rows)
+    if plan.schedule == ASYNC:
+        return steady_ns(plan)
     long = 6 * stages * micros > LONG and micros > 4 * stages
     counts = (2 * stages, 3 * stages) if long else (micros,)
     programs = [assemble(replace(plan, micro_rows=plan.micro_rows[:count]), links, shared) for count in counts]
-    known, work = estimated(plan, programs[0], setting)
-    if plan.schedule == ASYNC:
-        return known, steady_ns(known)
+    work = work_of(plan, programs[0], setting.costs_at(max(plan.micro_rows), 0), setting)
     first, last = step_ns(programs[0], work), step_ns(programs[-1], work) if long else 0
-    return known, last + (last - first) * (micros - counts[-1]) // stages if long else first
+    return last + (last - first) * (micros - counts[-1]) // stages if long else first
 
 
 def steady_ns(plan: Plan) -> int:
@@ -109,7 +120,8 @@ def steady_ns(plan: Plan) -> int:
 
 def timeline_of(plan: Plan, program: Program, setting: Setting) -> Timeline:
     """The simulated step of a plan."""
-    return simulate(program, estimated(plan, program, setting)[1])
+    known = with_estimates(plan, program.edges, setting)
+    return simulate(program, work_of(known, program, setting.costs_at(max(plan.micro_rows), 0), setting))
 
 
 def message_bytes(links: tuple[Edge, ...], graph: Graph) -> dict[Message, int]:
@@ -120,19 +132,16 @@ def message_bytes(links: tuple[Edge, ...], graph: Graph) -> dict[Message, int]:
 
 
 def work_of(plan: Plan, program: Program, graph: Graph, setting: Setting) -> Work:
-    """What the simulator needs, from a plan that has estimates; graph: captured, at the largest micro-batch."""
-    return _work(plan, program, graph, message_bytes(program.edges, graph), setting)
-
-
-def _work(plan: Plan, program: Program, whole: Graph, sizes: dict[Message, int], setting: Setting) -> Work:
+    """What the simulator needs, from a plan that has estimates; graph: at the largest micro-batch."""
     ranks = [stage.ranks for stage in plan.stages]
+    sizes = message_bytes(program.edges, graph)
     return Work(
         fwd_ns=tuple(e.fwd_ns for e in plan.estimates),
         bwd_ns=tuple(e.bwd_ns for e in plan.estimates),
         held_bytes=tuple(e.activation_bytes for e in plan.estimates),
-        messages={m: (size, bundle(setting.cluster, ranks[m[0]], ranks[m[1]])) for m, size in sizes.items()},
-        tied_ns=_tied_ns(program, whole, setting.cluster),
-        reduce=tuple(reduction(plan, s, whole, setting) for s in range(len(ranks))),
+        messages={m: (size, setting.bundle(ranks[m[0]], ranks[m[1]])) for m, size in sizes.items()},
+        tied_ns=_tied_ns(program, graph, setting.cluster),
+        reduce=tuple(reduction(plan, s, graph, setting) for s in range(len(ranks))),
         optimizer_ns=tuple(e.optimizer_ns for e in plan.estimates),
         overlap=setting.overlap,
     )
@@ -140,7 +149,7 @@ def _work(plan: Plan, program: Program, whole: Graph, sizes: dict[Message, int],
 
 def reduction(plan: Plan, s: int, graph: Graph, setting: Setting) -> tuple[int, Load]:
     """Bytes of a stage's gradients and the load of their sum over its replicas."""
-    return _trained_bytes(_ops(plan.stages[s], graph), graph), ring(setting.cluster, plan.stages[s].ranks)
+    return _trained_bytes(_ops(plan.stages[s], graph), graph), setting.ring(plan.stages[s].ranks)
 
 
 def _ops(stage: Stage, graph: Graph) -> list[Op]:
@@ -194,7 +203,7 @@ def stage_estimate(plan: Plan, s: int, whole: Graph, sizes: dict[Message, int], 
         workspace_bytes=workspace,
         buffer_bytes=buffers,
         recompute_ns=recompute_ns,
-        reduce_ns=ring(setting.cluster, stage.ranks).alone_ns(trained),
+        reduce_ns=setting.ring(stage.ranks).alone_ns(trained),
         optimizer_ns=max(optimizer_ns(trained, setting.state_factor, setting.kinds[kind]) for kind in kinds),
     )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan, Stage
 from autopart.ir.program import Edge
-from autopart.passes.estimate import message_bytes, simulated_ns, stage_estimate
+from autopart.passes.estimate import message_bytes, simulated_ns, stage_estimate, with_estimates
 from autopart.passes.layout import Layout
 from autopart.passes.partition import Division
 from autopart.passes.route import edges, tied
@@ -41,14 +41,20 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Verdict:
-    """plan: over blocks, with estimates.  step_ns: simulated.  over_bytes: by how much the worst device's memory is
-    exceeded, 0 when all fit; stage: the worst one."""
+    """space: whose blocks these are.  plan: over blocks, with estimates.  step_ns: simulated.  over_bytes: by how much
+    the worst device's memory is exceeded, 0 when all fit; stage: the worst one."""
 
+    space: Space
     candidate: Candidate
     plan: Plan
     step_ns: int
     over_bytes: int
     stage: int
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for verdicts of the same plan on the same line."""
+        return self.space.line.n, *self.candidate.key
 
     @property
     def fits(self) -> bool:
@@ -87,19 +93,15 @@ class Judge:
         links, shared = edges(plan, blocks), tied(plan, blocks)
         if self.space.request.recompute == "all" and self.space.request.may_recompute:
             plan = replace(plan, stages=tuple(replace(s, recompute=(s.ops,)) for s in stages))
-        known, step = simulated_ns(plan, links, shared, self.setting)
+        known = with_estimates(plan, links, self.setting)
         over = self._over(known)
-        if max(over) > 0 and self.space.request.may_recompute:
-            leaner = replace(
-                plan,
-                stages=tuple(
-                    self._lean(known, s, links) if excess > 0 else known.stages[s] for s, excess in enumerate(over)
-                ),
-            )
-            known, step = simulated_ns(leaner, links, shared, self.setting)
+        if max(over) > 0 and self.space.request.may_recompute:  # before it is simulated: memory needs no time
+            leaner = (self._lean(known, s, links) if excess > 0 else known.stages[s] for s, excess in enumerate(over))
+            known = with_estimates(replace(plan, stages=tuple(leaner)), links, self.setting)
             over = self._over(known)
+        step = simulated_ns(known, links, shared, self.setting)
         worst = max(range(len(over)), key=lambda s: over[s])
-        return Verdict(candidate, known, step, max(0, over[worst]), worst)
+        return Verdict(self.space, candidate, known, step, max(0, over[worst]), worst)
 
     def _over(self, plan: Plan) -> list[int]:
         return [e.peak_bytes - self._limit(stage) for e, stage in zip(plan.estimates, plan.stages, strict=True)]

@@ -14,7 +14,7 @@ from autopart.ir.plan import check as check_plan
 from autopart.passes.advice import alternatives, infeasible
 from autopart.passes.atoms import atoms
 from autopart.passes.bound import lower_bound
-from autopart.passes.coarsen import coarsen
+from autopart.passes.coarsen import coarsen, compact
 from autopart.passes.cuts import forced_bounds, module_span
 from autopart.passes.estimate import Setting, estimate, kinds_of
 from autopart.passes.judge import Verdict, expanded
@@ -63,7 +63,7 @@ def build(source: Source, cluster: Cluster, request: Request, watch: Watch | Non
     if found.best is None:
         raise infeasible(found, line, lambda other, machines: _again(source, fine, other, machines))
     # What was chosen is costed once more over captured ops: only there are clones counted exactly.
-    plan = _finished(source, found, spaces, cluster, request)
+    plan = _finished(source, found, line, cluster, request)
     # The bound does not depend on what was found, so it is honest about it.
     bound = lower_bound(coarse if plan.world <= SMALL else line)
     if watch:
@@ -74,7 +74,7 @@ def build(source: Source, cluster: Cluster, request: Request, watch: Watch | Non
 def _spaces(source: Source, fine: Graph, cluster: Cluster, request: Request) -> tuple[Space, Space]:
     """A line of few blocks and one of more, whose blocks are cut out of the same places."""
     deepest = request.stages or cluster.world
-    blocks = max(BLOCKS, min(4 * deepest, MOST_BLOCKS), deepest)
+    blocks = max(BLOCKS, min(8 * deepest, MOST_BLOCKS), deepest)
     marks = tuple(sorted({place for paths in request.marks() for place in module_span(fine, paths)} - {len(fine.ops)}))
     many = check_graph(coarsen(fine, blocks=blocks, cuts=request.cuts, also=marks))
     setting = Setting(cluster, kinds_of(cluster), source.costs_at, request.state_factor, request.abilities.overlap)
@@ -84,7 +84,7 @@ def _spaces(source: Source, fine: Graph, cluster: Cluster, request: Request) -> 
     if len(many.ops) <= 3 * BLOCKS // 2:
         return large, large
     ends = tuple(sorted({*forced, *(b for span in large.spans for b in span)}))
-    few = check_graph(coarsen(many, blocks=BLOCKS, also=ends))
+    few = check_graph(compact(many, blocks=BLOCKS, also=ends))
     forced = _kept_bounds(few, many, forced)
     return Space(Line(few, source.graph, source.costs_at, most_rows), setting, request, fine, forced), large
 
@@ -103,19 +103,18 @@ def _again(source: Source, fine: Graph, request: Request, cluster: Cluster) -> V
         return None
 
 
-def _finished(source: Source, found: Found, spaces: tuple[Space, Space], cluster: Cluster, request: Request) -> Plan:
+def _finished(source: Source, found: Found, line: Space, cluster: Cluster, request: Request) -> Plan:
     """The fastest of the plans found that also fits, and whose program is proven, over captured ops."""
     setting = Setting(cluster, kinds_of(cluster), source.costs_at, request.state_factor, request.abilities.overlap)
     best = found.best
     assert best is not None
     for verdict in (best, *found.seen):
-        space = spaces[0] if verdict.candidate.layout.depth <= SMALL else spaces[1]
         plan = Plan(
             graph_digest=source.graph.shape_digest(),
             structure_digest=source.graph.structure_digest(),
             torch_version=source.torch_version,
             world=cluster.world,
-            stages=expanded(verdict.plan, space.line.blocks, source.graph),
+            stages=expanded(verdict.plan, verdict.space.line.blocks, source.graph),
             micro_rows=verdict.candidate.micro_rows,
             schedule=verdict.candidate.schedule,
             costs=source.costs,
@@ -126,9 +125,9 @@ def _finished(source: Source, found: Found, spaces: tuple[Space, Space], cluster
             e.peak_bytes <= min(cluster.devices[rank].memory_bytes for rank in stage.ranks)
             for e, stage in zip(plan.estimates, plan.stages, strict=True)
         ):
-            notes = _notes(plan, spaces[1].line.n)
-            return replace(plan, notes=notes, alternatives=alternatives(replace(found, best=verdict), space))
-    raise infeasible(replace(found, nearest=best), spaces[1], lambda other, machines: None)
+            notes = _notes(plan, line.line.n)
+            return replace(plan, notes=notes, alternatives=alternatives(replace(found, best=verdict)))
+    raise infeasible(replace(found, nearest=best), line, lambda other, machines: None)
 
 
 def _notes(plan: Plan, blocks: int) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ EFFORT = 250_000
 """Actions that may be simulated in refining, and in comparing schedules and layouts."""
 HOPELESS = 1.1
 """A division whose U is so much above the best simulated step is not judged: U leaves waiting out."""
-MOST_STAGES = 64
+MOST_STAGES = 128
 """Unless more are asked for."""
 MOST_WAYS = 8
 """Ways to cut the batch that get dynamic programs; the others are tried in refinement."""
@@ -74,16 +74,18 @@ def search(spaces: tuple[Space, Space], watch: Watch | None = None) -> Found:
         if watch:
             watch("judge", ledger.best_ns, 0)
     effort = EFFORT
-    for verdict, space in _finalists(ledger, spaces, VARIED):
-        variants = list(_variants(space, verdict.candidate))
+    for verdict in _finalists(ledger, VARIED):
+        variants = list(_variants(verdict.space, verdict.candidate))
         for variant in variants[: max(1, effort // _actions(verdict.candidate))]:
-            ledger.add(judges[id(space)](variant))
+            ledger.add(judges[id(verdict.space)](variant))
         effort -= len(variants) * _actions(verdict.candidate)
         if watch:
             watch("schedules and layouts", ledger.best_ns, 0)
     _compare(drafts, judges, ledger)
-    for verdict, space in _finalists(ledger, spaces, REFINED):
-        _refine(verdict, space, judges[id(space)], ledger)
+    for verdict in _finalists(ledger, REFINED):
+        finer = judges[id(spaces[1])](_finer(verdict, spaces[1]))
+        ledger.add(finer)
+        _refine(finer, spaces[1], judges[id(spaces[1])], ledger)
         if watch:
             watch("refine", ledger.best_ns, 0)
     return ledger.found()
@@ -99,7 +101,7 @@ class _Ledger:
     def add(self, verdict: Verdict) -> None:
         """Note a verdict."""
         if verdict.fits:
-            self.fits[verdict.candidate.key] = verdict
+            self.fits[verdict.key] = verdict
         elif self.nearest is None or verdict.over_bytes < self.nearest.over_bytes:
             self.nearest = verdict
 
@@ -238,18 +240,28 @@ def _variants(space: Space, candidate: Candidate) -> Iterator[Candidate]:
                 yield replace(candidate, division=division, layout=layout, schedule=schedule)
 
 
-def _finalists(ledger: _Ledger, spaces: tuple[Space, Space], most: int) -> list[tuple[Verdict, Space]]:
+def _finalists(ledger: _Ledger, most: int) -> list[Verdict]:
     """The fastest verdicts with different numbers of stages, copies or rows."""
     chosen: dict[tuple[object, ...], Verdict] = {}
     pool = ledger.ranked or ([ledger.nearest] if ledger.nearest else [])
     for verdict in pool:
         candidate = verdict.candidate
         chosen.setdefault((candidate.division.stages, candidate.layout.copies, len(candidate.micro_rows)), verdict)
-    finalists = list(chosen.values())[:most]
-    return [(v, spaces[0] if v.candidate.layout.depth <= SMALL else spaces[1]) for v in finalists]
+    return list(chosen.values())[:most]
 
 
 # ---- refinement ----------------------------------------------------------------------------------------------------
+
+
+def _finer(verdict: Verdict, many: Space) -> Candidate:
+    """The candidate on the line of more blocks, which can be cut wherever its own can."""
+    candidate, few = verdict.candidate, verdict.space
+    if few is many:
+        return candidate
+    place = {op.parts[-1]: i for i, op in enumerate(many.line.blocks.ops)}  # the last part is no clone
+    ends = [0, *(place[op.parts[-1]] + 1 for op in few.line.blocks.ops)]
+    bounds = tuple(ends[b] for b in candidate.division.bounds)
+    return replace(candidate, division=replace(candidate.division, bounds=bounds))
 
 
 def _refine(verdict: Verdict, space: Space, judge: Judge, ledger: _Ledger) -> None:

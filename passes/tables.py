@@ -23,7 +23,7 @@ from autopart.passes.estimate import optimizer_ns
 from autopart.passes.layout import Layout
 from autopart.passes.partition import FAR, Table
 from autopart.passes.space import Space
-from autopart.passes.traffic import Load, bundle, ring
+from autopart.passes.traffic import Load
 
 Floats = npt.NDArray[np.float64]
 
@@ -82,7 +82,7 @@ class Tables:
             kinds = tuple(sorted({setting.kinds.index(device) for device in devices}))
             memory = FAR if self.roomy else min(device.memory_bytes for device in devices)
             arriving = bundle_into(self.space, self.layout, start, width).pace
-            self._memo[key] = _Place(kinds, memory, arriving, ring(setting.cluster, ranks).pace)
+            self._memo[key] = _Place(kinds, memory, arriving, setting.ring(ranks).pace)
         place: _Place = self._memo[key]
         return place
 
@@ -197,4 +197,4 @@ def bundle_into(space: Space, layout: Layout, start: int, width: int) -> Load:
         return Load(0, (), (), ())
     before = max(0, start - width)
     senders = layout.ranks(before, start - before)
-    return bundle(space.setting.cluster, senders, layout.ranks(start, width))
+    return space.setting.bundle(senders, layout.ranks(start, width))

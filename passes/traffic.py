@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from autopart.ir.cluster import Cluster, Port
 
@@ -50,7 +49,6 @@ def _ns(size_bytes: float, rate: int) -> int:
     return int(-(-size_bytes * 1_000_000_000 // rate))
 
 
-@lru_cache(maxsize=1 << 14)
 def bundle(cluster: Cluster, senders: tuple[int, ...], receivers: tuple[int, ...]) -> Load:
     """A message from one stage to another.  senders, receivers: ranks in order of their rows.
 
@@ -68,7 +66,6 @@ def bundle(cluster: Cluster, senders: tuple[int, ...], receivers: tuple[int, ...
     return _load(cluster, hops, 1)
 
 
-@lru_cache(maxsize=1 << 14)
 def ring(cluster: Cluster, ranks: tuple[int, ...]) -> Load:
     """A sum over `ranks` of something that each of them has.  O(ranks)."""
     n = len(ranks)

@@ -15,7 +15,8 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import SCHEDULES, Plan, Stage, in_flight
 from autopart.ir.program import Action, Program, parse_actions
 from autopart.ir.timeline import Span, Timeline
-from autopart.passes.estimate import Setting, estimated, kinds_of, message_bytes
+from autopart.passes.estimate import Setting, kinds_of, message_bytes, with_estimates
+from autopart.passes.estimate import work_of as work_of_plan
 from autopart.passes.route import route
 from autopart.passes.simulate import Work, simulate, step_ns
 from autopart.passes.traffic import bundle, ring
@@ -211,10 +212,12 @@ def test_timeline_obeys_physics(g: Graph, data: st.DataObject) -> None:
     c = data.draw(clusters(data.draw(st.sampled_from([3, 4]))))
     micros, schedule = data.draw(st.integers(1, 5)), data.draw(st.sampled_from(SCHEDULES))
     stages = data.draw(st.sampled_from([None, 2]))
-    plan = plan_of(g, c, micros=micros, schedule=schedule, stages=stages if len(g.ops) > 5 else None)
+    plan = plan_of(g, c, micros=micros, schedule=schedule, stages=stages if len(g.ops) > 5 and not g.updates else None)
     program = route(plan, g)
     sizes = message_bytes(program.edges, g)
-    known, work = estimated(plan, program, Setting(c, kinds_of(c), source(g, c).costs_at))
+    setting = Setting(c, kinds_of(c), source(g, c).costs_at)
+    known = with_estimates(plan, program.edges, setting)
+    work = work_of_plan(known, program, setting.costs_at(max(plan.micro_rows), 0), setting)
     assert known.estimates == plan.estimates
     timeline = simulate(program, work)
     assert timeline.step_ns == plan.step_ns == step_ns(program, work)

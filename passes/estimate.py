@@ -32,7 +32,7 @@ from autopart.passes.simulate import Message, Work, simulate, step_ns
 from autopart.passes.traffic import Load, bundle, ring
 
 Tied = tuple[tuple[str, tuple[int, ...]], ...]
-LONG = 60_000
+LONG = 20_000
 """Actions of a program from which on candidates are judged by a shorter one."""
 
 
@@ -99,18 +99,25 @@ def with_estimates(plan: Plan, links: tuple[Edge, ...], setting: Setting) -> Pla
 def simulated_ns(plan: Plan, links: tuple[Edge, ...], shared: Tied, setting: Setting) -> int:
     """The time of the step of a plan that has estimates.  links, shared: edges and tied parameters (`route`).
 
-    Of a long program only 2 S and 3 S micro-batches are played, of S stages; the others follow at the same pace, which
-    every schedule has reached by then.
+    Of a long program two short ones are played instead (`played`); the other micro-batches follow at the same pace.
     """
     stages, micros = len(plan.stages), len(plan.micro_rows)
     if plan.schedule == ASYNC:
         return steady_ns(plan)
-    long = 6 * stages * micros > LONG and micros > 4 * stages
-    counts = (2 * stages, 3 * stages) if long else (micros,)
+    counts = played(stages, micros, plan.schedule)
     programs = [assemble(replace(plan, micro_rows=plan.micro_rows[:count]), links, shared) for count in counts]
     work = work_of(plan, programs[0], setting.costs_at(max(plan.micro_rows), 0), setting)
-    first, last = step_ns(programs[0], work), step_ns(programs[-1], work) if long else 0
-    return last + (last - first) * (micros - counts[-1]) // stages if long else first
+    times = [step_ns(program, work) for program in programs]
+    if len(counts) == 1:
+        return times[0]
+    return times[1] + (times[1] - times[0]) * (micros - counts[1]) // (counts[1] - counts[0])
+
+
+def played(stages: int, micros: int, schedule: str) -> tuple[int, ...]:
+    """Numbers of micro-batches that are played to know the step: all, or of a long program as many as fill the
+    pipeline, after which every schedule goes at an even pace, and twice as many."""
+    full = stages * (2 if schedule == "1f1b-deep" else 1)
+    return (full, 2 * full) if 6 * stages * micros > LONG and 3 * full < micros else (micros,)
 
 
 def steady_ns(plan: Plan) -> int:

@@ -91,7 +91,7 @@ _SAVES: dict[str, str] = {
     "others": "mul matmul mm bmm mv dot outer inner",
     "indices": """
         embedding gather take_along_dim index index_select index_put _unsafe_index scatter scatter_add sort topk
-        where masked_fill amax amin max_dim min_dim""",
+        where masked_fill amax amin max_dim min_dim cross_entropy_loss nll_loss nll_loss_nd""",
     "both": """
         scaled_dot_product_attention logsumexp linalg_vector_norm norm prod var std max_pool2d_with_indices
         native_layer_norm cumprod cosine_similarity""",

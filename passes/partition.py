@@ -73,7 +73,8 @@ def divide(
     best: dict[tuple[int, int], Ints] = {(0, idle): ends for idle in range(spare + 1)}
     choice: dict[tuple[int, int], tuple[Ints, Ints]] = {}
     for k in range(1, min(most, depth, n) + 1):
-        for used in range(k, depth + 1):
+        reached = {used + width for before, used in best if before == k - 1 for width in widths}
+        for used in sorted(u for u in reached if u <= depth):
             value, at, width_at = np.full(n + 1, FAR, dtype=np.int64), np.zeros(n + 1, int), np.zeros(n + 1, int)
             for width in widths:
                 rest = best.get((k - 1, used - width))

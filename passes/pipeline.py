@@ -14,6 +14,7 @@ from autopart.ir.plan import check as check_plan
 from autopart.passes.advice import alternatives, infeasible
 from autopart.passes.atoms import atoms
 from autopart.passes.bound import lower_bound
+from autopart.passes.certificate import certified, settles
 from autopart.passes.coarsen import coarsen, compact
 from autopart.passes.cuts import forced_bounds, module_span
 from autopart.passes.estimate import Setting, estimate, kinds_of
@@ -26,7 +27,7 @@ from autopart.passes.sheets import CostsAt
 from autopart.passes.space import Request, Space
 from autopart.passes.verify import verify
 
-BLOCKS, MOST_BLOCKS = 64, 256
+BLOCKS, MOST_BLOCKS = 64, 192
 """Blocks that the partition chooses from, and how many there are at most when deep pipelines ask for more."""
 
 
@@ -63,11 +64,16 @@ def build(source: Source, cluster: Cluster, request: Request, watch: Watch | Non
     if found.best is None:
         raise infeasible(found, line, lambda other, machines: _again(source, fine, other, machines))
     # What was chosen is costed once more over captured ops: only there are clones counted exactly.
-    plan = _finished(source, found, line, cluster, request)
+    plan, verdict = _finished(source, found, line, cluster, request)
     # The bound does not depend on what was found, so it is honest about it.
     bound = lower_bound(coarse if plan.world <= SMALL else line)
     if watch:
         watch("bound", plan.step_ns, bound)
+    if request.prove_seconds > 0 and request.prove_rows in (None, max(plan.micro_rows)):
+        proof = certified(verdict, request.prove_seconds)
+        plan = replace(plan, notes=(*plan.notes, proof.note(plan.step_ns)))
+        if settles(request, cluster):
+            bound = max(bound, proof.bound_ns)
     return replace(plan, optimality=Optimality.of(plan.step_ns, bound))
 
 
@@ -103,8 +109,10 @@ def _again(source: Source, fine: Graph, request: Request, cluster: Cluster) -> V
         return None
 
 
-def _finished(source: Source, found: Found, line: Space, cluster: Cluster, request: Request) -> Plan:
-    """The fastest of the plans found that also fits, and whose program is proven, over captured ops."""
+def _finished(
+    source: Source, found: Found, line: Space, cluster: Cluster, request: Request
+) -> tuple[Plan, Verdict]:
+    """The fastest of the plans found that also fits, and whose program is proven, over captured ops; its verdict."""
     setting = Setting(cluster, kinds_of(cluster), source.costs_at, request.state_factor, request.abilities.overlap)
     best = found.best
     assert best is not None
@@ -125,21 +133,43 @@ def _finished(source: Source, found: Found, line: Space, cluster: Cluster, reque
             e.peak_bytes <= min(cluster.devices[rank].memory_bytes for rank in stage.ranks)
             for e, stage in zip(plan.estimates, plan.stages, strict=True)
         ):
-            notes = _notes(plan, line.line.n)
-            return replace(plan, notes=notes, alternatives=alternatives(replace(found, best=verdict)))
+            notes = _notes(plan, line.line.n, request, source.graph)
+            return replace(plan, notes=notes, alternatives=alternatives(replace(found, best=verdict))), verdict
     raise infeasible(replace(found, nearest=best), line, lambda other, machines: None)
 
 
-def _notes(plan: Plan, blocks: int) -> tuple[str, ...]:
+def _notes(plan: Plan, blocks: int, request: Request, graph: Graph) -> tuple[str, ...]:
     used = sum(len(stage.ranks) for stage in plan.stages)
     notes = []
     if used < plan.world:
         few = len(plan.stages) == blocks
-        reason = f"the model has only {blocks} blocks" if few else "more would not make the step shorter"
+        reason = f"the model has only {blocks} blocks" if few else _idle_reason(request)
         notes.append(f"{plan.world - used} of {plan.world} devices idle: {reason}")
+    wide = {name for stage in plan.stages if len(stage.ranks) > 1 for name in stage.ops}
+    writer = graph.writer()
+    if any(writer[value] in wide for _, value in graph.updates):
+        notes.append("statistics of BatchNorm are per replica, each of its own rows; so is any buffer the step updates")
     if plan.schedule == ASYNC:
         notes.append("asynchronous: gradients are of older weights; the step is its steady state")
     return tuple(notes)
+
+
+def _idle_reason(request: Request) -> str:
+    """Why devices idle: what was asked for, as far as it leaves no choice, and else that they would not help."""
+    asked = []
+    if request.stages is not None:
+        asked.append(f"{request.stages} stage{'s' * (request.stages > 1)}")
+    if isinstance(request.replicas, tuple):
+        asked.append(f"{', '.join(map(str, request.replicas))} replicas")
+    elif request.replicas is not None and request.may_replicate:
+        asked.append(f"{request.replicas} replicas of each stage")
+    if not asked:
+        return "more would not make the step shorter"
+    words = f"{' and '.join(asked)} {'was' if asked == ['1 stage'] else 'were'} asked for"
+    if request.stages is None and not isinstance(request.replicas, tuple):
+        return f"{words}, and more stages would not make the step shorter"
+    free = request.replicas is None and request.may_replicate
+    return f"{words}, and more replicas would not make the step shorter" if free else words
 
 
 def check_request(request: Request, cluster: Cluster) -> None:
@@ -148,6 +178,12 @@ def check_request(request: Request, cluster: Cluster) -> None:
     known = request.abilities.schedules
     if request.schedule not in ("auto", *known):
         raise UsageError(f"unknown schedule {request.schedule!r}", fix="use one of " + ", ".join(("auto", *known)))
+    if request.prove_seconds > 0 and request.schedule == ASYNC:
+        raise UsageError(
+            f"nothing can be proved about schedule {ASYNC!r}",
+            why="its steps overlap",
+            fix="leave prove out or use another schedule",
+        )
     for rows in request.micro_rows or ((),):
         if not rows or min(rows) < 1 or max(rows) - min(rows) > 1:
             raise UsageError(
@@ -175,15 +211,25 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
     """Replicas and pins against the number of stages."""
     fixed = request.replicas if isinstance(request.replicas, tuple) else None
     if fixed is not None and request.stages is not None and len(fixed) != request.stages:
-        raise UsageError(f"{len(fixed)} numbers of replicas are given for {request.stages} stages")
+        raise UsageError(
+            f"{len(fixed)} numbers of replicas are given for {request.stages} stages",
+            fix=f"give {request.stages} numbers, or use stages={len(fixed)}",
+        )
     needed = sum(fixed) if fixed else (request.replicas if isinstance(request.replicas, int) else 1)
     if needed > cluster.world:
-        raise UsageError(f"{needed} replicas need {needed} devices, but the cluster has {cluster.world}")
+        raise UsageError(
+            f"{needed} replicas need {needed} devices, but the cluster has {cluster.world}",
+            fix=f"use at most {cluster.world} replicas in all, or name a larger cluster",
+        )
     if fixed and max(fixed) > 1 and not request.abilities.replicas:
         raise UsageError("replicas of a stage cannot be run yet", fix="use autopart.plan to plan with them")
     for path, stage in request.pins.items():
         if not 0 <= stage < (request.stages or cluster.world):
-            raise UsageError(f"{path} is pinned to stage {stage}, which does not exist")
+            last = (request.stages or cluster.world) - 1
+            raise UsageError(
+                f"{path} is pinned to stage {stage}, which does not exist",
+                fix=f"stages are numbered from 0: pin it to one of 0 to {last}" if last else "pin it to stage 0",
+            )
 
 
 def check_stages(request: Request, blocks: int) -> None:

@@ -5,6 +5,8 @@ Everything here is on the captured graph, so that a plan file can be routed with
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
@@ -26,31 +28,43 @@ def route(plan: Plan, graph: Graph) -> Program:
 
 def assemble(plan: Plan, links: tuple[Edge, ...], shared: tuple[tuple[str, tuple[int, ...]], ...]) -> Program:
     """The program of a plan whose edges and tied parameters are known.  O(actions)."""
-    into: dict[int, list[Edge]] = {s: [] for s in range(len(plan.stages))}
-    out: dict[int, list[Edge]] = {s: [] for s in range(len(plan.stages))}
-    for edge in links:  # ascending by (src, dst), so peers are ascending in both lists
-        into[edge.dst].append(edge)
-        out[edge.src].append(edge)
-    summing = {s for _, stages in shared for s in stages}
+    pairs = tuple((edge.src, edge.dst, bool(edge.grads)) for edge in links)
+    summing = frozenset(s for _, stages in shared for s in stages)
     ranks: list[tuple[Action, ...]] = [()] * plan.world
-    for s, computes in enumerate(order(len(plan.stages), len(plan.micro_rows), plan.schedule)):
-        actions = [a for compute in computes for a in _with_messages(compute, into[s], out[s])]
-        if s in summing:
-            actions.append(Action("T", s))
-        ranks[plan.stages[s].ranks[0]] = tuple(actions)
+    for stage, actions in zip(
+        plan.stages, _actions(len(plan.stages), len(plan.micro_rows), plan.schedule, pairs, summing), strict=True
+    ):
+        ranks[stage.ranks[0]] = actions
     stage_ranks = tuple(stage.ranks[0] for stage in plan.stages)
     return Program(len(plan.micro_rows), stage_ranks, tuple(ranks), links, shared)
 
 
-def _with_messages(compute: Action, into: list[Edge], out: list[Edge]) -> list[Action]:
-    """Receives, the F or B, sends."""
+@lru_cache(maxsize=8)
+def _actions(
+    stages: int, micros: int, schedule: str, pairs: tuple[tuple[int, int, bool], ...], summing: frozenset[int]
+) -> tuple[tuple[Action, ...], ...]:
+    """The actions of each stage.  pairs: (source, destination, whether gradients come back), ascending."""
+    into: dict[int, list[tuple[int, bool]]] = {s: [] for s in range(stages)}
+    out: dict[int, list[tuple[int, bool]]] = {s: [] for s in range(stages)}
+    for src, dst, grads in pairs:  # ascending, so peers are ascending in both lists
+        into[dst].append((src, grads))
+        out[src].append((dst, grads))
+    result = []
+    for s, computes in enumerate(order(stages, micros, schedule)):
+        actions = [a for compute in computes for a in _with_messages(compute, into[s], out[s])]
+        result.append((*actions, Action("T", s)) if s in summing else tuple(actions))
+    return tuple(result)
+
+
+def _with_messages(compute: Action, into: list[tuple[int, bool]], out: list[tuple[int, bool]]) -> list[Action]:
+    """Receives, the F or B, sends.  into, out: (peer, whether gradients come back)."""
     stage, micro = compute.stage, compute.micro
     if compute.kind == "F":
-        receives = [Action("RF", stage, micro, edge.src) for edge in into]
-        sends = [Action("SF", stage, micro, edge.dst) for edge in out]
+        receives = [Action("RF", stage, micro, peer) for peer, _ in into]
+        sends = [Action("SF", stage, micro, peer) for peer, _ in out]
     else:
-        receives = [Action("RB", stage, micro, edge.dst) for edge in out if edge.grads]
-        sends = [Action("SB", stage, micro, edge.src) for edge in into if edge.grads]
+        receives = [Action("RB", stage, micro, peer) for peer, grads in out if grads]
+        sends = [Action("SB", stage, micro, peer) for peer, grads in into if grads]
     return [*receives, compute, *sends]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from autopart.ir.errors import InfeasibleError
 from autopart.passes.bound import is_chain, joined, work_bound
+from autopart.passes.estimate import played
 from autopart.passes.exhaust import every_candidate
 from autopart.passes.judge import Candidate, Judge, Verdict
 from autopart.passes.layout import SMALL, Layout, layouts
@@ -68,9 +69,12 @@ def search(spaces: tuple[Space, Space], watch: Watch | None = None) -> Found:
     drafts = _drafts(spaces, watch) or _drafts(spaces, watch, roomy=True)
     if not drafts:
         raise InfeasibleError("no way to cut the model satisfies what is asked for")
+    effort = EFFORT
     for space, candidate in _promising(drafts):
-        if not ledger.fits or candidate.division.value <= HOPELESS * ledger.best_ns:
+        hopeless = ledger.fits and candidate.division.value > HOPELESS * ledger.best_ns
+        if not hopeless and (effort > 0 or not ledger.fits):
             ledger.add(judges[id(space)](candidate))
+            effort -= _actions(candidate)
         if watch:
             watch("judge", ledger.best_ns, 0)
     effort = EFFORT
@@ -284,8 +288,9 @@ def _refine(verdict: Verdict, space: Space, judge: Judge, ledger: _Ledger) -> No
 
 
 def _actions(candidate: Candidate) -> int:
-    """Actions of its program, about."""
-    return 6 * candidate.division.stages * len(candidate.micro_rows)
+    """Actions that judging it plays, about."""
+    stages, micros = candidate.division.stages, len(candidate.micro_rows)
+    return 6 * stages * sum(played(stages, micros, candidate.schedule))
 
 
 def _merit(verdict: Verdict) -> tuple[int, int]:

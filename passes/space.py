@@ -27,7 +27,8 @@ class Request:
     None and empty mean that the planner chooses.  stages; schedule ("auto" or a name); cuts: module paths at which a
     stage begins; together: groups of module paths, each group to stay in one stage; pins: module path to its stage;
     replicas: of every stage, or one number for each; recompute: "auto", "off" or "all".  state_factor: bytes of
-    optimizer state per byte of trainable parameter.  abilities: what a plan may use.
+    optimizer state per byte of trainable parameter.  abilities: what a plan may use.  prove_seconds: for a certificate
+    (`certificate`) of the plan, when its largest micro-batch has prove_rows rows (None: whatever it has).
     """
 
     micro_rows: tuple[tuple[int, ...], ...]
@@ -40,6 +41,8 @@ class Request:
     recompute: str = "auto"
     state_factor: float = 2.0
     abilities: Abilities = RUNTIME
+    prove_seconds: float = 0.0
+    prove_rows: int | None = None
 
     @property
     def schedules(self) -> tuple[str, ...]:

@@ -66,6 +66,8 @@ class Tables:
         if replicas > self.rows or not self._wanted(k, replicas):
             return None
         place = self._place(self.layout.depth - used, width)
+        if len(self.layout.widths) == 1:
+            return self._table(k, replicas, place)  # asked for once: not worth its memory
         key = ("table", self.rows, self.micros, self.schedule, k if self._by_stage else self._live(k), replicas, place,
             self._waits is None)  # fmt: skip
         if key not in self._memo:
@@ -137,34 +139,35 @@ class Tables:
 
     def _fixed(self, share: int, kinds: tuple[int, ...], replicas: int) -> Ints:
         """(bytes that do not depend on the micro-batches in flight, bytes of each of them, what recomputing all blocks
-        frees of each) of every range."""
+        frees of each, saved bytes) of every range."""
         line, request, sheet = self.space.line, self.space.request, self.space.line.sheet(share, kinds[0])
         static = line.weights + (line.trained * (1 + request.state_factor)).astype(np.int64)
         static = static + sheet.scratch + 2 * (sheet.enters + sheet.crossing[None, :])
         static[0] += self.micros * -(-self._batch_bytes() // replicas)
         saved = sheet.ranges("saved_bytes")
-        return np.stack([static, saved + sheet.enters, saved - sheet.kept])
+        return np.stack([static, saved + sheet.enters, saved - sheet.kept, saved])
 
     def _recomputed(self, live: int, replicas: int, share: int, place: _Place) -> Floats | None:
         """[a, b]: share of the blocks that has to be recomputed, above 1 where even that is not enough; None: none."""
         line, request = self.space.line, self.space.request
-        static, held, gained = self._cached(self._fixed, share, place.kinds, replicas)
+        static, held, gained, saved = self._cached(self._fixed, share, place.kinds, replicas)
         if self.schedule == ASYNC:
             static = static + (live - 1) * line.weights
         over = static + live * held - place.memory
         all_of_it = request.recompute == "all" and request.may_recompute
         if not all_of_it and not (over > 0).any():
             return None
-        sheet = line.sheet(share, place.kinds[0])
-        saved = sheet.ranges("saved_bytes")
-        whole = np.where(over - (live - 1) * saved <= 0, 1.0, 2.0)
+        whole = np.where(over <= (live - 1) * saved, 1.0, 2.0)
         if all_of_it:
             return whole
         if not request.may_recompute:
             return np.where(over > 0, 2.0, 0.0)
-        gain = live * gained
-        blocks = np.where(gain > 0, (over + sheet.heaviest) / np.maximum(gain, 1), 2.0)
-        return np.where(over > 0, np.where(blocks <= 1.0, blocks, whole), 0.0)
+        blocks = np.full(over.shape, 2.0)
+        heaviest = line.sheet(share, place.kinds[0]).heaviest
+        np.divide(over + heaviest, live * gained, out=blocks, where=gained > 0)
+        np.copyto(blocks, whole, where=blocks > 1.0)
+        blocks[over <= 0] = 0.0
+        return blocks
 
     def _batch_bytes(self) -> int:
         sheet = self.space.line.sheet(self.rows)

@@ -87,11 +87,7 @@ def for_the_runtime(cluster: str, **options: Any) -> autopart.Plan:
     [
         ({"schedule": "pipedream"}, ("unknown schedule 'pipedream'", "auto, 1f1b, 1f1b-deep, gpipe")),
         ({"replicas": (2, 1), "stages": 2}, ("cannot be run yet", "autopart.plan")),
-        pytest.param(
-            {"pins": {"2": 3}, "stages": 2},
-            ("2 is pinned to stage 3, which does not exist",),
-            marks=pytest.mark.xfail(strict=True, reason="the message has no remedy"),
-        ),
+        ({"pins": {"2": 3}, "stages": 2}, ("2 is pinned to stage 3, which does not exist", "one of 0 to 1")),
         ({"pins": {"nowhere": 0}}, ("'nowhere'",)),
         ({"together": [("0", "nowhere")]}, ("'nowhere'",)),
         ({"optimizer": "adamz"}, ("unknown optimizer 'adamz'",)),

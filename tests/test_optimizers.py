@@ -49,12 +49,24 @@ def test_an_optimizer_has_its_textbook_state(optimizer: Any, factor: float) -> N
     assert state_factor(optimizer) == (factor, ())
 
 
-ADAMW = pytest.param(
-    torch.optim.AdamW, 2.0, marks=pytest.mark.xfail(strict=True, reason="its defaults hold more than it takes")
-)
+class Open(torch.optim.Adam):
+    """Takes any keyword, as wrappers do."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
 
 
-@pytest.mark.parametrize(("make", "factor"), [(torch.optim.SGD, 0.0), (momentum, 1.0), (torch.optim.Adam, 2.0), ADAMW])
+def amsgrad(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3, amsgrad=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "factor"),
+    [
+        (torch.optim.SGD, 0.0), (momentum, 1.0), (torch.optim.Adam, 2.0), (torch.optim.AdamW, 2.0), (amsgrad, 3.0),
+        (torch.optim.RMSprop, 1.0), (torch.optim.NAdam, 2.0), (Lazy, 0.0), (Open, 2.0),
+    ],
+)  # fmt: skip
 def test_an_optimizer_of_the_users_is_copied_not_used(make: Any, factor: float) -> None:
     model = net()
     optimizer = make(model.parameters())

@@ -1,0 +1,158 @@
+"""Which rows are captured for a plan, what one row may change, and what is said of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import autopart
+from autopart.capture import Capturer
+from autopart.capture.batch import take_apart
+from autopart.files import match_plan
+from autopart.ir.abilities import EVERYTHING, RUNTIME
+from autopart.ir.cluster import Cluster, Device, Level, Link
+from autopart.ir.errors import CoupledLossError, RefusedError, UsageError
+from autopart.options import read_options
+from autopart.planning import Planned, _at_one_size, make_plan
+
+SLOW = Cluster((Device("cpu", 1 << 40, 10**7, 10**12),) * 4, (Level(4, Link(0, 10**12)),))
+"""Four devices on which only operations count, so that the smallest micro-batches have the shortest step."""
+LEFT_OUT = "micro-batches of one row were left out"
+
+
+class Layers(nn.Module):
+    """Four layers; what `extra` does to the rows comes before them."""
+
+    def __init__(self, extra: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.shift = nn.Parameter(torch.zeros(1, 16))
+        self.extra = extra
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.extra(self, x) if self.extra else x + self.shift
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def expanding(m: Layers, x: torch.Tensor) -> torch.Tensor:
+    """One row needs no `expand`: its program is another one."""
+    return x + (m.shift.expand(x.shape[0], -1) if x.shape[0] > 1 else m.shift)
+
+
+def refusing(m: Layers, x: torch.Tensor) -> torch.Tensor:
+    """As BatchNorm does, when it has one value for each channel."""
+    if x.shape[0] == 1:
+        raise ValueError("more than one row, please")
+    return x + m.shift
+
+
+def bent(m: Layers, x: torch.Tensor) -> torch.Tensor:
+    """A size that does not grow along a line."""
+    return x + torch.ones(x.shape[0] ** 2).sum() * m.shift
+
+
+class Counted(Capturer):
+    """Remembers what was captured, in order."""
+
+    rows: list[int]
+
+    def __call__(self, batch: Any, rows: int, mode: str = "step") -> Any:
+        self.rows = [*getattr(self, "rows", []), rows]
+        return super().__call__(batch, rows, mode)
+
+
+def planned(
+    extra: Any = None, rows: int = 8, *, meta: bool = False, runtime: bool = True, **options: Any
+) -> tuple[Planned, list[int]]:
+    model, data = Layers(extra), (torch.ones(rows, 16), torch.ones(rows, 16))
+    if meta:
+        model, data = model.to("meta"), tuple(x.to("meta") for x in data)
+    capturer = Counted(model, F.mse_loss)
+    read = read_options(costs="analytic", loss_fn=F.mse_loss, optimizer="sgd", **options)
+    made = make_plan(capturer, take_apart(data, with_target=True), SLOW, read, RUNTIME if runtime else EVERYTHING)
+    fresh = Capturer(model, F.mse_loss)(take_apart(data, with_target=True), max(made.plan.micro_rows))
+    match_plan(made.plan, fresh.graph, torch_version=torch.__version__, world=4)
+    return made, capturer.rows
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_one_row_is_captured_last_and_for_real(meta: bool) -> None:
+    made, rows = planned(meta=meta)
+    assert made.plan.micro_rows == (1,) * 8 and made.plan.notes == ()
+    assert 1 not in rows[:2] and 1 in rows
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("extra", [expanding, refusing])
+def test_one_row_that_is_another_program_is_left_out_and_said_so(extra: Any, meta: bool) -> None:
+    made, rows = planned(extra, meta=meta)
+    assert made.plan.micro_rows == (2,) * 4 and 1 in rows
+    assert [note for note in made.plan.notes if LEFT_OUT in note]
+
+
+def test_uneven_micro_batches_with_one_row_are_left_out_too() -> None:
+    made, _ = planned(expanding, rows=3)
+    assert made.plan.micro_rows == (3,) and LEFT_OUT in " ".join(made.plan.notes)
+
+
+@pytest.mark.parametrize("extra", [expanding, refusing])
+def test_one_row_that_was_asked_for_and_is_another_program_is_refused(extra: Any) -> None:
+    with pytest.raises((RefusedError, autopart.CaptureError)):
+        planned(extra, micro_batches=8)
+
+
+def test_one_row_that_was_asked_for_is_planned() -> None:
+    made, rows = planned(micro_batches=8)
+    assert made.plan.micro_rows == (1,) * 8 and made.captured.graph.rows == 1 and rows[0] == 2
+
+
+def test_a_batch_of_one_row_needs_no_other() -> None:
+    made, rows = planned(expanding, rows=1)
+    assert made.plan.micro_rows == (1,) and set(rows) == {1}
+
+
+def test_a_program_that_does_not_grow_evenly_is_planned_at_one_size_without_replicas() -> None:
+    made, _ = planned(bent, runtime=False, micro_batches=1)
+    assert made.plan.notes[-1].startswith("only micro-batches of 8 rows and no replicas were tried")
+    assert all(len(stage.ranks) == 1 for stage in made.plan.stages)
+    assert "were tried" not in " ".join(planned(bent, micro_batches=1)[0].plan.notes)
+
+
+def test_replicas_of_such_a_program_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"(?s)replicas cannot be planned.*replicas=1"):
+        planned(bent, runtime=False, replicas=2, micro_batches=1)
+
+
+def test_of_uneven_growth_the_captured_size_is_left_or_the_only_one_asked_for() -> None:
+    first = Capturer(Layers(), F.mse_loss)(take_apart((torch.ones(8, 16), torch.ones(8, 16)), with_target=True), 2)
+    for ways in (((8,), (2,) * 4, (1,) * 8), ((1,) * 8,)):
+        known, _, (note,) = _at_one_size(first, ways, read_options(), RUNTIME)
+        assert known == (((2,) * 4,) if len(ways) > 1 else ways) and f"of {known[0][0]} row" in note
+
+
+def contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output @ target.T, torch.arange(output.shape[0]))
+
+
+def test_a_loss_that_couples_the_rows_is_refused_with_its_remedy() -> None:
+    data = (torch.ones(8, 16), torch.ones(8, 16))
+    with pytest.raises(CoupledLossError, match="micro_batches=1"):
+        autopart.plan(Layers(), SLOW, sample=data, loss_fn=contrastive, costs="analytic")
+    assert autopart.plan(
+        Layers(), SLOW, sample=data, loss_fn=contrastive, costs="analytic", micro_batches=1
+    ).micro_rows == (8,)
+
+
+def test_statistics_of_replicas_are_their_own_and_said_so() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
+    data = (torch.ones(8, 16), torch.ones(8, 16))
+    options = {"sample": data, "loss_fn": F.mse_loss, "costs": "analytic", "micro_batches": 1, "stages": 1}
+    notes = {n: " ".join(autopart.plan(model, SLOW, replicas=n, **options).notes) for n in (1, 2)}
+    assert "BatchNorm" in notes[2] and "BatchNorm" not in notes[1]

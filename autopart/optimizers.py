@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ def state_factor(optimizer: Any, param_bytes: int = 4) -> tuple[float, tuple[str
     if isinstance(optimizer, str):
         return _named(optimizer, param_bytes), ()
     if isinstance(optimizer, torch.optim.Optimizer):
-        kind, defaults = type(optimizer), optimizer.defaults
-        return _tried(lambda params: kind(params, **defaults)), ()
+        kind, options = type(optimizer), _arguments(type(optimizer), optimizer.defaults)
+        return _tried(lambda params: kind(params, **options)), ()
     if callable(optimizer):
         return _tried(optimizer), ()
     raise UsageError(
@@ -46,6 +47,15 @@ def _named(name: str, param_bytes: int) -> float:
     if plain == name.lower() or param_bytes >= 4:
         return _NAMED[plain]
     return 4 * (1 + _NAMED[plain]) / param_bytes
+
+
+def _arguments(kind: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Those defaults that the class takes as keywords: AdamW's hold one that only its base class takes."""
+    takes = inspect.signature(kind).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in takes):
+        return dict(defaults)
+    names = {p.name for p in takes if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return {name: value for name, value in defaults.items() if name in names}
 
 
 def _tried(make: Callable[[list[torch.nn.Parameter]], Any]) -> float:

@@ -15,7 +15,7 @@ from .capture.rows import mark_rows, require_same_program
 from .files import load_plan, match_plan
 from .ir.abilities import RUNTIME, Abilities, lacking
 from .ir.cluster import Cluster
-from .ir.errors import PlanError, UsageError
+from .ir.errors import CaptureError, PlanError, RefusedError, UsageError
 from .ir.graph import Graph, Weight
 from .ir.plan import Plan
 from .measure import measure_costs
@@ -28,6 +28,7 @@ from .passes.rules import analytic_costs
 from .passes.scale import at_rows
 from .passes.sheets import sheets
 from .passes.space import Request
+from .plan_cache import PlanCache
 
 WHOLE = Weight("any")
 
@@ -54,21 +55,32 @@ def make_plan(
     ways = row_ways(batch, cluster, options)
     first = capturer(batch, _first_rows(ways, batch, cluster, options))
     many = any(len(rows) > 1 for rows in ways)
-    other = capturer(batch, _second(first.graph.rows, ways)) if batch.rows not in (None, 1) else None
+    other = capturer(batch, _second(first.graph.rows, ways, least=2)) if batch.rows not in (None, 1) else None
     weight = _weight(first, other, batch, options) if many and other is not None else WHOLE
-    ways, notes = _scalable(first, other, ways, abilities)
+    notes: tuple[str, ...] = ()
+    if other is not None and not _grows_evenly(first, other, ways, abilities):
+        ways, options, notes = _at_one_size(first, ways, options, abilities)
+        first = capturer(batch, max(ways[0]))
     plan = _planned(first, other, cluster, options, ways, abilities)
+    if other is not None and min(plan.micro_rows) == 1:
+        larger = tuple(rows for rows in ways if min(rows) > 1)
+        if not _same_on_one_row(capturer, batch, first, strict=not larger):
+            plan = _planned(first, other, cluster, options, larger, abilities)
+            notes += ("micro-batches of one row were left out: on a single row the model runs other operations",)
     rows = max(plan.micro_rows)
     captured = first
     if rows != first.graph.rows and other is not None:
-        if _on_meta(first):
+        if _on_meta(first) and rows > 1:
             grown = at_rows(first.graph, other.graph, rows)
             assert grown is not None
             plan = replace(plan, graph_digest=grown.shape_digest())
         else:  # what will run is captured and measured at its own size, and planned once more
             captured = other if other.graph.rows == rows else capturer(batch, rows)
             require_same_program(first.graph, captured.graph)
-            plan = _planned(captured, first, cluster, options, (plan.micro_rows,), abilities)
+            if _on_meta(first):
+                plan = replace(plan, graph_digest=captured.graph.shape_digest())
+            else:
+                plan = _planned(captured, first, cluster, options, (plan.micro_rows,), abilities)
     weight = weight if len(plan.micro_rows) > 1 else WHOLE
     return Planned(replace(plan, notes=plan.notes + notes), captured, weight)
 
@@ -110,9 +122,17 @@ def _planned(
         recompute=options.recompute,
         state_factor=factor,
         abilities=abilities,
+        prove_seconds=options.prove,
+        prove_rows=None if other is None or _on_meta(captured) else graph.rows,  # else it is planned once more
     )
-    costs_at = sheets(graph, other.graph if other is not None else None, kinds_of(cluster))
-    plan = build(Source(graph, costs_at, torch.__version__, source), cluster, request, options.watch)
+    also = other.graph if other is not None else None
+    asked = Source(graph, sheets(graph, also, kinds_of(cluster)), torch.__version__, source)
+    cache = PlanCache(asked, also, cluster, request) if options.cache else None
+    plan = cache.get() if cache else None
+    if plan is None:
+        plan = build(asked, cluster, request, options.watch)
+        if cache:
+            cache.put(plan)
     return replace(plan, notes=plan.notes + notes + said)
 
 
@@ -155,23 +175,53 @@ def micro_counts(rows: int) -> tuple[int, ...]:
 
 
 def _first_rows(ways: tuple[tuple[int, ...], ...], batch: Batch, cluster: Cluster, options: Options) -> int:
-    """The rows to capture first: four micro-batches a stage is a fair guess (a fifth of bubble, GPipe section 2.3)."""
+    """The rows to capture first: four micro-batches a stage is a fair guess (a fifth of bubble, GPipe section 2.3).
+
+    Never one row where there are more: a program of one row may lack what others have, such as an `expand`.
+    """
+    if batch.rows in (None, 1):
+        return 1
     stages = options.stages or cluster.world
     wanted = 4 * stages if stages > 1 else 1
-    nearest = min(range(len(ways)), key=lambda i: abs(len(ways[i]) - wanted))
-    return max(ways[nearest])
+    several = [rows for rows in ways if max(rows) > 1]
+    if not several:
+        return 2
+    nearest = min(range(len(several)), key=lambda i: abs(len(several[i]) - wanted))
+    return max(several[nearest])
 
 
-def _scalable(
-    first: Captured, other: Captured | None, ways: tuple[tuple[int, ...], ...], abilities: Abilities
-) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """The ways whose costs are known: all, where the program grows along a line with the rows."""
+def _grows_evenly(first: Captured, other: Captured, ways: tuple[tuple[int, ...], ...], abilities: Abilities) -> bool:
+    """Whether the program, and so its costs, is known at every number of rows: its sizes lie on a line."""
     sizes = {max(rows) for rows in ways} | ({1} if abilities.replicas else set())
-    if other is None or all(at_rows(first.graph, other.graph, rows) is not None for rows in sizes):
-        return ways, ()
-    known = tuple(rows for rows in ways if max(rows) == first.graph.rows)
-    note = f"only micro-batches of {first.graph.rows} rows were tried: the program does not grow evenly with them"
-    return known, (note,)
+    return all(at_rows(first.graph, other.graph, rows) is not None for rows in sizes)
+
+
+def _at_one_size(
+    first: Captured, ways: tuple[tuple[int, ...], ...], options: Options, abilities: Abilities
+) -> tuple[tuple[tuple[int, ...], ...], Options, tuple[str, ...]]:
+    """What can be planned with costs at one number of rows alone: the ways that have it, without replicas."""
+    if abilities.replicas and options.replicas not in (None, 1):
+        raise UsageError(
+            "replicas cannot be planned for this model",
+            why="its program does not grow evenly with the rows, so the costs of a share of them are not known",
+            fix="use replicas=1",
+        )
+    known = tuple(rows for rows in ways if max(rows) == first.graph.rows) or ways[-1:]
+    without = " and no replicas" if abilities.replicas and options.replicas is None else ""
+    size = f"{max(known[0])} row{'s' * (max(known[0]) > 1)}"
+    note = f"only micro-batches of {size}{without} were tried: the program does not grow evenly with the rows"
+    return known, replace(options, replicas=1) if without else options, (note,)
+
+
+def _same_on_one_row(capturer: Capturer, batch: Batch, first: Captured, *, strict: bool) -> bool:
+    """Whether a single row runs the program of several.  strict: raise the reason when it does not."""
+    try:
+        require_same_program(first.graph, capturer(batch, 1).graph)
+    except (CaptureError, RefusedError):
+        if strict:
+            raise
+        return False
+    return True
 
 
 def loss_weight(
@@ -200,9 +250,10 @@ def _weight(captured: Captured, other: Captured, batch: Batch, options: Options)
         raise unproven.refusal from None
 
 
-def _second(rows: int, ways: tuple[tuple[int, ...], ...]) -> int:
-    """Another number of rows to compare with: one that may be run anyway, if there is one."""
-    return next((size for way in ways for size in sorted(set(way)) if size != rows), rows + 1)
+def _second(rows: int, ways: tuple[tuple[int, ...], ...], least: int = 1) -> int:
+    """Another number of rows to compare with: one that may be run anyway, if there is one of at least `least`."""
+    sizes = (size for way in ways for size in sorted(set(way)))
+    return next((size for size in sizes if size != rows and size >= least), rows + 1)
 
 
 def _prove(captured: Captured, other: Captured, names: frozenset[str], batch: Batch) -> frozenset[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from graphs import cluster, clusters, graph, graphs, layers, plan_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopart.ir.abilities import lacking
+from autopart.ir.abilities import EVERYTHING, lacking
 from autopart.ir.errors import GraphError, InfeasibleError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import SCHEDULES, Plan, check
@@ -109,6 +112,33 @@ def test_devices_that_would_not_help_idle_and_are_noted() -> None:
     assert p.notes == ("4 of 5 devices idle: more would not make the step shorter",)
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"stages": 3}, "2 of 5 devices idle: 3 stages were asked for"),
+        ({"stages": 1}, "4 of 5 devices idle: 1 stage was asked for"),
+        ({"cuts": ("layers.1",)}, "3 of 5 devices idle: 2 stages were asked for"),
+        ({"stages": 2, "replicas": 2, "abilities": EVERYTHING},
+         "1 of 5 devices idle: 2 stages and 2 replicas of each stage were asked for"),
+        ({"replicas": (2, 1), "stages": 2, "abilities": EVERYTHING},
+         "2 of 5 devices idle: 2 stages and 2, 1 replicas were asked for"),
+        ({"replicas": 4, "abilities": EVERYTHING},
+         "1 of 5 devices idle: 4 replicas of each stage were asked for, and more stages "
+         "would not make the step shorter"),
+    ],
+)  # fmt: skip
+def test_devices_idle_because_of_what_was_asked_for(options: dict[str, Any], reason: str) -> None:
+    assert reason in plan_of(layers(8), cluster(5), rows=(4,) * 4, **options).notes
+
+
+def test_buffers_that_replicas_update_are_their_own_and_noted() -> None:
+    g = graph("a:9 #0 +w:8 <- x; b:9 #0 <- a", input_bytes=0)
+    g = replace(g, updates=(("w", "a"),))
+    for replicas, said in ((1, False), (2, True)):
+        p = plan_of(g, cluster(2), rows=(4,), stages=1, replicas=replicas, abilities=EVERYTHING)
+        assert any("BatchNorm are per replica" in note for note in p.notes) is said
+
+
 def test_auto_takes_the_faster_and_1f1b_on_a_tie() -> None:
     free_links = graph("; ".join(f"v{i}:3 #0 <- {f'v{i - 1}' if i else 'x'}" for i in range(4)), input_bytes=0)
     assert plan_of(free_links, cluster(4)).schedule == "1f1b"
@@ -182,10 +212,10 @@ def test_estimates_add_up_to_the_graph() -> None:
         ({"schedule": "zigzag"}, r"zigzag(.|\n)*auto, 1f1b, 1f1b-deep, gpipe"),
         ({"schedule": "pipedream"}, "unknown schedule 'pipedream'"),
         ({"cuts": ("layers.1", "head"), "stages": 2}, "2 cuts make 3 stages, but stages=2"),
-        ({"replicas": (2, 1), "stages": 3}, "2 numbers of replicas are given for 3 stages"),
-        ({"replicas": (2, 3), "stages": 2}, "5 replicas need 5 devices, but the cluster has 4"),
+        ({"replicas": (2, 1), "stages": 3}, r"2 numbers of replicas are given for 3 stages(.|\n)*stages=2"),
+        ({"replicas": (2, 3), "stages": 2}, r"5 replicas need 5 devices, but the cluster has 4(.|\n)*at most 4"),
         ({"replicas": (2, 1), "stages": 2}, "replicas of a stage cannot be run yet"),
-        ({"pins": {"head": 2}, "stages": 2}, "head is pinned to stage 2, which does not exist"),
+        ({"pins": {"head": 2}, "stages": 2}, r"head is pinned to stage 2, which does not exist(.|\n)*0 to 1"),
         ({"cuts": ("layer.1",)}, r"'layer\.1'(.|\n)*layers\.1"),
         ({"cuts": ("layers.0", "layers.1", "head", "embed", "x")}, "6 stages need 6 devices"),
         ({"micros": 0}, "micro-batches"),

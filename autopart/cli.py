@@ -126,6 +126,8 @@ def make_plan(
     recompute: Annotated[Recompute, typer.Option(help="Compute activations again to save memory")] = Recompute.AUTO,
     together: Together = None,
     pins: Pins = None,
+    prove: Annotated[float, typer.Option(min=0.0, help="Seconds for a proof of how much faster a plan can be")] = 0.0,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Plan anew, even what was planned before")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan here; without it the JSON goes to stdout")] = None,
 ) -> None:
     """Plan a model, without running it: the stage table, what else was considered, and the plan as JSON."""
@@ -135,6 +137,7 @@ def make_plan(
     options |= {
         "optimizer": optimizer, "replicas": _counts(replicas), "recompute": recompute.value, "pins": _pins(pins),
         "together": [tuple(text.split("+")) for text in together or ()], "watch": Progress(),
+        "prove": prove, "cache": not no_cache,
     }  # fmt: skip
     subject = load_model(model, seed)
     made = api.planned(subject.model, cluster, sample=subject.batch, loss_fn=subject.loss_fn, **options)

@@ -35,8 +35,7 @@ from .passes.optable import CREATION, VIEW, family
 from .passes.rules import analytic_costs
 
 _REPEATS = 7
-"""At most so many timed runs of an op, after two for warming up; the lower quartile counts: what else the machine does
-can only make a run slower."""
+"""At most so many timed runs of an op, after two for warming up; the median counts."""
 _OP_SECONDS = 0.15
 """An op is not repeated for longer than this."""
 _MEMORY_SHARE = 4
@@ -141,6 +140,11 @@ class _Tensor:
         return tensor.requires_grad_(self.grad)
 
 
+def made_up(example: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor like `example`, with values that are safe for most ops: floats around 1, integers 0."""
+    return _Tensor(tuple(example.shape), tuple(example.stride()), example.dtype, False).make(device)
+
+
 @dataclass(frozen=True)
 class _Sample:
     """One distinct op: how to call it, the ops it stands for, and what all of them cost by count (ns)."""
@@ -207,7 +211,7 @@ def _measured(sample: _Sample, device: Device) -> Entry | None:
             lambda x: x.make(where) if isinstance(x, _Tensor) else x, (sample.args, sample.kwargs)
         )
         with torch.set_grad_enabled(sample.grad):
-            forward = _usual_ns(lambda: sample.target(*args, **kwargs), where)
+            forward = _median_ns(lambda: sample.target(*args, **kwargs), where)
             backward = _backward_ns(sample.target(*args, **kwargs), (args, kwargs), where) if sample.grad else 0
     except Exception:  # any op of any library may dislike made-up operands; its cost is then counted
         return None
@@ -220,11 +224,11 @@ def _backward_ns(result: Any, operands: Any, device: torch.device) -> int:
     if not outputs or not inputs:
         return 0
     given = [torch.ones_like(t) for t in outputs]
-    return _usual_ns(lambda: torch.autograd.grad(outputs, inputs, given, retain_graph=True, allow_unused=True), device)
+    return _median_ns(lambda: torch.autograd.grad(outputs, inputs, given, retain_graph=True, allow_unused=True), device)
 
 
-def _usual_ns(call: Callable[[], Any], device: torch.device) -> int:
-    """Lower quartile of several runs, each waited for."""
+def _median_ns(call: Callable[[], Any], device: torch.device) -> int:
+    """Median of several runs, each waited for."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -242,7 +246,7 @@ def _usual_ns(call: Callable[[], Any], device: torch.device) -> int:
             times.append(taken)
         if times and time.monotonic() > deadline:
             break
-    return sorted(times)[len(times) // 4]
+    return sorted(times)[len(times) // 2]
 
 
 def environment(device: Device) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ class Options:
     recompute: str = "auto"
     together: tuple[tuple[str, ...], ...] = ()
     pins: Mapping[str, int] = field(default_factory=dict)
+    prove: float = 0.0
+    cache: bool = True
     watch: Watch | None = None
 
 
@@ -63,6 +66,9 @@ def read_options(**given: Any) -> Options:
     _count("micro_batches", options.micro_batches)
     if not isinstance(options.seed, int):
         raise UsageError(f"seed is {options.seed!r}", fix="use an integer")
+    if not isinstance(options.cache, bool):
+        raise UsageError(f"cache is {options.cache!r}", fix="use True or False")
+    _seconds("prove", options.prove)
     if options.loss_fn is not None and not callable(options.loss_fn):
         raise UsageError(f"loss_fn is a {type(options.loss_fn).__name__}", fix="pass loss_fn(output, target) -> scalar")
     if options.plan is not None:
@@ -115,7 +121,12 @@ def _count(name: str, value: int | None) -> None:
         raise UsageError(f"{name} is {value!r}", fix="use an integer of at least 1, or None to let the planner choose")
 
 
+def _seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise UsageError(f"{name} is {value!r}", fix=f"use a number of seconds, for example {name}=10")
+
+
 def _no_conflict(options: Options) -> None:
-    for name in ("stages", "micro_batches", "cuts", "schedule", "replicas", "recompute", "together", "pins"):
-        if getattr(options, name) not in (None, (), "auto", {}):
+    for name in ("stages", "micro_batches", "cuts", "schedule", "replicas", "recompute", "together", "pins", "prove"):
+        if getattr(options, name) not in (None, (), "auto", {}, 0.0):
             raise UsageError(f"both plan= and {name}= are given", why="a plan fixes that already", fix=f"drop {name}=")

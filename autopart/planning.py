@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .calibrate import calibrated
 from .capture import Captured, Capturer
 from .capture.batch import Batch, split_rows
 from .capture.probe import prove_rows
@@ -270,4 +271,5 @@ def _costs(captured: Captured, cluster: Cluster, options: Options) -> tuple[Grap
     if options.costs == "analytic" or (options.costs == "auto" and (meta or not here)):
         return analytic_costs(captured.graph, cluster.devices[0]), "analytic", ()
     graph, notes = measure_costs(captured, cluster.devices[0])
-    return graph, "measured", notes
+    graph, more = calibrated(captured, graph, cluster.devices[0])
+    return graph, "measured", notes + more

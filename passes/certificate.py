@@ -47,7 +47,6 @@ class Certificate:
         return f"CP-SAT: no placement of the {blocks} on {stages} {least}"
 
 
-
 def _ms(amount_ns: int) -> str:
     return f"{amount_ns / 1e6:.3f} ms" if amount_ns >= 1000 else f"{amount_ns} ns"
 

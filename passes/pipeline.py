@@ -109,9 +109,7 @@ def _again(source: Source, fine: Graph, request: Request, cluster: Cluster) -> V
         return None
 
 
-def _finished(
-    source: Source, found: Found, line: Space, cluster: Cluster, request: Request
-) -> tuple[Plan, Verdict]:
+def _finished(source: Source, found: Found, line: Space, cluster: Cluster, request: Request) -> tuple[Plan, Verdict]:
     """The fastest of the plans found that also fits, and whose program is proven, over captured ops; its verdict."""
     setting = Setting(cluster, kinds_of(cluster), source.costs_at, request.state_factor, request.abilities.overlap)
     best = found.best

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .calibrate import calibrated
 from .capture import Captured, Capturer
 from .capture.batch import Batch, split_rows
 from .capture.probe import prove_rows
@@ -30,6 +29,7 @@ from .passes.scale import at_rows
 from .passes.sheets import sheets
 from .passes.space import Request
 from .plan_cache import PlanCache
+from .profiler import profile_costs
 
 WHOLE = Weight("any")
 
@@ -270,6 +270,6 @@ def _costs(captured: Captured, cluster: Cluster, options: Options) -> tuple[Grap
     here = cluster.kind == "cpu" or torch.cuda.is_available()
     if options.costs == "analytic" or (options.costs == "auto" and (meta or not here)):
         return analytic_costs(captured.graph, cluster.devices[0]), "analytic", ()
-    graph, notes = measure_costs(captured, cluster.devices[0])
-    graph, more = calibrated(captured, graph, cluster.devices[0])
-    return graph, "measured", notes + more
+    device = cluster.devices[0]
+    graph, notes = profile_costs(captured, device) or measure_costs(captured, device)
+    return graph, "measured", notes

@@ -1,9 +1,10 @@
 """Does the simulator predict what a step takes and what it holds?
 
-Two Gloo ranks, one thread each.  The cluster is measured first (`autopart cluster detect`), the ops of each model alone
-(`costs="measured"`); then every plan (model x schedule x cut x micro-batches) is simulated, and run: steps take turns
-over all plans, medians count.  The optimizer is left out of both.  Memory: bytes of storage that autograd keeps for the
-backward, parameters aside, at the worst moment of a step, against live * activations of the estimate.
+Two Gloo ranks, one thread each.  The cluster is measured first (`autopart cluster detect`), the ops of each model
+where they stand in its program (`costs="measured"`); then every plan (model x schedule x cut x micro-batches) is
+simulated, and run: steps take turns over all plans, medians count.  The optimizer is left out of both.  Memory: bytes
+of storage that autograd keeps for the backward and that were received for it, parameters aside, at the worst moment of
+a step, against live * activations of the estimate.
 
     python benchmarks/prediction.py           about 4 minutes on 2 cores; writes results/prediction.json
 """
@@ -14,8 +15,10 @@ import argparse
 import os
 import statistics
 import time
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,7 @@ import autopart
 from autopart.detect import detect
 from autopart.passes.estimate import Setting, kinds_of, work_of
 from autopart.passes.simulate import step_ns
+from autopart.runtime.stage import StageRunner
 
 
 @dataclass(frozen=True)
@@ -131,9 +135,18 @@ def predicted(pipe: autopart.Pipe) -> float:
 
 
 def held_bytes(pipe: autopart.Pipe, batch: Any) -> int:
-    """The most that one step of this rank keeps for its backwards."""
+    """The most that one step of this rank keeps for its backwards: what autograd saves, and what it received."""
     held = Held(pipe.parameters())
-    with held.hooks():
+    plain = StageRunner.forward
+
+    def watched(runner: StageRunner, micro: int, *args: Any, **kwargs: Any) -> Any:
+        outputs = plain(runner, micro, *args, **kwargs)
+        for leaf in runner._kept[micro].leaves.values():
+            held.take(leaf.untyped_storage())
+            weakref.finalize(leaf, held.give, leaf.untyped_storage())
+        return outputs
+
+    with held.hooks(), mock.patch.object(StageRunner, "forward", watched):
         pipe.step(batch)
     return held.most
 

@@ -78,7 +78,7 @@ def test_without_the_cache_nothing_is_read_or_kept(searches: list[int], folder: 
     "change",
     [
         {"machines": "cpu:3"},
-        {"machines": "h200x2"},
+        {"machines": "h200x8"},
         {"model": net(16)},
         {"rows": 16},
         {"stages": 1},

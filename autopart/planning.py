@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 
 from .capture import Captured, Capturer
 from .capture.batch import Batch, split_rows
+from .capture.grow import grown, telling_rows
 from .capture.probe import prove_rows
 from .capture.rows import mark_rows, require_same_program
 from .files import load_plan, match_plan
@@ -54,9 +56,8 @@ def make_plan(
     if given:
         return _given(given, capturer, batch, cluster, options, abilities)
     ways = row_ways(batch, cluster, options)
-    first = capturer(batch, _first_rows(ways, batch, cluster, options))
+    first, other = _captures(capturer, batch, ways, _first_rows(ways, batch, cluster, options))
     many = any(len(rows) > 1 for rows in ways)
-    other = capturer(batch, _second(first.graph.rows, ways, least=2)) if batch.rows not in (None, 1) else None
     weight = _weight(first, other, batch, options) if many and other is not None else WHOLE
     notes: tuple[str, ...] = ()
     if other is not None and not _grows_evenly(first, other, ways, abilities):
@@ -84,6 +85,25 @@ def make_plan(
                 plan = _planned(captured, first, cluster, options, (plan.micro_rows,), abilities)
     weight = weight if len(plan.micro_rows) > 1 else WHOLE
     return Planned(replace(plan, notes=plan.notes + notes), captured, weight)
+
+
+def _captures(
+    capturer: Capturer, batch: Batch, ways: tuple[tuple[int, ...], ...], rows: int
+) -> tuple[Captured, Captured | None]:
+    """The model at two numbers of rows, the first wanted at `rows`; of a batch without rows, or of one, once.
+
+    A model on the meta device, whose plan is not run here, is captured once if the other can be told from that.
+    """
+    if batch.rows in (None, 1):
+        return capturer(batch, rows), None
+    telling = telling_rows(capturer.model, batch) if any(p.is_meta for p in capturer.model.parameters()) else None
+    if telling is not None:
+        with suppress(CaptureError, RefusedError):  # if it was not for the number, it comes again
+            first = capturer(batch, telling)
+            second = _second(telling, ways, least=2)
+            return first, grown(first, second) or capturer(batch, second)
+    first = capturer(batch, rows)
+    return first, capturer(batch, _second(rows, ways, least=2))
 
 
 def _given(

@@ -86,7 +86,7 @@ def planned(
 def test_one_row_is_captured_last_and_for_real(meta: bool) -> None:
     made, rows = planned(meta=meta)
     assert made.plan.micro_rows == (1,) * 8 and made.plan.notes == ()
-    assert 1 not in rows[:2] and 1 in rows
+    assert 1 not in rows[: 1 if meta else 2] and 1 in rows  # without weights one other capture is enough
 
 
 @pytest.mark.parametrize("meta", [False, True])

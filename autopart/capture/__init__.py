@@ -6,6 +6,7 @@ names.py      which name stands for which node               gradients.py  throu
 read.py       fx graph -> Graph                              rows.py       which axis of a value is the batch
 capture.py    the steps above in order                       capturer.py   each capture of a model made once
 state.py      what forward() assigns to attributes           functional.py each distinct op made functional once
+alike.py      calls that torch is asked about once           grow.py       one capture at another number of rows
 probe.py      rows shown independent by running them         where.py      from Python stacks to the user's line
 """
 

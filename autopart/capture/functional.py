@@ -1,9 +1,9 @@
 """An exported program without in-place ops made functional, each distinct op once.
 
 `run_decompositions` traces the whole program anew to find what becomes of its ops, though a deep model repeats a few
-dozen of them.  Where no op writes to memory, what becomes of an op depends on the op, its arguments and the shapes,
-strides and types of its operands alone.  So a small program that holds each distinct op once, on operands of its own,
-is decomposed by torch itself, and its answers are put in place of the ops of the large one.
+dozen of them.  Where no op writes to memory, calls that are alike become the same (`alike`).  So a small program that
+holds each distinct op once, on operands of its own, is decomposed by torch itself, and its answers are put in place of
+the ops of the large one.
 
 Anything else (an op that changes a tensor, a higher-order op other than a switch of the gradient mode, sizes that
 depend on data, a complex or quantized operand) is left to `run_decompositions`.
@@ -31,6 +31,8 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
+from .alike import Unsure, call_key, tensor_kind
+
 _aten = torch.ops.aten
 _ASSERTIONS = {
     _aten._assert_tensor_metadata.default,
@@ -40,10 +42,6 @@ _ASSERTIONS = {
     _aten.sym_constrain_range.default,
 }
 _GRAD_REGION = "wrap_with_set_grad_enabled"
-
-
-class _Unsure(Exception):
-    """The program holds something whose decomposition may depend on what stands around it."""
 
 
 def functional_graph(program: ExportedProgram) -> fx.Graph | None:
@@ -58,7 +56,7 @@ def functional_graph(program: ExportedProgram) -> fx.Graph | None:
     try:
         graph.take(program.graph_module)
         answers = _answers(graph.calls)
-    except _Unsure:
+    except Unsure:
         return None
     program.graph_signature.input_specs.sort(key=_place_in_signature)
     order = {spec.arg.name: place for place, spec in enumerate(program.graph_signature.input_specs)}
@@ -96,7 +94,7 @@ class _Inlined:
         self._kinds: dict[fx.Node, Hashable] = {}
 
     def take(self, module: fx.GraphModule) -> None:
-        """Read a whole program.  Raises _Unsure."""
+        """Read a whole program.  Raises Unsure."""
         self.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         self.results = self._walk(module)
 
@@ -108,8 +106,8 @@ class _Inlined:
             if node.op == "call_function":
                 self._call(module, node)
             elif node.op == "get_attr" and not isinstance(getattr(module, str(node.target), None), fx.GraphModule):
-                raise _Unsure
-        raise _Unsure
+                raise Unsure
+        raise Unsure
 
     def _call(self, module: fx.GraphModule, node: fx.Node) -> None:
         target: Any = node.target
@@ -126,13 +124,13 @@ class _Inlined:
         elif isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable:
             self._record(node)
         else:
-            raise _Unsure
+            raise Unsure
 
     def _region(self, module: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
         target: Any = node.target
         region = node.args[1] if len(node.args) > 1 else None
         if target.name() != _GRAD_REGION or not isinstance(region, fx.Node) or node.kwargs:
-            raise _Unsure
+            raise Unsure
         inner = getattr(module, str(region.target))
         places = [n for n in inner.graph.nodes if n.op == "placeholder"]
         self._same.update(zip(places, (self._resolve(arg) for arg in node.args[2:]), strict=True))
@@ -146,11 +144,8 @@ class _Inlined:
 
     def _record(self, node: fx.Node) -> None:
         args, kwargs = self._resolve(node.args), self._resolve(dict(node.kwargs))
-        operands: dict[fx.Node, int] = {}
-        number: Any = lambda operand: _Place(operands.setdefault(operand, len(operands)))  # noqa: E731
-        shape = fx.map_arg((args, kwargs), number)
-        key = (node.target, _frozen(shape), tuple(map(self._kind_of, operands)))
-        self.calls.append(_Call(node, args, kwargs, tuple(operands), key))
+        key, operands = call_key(node.target, args, kwargs, self._kind_of)
+        self.calls.append(_Call(node, args, kwargs, operands, key))
 
     def _kind_of(self, node: fx.Node) -> Hashable:
         if node not in self._kinds:
@@ -165,13 +160,6 @@ def _number(pick: fx.Node) -> int:
     return number
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Stands for an operand, by its number."""
-
-    number: int
-
-
 def _is_fresh(node: Any) -> bool:
     """True for a tensor that forward() made of numbers: nothing else shares its memory."""
     return isinstance(node, fx.Node) and node.target is _aten.lift_fresh_copy.default
@@ -179,24 +167,7 @@ def _is_fresh(node: Any) -> bool:
 
 def _kind(node: fx.Node) -> Hashable:
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized:
-        raise _Unsure
-    sizes = (*value.shape, *value.stride(), value.storage_offset())
-    if value.is_complex() or value.is_conj() or value.is_neg() or not all(type(size) is int for size in sizes):
-        raise _Unsure
-    trained = node.op == "placeholder" and value.requires_grad
-    return (sizes, value.dim(), value.dtype, value.device, trained)
-
-
-def _frozen(value: Any) -> Hashable:
-    """An argument as a key: equal for arguments that no op can tell apart."""
-    if isinstance(value, (tuple, list)):
-        return (type(value).__name__, *map(_frozen, value))
-    if isinstance(value, dict):
-        return tuple((name, _frozen(item)) for name, item in value.items())
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        raise _Unsure
-    return (type(value), repr(value))
+    return (tensor_kind(value), node.op == "placeholder" and value is not None and value.requires_grad)
 
 
 # -- what becomes of each distinct op ----------------------------------------------------------------------------
@@ -213,7 +184,7 @@ class _Answer:
 
 
 def _answers(calls: list[_Call]) -> dict[Hashable, _Answer]:
-    """What torch makes of each distinct call, asked with one program of all of them.  Raises _Unsure."""
+    """What torch makes of each distinct call, asked with one program of all of them.  Raises Unsure."""
     distinct = {call.key: call for call in calls}
     graph = fx.Graph()
     operands = [[_operand(graph, operand) for operand in call.operands] for call in distinct.values()]
@@ -244,7 +215,7 @@ def _results(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     if isinstance(value, torch.Tensor):
         return [node]
     if not isinstance(value, (tuple, list)) or not all(isinstance(part, torch.Tensor) for part in value):
-        raise _Unsure
+        raise Unsure
     parts = []
     for place, part in enumerate(value):
         parts.append(graph.call_function(operator.getitem, (node, place)))
@@ -290,7 +261,7 @@ def _read(graph: fx.Graph, keys: list[Hashable], given: list[int], made: list[in
             if node in found or node in own:
                 continue
             if node.op != "call_function":
-                raise _Unsure
+                raise Unsure
             found.add(node)
             queue.extend(node.all_input_nodes)
         answers[key] = _Answer(own, tuple(sorted(found, key=order.__getitem__)), out)

@@ -1,13 +1,13 @@
 """Through which values a gradient flows: found by running the graph on fake tensors with autograd on.
 
 Export's own metadata cannot tell (it traces without grad), and a rule table could be wrong for an op it does not
-know; autograd itself is asked instead.  O(nodes).
+know; autograd itself is asked instead, once for calls that are alike.  O(nodes).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..ir.errors import RefusedError
 from ..rng import keyed
+from .alike import Unsure, call_key, tensor_kind
 from .where import user_line_of_text
 
 
@@ -30,12 +31,15 @@ def gradient_nodes(module: fx.GraphModule, trainable: set[str], loss: fx.Node) -
     mode = detect_fake_mode([n.meta.get("val") for n in nodes])
     needs: set[str] = set()
     env: dict[fx.Node, Any] = {}
+    known: dict[Hashable, Any] = {}
     with mode or contextlib.nullcontext(), torch.enable_grad():
         for node in nodes:
             if node.op == "placeholder":
                 env[node] = _leaf(node.meta["val"], node.name in trainable)
             elif node.op == "call_function":
-                env[node] = _call(node, env)
+                key = _key(node, env)
+                env[node] = result = known[key] if key in known else _call(node, env)
+                known[key] = result
             if any(t.requires_grad for t in _tensors(env.get(node))):
                 needs.add(node.name)
     return _reaching(loss, needs)
@@ -44,6 +48,14 @@ def gradient_nodes(module: fx.GraphModule, trainable: set[str], loss: fx.Node) -
 def _leaf(value: torch.Tensor, trainable: bool) -> torch.Tensor:
     fresh = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     return fresh.requires_grad_(trainable)
+
+
+def _key(node: fx.Node, env: dict[fx.Node, Any]) -> Hashable:
+    args = node.args if node.target is not keyed else (node.args[0], *node.args[2:])
+    try:
+        return call_key(node.target, args, node.kwargs, lambda n: (tensor_kind(env[n]), env[n].requires_grad))[0]
+    except Unsure:
+        return node
 
 
 def _call(node: fx.Node, env: dict[fx.Node, Any]) -> Any:

@@ -33,19 +33,43 @@ def compile(model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None
     tuple, a pair of both, a tensor; with loss_fn a pair of inputs and target); without one the model is captured at
     the first step.
 
-    Options: loss_fn(output, target); loss_reduction ("auto", "mean", "sum", "token-mean"); stages; micro_batches;
-    schedule ("auto", "1f1b", "gpipe"); cuts (module paths at which a stage begins); plan (a Plan or a file); seed (of
-    dropout); costs ("auto", "measured", "analytic").
+    Options; None, empty or "auto" leaves the choice to the planner:
 
-    Call it on every rank.  Raises UsageError, CaptureError, RefusedError, PlanError: all before any data is sent.
+    loss_fn         loss_fn(output, target) -> scalar, where the model returns no loss
+    loss_reduction  how losses of rows combine, if you want it checked: "auto", "mean", "sum", "token-mean"
+    stages          number of stages
+    micro_batches   number of micro-batches
+    schedule        "auto", "1f1b", "1f1b-deep", "gpipe"; in `plan` also "pipedream", which is taken only when named
+    cuts            module paths at which a stage begins
+    together        module paths, or groups of them, between whose first and last op no stage begins
+    pins            {module path: number of the stage that it stands in}
+    replicas        devices of every stage, or a number for each; more than 1 in `plan` alone
+    recompute       "auto" (as much as the memory demands), "off", "all"; of use in `plan` alone
+    optimizer       whose state the memory has to hold: a class or function of the parameters, a torch optimizer, or
+                    "sgd", "momentum", "adam", "adamw", also with "+masters"; None is charged as Adam, and said so
+    costs           times of ops: "auto", "measured" on this machine, "analytic" from operations and bytes
+    prove           seconds that CP-SAT may take to bound the step of the chosen stages; 0 for no such proof
+    cache           False plans anew instead of reading the plan that was made for the same question before
+    watch           watch(what is done, best step so far in ns or 0, lower bound in ns or 0), called during the search
+    plan            a Plan or the path of a plan file, instead of the options that it settles
+    seed            of dropout
+
+    Call it on every rank.  Before any data is sent it raises UsageError (BatchError, ClusterError), CaptureError,
+    RefusedError, PlanError (InfeasibleError when no plan fits the memory or the wishes).  What the runtime does not
+    have (`ir.abilities`) is not planned.
     """
     read = read_options(**options)
     return Pipe(Capturer(model, read.loss_fn), _cluster(cluster), read, sample)
 
 
 def plan(model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None, **options: Any) -> Plan:
-    """The plan alone: no process group, no weights needed (the model may be on the meta device).  Options as in
-    `compile`."""
+    """The plan alone: no process group, no weights needed (the model may be on the meta device).
+
+    sample is required; options are those of `compile`.  All that can be simulated is searched, replicas and
+    recomputation included; the report says what the runtime lacks for the plan.  In the result times are nanoseconds
+    and sizes bytes: `step_ns`, `estimates` of each stage, `optimality` (lower bound and gap), `alternatives`, `notes`.
+    Raises UsageError, CaptureError, RefusedError, PlanError, InfeasibleError.
+    """
     return planned(model, cluster, sample=sample, **options).plan
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import reprlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -137,7 +138,7 @@ def diff_plans(a: Plan, b: Plan) -> str:
         if field not in _TOLD_APART and before != after:
             lines.append(f"{field}: {before} -> {after}")
     if a.micro_rows != b.micro_rows:
-        lines.append(f"micro_rows: {list(a.micro_rows)} -> {list(b.micro_rows)}")
+        lines.append(f"micro-batches: {_micro_batches(a)} -> {_micro_batches(b)}")
     if len(a.stages) != len(b.stages):
         lines.append(f"stages: {len(a.stages)} -> {len(b.stages)}")
     for s, (old, new) in enumerate(zip(a.stages, b.stages, strict=False)):
@@ -150,6 +151,12 @@ def diff_plans(a: Plan, b: Plan) -> str:
         if getattr(a, field) != getattr(b, field):
             lines.append(f"{field} differ")
     return "\n".join(lines or ["the same ops in another order"])
+
+
+def _micro_batches(plan: Plan) -> str:
+    """Such as "8 of 4 rows", or "2 of 4 and 1 of 3 rows"."""
+    counts = Counter(plan.micro_rows)
+    return " and ".join(f"{count} of {rows}" for rows, count in counts.items()) + f" row{'s' * (max(counts) > 1)}"
 
 
 def _again(stage: Stage) -> int:

@@ -144,7 +144,7 @@ def result(case: Case, profile: int = 0) -> dict[str, Any]:
         model, given = case.make().bfloat16(), shapes.causal_batch(case.rows, case.length)
     wall = time.perf_counter()
     clock = Clock()
-    options = read_options(optimizer="adamw+masters", watch=clock.watch)
+    options = read_options(optimizer="adamw+masters", watch=clock.watch, cache=False)
     batch, cluster = take_apart(given), parse_cluster(case.cluster)
     capturer = Capturer(model)
     counted = _Clocked(capturer, clock)

@@ -130,7 +130,7 @@ def predicted(pipe: autopart.Pipe) -> float:
     """Seconds of the simulated step, without the optimizer."""
     graph = pipe.started.lane.graph
     setting = Setting(pipe.cluster, kinds_of(pipe.cluster), lambda rows, kind: graph)
-    work = work_of(pipe.plan, pipe.program, graph, setting)
+    work = work_of(pipe.plan, pipe.program, setting)
     return step_ns(pipe.program, replace(work, optimizer_ns=())) * 1e-9
 
 

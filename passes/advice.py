@@ -87,7 +87,12 @@ def infeasible(found: Found, space: Space, retry: Retry) -> InfeasibleError:
     """The error that says which stage lacks how much in the plan that comes nearest, and a change that was tried."""
     nearest, cluster = found.nearest, space.setting.cluster
     if nearest is None:
-        return InfeasibleError("no plan satisfies what is asked for", fix=_change(space, retry, None))
+        return InfeasibleError(
+            "no division of the model satisfies what is asked for",
+            where=", ".join(_asked(space)),
+            why="memory aside: a stage takes whole blocks, and a replica at least one row of every micro-batch",
+            fix=_change(space, retry, None),
+        )
     stage, plan = nearest.stage, nearest.plan
     e = plan.estimates[stage]
     limit = min(cluster.devices[rank].memory_bytes for rank in plan.stages[stage].ranks)
@@ -103,6 +108,17 @@ def infeasible(found: Found, space: Space, retry: Retry) -> InfeasibleError:
         f"{e.live} x {mib(e.activation_bytes)}, workspace {mib(e.workspace_bytes)}, messages {mib(e.buffer_bytes)}",
         fix=_change(space, retry, nearest),
     )
+
+
+def _asked(space: Space) -> Iterator[str]:
+    """What leaves the planner less choice, and what it had to be made of."""
+    request = space.request
+    for name in ("stages", "replicas", "cuts", "together", "pins"):
+        if asked := getattr(request, name):
+            yield f"{name}={asked}"
+    yield f"{space.line.n} blocks"
+    yield f"{space.setting.cluster.world} devices"
+    yield f"micro-batches of {min(map(min, request.micro_rows))} to {max(map(max, request.micro_rows))} rows"
 
 
 def _change(space: Space, retry: Retry, nearest: Verdict | None) -> str:

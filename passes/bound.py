@@ -4,7 +4,7 @@ For any plan that cuts between the same blocks, with any number of stages, repli
 
     work      sum over stages of r_s * step >= M * sum of r_s * t_s >= M * t(all blocks, whole micro-batch)
               since a device cannot be busy for longer than the step and a share of the rows takes at least its share
-              of the time; so step >= M * t / devices
+              of the time; so step >= M * t / devices, of which a request that fixes stages or replicas leaves some idle
     path      step >= the longest way of one micro-batch through the graph and back, each block on as many replicas as
               there can be
     line      U of `partition` with everything that can only be guessed left out: no messages but their latency, the
@@ -19,6 +19,7 @@ Assumed: costs are those of the line (`line`), and the step is the simulator's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -27,6 +28,7 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.plan import ASYNC
 from autopart.passes.cuts import Ints
 from autopart.passes.estimate import optimizer_ns
+from autopart.passes.layout import Layout
 from autopart.passes.partition import FAR
 from autopart.passes.space import Space
 
@@ -60,7 +62,7 @@ def _cheap_bound(space: Space, micro_rows: tuple[int, ...]) -> int:
 
 
 def _bound(space: Space, work: int, micro_rows: tuple[int, ...]) -> int:
-    devices = space.setting.cluster.world if space.request.may_replicate else 1
+    devices = most_devices(space, max(micro_rows)) if space.request.may_replicate else 1
     if space.request.schedule == ASYNC or not is_chain(space) or devices**2 * space.line.n**2 // 2 > MOST_WORK:
         return work
     return max(work, _line_bound(space, micro_rows))
@@ -73,12 +75,59 @@ def work_bound(space: Space, micro_rows: tuple[int, ...]) -> int:
         for kind in range(len(space.setting.kinds))
         for sheet in [space.line.sheet(max(micro_rows), kind)]
     ]
-    return len(micro_rows) * min(totals) // space.setting.cluster.world
+    return len(micro_rows) * min(totals) // most_devices(space, max(micro_rows))
+
+
+def most_devices(space: Space, rows: int) -> int:
+    """Devices that can work in any plan of the space, with micro-batches of so many rows."""
+    request, world = space.request, space.setting.cluster.world
+    if isinstance(request.replicas, tuple):
+        return min(world, sum(request.replicas))
+    stages = min(space.line.n, request.stages or world)
+    return min(world, stages * max(_replicas(space, rows)))
+
+
+def _replicas(space: Space, rows: int) -> tuple[int, ...]:
+    """Numbers of replicas that a stage can have, ascending."""
+    request = space.request
+    if not request.may_replicate:
+        return (1,)
+    if request.replicas is None:
+        return tuple(range(1, min(space.setting.cluster.world, rows) + 1))
+    return (request.replicas,) if isinstance(request.replicas, int) else tuple(sorted(set(request.replicas)))
+
+
+def layout_bound(space: Space, layout: Layout, micro_rows: tuple[int, ...], most: int) -> int:
+    """Nanoseconds of the U of any division of at most `most` stages on this layout, about.  O(blocks).
+
+    Stages of t_1 .. t_S that wait for one another have U >= sum of t_q over q < s + M * t_s for each s, which is least
+    where all of these are equal: U = sum of t / (1 - (1 - 1 / M)^S).  Where widths are free, all that is known is that
+    the positions share the work.
+    """
+    micros, whole = len(micro_rows), fastest_sums(space, -(-max(micro_rows) // layout.copies))[-1]
+    if len(layout.widths) > 1 or not is_chain(space):
+        positions = layout.depth if len(layout.widths) > 1 else min(layout.depth, most)
+        return int(micros * whole) // positions
+    return int(whole / (1 - (1 - 1 / micros) ** min(layout.depth, most, space.line.n)))
+
+
+def longest(space: Space, share: int, micros: int, most_ns: int) -> int:
+    """The longest range whose micro-batches, of `share` rows each, take at most so long.  O(blocks log blocks)."""
+    sums = fastest_sums(space, share)
+    last = np.searchsorted(sums, sums + most_ns // micros, side="right") - 1
+    return max(1, int((last - np.arange(len(sums))).max()))
+
+
+def fastest_sums(space: Space, rows: int) -> Ints:
+    """Entry i: nanoseconds of the first i blocks at so many rows, each on its fastest kind."""
+    sheets = [space.line.sheet(rows, kind) for kind in range(len(space.setting.kinds))]
+    times = np.min([sheet.blocks[0] + sheet.blocks[1] for sheet in sheets], axis=0)
+    return np.concatenate([[0], np.cumsum(times)]).astype(np.int64)
 
 
 def _path_bound(space: Space, rows: int) -> int:
     """Nanoseconds of the longest path of blocks, forward and backward, on the fastest kind.  O(reads)."""
-    replicas = min(space.setting.cluster.world, rows) if space.request.may_replicate else 1
+    replicas = max(_replicas(space, rows))
     sheets = [space.line.sheet(-(-rows // replicas), kind) for kind in range(len(space.setting.kinds))]
     times = np.min([sheet.blocks[0] + sheet.blocks[1] for sheet in sheets], axis=0).tolist()
     ready: dict[str, int] = {}
@@ -93,20 +142,20 @@ def _path_bound(space: Space, rows: int) -> int:
 def _line_bound(space: Space, micro_rows: tuple[int, ...]) -> int:
     """The larger of two relaxations: until the last backward has come back, and until the last sum is done."""
     n, rows, micros = space.line.n, max(micro_rows), len(micro_rows)
-    world = space.setting.cluster.world
-    most = min(world, rows) if space.request.may_replicate else 1
     latency = min(level.link.latency_ns for level in space.setting.cluster.levels)
     waits, sent = joined(space), joined(space, rows)
-    both, last = [], []
-    for replicas in range(1, most + 1):
+    both, last = {}, {}
+    for replicas in _replicas(space, rows):
         forward, backward, after = _optimistic(space, replicas, -(-rows // replicas))
         legal = space.legal
         time = forward + backward
-        both.append(_table(micros * time, np.where(waits, time, 0) + np.where(sent, 2 * latency, 0), legal))
+        both[replicas] = _table(micros * time, np.where(waits, time, 0) + np.where(sent, 2 * latency, 0), legal)
         if space.setting.overlap:  # the last backward hides the sum, as far as it goes
             after = np.maximum(after - backward, 0)
-        last.append(_table(micros * time + after, np.where(waits, forward, 0) + np.where(sent, latency, 0), legal))
-    return max(_least(n, world, both), _least(n, world, last))
+        through = np.where(waits, forward, 0) + np.where(sent, latency, 0)
+        last[replicas] = _table(micros * time + after, through, legal)
+    devices = most_devices(space, rows)
+    return max(_least(n, devices, both), _least(n, devices, last))
 
 
 def _table(own: Ints, through: Ints, legal: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> tuple[Ints, Ints]:
@@ -149,16 +198,18 @@ def _best_rate(cluster: Cluster, ranks: int) -> int:
     return min(needed, default=max(level.link.bytes_per_s for level in levels))
 
 
-def _least(n: int, world: int, tables: list[tuple[Ints, Ints]]) -> int:
-    """The recurrence of `partition` without the number of stages: only devices used so far."""
-    best = [np.full(n + 1, FAR, dtype=np.int64) for _ in range(world + 1)]
+def _least(n: int, devices: int, tables: Mapping[int, tuple[Ints, Ints]]) -> int:
+    """The recurrence of `partition` without the number of stages: only devices used so far.  tables: by replicas."""
+    best = [np.full(n + 1, FAR, dtype=np.int64) for _ in range(devices + 1)]
     for row in best:
         row[n] = 0
-    for used in range(1, world + 1):
+    for used in range(1, devices + 1):
         value = best[used - 1].copy()  # a device may idle
-        for replicas, (own, through) in enumerate(tables[:used], 1):
+        for replicas, (own, through) in tables.items():
+            if replicas > used:
+                continue
             ways = np.maximum(own, through + best[used - replicas][None, :])
             value = np.minimum(value, ways.min(axis=1))
         value[n] = 0
         best[used] = value
-    return int(best[world][0])
+    return int(best[devices][0])

@@ -18,22 +18,49 @@ weights and state, at memory speed.  Clones count in every stage that runs them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopart.ir.cluster import Cluster, Device
-from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, Op
 from autopart.ir.plan import ASYNC, Estimate, Plan, Stage, in_flight
 from autopart.ir.program import Edge, Program
 from autopart.ir.timeline import Timeline
-from autopart.passes.route import assemble
+from autopart.passes.order import order
+from autopart.passes.route import Tied, around
 from autopart.passes.sheets import CostsAt
-from autopart.passes.simulate import Message, Work, simulate, step_ns
+from autopart.passes.simulate import Message, Work, ordered_ns, simulate, step_ns
 from autopart.passes.traffic import Load, bundle, ring
 
-Tied = tuple[tuple[str, tuple[int, ...]], ...]
 LONG = 20_000
 """Actions of a program from which on candidates are judged by a shorter one."""
+
+
+@dataclass(frozen=True)
+class Book:
+    """A graph by name.  params, trained, values: bytes of parameters, of the trainable ones and of values."""
+
+    graph: Graph
+    ops: dict[str, Op]
+    params: dict[str, int]
+    trained: dict[str, int]
+    values: dict[str, int]
+
+    @staticmethod
+    def of(graph: Graph) -> Book:
+        """O(ops + values + parameters)."""
+        return Book(
+            graph,
+            graph.op_map(),
+            {p.name: p.size_bytes for p in graph.params},
+            {p.name: p.size_bytes for p in graph.params if p.trainable},
+            {v.name: v.size_bytes for v in graph.values},
+        )
+
+    def trained_bytes(self, stage: Stage) -> int:
+        """Bytes of the trainable parameters of a stage, each once."""
+        used = {name for op in stage.ops for name in self.ops[op].params}
+        return sum([self.trained.get(name, 0) for name in used])
 
 
 @dataclass(frozen=True)
@@ -48,6 +75,20 @@ class Setting:
     state_factor: float = 2.0
     overlap: bool = False
     _loads: dict[tuple[tuple[int, ...], tuple[int, ...]], Load] = field(default_factory=dict, compare=False, repr=False)
+    _books: dict[tuple[int, int], Book] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _known: dict[Seat, Estimate] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def book(self, rows: int, kind: int) -> Book:
+        """Costs at this number of rows on this kind of device, each looked up once."""
+        if (rows, kind) not in self._books:
+            self._books[rows, kind] = Book.of(self.costs_at(rows, kind))
+        return self._books[rows, kind]
+
+    def estimate(self, seat: Seat) -> Estimate:
+        """`stage_estimate`, each computed once."""
+        if seat not in self._known:
+            self._known[seat] = stage_estimate(seat, self)
+        return self._known[seat]
 
     def bundle(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> Load:
         """`traffic.bundle` on this cluster, each computed once."""
@@ -82,7 +123,7 @@ def estimate(plan: Plan, program: Program, setting: Setting) -> Plan:
     known = with_estimates(plan, program.edges, setting)
     if plan.schedule == ASYNC:
         return replace(known, step_ns=steady_ns(known), bubble=0.0)
-    step = step_ns(program, work_of(known, program, setting.costs_at(max(plan.micro_rows), 0), setting))
+    step = step_ns(program, work_of(known, program, setting))
     busy = program.micros * sum(e.fwd_ns + e.bwd_ns for e in known.estimates)
     whole = step * len(plan.stages)
     return replace(known, step_ns=step, bubble=max(0.0, 1 - busy / whole) if whole else 0.0)
@@ -90,10 +131,8 @@ def estimate(plan: Plan, program: Program, setting: Setting) -> Plan:
 
 def with_estimates(plan: Plan, links: tuple[Edge, ...], setting: Setting) -> Plan:
     """The plan with `estimates`; links: its edges (`route.edges`).  O(uses)."""
-    whole = setting.costs_at(max(plan.micro_rows), 0)
-    sizes = message_bytes(links, whole)
-    estimates = tuple(stage_estimate(plan, s, whole, sizes, setting) for s in range(len(plan.stages)))
-    return replace(plan, estimates=estimates)
+    sizes = message_bytes(links, setting.book(max(plan.micro_rows), 0))
+    return replace(plan, estimates=tuple([setting.estimate(seat) for seat in seats(plan, sizes)]))
 
 
 def simulated_ns(plan: Plan, links: tuple[Edge, ...], shared: Tied, setting: Setting) -> int:
@@ -105,9 +144,9 @@ def simulated_ns(plan: Plan, links: tuple[Edge, ...], shared: Tied, setting: Set
     if plan.schedule == ASYNC:
         return steady_ns(plan)
     counts = played(stages, micros, plan.schedule)
-    programs = [assemble(replace(plan, micro_rows=plan.micro_rows[:count]), links, shared) for count in counts]
-    work = work_of(plan, programs[0], setting.costs_at(max(plan.micro_rows), 0), setting)
-    times = [step_ns(program, work) for program in programs]
+    acts, ranks = around(stages, links, shared), [stage.ranks[0] for stage in plan.stages]
+    work = _work(plan, links, shared, setting)
+    times = [ordered_ns(order(stages, count, plan.schedule), acts, ranks, work) for count in counts]
     if len(counts) == 1:
         return times[0]
     return times[1] + (times[1] - times[0]) * (micros - counts[1]) // (counts[1] - counts[0])
@@ -128,84 +167,102 @@ def steady_ns(plan: Plan) -> int:
 def timeline_of(plan: Plan, program: Program, setting: Setting) -> Timeline:
     """The simulated step of a plan."""
     known = with_estimates(plan, program.edges, setting)
-    return simulate(program, work_of(known, program, setting.costs_at(max(plan.micro_rows), 0), setting))
+    return simulate(program, work_of(known, program, setting))
 
 
-def message_bytes(links: tuple[Edge, ...], graph: Graph) -> dict[Message, int]:
+def message_bytes(links: tuple[Edge, ...], book: Book) -> dict[Message, int]:
     """Bytes of one message by (source stage, destination stage, "F" or "B").  O(values of edges)."""
-    size = {v.name: v.size_bytes for v in graph.values}
-    sizes = {(e.src, e.dst, "F"): sum(size[v] for v in e.values) for e in links}
-    return sizes | {(e.dst, e.src, "B"): sum(size[v] for v in e.grads) for e in links if e.grads}
+    size = book.values
+    sizes = {(e.src, e.dst, "F"): sum([size[v] for v in e.values]) for e in links}
+    return sizes | {(e.dst, e.src, "B"): sum([size[v] for v in e.grads]) for e in links if e.grads}
 
 
-def work_of(plan: Plan, program: Program, graph: Graph, setting: Setting) -> Work:
-    """What the simulator needs, from a plan that has estimates; graph: at the largest micro-batch."""
+def work_of(plan: Plan, program: Program, setting: Setting) -> Work:
+    """What the simulator needs, from a plan that has estimates."""
+    return _work(plan, program.edges, program.tied, setting)
+
+
+def _work(plan: Plan, links: tuple[Edge, ...], shared: Tied, setting: Setting) -> Work:
     ranks = [stage.ranks for stage in plan.stages]
-    sizes = message_bytes(program.edges, graph)
+    book = setting.book(max(plan.micro_rows), 0)
     return Work(
         fwd_ns=tuple(e.fwd_ns for e in plan.estimates),
         bwd_ns=tuple(e.bwd_ns for e in plan.estimates),
         held_bytes=tuple(e.activation_bytes for e in plan.estimates),
-        messages={m: (size, setting.bundle(ranks[m[0]], ranks[m[1]])) for m, size in sizes.items()},
-        tied_ns=_tied_ns(program, graph, setting.cluster),
-        reduce=tuple(reduction(plan, s, graph, setting) for s in range(len(ranks))),
+        messages={
+            (src, dst, kind): (size, setting.bundle(ranks[src], ranks[dst]))
+            for (src, dst, kind), size in message_bytes(links, book).items()
+        },
+        tied_ns=_tied_ns(shared, [own[0] for own in ranks], book, setting.cluster),
+        reduce=tuple((book.trained_bytes(stage), setting.ring(stage.ranks)) for stage in plan.stages),
         optimizer_ns=tuple(e.optimizer_ns for e in plan.estimates),
         overlap=setting.overlap,
     )
 
 
-def reduction(plan: Plan, s: int, graph: Graph, setting: Setting) -> tuple[int, Load]:
-    """Bytes of a stage's gradients and the load of their sum over its replicas."""
-    return _trained_bytes(_ops(plan.stages[s], graph), graph), setting.ring(plan.stages[s].ranks)
+@dataclass(frozen=True)
+class Seat:
+    """All that the estimate of a stage depends on.  rows: of the largest micro-batch.  live: micro-batches in flight.
+    first: it is given the whole batch.  versions: copies of its weights.  in_bytes, out_bytes: of a whole micro-batch.
+    """
+
+    stage: Stage
+    rows: int
+    micros: int
+    live: int
+    first: bool
+    versions: int
+    in_bytes: int
+    out_bytes: int
 
 
-def _ops(stage: Stage, graph: Graph) -> list[Op]:
-    own = set(stage.ops)
-    return [op for op in graph.ops if op.name in own]
+def seats(plan: Plan, sizes: dict[Message, int]) -> list[Seat]:
+    """The seat of each stage.  sizes: of the plan's messages.  O(stages + edges)."""
+    into, out = [0] * len(plan.stages), [0] * len(plan.stages)
+    for (src, dst, kind), size in sizes.items():
+        if kind == "F":
+            into[dst] += size
+            out[src] += size
+    rows, micros, found = max(plan.micro_rows), len(plan.micro_rows), []
+    for s, stage in enumerate(plan.stages):
+        live = in_flight(plan.schedule, s, len(plan.stages), micros)
+        found.append(Seat(stage, rows, micros, live, s == 0, live if plan.schedule == ASYNC else 1, into[s], out[s]))
+    return found
 
 
-def _trained_bytes(ops: list[Op], graph: Graph) -> int:
-    used = {name for op in ops for name in op.params}
-    return sum(p.size_bytes for p in graph.params if p.name in used and p.trainable)
-
-
-def stage_estimate(plan: Plan, s: int, whole: Graph, sizes: dict[Message, int], setting: Setting) -> Estimate:
-    """The estimate of the slowest device of a stage."""
-    stage, replicas = plan.stages[s], len(plan.stages[s].ranks)
-    rows = -(-max(plan.micro_rows) // replicas)
+def stage_estimate(seat: Seat, setting: Setting) -> Estimate:
+    """The estimate of the slowest device of a stage.  O(uses)."""
+    stage, replicas = seat.stage, len(seat.stage.ranks)
+    rows = -(-seat.rows // replicas)
     kinds = sorted({setting.kinds.index(setting.cluster.devices[rank]) for rank in stage.ranks})
-    costed = [_ops(stage, setting.costs_at(rows, kind)) for kind in kinds]
-    costs = [sum((op.cost for op in ops), Cost()) for ops in costed]
-    share = setting.costs_at(rows, kinds[0])
-    kept, group_bytes = _kept(stage, costed[0], share)
+    whole, share = setting.book(seat.rows, 0), setting.book(rows, kinds[0])
+    costed = [[book.ops[name].cost for name in stage.ops] for book in (setting.book(rows, kind) for kind in kinds)]
+    kept, group_bytes = _kept(stage, share)
     again = {name for group in stage.recompute for name in group}
-    recompute_ns = max(sum(op.cost.fwd_ns for op in ops if op.name in again) for ops in costed)
-    in_bytes = sum(size for (_, dst, kind), size in sizes.items() if dst == s and kind == "F")
-    out_bytes = sum(size for (src, _, kind), size in sizes.items() if src == s and kind == "F")
-    used = {name for op in costed[0] for name in op.params}
-    param_bytes = sum(p.size_bytes for p in whole.params if p.name in used)
-    trained = _trained_bytes(costed[0], whole)
-    live = in_flight(plan.schedule, s, len(plan.stages), len(plan.micro_rows))
+    redone = [[cost.fwd_ns for name, cost in zip(stage.ops, costs, strict=True) if name in again] for costs in costed]
+    recompute_ns = max(map(sum, redone))
+    param_bytes = sum([whole.params[name] for name in {name for op in stage.ops for name in whole.ops[op].params}])
+    trained = whole.trained_bytes(stage)
     optimizer_bytes = int(trained * setting.state_factor)
-    state_bytes = trained + optimizer_bytes + (live - 1) * param_bytes * (plan.schedule == ASYNC)
-    activation_bytes = kept + -(-in_bytes // replicas)
-    workspace = costs[0].scratch_bytes + group_bytes
-    buffers = 2 * (-(-in_bytes // replicas) + -(-out_bytes // replicas))
-    peak_bytes = param_bytes + state_bytes + live * activation_bytes + workspace + buffers
-    if s == 0:  # the first stage is given the whole batch
-        values = whole.value_map()
-        peak_bytes += len(plan.micro_rows) * -(-sum(values[name].size_bytes for name in whole.inputs) // replicas)
+    state_bytes = trained + optimizer_bytes + (seat.versions - 1) * param_bytes
+    received, sent = -(-seat.in_bytes // replicas), -(-seat.out_bytes // replicas)
+    activation_bytes = kept + received
+    workspace = max([cost.scratch_bytes for cost in costed[0]], default=0) + group_bytes
+    buffers = 2 * (received + sent)
+    peak_bytes = param_bytes + state_bytes + seat.live * activation_bytes + workspace + buffers
+    if seat.first:
+        peak_bytes += seat.micros * -(-sum(whole.values[name] for name in whole.graph.inputs) // replicas)
     return Estimate(
-        fwd_ns=max(cost.fwd_ns for cost in costs),
-        bwd_ns=max(cost.bwd_ns for cost in costs) + recompute_ns,
-        flops=costs[0].flops,
+        fwd_ns=max(sum([cost.fwd_ns for cost in costs]) for costs in costed),
+        bwd_ns=max(sum([cost.bwd_ns for cost in costs]) for costs in costed) + recompute_ns,
+        flops=sum([cost.flops for cost in costed[0]]),
         param_bytes=param_bytes,
         state_bytes=state_bytes,
         activation_bytes=activation_bytes,
-        in_bytes=in_bytes,
-        out_bytes=out_bytes,
+        in_bytes=seat.in_bytes,
+        out_bytes=seat.out_bytes,
         peak_bytes=peak_bytes,
-        live=live,
+        live=seat.live,
         optimizer_bytes=optimizer_bytes,
         workspace_bytes=workspace,
         buffer_bytes=buffers,
@@ -215,33 +272,26 @@ def stage_estimate(plan: Plan, s: int, whole: Graph, sizes: dict[Message, int], 
     )
 
 
-def _kept(stage: Stage, ops: list[Op], graph: Graph) -> tuple[int, int]:
+def _kept(stage: Stage, book: Book) -> tuple[int, int]:
     """(bytes kept per micro-batch, bytes of the largest recomputed group), for a device's share of the rows."""
-    saved = {op.name: op.cost.saved_bytes for op in ops}
+    saved = {name: book.ops[name].cost.saved_bytes for name in stage.ops}
     if not stage.recompute:
         return sum(saved.values()), 0
-    size = {v.name: v.size_bytes for v in graph.values}
-    by_name = {op.name: op for op in ops}
-    made = {w for op in ops for w in op.writes}
-    edges: set[str] = set()
-    for group in stage.recompute:
-        inside = set(group)
-        written = {w for name in group for w in by_name[name].writes}
-        edges |= {r for name in group for r in by_name[name].reads if r in made} - written
-        edges |= written & {r for op in ops if op.name not in inside for r in op.reads}
-    again = {name for group in stage.recompute for name in group}
-    kept = sum(amount for name, amount in saved.items() if name not in again) + sum(size[name] for name in edges)
-    return kept, max(sum(saved[name] for name in group) for group in stage.recompute)
+    ops = [book.ops[name] for name in stage.ops]
+    again = {name: place for place, group in enumerate(stage.recompute) for name in group}
+    maker = {w: again.get(op.name, -1) for op in ops for w in op.writes}  # the group that writes it, -1: none
+    edges = {r for op in ops for r in op.reads if r in maker and maker[r] != again.get(op.name, -1)}
+    kept = sum([amount for name, amount in saved.items() if name not in again]) + sum([book.values[n] for n in edges])
+    return kept, max([sum([saved[name] for name in group]) for group in stage.recompute])
 
 
-def _tied_ns(program: Program, graph: Graph, cluster: Cluster) -> tuple[int, ...]:
+def _tied_ns(shared: Tied, ranks: Sequence[int], book: Book, cluster: Cluster) -> tuple[int, ...]:
     """Time of T for each stage: its gradient to the owner and the sum back, one stage after the other at the owner."""
-    times = [0] * len(program.stage_ranks)
-    params = graph.param_map()
-    for name, stages in program.tied:
+    times = [0] * len(ranks)
+    for name, stages in shared:
         owner = stages[0]
         for other in stages[1:]:
-            link = cluster.link(program.stage_ranks[owner], program.stage_ranks[other])
-            times[other] += 2 * link.transfer_ns(params[name].size_bytes)
-            times[owner] += 2 * link.transfer_ns(params[name].size_bytes)
+            taken = 2 * cluster.link(ranks[owner], ranks[other]).transfer_ns(book.params[name])
+            times[other] += taken
+            times[owner] += taken
     return tuple(times)

@@ -44,11 +44,11 @@ import networkx as nx  # type: ignore[import-untyped, unused-ignore]
 from ortools.sat.python import cp_model
 
 from autopart.ir.errors import InfeasibleError, UsageError
+from autopart.ir.plan import Optimality
 from autopart.passes.placement import (
     NEVER,
     Line,
     Message,
-    Optimality,
     Placement,
     Problem,
     beside_ns,

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan, Stage
-from autopart.ir.program import Edge
-from autopart.passes.estimate import message_bytes, simulated_ns, stage_estimate, with_estimates
+from autopart.passes.estimate import Seat, message_bytes, seats, simulated_ns, stage_estimate, with_estimates
 from autopart.passes.layout import Layout
 from autopart.passes.partition import Division
 from autopart.passes.route import edges, tied
@@ -69,6 +68,7 @@ class Judge:
         self.space = space
         self.setting = replace(space.setting, costs_at=space.line.graph)
         self._known: dict[tuple[object, ...], Verdict] = {}
+        self._leaned: dict[Seat, Stage] = {}
 
     def __call__(self, candidate: Candidate) -> Verdict:
         """The verdict, with as much recomputation as the memory demands."""
@@ -89,15 +89,18 @@ class Judge:
             for (a, b, _, _), ranks in zip(candidate.division.ranges(), candidate.ranks, strict=True)
         )
         world = self.setting.cluster.world
+        world, recompute = self.setting.cluster.world, self.space.request.recompute
         plan = Plan("", "", "", world, stages, candidate.micro_rows, candidate.schedule)
         links, shared = edges(plan, blocks), tied(plan, blocks)
-        if self.space.request.recompute == "all" and self.space.request.may_recompute:
+        if recompute == "all" and self.space.request.may_recompute:
             plan = replace(plan, stages=tuple(replace(s, recompute=(s.ops,)) for s in stages))
         known = with_estimates(plan, links, self.setting)
         over = self._over(known)
         if max(over) > 0 and self.space.request.may_recompute:  # before it is simulated: memory needs no time
-            leaner = (self._lean(known, s, links) if excess > 0 else known.stages[s] for s, excess in enumerate(over))
-            known = with_estimates(replace(plan, stages=tuple(leaner)), links, self.setting)
+            sizes = message_bytes(links, self.setting.book(max(plan.micro_rows), 0))
+            seated = zip(seats(plan, sizes), over, strict=True)
+            leaner = tuple([self._lean(seat) if excess > 0 else seat.stage for seat, excess in seated])
+            known = with_estimates(replace(plan, stages=leaner), links, self.setting)
             over = self._over(known)
         step = simulated_ns(known, links, shared, self.setting)
         worst = max(range(len(over)), key=lambda s: over[s])
@@ -109,19 +112,23 @@ class Judge:
     def _limit(self, stage: Stage) -> int:
         return min(self.setting.cluster.devices[rank].memory_bytes for rank in stage.ranks)
 
-    def _lean(self, plan: Plan, s: int, links: tuple[Edge, ...]) -> Stage:
+    def _lean(self, seat: Seat) -> Stage:
+        """`_leaner`, each found once."""
+        if seat not in self._leaned:
+            self._leaned[seat] = self._leaner(seat)
+        return self._leaned[seat]
+
+    def _leaner(self, seat: Seat) -> Stage:
         """The stage with the fewest recomputed blocks that make it fit; all as one group where that is not enough.
 
         In order of bytes freed per nanosecond of forward (Piper, NeurIPS 2021, section 5.2, chooses so too); how many
         is found by halving, each time with the stage's own estimate.
         """
-        stage = plan.stages[s]
-        rows = -(-max(plan.micro_rows) // len(stage.ranks))
-        share, whole = self.setting.costs_at(rows, 0), self.setting.costs_at(max(plan.micro_rows), 0)
-        sizes = message_bytes(links, whole)
-        crossing = dict(zip((op.name for op in share.ops), self.space.line.sheet(rows).crossing.tolist(), strict=False))
-        own = set(stage.ops)
-        cost = {op.name: op.cost for op in share.ops if op.name in own}
+        stage, limit = seat.stage, self._limit(seat.stage)
+        rows = -(-seat.rows // len(stage.ranks))
+        share = self.setting.book(rows, 0)
+        crossing = dict(zip(share.ops, self.space.line.sheet(rows).crossing.tolist(), strict=False))
+        cost = {name: share.ops[name].cost for name in stage.ops}
         gain = {name: c.saved_bytes - crossing[name] for name, c in cost.items()}
         order = sorted((n for n in stage.ops if gain[n] > 0), key=lambda n: (-gain[n] / max(1, cost[n].fwd_ns), n))
 
@@ -130,8 +137,7 @@ class Judge:
             return replace(stage, recompute=tuple((n,) for n in stage.ops if n in chosen))
 
         def fits(count: int) -> bool:
-            tried = replace(plan, stages=(*plan.stages[:s], leaner(count), *plan.stages[s + 1 :]))
-            return stage_estimate(tried, s, whole, sizes, self.setting).peak_bytes <= self._limit(stage)
+            return stage_estimate(replace(seat, stage=leaner(count)), self.setting).peak_bytes <= limit
 
         if not order or not fits(len(order)):
             return replace(stage, recompute=(stage.ops,))

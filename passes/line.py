@@ -20,16 +20,15 @@ import numpy as np
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph
 from autopart.passes.cuts import Ints, crossing_bytes, entering_bytes, holding_bytes
-from autopart.passes.sheets import CostsAt
+from autopart.passes.sheets import FIELDS, CostsAt, table_of
 
 EXACT_OPS = 1200
 """Programs of at most so many ops are costed at every number of rows, larger ones at powers of two."""
-_FIELDS = ("fwd_ns", "bwd_ns", "saved_bytes", "scratch_bytes", "flops")
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """Costs of the blocks at one number of rows on one kind of device.  blocks: a row for each of `_FIELDS`.
+    """Costs of the blocks at one number of rows on one kind of device.  blocks: a row for each of `FIELDS`.
     sizes: bytes of each value of the line.  enters, returns: bytes into [a, b) and of their gradients back.
     crossing: bytes over each boundary, forward."""
 
@@ -41,7 +40,7 @@ class Sheet:
 
     def sums(self, field: str) -> Ints:
         """Prefix sums over the blocks: entry i is the sum of the first i."""
-        return np.concatenate([[0], np.cumsum(self.blocks[_FIELDS.index(field)])]).astype(np.int64)
+        return np.concatenate([[0], np.cumsum(self.blocks[FIELDS.index(field)])]).astype(np.int64)
 
     def ranges(self, field: str) -> Ints:
         """[a, b]: the sum over the range."""
@@ -51,7 +50,7 @@ class Sheet:
     @cached_property
     def scratch(self) -> Ints:
         """[a, b]: the largest scratch in the range."""
-        return largest(self.blocks[_FIELDS.index("scratch_bytes")])
+        return largest(self.blocks[FIELDS.index("scratch_bytes")])
 
     @cached_property
     def kept(self) -> Ints:
@@ -63,7 +62,7 @@ class Sheet:
     @cached_property
     def heaviest(self) -> Ints:
         """[a, b]: the most that one block of the range saves."""
-        return largest(self.blocks[_FIELDS.index("saved_bytes")])
+        return largest(self.blocks[FIELDS.index("saved_bytes")])
 
 
 def largest(amounts: Ints) -> Ints:
@@ -115,13 +114,11 @@ class Line:
         return replace(self.blocks, rows=rows, ops=ops, values=values)
 
     def _exact(self, rows: int, kind: int) -> Sheet:
-        graph = self._costs_at(rows, kind)
-        table = np.array([[getattr(op.cost, f) for op in graph.ops] for f in _FIELDS], dtype=np.float64)
+        table, size = table_of(self._costs_at, rows, kind)
         sums = np.stack([np.bincount(self._owner, weights=row, minlength=self.n) for row in table])
-        scratch = _FIELDS.index("scratch_bytes")
+        scratch = FIELDS.index("scratch_bytes")
         sums[scratch] = 0.0
         np.maximum.at(sums[scratch], self._owner, table[scratch])
-        size = {v.name: v.size_bytes for v in graph.values}
         values = tuple(replace(v, size_bytes=size[v.name]) for v in self.blocks.values)
         grown = replace(self.blocks, values=values)
         enters, returns = entering_bytes(grown)

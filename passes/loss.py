@@ -30,6 +30,7 @@ from .loss_views import VIEW_RULES, broadcast_tensors, is_zero
 from .masks import Masks
 from .optable import CREATION, FAMILY, POINTWISE, REDUCTION, family, op_name
 from .site import Site, fits
+from .uncollected import uncollected
 
 RULES = {**MATH_RULES, **PRODUCT_RULES, **TERM_RULES, **VIEW_RULES, "broadcast_tensors": broadcast_tensors}
 _SIZES = {"size", "shape", "repeats", "end", "start", "length", "split_size", "split_sizes", "sizes", "dims"}
@@ -59,6 +60,7 @@ class UnprovenRows(Exception):
         )
 
 
+@uncollected()
 def weigh(graph: Graph, other: Graph, *, proven: frozenset[str] = frozenset(), stated: str | None = None) -> Weight:
     """The weight of a micro-batch's loss in the whole loss.
 
@@ -71,23 +73,25 @@ def weigh(graph: Graph, other: Graph, *, proven: frozenset[str] = frozenset(), s
     """
     constants = frozenset(p.name for p in graph.params if p.kind == "constant")
     loss = graph.outputs[0]
-    best = analyse(graph, other, constants.union(v.name for v in graph.values))[loss]
+    analysis = Analysis(graph, other)
+    best = analysis(constants.union(v.name for v in graph.values))[loss]
     if best.tag == COUPLED:  # whatever a test may show
         raise _refusal(graph, best.op, best.why)
-    kinds = analyse(graph, other, proven | constants)
+    kinds = analysis(proven | constants)
     kind = kinds[loss]
     if kind.tag == UNPROVEN:
         names = _to_test(graph, kinds, loss)
         if not names and stated in _STATED:
             return _STATED[stated]
-        raise UnprovenRows(names | _open_constants(graph, other, proven), _where(graph, kind.op), kind.why)
+        raise UnprovenRows(names | _open_constants(graph, analysis(proven)), _where(graph, kind.op), kind.why)
     if kind.tag == COUPLED:
         raise _refusal(graph, kind.op, kind.why)
     if kind.tag not in (CONST, ADD):
         raise LossError("the loss is one number per row, not one number", where=_where(graph, graph.writer()[loss]))
-    strict = analyse(graph, other, proven)[loss]
+    strictly = analysis(proven)
+    strict = strictly[loss]
     if strict.tag == UNPROVEN:
-        raise UnprovenRows(_open_constants(graph, other, proven), _where(graph, strict.op), strict.why)
+        raise UnprovenRows(_open_constants(graph, strictly), _where(graph, strict.op), strict.why)
     return agree(_weight(graph, kind, loss), stated)
 
 
@@ -143,25 +147,52 @@ def count_problem(graph: Graph, count: Count) -> str:
 
 def analyse(graph: Graph, other: Graph, proven: frozenset[str] = frozenset()) -> dict[str, Kind]:
     """The kind of every value.  O(ops)."""
-    values, twins, params = graph.value_map(), other.value_map(), graph.param_map()
-    kinds: dict[str, Kind] = {}
-    masks = Masks()
-    for name in graph.inputs:
-        axis = values[name].rows_axis
-        kinds[name] = CONSTANT if axis is None else Kind(ROWS, axis=axis, outer=1)
-    for param in graph.params:
-        empty = param.size_bytes == 0
-        if param.kind == "constant" and not empty and param.name not in proven:
-            kinds[param.name] = Kind(UNPROVEN, why="a constant may hold a number that depends on the batch size")
-    for buffer, _ in graph.updates:
-        kinds[buffer] = Kind(COUPLED, why=f"it reads buffer {buffer}, which every micro-batch changes for the next")
-    for op, twin in zip(graph.ops, other.ops, strict=True):
-        site = Site(op, twin, graph.rows, other.rows, values, twins, params, kinds)
-        masks.see(op, values)
-        found = _masked_mean(site, masks) or _kinds_of(site)
-        for written, kind in zip(op.writes, found, strict=True):
-            kinds[written] = _settled(site, written, kind, proven)
-    return kinds
+    return Analysis(graph, other)(proven)
+
+
+class Analysis:
+    """`analyse` of one model under several sets of what is proven: an op is looked at again only where the kinds of its
+    operands are others than the last time."""
+
+    def __init__(self, graph: Graph, other: Graph) -> None:
+        """O(ops)."""
+        self.graph, self.other = graph, other
+        self._values, self._twins, self._params = graph.value_map(), other.value_map(), graph.param_map()
+        self._masks = Masks()
+        for op in graph.ops:
+            self._masks.see(op, self._values)
+        self._given: dict[str, Kind] = {}
+        for name in graph.inputs:
+            axis = self._values[name].rows_axis
+            self._given[name] = CONSTANT if axis is None else Kind(ROWS, axis=axis, outer=1)
+        for param in graph.params:
+            if param.kind == "constant" and param.size_bytes:
+                why = "a constant may hold a number that depends on the batch size"
+                self._given[param.name] = Kind(UNPROVEN, why=why)
+        for buffer, _ in graph.updates:
+            why = f"it reads buffer {buffer}, which every micro-batch changes for the next"
+            self._given[buffer] = Kind(COUPLED, why=why)
+        self._constants = {p.name for p in graph.params if p.kind == "constant"} - {b for b, _ in graph.updates}
+        self._last: list[tuple[list[Kind], list[Kind]]] = [([], [])] * len(graph.ops)
+
+    def __call__(self, proven: frozenset[str]) -> dict[str, Kind]:
+        """The kind of every value.  proven: see `weigh`."""
+        settled = self._constants & proven
+        kinds = {name: kind for name, kind in self._given.items() if name not in settled}
+        for place, (op, twin) in enumerate(zip(self.graph.ops, self.other.ops, strict=True)):
+            site = Site(op, twin, self.graph.rows, self.other.rows, self._values, self._twins, self._params, kinds)
+            found = _masked_mean(site, self._masks) or self._kinds_of(place, site)
+            for written, kind in zip(op.writes, found, strict=True):
+                kinds[written] = _settled(site, written, kind, proven)
+        return kinds
+
+    def _kinds_of(self, place: int, site: Site) -> list[Kind]:
+        operands = [site.kinds.get(name, CONSTANT) for name in site.op.reads + site.op.params]
+        before, found = self._last[place]
+        if not found or before != operands:
+            found = _kinds_of(site)
+            self._last[place] = operands, found
+        return found
 
 
 def _settled(site: Site, name: str, kind: Kind, proven: frozenset[str]) -> Kind:
@@ -231,9 +262,9 @@ def _growing_axes(value: Value, twin: Value) -> int:
     return sum(a != b for a, b in zip(value.shape, twin.shape, strict=True))
 
 
-def _open_constants(graph: Graph, other: Graph, proven: frozenset[str]) -> frozenset[str]:
+def _open_constants(graph: Graph, kinds: dict[str, Kind]) -> frozenset[str]:
     """Lifted constants that matter to the loss and are not known to be equal in both captures."""
-    found = _unproven_sources(graph, analyse(graph, other, proven), graph.outputs[0])
+    found = _unproven_sources(graph, kinds, graph.outputs[0])
     return found & {p.name for p in graph.params}
 
 

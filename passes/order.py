@@ -9,26 +9,16 @@ from __future__ import annotations
 
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import ALL_SCHEDULES, in_flight
-from autopart.ir.program import Action
 
 
-def order(stages: int, micros: int, schedule: str) -> tuple[tuple[Action, ...], ...]:
-    """For each stage its forwards and backwards, one of each per micro-batch.
+def order(stages: int, micros: int, schedule: str) -> tuple[str, ...]:
+    """For each stage "FFBFBB": its forwards and backwards, both in the order of the micro-batches.
 
-    Both schedules are one rule: backwards and forwards in the order of the micro-batches, and a backward runs as soon
-    as the stage holds as many micro-batches as it may (`plan.in_flight`).  All of them for GPipe (NeurIPS 2019,
-    section 2.3), min(m, S - s) for 1F1B (DAPPLE, PPoPP 2021, section 3.2), which is PipeDream's
-    order too.  O(stages * micros).
+    All schedules are one rule: a backward runs as soon as the stage holds as many micro-batches as it may
+    (`plan.in_flight`).  All of them for GPipe (NeurIPS 2019, section 2.3), min(m, S - s) for 1F1B (DAPPLE, PPoPP 2021,
+    section 3.2), which is PipeDream's order too.  O(stages * micros).
     """
     if schedule not in ALL_SCHEDULES:
         raise UsageError(f"unknown schedule {schedule!r}", fix="use one of " + ", ".join(ALL_SCHEDULES))
-    return tuple(_stage_order(s, micros, in_flight(schedule, s, stages, micros)) for s in range(stages))
-
-
-def _stage_order(stage: int, micros: int, most: int) -> tuple[Action, ...]:
-    actions = [Action("F", stage, micro) for micro in range(most)]
-    for micro in range(micros):
-        actions.append(Action("B", stage, micro))
-        if micro + most < micros:
-            actions.append(Action("F", stage, micro + most))
-    return tuple(actions)
+    held = [in_flight(schedule, s, stages, micros) for s in range(stages)]
+    return tuple("F" * most + "BF" * (micros - most) + "B" * most for most in held)

@@ -14,7 +14,9 @@ State: stages left k, devices they use d, first block a.  Recurrence, backwards 
     U[k, d, a] = min over r, b of max( own(a, b), through(a, b) + U[k - 1, d - r, b] )
 
 exact, because U grows with what it is made of.  k and d are known when a stage is costed, so micro-batches in flight
-and the place of the stage in the cluster are too.  O(S * D * widths * n^2) in numpy, S * n^2 when every width is 1.
+and the place of the stage in the cluster are too.  Tables hold ranges by first block and length, so that where only
+short ranges come into question they are narrow: O(S * D * widths * n * length) in numpy, without D and widths when
+every width is 1.
 
 Assumed, and wrong where: stages wait in between (slow messages, few micro-batches in flight, uneven stages); the
 simulator judges what comes out of this.
@@ -25,16 +27,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from autopart.passes.cuts import Ints
+
+_T = TypeVar("_T", bound=np.generic)
 
 FAR = 1 << 58
 """More than any time or memory; FAR + FAR + FAR still fits 64 bits."""
 
 Table = tuple[Ints, Ints]
-"""(own, through) over (a, b): nanoseconds; FAR in `own` where the stage cannot be."""
+"""(own, through) over (a, b - a): nanoseconds; FAR in `own` where the stage cannot be, also where b > n."""
 TableOf = Callable[[int, int, int], Table | None]
 """(k: place from the end, from 1; width; devices from its first one to the end) to its table; None: never."""
 
@@ -61,6 +67,17 @@ class Division:
         return [(a, b, start, width) for (a, b), start, width in ranges]
 
 
+def by_length(matrix: npt.NDArray[_T], length: int) -> npt.NDArray[_T]:
+    """A matrix over (a, b) as one over (a, b - a), for ranges of at most `length`; past the end that of (a, n)."""
+    n = len(matrix) - 1
+    return matrix[np.arange(n + 1)[:, None], ends_of(n, length)]
+
+
+def ends_of(n: int, length: int) -> Ints:
+    """[a, i]: a + i, but at most n."""
+    return np.asarray(np.minimum(np.arange(n + 1)[:, None] + np.arange(length + 1)[None, :], n))
+
+
 def divide(
     n: int, depth: int, widths: Sequence[int], most: int, table_of: TableOf, *, spare: int = 0
 ) -> list[Division]:
@@ -68,10 +85,11 @@ def divide(
 
     spare: so many positions at the end may idle; otherwise the stages stand on the last positions.
     """
-    ends = np.full(n + 1, FAR, dtype=np.int64)
-    ends[n] = 0
-    best: dict[tuple[int, int], Ints] = {(0, idle): ends for idle in range(spare + 1)}
+    done = np.full(n + 1, FAR, dtype=np.int64)
+    done[n] = 0
+    best: dict[tuple[int, int], Ints] = {(0, idle): done for idle in range(spare + 1)}
     choice: dict[tuple[int, int], tuple[Ints, Ints]] = {}
+    blocks = np.arange(n + 1)
     for k in range(1, min(most, depth, n) + 1):
         reached = {used + width for before, used in best if before == k - 1 for width in widths}
         for used in sorted(u for u in reached if u <= depth):
@@ -82,9 +100,10 @@ def divide(
                 if rest is None or table is None:
                     continue
                 own, through = table
-                ways = np.maximum(own, through + rest[None, :])
-                cuts = ways.argmin(axis=1)  # the first of the best
-                found = ways[np.arange(n + 1), cuts]
+                ends = ends_of(n, own.shape[1] - 1)
+                ways = np.maximum(own, through + rest[ends])
+                lengths = ways.argmin(axis=1)  # the first of the best
+                found, cuts = ways[blocks, lengths], ends[blocks, lengths]
                 better = found < value
                 value, at = np.where(better, found, value), np.where(better, cuts, at)
                 width_at = np.where(better, width, width_at)

@@ -17,14 +17,16 @@ from autopart.passes.bound import lower_bound
 from autopart.passes.certificate import certified, settles
 from autopart.passes.coarsen import coarsen, compact
 from autopart.passes.cuts import forced_bounds, module_span
-from autopart.passes.estimate import Setting, estimate, kinds_of
+from autopart.passes.drafts import Watch
+from autopart.passes.estimate import Setting, estimate, kinds_of, with_estimates
 from autopart.passes.judge import Verdict, expanded
 from autopart.passes.layout import SMALL
 from autopart.passes.line import Line
-from autopart.passes.route import route
-from autopart.passes.search import Found, Watch, search
+from autopart.passes.route import edges, route
+from autopart.passes.search import Found, search
 from autopart.passes.sheets import CostsAt
 from autopart.passes.space import Request, Space
+from autopart.passes.uncollected import uncollected
 from autopart.passes.verify import verify
 
 BLOCKS, MOST_BLOCKS = 64, 192
@@ -42,6 +44,7 @@ class Source:
     costs: str = "analytic"
 
 
+@uncollected()
 def build(source: Source, cluster: Cluster, request: Request, watch: Watch | None = None) -> Plan:
     """The plan with the shortest simulated step, which says how far from the best one it can be.
 
@@ -125,15 +128,20 @@ def _finished(source: Source, found: Found, line: Space, cluster: Cluster, reque
             schedule=verdict.candidate.schedule,
             costs=source.costs,
         )
-        program = verify(route(check_plan(plan, source.graph), source.graph), plan.schedule)
-        plan = estimate(plan, program, setting)
-        if all(
-            e.peak_bytes <= min(cluster.devices[rank].memory_bytes for rank in stage.ranks)
-            for e, stage in zip(plan.estimates, plan.stages, strict=True)
-        ):
+        known = with_estimates(check_plan(plan, source.graph), edges(plan, source.graph), setting)
+        if _fits(known, cluster):  # asked first, for to route and to prove a long program takes longer
+            plan = estimate(plan, verify(route(plan, source.graph), plan.schedule), setting)
             notes = _notes(plan, line.line.n, request, source.graph)
             return replace(plan, notes=notes, alternatives=alternatives(replace(found, best=verdict))), verdict
     raise infeasible(replace(found, nearest=best), line, lambda other, machines: None)
+
+
+def _fits(plan: Plan, cluster: Cluster) -> bool:
+    """Whether no device is asked for more memory than it has."""
+    return all(
+        e.peak_bytes <= min(cluster.devices[rank].memory_bytes for rank in stage.ranks)
+        for e, stage in zip(plan.estimates, plan.stages, strict=True)
+    )
 
 
 def _notes(plan: Plan, blocks: int, request: Request, graph: Graph) -> tuple[str, ...]:
@@ -219,8 +227,10 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
             f"{needed} replicas need {needed} devices, but the cluster has {cluster.world}",
             fix=f"use at most {cluster.world} replicas in all, or name a larger cluster",
         )
-    if fixed and max(fixed) > 1 and not request.abilities.replicas:
+    if needed > (len(fixed) if fixed else 1) and not request.abilities.replicas:
         raise UsageError("replicas of a stage cannot be run yet", fix="use autopart.plan to plan with them")
+    if request.recompute not in ("auto", "off") and not request.abilities.recompute:
+        raise UsageError("recomputation cannot be run yet", fix='use recompute="off", or autopart.plan to plan with it')
     for path, stage in request.pins.items():
         if not 0 <= stage < (request.stages or cluster.world):
             last = (request.stages or cluster.world) - 1

@@ -43,6 +43,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopart.ir.errors import InfeasibleError, UsageError
+from autopart.ir.plan import Optimality
 
 Ints = npt.NDArray[np.int64]
 
@@ -79,24 +80,8 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Optimality:
-    """lower_bound: no placement is better.  gap: (objective - lower_bound) / objective.  proved: gap is 0."""
-
-    objective: int
-    lower_bound: int
-    gap: float
-    proved: bool
-
-    @staticmethod
-    def of(objective: int, lower_bound: int) -> Optimality:
-        """The gap between an objective and a bound, which never exceeds it."""
-        low = min(objective, lower_bound)
-        return Optimality(objective, low, (objective - low) / objective if objective else 0.0, low == objective)
-
-
-@dataclass(frozen=True, slots=True)
 class Placement:
-    """machine[item], an index of `Problem.machines`."""
+    """machine[item], an index of `Problem.machines`.  optimality: in the unit of the problem's loads."""
 
     machine: tuple[int, ...]
     optimality: Optimality

@@ -5,13 +5,18 @@ Everything here is on the captured graph, so that a plan file can be routed with
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Mapping
+from itertools import count
 
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.program import Action, Edge, Program
 from autopart.passes.order import order
+
+Acts = Mapping[str, tuple[Action, ...]]
+Tied = tuple[tuple[str, tuple[int, ...]], ...]
+"""Parameters that several stages use, with those stages."""
 
 
 def route(plan: Plan, graph: Graph) -> Program:
@@ -23,49 +28,52 @@ def route(plan: Plan, graph: Graph) -> Program:
     the order of the computes on both ends, so each is one first-in first-out channel.  A stage runs on the first of
     its ranks.  O(reads + actions).
     """
-    return assemble(plan, edges(plan, graph), tied(plan, graph))
-
-
-def assemble(plan: Plan, links: tuple[Edge, ...], shared: tuple[tuple[str, tuple[int, ...]], ...]) -> Program:
-    """The program of a plan whose edges and tied parameters are known.  O(actions)."""
-    pairs = tuple((edge.src, edge.dst, bool(edge.grads)) for edge in links)
-    summing = frozenset(s for _, stages in shared for s in stages)
+    links, shared = edges(plan, graph), tied(plan, graph)
     ranks: list[tuple[Action, ...]] = [()] * plan.world
-    for stage, actions in zip(
-        plan.stages, _actions(len(plan.stages), len(plan.micro_rows), plan.schedule, pairs, summing), strict=True
-    ):
-        ranks[stage.ranks[0]] = actions
+    orders = order(len(plan.stages), len(plan.micro_rows), plan.schedule)
+    for stage, text, acts in zip(plan.stages, orders, around(len(plan.stages), links, shared), strict=True):
+        ranks[stage.ranks[0]] = _numbered(text, acts)
     stage_ranks = tuple(stage.ranks[0] for stage in plan.stages)
     return Program(len(plan.micro_rows), stage_ranks, tuple(ranks), links, shared)
 
 
-@lru_cache(maxsize=8)
-def _actions(
-    stages: int, micros: int, schedule: str, pairs: tuple[tuple[int, int, bool], ...], summing: frozenset[int]
-) -> tuple[tuple[Action, ...], ...]:
-    """The actions of each stage.  pairs: (source, destination, whether gradients come back), ascending."""
+def _numbered(text: str, acts: Acts) -> tuple[Action, ...]:
+    """What a stage does in all: its forwards and backwards in this order, then what comes last."""
+    place = {"F": count(), "B": count()}
+    actions = []
+    for letter in text:
+        micro = next(place[letter])
+        actions += [Action(a.kind, a.stage, micro, a.peer) for a in acts[letter]]
+    return (*actions, *acts["T"])
+
+
+def around(stages: int, links: tuple[Edge, ...], shared: Tied) -> tuple[Acts, ...]:
+    """What each stage does for the forward ("F") and for the backward ("B") of micro-batch 0, and after all ("T").
+
+    Receives, the F or B, sends; of several peers in ascending order.  O(stages + edges).
+    """
     into: dict[int, list[tuple[int, bool]]] = {s: [] for s in range(stages)}
     out: dict[int, list[tuple[int, bool]]] = {s: [] for s in range(stages)}
-    for src, dst, grads in pairs:  # ascending, so peers are ascending in both lists
-        into[dst].append((src, grads))
-        out[src].append((dst, grads))
-    result = []
-    for s, computes in enumerate(order(stages, micros, schedule)):
-        actions = [a for compute in computes for a in _with_messages(compute, into[s], out[s])]
-        result.append((*actions, Action("T", s)) if s in summing else tuple(actions))
-    return tuple(result)
-
-
-def _with_messages(compute: Action, into: list[tuple[int, bool]], out: list[tuple[int, bool]]) -> list[Action]:
-    """Receives, the F or B, sends.  into, out: (peer, whether gradients come back)."""
-    stage, micro = compute.stage, compute.micro
-    if compute.kind == "F":
-        receives = [Action("RF", stage, micro, peer) for peer, _ in into]
-        sends = [Action("SF", stage, micro, peer) for peer, _ in out]
-    else:
-        receives = [Action("RB", stage, micro, peer) for peer, grads in out if grads]
-        sends = [Action("SB", stage, micro, peer) for peer, grads in into if grads]
-    return [*receives, compute, *sends]
+    for edge in links:  # ascending, so peers are ascending in both lists
+        into[edge.dst].append((edge.src, bool(edge.grads)))
+        out[edge.src].append((edge.dst, bool(edge.grads)))
+    summing = {s for _, users in shared for s in users}
+    return tuple(
+        {
+            "F": (
+                *(Action("RF", s, 0, peer) for peer, _ in into[s]),
+                Action("F", s, 0),
+                *(Action("SF", s, 0, peer) for peer, _ in out[s]),
+            ),
+            "B": (
+                *(Action("RB", s, 0, peer) for peer, grads in out[s] if grads),
+                Action("B", s, 0),
+                *(Action("SB", s, 0, peer) for peer, grads in into[s] if grads),
+            ),
+            "T": (Action("T", s),) if s in summing else (),
+        }
+        for s in range(stages)
+    )
 
 
 def edges(plan: Plan, graph: Graph) -> tuple[Edge, ...]:
@@ -116,7 +124,7 @@ def _homes(plan: Plan, graph: Graph) -> dict[str, int]:
     return home
 
 
-def tied(plan: Plan, graph: Graph) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def tied(plan: Plan, graph: Graph) -> Tied:
     """Trainable parameters that several stages use, with those stages; in the order of `graph.params`.  O(uses)."""
     ops = graph.op_map()
     users: dict[str, set[int]] = {}

@@ -23,16 +23,18 @@ from autopart.ir.cluster import Device
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, Literal, Op, Param, Value
 
+from .alike import alike, first_of
 from .flops import backward_flops, flops, shape_of
 from .optable import CREATION, MATMUL, NAMES, NORM, SAVES, VIEW, family, op_name
+from .scale import at_rows
 
 __all__ = [
+    "Pricing",
     "analytic_costs",
     "backward_flops",
     "family",
     "flops",
     "moved_bytes",
-    "saved_bytes",
     "saved_values",
     "storage",
 ]
@@ -46,19 +48,71 @@ _BREAKS_ORDER = _ALWAYS_VIEWS - {"detach", "unsqueeze", "squeeze"}
 
 def analytic_costs(graph: Graph, device: Device) -> Graph:
     """`graph` with a Cost on every op: roofline times on `device`, saved bytes, operations.  O(ops + values)."""
-    values, params = graph.value_map(), graph.param_map()
-    keeps = saved_bytes(graph)
-    roots = storage(graph)
-    costed = []
-    for op in graph.ops:
-        work, back = flops(op, values, params), backward_flops(op, values, params)
-        moved = moved_bytes(op, values, params, roots)
-        dtype = computing_dtype(op, values, params)
-        forward_ns = roofline_ns(work, moved, device, dtype)
-        backward_ns = _backward_ns(op, values, work, back, moved, device, dtype)
-        scratch = _scratch_bytes(op, values, params)
-        costed.append(replace(op, cost=Cost(forward_ns, backward_ns, keeps[op.name], scratch, work)))
-    return replace(graph, ops=tuple(costed))
+    pricing = Pricing(graph, graph)
+    costs = pricing.costs(graph.rows, device)
+    assert costs is not None
+    return replace(graph, ops=pricing.put(costs, graph.ops))
+
+
+class Pricing:
+    """Analytic costs of one model at any number of rows, each class of ops that are `alike` priced once.
+
+    classes: the number of the class of each op.
+    """
+
+    def __init__(self, graph: Graph, other: Graph) -> None:
+        """other: another capture of the model, or the same.  O(size of the graph)."""
+        self._roots = storage(graph)
+        keeps = _kept(graph, self._roots)
+        also = [_also(op, self._roots, keeps[op.name]) for op in graph.ops]
+        self.classes = alike(graph, other, also)
+        first = first_of(self.classes)
+        self._keeps = [keeps[graph.ops[i].name] for i in first]
+        wanted = {name for i in first for op in [graph.ops[i]] for name in (*op.reads, *op.writes, *also[i])}
+        places = [i for i, value in enumerate(graph.values) if value.name in wanted]
+        self._few, self._twins = (
+            replace(g, ops=tuple([g.ops[i] for i in first]), values=tuple([g.values[i] for i in places]))
+            for g in (graph, other)
+        )
+        self._params = graph.param_map()
+
+    def costs(self, rows: int, device: Device) -> list[Cost] | None:
+        """The cost of an op of each class; None where the program is not known at so many rows."""
+        few = self._few if rows == self._few.rows else at_rows(self._few, self._twins, rows)
+        if few is None:
+            return None
+        values = few.value_map()
+        pairs = zip(few.ops, self._keeps, strict=True)
+        return [_cost(op, values, self._params, self._roots, kept, device) for op, kept in pairs]
+
+    def put(self, costs: list[Cost], ops: tuple[Op, ...]) -> tuple[Op, ...]:
+        """The ops of the model with the costs of their classes."""
+        return tuple([replace(op, cost=costs[number]) for op, number in zip(ops, self.classes, strict=True)])
+
+
+def _also(op: Op, roots: Mapping[str, str], kept: tuple[str, ...]) -> tuple[str, ...]:
+    """What the cost of an op depends on besides its operands: their storage, and what it keeps."""
+    return (*(roots.get(name, name) for name in op.reads + op.writes), *kept)
+
+
+def _cost(
+    op: Op,
+    values: Mapping[str, Value],
+    params: Mapping[str, Param],
+    roots: Mapping[str, str],
+    kept: tuple[str, ...],
+    device: Device,
+) -> Cost:
+    work, back = flops(op, values, params), backward_flops(op, values, params)
+    moved = moved_bytes(op, values, params, roots)
+    dtype = computing_dtype(op, values, params)
+    return Cost(
+        roofline_ns(work, moved, device, dtype),
+        _backward_ns(op, values, work, back, moved, device, dtype),
+        _hidden_bytes(op, values, params) + sum(values[name].size_bytes for name in kept),
+        _scratch_bytes(op, values, params),
+        work,
+    )
 
 
 def _scratch_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> int:
@@ -218,19 +272,14 @@ def storage(graph: Graph) -> dict[str, str]:
     return roots
 
 
-def saved_bytes(graph: Graph) -> dict[str, int]:
-    """For each op, bytes that stay from its forward to its backward because of it: every storage is counted once, for
-    the first op that keeps it.  O(ops + values)."""
+def _kept(graph: Graph, roots: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """For each op, the storages that stay from its forward to its backward because of it: every one is counted once,
+    for the first op that keeps it.  O(ops + values)."""
     values, params = graph.value_map(), graph.param_map()
-    roots = storage(graph)
     counted: set[str] = set()
-    result: dict[str, int] = {}
+    result: dict[str, tuple[str, ...]] = {}
     for op in graph.ops:
-        total = _hidden_bytes(op, values, params)
-        for name in saved_values(op, values, params):
-            root = roots[name]
-            if root in values and root not in counted:
-                counted.add(root)
-                total += values[root].size_bytes
-        result[op.name] = total
+        fresh = dict.fromkeys(roots[name] for name in saved_values(op, values, params))
+        result[op.name] = tuple(root for root in fresh if root in values and root not in counted)
+        counted.update(result[op.name])
     return result

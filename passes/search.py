@@ -1,7 +1,7 @@
 """The search: many partitions by dynamic programming, the promising ones by simulation, the best of those refined.
 
 0. Where all candidates together are few, each of them is judged, and that is all.
-1. For every way to cut the batch and every layout, the partition's best division for each number of stages (`divide`).
+1. For every way to cut the batch and every layout, the partition's best division for each number of stages (`drafts`).
 2. The most promising by U are judged (`judge`), the best of them under every schedule and layout of the same depth.
 3. From the best few, cuts move by a block and widths by a device as long as the simulated step gets shorter.
 
@@ -14,17 +14,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
-from autopart.ir.errors import InfeasibleError
-from autopart.passes.bound import is_chain, joined, work_bound
+from autopart.passes.drafts import HOPELESS, Draft, Watch, drafts_of
 from autopart.passes.estimate import played
 from autopart.passes.exhaust import every_candidate
 from autopart.passes.judge import Candidate, Judge, Verdict
-from autopart.passes.layout import SMALL, Layout, layouts
-from autopart.passes.partition import Division, divide
+from autopart.passes.layout import layouts
 from autopart.passes.space import Space
-from autopart.passes.tables import Tables
 
 PROMISING = 12
 """Divisions that are judged, besides the best one of each number of copies."""
@@ -34,15 +30,6 @@ REFINED = 3
 """Verdicts that are refined."""
 EFFORT = 250_000
 """Actions that may be simulated in refining, and in comparing schedules and layouts."""
-HOPELESS = 1.1
-"""A division whose U is so much above the best simulated step is not judged: U leaves waiting out."""
-MOST_STAGES = 128
-"""Unless more are asked for."""
-MOST_WAYS = 8
-"""Ways to cut the batch that get dynamic programs; the others are tried in refinement."""
-
-Watch = Callable[[str, int, int], None]
-"""(pass, best step so far in ns or 0, lower bound in ns or 0)."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +44,7 @@ class Found:
 
 def search(spaces: tuple[Space, Space], watch: Watch | None = None) -> Found:
     """The fastest plan found.  spaces: a line of few blocks, for pipelines of at most `SMALL` positions, and one of
-    more blocks, for deeper ones; they may be the same.  Raises InfeasibleError when no division can be made at all.
+    more blocks, for deeper ones; they may be the same.
     """
     judges = {id(space): Judge(space) for space in spaces}
     ledger = _Ledger()
@@ -66,17 +53,13 @@ def search(spaces: tuple[Space, Space], watch: Watch | None = None) -> Found:
         ledger.add(judges[id(spaces[0])](candidate))
     if ledger.fits or ledger.nearest:
         return ledger.found()
-    drafts = _drafts(spaces, watch) or _drafts(spaces, watch, roomy=True)
-    if not drafts:
-        raise InfeasibleError("no way to cut the model satisfies what is asked for")
-    effort = EFFORT
-    for space, candidate in _promising(drafts):
-        hopeless = ledger.fits and candidate.division.value > HOPELESS * ledger.best_ns
-        if not hopeless and (effort > 0 or not ledger.fits):
-            ledger.add(judges[id(space)](candidate))
-            effort -= _actions(candidate)
-        if watch:
-            watch("judge", ledger.best_ns, 0)
+    drafts = drafts_of(spaces, watch)
+    _judge_promising(drafts, judges, ledger, watch)
+    if not ledger.fits:  # none of the good ones does: others may
+        drafts = drafts_of(spaces, watch, worth=math.inf) or drafts_of(spaces, watch, roomy=True)
+        _judge_promising(drafts, judges, ledger, watch)
+    if not drafts:  # nothing can be divided as it was asked for
+        return ledger.found()
     effort = EFFORT
     for verdict in _finalists(ledger, VARIED):
         variants = list(_variants(verdict.space, verdict.candidate))
@@ -128,78 +111,22 @@ class _Ledger:
         return Found(ranked[0] if ranked else None, self.nearest, tuple(seen.values()))
 
 
-# ---- drafts --------------------------------------------------------------------------------------------------------
-
-
-def _drafts(spaces: tuple[Space, Space], watch: Watch | None, *, roomy: bool = False) -> list[tuple[Space, Candidate]]:
-    """Every division that the dynamic programs find.  roomy: as if memory had no end."""
-    drafts: list[tuple[Space, Candidate]] = []
-    least = 0  # the best U so far
-    for micro_rows in _spread(spaces[0].request.micro_rows):
-        shared: dict[int, dict[object, Any]] = {id(space): {} for space in spaces}
-        for layout in _layouts(spaces[0]):
-            space = spaces[0] if layout.depth <= SMALL else spaces[1]
-            devices = layout.copies * min(layout.depth, space.request.stages or MOST_STAGES) * max(layout.widths)
-            ideal = work_bound(space, micro_rows) * space.setting.cluster.world // devices
-            if layout.copies > max(micro_rows) or (least and ideal > HOPELESS * least):
-                continue
-            for loose in (False, True)[: 1 if is_chain(space) else 2]:
-                for division in _divisions(space, layout, micro_rows, shared[id(space)], roomy, loose):
-                    drafts.append((space, Candidate(division, layout, micro_rows, space.request.schedules[0])))
-        least = min((candidate.division.value for _, candidate in drafts), default=0)
+def _judge_promising(drafts: list[Draft], judges: dict[int, Judge], ledger: _Ledger, watch: Watch | None) -> None:
+    """Judge the promising, as long as they are not hopeless and effort is left or nothing fits."""
+    effort = EFFORT
+    for space, candidate in _promising(drafts):
+        hopeless = ledger.fits and candidate.division.value > HOPELESS * ledger.best_ns
+        if not hopeless and (effort > 0 or not ledger.fits):
+            ledger.add(judges[id(space)](candidate))
+            effort -= _actions(candidate)
         if watch:
-            watch(f"partition, micro-batches of {max(micro_rows)} rows", 0, 0)
-    return drafts
-
-
-def _spread(ways: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
-    """At most `MOST_WAYS`, with numbers of micro-batches about a constant factor apart, both ends included."""
-    if len(ways) <= MOST_WAYS:
-        return list(ways)
-    order = sorted(ways, key=len)
-    low, high = math.log(len(order[0])), math.log(len(order[-1]))
-    marks = [low + (high - low) * i / (MOST_WAYS - 1) for i in range(MOST_WAYS)]
-    chosen = {min(range(len(order)), key=lambda i: abs(math.log(len(order[i])) - mark)) for mark in marks}
-    return [order[i] for i in sorted(chosen)]
-
-
-def _layouts(space: Space) -> Iterator[Layout]:
-    """One layout for each number of copies and order of the devices: the one with replicas together."""
-    for layout in layouts(space.setting.cluster, replicas=space.request.may_replicate):
-        if layout.inner == layout.copies:
-            yield layout
-
-
-def _divisions(
-    space: Space, layout: Layout, micro_rows: tuple[int, ...], shared: dict[object, Any], roomy: bool, loose: bool
-) -> list[Division]:
-    """loose: branches of the graph may run side by side, so that only what a stage reads has to come before it."""
-    request, waits = space.request, joined(space) if loose else None
-    if not request.pins and request.replicas is None:
-        tables = Tables(space, layout, micro_rows, request.schedules[0], None, shared, roomy=roomy, waits=waits)
-        most = request.stages or min(MOST_STAGES, layout.depth)
-        found = divide(space.line.n, layout.depth, layout.widths, most, tables, spare=_spare(space, layout, 1))
-        return [d for d in found if request.stages in (None, d.stages)]
-    found = []
-    counts = [request.stages] if request.stages else range(1, min(MOST_STAGES, layout.depth, space.line.n) + 1)
-    for stages in counts:  # what is asked of a stage by its number needs the number of stages
-        tables = Tables(space, layout, micro_rows, request.schedules[0], stages, shared, roomy=roomy, waits=waits)
-        spare = _spare(space, layout, stages)
-        divisions = divide(space.line.n, layout.depth, layout.widths, stages, tables, spare=spare)
-        found += [d for d in divisions if d.stages == stages]
-    return found
-
-
-def _spare(space: Space, layout: Layout, stages: int) -> int:
-    """Positions that may idle at the end: where devices are not alike, which of them idle matters."""
-    alike = len(set(space.setting.cluster.devices)) == 1
-    return 0 if alike or layout.depth > SMALL else layout.depth - stages
+            watch("judge", ledger.best_ns, 0)
 
 
 # ---- candidates ----------------------------------------------------------------------------------------------------
 
 
-def _promising(drafts: list[tuple[Space, Candidate]]) -> list[tuple[Space, Candidate]]:
+def _promising(drafts: list[Draft]) -> list[Draft]:
     """The best by U, and the best of each number of stages and of copies, so that no kind of plan goes unjudged."""
     ranked = sorted(drafts, key=lambda draft: draft[1].division.value)  # stable: ties stay in order of trying
     chosen = dict.fromkeys(range(min(PROMISING, len(ranked))))
@@ -212,7 +139,7 @@ def _promising(drafts: list[tuple[Space, Candidate]]) -> list[tuple[Space, Candi
     return [ranked[place] for place in chosen]
 
 
-def _compare(drafts: list[tuple[Space, Candidate]], judges: dict[int, Judge], ledger: _Ledger) -> None:
+def _compare(drafts: list[Draft], judges: dict[int, Judge], ledger: _Ledger) -> None:
     """Judge also, for explanations, a stage fewer and more than the best has, and the best without replicas."""
     if not ledger.fits:
         return

@@ -7,52 +7,95 @@ plan that is chosen is costed again at its own number of rows (`planning`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 from autopart.ir.cluster import Device
 from autopart.ir.cost import Cost
 from autopart.ir.errors import GraphError
 from autopart.ir.graph import Graph
-from autopart.passes.rules import analytic_costs
+from autopart.passes.rules import Pricing
 from autopart.passes.scale import at_rows
 
 CostsAt = Callable[[int, int], Graph]
 """(rows, kind of device) to the captured graph at that number of rows, with costs on that kind."""
+Table = npt.NDArray[np.float64]
+FIELDS = ("fwd_ns", "bwd_ns", "saved_bytes", "scratch_bytes", "flops")
 
 
-def sheets(graph: Graph, other: Graph | None, kinds: tuple[Device, ...]) -> CostsAt:
-    """Costs of `graph`, which has those at its own rows on kinds[0], at other rows and on other kinds.
+class Sheets:
+    """Costs of a graph, which has those at its own rows on kinds[0], at other rows and on other kinds: as a graph, and
+    faster as a table."""
 
-    other: a capture of the same model at another number of rows; without one, only the rows of `graph` are known.
-    Each answer is computed once: O(ops + values).
-    """
-    base = analytic_costs(graph, kinds[0])
-    factors = [
-        (_ratio(op.cost.fwd_ns, plain.cost.fwd_ns), _ratio(op.cost.bwd_ns, plain.cost.bwd_ns))
-        for op, plain in zip(graph.ops, base.ops, strict=True)
-    ]
-    exact = all(factor == (1.0, 1.0) for factor in factors)
+    def __init__(self, graph: Graph, other: Graph | None, kinds: tuple[Device, ...]) -> None:
+        """other: a capture of the same model at another number of rows; without one, only the rows of `graph` are
+        known."""
+        self._graph, self._other, self._kinds = graph, other, kinds
+        self._pricing = Pricing(graph, other or graph)
+        self._classes = np.array(self._pricing.classes, dtype=np.int64)
+        base = self._costs(graph.rows, 0)
+        self._factors = [
+            (_ratio(op.cost.fwd_ns, base[c].fwd_ns), _ratio(op.cost.bwd_ns, base[c].bwd_ns))
+            for op, c in zip(graph.ops, self._pricing.classes, strict=True)
+        ]
+        self._exact = all(factor == (1.0, 1.0) for factor in self._factors)
+        self._known = {(graph.rows, 0): graph}
 
-    @lru_cache(maxsize=64)
-    def costs_at(rows: int, kind: int) -> Graph:
-        if rows == graph.rows and kind == 0:
+    def __call__(self, rows: int, kind: int) -> Graph:
+        """The graph at so many rows with costs on a kind of device, each made once.  O(ops + values)."""
+        if (rows, kind) not in self._known:
+            costs, grown = self._costs(rows, kind), self._grown(self._graph, self._other, rows)
+            ops = self._pricing.put(costs, grown.ops)
+            if not self._exact:
+                pairs = zip(ops, self._factors, strict=True)
+                ops = tuple([replace(op, cost=_scaled(op.cost, factor)) for op, factor in pairs])
+            self._known[rows, kind] = replace(grown, ops=ops)
+        return self._known[rows, kind]
+
+    def table(self, rows: int, kind: int) -> tuple[Table, dict[str, int]]:
+        """See `table_of`.  O(values), and O(ops) in numpy: classes of ops are priced, and no op is made."""
+        if (rows, kind) == (self._graph.rows, 0):
+            return _table(self._graph)
+        columns = _columns(self._costs(rows, kind))[:, self._classes]
+        if not self._exact:
+            columns[:2] = np.floor(columns[:2] * np.array(self._factors).T)
+        bare = replace(self._graph, ops=())
+        grown = self._grown(bare, replace(self._other, ops=()) if self._other is not None else None, rows)
+        return columns, {v.name: v.size_bytes for v in grown.values}
+
+    def _costs(self, rows: int, kind: int) -> list[Cost]:
+        known = self._other is not None or rows == self._graph.rows
+        costs = self._pricing.costs(rows, self._kinds[kind]) if known else None
+        if costs is None:
+            raise self._unknown(rows)
+        return costs
+
+    def _grown(self, graph: Graph, other: Graph | None, rows: int) -> Graph:
+        if rows == graph.rows:
             return graph
-        grown = graph if rows == graph.rows else at_rows(graph, other, rows) if other is not None else None
+        grown = at_rows(graph, other, rows) if other is not None else None
         if grown is None:
-            raise GraphError(f"the program at {rows} rows is not known from the one at {graph.rows}")
-        plain = analytic_costs(grown, kinds[kind])
-        if exact:
-            return plain
-        return replace(
-            plain,
-            ops=tuple(
-                replace(op, cost=_scaled(op.cost, factor)) for op, factor in zip(plain.ops, factors, strict=True)
-            ),
-        )
+            raise self._unknown(rows)
+        return grown
 
-    return costs_at
+    def _unknown(self, rows: int) -> GraphError:
+        return GraphError(f"the program at {rows} rows is not known from the one at {self._graph.rows}")
+
+
+def table_of(costs_at: CostsAt, rows: int, kind: int) -> tuple[Table, dict[str, int]]:
+    """(a row for each of `FIELDS`, a column for each op; bytes of each value) at so many rows on a kind of device."""
+    return costs_at.table(rows, kind) if isinstance(costs_at, Sheets) else _table(costs_at(rows, kind))
+
+
+def _table(graph: Graph) -> tuple[Table, dict[str, int]]:
+    return _columns([op.cost for op in graph.ops]), {v.name: v.size_bytes for v in graph.values}
+
+
+def _columns(costs: Sequence[Cost]) -> Table:
+    return np.array([[getattr(cost, field) for cost in costs] for field in FIELDS], dtype=np.float64)
 
 
 def _ratio(known: int, counted: int) -> float:
@@ -61,3 +104,8 @@ def _ratio(known: int, counted: int) -> float:
 
 def _scaled(cost: Cost, factor: tuple[float, float]) -> Cost:
     return replace(cost, fwd_ns=int(cost.fwd_ns * factor[0]), bwd_ns=int(cost.bwd_ns * factor[1]))
+
+
+def sheets(graph: Graph, other: Graph | None, kinds: tuple[Device, ...]) -> CostsAt:
+    """Costs of `graph` at any rows on any kind (`Sheets`)."""
+    return Sheets(graph, other, kinds)

@@ -11,15 +11,16 @@ other down (on CPU they share cores); replicas with unequal shares wait for the 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import Action, Program
 from autopart.ir.timeline import Span, Timeline
+from autopart.passes.route import Acts
 from autopart.passes.traffic import Load, Way
 
 Message = tuple[int, int, str]
@@ -52,18 +53,31 @@ def simulate(program: Program, work: Work) -> Timeline:
     receive the wait of its rank; peak_bytes is of F done and B not yet (of a forward program: all).  Spans of a stage
     are those of its first rank.  O(actions * log ranks), and the sort of the spans.
     """
-    play = _Play(program, work, spans=[])
-    play.run()
+    spans: list[Span] = []
+    code = _Code(work)
+    _Play(_lanes(program, code), code, spans).run()
     peak = [0] * len(program.ranks)
     for stage, rank in enumerate(program.stage_ranks):
         peak[rank] = work.held_bytes[stage] * _most_live(program.ranks[rank])
-    spans = sorted(play.spans or (), key=lambda span: (span.start_ns, span.rank))
-    return Timeline(tuple(spans), tuple(peak))
+    return Timeline(tuple(sorted(spans, key=lambda span: (span.start_ns, span.rank))), tuple(peak))
 
 
 def step_ns(program: Program, work: Work) -> int:
     """The end of the step that `simulate` draws, without drawing it."""
-    return _Play(program, work, spans=None).run()
+    code = _Code(work)
+    return _Play(_lanes(program, code), code).run()
+
+
+def ordered_ns(orders: Sequence[str], acts: Sequence[Acts], ranks: Sequence[int], work: Work) -> int:
+    """`step_ns` of the program in which each stage, on its rank, does its acts (`route.around`) in this order
+    (`order`); the program is not made."""
+    code = _Code(work)
+    lanes = []
+    for stage, (text, own) in enumerate(zip(orders, acts, strict=True)):
+        steps = {kind: [code.of(action) for action in actions] for kind, actions in own.items()}
+        whole = [*chain.from_iterable([steps[kind] for kind in text]), *steps["T"]]
+        lanes.append(_Lane(ranks[stage], stage, whole))
+    return _Play(lanes, code).run()
 
 
 def _most_live(actions: tuple[Action, ...]) -> int:
@@ -72,105 +86,177 @@ def _most_live(actions: tuple[Action, ...]) -> int:
     return max(accumulate(change, initial=0))
 
 
+# ---- programs as numbers -------------------------------------------------------------------------------------------
+
+_COMPUTE, _BACKWARD, _SEND, _RECEIVE = range(4)
+_Wire = tuple[int, tuple[tuple[int, int], ...]]
+"""(nanoseconds from start to arrival, (way, nanoseconds that it is busy) of each); no ways: it takes no time."""
+_Step = tuple[int, int, _Wire]
+"""(one of the four above; nanoseconds of a compute, or the number of a channel; how a send travels)."""
+
+
 @dataclass(slots=True)
+class _Lane:
+    """What a rank does for its stage.  actions: the same in words, for spans.
+
+    at: how many of them are done.  clock: when.  last_ns: how long the last backward took.
+    """
+
+    rank: int
+    stage: int
+    steps: list[_Step]
+    actions: tuple[Action, ...] = ()
+    at: int = 0
+    clock: int = 0
+    last_ns: int = 0
+
+
+class _Code:
+    """Actions as steps, one for each kind, stage and peer."""
+
+    def __init__(self, work: Work) -> None:
+        self.work, self.wires = work, _wires(work)
+        self._channels: dict[tuple[int, int], int] = {}
+        self._known: dict[tuple[str, int, int | None], _Step] = {}
+
+    def of(self, action: Action) -> _Step:
+        """The step of an action, whatever its micro-batch."""
+        key = action.kind, action.stage, action.peer
+        step = self._known.get(key)
+        if step is None:
+            step = self._known[key] = self._made(*key)
+        return step
+
+    def _made(self, kind: str, stage: int, peer: int | None) -> _Step:
+        if peer is None:
+            work = self.work
+            times = work.fwd_ns if kind == "F" else work.bwd_ns if kind == "B" else work.tied_ns
+            return _BACKWARD if kind == "B" else _COMPUTE, times[stage] if times else 0, (0, ())
+        sends = kind[0] == "S"
+        channel = self._channels.setdefault((stage, peer) if sends else (peer, stage), len(self._channels))
+        return _SEND if sends else _RECEIVE, channel, self.wires.get((stage, peer, kind[1]), (0, ()))
+
+
+def _lanes(program: Program, code: _Code) -> list[_Lane]:
+    stage_of = {rank: stage for stage, rank in enumerate(program.stage_ranks)}
+    return [
+        _Lane(rank, stage_of[rank], [code.of(action) for action in actions], actions)
+        for rank, actions in enumerate(program.ranks)
+        if actions
+    ]
+
+
+def _wires(work: Work) -> dict[Message | int, _Wire]:
+    """How each message travels, and (by stage) each sum of gradients, if it takes time.
+
+    Ways that are always busy together and equally long count as one, so replicas cost nothing.  O(ways of all loads).
+    """
+    users: dict[Way, list[tuple[Message | int, int]]] = {}
+    latency: dict[Message | int, int] = {}
+    loads: list[tuple[Message | int, tuple[int, Load]]] = [*work.messages.items(), *enumerate(work.reduce)]
+    for key, (size, load) in loads:
+        if size and load.ways:
+            latency[key] = load.latency_ns
+            for way, taken in zip(load.ways, load.busy_ns(size), strict=True):
+                users.setdefault(way, []).append((key, taken))
+    found: dict[Message | int, list[tuple[int, int]]] = {key: [] for key in latency}
+    for number, used in enumerate(dict.fromkeys(map(tuple, users.values()))):
+        for key, taken in used:
+            found[key].append((number, taken))
+    return {key: (latency[key] + max([taken for _, taken in ways]), tuple(ways)) for key, ways in found.items()}
+
+
+# ---- the play ------------------------------------------------------------------------------------------------------
+
+
 class _Play:
     """Clocks of the ranks, when each way is free, and when the messages under way arrive."""
 
-    program: Program
-    work: Work
-    spans: list[Span] | None
-    busy: dict[Message, tuple[int, tuple[Way, ...], tuple[int, ...]]] = field(default_factory=dict)
-    free: dict[Way, int] = field(default_factory=dict)
-    arrivals: dict[tuple[int, int], deque[int]] = field(default_factory=dict)
-    parked: dict[tuple[int, int], int] = field(default_factory=dict)
-    clock: list[int] = field(default_factory=list)
-    end: int = 0
+    def __init__(self, lanes: list[_Lane], code: _Code, spans: list[Span] | None = None) -> None:
+        """spans: where to note them, if at all."""
+        self._lanes = {lane.rank: lane for lane in lanes}
+        self._work, self._wires, self._spans = code.work, code.wires, spans
+        self._free: defaultdict[int, int] = defaultdict(int)
+        self._end = 0
 
     def run(self) -> int:
-        """The end of the step in nanoseconds.  The rank whose clock is behind acts next: so ports serve in order."""
-        ranks = self.program.ranks
-        stage_of = {rank: stage for stage, rank in enumerate(self.program.stage_ranks)}
-        self.clock, done = [0] * len(ranks), [0] * len(ranks)
-        last_ns = [0] * len(ranks)  # how long the last backward took, for sums that overlap it
-        queue = [(0, rank) for rank in range(len(ranks)) if ranks[rank]]
+        """The end of the step in nanoseconds.  The rank whose clock is behind acts next: so ports serve in order.
+
+        A rank acts on without a turn through the queue as long as it would be the next in it.
+        """
+        lanes, spans = self._lanes, self._spans
+        arrivals: defaultdict[int, deque[int]] = defaultdict(deque)
+        parked: dict[int, _Lane] = {}  # by channel: who waits for a message that was not sent
+        queue = [(0, rank) for rank in sorted(lanes)]
         while queue:
             now, rank = heappop(queue)
-            if done[rank] == len(ranks[rank]):
-                self._finish(stage_of[rank], rank, now - last_ns[rank] * self.work.overlap)
-                continue
-            action = ranks[rank][done[rank]]
-            woken = self._act(rank, action, now)
-            if woken is None:
-                continue  # parked until its message is sent
-            done[rank] += 1
-            if action.kind == "B":
-                last_ns[rank] = self.clock[rank] - now
-            heappush(queue, (self.clock[rank], rank))
-            if woken >= 0:
-                heappush(queue, (self.clock[woken], woken))
-        for rank, actions in enumerate(ranks):
-            if done[rank] < len(actions):
-                raise ProgramError(f"{actions[done[rank]]} waits for ever", where=f"rank {rank}", why="verify it first")
-        return self.end
+            lane = lanes[rank]
+            steps, at = lane.steps, lane.at
+            while at < len(steps):
+                kind, what, wire = steps[at]
+                begin = now
+                if kind == _SEND:
+                    begin, end = self._occupy(wire, now) if wire[1] else (now, now)
+                    other = parked.pop(what, None)
+                    if other is None:
+                        arrivals[what].append(end)
+                    else:  # it waits since an earlier time, so it would be the next: it receives at once
+                        heappush(queue, (self._received(other, end), other.rank))
+                elif kind == _RECEIVE:
+                    if not arrivals[what]:
+                        parked[what] = lane
+                        break
+                    end = now = max(now, arrivals[what].popleft())
+                else:
+                    end = now = now + what
+                    if kind == _BACKWARD:
+                        lane.last_ns = what
+                self._end = max(self._end, end)
+                if spans is not None:
+                    spans.append(Span(rank, lane.actions[at], begin, end))
+                at += 1
+                if queue and queue[0] < (now, rank):
+                    heappush(queue, (now, rank))
+                    break
+            else:
+                self._finish(lane, now)
+            lane.at, lane.clock = at, now
+        for lane in lanes.values():
+            if lane.at < len(lane.steps):
+                stuck = lane.actions[lane.at] if lane.actions else f"stage {lane.stage}"
+                raise ProgramError(f"{stuck} waits for ever", where=f"rank {lane.rank}", why="verify it first")
+        return self._end
 
-    def _act(self, rank: int, action: Action, now: int) -> int | None:
-        """Do an action: the rank it wakes, -1 for none, or None while its message has not been sent."""
-        work, kind, stage, peer = self.work, action.kind, action.stage, action.peer
-        if peer is None:
-            times = work.fwd_ns if kind == "F" else work.bwd_ns if kind == "B" else work.tied_ns
-            self.clock[rank] = now + (times[stage] if times else 0)
-            self._span(rank, action, now, self.clock[rank])
-            return -1
-        if kind[0] == "S":
-            start, arrival = self._transfer((stage, peer, kind[1]), now)
-            self.arrivals.setdefault((stage, peer), deque()).append(arrival)
-            self._span(rank, action, start, arrival)
-            return self.parked.pop((stage, peer), -1)
-        messages = self.arrivals.get((peer, stage))
-        if not messages:
-            self.parked[peer, stage] = rank
-            return None
-        self.clock[rank] = max(now, messages.popleft())
-        self._span(rank, action, now, self.clock[rank])
-        return -1
+    def _received(self, lane: _Lane, arrival: int) -> int:
+        """A parked rank goes on: its clock."""
+        begin, lane.clock = lane.clock, max(lane.clock, arrival)
+        self._span(lane, lane.actions[lane.at] if lane.actions else None, begin, lane.clock)
+        lane.at += 1
+        return lane.clock
 
-    def _transfer(self, message: Message, now: int) -> tuple[int, int]:
-        """(start, arrival) of a message that is posted now."""
-        known = self.busy.get(message)
-        if known is None:
-            size, load = self.work.messages.get(message, (0, None))
-            sent = size > 0 and load is not None and bool(load.ways)
-            known = (load.latency_ns, load.ways, load.busy_ns(size)) if load is not None and sent else (0, (), ())
-            self.busy[message] = known
-        return self._occupy(*known, now)
-
-    def _occupy(self, latency: int, ways: tuple[Way, ...], busy: tuple[int, ...], now: int) -> tuple[int, int]:
-        if not ways:
-            return now, now
-        free = self.free
-        start = now
-        for way in ways:
-            if free.get(way, 0) > start:
+    def _occupy(self, wire: _Wire, now: int) -> tuple[int, int]:
+        """(start, arrival) of what is posted now."""
+        free, start = self._free, now
+        for way, _ in wire[1]:
+            if free[way] > start:
                 start = free[way]
-        for way, taken in zip(ways, busy, strict=True):
+        for way, taken in wire[1]:
             free[way] = start + taken
-        return start, start + latency + max(busy)
+        return start, start + wire[0]
 
-    def _finish(self, stage: int, rank: int, ready: int) -> None:
+    def _finish(self, lane: _Lane, now: int) -> None:
         """Sum over replicas and optimizer, after the last action."""
-        now = self.clock[rank]
-        if self.work.reduce:
-            size, load = self.work.reduce[stage]
-            if size and load.ways:
-                start, end = self._occupy(load.latency_ns, load.ways, load.busy_ns(size), ready)
-                now = max(now, end)
-                self._span(rank, Action("R", stage), start, now)
-        if self.work.optimizer_ns and self.work.optimizer_ns[stage]:
-            self._span(rank, Action("O", stage), now, now + self.work.optimizer_ns[stage])
-            now += self.work.optimizer_ns[stage]
-        self.end = max(self.end, now)
+        if lane.stage in self._wires:
+            ready = now - lane.last_ns * self._work.overlap
+            start, end = self._occupy(self._wires[lane.stage], ready)
+            now = max(now, end)
+            self._span(lane, Action("R", lane.stage), start, now)
+        if self._work.optimizer_ns and self._work.optimizer_ns[lane.stage]:
+            begin, now = now, now + self._work.optimizer_ns[lane.stage]
+            self._span(lane, Action("O", lane.stage), begin, now)
+        self._end = max(self._end, now)
 
-    def _span(self, rank: int, action: Action, start: int, end: int) -> None:
-        self.end = max(self.end, end)
-        if self.spans is not None:
-            self.spans.append(Span(rank, action, start, end))
+    def _span(self, lane: _Lane, action: Action | None, start: int, end: int) -> None:
+        self._end = max(self._end, end)
+        if self._spans is not None and action is not None:
+            self._spans.append(Span(lane.rank, action, start, end))

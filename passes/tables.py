@@ -1,4 +1,4 @@
-"""Tables for the partition: what every stage [a, b) would cost at a place in the pipeline, as matrices.
+"""Tables for the partition: what every stage [a, b) would cost at a place in the pipeline, over (a, b - a).
 
 The same model as `estimate`, in closed form over ranges: times of a micro-batch's share, messages into the stage over
 the port it would use, the sum of gradients and the optimizer behind the last backward, memory with the micro-batches
@@ -21,8 +21,9 @@ from autopart.ir.plan import ASYNC, in_flight
 from autopart.passes.cuts import Ints
 from autopart.passes.estimate import optimizer_ns
 from autopart.passes.layout import Layout
-from autopart.passes.partition import FAR, Table
-from autopart.passes.space import Space
+from autopart.passes.line import Sheet
+from autopart.passes.partition import FAR, Table, by_length, ends_of
+from autopart.passes.space import Bools, Space
 from autopart.passes.traffic import Load
 
 Floats = npt.NDArray[np.float64]
@@ -51,12 +52,15 @@ class Tables:
         *,
         roomy: bool = False,
         waits: Ints | None = None,
+        length: int | None = None,
     ) -> None:
         """stages: the number of stages, where it is fixed.  shared: what layouts of one kind have in common.  roomy: as
         if memory had no end.  waits: [a, b] is 1 where the stage that begins at b waits for [a, b); None: everywhere.
+        length: of the longest range that comes into question.
         """
         self.space, self.layout, self.schedule, self.stages, self.roomy = space, layout, schedule, stages, roomy
-        self._waits = waits
+        self._length = space.line.n if length is None else length
+        self._waits = None if waits is None else by_length(waits, self._length)
         self.rows, self.micros = max(micro_rows), len(micro_rows)
         self._memo: dict[object, Any] = {} if shared is None else shared
 
@@ -102,7 +106,7 @@ class Tables:
         arriving = self._cached(self._arriving, *place.arriving)
         after = self._cached(self._after, *place.ring, place.kinds)
         if self.stages is not None and self.space.request.pins:
-            work = np.where(self.space.legal_at(self.stages - k), work, FAR)
+            work = np.where(self._legal(self.space.legal_at(self.stages - k)), work, FAR)
         per_step = self.micros * (work + after) if self.schedule == ASYNC else self.micros * work + after
         own = np.where(work < FAR, per_step, FAR)
         through = np.minimum(work + arriving, FAR)
@@ -115,7 +119,7 @@ class Tables:
         return fixed is None or (len(fixed) == self.stages and fixed[self.stages - k] == replicas)
 
     def _cached(self, make: Callable[..., Ints], *args: object) -> Ints:
-        key = (make.__name__, self.rows, self.micros, self.schedule, *args)
+        key = (make.__name__, self.rows, self.micros, self.schedule, self._length, *args)
         if key not in self._memo:
             self._memo[key] = make(*args)
         found: Ints = self._memo[key]
@@ -133,26 +137,40 @@ class Tables:
     def _times(self, share: int, kinds: tuple[int, ...]) -> Ints:
         """(forward, both ways; FAR where the stage may not be) of every range."""
         sheets = [self.space.line.sheet(share, kind) for kind in kinds]
-        forward = np.max([sheet.ranges("fwd_ns") for sheet in sheets], axis=0)
-        time = np.max([sheet.ranges("fwd_ns") + sheet.ranges("bwd_ns") for sheet in sheets], axis=0)
-        return np.stack([forward, np.where(self.space.legal, time, FAR)])
+        forwards = [self._sums(sheet, "fwd_ns") for sheet in sheets]
+        forward = np.max(forwards, axis=0)
+        time = np.max([f + self._sums(sheet, "bwd_ns") for f, sheet in zip(forwards, sheets, strict=True)], axis=0)
+        return np.stack([forward, np.where(self._legal(self.space.legal), time, FAR)])
+
+    def _sums(self, sheet: Sheet, field: str) -> Ints:
+        sums = sheet.sums(field)
+        return np.asarray(sums[ends_of(self.space.line.n, self._length)] - sums[:, None])
+
+    def _by_length(self, matrix: Ints) -> Ints:
+        return by_length(matrix, self._length)
+
+    def _legal(self, legal: Bools) -> Bools:
+        n = self.space.line.n
+        inside = np.arange(n + 1)[:, None] + np.arange(self._length + 1)[None, :] <= n
+        return np.asarray(by_length(legal, self._length) & inside)
 
     def _fixed(self, share: int, kinds: tuple[int, ...], replicas: int) -> Ints:
         """(bytes that do not depend on the micro-batches in flight, bytes of each of them, what recomputing all blocks
         frees of each, saved bytes) of every range."""
         line, request, sheet = self.space.line, self.space.request, self.space.line.sheet(share, kinds[0])
-        static = line.weights + (line.trained * (1 + request.state_factor)).astype(np.int64)
-        static = static + sheet.scratch + 2 * (sheet.enters + sheet.crossing[None, :])
+        weights, trained, enters = map(self._by_length, (line.weights, line.trained, sheet.enters))
+        static = weights + (trained * (1 + request.state_factor)).astype(np.int64) + self._by_length(sheet.scratch)
+        static += 2 * (enters + sheet.crossing[ends_of(line.n, self._length)])
         static[0] += self.micros * -(-self._batch_bytes() // replicas)
-        saved = sheet.ranges("saved_bytes")
-        return np.stack([static, saved + sheet.enters, saved - sheet.kept, saved])
+        saved = self._sums(sheet, "saved_bytes")
+        return np.stack([static, saved + enters, saved - self._by_length(sheet.kept), saved])
 
     def _recomputed(self, live: int, replicas: int, share: int, place: _Place) -> Floats | None:
         """[a, b]: share of the blocks that has to be recomputed, above 1 where even that is not enough; None: none."""
         line, request = self.space.line, self.space.request
         static, held, gained, saved = self._cached(self._fixed, share, place.kinds, replicas)
         if self.schedule == ASYNC:
-            static = static + (live - 1) * line.weights
+            static = static + (live - 1) * self._by_length(line.weights)
         over = static + live * held - place.memory
         all_of_it = request.recompute == "all" and request.may_recompute
         if not all_of_it and not (over > 0).any():
@@ -163,11 +181,14 @@ class Tables:
         if not request.may_recompute:
             return np.where(over > 0, 2.0, 0.0)
         blocks = np.full(over.shape, 2.0)
-        heaviest = line.sheet(share, place.kinds[0]).heaviest
+        heaviest = self._cached(self._heaviest, share, place.kinds[0])
         np.divide(over + heaviest, live * gained, out=blocks, where=gained > 0)
         np.copyto(blocks, whole, where=blocks > 1.0)
         blocks[over <= 0] = 0.0
         return blocks
+
+    def _heaviest(self, share: int, kind: int) -> Ints:
+        return self._by_length(self.space.line.sheet(share, kind).heaviest)
 
     def _batch_bytes(self) -> int:
         sheet = self.space.line.sheet(self.rows)
@@ -178,11 +199,12 @@ class Tables:
     def _arriving(self, latency_ns: int, ns_per_byte: float) -> Ints:
         """Messages into the stage, both ways, each alone on its ports."""
         sheet = self.space.line.sheet(self.rows)
-        return alone_ns(sheet.enters, latency_ns, ns_per_byte) + alone_ns(sheet.returns, latency_ns, ns_per_byte)
+        ways = self._by_length(sheet.enters), self._by_length(sheet.returns)
+        return alone_ns(ways[0], latency_ns, ns_per_byte) + alone_ns(ways[1], latency_ns, ns_per_byte)
 
     def _after(self, latency_ns: int, ns_per_byte: float, kinds: tuple[int, ...]) -> Ints:
         """Sum of gradients and optimizer."""
-        setting, trained = self.space.setting, self.space.line.trained
+        setting, trained = self.space.setting, self._by_length(self.space.line.trained)
         slowest = max(optimizer_ns(1 << 30, self.space.request.state_factor, setting.kinds[kind]) for kind in kinds)
         return alone_ns(trained, latency_ns, ns_per_byte) + np.asarray(trained * (slowest / (1 << 30))).astype(np.int64)
 

@@ -338,7 +338,7 @@ def test_diff_names_what_changed() -> None:
     )
     assert diff_plans(example(), other).splitlines() == [
         "schedule: 1f1b -> gpipe",
-        "micro_rows: [2, 2] -> [1, 1, 1, 1]",
+        "micro-batches: 2 of 2 rows -> 4 of 1 row",
         "stage 0 ranks: [0] -> [1]",
         "stage 0 recomputed ops: 0 -> 1",
         "stage 1 ranks: [1] -> [0]",

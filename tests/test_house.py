@@ -64,6 +64,22 @@ def test_every_file_says_what_it_is_for(path):
     assert ast.get_docstring(ast.parse(path.read_text()))
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "tests/passes").glob("**/*.py")), ids=_name)
+def test_tests_of_passes_start_no_process(path):
+    imported = re.findall(r"^(?:from|import) ([\w.]+)", path.read_text(), re.MULTILINE)
+    assert not {"subprocess", "multiprocessing", "autopart.runtime.launch", "torch.distributed"} & set(imported)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "passes").glob("*.py")), ids=_name)
+def test_every_public_function_of_the_planner_is_documented(path):
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), node.name
+            methods = [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.FunctionDef)]
+            for method in methods if isinstance(node, ast.ClassDef) else ():
+                assert method.name.startswith("_") or ast.get_docstring(method), f"{node.name}.{method.name}"
+
+
 def test_the_front_is_small_and_documented():
     assert len(autopart.__all__) <= EXPORTS
     assert autopart.__all__ == sorted(autopart.__all__)

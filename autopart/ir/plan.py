@@ -66,7 +66,8 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Optimality:
-    """How good a plan is at most off.  objective, lower_bound: nanoseconds of a step.
+    """How far a plan is from the best at most.  objective, lower_bound: nanoseconds of a step; for a placement of its
+    worst load, in the unit of the problem.
 
     No plan that cuts between the same blocks, under the same costs, on this cluster, within the choices that were
     allowed, is simulated faster than lower_bound.  gap: (objective - lower_bound) / objective.  proved: gap is 0.

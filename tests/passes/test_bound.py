@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from random import Random
 
@@ -32,13 +33,31 @@ def test_no_random_plan_is_faster_than_the_bound(p: Problem, random: Random) -> 
     event(f"{check(p, random, 25):.1f} of the fastest seen")
 
 
+def with_a_wish(p: Problem, random: Random) -> Problem:
+    """Stages, or replicas, or both as in one of the plans of the problem."""
+    one = random.choice(list(islice(candidates(p.space), 5_000))).division
+    alike = len(set(one.widths)) == 1
+    replicas = one.widths[0] if alike and random.random() < 0.5 else one.widths
+    wishes = [{"stages": one.stages}, {"stages": one.stages, "replicas": replicas}]
+    wishes += [{"replicas": replicas}] if isinstance(replicas, int) else []
+    return replace(p, request=replace(p.request, **random.choice(wishes)))  # type: ignore[arg-type]
+
+
+@settings(max_examples=50)
+@given(problems(Kind(most=7)), st.randoms(use_true_random=True))
+def test_no_random_plan_of_a_wish_is_faster_than_its_bound(p: Problem, random: Random) -> None:
+    event(f"{check(with_a_wish(p, random), random, 25):.1f} of the fastest seen")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(4))
 def test_no_plan_of_a_thousand_problems_is_faster_than_the_bound(part: int) -> None:
     for i in range(250):
         random = Random(250 * part + i)
-        check(problem(random, Kind(chain=i % 4 > 0)), random, 200)
+        p = problem(random, Kind(chain=i % 4 > 0))
+        check(p, random, 200)
+        check(with_a_wish(p, random), random, 100)
 
 
 def bound_of(text: str, world: int, rows: tuple[int, ...], **request: object) -> int:
@@ -56,6 +75,16 @@ def test_work_is_shared_by_all_devices_at_best() -> None:
     assert bound_of("a:100/100 #0 <- x", 1, (1, 1, 1)) == 600
     assert bound_of("a:100/100 #0 <- x", 4, (1,) * 4, replicas=1) == 800
     assert bound_of("a:100/100 #0 <- x", 4, (4,)) == 200
+
+
+def test_devices_that_the_request_leaves_idle_do_no_work() -> None:
+    text = "; ".join(f"v{i}:100/100 #0 <- {f'v{i - 1}' if i else 'x'}" for i in range(4))
+    whole = 8 * 800  # of 8 rows; a micro-batch of 8 rows takes 8 times as long as one of a row
+    assert bound_of(text, 8, (8,)) == whole // 8
+    assert bound_of(text, 8, (8,), replicas=2) == whole // 2  # one micro-batch meets one stage after the other
+    assert bound_of(text, 8, (8,) * 9, stages=2, replicas=1) == 9 * whole // 2 + whole // 2
+    assert bound_of(text, 8, (8,) * 99, stages=2, replicas=(2, 1)) >= 99 * whole // 3
+    assert bound_of(text, 8, (1,) * 99, stages=2) >= 99 * 800 // 2
 
 
 def test_equal_layers_without_messages_are_proved_optimal() -> None:

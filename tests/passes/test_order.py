@@ -35,19 +35,19 @@ DRAWN = {
 @pytest.mark.parametrize("case", DRAWN, ids=str)
 def test_schedule_is_as_drawn(case: tuple[str, int, int]) -> None:
     schedule, stages, micros = case
-    assert order(stages, micros, schedule) == parse_actions(DRAWN[case].strip())
+    drawn = parse_actions(DRAWN[case].strip())
+    assert order(stages, micros, schedule) == tuple("".join(a.kind for a in actions) for actions in drawn)
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 9), st.integers(1, 12))
 def test_each_stage_reaches_its_limit_and_never_passes_it(schedule: str, stages: int, micros: int) -> None:
-    for s, actions in enumerate(order(stages, micros, schedule)):
+    for s, kinds in enumerate(order(stages, micros, schedule)):
         live, peak = 0, 0
-        for action in actions:
-            live += 1 if action.kind == "F" else -1
+        for kind in kinds:
+            live += 1 if kind == "F" else -1
             peak = max(peak, live)
         assert peak == in_flight(schedule, s, stages, micros)
-        for kind in "FB":
-            assert [a.micro for a in actions if a.kind == kind] == list(range(micros))
+        assert kinds.count("F") == kinds.count("B") == micros
 
 
 def test_unknown_schedule_names_the_known() -> None:

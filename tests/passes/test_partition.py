@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from autopart.passes.partition import FAR, Division, Table, TableOf, divide
+from autopart.passes.partition import FAR, Division, Table, TableOf, by_length, divide
 
 
 def tables(seed: int, n: int, far: float) -> TableOf:
@@ -23,7 +23,7 @@ def tables(seed: int, n: int, far: float) -> TableOf:
             own, through = (np.full((n + 1, n + 1), FAR, dtype=np.int64) for _ in range(2))
             for a, b in combinations(range(n + 1), 2):
                 if draw.random() >= far:
-                    own[a, b], through[a, b] = draw.randint(0, 30), draw.randint(0, 9)
+                    own[a, b - a], through[a, b - a] = draw.randint(0, 30), draw.randint(0, 9)
             known[k, width, used] = None if draw.random() < far else (own, through)
         return known[k, width, used]
 
@@ -42,10 +42,10 @@ def value(bounds: tuple[int, ...], widths: tuple[int, ...], table_of: TableOf) -
     reached, u = 0, 0
     for s, (a, b) in enumerate(pairwise(bounds)):
         table = table_of(len(widths) - s, widths[s], sum(widths[s:]))
-        if table is None or table[0][a, b] >= FAR:
+        if table is None or table[0][a, b - a] >= FAR:
             return FAR
-        u = max(u, reached + int(table[0][a, b]))
-        reached += int(table[1][a, b])
+        u = max(u, reached + int(table[0][a, b - a]))
+        reached += int(table[1][a, b - a])
     return max(u, reached)
 
 
@@ -86,6 +86,8 @@ def chain(times: list[int], micros: int, arriving: list[int]) -> TableOf:
     own = np.where(np.tri(len(sums), k=0, dtype=bool), FAR, micros * (sums[None, :] - sums[:, None]))
     into = np.array([0, *arriving[1:], 0])[:, None]
     through = np.where(own < FAR, (sums[None, :] - sums[:, None]) + into, FAR)
+    past = np.arange(len(sums))[:, None] + np.arange(len(sums))[None, :] >= len(sums)
+    own, through = (np.where(past, FAR, by_length(matrix, len(times))) for matrix in (own, through))
     return lambda k, width, used: (own, through)
 
 

@@ -241,3 +241,24 @@ def test_broken_graph_is_our_bug_and_said_so() -> None:
     g = layers(1)
     with pytest.raises(GraphError):
         plan_of(Graph(1, g.values, g.params, g.ops[::-1], g.inputs, g.outputs), cluster(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"replicas": 2}, "replicas of a stage cannot be run yet"),
+        ({"replicas": (2, 1), "stages": 2}, "replicas of a stage cannot be run yet"),
+        ({"recompute": "all"}, "recomputation cannot be run yet"),
+    ],
+)
+def test_what_the_runtime_lacks_is_refused_where_a_plan_is_to_be_run(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        plan_of(layers(4), cluster(4), rows=(4, 4), **options)
+    assert plan_of(layers(4), cluster(4), rows=(4, 4), abilities=EVERYTHING, **options).stages
+
+
+def test_a_wish_that_no_division_satisfies_is_told_with_a_way_out() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        plan_of(layers(4), cluster(4), rows=(2, 2), stages=1, replicas=3, abilities=EVERYTHING)
+    text = str(caught.value)
+    assert "replicas=3" in text and "micro-batches of 2 to 2 rows" in text and "tried, fits" in text

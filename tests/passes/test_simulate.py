@@ -15,7 +15,7 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import SCHEDULES, Plan, Stage, in_flight
 from autopart.ir.program import Action, Program, parse_actions
 from autopart.ir.timeline import Span, Timeline
-from autopart.passes.estimate import Setting, kinds_of, message_bytes, with_estimates
+from autopart.passes.estimate import Setting, kinds_of, message_bytes, simulated_ns, with_estimates
 from autopart.passes.estimate import work_of as work_of_plan
 from autopart.passes.route import route
 from autopart.passes.simulate import Work, simulate, step_ns
@@ -214,13 +214,14 @@ def test_timeline_obeys_physics(g: Graph, data: st.DataObject) -> None:
     stages = data.draw(st.sampled_from([None, 2]))
     plan = plan_of(g, c, micros=micros, schedule=schedule, stages=stages if len(g.ops) > 5 and not g.updates else None)
     program = route(plan, g)
-    sizes = message_bytes(program.edges, g)
     setting = Setting(c, kinds_of(c), source(g, c).costs_at)
+    sizes = message_bytes(program.edges, setting.book(max(plan.micro_rows), 0))
     known = with_estimates(plan, program.edges, setting)
-    work = work_of_plan(known, program, setting.costs_at(max(plan.micro_rows), 0), setting)
+    work = work_of_plan(known, program, setting)
     assert known.estimates == plan.estimates
     timeline = simulate(program, work)
     assert timeline.step_ns == plan.step_ns == step_ns(program, work)
+    assert timeline.step_ns == simulated_ns(known, program.edges, program.tied, setting)  # without a program
     ends = [s for s in timeline.spans if s.action.kind in ("R", "O")]
     assert len(timeline.spans) == sum(len(actions) for actions in program.ranks) + len(ends)
     by_key = {(s.rank, str(s.action)): s for s in timeline.spans}

@@ -27,7 +27,7 @@ from .passes.estimate import kinds_of
 from .passes.loss import UnprovenRows, weigh
 from .passes.pipeline import Source, build
 from .passes.rules import analytic_costs
-from .passes.scale import at_rows
+from .passes.scale import at_rows, grows
 from .passes.sheets import sheets
 from .passes.space import Request
 from .plan_cache import PlanCache
@@ -214,7 +214,7 @@ def _first_rows(ways: tuple[tuple[int, ...], ...], batch: Batch, cluster: Cluste
 def _grows_evenly(first: Captured, other: Captured, ways: tuple[tuple[int, ...], ...], abilities: Abilities) -> bool:
     """Whether the program, and so its costs, is known at every number of rows: its sizes lie on a line."""
     sizes = {max(rows) for rows in ways} | ({1} if abilities.replicas else set())
-    return all(at_rows(first.graph, other.graph, rows) is not None for rows in sizes)
+    return grows(first.graph, other.graph, sizes)
 
 
 def _at_one_size(

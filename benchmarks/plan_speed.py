@@ -33,7 +33,7 @@ from autopart.capture.batch import Batch, take_apart
 from autopart.clusters import parse_cluster
 from autopart.ir.abilities import EVERYTHING
 from autopart.options import read_options
-from autopart.passes import pipeline
+from autopart.passes import finish, pipeline
 
 STEPS = (  # names that the compiler's own modules hold, and the pass whose time they are
     (planning, "grown", "capture"),
@@ -46,10 +46,8 @@ STEPS = (  # names that the compiler's own modules hold, and the pass whose time
     (pipeline, "Line", "line"),
     (pipeline, "search", "search"),
     (pipeline, "lower_bound", "bound"),
-    (pipeline, "route", "finish"),
-    (pipeline, "estimate", "finish"),
-    (pipeline, "expanded", "finish"),
-    (pipeline, "verify", "verify"),
+    (pipeline, "finished", "finish"),
+    (finish, "verify", "verify"),
 )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan, Stage
 from autopart.passes.estimate import Seat, message_bytes, seats, simulated_ns, stage_estimate, with_estimates
 from autopart.passes.layout import Layout
@@ -62,10 +61,13 @@ class Verdict:
 
 
 class Judge:
-    """Judges candidates of one space; remembers what it judged.  O(blocks + actions) each."""
+    """Judges candidates of one space; remembers what it judged.  O(blocks + actions) each.
 
-    def __init__(self, space: Space) -> None:
-        self.space = space
+    spare_bytes: left free on every device, where blocks are known to say too little.
+    """
+
+    def __init__(self, space: Space, spare_bytes: int = 0) -> None:
+        self.space, self._spare_bytes = space, spare_bytes
         self.setting = replace(space.setting, costs_at=space.line.graph)
         self._known: dict[tuple[object, ...], Verdict] = {}
         self._leaned: dict[Seat, Stage] = {}
@@ -88,7 +90,6 @@ class Judge:
             Stage(tuple(names[a:b]), ranks)
             for (a, b, _, _), ranks in zip(candidate.division.ranges(), candidate.ranks, strict=True)
         )
-        world = self.setting.cluster.world
         world, recompute = self.setting.cluster.world, self.space.request.recompute
         plan = Plan("", "", "", world, stages, candidate.micro_rows, candidate.schedule)
         links, shared = edges(plan, blocks), tied(plan, blocks)
@@ -110,7 +111,7 @@ class Judge:
         return [e.peak_bytes - self._limit(stage) for e, stage in zip(plan.estimates, plan.stages, strict=True)]
 
     def _limit(self, stage: Stage) -> int:
-        return min(self.setting.cluster.devices[rank].memory_bytes for rank in stage.ranks)
+        return min(self.setting.cluster.devices[rank].memory_bytes for rank in stage.ranks) - self._spare_bytes
 
     def _lean(self, seat: Seat) -> Stage:
         """`_leaner`, each found once."""
@@ -142,23 +143,3 @@ class Judge:
         if not order or not fits(len(order)):
             return replace(stage, recompute=(stage.ops,))
         return leaner(bisect_left(range(1, len(order)), True, key=fits) + 1)
-
-
-def expanded(plan: Plan, blocks: Graph, captured: Graph) -> tuple[Stage, ...]:
-    """The stages of a plan over blocks as stages of captured ops, in captured order.
-
-    A block that is recomputed takes its own copies of free ops along, but an op is recomputed once.
-    """
-    parts = {op.name: op.parts or (op.name,) for op in blocks.ops}
-    place = {op.name: i for i, op in enumerate(captured.ops)}
-    stages = []
-    for stage in plan.stages:
-        ops = {part for name in stage.ops for part in parts[name]}
-        seen: set[str] = set()
-        groups = []
-        for group in stage.recompute:
-            fresh = {part for name in group for part in parts[name]} - seen
-            seen |= fresh
-            groups.append(tuple(sorted(fresh, key=place.__getitem__)))
-        stages.append(Stage(tuple(sorted(ops, key=place.__getitem__)), stage.ranks, tuple(groups)))
-    return tuple(stages)

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from autopart.ir.errors import CoupledLossError, LossError, UsageError
 from autopart.ir.graph import Graph, Op, Value, Weight
+from autopart.ir.uncollected import uncollected
 
 from .kinds import ADD, CONST, CONSTANT, COUPLED, ROWS, UNPROVEN, Count, Kind, Verdict
 from .loss_math import MATH_RULES, is_statistic, reduce_other
@@ -30,7 +31,6 @@ from .loss_views import VIEW_RULES, broadcast_tensors, is_zero
 from .masks import Masks
 from .optable import CREATION, FAMILY, POINTWISE, REDUCTION, family, op_name
 from .site import Site, fits
-from .uncollected import uncollected
 
 RULES = {**MATH_RULES, **PRODUCT_RULES, **TERM_RULES, **VIEW_RULES, "broadcast_tensors": broadcast_tensors}
 _SIZES = {"size", "shape", "repeats", "end", "start", "length", "split_size", "split_sizes", "sizes", "dims"}

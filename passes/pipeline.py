@@ -10,24 +10,22 @@ from autopart.ir.errors import InfeasibleError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.graph import check as check_graph
 from autopart.ir.plan import ASYNC, Optimality, Plan
-from autopart.ir.plan import check as check_plan
-from autopart.passes.advice import alternatives, infeasible
+from autopart.ir.uncollected import uncollected
+from autopart.passes.advice import infeasible
 from autopart.passes.atoms import atoms
 from autopart.passes.bound import lower_bound
 from autopart.passes.certificate import certified, settles
 from autopart.passes.coarsen import coarsen, compact
 from autopart.passes.cuts import forced_bounds, module_span
 from autopart.passes.drafts import Watch
-from autopart.passes.estimate import Setting, estimate, kinds_of, with_estimates
-from autopart.passes.judge import Verdict, expanded
+from autopart.passes.estimate import Setting, kinds_of
+from autopart.passes.finish import finished
+from autopart.passes.judge import Verdict
 from autopart.passes.layout import SMALL
 from autopart.passes.line import Line
-from autopart.passes.route import edges, route
-from autopart.passes.search import Found, search
+from autopart.passes.search import search
 from autopart.passes.sheets import CostsAt
 from autopart.passes.space import Request, Space
-from autopart.passes.uncollected import uncollected
-from autopart.passes.verify import verify
 
 BLOCKS, MOST_BLOCKS = 64, 192
 """Blocks that the partition chooses from, and how many there are at most when deep pipelines ask for more."""
@@ -67,7 +65,10 @@ def build(source: Source, cluster: Cluster, request: Request, watch: Watch | Non
     if found.best is None:
         raise infeasible(found, line, lambda other, machines: _again(source, fine, other, machines))
     # What was chosen is costed once more over captured ops: only there are clones counted exactly.
-    plan, verdict = _finished(source, found, line, cluster, request)
+    done = finished(found, graph, _setting(source, cluster, request), _frame(source, cluster), line)
+    if done is None:
+        raise infeasible(replace(found, nearest=found.best), line, lambda other, machines: None)
+    plan, verdict = done
     # The bound does not depend on what was found, so it is honest about it.
     bound = lower_bound(coarse if plan.world <= SMALL else line)
     if watch:
@@ -80,13 +81,32 @@ def build(source: Source, cluster: Cluster, request: Request, watch: Watch | Non
     return replace(plan, optimality=Optimality.of(plan.step_ns, bound))
 
 
+def _setting(source: Source, cluster: Cluster, request: Request) -> Setting:
+    return Setting(cluster, kinds_of(cluster), source.costs_at, request.state_factor, request.abilities.overlap)
+
+
+def _frame(source: Source, cluster: Cluster) -> Plan:
+    """A plan that says what it is for and nothing else."""
+    graph = source.graph
+    return Plan(
+        graph_digest=graph.shape_digest(),
+        structure_digest=graph.structure_digest(),
+        torch_version=source.torch_version,
+        world=cluster.world,
+        stages=(),
+        micro_rows=(),
+        schedule="1f1b",
+        costs=source.costs,
+    )
+
+
 def _spaces(source: Source, fine: Graph, cluster: Cluster, request: Request) -> tuple[Space, Space]:
     """A line of few blocks and one of more, whose blocks are cut out of the same places."""
     deepest = request.stages or cluster.world
     blocks = max(BLOCKS, min(8 * deepest, MOST_BLOCKS), deepest)
     marks = tuple(sorted({place for paths in request.marks() for place in module_span(fine, paths)} - {len(fine.ops)}))
     many = check_graph(coarsen(fine, blocks=blocks, cuts=request.cuts, also=marks))
-    setting = Setting(cluster, kinds_of(cluster), source.costs_at, request.state_factor, request.abilities.overlap)
+    setting = _setting(source, cluster, request)
     most_rows = max(max(rows) for rows in request.micro_rows)
     forced = forced_bounds(many, fine, request.cuts)
     large = Space(Line(many, source.graph, source.costs_at, most_rows), setting, request, fine, forced)
@@ -110,72 +130,6 @@ def _again(source: Source, fine: Graph, request: Request, cluster: Cluster) -> V
         return search(_spaces(source, fine, cluster, request)).best
     except (InfeasibleError, UsageError):
         return None
-
-
-def _finished(source: Source, found: Found, line: Space, cluster: Cluster, request: Request) -> tuple[Plan, Verdict]:
-    """The fastest of the plans found that also fits, and whose program is proven, over captured ops; its verdict."""
-    setting = Setting(cluster, kinds_of(cluster), source.costs_at, request.state_factor, request.abilities.overlap)
-    best = found.best
-    assert best is not None
-    for verdict in (best, *found.seen):
-        plan = Plan(
-            graph_digest=source.graph.shape_digest(),
-            structure_digest=source.graph.structure_digest(),
-            torch_version=source.torch_version,
-            world=cluster.world,
-            stages=expanded(verdict.plan, verdict.space.line.blocks, source.graph),
-            micro_rows=verdict.candidate.micro_rows,
-            schedule=verdict.candidate.schedule,
-            costs=source.costs,
-        )
-        known = with_estimates(check_plan(plan, source.graph), edges(plan, source.graph), setting)
-        if _fits(known, cluster):  # asked first, for to route and to prove a long program takes longer
-            plan = estimate(plan, verify(route(plan, source.graph), plan.schedule), setting)
-            notes = _notes(plan, line.line.n, request, source.graph)
-            return replace(plan, notes=notes, alternatives=alternatives(replace(found, best=verdict))), verdict
-    raise infeasible(replace(found, nearest=best), line, lambda other, machines: None)
-
-
-def _fits(plan: Plan, cluster: Cluster) -> bool:
-    """Whether no device is asked for more memory than it has."""
-    return all(
-        e.peak_bytes <= min(cluster.devices[rank].memory_bytes for rank in stage.ranks)
-        for e, stage in zip(plan.estimates, plan.stages, strict=True)
-    )
-
-
-def _notes(plan: Plan, blocks: int, request: Request, graph: Graph) -> tuple[str, ...]:
-    used = sum(len(stage.ranks) for stage in plan.stages)
-    notes = []
-    if used < plan.world:
-        few = len(plan.stages) == blocks
-        reason = f"the model has only {blocks} blocks" if few else _idle_reason(request)
-        notes.append(f"{plan.world - used} of {plan.world} devices idle: {reason}")
-    wide = {name for stage in plan.stages if len(stage.ranks) > 1 for name in stage.ops}
-    writer = graph.writer()
-    if any(writer[value] in wide for _, value in graph.updates):
-        notes.append("statistics of BatchNorm are per replica, each of its own rows; so is any buffer the step updates")
-    if plan.schedule == ASYNC:
-        notes.append("asynchronous: gradients are of older weights; the step is its steady state")
-    return tuple(notes)
-
-
-def _idle_reason(request: Request) -> str:
-    """Why devices idle: what was asked for, as far as it leaves no choice, and else that they would not help."""
-    asked = []
-    if request.stages is not None:
-        asked.append(f"{request.stages} stage{'s' * (request.stages > 1)}")
-    if isinstance(request.replicas, tuple):
-        asked.append(f"{', '.join(map(str, request.replicas))} replicas")
-    elif request.replicas is not None and request.may_replicate:
-        asked.append(f"{request.replicas} replicas of each stage")
-    if not asked:
-        return "more would not make the step shorter"
-    words = f"{' and '.join(asked)} {'was' if asked == ['1 stage'] else 'were'} asked for"
-    if request.stages is None and not isinstance(request.replicas, tuple):
-        return f"{words}, and more stages would not make the step shorter"
-    free = request.replicas is None and request.may_replicate
-    return f"{words}, and more replicas would not make the step shorter" if free else words
 
 
 def check_request(request: Request, cluster: Cluster) -> None:

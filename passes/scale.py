@@ -9,6 +9,7 @@ compares it with a real capture (`files.match_plan`).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 from autopart.ir.errors import GraphError
@@ -36,6 +37,23 @@ def at_rows(graph: Graph, other: Graph, rows: int) -> Graph | None:
     except (_NoLine, ValueError):
         return None
     return replace(graph, rows=rows, values=values, ops=ops)
+
+
+def grows(graph: Graph, other: Graph, sizes: Iterable[int]) -> bool:
+    """Whether `at_rows` has an answer at each of these numbers of rows.  O(ops + values + sizes * distinct numbers)."""
+    pairs = _Pairs(graph.rows, other.rows)
+    try:
+        for a, b in zip(graph.values, other.values, strict=True):
+            pairs.value(a, b)
+        for op, twin in zip(graph.ops, other.ops, strict=True):
+            pairs.op(op, twin)
+        for rows in sizes:
+            scale = _Scale(graph.rows, other.rows, rows)
+            for low, high in pairs.found:
+                scale.number(low, high)
+    except (_NoLine, ValueError):
+        return False
+    return True
 
 
 class _Scale:
@@ -76,3 +94,15 @@ class _Scale:
         if type(a) is int and type(b) is int:
             return self.number(a, b)
         raise _NoLine
+
+
+class _Pairs(_Scale):
+    """Collects the numbers that grow, instead of scaling them."""
+
+    def __init__(self, low: int, high: int) -> None:
+        super().__init__(low, high, low)
+        self.found: set[tuple[int, int]] = set()
+
+    def number(self, a: int, b: int) -> int:
+        self.found.add((a, b))
+        return a

@@ -10,8 +10,9 @@ from torch.export.graph_signature import OutputKind
 
 from ..ir.errors import AutopartError
 from ..ir.graph import Graph
+from ..ir.uncollected import uncollected
 from .batch import Batch
-from .export import LossFn, OutputSpec, Wrapper, explained, export, quiet, without_collection
+from .export import LossFn, OutputSpec, Wrapper, explained, export, quiet
 from .guards import check_aliased_buffers, check_autocast
 from .lower import lower
 from .names import Names, read_names
@@ -49,7 +50,7 @@ def capture(
     sample = batch.with_rows(rows if rows is not None else batch.rows or 1)
     sample = sample.to(device)
     wrapper = Wrapper(model, sample, loss_fn, wants_outputs=mode == "predict")
-    with without_collection():
+    with uncollected():
         with quiet(), _flags(wrapper, model, evaluate=mode != "step"):
             program, module = _lowered(model, export(wrapper, sample))
         outputs = _outputs_by_ops(program, module)

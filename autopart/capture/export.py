@@ -7,7 +7,6 @@ or for `predict` the outputs): caches and large unused outputs are then never pa
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -222,15 +221,3 @@ def uncompiled() -> Iterator[None]:
 
     with mock.patch.object(fx.GraphModule, "recompile", later):
         yield
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """Inside, Python does not search for reference cycles: tracing makes many objects, and all of them stay."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

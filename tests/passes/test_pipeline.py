@@ -14,6 +14,8 @@ from autopart.ir.abilities import EVERYTHING, lacking
 from autopart.ir.errors import GraphError, InfeasibleError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import SCHEDULES, Plan, check
+from autopart.passes import finish
+from autopart.passes.estimate import with_estimates
 from autopart.passes.route import route
 from autopart.passes.verify import forward_program, verify
 
@@ -262,3 +264,20 @@ def test_a_wish_that_no_division_satisfies_is_told_with_a_way_out() -> None:
         plan_of(layers(4), cluster(4), rows=(2, 2), stages=1, replicas=3, abilities=EVERYTHING)
     text = str(caught.value)
     assert "replicas=3" in text and "micro-batches of 2 to 2 rows" in text and "tried, fits" in text
+
+
+def test_a_plan_that_its_blocks_flatter_gets_more_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = graph("; ".join(f"v{i}:9/9 ^100 #1 <- {f'v{i - 1}' if i else 'x'}" for i in range(8)), input_bytes=0)
+    options: dict[str, Any] = {"rows": (1,) * 8, "stages": 2, "replicas": 1, "abilities": EVERYTHING}
+    roomy = plan_of(g, cluster(2), **options)
+    limit = max(e.peak_bytes for e in roomy.estimates)
+    assert not any(stage.recompute for stage in roomy.stages)
+
+    def more(*args: Any) -> Plan:
+        known = with_estimates(*args)
+        return replace(known, estimates=tuple(replace(e, peak_bytes=e.peak_bytes + 60) for e in known.estimates))
+
+    monkeypatch.setattr(finish, "with_estimates", more)
+    p = plan_of(g, cluster(2, memory=limit), **options)
+    assert max(e.peak_bytes for e in p.estimates) <= limit - 60
+    assert 0 < sum(len(stage.recompute) for stage in p.stages) < 8  # no more than it takes

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from autopart.passes.uncollected import uncollected
+from autopart.ir.uncollected import uncollected
 
 
 @pytest.mark.parametrize("working", [True, False])

@@ -1,5 +1,6 @@
-"""Passes run without the cyclic garbage collector: they make very many objects and hardly a cycle, and every full
-collection would look again at all that capture left in memory, a quarter of the time of planning a large model."""
+"""Capture and passes run without the cyclic garbage collector: they make very many objects and hardly a cycle, and
+every full collection looks again at all that capture left in memory, a quarter of the time of planning a large model.
+"""
 
 from __future__ import annotations
 

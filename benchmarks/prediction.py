@@ -1,10 +1,10 @@
 """Does the simulator predict what a step takes and what it holds?
 
-Two Gloo ranks, one thread each.  The cluster is measured first (`autopart cluster detect`), the ops of each model
-where they stand in its program (`costs="measured"`); then every plan (model x schedule x cut x micro-batches) is
-simulated, and run: steps take turns over all plans, medians count.  The optimizer is left out of both.  Memory: bytes
-of storage that autograd keeps for the backward and that were received for it, parameters aside, at the worst moment of
-a step, against live * activations of the estimate.
+Two Gloo ranks, one thread each.  The cluster is measured first (`autopart cluster detect`); then each plan (model x
+schedule x cut x micro-batches) is compiled, simulated with costs of its ops where they stand in the program, as
+`costs="measured"` takes them, and run; medians count.  The optimizer is left out of both.  Memory: bytes of storage
+that autograd keeps for the backward and that were received for it, parameters aside, at the worst moment of a step,
+against live * activations of the estimate.
 
     python benchmarks/prediction.py           about 4 minutes on 2 cores; writes results/prediction.json
 """
@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import tempfile
 import time
 import weakref
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,9 +28,11 @@ from common import spread, write
 from trained import MODELS
 
 import autopart
+from autopart.capture.batch import take_apart
 from autopart.detect import detect
-from autopart.passes.estimate import Setting, kinds_of, work_of
+from autopart.passes.estimate import Setting, kinds_of, with_estimates, work_of
 from autopart.passes.simulate import step_ns
+from autopart.profiler import profile_costs
 from autopart.runtime.stage import StageRunner
 
 
@@ -52,6 +56,10 @@ CASES = (
     Case("llama", "1f1b", 4, 7), Case("bert", "gpipe", 8), Case("vit", "1f1b", 4), Case("vit", "gpipe", 4, 2),
     Case("convnext", "1f1b", 4),
 )  # fmt: skip
+
+
+BLOCKS = 3
+"""Groups of steps, with costs measured before and after each."""
 
 
 class Held:
@@ -94,27 +102,34 @@ class _Kept:
 
 
 def measure(cluster: autopart.Cluster, rounds: int, names: list[str]) -> list[dict[str, Any]]:
-    """One rank: all cases, one step each per round."""
+    """One rank: all cases.  Costs are measured before, between and after the steps, on both ranks at once as in a
+    step, since the machine's pace drifts; the median of the predictions counts."""
     torch.set_num_threads(1)
-    cases = [case for case in CASES if case.model in names]
-    pipes = [compiled(case, cluster) for case in cases]
-    batches = [MODELS[case.model].batch() for case in cases]
-    peaks = [held_bytes(pipe, batch) for pipe, batch in zip(pipes, batches, strict=True)]
-    seconds: list[list[float]] = [[] for _ in cases]
-    for number in range(rounds + 2):
-        for place, (pipe, batch) in enumerate(zip(pipes, batches, strict=True)):
+    return [measured(case, cluster, rounds) for case in CASES if case.model in names]
+
+
+def measured(case: Case, cluster: autopart.Cluster, rounds: int) -> dict[str, Any]:
+    """What a case takes and holds, and what is said of it."""
+    pipe, batch = compiled(case, cluster), MODELS[case.model].batch()
+    held = held_bytes(pipe, batch)
+    seconds: list[float] = []
+    forecasts: list[float] = [predicted(pipe, batch)]
+    for _ in range(BLOCKS):
+        for number in range(1 + rounds // BLOCKS):
+            for parameter in pipe.parameters():
+                parameter.grad = None
             dist.barrier()
             began = time.perf_counter()
             pipe.step(batch)
             dist.barrier()
-            if number >= 2:
-                seconds[place].append(time.perf_counter() - began)
-            for parameter in pipe.parameters():
-                parameter.grad = None
-    return [
-        {"case": case, "seconds": took, "predicted": predicted(pipe), "held": peak, "estimated": estimated(pipe)}
-        for case, took, pipe, peak in zip(cases, seconds, pipes, peaks, strict=True)
-    ]
+            if number:
+                seconds.append(time.perf_counter() - began)
+        forecasts.append(predicted(pipe, batch))
+    found = {
+        "case": case, "seconds": seconds, "predicted": statistics.median(forecasts), "held": held,
+        "estimated": estimated(pipe),
+    }  # fmt: skip
+    return found
 
 
 def compiled(case: Case, cluster: autopart.Cluster) -> autopart.Pipe:
@@ -126,12 +141,17 @@ def compiled(case: Case, cluster: autopart.Cluster) -> autopart.Pipe:
     )  # fmt: skip
 
 
-def predicted(pipe: autopart.Pipe) -> float:
-    """Seconds of the simulated step, without the optimizer."""
-    graph = pipe.started.lane.graph
+def predicted(pipe: autopart.Pipe, batch: Any) -> float:
+    """Seconds of the simulated step, without the optimizer, from costs measured now."""
+    captured = pipe.started.setting.capturer(take_apart(batch), max(pipe.plan.micro_rows))
+    dist.barrier()
+    with tempfile.TemporaryDirectory() as folder:
+        found = profile_costs(captured, pipe.cluster.devices[0], cache_path=Path(folder) / "costs.json", budget_s=5)
+    assert found is not None
+    graph = found[0]
     setting = Setting(pipe.cluster, kinds_of(pipe.cluster), lambda rows, kind: graph)
-    work = work_of(pipe.plan, pipe.program, setting)
-    return step_ns(pipe.program, replace(work, optimizer_ns=())) * 1e-9
+    plan = with_estimates(pipe.plan, pipe.program.edges, setting)
+    return step_ns(pipe.program, replace(work_of(plan, pipe.program, setting), optimizer_ns=())) * 1e-9
 
 
 def held_bytes(pipe: autopart.Pipe, batch: Any) -> int:

@@ -7,6 +7,7 @@ other.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -15,10 +16,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from ..ir.errors import ClusterError
 
 _TIMEOUT_S = "AUTOPART_TIMEOUT_S"
+
+
+_meeting: list[tuple[Store, int, int]] = []
+"""Where the ranks meet, with rank and world size: found once in the life of a process."""
+_openings = itertools.count()
+
+
+def _open(backend: str, timeout: timedelta) -> None:
+    """Open the default process group, each time under other keys of the same store: under those of a group that was
+    left, ranks would find its addresses and wait for ever."""
+    if not _meeting:
+        _meeting.append(next(rendezvous("env://", timeout=timeout)))
+    store, rank, size = _meeting[0]
+    own = PrefixStore(f"autopart/{next(_openings)}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
 
 
 class World:
@@ -44,7 +62,7 @@ class World:
             require_world(size, int(os.environ["WORLD_SIZE"]), command)
             backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
             timeout = timedelta(seconds=float(os.environ.get(_TIMEOUT_S, "600")))
-            dist.init_process_group(backend, timeout=timeout)
+            _open(backend, timeout)
             self._opened = True
         require_world(size, dist.get_world_size(), command)
         self.size = dist.get_world_size()

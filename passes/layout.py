@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import factorial, prod
 
 from autopart.ir.cluster import Cluster
@@ -56,10 +57,13 @@ def layouts(cluster: Cluster, *, replicas: bool) -> Iterator[Layout]:
 
     Numbers of copies: all up to 16 devices, beyond that the divisors of the number of devices.  inner: all copies,
     one, and as many as keep a copy's neighbours inside a node.  Devices of several kinds are laid out in every order
-    that differs in them, or where that is too many in their order and backwards.
+    that differs in them, or where that is too many in their order and backwards; where a link between groups of
+    devices is better than the one inside them, also dealt out so that neighbours are in different groups.
     """
     world = cluster.world
-    orders = _orders(cluster)
+    plain = _orders(cluster)
+    dealt = [_dealt(order, *sizes) for sizes in _better_outside(cluster) for order in plain]
+    orders = list(dict.fromkeys((*plain, *dealt)))
     counts = [c for c in range(1, world + 1) if world <= SMALL or world % c == 0] if replicas else [1]
     sizes = [level.size for level in cluster.levels[:-1]]
     for order in orders:
@@ -86,3 +90,22 @@ def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
             for rank in {cluster.devices[r]: r for r in reversed(plain) if r not in order}.values()
         ]
     return sorted(orders)
+
+
+def _better_outside(cluster: Cluster) -> list[tuple[int, int]]:
+    """Sizes of levels and of the next ones, where the next one's link is better in any way."""
+    return [
+        (inner.size, outer.size)
+        for inner, outer in pairwise(cluster.levels)
+        if outer.link.latency_ns < inner.link.latency_ns or outer.link.bytes_per_s > inner.link.bytes_per_s
+    ]
+
+
+def _dealt(order: tuple[int, ...], inner: int, outer: int) -> tuple[int, ...]:
+    """From every group of a level inside one of the next in turn."""
+    turns: Counter[int] = Counter()
+    place = {}
+    for rank in order:
+        place[rank] = rank // outer, turns[rank // inner]
+        turns[rank // inner] += 1
+    return tuple(sorted(order, key=place.__getitem__))

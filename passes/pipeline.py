@@ -51,8 +51,7 @@ def build(source: Source, cluster: Cluster, request: Request, watch: Watch | Non
     GraphError and ProgramError would be our own mistakes.
     """
     # What the user can get wrong comes first, then what capture can.
-    if request.cuts and request.stages is None:
-        request = replace(request, stages=len(request.cuts) + 1)
+    request = request.settled()
     check_request(request, cluster)
     graph = check_graph(source.graph)
     # Free ops go first: what is cloned is not sent, so it must not look like traffic to the passes below.

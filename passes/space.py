@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -43,6 +43,14 @@ class Request:
     abilities: Abilities = RUNTIME
     prove_seconds: float = 0.0
     prove_rows: int | None = None
+
+    def settled(self) -> Request:
+        """The same with what follows from it said: cuts alone ask for one stage more than there are cuts, and numbers
+        of replicas for as many stages."""
+        if self.stages is not None or not self.cuts:
+            return self
+        fixed = self.replicas if isinstance(self.replicas, tuple) else None
+        return replace(self, stages=len(fixed) if fixed else len(self.cuts) + 1)
 
     @property
     def schedules(self) -> tuple[str, ...]:

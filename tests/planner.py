@@ -73,7 +73,7 @@ class Problem:
         most = max(max(rows) for rows in self.request.micro_rows)
         setting = Setting(self.cluster, kinds_of(self.cluster), self.costs_at, self.request.state_factor)
         line = Line(blocks, captured, self.costs_at, most)
-        return Space(line, setting, self.request, fine, forced_bounds(blocks, fine, self.request.cuts))
+        return Space(line, setting, self.request.settled(), fine, forced_bounds(blocks, fine, self.request.cuts))
 
 
 # ---- exhaustive search ---------------------------------------------------------------------------------------------

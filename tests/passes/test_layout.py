@@ -11,14 +11,19 @@ from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.passes.layout import SMALL, Layout, layouts
 
 
-def nodes(count: int, size: int, kinds: tuple[int, ...] = (1,)) -> Cluster:
+WORSE, BETTER = Link(9, 10**8), Link(0, 10**10)
+
+
+def nodes(count: int, size: int, kinds: tuple[int, ...] = (1,), between: Link = WORSE) -> Cluster:
     """Nodes of equal size; devices of these speeds take turns."""
     world = count * size
     devices = tuple(Device("cpu", 1 << 30, FASTEST // kinds[rank % len(kinds)], 10**9) for rank in range(world))
-    return Cluster(devices, (Level(size, Link(0, 10**9)), Level(world, Link(9, 10**8))))
+    return Cluster(devices, (Level(size, Link(0, 10**9)), Level(world, between)))
 
 
-clusters = st.builds(nodes, st.integers(1, 5), st.integers(1, 8), st.sampled_from([(1,), (1, 2)]))
+clusters = st.builds(
+    nodes, st.integers(1, 5), st.integers(1, 8), st.sampled_from([(1,), (1, 2)]), st.sampled_from([WORSE, BETTER])
+)
 
 
 def widths_of(layout: Layout, data: st.DataObject) -> list[int]:
@@ -94,3 +99,8 @@ def test_unlike_devices_are_laid_out_in_every_order_that_differs() -> None:
     assert len(found) == len(set(found)) == 6 and found[0] == (0, 1, 2, 3)
     assert all(order.index(0) < order.index(2) and order.index(1) < order.index(3) for order in found)
     assert len(list(layouts(nodes(1, 8, kinds=tuple(range(1, 9))), replicas=False))) == 2
+
+
+def test_where_the_link_between_nodes_is_the_better_one_neighbours_are_also_put_in_different_nodes() -> None:
+    orders = {lay.order for lay in layouts(nodes(2, 4, between=BETTER), replicas=True)}
+    assert orders == {tuple(range(8)), (0, 4, 1, 5, 2, 6, 3, 7)}

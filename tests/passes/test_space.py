@@ -149,3 +149,12 @@ def test_replicas_for_another_number_of_stages_are_refused_or_left_out() -> None
     p = Problem(graph(CHAIN), cluster(4), Request(((2,),), replicas=(2,), abilities=SYNCHRONOUS))
     plan = planned(p)
     assert plan is not None and [len(stage.ranks) for stage in plan.stages] == [2]
+
+
+def test_cuts_alone_ask_for_one_stage_more_and_numbers_of_replicas_for_as_many() -> None:
+    asked = Request(((2,),), cuts=("m.2",), abilities=SYNCHRONOUS)
+    for fixed, stages in ((None, 2), (1, 2), ((1, 2, 1), 3)):
+        p = Problem(graph(CHAIN), cluster(4), replace(asked, replicas=fixed))
+        plan = planned(p)
+        assert plan is not None and len(plan.stages) == stages
+        honours(plan, p)

@@ -112,7 +112,10 @@ def layout_bound(space: Space, layout: Layout, micro_rows: tuple[int, ...], most
 
 
 def longest(space: Space, share: int, micros: int, most_ns: int) -> int:
-    """The longest range whose micro-batches, of `share` rows each, take at most so long.  O(blocks log blocks)."""
+    """Blocks of the longest range whose micro-batches, of `share` rows each, take at most most_ns nanoseconds.
+
+    O(blocks log blocks).
+    """
     sums = fastest_sums(space, share)
     last = np.searchsorted(sums, sums + most_ns // micros, side="right") - 1
     return max(1, int((last - np.arange(len(sums))).max()))

@@ -114,7 +114,7 @@ def optimizer_ns(trained_bytes: int, state_factor: float, device: Device) -> int
 
 
 def estimate(plan: Plan, program: Program, setting: Setting) -> Plan:
-    """The plan with `estimates`, `step_ns` and `bubble` filled in.
+    """The plan with `estimates` (bytes and nanoseconds), `step_ns` and `bubble` (a fraction) filled in.
 
     Before: program is the plan's, verified.  step_ns of an asynchronous schedule is micro-batches times the slowest
     stage, its steady state (PipeDream, section 3.1).  bubble: idle share of the ranks that run a stage; the sums of
@@ -130,13 +130,13 @@ def estimate(plan: Plan, program: Program, setting: Setting) -> Plan:
 
 
 def with_estimates(plan: Plan, links: tuple[Edge, ...], setting: Setting) -> Plan:
-    """The plan with `estimates`; links: its edges (`route.edges`).  O(uses)."""
+    """The plan with `estimates` (bytes and nanoseconds); links: its edges (`route.edges`).  O(uses)."""
     sizes = message_bytes(links, setting.book(max(plan.micro_rows), 0))
     return replace(plan, estimates=tuple([setting.estimate(seat) for seat in seats(plan, sizes)]))
 
 
 def simulated_ns(plan: Plan, links: tuple[Edge, ...], shared: Tied, setting: Setting) -> int:
-    """The time of the step of a plan that has estimates.  links, shared: edges and tied parameters (`route`).
+    """Nanoseconds of the step of a plan that has estimates.  links, shared: edges and tied parameters (`route`).
 
     Of a long program two short ones are played instead (`played`); the other micro-batches follow at the same pace.
     """
@@ -160,12 +160,13 @@ def played(stages: int, micros: int, schedule: str) -> tuple[int, ...]:
 
 
 def steady_ns(plan: Plan) -> int:
-    """Time of all micro-batches when nothing is flushed: the slowest stage sets the pace, its replicas take turns."""
+    """Nanoseconds of all micro-batches when nothing is flushed: the slowest stage sets the pace, its replicas take
+    turns."""
     return len(plan.micro_rows) * max(e.fwd_ns + e.bwd_ns + e.reduce_ns + e.optimizer_ns for e in plan.estimates)
 
 
 def timeline_of(plan: Plan, program: Program, setting: Setting) -> Timeline:
-    """The simulated step of a plan."""
+    """The simulated step of a plan, in nanoseconds and bytes."""
     known = with_estimates(plan, program.edges, setting)
     return simulate(program, work_of(known, program, setting))
 
@@ -178,7 +179,7 @@ def message_bytes(links: tuple[Edge, ...], book: Book) -> dict[Message, int]:
 
 
 def work_of(plan: Plan, program: Program, setting: Setting) -> Work:
-    """What the simulator needs, from a plan that has estimates."""
+    """What the simulator needs, in nanoseconds and bytes, from a plan that has estimates."""
     return _work(plan, program.edges, program.tied, setting)
 
 
@@ -231,7 +232,7 @@ def seats(plan: Plan, sizes: dict[Message, int]) -> list[Seat]:
 
 
 def stage_estimate(seat: Seat, setting: Setting) -> Estimate:
-    """The estimate of the slowest device of a stage.  O(uses)."""
+    """The estimate, in bytes and nanoseconds, of the slowest device of a stage.  O(uses)."""
     stage, replicas = seat.stage, len(seat.stage.ranks)
     rows = -(-seat.rows // replicas)
     kinds = sorted({setting.kinds.index(setting.cluster.devices[rank]) for rank in stage.ranks})

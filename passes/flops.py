@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 def flops(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> int:
-    """Operations of the forward of `op`.  values and params: by name, as `Graph.value_map` and `param_map`."""
+    """FLOPs of the forward of `op`.  values and params: by name, as `Graph.value_map` and `param_map`."""
     kind = family(op.target)
     if kind in (VIEW, CREATION):
         return 0
@@ -32,7 +32,7 @@ def flops(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> i
 
 
 def backward_flops(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> int:
-    """Operations of the backward: for matrix products the forward's once per operand that needs a gradient (at most
+    """FLOPs of the backward: for matrix products the forward's once per operand that needs a gradient (at most
     twice), attention 5/2 (it recomputes its scores), all else once; 0 when no gradient reaches the op."""
     if not any(values[w].grad for w in op.writes):
         return 0

@@ -39,17 +39,17 @@ class Sheet:
     crossing: Ints
 
     def sums(self, field: str) -> Ints:
-        """Prefix sums over the blocks: entry i is the sum of the first i."""
+        """Prefix sums over the blocks of a cost, in its unit (`ir.cost`): entry i is the sum of the first i."""
         return np.concatenate([[0], np.cumsum(self.blocks[FIELDS.index(field)])]).astype(np.int64)
 
     def ranges(self, field: str) -> Ints:
-        """[a, b]: the sum over the range."""
+        """[a, b]: the sum over the range of a cost, in its unit (`ir.cost`)."""
         sums = self.sums(field)
         return np.asarray(sums[None, :] - sums[:, None])
 
     @cached_property
     def scratch(self) -> Ints:
-        """[a, b]: the largest scratch in the range."""
+        """[a, b]: bytes of the largest scratch in the range."""
         return largest(self.blocks[FIELDS.index("scratch_bytes")])
 
     @cached_property
@@ -61,7 +61,7 @@ class Sheet:
 
     @cached_property
     def heaviest(self) -> Ints:
-        """[a, b]: the most that one block of the range saves."""
+        """[a, b]: the most bytes that one block of the range saves."""
         return largest(self.blocks[FIELDS.index("saved_bytes")])
 
 
@@ -92,7 +92,7 @@ class Line:
         self.trained = np.asarray(holding_bytes(blocks, 2.0) - self.weights)
 
     def sheet(self, rows: int, kind: int = 0) -> Sheet:
-        """Costs at this number of rows on this kind of device."""
+        """Costs (nanoseconds, bytes, FLOPs) at this number of rows on this kind of device."""
         key = rows, kind
         if key not in self._sheets:
             low, high = _around(rows, self._most) if self._grid else (rows, rows)

@@ -103,7 +103,10 @@ def check(problem: Problem) -> Problem:
 
 
 def loads(problem: Problem, where: Sequence[int]) -> tuple[int, ...]:
-    """Load of each machine when item i stands on machine where[i]; NEVER where it cannot run or does not fit."""
+    """Load of each machine, in the problem's unit of time, when item i stands on machine where[i].
+
+    NEVER where it cannot run or does not fit.
+    """
     result = []
     for index, machine in enumerate(problem.machines):
         own = {i for i, place in enumerate(where) if place == index}
@@ -269,12 +272,15 @@ class Line:
     one_way: tuple[tuple[int, int], ...] = ()
 
     def need_bytes(self, q: int, v: int) -> int:
-        """What item v takes at position q."""
+        """Bytes that item v takes at position q."""
         return self.static_bytes[v] + self.live[q] * self.live_bytes[q][v]
 
 
 def least_ns(line: Line, where: Sequence[int]) -> int:
-    """Z of one pipeline: no schedule of it takes less.  Raises UsageError when it is none.  O(items + S^2)."""
+    """Z of one pipeline, in nanoseconds: no schedule of it takes less.  Raises UsageError when it is none.
+
+    O(items + S^2).
+    """
     spots = range(len(line.times))
     back = any(where[u] > where[v] for u, v in line.edges)
     need = [sum(line.need_bytes(q, v) for v, at in enumerate(where) if at == q) for q in spots]
@@ -292,13 +298,13 @@ def least_ns(line: Line, where: Sequence[int]) -> int:
 
 
 def ceiling_ns(line: Line) -> int:
-    """No Z is above it."""
+    """Nanoseconds that no Z is above."""
     slowest: list[int] = [max(ways) for ways in zip(*line.times, strict=True)]
     return line.micros * sum(slowest) + max(line.tail_ns)
 
 
 def floor_ns(line: Line, path: Sequence[int]) -> int:
-    """No Z is below it: what the relaxation says without a solver.  path: the trunk."""
+    """Nanoseconds that no Z is below: what the relaxation says without a solver.  path: the trunk."""
     least: list[int] = [min(ways) for ways in zip(*line.times, strict=True)]
     m, spots = line.micros, len(line.times)
     whole: int = m**spots
@@ -339,7 +345,7 @@ def _flow(line: Line) -> nx.DiGraph:
 
 
 def beside_ns(line: Line, path: Sequence[int]) -> list[int]:
-    """o: the most time a position can have that holds no item of the trunk.
+    """o: the most nanoseconds a position can have that holds no item of the trunk.
 
     Then all positions before it end the trunk after some item i, and what stands there can be neither before i (or it)
     nor after what follows i.  O(items + edges).

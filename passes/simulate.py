@@ -47,7 +47,7 @@ class Work:
 
 
 def simulate(program: Program, work: Work) -> Timeline:
-    """Play the program in time.
+    """Play the program in time: starts and ends in nanoseconds, memory in bytes.
 
     Before: a verified program.  After: F, B, T, R and O span their time on the rank, a send spans its transfer, a
     receive the wait of its rank; peak_bytes is of F done and B not yet (of a forward program: all).  Spans of a stage
@@ -63,7 +63,7 @@ def simulate(program: Program, work: Work) -> Timeline:
 
 
 def step_ns(program: Program, work: Work) -> int:
-    """The end of the step that `simulate` draws, without drawing it."""
+    """Nanoseconds of the step that `simulate` draws, without drawing it."""
     code = _Code(work)
     return _Play(_lanes(program, code), code).run()
 

@@ -210,7 +210,7 @@ class Tables:
 
 
 def alone_ns(size_bytes: Ints, latency_ns: int, ns_per_byte: float) -> Ints:
-    """`Load.alone_ns` of a load of this pace, element by element."""
+    """`Load.alone_ns`, in nanoseconds, of a load of this pace, element by element.  size_bytes: in bytes."""
     if not ns_per_byte:
         return np.zeros_like(size_bytes)
     return np.where(size_bytes > 0, latency_ns + np.ceil(size_bytes * ns_per_byte), 0).astype(np.int64)

@@ -50,7 +50,7 @@ def _ns(size_bytes: float, rate: int) -> int:
 
 
 def bundle(cluster: Cluster, senders: tuple[int, ...], receivers: tuple[int, ...]) -> Load:
-    """A message from one stage to another.  senders, receivers: ranks in order of their rows.
+    """What a message from one stage to another keeps busy.  senders, receivers: ranks in order of their rows.
 
     Sender i holds the rows from i / len(senders) of the whole on.  O(senders + receivers) pairs.
     """
@@ -67,7 +67,7 @@ def bundle(cluster: Cluster, senders: tuple[int, ...], receivers: tuple[int, ...
 
 
 def ring(cluster: Cluster, ranks: tuple[int, ...]) -> Load:
-    """A sum over `ranks` of something that each of them has.  O(ranks)."""
+    """What a sum over `ranks`, of something that each of them has, keeps busy.  O(ranks)."""
     n = len(ranks)
     if n < 2:
         return Load(0, (), (), ())

@@ -10,7 +10,6 @@ from planner import FASTEST
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.passes.layout import SMALL, Layout, layouts
 
-
 WORSE, BETTER = Link(9, 10**8), Link(0, 10**10)
 
 

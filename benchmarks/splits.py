@@ -5,7 +5,7 @@ with the first layer, the head with the last).  Measured: two Gloo ranks of one 
 micro-batches for all, training steps taking turns in one run; ratios are taken pair by pair.  Simulated: four stages of
 the same models under the same costs.  A ratio above 1 is time saved.
 
-    python benchmarks/splits.py               about 5 minutes on 2 cores; writes results/splits.json
+    python benchmarks/splits.py               about 13 minutes on 2 cores; writes results/splits.json
 """
 
 from __future__ import annotations

@@ -127,6 +127,12 @@ def test_layers_are_cut_at_the_residual_stream() -> None:
     assert {"n2 u2 d2 s2", "n3 u3 d3 s3", "n4 u4 d4 s4"} <= set(parts(blocks))
 
 
+def test_what_ends_a_layer_stays_with_the_heavy_op_before_it() -> None:
+    """Two layers of two ops above the cap, each closed by a cheap sum with the residual stream."""
+    line = "a:9 <- x; b:9 <- a; s:1 <- b x; n:1 <- s; c:9 <- n; d:9 <- c; t:1 <- d s; o:9 <- t"
+    assert {"b s", "d t"} <= set(parts(coarsen(graph(line), blocks=5)))
+
+
 def test_repeated_layers_are_one_class() -> None:
     g = layers(8)
     blocks = coarsen(g, blocks=10)

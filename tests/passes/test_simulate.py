@@ -225,6 +225,7 @@ def test_timeline_obeys_physics(g: Graph, data: st.DataObject) -> None:
     ends = [s for s in timeline.spans if s.action.kind in ("R", "O")]
     assert len(timeline.spans) == sum(len(actions) for actions in program.ranks) + len(ends)
     by_key = {(s.rank, str(s.action)): s for s in timeline.spans}
+    home = [stage.ranks[0] for stage in plan.stages]
     for rank, actions in enumerate(program.ranks):
         own = [by_key[rank, str(a)] for a in actions if a.kind[0] != "S"]
         assert all(one.end_ns <= two.start_ns for one, two in pairwise(own))
@@ -237,7 +238,7 @@ def test_timeline_obeys_physics(g: Graph, data: st.DataObject) -> None:
                 micro = send.action.micro
                 assert by_key[src, f"{src}{kind}{micro}"].end_ns <= send.start_ns
                 size = sizes[src, dst, kind]
-                assert send.end_ns - send.start_ns == (c.link(src, dst).transfer_ns(size) if size else 0)
+                assert send.end_ns - send.start_ns == (c.link(home[src], home[dst]).transfer_ns(size) if size else 0)
                 assert by_key[dst, f"{dst}{kind}{micro}"].start_ns >= send.end_ns
     check_ports(timeline, work)
     for s, stage_estimate in enumerate(plan.estimates):

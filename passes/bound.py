@@ -1,6 +1,6 @@
 """Lower bounds: what no plan can be faster than.
 
-For any plan that cuts between the same blocks, with any number of stages, replicas and any placement:
+For any plan that cuts between the blocks of a line, with any number of stages, replicas and any placement:
 
     work      sum over stages of r_s * step >= M * sum of r_s * t_s >= M * t(all blocks, whole micro-batch)
               since a device cannot be busy for longer than the step and a share of the rows takes at least its share

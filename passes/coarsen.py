@@ -14,7 +14,7 @@ block, total / blocks and growing only when it must, leaves the partition someth
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -24,10 +24,6 @@ from autopart.ir.cost import Cost
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph, Literal, Op
 from autopart.passes.cuts import crossing_bytes, segments
-
-SLACK = 8
-"""A block around an op near or above a cap of clustering may weigh as much as the op and this part of the cap: what is
-light stays with its layer."""
 
 
 def coarsen(graph: Graph, *, blocks: int = 64, cuts: tuple[str, ...] = (), also: tuple[int, ...] = ()) -> Graph:
@@ -39,42 +35,44 @@ def coarsen(graph: Graph, *, blocks: int = 64, cuts: tuple[str, ...] = (), also:
     (see `cuts.segments`) or a place in `also`; all uses of a buffer that is updated stand in one block,
     since each stage has its own copy.  O(levels * (ops + reads) * log ops), levels about log2(ops / blocks).
     """
-    segment = segments(graph, cuts, also)
-    if len(graph.ops) > blocks:
-        groups = _cluster(graph, segment, blocks)
-        segment = [segment[group[0]] for group in groups]
-        graph = merge(graph, groups)
-    return merge(graph, _compact(graph, segment, blocks))
+    return merge(graph, _groups(graph, blocks, segments(graph, cuts, also)))
 
 
-def compact(graph: Graph, *, blocks: int, also: tuple[int, ...] = ()) -> Graph:
-    """As `coarsen`, of neighbours in the line alone: every boundary of the result is one of `graph`.  O(n log n)."""
-    return merge(graph, _compact(graph, segments(graph, (), also), blocks))
+def nested(graph: Graph, *, blocks: int, also: tuple[int, ...] = ()) -> tuple[Graph, Graph]:
+    """`coarsen` of a graph, and the graph in the order of those blocks, each of which is a range of it."""
+    groups = _groups(graph, blocks, segments(graph, (), also))
+    return merge(graph, groups), replace(graph, ops=tuple(graph.ops[i] for group in groups for i in group))
+
+
+def _groups(graph: Graph, blocks: int, segment: list[int]) -> list[list[int]]:
+    """Places of the ops of each block, in an order that can run."""
+    if len(graph.ops) <= blocks:
+        return _compact(graph, segment, blocks)
+    clusters = _cluster(graph, segment, blocks)
+    line = merge(graph, clusters)
+    ranges = _compact(line, [segment[cluster[0]] for cluster in clusters], blocks)
+    return [[i for place in group for i in clusters[place]] for group in ranges]
 
 
 # ---- step 1: clustering ------------------------------------------------------------------------------------------
 
-_Weights = tuple[list[int], list[int]]
-"""Nanoseconds, and bytes of parameters and saved tensors."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """Clusters in topological order.  weights, heaviest: nanoseconds, and bytes held, of each cluster and of the op in
-    it that has most.  flows: (writer, its readers ascending, bytes both ways) of each value."""
+    """Clusters in topological order.  flows: (writer, its readers ascending, bytes both ways) of each value."""
 
     members: list[list[int]]
-    weights: _Weights
-    heaviest: _Weights
+    time_ns: list[int]
+    held_bytes: list[int]
     segment: list[int]
     flows: list[tuple[int, tuple[int, ...], int]]
 
 
 def _cluster(graph: Graph, segment: list[int], blocks: int) -> list[list[int]]:
     """Groups of op places, in topological order of the graph between the groups."""
-    weights = _weights(graph)
-    level = _Level([[i] for i in range(len(graph.ops))], weights, weights, segment, _flows(graph))
-    caps = sum(weights[0]) // blocks, sum(weights[1]) // blocks
+    time_ns, held_bytes = _weights(graph)
+    level = _Level([[i] for i in range(len(graph.ops))], time_ns, held_bytes, segment, _flows(graph))
+    caps = sum(time_ns) // blocks, sum(held_bytes) // blocks
     while len(level.members) > blocks:
         mate = _match(level, caps, len(level.members) - blocks)
         coarser = _contract(level, mate)
@@ -85,7 +83,7 @@ def _cluster(graph: Graph, segment: list[int], blocks: int) -> list[list[int]]:
     return level.members
 
 
-def _weights(graph: Graph) -> _Weights:
+def _weights(graph: Graph) -> tuple[list[int], list[int]]:
     """(nanoseconds, bytes of parameters and saved tensors) of each op; a tied parameter counts at each use."""
     size = {p.name: p.size_bytes for p in graph.params}
     held = [op.cost.saved_bytes + sum(size[p] for p in op.params) for op in graph.ops]
@@ -125,19 +123,19 @@ def _match(level: _Level, caps: tuple[int, int], most: int) -> dict[int, int]:
 
     def gain(u: int, v: int) -> int:
         alone = len(after[u]) == 1 or len(before[v]) == 1 or depth[v] == depth[u] + 1
-        fits = level.segment[u] == level.segment[v] and all(
-            weights[u] + weights[v] <= max(cap, heaviest[u] + cap // SLACK, heaviest[v] + cap // SLACK)
-            for weights, heaviest, cap in zip(level.weights, level.heaviest, caps, strict=True)
+        fits = (
+            level.segment[u] == level.segment[v]
+            and level.time_ns[u] + level.time_ns[v] <= caps[0]
+            and level.held_bytes[u] + level.held_bytes[v] <= caps[1]
         )
         return after[u][v] if alone and fits else 0
 
     mate: dict[int, int] = {}
-    time_ns = level.weights[0]
-    for u in sorted(range(n), key=lambda i: (time_ns[i], i)):
+    for u in sorted(range(n), key=lambda i: (level.time_ns[i], i)):
         if u in mate:
             continue
-        near = [(gain(u, v), -time_ns[v], -v) for v in after[u] if v not in mate]
-        near += [(gain(v, u), -time_ns[v], -v) for v in before[u] if v not in mate]
+        near = [(gain(u, v), -level.time_ns[v], -v) for v in after[u] if v not in mate]
+        near += [(gain(v, u), -level.time_ns[v], -v) for v in before[u] if v not in mate]
         best = max(near, default=(0, 0, 0))
         if best[0] > 0:
             mate[u], mate[-best[2]] = -best[2], u
@@ -172,14 +170,10 @@ def _contract(level: _Level, mate: dict[int, int]) -> _Level:
         rest = sorted({place[into[r]] for r in readers} - {source})
         if rest:
             flows.append((source, tuple(rest), size))
-
-    def of(what: Callable[[Iterable[int]], int], amounts: list[int]) -> list[int]:
-        return [what(amounts[u] for u in joined[t]) for t in order]
-
     return _Level(
         [sorted(m for u in joined[t] for m in level.members[u]) for t in order],
-        (of(sum, level.weights[0]), of(sum, level.weights[1])),
-        (of(max, level.heaviest[0]), of(max, level.heaviest[1])),
+        [sum(level.time_ns[u] for u in joined[t]) for t in order],
+        [sum(level.held_bytes[u] for u in joined[t]) for t in order],
         [level.segment[t] for t in order],
         flows,
     )
@@ -269,7 +263,7 @@ def _glued(graph: Graph, segment: list[int]) -> set[int]:
 
 
 def merge(graph: Graph, groups: Sequence[Sequence[int]]) -> Graph:
-    """One block for each group of op places; groups in topological order, places ascending.  O(ops + reads)."""
+    """One block for each group of op places, which can run in this order.  O(ops + reads)."""
     group_of = {place: g for g, group in enumerate(groups) for place in group}
     writer = {w: group_of[i] for i, op in enumerate(graph.ops) for w in op.writes}
     kept = {*graph.inputs, *graph.outputs, *(value for _, value in graph.updates)}

@@ -15,7 +15,7 @@ from autopart.passes.advice import infeasible
 from autopart.passes.atoms import atoms
 from autopart.passes.bound import lower_bound
 from autopart.passes.certificate import certified, settles
-from autopart.passes.coarsen import coarsen, compact
+from autopart.passes.coarsen import coarsen, nested
 from autopart.passes.cuts import forced_bounds, module_span
 from autopart.passes.drafts import Watch
 from autopart.passes.estimate import Setting, kinds_of
@@ -28,7 +28,7 @@ from autopart.passes.sheets import CostsAt
 from autopart.passes.space import Request, Space
 
 BLOCKS, MOST_BLOCKS = 64, 192
-"""Blocks that the partition chooses from, and how many there are at most when deep pipelines ask for more."""
+"""Blocks that the partition chooses from, and those that deep pipelines and refinement do."""
 
 
 @dataclass(frozen=True)
@@ -100,27 +100,23 @@ def _frame(source: Source, cluster: Cluster) -> Plan:
 
 
 def _spaces(source: Source, fine: Graph, cluster: Cluster, request: Request) -> tuple[Space, Space]:
-    """A line of few blocks and one of more, whose blocks are cut out of the same places."""
+    """A line of few blocks and one of more, which can be cut at the same places and at others."""
     deepest = request.stages or cluster.world
-    blocks = max(BLOCKS, min(8 * deepest, MOST_BLOCKS), deepest)
     marks = tuple(sorted({place for paths in request.marks() for place in module_span(fine, paths)} - {len(fine.ops)}))
-    many = check_graph(coarsen(fine, blocks=blocks, cuts=request.cuts, also=marks))
+    many = check_graph(coarsen(fine, blocks=max(MOST_BLOCKS, deepest), cuts=request.cuts, also=marks))
     setting = _setting(source, cluster, request)
     most_rows = max(max(rows) for rows in request.micro_rows)
-    forced = forced_bounds(many, fine, request.cuts)
-    large = Space(Line(many, source.graph, source.costs_at, most_rows), setting, request, fine, forced)
-    if len(many.ops) <= 3 * BLOCKS // 2:
+
+    def space(blocks: Graph) -> Space:
+        line = Line(blocks, source.graph, source.costs_at, most_rows)
+        return Space(line, setting, request, fine, forced_bounds(blocks, fine, request.cuts))
+
+    large = space(many)
+    if len(many.ops) <= BLOCKS:
         return large, large
-    ends = tuple(sorted({*forced, *(b for span in large.spans for b in span)}))
-    few = check_graph(compact(many, blocks=BLOCKS, also=ends))
-    forced = _kept_bounds(few, many, forced)
-    return Space(Line(few, source.graph, source.costs_at, most_rows), setting, request, fine, forced), large
-
-
-def _kept_bounds(few: Graph, many: Graph, forced: tuple[int, ...]) -> tuple[int, ...]:
-    """Where boundaries of a line lie in a coarser one."""
-    place = {part: i for i, op in enumerate(few.ops) for part in reversed(op.parts)}
-    return tuple(place[many.ops[b].parts[-1]] for b in forced)
+    ends = tuple(sorted({*large.forced, *(b for span in large.spans for b in span)} - {0, len(many.ops)}))
+    coarse, many = nested(many, blocks=BLOCKS, also=ends)
+    return space(coarse), space(many)
 
 
 def _again(source: Source, fine: Graph, request: Request, cluster: Cluster) -> Verdict | None:

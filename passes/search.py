@@ -28,6 +28,8 @@ VARIED = 4
 """Verdicts that are judged under all schedules and layouts."""
 REFINED = 3
 """Verdicts that are refined."""
+CLOSE = 1.02
+"""How far above the best a verdict over few blocks may be to be refined over more."""
 EFFORT = 250_000
 """Actions that may be simulated in refining, and in comparing schedules and layouts."""
 
@@ -70,9 +72,11 @@ def search(spaces: tuple[Space, Space], watch: Watch | None = None) -> Found:
             watch("schedules and layouts", ledger.best_ns, 0)
     _compare(drafts, judges, ledger)
     for verdict in _finalists(ledger, REFINED):
-        finer = judges[id(spaces[1])](_finer(verdict, spaces[1]))
-        ledger.add(finer)
-        _refine(finer, spaces[1], judges[id(spaces[1])], ledger)
+        near = _refine(verdict, judges[id(verdict.space)], ledger)
+        close = not ledger.fits or near.step_ns <= CLOSE * ledger.best_ns
+        if near.space is not spaces[1] and close:
+            ledger.add(judges[id(spaces[1])](_finer(near, spaces[1])))
+            _refine(judges[id(spaces[1])](_finer(near, spaces[1])), judges[id(spaces[1])], ledger)
         if watch:
             watch("refine", ledger.best_ns, 0)
     return ledger.found()
@@ -195,13 +199,13 @@ def _finer(verdict: Verdict, many: Space) -> Candidate:
     return replace(candidate, division=replace(candidate.division, bounds=bounds))
 
 
-def _refine(verdict: Verdict, space: Space, judge: Judge, ledger: _Ledger) -> None:
-    """Steepest descent over `_neighbours`, within a number of simulated actions."""
+def _refine(verdict: Verdict, judge: Judge, ledger: _Ledger) -> Verdict:
+    """Steepest descent over `_neighbours`, within a number of simulated actions: where it ends."""
     budget = EFFORT // REFINED // _actions(verdict.candidate)
     best = verdict
     while budget > 0:
         tried = []
-        for candidate in _neighbours(best.candidate, space):
+        for candidate in _neighbours(best.candidate, judge.space):
             before = judge.count
             tried.append(judge(candidate))
             ledger.add(tried[-1])
@@ -210,8 +214,9 @@ def _refine(verdict: Verdict, space: Space, judge: Judge, ledger: _Ledger) -> No
                 break
         better = min(tried, key=_merit, default=best)
         if _merit(better) >= _merit(best):
-            return
+            break
         best = better
+    return best
 
 
 def _actions(candidate: Candidate) -> int:

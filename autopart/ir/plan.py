@@ -69,8 +69,9 @@ class Optimality:
     """How far a plan is from the best at most.  objective, lower_bound: nanoseconds of a step; for a placement of its
     worst load, in the unit of the problem.
 
-    No plan that cuts between the same blocks, under the same costs, on this cluster, within the choices that were
-    allowed, is simulated faster than lower_bound.  gap: (objective - lower_bound) / objective.  proved: gap is 0.
+    No plan that cuts between the planner's blocks, under the same costs, on this cluster, within the choices that were
+    allowed, is simulated faster than lower_bound; one that was refined inside blocks may be, and is its own bound.
+    gap: (objective - lower_bound) / objective.  proved: gap is 0.
     """
 
     objective: int

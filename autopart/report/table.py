@@ -127,7 +127,7 @@ def _footer(plan: Plan) -> list[str]:
     if plan.optimality is not None:
         bound = plan.optimality
         proof = "proved best" if bound.proved else f"at most {bound.gap:.1%} of it could be saved"
-        lines.append(f"{proof}: no plan between the same blocks takes less than {_ms(bound.lower_bound)} ms")
+        lines.append(f"{proof}: no plan between the planner's blocks takes less than {_ms(bound.lower_bound)} ms")
     if plan.estimates:
         lines.append("memory in MiB; GFLOP, ms, in and out for one micro-batch")
         lines.append(COST_SOURCES.get(plan.costs, f"op costs: {plan.costs}"))

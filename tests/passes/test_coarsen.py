@@ -12,7 +12,7 @@ from autopart.ir.cost import Cost
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph, check
 from autopart.passes.atoms import atoms
-from autopart.passes.coarsen import coarsen, signatures
+from autopart.passes.coarsen import coarsen, nested, signatures
 from autopart.passes.cuts import forced_bounds, segments
 
 SIZES = st.integers(1, 12)
@@ -127,10 +127,11 @@ def test_layers_are_cut_at_the_residual_stream() -> None:
     assert {"n2 u2 d2 s2", "n3 u3 d3 s3", "n4 u4 d4 s4"} <= set(parts(blocks))
 
 
-def test_what_ends_a_layer_stays_with_the_heavy_op_before_it() -> None:
-    """Two layers of two ops above the cap, each closed by a cheap sum with the residual stream."""
-    line = "a:9 <- x; b:9 <- a; s:1 <- b x; n:1 <- s; c:9 <- n; d:9 <- c; t:1 <- d s; o:9 <- t"
-    assert {"b s", "d t"} <= set(parts(coarsen(graph(line), blocks=5)))
+@given(graphs(most=30, free=False), SIZES, SIZES)
+def test_nested_blocks_are_ranges_of_the_finer_line(g: Graph, size: int, more: int) -> None:
+    coarse, fine = nested(coarsen(g, blocks=size + more), blocks=size)
+    assert check(fine) and parts(coarse) == parts(coarsen(coarsen(g, blocks=size + more), blocks=size))
+    assert [part for op in coarse.ops for part in op.parts] == [part for op in fine.ops for part in op.parts]
 
 
 def test_repeated_layers_are_one_class() -> None:

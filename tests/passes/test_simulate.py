@@ -232,20 +232,22 @@ def test_timeline_obeys_physics(g: Graph, data: st.DataObject) -> None:
         assert all(span.start_ns >= own[-1].end_ns for span in ends if span.rank == rank)
     for edge in program.edges:
         for kind, src, dst in (("F", edge.src, edge.dst), ("B", edge.dst, edge.src)):
-            sends = [by_key[src, str(a)] for a in program.ranks[src] if (a.kind, a.peer) == (f"S{kind}", dst)]
+            own = program.ranks[home[src]]
+            sends = [by_key[home[src], str(a)] for a in own if (a.kind, a.peer) == (f"S{kind}", dst)]
             assert all(one.start_ns <= two.start_ns and one.end_ns <= two.end_ns for one, two in pairwise(sends))
             for send in sends:
                 micro = send.action.micro
-                assert by_key[src, f"{src}{kind}{micro}"].end_ns <= send.start_ns
+                assert by_key[home[src], f"{src}{kind}{micro}"].end_ns <= send.start_ns
                 size = sizes[src, dst, kind]
                 assert send.end_ns - send.start_ns == (c.link(home[src], home[dst]).transfer_ns(size) if size else 0)
-                assert by_key[dst, f"{dst}{kind}{micro}"].start_ns >= send.end_ns
+                assert by_key[home[dst], f"{dst}{kind}{micro}"].start_ns >= send.end_ns
     check_ports(timeline, work)
     for s, stage_estimate in enumerate(plan.estimates):
         live = in_flight(schedule, s, len(plan.stages), micros)
-        assert timeline.peak_bytes[s] == live * stage_estimate.activation_bytes
-        curve = timeline.memory(s, stage_estimate.activation_bytes)
-        assert curve[0] == (0, 0) and curve[-1][1] == 0 and max(held for _, held in curve) == timeline.peak_bytes[s]
+        peak = timeline.peak_bytes[home[s]]
+        assert peak == live * stage_estimate.activation_bytes
+        curve = timeline.memory(home[s], stage_estimate.activation_bytes)
+        assert curve[0] == (0, 0) and curve[-1][1] == 0 and max(held for _, held in curve) == peak
     check_path(timeline)
 
 

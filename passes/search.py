@@ -3,7 +3,8 @@
 0. Where all candidates together are few, each of them is judged, and that is all.
 1. For every way to cut the batch and every layout, the partition's best division for each number of stages (`drafts`).
 2. The most promising by U are judged (`judge`), the best of them under every schedule and layout of the same depth.
-3. From the best few, cuts move by a block and widths by a device as long as the simulated step gets shorter.
+3. From the best few, cuts move by a block and widths by a device as long as the simulated step gets shorter; where
+   that ends close to the best, once more with finer blocks.
 
 The order of trying and every limit is a count, never a clock: the same request gives the same plan everywhere.
 """
@@ -46,7 +47,7 @@ class Found:
 
 def search(spaces: tuple[Space, Space], watch: Watch | None = None) -> Found:
     """The fastest plan found.  spaces: a line of few blocks, for pipelines of at most `SMALL` positions, and one of
-    more blocks, for deeper ones; they may be the same.
+    more blocks, for deeper ones and for refinement; they may be the same.
     """
     judges = {id(space): Judge(space) for space in spaces}
     ledger = _Ledger()
@@ -75,8 +76,9 @@ def search(spaces: tuple[Space, Space], watch: Watch | None = None) -> Found:
         near = _refine(verdict, judges[id(verdict.space)], ledger)
         close = not ledger.fits or near.step_ns <= CLOSE * ledger.best_ns
         if near.space is not spaces[1] and close:
-            ledger.add(judges[id(spaces[1])](_finer(near, spaces[1])))
-            _refine(judges[id(spaces[1])](_finer(near, spaces[1])), judges[id(spaces[1])], ledger)
+            finer = judges[id(spaces[1])](_finer(near, spaces[1]))
+            ledger.add(finer)
+            _refine(finer, judges[id(spaces[1])], ledger)
         if watch:
             watch("refine", ledger.best_ns, 0)
     return ledger.found()

@@ -4,8 +4,8 @@ Two steps after RaNNC (IPDPS 2021, block-level partitioning), changed where note
 
 1. Clustering, multilevel: match neighbours where a cut would be expensive, contract, repeat.  RaNNC profiles every
    merge and tests each edge for a second path; we add costs up and use three local rules that imply there is none.
-2. Compaction: the clusters in a line; boundaries go in order of the bytes that cross them until few enough are left.
-   RaNNC merges the lightest block first, which keeps expensive cuts as readily as cheap ones.
+2. Compaction: the clusters in a line; boundaries go in order of the bytes that cross them until few enough are left,
+   and the cheapest stay.  RaNNC merges the lightest block first, which keeps expensive cuts as readily as cheap ones.
 
 Assumed: the time of a block is the sum of its ops (wrong where kernels overlap).  A cap on time and bytes of a
 block, total / blocks and growing only when it must, leaves the partition something to balance with.
@@ -23,7 +23,7 @@ import networkx as nx  # type: ignore[import-untyped, unused-ignore]
 from autopart.ir.cost import Cost
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph, Literal, Op
-from autopart.passes.cuts import crossing_bytes, segments
+from autopart.passes.cuts import Ints, crossing_bytes, segments
 
 
 def coarsen(graph: Graph, *, blocks: int = 64, cuts: tuple[str, ...] = (), also: tuple[int, ...] = ()) -> Graph:
@@ -192,10 +192,12 @@ def _quotient(level: _Level, into: list[int]) -> nx.DiGraph:
 
 
 def _compact(graph: Graph, segment: list[int], blocks: int) -> list[list[int]]:
-    """Intervals of places: boundaries with the most bytes across go first, under caps that grow until it suffices.
+    """Intervals of places: boundaries with the most bytes across go first, under caps that grow until it suffices; the
+    cheapest stay.
 
-    Any interval of a topological order is convex.  Two neighbours that stay apart exceed a cap together, so caps of
-    4 * total / blocks are always enough; a single heavy op may exceed them.  O(n log n).
+    Any interval of a topological order is convex.  Two neighbours that stay apart exceed a cap together, but where the
+    cheapest cut lies between them, so caps of 8 * total / blocks are always enough; a single heavy op may exceed them.
+    O(n log n).
     """
     n = len(graph.ops)
     time_sum, held_sum = (_sums(weights) for weights in _weights(graph))
@@ -211,7 +213,10 @@ def _compact(graph: Graph, segment: list[int], blocks: int) -> list[list[int]]:
     left = [b for b in range(1, n) if b not in glued and segment[b] == segment[b - 1]]
     fixed = sum(segment[b] != segment[b - 1] for b in range(1, n))
     left.sort(key=lambda b: (-crossing[b], time_sum[b + 1] - time_sum[b - 1], b))
+    kept = _cheapest(left, crossing, (blocks - fixed) // 2)
+    left = [b for b in left if b not in kept]
     caps = [time_sum[n] / blocks, held_sum[n] / blocks]
+    fixed += len(kept)
     while left and len(left) + fixed + 1 > blocks:
         rest, excess = [], len(left) + fixed + 1 - blocks
         for b in left:
@@ -224,8 +229,23 @@ def _compact(graph: Graph, segment: list[int], blocks: int) -> list[list[int]]:
                 rest.append(b)
         left = rest
         caps = [cap * 1.25 for cap in caps]
-    bounds = sorted({0, n, *left, *(b for b in range(1, n) if segment[b] != segment[b - 1])})
+    bounds = sorted({0, n, *left, *kept, *(b for b in range(1, n) if segment[b] != segment[b - 1])})
     return [list(range(a, b)) for a, b in pairwise(bounds)]
+
+
+def _cheapest(bounds: list[int], crossing: Ints, most: int) -> set[int]:
+    """At most so many of the boundaries with the fewest bytes across, of equals some that are spread evenly.
+
+    Under tight caps only light ops could merge, and they often stand at the cheapest cuts of all.
+    """
+    ranked = sorted(bounds, key=lambda b: (crossing[b], b))
+    if most <= 0 or len(ranked) <= most:
+        return set(ranked[: max(0, most)])
+    limit = crossing[ranked[most]]
+    below = [b for b in ranked if crossing[b] < limit]
+    equal = [b for b in ranked if crossing[b] == limit]
+    wanted = most - len(below)
+    return {*below, *(equal[i * len(equal) // wanted] for i in range(wanted))}
 
 
 def _sums(weights: list[int]) -> list[int]:

@@ -113,6 +113,16 @@ def optimizer_ns(trained_bytes: int, state_factor: float, device: Device) -> int
     return int(trained_bytes * (3 + 2 * state_factor) * 1e9 / device.mem_bytes_per_s)
 
 
+def copying_ns(size_bytes: int, devices: Sequence[Device]) -> int:
+    """Nanoseconds that messages of size_bytes take from the work of the slowest of these devices.
+
+    A GPU's messages pass beside its work.  On a CPU the cores that compute copy each of them twice, to or from the
+    socket, and read and write it each time.
+    """
+    rates = [device.mem_bytes_per_s for device in devices if device.kind == "cpu"]
+    return int(4 * size_bytes * 1e9 / min(rates)) if rates else 0
+
+
 def estimate(plan: Plan, program: Program, setting: Setting) -> Plan:
     """The plan with `estimates` (bytes and nanoseconds), `step_ns` and `bubble` (a fraction) filled in.
 
@@ -204,7 +214,8 @@ def _work(plan: Plan, links: tuple[Edge, ...], shared: Tied, setting: Setting) -
 @dataclass(frozen=True)
 class Seat:
     """All that the estimate of a stage depends on.  rows: of the largest micro-batch.  live: micro-batches in flight.
-    first: it is given the whole batch.  versions: copies of its weights.  in_bytes, out_bytes: of a whole micro-batch.
+    first: it is given the whole batch.  versions: copies of its weights.  in_bytes, out_bytes: of a whole micro-batch;
+    back_bytes: of the gradients that come and go for it.
     """
 
     stage: Stage
@@ -215,19 +226,24 @@ class Seat:
     versions: int
     in_bytes: int
     out_bytes: int
+    back_bytes: int
 
 
 def seats(plan: Plan, sizes: dict[Message, int]) -> list[Seat]:
     """The seat of each stage.  sizes: of the plan's messages.  O(stages + edges)."""
-    into, out = [0] * len(plan.stages), [0] * len(plan.stages)
+    into, out, back = ([0] * len(plan.stages) for _ in range(3))
     for (src, dst, kind), size in sizes.items():
         if kind == "F":
             into[dst] += size
             out[src] += size
+        else:
+            back[src] += size
+            back[dst] += size
     rows, micros, found = max(plan.micro_rows), len(plan.micro_rows), []
     for s, stage in enumerate(plan.stages):
         live = in_flight(plan.schedule, s, len(plan.stages), micros)
-        found.append(Seat(stage, rows, micros, live, s == 0, live if plan.schedule == ASYNC else 1, into[s], out[s]))
+        versions = live if plan.schedule == ASYNC else 1
+        found.append(Seat(stage, rows, micros, live, s == 0, versions, into[s], out[s], back[s]))
     return found
 
 
@@ -247,6 +263,7 @@ def stage_estimate(seat: Seat, setting: Setting) -> Estimate:
     optimizer_bytes = int(trained * setting.state_factor)
     state_bytes = trained + optimizer_bytes + (seat.versions - 1) * param_bytes
     received, sent = -(-seat.in_bytes // replicas), -(-seat.out_bytes // replicas)
+    devices = [setting.kinds[kind] for kind in kinds]
     activation_bytes = kept + received
     workspace = max([cost.scratch_bytes for cost in costed[0]], default=0) + group_bytes
     buffers = 2 * (received + sent)
@@ -254,8 +271,10 @@ def stage_estimate(seat: Seat, setting: Setting) -> Estimate:
     if seat.first:
         peak_bytes += seat.micros * -(-sum(whole.values[name] for name in whole.graph.inputs) // replicas)
     return Estimate(
-        fwd_ns=max(sum([cost.fwd_ns for cost in costs]) for costs in costed),
-        bwd_ns=max(sum([cost.bwd_ns for cost in costs]) for costs in costed) + recompute_ns,
+        fwd_ns=max(sum([cost.fwd_ns for cost in costs]) for costs in costed) + copying_ns(received + sent, devices),
+        bwd_ns=max(sum([cost.bwd_ns for cost in costs]) for costs in costed)
+        + recompute_ns
+        + copying_ns(-(-seat.back_bytes // replicas), devices),
         flops=sum([cost.flops for cost in costed[0]]),
         param_bytes=param_bytes,
         state_bytes=state_bytes,
@@ -269,7 +288,7 @@ def stage_estimate(seat: Seat, setting: Setting) -> Estimate:
         buffer_bytes=buffers,
         recompute_ns=recompute_ns,
         reduce_ns=setting.ring(stage.ranks).alone_ns(trained),
-        optimizer_ns=max(optimizer_ns(trained, setting.state_factor, setting.kinds[kind]) for kind in kinds),
+        optimizer_ns=max(optimizer_ns(trained, setting.state_factor, device) for device in devices),
     )
 
 

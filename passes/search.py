@@ -14,8 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 
+import numpy as np
+
+from autopart.passes.bound import fastest_sums
 from autopart.passes.drafts import HOPELESS, Draft, Watch, drafts_of
 from autopart.passes.estimate import played
 from autopart.passes.exhaust import every_candidate
@@ -31,6 +34,8 @@ REFINED = 3
 """Verdicts that are refined."""
 CLOSE = 1.02
 """How far above the best a verdict over few blocks may be to be refined over more."""
+EVEN = 8
+"""Even cuts may be off by this part of a device's share of the work, where less crosses."""
 EFFORT = 250_000
 """Actions that may be simulated in refining, and in comparing schedules and layouts."""
 
@@ -69,6 +74,9 @@ def search(spaces: tuple[Space, Space], watch: Watch | None = None) -> Found:
         for variant in variants[: max(1, effort // _actions(verdict.candidate))]:
             ledger.add(judges[id(verdict.space)](variant))
         effort -= len(variants) * _actions(verdict.candidate)
+        even = _evened(verdict.candidate, spaces[1])
+        if even is not None:
+            ledger.add(judges[id(spaces[1])](even))
         if watch:
             watch("schedules and layouts", ledger.best_ns, 0)
     _compare(drafts, judges, ledger)
@@ -177,6 +185,25 @@ def _variants(space: Space, candidate: Candidate) -> Iterator[Candidate]:
                 yield replace(candidate, division=division, layout=layout, schedule=schedule)
 
 
+def _evened(candidate: Candidate, space: Space) -> Candidate | None:
+    """The same with as much work for each device, cut where little crosses: U leaves waiting for slow stages out."""
+    widths = candidate.division.widths
+    if space.request.pins or len(widths) > space.line.n:
+        return None
+    rows = max(candidate.micro_rows)
+    sums, crossing = fastest_sums(space, rows), space.line.sheet(rows).crossing
+    devices, bounds = sum(widths), [0]
+    for done in accumulate(widths[:-1]):
+        target = sums[-1] * done / devices
+        off = np.abs(sums[bounds[-1] + 1 : -1] - target)
+        if not len(off):
+            return None
+        near = np.flatnonzero(off <= max(off.min(), sums[-1] / devices / EVEN))
+        bounds.append(bounds[-1] + 1 + int(min(near, key=lambda i: (crossing[bounds[-1] + 1 + i], off[i]))))
+    ends = (*bounds, space.line.n)
+    return replace(candidate, division=replace(candidate.division, bounds=ends)) if _legal(ends, space) else None
+
+
 def _finalists(ledger: _Ledger, most: int) -> list[Verdict]:
     """The fastest verdicts with different numbers of stages, copies or rows."""
     chosen: dict[tuple[object, ...], Verdict] = {}
@@ -202,12 +229,16 @@ def _finer(verdict: Verdict, many: Space) -> Candidate:
 
 
 def _refine(verdict: Verdict, judge: Judge, ledger: _Ledger) -> Verdict:
-    """Steepest descent over `_neighbours`, within a number of simulated actions: where it ends."""
+    """Steepest descent over `_neighbours`, and where that is cheap over cuts anywhere; within a number of simulated
+    actions.  Where it ends."""
     budget = EFFORT // REFINED // _actions(verdict.candidate)
     best = verdict
     while budget > 0:
         tried = []
-        for candidate in _neighbours(best.candidate, judge.space):
+        near = _neighbours(best.candidate, judge.space)
+        if budget > 2 * judge.space.line.n:
+            near = chain(near, _swept(best.candidate, judge.space))
+        for candidate in near:
             before = judge.count
             tried.append(judge(candidate))
             ledger.add(tried[-1])
@@ -251,6 +282,16 @@ def _neighbours(candidate: Candidate, space: Space) -> Iterator[Candidate]:
                     widths[s], widths[t] = widths[s] - 1, widths[t] + 1
                     if max(widths) * candidate.layout.copies <= max(candidate.micro_rows):
                         yield replace(candidate, division=replace(division, widths=tuple(widths)))
+
+
+def _swept(candidate: Candidate, space: Space) -> Iterator[Candidate]:
+    """One cut moved to any place between its neighbours."""
+    division = candidate.division
+    for i, (low, _, high) in enumerate(zip(division.bounds, division.bounds[1:], division.bounds[2:], strict=False), 1):
+        for place in range(low + 1, high):
+            bounds = (*division.bounds[:i], place, *division.bounds[i + 1 :])
+            if _legal(bounds, space):
+                yield replace(candidate, division=replace(division, bounds=bounds))
 
 
 def _moved(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

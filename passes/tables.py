@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from autopart.ir.plan import ASYNC, in_flight
 from autopart.passes.cuts import Ints
-from autopart.passes.estimate import optimizer_ns
+from autopart.passes.estimate import copying_ns, optimizer_ns
 from autopart.passes.layout import Layout
 from autopart.passes.line import Sheet
 from autopart.passes.partition import FAR, Table, by_length, ends_of
@@ -128,6 +128,8 @@ class Tables:
     def _work(self, live: int, replicas: int, share: int, place: _Place) -> Ints:
         """Nanoseconds of a micro-batch, recomputation included; FAR where the stage may not be or does not fit."""
         forward, time = self._cached(self._times, share, place.kinds)
+        if any(self.space.setting.kinds[kind].kind == "cpu" for kind in place.kinds):
+            time = time + self._cached(self._copying, replicas, place.kinds)
         again = self._recomputed(live, replicas, share, place)
         if again is None:
             return np.asarray(time)
@@ -141,6 +143,13 @@ class Tables:
         forward = np.max(forwards, axis=0)
         time = np.max([f + self._sums(sheet, "bwd_ns") for f, sheet in zip(forwards, sheets, strict=True)], axis=0)
         return np.stack([forward, np.where(self._legal(self.space.legal), time, FAR)])
+
+    def _copying(self, replicas: int, kinds: tuple[int, ...]) -> Ints:
+        """Nanoseconds of `copying_ns`, about: what only passes by the stage counts as if it left it, both ways."""
+        sheet, devices = self.space.line.sheet(self.rows), [self.space.setting.kinds[kind] for kind in kinds]
+        leaves = 2 * sheet.crossing[ends_of(self.space.line.n, self._length)]
+        size = (self._by_length(sheet.enters) + self._by_length(sheet.returns) + leaves) // replicas
+        return np.asarray(size * (copying_ns(1 << 30, devices) / (1 << 30))).astype(np.int64)
 
     def _sums(self, sheet: Sheet, field: str) -> Ints:
         sums = sheet.sums(field)

@@ -281,3 +281,22 @@ def test_a_plan_that_its_blocks_flatter_gets_more_recomputation(monkeypatch: pyt
     p = plan_of(g, cluster(2, memory=limit), **options)
     assert max(e.peak_bytes for e in p.estimates) <= limit - 60
     assert 0 < sum(len(stage.recompute) for stage in p.stages) < 8  # no more than it takes
+
+
+def test_the_cores_of_a_cpu_copy_messages_and_a_gpu_does_not() -> None:
+    """1000 bytes there and back, each copied twice, read and written, at 100 bytes per nanosecond."""
+    g = graph("a:100 #1000 <- x; b:100 <- a", input_bytes=0)
+    c = cluster(2)
+    gpus = replace(c, devices=tuple(replace(device, kind="cuda") for device in c.devices))
+    for machines, copied in ((c, 40), (gpus, 0)):
+        p = plan_of(g, machines, stages=2)
+        assert [(e.fwd_ns, e.bwd_ns) for e in p.estimates] == [(100 + copied, 200 + copied)] * 2
+
+
+@pytest.mark.parametrize(("count", "size", "stages"), [(24, 400, 4), (60, 400, 3), (60, 64, 6)])
+def test_no_plan_is_slower_than_as_many_layers_for_each_stage(count: int, size: int, stages: int) -> None:
+    """More ops than blocks: the cheap cuts at the residual stream have to survive coarsening."""
+    g, c = layers(count, size=size), cluster(stages)
+    cuts = tuple(f"layers.{count * k // stages}" for k in range(1, stages))
+    by_hand = plan_of(g, c, micros=2 * stages, schedule="1f1b", cuts=cuts)
+    assert plan_of(g, c, micros=2 * stages, schedule="1f1b", stages=stages).step_ns <= by_hand.step_ns

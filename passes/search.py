@@ -32,8 +32,8 @@ VARIED = 4
 """Verdicts that are judged under all schedules and layouts."""
 REFINED = 3
 """Verdicts that are refined."""
-CLOSE = 1.02
-"""How far above the best a verdict over few blocks may be to be refined over more."""
+HOPEFUL, CLOSE = 1.04, 1.005
+"""How far above the best a verdict may be to be refined, and to be refined over more blocks after that over few."""
 EVEN = 8
 """Even cuts may be off by this part of a device's share of the work, where less crosses."""
 EFFORT = 250_000
@@ -80,15 +80,7 @@ def search(spaces: tuple[Space, Space], watch: Watch | None = None) -> Found:
         if watch:
             watch("schedules and layouts", ledger.best_ns, 0)
     _compare(drafts, judges, ledger)
-    for verdict in _finalists(ledger, REFINED):
-        near = _refine(verdict, judges[id(verdict.space)], ledger)
-        close = not ledger.fits or near.step_ns <= CLOSE * ledger.best_ns
-        if near.space is not spaces[1] and close:
-            finer = judges[id(spaces[1])](_finer(near, spaces[1]))
-            ledger.add(finer)
-            _refine(finer, judges[id(spaces[1])], ledger)
-        if watch:
-            watch("refine", ledger.best_ns, 0)
+    _refine_best(spaces, judges, ledger, watch)
     return ledger.found()
 
 
@@ -226,6 +218,21 @@ def _finer(verdict: Verdict, many: Space) -> Candidate:
     ends = [0, *(place[op.parts[-1]] + 1 for op in few.line.blocks.ops)]
     bounds = tuple(ends[b] for b in candidate.division.bounds)
     return replace(candidate, division=replace(candidate.division, bounds=bounds))
+
+
+def _refine_best(spaces: tuple[Space, Space], judges: dict[int, Judge], ledger: _Ledger, watch: Watch | None) -> None:
+    """Refine the finalists, and once more over more blocks what comes close to the best."""
+    for verdict in _finalists(ledger, REFINED):
+        if ledger.fits and verdict.step_ns > HOPEFUL * ledger.best_ns:
+            continue
+        near = _refine(verdict, judges[id(verdict.space)], ledger)
+        close = not ledger.fits or near.step_ns <= CLOSE * ledger.best_ns
+        if near.space is not spaces[1] and close:
+            finer = judges[id(spaces[1])](_finer(near, spaces[1]))
+            ledger.add(finer)
+            _refine(finer, judges[id(spaces[1])], ledger)
+        if watch:
+            watch("refine", ledger.best_ns, 0)
 
 
 def _refine(verdict: Verdict, judge: Judge, ledger: _Ledger) -> Verdict:

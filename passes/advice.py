@@ -95,7 +95,7 @@ def infeasible(found: Found, space: Space, retry: Retry) -> InfeasibleError:
         )
     stage, plan = nearest.stage, nearest.plan
     e = plan.estimates[stage]
-    limit = min(cluster.devices[rank].memory_bytes for rank in plan.stages[stage].ranks)
+    limit = cluster.least_memory_bytes(plan.stages[stage].ranks)
     a, b, _, _ = nearest.candidate.division.ranges()[stage]
     first, last = space.line.blocks.ops[a], space.line.blocks.ops[b - 1]
     again = ", with recomputation" if any(s.recompute for s in plan.stages) else ""

@@ -123,16 +123,19 @@ def longest(space: Space, share: int, micros: int, most_ns: int) -> int:
 
 def fastest_sums(space: Space, rows: int) -> Ints:
     """Entry i: nanoseconds of the first i blocks at so many rows, each on its fastest kind."""
+    return np.concatenate([[0], np.cumsum(_fastest(space, rows))]).astype(np.int64)
+
+
+def _fastest(space: Space, rows: int) -> Ints:
+    """Nanoseconds of each block at so many rows, both ways, on its fastest kind."""
     sheets = [space.line.sheet(rows, kind) for kind in range(len(space.setting.kinds))]
-    times = np.min([sheet.blocks[0] + sheet.blocks[1] for sheet in sheets], axis=0)
-    return np.concatenate([[0], np.cumsum(times)]).astype(np.int64)
+    return np.asarray(np.min([sheet.blocks[0] + sheet.blocks[1] for sheet in sheets], axis=0))
 
 
 def _path_bound(space: Space, rows: int) -> int:
     """Nanoseconds of the longest path of blocks, forward and backward, on the fastest kind.  O(reads)."""
     replicas = max(_replicas(space, rows))
-    sheets = [space.line.sheet(-(-rows // replicas), kind) for kind in range(len(space.setting.kinds))]
-    times = np.min([sheet.blocks[0] + sheet.blocks[1] for sheet in sheets], axis=0).tolist()
+    times = _fastest(space, -(-rows // replicas)).tolist()
     ready: dict[str, int] = {}
     longest = 0
     for op, taken in zip(space.line.blocks.ops, times, strict=True):

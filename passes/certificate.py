@@ -97,7 +97,7 @@ def positions(verdict: Verdict) -> Positions:
         static_bytes=_static(blocks, setting.state_factor),
         live_bytes=tuple(live_bytes),
         live=tuple(min(in_flight(name, s, count, micros) for name in request.schedules) for s in range(count)),
-        memory_bytes=tuple(min(setting.cluster.devices[r].memory_bytes for r in s.ranks) for s in plan.stages),
+        memory_bytes=tuple(setting.cluster.least_memory_bytes(stage.ranks) for stage in plan.stages),
         tail_ns=(0,) * count,
         one_way=tuple(edge for edge, grad in edges.items() if not grad),
     )

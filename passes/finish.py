@@ -59,7 +59,7 @@ def finished(found: Found, graph: Graph, setting: Setting, frame: Plan, line: Sp
 def _fits(plan: Plan, cluster: Cluster) -> bool:
     """Whether no device is asked for more memory than it has."""
     return all(
-        e.peak_bytes <= min(cluster.devices[rank].memory_bytes for rank in stage.ranks)
+        e.peak_bytes <= cluster.least_memory_bytes(stage.ranks)
         for e, stage in zip(plan.estimates, plan.stages, strict=True)
     )
 

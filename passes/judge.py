@@ -111,7 +111,7 @@ class Judge:
         return [e.peak_bytes - self._limit(stage) for e, stage in zip(plan.estimates, plan.stages, strict=True)]
 
     def _limit(self, stage: Stage) -> int:
-        return min(self.setting.cluster.devices[rank].memory_bytes for rank in stage.ranks) - self._spare_bytes
+        return self.setting.cluster.least_memory_bytes(stage.ranks) - self._spare_bytes
 
     def _lean(self, seat: Seat) -> Stage:
         """`_leaner`, each found once."""

@@ -86,7 +86,7 @@ class Tables:
             setting, ranks = self.space.setting, self.layout.ranks(start, width)
             devices = [setting.cluster.devices[rank] for rank in ranks]
             kinds = tuple(sorted({setting.kinds.index(device) for device in devices}))
-            memory = FAR if self.roomy else min(device.memory_bytes for device in devices)
+            memory = FAR if self.roomy else setting.cluster.least_memory_bytes(ranks)
             arriving = bundle_into(self.space, self.layout, start, width).pace
             self._memo[key] = _Place(kinds, memory, arriving, setting.ring(ranks).pace)
         place: _Place = self._memo[key]

@@ -91,6 +91,10 @@ class Cluster:
         inner = self.levels[index - 1].size if index else 1
         return (index, a // inner), (index, b // inner)
 
+    def least_memory_bytes(self, ranks: tuple[int, ...]) -> int:
+        """Bytes that a plan may use on every one of these ranks."""
+        return min([self.devices[rank].memory_bytes for rank in ranks])
+
     @property
     def world(self) -> int:
         """Number of devices, which is the number of ranks."""

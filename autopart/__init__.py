@@ -8,21 +8,14 @@ See README.md for the first steps and ARCHITECTURE.md for how it works.
 
 from __future__ import annotations
 
-from .api import compile, launch, plan, verify
-from .capture.guards import CaptureWarning
-from .check import Verification
-from .files import load_plan, save_plan
-from .ir.cluster import Cluster, Device, Level, Link
-from .ir.errors import (
-    AutopartError,
-    CaptureError,
-    PlanError,
-    RefusedError,
-    RunError,
-    UsageError,
-)
-from .ir.plan import Plan
-from .pipe import Pipe
+from autopart.api import compile, launch, plan, verify
+from autopart.capture.guards import CaptureWarning
+from autopart.files.plans import load_plan, save_plan
+from autopart.ir.cluster import Cluster, Device, Level, Link
+from autopart.ir.errors import AutopartError, CaptureError, PlanError, RefusedError, RunError, UsageError
+from autopart.ir.plan import Plan
+from autopart.session.compare import Verification
+from autopart.session.pipe import Pipe
 
 __version__ = "0.1.0"
 

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from .capture import Capturer
-from .capture.batch import take_apart
-from .check import Verification, verify_step
-from .clusters import parse_cluster
-from .ir.abilities import EVERYTHING
-from .ir.cluster import Cluster
-from .ir.errors import UsageError
-from .ir.plan import Plan
-from .options import read_options
-from .pipe import Pipe
-from .planning import Planned, make_plan
-from .runtime.launch import launch as _launch
+from autopart.capture import CaptureCache
+from autopart.capture.batch import flatten
+from autopart.files.clusters import parse_cluster
+from autopart.ir.capabilities import EVERYTHING
+from autopart.ir.cluster import Cluster
+from autopart.ir.errors import UsageError
+from autopart.ir.plan import Plan
+from autopart.options import read_options
+from autopart.planning import Planned, make_plan
+from autopart.runtime.launch.local import launch as _launch
+from autopart.session.compare import Verification, verify_step
+from autopart.session.pipe import Pipe
 
 ClusterLike = Cluster | str | os.PathLike[str] | None
 
@@ -59,7 +59,7 @@ def compile(model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None
     have (`ir.abilities`) is not planned.
     """
     read = read_options(**options)
-    return Pipe(Capturer(model, read.loss_fn), _cluster(cluster), read, sample)
+    return Pipe(CaptureCache(model, read.loss_fn), _cluster(cluster), read, sample)
 
 
 def plan(model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None, **options: Any) -> Plan:
@@ -76,8 +76,8 @@ def plan(model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None, *
 def planned(model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None, **options: Any) -> Planned:
     """As `plan`, with the captured graph that the plan is for."""
     read = read_options(**options)
-    batch = take_apart(_given(sample, "plan"), with_target=read.loss_fn is not None)
-    return make_plan(Capturer(model, read.loss_fn), batch, _cluster(cluster), read, EVERYTHING)
+    batch = flatten(_given(sample, "plan"), with_target=read.loss_fn is not None)
+    return make_plan(CaptureCache(model, read.loss_fn), batch, _cluster(cluster), read, EVERYTHING)
 
 
 def verify(

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .capture.export import LossFn
-from .ir.errors import UsageError
-from .ir.plan import ALL_SCHEDULES, Plan
+from autopart.capture.export import LossFn
+from autopart.ir.errors import UsageError
+from autopart.ir.plan import ALL_SCHEDULES, Plan
 
 REDUCTIONS = ("auto", "mean", "sum", "token-mean")
 COSTS = ("auto", "measured", "analytic")

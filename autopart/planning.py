@@ -9,31 +9,31 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .capture import Captured, Capturer
-from .capture.batch import Batch, split_rows
-from .capture.grow import grown, telling_rows
-from .capture.probe import prove_rows
-from .capture.rows import mark_rows, require_same_program
-from .files import load_plan, match_plan
-from .ir.abilities import RUNTIME, Abilities, lacking
-from .ir.cluster import Cluster
-from .ir.errors import CaptureError, PlanError, RefusedError, UsageError
-from .ir.graph import Graph, Weight
-from .ir.plan import Plan
-from .measure import measure_costs
-from .optimizers import state_factor
-from .options import Options
-from .passes.estimate import kinds_of
-from .passes.loss import UnprovenRows, weigh
-from .passes.pipeline import Source, build
-from .passes.rules import analytic_costs
-from .passes.scale import at_rows, grows
-from .passes.sheets import sheets
-from .passes.space import Request
-from .plan_cache import PlanCache
-from .profiler import profile_costs
+from autopart.capture import CaptureCache, Captured
+from autopart.capture.batch import Batch, split_rows
+from autopart.capture.infer_size import infer_other_size, prime_batch_size
+from autopart.capture.probe import prove_rows
+from autopart.capture.rows import mark_rows, require_same_program
+from autopart.costs.measure import measure_costs
+from autopart.costs.optimizer_state import state_factor
+from autopart.costs.profiler import profile_costs
+from autopart.files.plan_cache import PlanCache
+from autopart.files.plans import load_plan, match_plan
+from autopart.ir.capabilities import RUNTIME, Capabilities, lacking
+from autopart.ir.cluster import Cluster
+from autopart.ir.errors import CaptureError, PlanError, RefusedError, UsageError
+from autopart.ir.graph import Graph, LossReduction
+from autopart.ir.plan import Plan
+from autopart.options import Options
+from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
+from autopart.passes.ops.analytic_costs import analytic_costs
+from autopart.passes.ops.cost_model import sheets
+from autopart.passes.ops.resize import is_affine, resize
+from autopart.passes.pipeline import PlannerInput, build
+from autopart.passes.search.space import PlanRequest
+from autopart.passes.simulation.estimate import device_types
 
-WHOLE = Weight("any")
+WHOLE = LossReduction("any")
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Planned:
 
     plan: Plan
     captured: Captured
-    weight: Weight
+    weight: LossReduction
 
 
 def make_plan(
-    capturer: Capturer, batch: Batch, cluster: Cluster, options: Options, abilities: Abilities = RUNTIME
+    capturer: CaptureCache, batch: Batch, cluster: Cluster, options: Options, abilities: Capabilities = RUNTIME
 ) -> Planned:
     """Plan a model for batches like `batch` on `cluster`, with what `abilities` has.
 
@@ -55,7 +55,7 @@ def make_plan(
     given = read_plan(options)
     if given:
         return _given(given, capturer, batch, cluster, options, abilities)
-    ways = row_ways(batch, cluster, options)
+    ways = microbatch_options(batch, cluster, options)
     first, other = _captures(capturer, batch, ways, _first_rows(ways, batch, cluster, options))
     many = any(len(rows) > 1 for rows in ways)
     weight = _weight(first, other, batch, options) if many and other is not None else WHOLE
@@ -73,9 +73,9 @@ def make_plan(
     captured = first
     if rows != first.graph.rows and other is not None:
         if _on_meta(first) and rows > 1:
-            grown = at_rows(first.graph, other.graph, rows)
-            assert grown is not None
-            plan = replace(plan, graph_digest=grown.shape_digest())
+            infer_other_size = resize(first.graph, other.graph, rows)
+            assert infer_other_size is not None
+            plan = replace(plan, graph_digest=infer_other_size.shape_digest())
         else:  # what will run is captured and measured at its own size, and planned once more
             captured = other if other.graph.rows == rows else capturer(batch, rows)
             require_same_program(first.graph, captured.graph)
@@ -88,7 +88,7 @@ def make_plan(
 
 
 def _captures(
-    capturer: Capturer, batch: Batch, ways: tuple[tuple[int, ...], ...], rows: int
+    capturer: CaptureCache, batch: Batch, ways: tuple[tuple[int, ...], ...], rows: int
 ) -> tuple[Captured, Captured | None]:
     """The model at two numbers of rows, the first wanted at `rows`; of a batch without rows, or of one, once.
 
@@ -96,18 +96,18 @@ def _captures(
     """
     if batch.rows in (None, 1):
         return capturer(batch, rows), None
-    telling = telling_rows(capturer.model, batch) if any(p.is_meta for p in capturer.model.parameters()) else None
+    telling = prime_batch_size(capturer.model, batch) if any(p.is_meta for p in capturer.model.parameters()) else None
     if telling is not None:
         with suppress(CaptureError, RefusedError):  # if it was not for the number, it comes again
             first = capturer(batch, telling)
             second = _second(telling, ways, least=2)
-            return first, grown(first, second) or capturer(batch, second)
+            return first, infer_other_size(first, second) or capturer(batch, second)
     first = capturer(batch, rows)
     return first, capturer(batch, _second(rows, ways, least=2))
 
 
 def _given(
-    given: Plan, capturer: Capturer, batch: Batch, cluster: Cluster, options: Options, abilities: Abilities
+    given: Plan, capturer: CaptureCache, batch: Batch, cluster: Cluster, options: Options, abilities: Capabilities
 ) -> Planned:
     """The user's own plan, for this model, with what can be run."""
     if missing := lacking(given, abilities):
@@ -126,13 +126,13 @@ def _planned(
     cluster: Cluster,
     options: Options,
     ways: tuple[tuple[int, ...], ...],
-    abilities: Abilities,
+    abilities: Capabilities,
 ) -> Plan:
     """The plan for one of these ways to cut the batch, from the costs at the captured number of rows."""
     graph, source, notes = _costs(captured, cluster, options)
     item = min((p.size_bytes // max(1, math.prod(p.shape)) for p in graph.params if p.trainable), default=4)
     factor, said = state_factor(options.optimizer, item)
-    request = Request(
+    request = PlanRequest(
         micro_rows=ways,
         stages=options.stages,
         schedule=options.schedule,
@@ -147,7 +147,7 @@ def _planned(
         prove_rows=None if other is None or _on_meta(captured) else graph.rows,  # else it is planned once more
     )
     also = other.graph if other is not None else None
-    asked = Source(graph, sheets(graph, also, kinds_of(cluster)), torch.__version__, source)
+    asked = PlannerInput(graph, sheets(graph, also, device_types(cluster)), torch.__version__, source)
     cache = PlanCache(asked, also, cluster, request) if options.cache else None
     plan = cache.get() if cache else None
     if plan is None:
@@ -170,7 +170,7 @@ def read_plan(options: Options) -> Plan | None:
     return options.plan
 
 
-def row_ways(batch: Batch, cluster: Cluster, options: Options) -> tuple[tuple[int, ...], ...]:
+def microbatch_options(batch: Batch, cluster: Cluster, options: Options) -> tuple[tuple[int, ...], ...]:
     """The ways to cut a batch that are tried, each the rows of its micro-batches, largest micro-batches first.
 
     What the user says; else the divisors of the number of rows, and powers of two where there are few divisors.
@@ -211,14 +211,14 @@ def _first_rows(ways: tuple[tuple[int, ...], ...], batch: Batch, cluster: Cluste
     return max(several[nearest])
 
 
-def _grows_evenly(first: Captured, other: Captured, ways: tuple[tuple[int, ...], ...], abilities: Abilities) -> bool:
+def _grows_evenly(first: Captured, other: Captured, ways: tuple[tuple[int, ...], ...], abilities: Capabilities) -> bool:
     """Whether the program, and so its costs, is known at every number of rows: its sizes lie on a line."""
     sizes = {max(rows) for rows in ways} | ({1} if abilities.replicas else set())
-    return grows(first.graph, other.graph, sizes)
+    return is_affine(first.graph, other.graph, sizes)
 
 
 def _at_one_size(
-    first: Captured, ways: tuple[tuple[int, ...], ...], options: Options, abilities: Abilities
+    first: Captured, ways: tuple[tuple[int, ...], ...], options: Options, abilities: Capabilities
 ) -> tuple[tuple[tuple[int, ...], ...], Options, tuple[str, ...]]:
     """What can be planned with costs at one number of rows alone: the ways that have it, without replicas."""
     if abilities.replicas and options.replicas not in (None, 1):
@@ -234,7 +234,7 @@ def _at_one_size(
     return known, replace(options, replicas=1) if without else options, (note,)
 
 
-def _same_on_one_row(capturer: Capturer, batch: Batch, first: Captured, *, strict: bool) -> bool:
+def _same_on_one_row(capturer: CaptureCache, batch: Batch, first: Captured, *, strict: bool) -> bool:
     """Whether a single row runs the program of several.  strict: raise the reason when it does not."""
     try:
         require_same_program(first.graph, capturer(batch, 1).graph)
@@ -246,8 +246,8 @@ def _same_on_one_row(capturer: Capturer, batch: Batch, first: Captured, *, stric
 
 
 def loss_weight(
-    capturer: Capturer, batch: Batch, captured: Captured, micro_rows: tuple[int, ...], options: Options
-) -> Weight:
+    capturer: CaptureCache, batch: Batch, captured: Captured, micro_rows: tuple[int, ...], options: Options
+) -> LossReduction:
     """How the losses of micro-batches combine.  One needs no rule; more need one that is proven exact.
 
     Raises CoupledLossError when the whole loss is no combination of theirs.
@@ -258,15 +258,15 @@ def loss_weight(
     return _weight(captured, other, batch, options)
 
 
-def _weight(captured: Captured, other: Captured, batch: Batch, options: Options) -> Weight:
+def _weight(captured: Captured, other: Captured, batch: Batch, options: Options) -> LossReduction:
     graph = mark_rows(captured.graph, other.graph)
     stated = None if options.loss_reduction == "auto" else options.loss_reduction
     try:
-        return weigh(graph, other.graph, stated=stated)
+        return derive_loss_weight(graph, other.graph, stated=stated)
     except UnprovenRows as unproven:
         proven = _prove(captured, other, unproven.names, batch)
     try:
-        return weigh(graph, other.graph, stated=stated, proven=proven)
+        return derive_loss_weight(graph, other.graph, stated=stated, proven=proven)
     except UnprovenRows as unproven:
         raise unproven.refusal from None
 

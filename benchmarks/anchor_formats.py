@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopart.passes.placement import Machine, Message, Problem
-from autopart.passes.reference import pipedream, piper
+from planners import pipedream, piper
+
+from autopart.passes.proof.placement import Machine, Message, Problem
 
 
 @dataclass(frozen=True, slots=True)

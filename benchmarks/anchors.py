@@ -27,10 +27,10 @@ from pathlib import Path
 
 import anchor_formats as formats
 from anchor_values import Anchor, anchors
+from planners import dapple, pipedream, piper
 
 from autopart.ir.errors import AutopartError, InfeasibleError, UsageError
-from autopart.passes import exact, placement
-from autopart.passes.reference import dapple, pipedream, piper
+from autopart.passes.proof import exact, placement
 
 
 @dataclass(frozen=True, slots=True)

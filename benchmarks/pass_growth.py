@@ -23,20 +23,20 @@ import transformers
 from common import write
 
 from autopart.capture import capture
-from autopart.capture.batch import take_apart
-from autopart.clusters import parse_cluster
-from autopart.passes.atoms import atoms
-from autopart.passes.bound import lower_bound
-from autopart.passes.coarsen import coarsen
-from autopart.passes.estimate import Setting, kinds_of
-from autopart.passes.line import Line
-from autopart.passes.pipeline import BLOCKS, Source, build
-from autopart.passes.route import route
-from autopart.passes.rules import analytic_costs
-from autopart.passes.search import search
-from autopart.passes.sheets import sheets
-from autopart.passes.space import Request, Space
-from autopart.passes.verify import verify
+from autopart.capture.batch import flatten
+from autopart.files.clusters import parse_cluster
+from autopart.passes.graph.atoms import atoms
+from autopart.passes.graph.chain import BlockChain
+from autopart.passes.graph.coarsen import coarsen
+from autopart.passes.ops.analytic_costs import analytic_costs
+from autopart.passes.ops.cost_model import sheets
+from autopart.passes.pipeline import BLOCKS, PlannerInput, build
+from autopart.passes.program.routing import route
+from autopart.passes.program.verify import check_program
+from autopart.passes.proof.lower_bound import lower_bound
+from autopart.passes.search.search import search
+from autopart.passes.search.space import PlanRequest, SearchSpace
+from autopart.passes.simulation.estimate import CostContext, device_types
 
 STAGES, MICROS = 4, 16
 
@@ -61,7 +61,7 @@ def fastest(runs: int, work: Callable[[], Any]) -> tuple[float, Any]:
 def passes(layers: int, runs: int) -> dict[str, float]:
     """Seconds of each pass at one depth, and the number of ops."""
     ids = torch.randint(0, 1000, (2, 128))
-    batch = take_apart({"input_ids": ids, "labels": ids})
+    batch = flatten({"input_ids": ids, "labels": ids})
     cluster = parse_cluster("cpu:4")
     seconds: dict[str, float] = {}
 
@@ -74,19 +74,21 @@ def passes(layers: int, runs: int) -> dict[str, float]:
     graph = timed("costs", lambda: analytic_costs(captured.graph, cluster.devices[0]))
     fine = timed("atoms", lambda: atoms(graph))
     blocks = timed("coarsen", lambda: coarsen(fine, blocks=BLOCKS))
-    kinds = kinds_of(cluster)
+    kinds = device_types(cluster)
     costs_at = sheets(graph, None, kinds)  # at the captured rows alone: they are fixed below
-    request = Request(((2,) * MICROS,), stages=STAGES, replicas=1)
+    request = PlanRequest(((2,) * MICROS,), stages=STAGES, replicas=1)
 
-    def space() -> Space:
-        return Space(Line(blocks, graph, costs_at, 2), Setting(cluster, kinds, costs_at), request, fine, ())
+    def space() -> SearchSpace:
+        return SearchSpace(
+            BlockChain(blocks, graph, costs_at, 2), CostContext(cluster, kinds, costs_at), request, fine, ()
+        )
 
     timed("search", lambda: search((space(),) * 2))
     timed("bound", lambda: lower_bound(space()))
-    source = Source(graph, costs_at, torch.__version__)
+    source = PlannerInput(graph, costs_at, torch.__version__)
     plan = timed("build (all passes)", lambda: build(source, cluster, request))
     program = timed("route", lambda: route(plan, graph))
-    timed("verify", lambda: verify(program, plan.schedule))
+    timed("verify", lambda: check_program(program, plan.schedule))
     return {"layers": layers, "ops": len(graph.ops), "blocks": len(blocks.ops), **seconds}
 
 

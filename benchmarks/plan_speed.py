@@ -28,12 +28,13 @@ import torch
 from common import RESULTS, write
 
 from autopart import planning
-from autopart.capture import Captured, Capturer
-from autopart.capture.batch import Batch, take_apart
-from autopart.clusters import parse_cluster
-from autopart.ir.abilities import EVERYTHING
+from autopart.capture import CaptureCache, Captured
+from autopart.capture.batch import Batch, flatten
+from autopart.files.clusters import parse_cluster
+from autopart.ir.capabilities import EVERYTHING
 from autopart.options import read_options
-from autopart.passes import finish, pipeline
+from autopart.passes import pipeline
+from autopart.passes.search import finalize as finish
 
 STEPS = (  # names that the compiler's own modules hold, and the pass whose time they are
     (planning, "grown", "capture"),
@@ -125,10 +126,10 @@ def timed_passes(clock: Clock) -> Iterator[None]:
             setattr(module, name, work)
 
 
-class _Clocked(Capturer):
+class _Clocked(CaptureCache):
     """A capturer whose captures are timed."""
 
-    def __init__(self, capturer: Capturer, clock: Clock) -> None:
+    def __init__(self, capturer: CaptureCache, clock: Clock) -> None:
         self.__dict__.update(vars(capturer))
         self._clock = clock
 
@@ -143,8 +144,8 @@ def result(case: Case, profile: int = 0) -> dict[str, Any]:
     wall = time.perf_counter()
     clock = Clock()
     options = read_options(optimizer="adamw+masters", watch=clock.watch, cache=False)
-    batch, cluster = take_apart(given), parse_cluster(case.cluster)
-    capturer = Capturer(model)
+    batch, cluster = flatten(given), parse_cluster(case.cluster)
+    capturer = CaptureCache(model)
     counted = _Clocked(capturer, clock)
     if profile:  # after the captures, which are remembered
         planning.make_plan(capturer, batch, cluster, options, EVERYTHING)

@@ -28,12 +28,12 @@ from common import spread, write
 from trained import MODELS
 
 import autopart
-from autopart.capture.batch import take_apart
-from autopart.detect import detect
-from autopart.passes.estimate import Setting, kinds_of, with_estimates, work_of
-from autopart.passes.simulate import step_ns
-from autopart.profiler import profile_costs
+from autopart.capture.batch import flatten
+from autopart.costs.profiler import profile_costs
+from autopart.passes.simulation.estimate import CostContext, device_types, with_estimates, work_of
+from autopart.passes.simulation.simulate import step_ns
 from autopart.runtime.stage import StageRunner
+from autopart.session.detect import detect
 
 
 @dataclass(frozen=True)
@@ -143,13 +143,13 @@ def compiled(case: Case, cluster: autopart.Cluster) -> autopart.Pipe:
 
 def predicted(pipe: autopart.Pipe, batch: Any) -> float:
     """Seconds of the simulated step, without the optimizer, from costs measured now."""
-    captured = pipe.started.setting.capturer(take_apart(batch), max(pipe.plan.micro_rows))
+    captured = pipe.started.setting.capturer(flatten(batch), max(pipe.plan.micro_rows))
     dist.barrier()
     with tempfile.TemporaryDirectory() as folder:
         found = profile_costs(captured, pipe.cluster.devices[0], cache_path=Path(folder) / "costs.json", budget_s=5)
     assert found is not None
     graph = found[0]
-    setting = Setting(pipe.cluster, kinds_of(pipe.cluster), lambda rows, kind: graph)
+    setting = CostContext(pipe.cluster, device_types(pipe.cluster), lambda rows, kind: graph)
     plan = with_estimates(pipe.plan, pipe.program.edges, setting)
     return step_ns(pipe.program, replace(work_of(plan, pipe.program, setting), optimizer_ns=())) * 1e-9
 

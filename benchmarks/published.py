@@ -35,7 +35,7 @@ from common import RESULTS, write
 from torch.nn import functional
 
 import autopart
-from autopart.clusters import parse_cluster
+from autopart.files.clusters import parse_cluster
 
 HIDDEN = {  # billions of parameters, by number of layers
     1024: {24: 0.34, 48: 0.64, 96: 1.24, 144: 1.85, 192: 2.45, 256: 3.26},

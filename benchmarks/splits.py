@@ -24,8 +24,8 @@ from trained import MODELS, Trained, adamw
 
 import autopart
 from autopart.api import planned
-from autopart.detect import detect
 from autopart.ir.graph import Graph
+from autopart.session.detect import detect
 
 MICROS, STAGES = 4, 4
 BY_HAND = ("equal layers", "equal parameters", "equal operations")

@@ -11,28 +11,28 @@ from autopart.ir.graph import Graph
 from autopart.ir.graph import check as check_graph
 from autopart.ir.plan import ASYNC, Optimality, Plan
 from autopart.ir.uncollected import uncollected
-from autopart.passes.advice import infeasible
-from autopart.passes.atoms import atoms
-from autopart.passes.bound import lower_bound
-from autopart.passes.certificate import certified, settles
-from autopart.passes.coarsen import coarsen, nested
-from autopart.passes.cuts import forced_bounds, module_span
-from autopart.passes.drafts import Watch
-from autopart.passes.estimate import Setting, kinds_of
-from autopart.passes.finish import finished
-from autopart.passes.judge import Verdict
-from autopart.passes.layout import SMALL
-from autopart.passes.line import Line
-from autopart.passes.search import search
-from autopart.passes.sheets import CostsAt
-from autopart.passes.space import Request, Space
+from autopart.passes.graph.atoms import atoms
+from autopart.passes.graph.chain import BlockChain
+from autopart.passes.graph.coarsen import coarsen, nested
+from autopart.passes.graph.cuts import forced_bounds, module_span
+from autopart.passes.ops.cost_model import CostsAt
+from autopart.passes.proof.certificate import certified, settles
+from autopart.passes.proof.lower_bound import lower_bound
+from autopart.passes.search.diagnostics import infeasible
+from autopart.passes.search.evaluation import Evaluation
+from autopart.passes.search.finalize import finalize
+from autopart.passes.search.layout import SMALL
+from autopart.passes.search.proposals import Watch
+from autopart.passes.search.search import search
+from autopart.passes.search.space import PlanRequest, SearchSpace
+from autopart.passes.simulation.estimate import CostContext, device_types
 
 BLOCKS, MOST_BLOCKS = 64, 192
 """Blocks that the partition chooses from, and those that deep pipelines and refinement do."""
 
 
 @dataclass(frozen=True)
-class Source:
+class PlannerInput:
     """What a plan is for.  graph: captured, with costs.  costs_at: its costs at other rows and on other devices.
     torch_version, costs: noted in the plan."""
 
@@ -43,7 +43,7 @@ class Source:
 
 
 @uncollected()
-def build(source: Source, cluster: Cluster, request: Request, watch: Watch | None = None) -> Plan:
+def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: Watch | None = None) -> Plan:
     """The plan with the shortest simulated step, which says how far from the best one it can be.
 
     Before: the graph is checked and has costs.  After: `plan.check` holds for it and the plan's program is verified;
@@ -64,7 +64,7 @@ def build(source: Source, cluster: Cluster, request: Request, watch: Watch | Non
     if found.best is None:
         raise infeasible(found, line, lambda other, machines: _again(source, fine, other, machines))
     # What was chosen is costed once more over captured ops: only there are clones counted exactly.
-    done = finished(found, graph, _setting(source, cluster, request), _frame(source, cluster), line)
+    done = finalize(found, graph, _setting(source, cluster, request), _frame(source, cluster), line)
     if done is None:
         raise infeasible(replace(found, nearest=found.best), line, lambda other, machines: None)
     plan, verdict = done
@@ -80,11 +80,11 @@ def build(source: Source, cluster: Cluster, request: Request, watch: Watch | Non
     return replace(plan, optimality=Optimality.of(plan.step_ns, bound))
 
 
-def _setting(source: Source, cluster: Cluster, request: Request) -> Setting:
-    return Setting(cluster, kinds_of(cluster), source.costs_at, request.state_factor, request.abilities.overlap)
+def _setting(source: PlannerInput, cluster: Cluster, request: PlanRequest) -> CostContext:
+    return CostContext(cluster, device_types(cluster), source.costs_at, request.state_factor, request.abilities.overlap)
 
 
-def _frame(source: Source, cluster: Cluster) -> Plan:
+def _frame(source: PlannerInput, cluster: Cluster) -> Plan:
     """A plan that says what it is for and nothing else."""
     graph = source.graph
     return Plan(
@@ -99,7 +99,9 @@ def _frame(source: Source, cluster: Cluster) -> Plan:
     )
 
 
-def _spaces(source: Source, fine: Graph, cluster: Cluster, request: Request) -> tuple[Space, Space]:
+def _spaces(
+    source: PlannerInput, fine: Graph, cluster: Cluster, request: PlanRequest
+) -> tuple[SearchSpace, SearchSpace]:
     """A line of few blocks and one of more, which can be cut at the same places and at others."""
     deepest = request.stages or cluster.world
     marks = tuple(sorted({place for paths in request.marks() for place in module_span(fine, paths)} - {len(fine.ops)}))
@@ -107,9 +109,9 @@ def _spaces(source: Source, fine: Graph, cluster: Cluster, request: Request) -> 
     setting = _setting(source, cluster, request)
     most_rows = max(max(rows) for rows in request.micro_rows)
 
-    def space(blocks: Graph) -> Space:
-        line = Line(blocks, source.graph, source.costs_at, most_rows)
-        return Space(line, setting, request, fine, forced_bounds(blocks, fine, request.cuts))
+    def space(blocks: Graph) -> SearchSpace:
+        line = BlockChain(blocks, source.graph, source.costs_at, most_rows)
+        return SearchSpace(line, setting, request, fine, forced_bounds(blocks, fine, request.cuts))
 
     large = space(many)
     if len(many.ops) <= BLOCKS:
@@ -119,7 +121,7 @@ def _spaces(source: Source, fine: Graph, cluster: Cluster, request: Request) -> 
     return space(coarse), space(many)
 
 
-def _again(source: Source, fine: Graph, request: Request, cluster: Cluster) -> Verdict | None:
+def _again(source: PlannerInput, fine: Graph, request: PlanRequest, cluster: Cluster) -> Evaluation | None:
     """Another request, for advice: its best verdict."""
     try:
         return search(_spaces(source, fine, cluster, request)).best
@@ -127,7 +129,7 @@ def _again(source: Source, fine: Graph, request: Request, cluster: Cluster) -> V
         return None
 
 
-def check_request(request: Request, cluster: Cluster) -> None:
+def check_request(request: PlanRequest, cluster: Cluster) -> None:
     """Everything about a request that can be refused without looking at the model."""
     check_cluster(cluster)
     known = request.abilities.schedules
@@ -162,7 +164,7 @@ def check_request(request: Request, cluster: Cluster) -> None:
     _check_fixed(request, cluster)
 
 
-def _check_fixed(request: Request, cluster: Cluster) -> None:
+def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
     """Replicas and pins against the number of stages."""
     fixed = request.replicas if isinstance(request.replicas, tuple) else None
     if fixed is not None and request.stages is not None and len(fixed) != request.stages:
@@ -189,7 +191,7 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
             )
 
 
-def check_stages(request: Request, blocks: int) -> None:
+def check_stages(request: PlanRequest, blocks: int) -> None:
     """The number of stages against the number of blocks."""
     asked = request.stages or 0
     if asked > blocks:

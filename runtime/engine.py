@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-from ..ir.errors import AutopartError, StageError
-from ..ir.graph import Op
-from ..ir.program import Action, Program
-from .blame import failing_op
-from .launch import note
-from .replicas import TiedGradients
-from .stage import StageRunner
-from .trace import Trace
-from .transport import Inbox, Outbox, Spec
-from .world import World
+from autopart.ir.errors import AutopartError, StageError
+from autopart.ir.graph import Op
+from autopart.ir.program import Action, Program
+from autopart.runtime.failing_op import failing_op
+from autopart.runtime.launch.local import set_activity
+from autopart.runtime.stage import StageRunner
+from autopart.runtime.tied_gradients import TiedGradients
+from autopart.runtime.trace import Trace
+from autopart.runtime.transport import Inbox, Outbox, Spec
+from autopart.runtime.world import World
 
 Specs = Mapping[int, Mapping[str, Spec]]  # by rows of the micro-batch, by value name
 
@@ -85,7 +85,7 @@ class Engine:
             for peer, inbox in self._inboxes.items():
                 inbox.expect(self._expected(peer, given.rows))
             for action in self._actions:
-                note(self._labels[action])
+                set_activity(self._labels[action])
                 start = trace.now() if trace is not None else 0
                 self._do[action.kind](action, given)
                 if trace is not None:
@@ -96,7 +96,7 @@ class Engine:
         except BaseException:
             self._runner.clear()
             raise
-        note("between steps")
+        set_activity("between steps")
         return StepResult(self._state.losses, self._state.results)
 
     def _expected(self, peer: int, rows: tuple[int, ...]) -> list[tuple[Spec, ...]]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..rng import micro_key
-from ..stagecode import StageCode
+from autopart.rng import micro_key
+from autopart.runtime.stage_module import StageModule
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class StageRunner:
 
     def __init__(
         self,
-        codes: Mapping[int, StageCode],
+        codes: Mapping[int, StageModule],
         tensors: Mapping[str, torch.Tensor],
         grad_inputs: frozenset[str],
         grad_outputs: frozenset[str],
@@ -47,7 +47,7 @@ class StageRunner:
         """Micro-batches whose backward is still to come."""
         return len(self._kept)
 
-    def code(self, rows: int) -> StageCode:
+    def code(self, rows: int) -> StageModule:
         """The code for a micro-batch of `rows` rows."""
         return self._codes[rows]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from ..ir.program import Action
-from ..ir.timeline import Span, Timeline
+from autopart.ir.program import Action
+from autopart.ir.timeline import Span, Timeline
 
 
 class Trace:

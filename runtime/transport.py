@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..ir.errors import WorkerError
+from autopart.ir.errors import WorkerError
 
 _ALIGN = 64
 

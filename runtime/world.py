@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from ..ir.errors import ClusterError
+from autopart.ir.errors import ClusterError
 
 _TIMEOUT_S = "AUTOPART_TIMEOUT_S"
 

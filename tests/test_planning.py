@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopart
-from autopart.capture import Capturer
-from autopart.capture.batch import take_apart
-from autopart.files import match_plan
-from autopart.ir.abilities import EVERYTHING, RUNTIME
+from autopart.capture import CaptureCache
+from autopart.capture.batch import flatten
+from autopart.files.plans import match_plan
+from autopart.ir.capabilities import EVERYTHING, RUNTIME
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.errors import CoupledLossError, RefusedError, UsageError
 from autopart.options import read_options
@@ -58,7 +58,7 @@ def bent(m: Layers, x: torch.Tensor) -> torch.Tensor:
     return x + torch.ones(x.shape[0] ** 2).sum() * m.shift
 
 
-class Counted(Capturer):
+class Counted(CaptureCache):
     """Remembers what was captured, in order."""
 
     rows: list[int]
@@ -76,8 +76,8 @@ def planned(
         model, data = model.to("meta"), tuple(x.to("meta") for x in data)
     capturer = Counted(model, F.mse_loss)
     read = read_options(costs="analytic", loss_fn=F.mse_loss, optimizer="sgd", **options)
-    made = make_plan(capturer, take_apart(data, with_target=True), SLOW, read, RUNTIME if runtime else EVERYTHING)
-    fresh = Capturer(model, F.mse_loss)(take_apart(data, with_target=True), max(made.plan.micro_rows))
+    made = make_plan(capturer, flatten(data, with_target=True), SLOW, read, RUNTIME if runtime else EVERYTHING)
+    fresh = CaptureCache(model, F.mse_loss)(flatten(data, with_target=True), max(made.plan.micro_rows))
     match_plan(made.plan, fresh.graph, torch_version=torch.__version__, world=4)
     return made, capturer.rows
 
@@ -131,7 +131,7 @@ def test_replicas_of_such_a_program_are_refused() -> None:
 
 
 def test_of_uneven_growth_the_captured_size_is_left_or_the_only_one_asked_for() -> None:
-    first = Capturer(Layers(), F.mse_loss)(take_apart((torch.ones(8, 16), torch.ones(8, 16)), with_target=True), 2)
+    first = CaptureCache(Layers(), F.mse_loss)(flatten((torch.ones(8, 16), torch.ones(8, 16)), with_target=True), 2)
     for ways in (((8,), (2,) * 4, (1,) * 8), ((1,) * 8,)):
         known, _, (note,) = _at_one_size(first, ways, read_options(), RUNTIME)
         assert known == (((2,) * 4,) if len(ways) > 1 else ways) and f"of {known[0][0]} row" in note

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from models import CASES
+from support.models import CASES
 
-from autopart.cli import app
+from autopart.cli.main import app
 from autopart.ir import errors
 
 ROOT = Path(__file__).parents[1]

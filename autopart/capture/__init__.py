@@ -10,7 +10,7 @@ alike.py      calls that torch is asked about once           grow.py       one c
 probe.py      rows shown independent by running them         where.py      from Python stacks to the user's line
 """
 
-from .capture import Captured, capture
-from .capturer import Capturer
+from autopart.capture.cache import CaptureCache
+from autopart.capture.capture import Captured, capture
 
-__all__ = ["Captured", "Capturer", "capture"]
+__all__ = ["CaptureCache", "Captured", "capture"]

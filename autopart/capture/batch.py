@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..ir.errors import BatchError
+from autopart.ir.errors import BatchError
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
@@ -95,7 +95,7 @@ def split_rows(rows: int, micros: int) -> tuple[int, ...]:
     return (small + 1,) * extra + (small,) * (micros - extra)
 
 
-def take_apart(batch: Any, *, with_target: bool = False) -> Batch:
+def flatten(batch: Any, *, with_target: bool = False) -> Batch:
     """Flatten a batch of any of the accepted forms.  Raises BatchError for what cannot be cut or captured."""
     target: Any = None
     if with_target:
@@ -115,7 +115,7 @@ def take_apart(batch: Any, *, with_target: bool = False) -> Batch:
     return Batch(leaves, names, spec, _rows(leaves))
 
 
-def put_together(leaves: tuple[Any, ...], spec: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+def unflatten(leaves: tuple[Any, ...], spec: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """The inverse of `take_apart`: (args, kwargs, target)."""
     args, kwargs, target = pytree.tree_unflatten(list(leaves), spec)
     return args, kwargs, target

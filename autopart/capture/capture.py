@@ -8,15 +8,15 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import OutputKind
 
-from ..ir.errors import AutopartError
-from ..ir.graph import Graph
-from ..ir.uncollected import uncollected
-from .batch import Batch
-from .export import LossFn, OutputSpec, Wrapper, explained, export, quiet
-from .guards import check_aliased_buffers, check_autocast
-from .lower import lower
-from .names import Names, read_names
-from .read import read_graph
+from autopart.capture.batch import Batch
+from autopart.capture.export import LossFn, OutputSpec, Wrapper, explained, export, quiet
+from autopart.capture.guards import check_aliased_buffers, check_autocast
+from autopart.capture.lower import lower
+from autopart.capture.names import Names, read_names
+from autopart.capture.to_graph import read_graph
+from autopart.ir.errors import AutopartError
+from autopart.ir.graph import Graph
+from autopart.ir.uncollected import uncollected
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from torch.export import ExportedProgram
 from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 
-from ..ir.errors import AutopartError, CaptureError, ControlFlowError, LossError
-from .batch import Batch, put_together
-from .guards import tracing
-from .state import assignments, check_replaced
-from .where import user_place
+from autopart.capture.batch import Batch, unflatten
+from autopart.capture.guards import tracing
+from autopart.capture.module_state import assignments, check_replaced
+from autopart.capture.source_location import user_place
+from autopart.ir.errors import AutopartError, CaptureError, ControlFlowError, LossError
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -74,7 +74,7 @@ class Wrapper(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> Any:
         queue = iter(tensors)
         leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in self._batch.leaves)
-        args, kwargs, target = put_together(leaves, self._batch.spec)
+        args, kwargs, target = unflatten(leaves, self._batch.spec)
         with assignments(self.model, self._sink.replaced):
             result = self.model(*args, **kwargs)
         if self._wants_outputs:

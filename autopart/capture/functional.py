@@ -31,7 +31,7 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
-from .alike import Unsure, call_key, tensor_kind
+from autopart.capture.call_signature import Unsure, call_key, tensor_kind
 
 _aten = torch.ops.aten
 _ASSERTIONS = {

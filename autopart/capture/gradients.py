@@ -15,10 +15,10 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
-from ..ir.errors import RefusedError
-from ..rng import keyed
-from .alike import Unsure, call_key, tensor_kind
-from .where import user_line_of_text
+from autopart.capture.call_signature import Unsure, call_key, tensor_kind
+from autopart.capture.source_location import user_line_of_text
+from autopart.ir.errors import RefusedError
+from autopart.rng import keyed
 
 
 def gradient_nodes(module: fx.GraphModule, trainable: set[str], loss: fx.Node) -> set[str]:

@@ -19,8 +19,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from ..ir.errors import CaptureError, RefusedError, UsageError
-from .where import user_line
+from autopart.capture.source_location import user_line
+from autopart.ir.errors import CaptureError, RefusedError, UsageError
 
 
 class CaptureWarning(UserWarning):

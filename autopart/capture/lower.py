@@ -18,11 +18,11 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from ..ir.errors import RefusedError
-from ..rng import keyed
-from .export import uncompiled
-from .functional import functional_graph
-from .where import user_line_of_text
+from autopart.capture.export import uncompiled
+from autopart.capture.functional import functional_graph
+from autopart.capture.source_location import user_line_of_text
+from autopart.ir.errors import RefusedError
+from autopart.rng import keyed
 
 _aten = torch.ops.aten
 _DROPPED = {"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range"}

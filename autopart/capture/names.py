@@ -13,9 +13,9 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from ..ir.errors import RefusedError
-from .batch import Batch
-from .guards import tied_names
+from autopart.capture.batch import Batch
+from autopart.capture.guards import tied_names
+from autopart.ir.errors import RefusedError
 
 _PREFIX = "model."
 

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ..rng import keyed
-from .batch import Batch
+from autopart.capture.batch import Batch
+from autopart.rng import keyed
 
 if TYPE_CHECKING:
-    from . import Captured
+    from autopart.capture import Captured
 
 Tensors = dict[str, torch.Tensor]
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ir.errors import RefusedError
-from ..ir.graph import Graph, Value
+from autopart.ir.errors import RefusedError
+from autopart.ir.graph import Graph, Value
 
 
 def mark_rows(graph: Graph, other: Graph) -> Graph:

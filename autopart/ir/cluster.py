@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .errors import ClusterError
+from autopart.ir.errors import ClusterError
 
 Port = tuple[int, int]
 """(index of the level, number of the group inside it)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import GraphError
+from autopart.ir.errors import GraphError
 
 
 @dataclass(frozen=True, slots=True)

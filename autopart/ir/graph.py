@@ -12,8 +12,8 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .cost import Cost
-from .errors import GraphError
+from autopart.ir.cost import Cost
+from autopart.ir.errors import GraphError
 
 Literal = None | bool | int | float | str | tuple["Literal", ...]
 
@@ -72,7 +72,7 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class LossReduction:
     """How the losses of micro-batches combine to the loss of the whole batch.
 
     kind: "sum" (add them), "rows" (mean weighted by rows), "tokens" (mean weighted by the value `value`, a count

@@ -7,8 +7,8 @@ import json
 from dataclasses import asdict, dataclass
 from math import gcd
 
-from .errors import PlanError
-from .graph import Graph
+from autopart.ir.errors import PlanError
+from autopart.ir.graph import Graph
 
 VERSION = 2
 _AGAIN = "make the plan again: autopart.plan(model, cluster, sample=...)"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .errors import ProgramError
+from autopart.ir.errors import ProgramError
 
 KINDS = ("F", "B", "SF", "RF", "SB", "RB", "T")
 ENDS = ("R", "O")

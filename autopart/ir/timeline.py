@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .program import Action
+from autopart.ir.program import Action
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from anchor_values import PLACING as BEST  # noqa: E402
 from anchor_values import Anchor, anchors  # noqa: E402
 
 from autopart.ir.errors import InfeasibleError  # noqa: E402
-from autopart.passes.placement import Machine, Message  # noqa: E402
+from autopart.passes.proof.placement import Machine, Message  # noqa: E402
 
 FOLDER = Path(os.environ.get("AUTOPART_ANCHORS", ROOT.parent / "shared" / "data" / "planners"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopart.runtime.launch import Workers
+from autopart.runtime.launch.local import Workers
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,11 @@ import itertools
 
 import pytest
 import torch
-from models import CASES
-from pipelines import compare
+from support.models import CASES
+from support.pipelines import compare
 
 from autopart.ir.plan import SCHEDULES
-from autopart.runtime.launch import Workers
+from autopart.runtime.launch.local import Workers
 
 STAGES, MICROS = (1, 2, 4), (1, 3, 4)
 GRID = list(itertools.product(CASES, STAGES, SCHEDULES, MICROS))

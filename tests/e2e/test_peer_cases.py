@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from jobs import accumulate, compare, frozen_gradients, lengths, warned
-from peer_models import PEERS
+from support.jobs import accumulate, compare, frozen_gradients, lengths, warned
+from support.peer_models import PEERS
 
 from autopart.ir.plan import SCHEDULES
 

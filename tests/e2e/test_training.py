@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from jobs import ALL
-from training_jobs import (
+from support.jobs import ALL
+from support.training_jobs import (
     clipped,
     different_weights,
     disagreeing,

@@ -6,18 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from graphs import cluster, clusters, graph, graphs, layers, plan_of
 from hypothesis import given
 from hypothesis import strategies as st
+from support.graphs import cluster, clusters, graph, graphs, layers, plan_of
 
-from autopart.ir.abilities import EVERYTHING, lacking
+from autopart.ir.capabilities import EVERYTHING, lacking
 from autopart.ir.errors import GraphError, InfeasibleError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import SCHEDULES, Plan, check
-from autopart.passes import finish
-from autopart.passes.estimate import with_estimates
-from autopart.passes.route import route
-from autopart.passes.verify import forward_program, verify
+from autopart.passes.program.routing import route
+from autopart.passes.program.verify import check_program, forward_program
+from autopart.passes.search import finalize as finish
+from autopart.passes.simulation.estimate import with_estimates
 
 
 def ops(p: Plan) -> list[str]:
@@ -31,8 +31,8 @@ def test_any_graph_is_planned_and_its_program_proven(g: Graph, data: st.DataObje
     schedule = data.draw(st.sampled_from(("auto", *SCHEDULES)))
     p = plan_of(g, data.draw(clusters(world)), micros=micros, schedule=schedule)
     check(p, g)
-    program = verify(route(p, g), p.schedule)
-    verify(forward_program(program), p.schedule, backward=False)
+    program = check_program(route(p, g), p.schedule)
+    check_program(forward_program(program), p.schedule, backward=False)
     place = {op.name: i for i, op in enumerate(g.ops)}
     for stage in p.stages:
         assert list(stage.ops) == sorted(stage.ops, key=place.__getitem__)

@@ -1,0 +1,1 @@
+"""What ops cost on this machine, and what an optimizer keeps."""

@@ -1,0 +1,324 @@
+"""What ops cost on the device at hand: each distinct op is run alone, once per device, and remembered on disk.
+
+Two ops are the same when target, arguments, shapes, strides, dtypes and needs for gradients are the same, so equal
+layers are measured once.  Operands are made up from their shapes: no weights are needed.
+
+What this assumes and where it is wrong: an op takes as long alone as among others (caches are warmer here, memory is
+less fragmented, and on a GPU nothing overlaps); its time does not depend on the data (lookups hit row 0; experts of a
+mixture get all tokens or none); the number of threads is this process's.  Views and creation of constants are not
+measured.  Saved bytes and operations are counted, not measured (`passes.rules`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autopart.capture import Captured
+from autopart.capture.names import Names
+from autopart.ir.cluster import Device
+from autopart.ir.cost import Cost
+from autopart.ir.graph import Graph, Op, Param, Value
+from autopart.passes.ops.analytic_costs import analytic_costs
+from autopart.passes.ops.table import CREATION, VIEW, family
+
+_REPEATS = 7
+"""At most so many timed runs of an op, after two for warming up; the median counts."""
+_OP_SECONDS = 0.15
+"""An op is not repeated for longer than this."""
+_MEMORY_SHARE = 4
+"""An op whose operands and results need more than 1/4 of the device's memory is not measured."""
+_LEAST_NS = 1_000
+"""A backward takes at least this long, whatever the clock says."""
+_VERSION = 1
+
+Entry = tuple[int, int]
+"""Nanoseconds of forward and backward."""
+
+
+def measure_costs(
+    captured: Captured, device: Device, *, cache_path: Path | None = None, budget_s: float = 3.0
+) -> tuple[Graph, tuple[str, ...]]:
+    """The captured graph with measured costs, and notes on where they come from.
+
+    cache_path: file of the cache (default: costs.json in $AUTOPART_CACHE, else in the user's cache folder).  budget_s:
+    seconds to spend; the ops that cost most by count of operations come first, and what is left takes its analytic
+    cost, scaled by how far the analytic costs of the measured ops were off.
+    """
+    graph = analytic_costs(captured.graph, device)
+    cache = Cache(cache_path or default_cache_path(), environment(device))
+    samples = _samples(captured, graph, torch.device(device.kind))
+    found: dict[str, Entry] = {}
+    deadline = time.monotonic() + budget_s
+    counts = {"measured": 0, "known": 0, "failed": 0, "late": 0}
+    for sample in sorted(samples, key=lambda s: -s.weight_ns):
+        known = cache.get(sample.key)
+        if known is None and time.monotonic() > deadline:
+            counts["late"] += 1
+            continue
+        entry = known or _measured(sample, device)
+        if entry is None:
+            counts["failed"] += 1
+            continue
+        counts["known" if known else "measured"] += 1
+        found[sample.key] = entry
+        cache.put(sample.key, entry)
+    cache.save()
+    keys = {name: sample.key for sample in samples for name in sample.ops}
+    return _with_costs(graph, keys, found), _notes(counts)
+
+
+def _notes(counts: Mapping[str, int]) -> tuple[str, ...]:
+    notes = [f"costs: {counts['measured']} distinct ops measured, {counts['known']} known from earlier runs"]
+    if counts["failed"]:
+        notes.append(f"costs: {counts['failed']} distinct ops cannot be measured alone; theirs are counted")
+    if counts["late"]:
+        notes.append(f"costs: no time to measure {counts['late']} distinct ops; theirs are counted, and scaled")
+    return tuple(notes)
+
+
+def _with_costs(graph: Graph, keys: Mapping[str, str], found: Mapping[str, Entry]) -> Graph:
+    """Measured times where there are some, else analytic ones scaled by the mean error of those that were measured."""
+    done = [(op.cost, found[keys[op.name]]) for op in graph.ops if keys.get(op.name) in found]
+    forward = _ratio(sum(e[0] for _, e in done), sum(c.fwd_ns for c, _ in done))
+    backward = _ratio(sum(e[1] for _, e in done), sum(c.bwd_ns for c, _ in done))
+
+    def cost(op: Op) -> Cost:
+        entry = found.get(keys.get(op.name, ""))
+        if entry is not None:
+            return replace(op.cost, fwd_ns=entry[0], bwd_ns=entry[1])
+        if op.name not in keys:
+            return op.cost  # views and constants: a launch
+        return replace(op.cost, fwd_ns=int(op.cost.fwd_ns * forward), bwd_ns=int(op.cost.bwd_ns * backward))
+
+    return replace(graph, ops=tuple(replace(op, cost=cost(op)) for op in graph.ops))
+
+
+def _ratio(measured: int, counted: int) -> float:
+    return measured / counted if measured and counted else 1.0
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """An operand to make up."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}/{list(self.stride)}{'g' if self.grad else ''}"
+
+    @property
+    def extent(self) -> int:
+        """Elements of storage from the first to the last."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+    def make(self, device: torch.device) -> torch.Tensor:
+        """Floats between 0.5 and 1.5 (safe for logarithms and divisions), integers 0 (valid indices), bools True."""
+        flat = torch.empty(self.extent, dtype=self.dtype, device=device)
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            flat.uniform_(0.5, 1.5, generator=torch.Generator(device).manual_seed(0))
+        else:
+            flat.fill_(self.dtype == torch.bool)
+        tensor = flat.as_strided(self.shape, self.stride).detach()
+        return tensor.requires_grad_(self.grad)
+
+
+def made_up(example: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor like `example`, with values that are safe for most ops: floats around 1, integers 0."""
+    return _Tensor(tuple(example.shape), tuple(example.stride()), example.dtype, False).make(device)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """One distinct op: how to call it, the ops it stands for, and what all of them cost by count (ns)."""
+
+    key: str
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    grad: bool
+    ops: tuple[str, ...]
+    weight_ns: int
+
+
+def _samples(captured: Captured, graph: Graph, device: torch.device) -> list[_Sample]:
+    nodes = {node.name: node for node in captured.module.graph.nodes}
+    values, params, names = graph.value_map(), graph.param_map(), captured.names
+    samples: dict[str, _Sample] = {}
+    for op in graph.ops:
+        if family(op.target) in (VIEW, CREATION):
+            continue
+        node = nodes[op.name]
+        args, kwargs = _described(node, names, values, params, device)
+        grad = any(values[w].grad for w in op.writes)
+        text = json.dumps([op.target, op.random, grad, _text(args), _text(kwargs)])
+        key = hashlib.sha256(text.encode()).hexdigest()[:24]
+        before = samples.get(key)
+        weight = op.cost.total_ns + (before.weight_ns if before else 0)
+        target: Any = node.target
+        samples[key] = _Sample(key, target, args, kwargs, grad, (*(before.ops if before else ()), op.name), weight)
+    return list(samples.values())
+
+
+def _described(
+    node: fx.Node, names: Names, values: Mapping[str, Value], params: Mapping[str, Param], device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of an op with a description in place of each tensor, and the measuring device in place of any."""
+
+    def describe(source: fx.Node) -> Any:
+        example = source.meta["val"]
+        param = names.params.get(source.name)
+        grad = params[param].trainable if param is not None else values[names.value(source)].grad
+        return _Tensor(tuple(example.shape), tuple(example.stride()), example.dtype, grad)
+
+    mapped = fx.map_arg((node.args, node.kwargs), describe)
+    args, kwargs = pytree.tree_map(lambda x: device if isinstance(x, torch.device) else x, mapped)
+    return args, kwargs
+
+
+def _text(value: Any) -> str:
+    """A text that is equal for equal arguments; the number of a random op plays no role."""
+    if isinstance(value, tuple) and len(value) > 1 and isinstance(value[0], torch._ops.OpOverload):
+        value = (value[0], *value[2:])
+    return str(pytree.tree_map(str, value))
+
+
+def _measured(sample: _Sample, device: Device) -> Entry | None:
+    """Forward and backward of one op, or None when it cannot run alone."""
+    described = [x for x in pytree.tree_leaves((sample.args, sample.kwargs)) if isinstance(x, _Tensor)]
+    if sum(t.extent * t.dtype.itemsize for t in described) > device.memory_bytes // _MEMORY_SHARE:
+        return None
+    where = torch.device(device.kind)
+    try:
+        args, kwargs = pytree.tree_map(
+            lambda x: x.make(where) if isinstance(x, _Tensor) else x, (sample.args, sample.kwargs)
+        )
+        with torch.set_grad_enabled(sample.grad):
+            forward = _median_ns(lambda: sample.target(*args, **kwargs), where)
+            backward = _backward_ns(sample.target(*args, **kwargs), (args, kwargs), where) if sample.grad else 0
+    except Exception:  # any op of any library may dislike made-up operands; its cost is then counted
+        return None
+    return forward, backward
+
+
+def _backward_ns(result: Any, operands: Any, device: torch.device) -> int:
+    outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+    inputs = [t for t in pytree.tree_leaves(operands) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not outputs or not inputs:
+        return 0
+    given = [torch.ones_like(t) for t in outputs]
+    return _median_ns(lambda: torch.autograd.grad(outputs, inputs, given, retain_graph=True, allow_unused=True), device)
+
+
+def _median_ns(call: Callable[[], Any], device: torch.device) -> int:
+    """Median of several runs, each waited for."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    times: list[int] = []
+    deadline = time.monotonic() + _OP_SECONDS
+    for turn in range(_REPEATS + 2):
+        wait()
+        start = time.perf_counter_ns()
+        call()
+        wait()
+        taken = time.perf_counter_ns() - start
+        if turn >= 2 or time.monotonic() > deadline:
+            times.append(taken)
+        if times and time.monotonic() > deadline:
+            break
+    return sorted(times)[len(times) // 2]
+
+
+def environment(device: Device) -> str:
+    """What measured times depend on besides the op."""
+    if device.kind == "cuda" and torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+    else:
+        name = f"{platform.machine()} {platform.processor() or platform.node()} {torch.get_num_threads()} threads"
+    return f"torch {torch.__version__}, {name}"
+
+
+def default_cache_path() -> Path:
+    """costs.json in $AUTOPART_CACHE, else in autopart/ of the user's cache folder."""
+    own = os.environ.get("AUTOPART_CACHE")
+    if own:
+        return Path(own) / "costs.json"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "autopart" / "costs.json"
+
+
+class Cache:
+    """Measured times on disk: {"version", "times": {environment: {key: [forward ns, backward ns]}}}.
+
+    What cannot be read is ignored and written anew; a folder that cannot be written to is no error.
+    """
+
+    def __init__(self, path: Path, environment: str) -> None:
+        self._path, self._environment = path, environment
+        self._times = _read(path).get(environment, {})
+        self._new: dict[str, Entry] = {}
+
+    def get(self, key: str) -> Entry | None:
+        """Times of an op measured in this environment before."""
+        return self._times.get(key)
+
+    def put(self, key: str, entry: Entry) -> None:
+        """Remember the times of an op."""
+        if self._times.get(key) != entry:
+            self._times[key] = self._new[key] = entry
+
+    def save(self) -> None:
+        """Add what is new to the file, at once and whole."""
+        if not self._new:
+            return
+        everything = _read(self._path)  # another process may have written since
+        everything.setdefault(self._environment, {}).update(self._new)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self._path.parent, suffix=".tmp")
+            with os.fdopen(handle, "w") as file:
+                json.dump({"version": _VERSION, "times": everything}, file)
+            os.replace(name, self._path)
+        except OSError:
+            return
+
+
+def _read(path: Path) -> dict[str, dict[str, Entry]]:
+    """The valid entries of a cache file; nothing when it is missing or broken."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    if (
+        not isinstance(content, dict)
+        or content.get("version") != _VERSION
+        or not isinstance(content.get("times"), dict)
+    ):
+        return {}
+    return {place: dict(_valid(entries)) for place, entries in content["times"].items() if isinstance(entries, dict)}
+
+
+def _valid(entries: dict[str, Any]) -> Iterator[tuple[str, Entry]]:
+    for key, entry in entries.items():
+        if isinstance(entry, list) and len(entry) == 2 and all(type(n) is int and n >= 0 for n in entry):
+            yield key, (entry[0], entry[1])

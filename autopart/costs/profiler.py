@@ -1,0 +1,192 @@
+"""Costs of ops inside the step: the captured program is run as it is, and each op timed where it stands.
+
+An op that is measured alone finds its operands in the cache and memory that was just given back.  Here one micro-batch
+goes forward op by op and backward node by node of autograd, gradients accumulating as in a step; then the same program
+runs unwatched, and all times are scaled by one factor for the forward and one for the backward, so that they add up
+(what the engine and the allocator do between ops is spread over them).
+
+Wrong where the inputs matter: integers are 0, floats around 1.  A program that is too large or too slow for this
+process, or that does not run on such inputs, is left to `measure`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autopart.capture import Captured
+from autopart.costs.measure import Cache, Entry, default_cache_path, environment, made_up
+from autopart.ir.cluster import Device
+from autopart.ir.graph import Graph
+from autopart.passes.ops.analytic_costs import analytic_costs
+
+_RUNS = 5
+"""Runs of each kind at most, after one for warming up; medians count."""
+_MEMORY_SHARE = 3
+"""A program that needs more than a third of the device's memory is not run whole."""
+
+
+def profile_costs(
+    captured: Captured, device: Device, *, cache_path: Path | None = None, budget_s: float = 3.0
+) -> tuple[Graph, tuple[str, ...]] | None:
+    """The captured graph with measured costs, and notes on where they come from; None when it cannot be run whole.
+
+    budget_s: seconds to spend; a program expected to take a quarter of it for one micro-batch is not run.  The model's
+    parameters are read, never changed, and get no gradients.
+    """
+    graph = analytic_costs(captured.graph, device)
+    cache = Cache(cache_path or default_cache_path(), environment(device))
+    keys = {op.name: f"{graph.shape_digest()[:16]} {i}" for i, op in enumerate(graph.ops)}
+    known = {name: entry for name, key in keys.items() if (entry := cache.get(key))}
+    if len(known) < len(keys):
+        if not _affordable(graph, device, budget_s):
+            return None
+        known = _profiled(captured, torch.device(device.kind), budget_s) or {}
+        if len(known) < len(keys):
+            return None
+        for name, key in keys.items():
+            cache.put(key, known[name])
+        cache.save()
+    times = {op.name: known[op.name] for op in graph.ops}
+    ops = (replace(op, cost=replace(op.cost, fwd_ns=times[op.name][0], bwd_ns=times[op.name][1])) for op in graph.ops)
+    return replace(graph, ops=tuple(ops)), (f"costs: measured in the running program, {len(times)} ops",)
+
+
+def _affordable(graph: Graph, device: Device, budget_s: float) -> bool:
+    held = sum(p.size_bytes for p in graph.params) * 2 + sum(op.cost.saved_bytes for op in graph.ops)
+    expected_s = sum(op.cost.total_ns for op in graph.ops) * 1e-9
+    return held * _MEMORY_SHARE <= device.memory_bytes and expected_s <= budget_s / 4
+
+
+def _profiled(captured: Captured, where: torch.device, budget_s: float) -> dict[str, Entry] | None:
+    """Nanoseconds of forward and backward of each op, or None when the program does not run with made-up inputs."""
+    deadline = time.monotonic() + budget_s
+    watched, whole = [], []
+    try:
+        program = _Program(captured, where)
+        for turn in range(_RUNS + 1):
+            whole.append(program.run())
+            watched.append(program.watch())
+            if turn and time.monotonic() > deadline:
+                break
+    except Exception:  # whatever an op dislikes about made-up inputs
+        return None
+    names = [node.name for node in captured.module.graph.nodes if node.op == "call_function"]
+    times = [
+        {name: statistics.median(run[phase].get(name, 0) for run in watched[1:]) for name in names} for phase in (0, 1)
+    ]
+    totals = [statistics.median(run[phase] for run in whole[1:]) for phase in (0, 1)]
+    factors = [total / max(1.0, sum(part.values())) for total, part in zip(totals, times, strict=True)]
+    return {name: (round(times[0][name] * factors[0]), round(times[1][name] * factors[1])) for name in names}
+
+
+class _Program:
+    """The captured module on made-up inputs, with leaves of its own over the model's parameters."""
+
+    def __init__(self, captured: Captured, where: torch.device) -> None:
+        self._module, self._where = captured.module, where
+        self._loss_at = len(captured.names.updates)  # new values of buffers come first
+        self._inputs: list[torch.Tensor] = []
+        for node in captured.module.graph.nodes:
+            if node.op == "placeholder":
+                self._inputs.append(self._input(captured, node))
+
+    def _input(self, captured: Captured, node: fx.Node) -> torch.Tensor:
+        names = captured.names
+        if node.name not in names.params:
+            return made_up(node.meta["val"], self._where)
+        name = names.params[node.name]
+        tensor = names.tensors[name]
+        leaf = tensor.detach()
+        return leaf.requires_grad_(names.kinds[name] == "param" and tensor.requires_grad)
+
+    def run(self) -> Entry:
+        """Nanoseconds of the forward and of the backward, nothing watched."""
+        forward, results = self._clocked(partial(self._module, *self._inputs))
+        backward, _ = self._clocked(results[self._loss_at].backward)
+        return forward, backward
+
+    def watch(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Nanoseconds of each op, forward and backward."""
+        watch = _Watch(self._module, self._where)
+        try:
+            results = watch.run(*self._inputs)
+            results[self._loss_at].backward()
+        finally:
+            watch.release()
+        return watch.forward, watch.backward
+
+    def _clocked(self, call: Callable[[], Any]) -> tuple[int, Any]:
+        _wait(self._where)
+        start = time.perf_counter_ns()
+        result = call()
+        _wait(self._where)
+        return time.perf_counter_ns() - start, result
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _Watch(fx.Interpreter):
+    """Runs a module op by op; what it times is in `forward` and, after a backward, in `backward`, by op."""
+
+    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
+        super().__init__(module)
+        self._device = device
+        self.forward: dict[str, int] = {}
+        self.backward: dict[str, int] = {}
+        self._owner: dict[Any, str] = {}  # nodes of autograd that are timed
+        self._handles: list[Any] = []
+        self._began = 0
+
+    def run_node(self, n: fx.Node) -> Any:
+        """As the base class; the op's nodes of autograd are those that its operands do not already have."""
+        result = super().run_node(n)
+        if n.op == "call_function":
+            self._adopt(n.name, result)
+        return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As the base class, timed."""
+        _wait(self._device)
+        start = time.perf_counter_ns()
+        result = target(*args, **kwargs)
+        _wait(self._device)
+        self._took = time.perf_counter_ns() - start
+        return result
+
+    def _adopt(self, name: str, result: Any) -> None:
+        self.forward[name] = self._took
+        found = [t.grad_fn for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+        while found:
+            node = found.pop()
+            if node in self._owner:
+                continue
+            self._owner[node] = name
+            self._handles += node.register_prehook(self._begin), node.register_hook(partial(self._end, name))
+            found += [before for before, _ in node.next_functions if before is not None]
+
+    def _begin(self, grads: Any) -> None:
+        _wait(self._device)
+        self._began = time.perf_counter_ns()
+
+    def _end(self, name: str, gave: Any, got: Any) -> None:
+        _wait(self._device)
+        self.backward[name] = self.backward.get(name, 0) + time.perf_counter_ns() - self._began
+
+    def release(self) -> None:
+        """Take the hooks off: those of parameters outlive the program."""
+        for handle in self._handles:
+            handle.remove()
+        self._owner.clear()

@@ -1,0 +1,1 @@
+"""What is read and written: plans, clusters, presets, and plans kept on disk."""

@@ -1,0 +1,37 @@
+"""What the runtime can run today: the one list that its next releases extend.
+
+`compile` plans within `RUNTIME`; `plan` plans within `EVERYTHING` and says of the plan what it still lacks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopart.ir.plan import ALL_SCHEDULES, SCHEDULES, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """schedules: their names.  replicas: stages on several devices.  recompute: activations computed again.
+    overlap: gradients of replicas are summed while the last backward of their stage still runs."""
+
+    schedules: tuple[str, ...]
+    replicas: bool
+    recompute: bool
+    overlap: bool
+
+
+RUNTIME = Capabilities(schedules=SCHEDULES, replicas=False, recompute=False, overlap=False)
+EVERYTHING = Capabilities(schedules=ALL_SCHEDULES, replicas=True, recompute=True, overlap=False)
+
+
+def lacking(plan: Plan, abilities: Capabilities = RUNTIME) -> tuple[str, ...]:
+    """What a plan needs and `abilities` do not have, in words; empty when it can be run."""
+    missing = []
+    if plan.schedule not in abilities.schedules:
+        missing.append(f"schedule {plan.schedule}")
+    if not abilities.replicas and any(len(stage.ranks) > 1 for stage in plan.stages):
+        missing.append("replicas of a stage")
+    if not abilities.recompute and any(stage.recompute for stage in plan.stages):
+        missing.append("recomputation")
+    return tuple(missing)

@@ -1,0 +1,1 @@
+"""A plan on running processes: bring-up, executors, and the pipe that the user holds."""

@@ -1,0 +1,279 @@
+"""One step of a pipeline against the same step in one process: how far the loss and every gradient differ.
+
+What one process runs:
+
+- the user's own model on the whole batch;
+- when the model updates buffers in training (batch statistics couple the rows of a micro-batch): the user's own
+  model over the same micro-batches, in order, each loss weighted as the pipeline weighs it;
+- when the model draws random numbers (dropout): the captured program in one stage, over the same micro-batches and
+  with the same keys, for no other program draws the same masks.
+
+The pipeline and the reference each work on a copy of the model; the user's stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from autopart.capture import CaptureCache
+from autopart.capture.batch import Batch, flatten, split_rows, unflatten
+from autopart.capture.export import LossFn, loss_of, scalar
+from autopart.ir.cluster import Cluster
+from autopart.ir.graph import Graph
+from autopart.options import Options
+from autopart.session.pipe import Pipe
+
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}
+NEGLIGIBLE = {"float64": 1e-14, "float32": 1e-7, "float16": 1e-4, "bfloat16": 1e-3}  # of the whole gradient's norm
+
+PLAIN = "the model itself, on the whole batch"
+BUFFERS = "the model itself, over the same micro-batches (it updates buffers while it trains)"
+RANDOM = "the captured program in one stage, with the same random keys (the model draws random numbers)"
+
+Tensors = Mapping[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One gradient or buffer.  stage: where the pipeline has it, -1 for nowhere; size: its norm in one process.
+
+    error: norm of the difference over `size`; negligible: beyond tolerance, but rounding beside the gradient of the
+    whole model, as for a gradient that is zero in theory; ok: within tolerance or negligible.
+    """
+
+    name: str
+    kind: str
+    stage: int
+    size: float
+    error: float
+    negligible: bool
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What `verify` found, the largest errors first.  reference: what one process ran."""
+
+    loss: float
+    expected_loss: float
+    tolerance: float
+    reference: str
+    gradients: tuple[Difference, ...]
+    buffers: tuple[Difference, ...]
+
+    @property
+    def loss_error(self) -> float:
+        """Relative difference of the losses."""
+        return _ratio(abs(self.loss - self.expected_loss), abs(self.expected_loss))
+
+    @property
+    def largest(self) -> float:
+        """Largest relative error of a gradient that is not negligible; 0 when there is none."""
+        return max((d.error for d in self.gradients if not d.negligible), default=0.0)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the loss, every gradient and every buffer are within tolerance."""
+        return self.loss_error <= self.tolerance and all(d.ok for d in (*self.gradients, *self.buffers))
+
+    def table(self, limit: int = 20) -> str:
+        """The differences as text: the `limit` largest, all that are out of tolerance, and a verdict."""
+        every = (*self.gradients, *self.buffers)
+        shown = [d for place, d in enumerate(every) if place < limit or not d.ok]
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for title in ("name", "of", "stage", "norm", "relative error", "verdict"):
+            table.add_column(title, justify="left" if title in ("name", "of", "verdict") else "right", no_wrap=True)
+        for d in shown:
+            stage = str(d.stage) if d.stage >= 0 else "-"
+            table.add_row(d.name, d.kind, stage, f"{d.size:.3e}", f"{d.error:.1e}", _verdict(d))
+        text = io.StringIO()
+        Console(file=text, width=1000, color_system=None, highlight=False, emoji=False, markup=False).print(table)
+        lines = [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
+        if len(shown) < len(every):
+            lines.append(f"... and {len(every) - len(shown)} more, all within tolerance")
+        return "\n".join([*lines, *self._summary()]) + "\n"
+
+    def _summary(self) -> list[str]:
+        bad = sum(not d.ok for d in (*self.gradients, *self.buffers))
+        return [
+            f"compared with: {self.reference}",
+            f"loss {self.loss:.9g} in the pipeline, {self.expected_loss:.9g} in one process, "
+            f"relative difference {self.loss_error:.1e}",
+            f"largest relative gradient error {self.largest:.1e}",
+            f"{'within' if self.ok else 'OUT OF'} tolerance {self.tolerance:g}: {len(self.gradients)} gradients and "
+            f"{len(self.buffers)} buffers compared" + (f", {bad} of them out of tolerance" if bad else ""),
+        ]
+
+
+def verify_step(
+    model: nn.Module, cluster: Cluster, sample: Any, options: Options, tolerance: float | None = None
+) -> Verification:
+    """One training step both ways.  Collective: call it on every rank of the cluster; every rank gets the result."""
+    batch = flatten(sample, with_target=options.loss_fn is not None)
+    mine = _fresh(model)
+    with Pipe(CaptureCache(mine, options.loss_fn), cluster, options, sample) as pipe:
+        found = _outcome(pipe, mine, sample)
+        started = pipe.started
+        graph, plan = started.lane.graph, pipe.plan
+        home = plan.stages[0].ranks[0]  # where the reference runs: the rank that knows the weights of micro-batches
+        micro_rows = split_rows(batch.rows, len(plan.micro_rows)) if batch.rows is not None else (1,)
+        expected: _Outcome | None = None
+        reference = RANDOM
+        if any(op.random for op in graph.ops):
+            expected = _captured_alone(model, cluster, sample, options, len(micro_rows))
+        else:
+            reference = BUFFERS if graph.updates else PLAIN
+            weights = started.lane.shares(batch, micro_rows) if graph.updates else [1.0]
+            rows = micro_rows if graph.updates else (batch.rows or 1,)
+            if pipe.rank == home:
+                expected = _plain(_fresh(model).to(started.world.device), batch, options.loss_fn, rows, weights)
+        result: Verification | None = None
+        if pipe.rank == home:
+            assert expected is not None
+            stages = {name: plan.stage_of_rank(rank) for name, rank in started.owners.items()}
+            result = _compare(found, expected, stages, _precision(graph), tolerance, reference)
+        return _from_json(started.world.broadcast_json(asdict(result) if result else None, home))
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What one training step leaves, by original names, on the CPU."""
+
+    loss: float
+    gradients: Tensors
+    buffers: Tensors
+
+
+def _fresh(model: nn.Module) -> nn.Module:
+    """A copy of the model without gradients."""
+    other = copy.deepcopy(model)
+    other.zero_grad(set_to_none=True)
+    return other
+
+
+def _outcome(pipe: Pipe, model: nn.Module, sample: Any) -> _Outcome:
+    """One step of a pipeline of `model`.  Collective."""
+    loss = pipe.step(sample)
+    state = pipe.state_dict()
+    buffers = {name: state[name] for name, _ in model.named_buffers() if name in state}
+    return _Outcome(loss.item(), pipe.gradients(), buffers)
+
+
+def _captured_alone(model: nn.Module, cluster: Cluster, sample: Any, options: Options, micros: int) -> _Outcome:
+    """The captured program in one stage, over as many micro-batches.  Collective."""
+    alone = replace(options, stages=1, micro_batches=micros, cuts=(), plan=None, costs="analytic")
+    mine = _fresh(model)
+    with Pipe(CaptureCache(mine, options.loss_fn), cluster, alone, sample) as pipe:
+        return _outcome(pipe, mine, sample)
+
+
+def _plain(
+    model: nn.Module, batch: Batch, loss_fn: LossFn | None, micro_rows: tuple[int, ...], weights: Sequence[float]
+) -> _Outcome:
+    """The plain model over micro-batches, in order."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    total = 0.0
+    with torch.enable_grad():
+        for tensors, weight in zip(batch.to(device).micro(micro_rows), weights, strict=True):
+            queue = iter(tensors)
+            leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in batch.leaves)
+            args, kwargs, target = unflatten(leaves, batch.spec)
+            result = model(*args, **kwargs)
+            loss = scalar(loss_fn(result, target), "loss_fn") if loss_fn is not None else loss_of(result)
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
+            total += loss.item() * weight
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return _Outcome(total, gradients, dict(model.named_buffers()))
+
+
+def _precision(graph: Graph) -> str:
+    """The coarsest floating type that a gradient flows through: it bounds what can be expected."""
+    used = {v.dtype for v in graph.values if v.grad and v.dtype in TOLERANCE}
+    return max(used, key=lambda dtype: TOLERANCE[dtype], default="float32")
+
+
+def _compare(
+    found: _Outcome,
+    expected: _Outcome,
+    stages: Mapping[str, int | None],
+    precision: str,
+    tolerance: float | None,
+    reference: str,
+) -> Verification:
+    limit = tolerance if tolerance is not None else TOLERANCE[precision]
+    whole = math.hypot(*(_norm(g) for g in expected.gradients.values() if g is not None))
+    return Verification(
+        found.loss,
+        expected.loss,
+        limit,
+        reference,
+        _differences("gradient", found.gradients, expected.gradients, stages, limit, NEGLIGIBLE[precision] * whole),
+        _differences("buffer", found.buffers, {n: expected.buffers[n] for n in found.buffers}, stages, limit, 0.0),
+    )
+
+
+def _differences(
+    kind: str, found: Tensors, expected: Tensors, stages: Mapping[str, int | None], limit: float, floor: float
+) -> tuple[Difference, ...]:
+    """Every tensor of one kind, the largest relevant error first.  floor: a norm below which nothing counts."""
+    rows = []
+    for name, reference in expected.items():
+        size = _norm(reference) if reference is not None else 0.0
+        off = _distance(found.get(name), reference)
+        error = _ratio(off, size)
+        close = error <= limit
+        negligible = not close and off <= floor
+        stage = stages.get(name)
+        rows.append(
+            Difference(name, kind, -1 if stage is None else stage, size, error, negligible, close or negligible)
+        )
+    return tuple(sorted(rows, key=_urgency))
+
+
+def _urgency(d: Difference) -> tuple[bool, bool, float, str]:
+    return d.ok, d.negligible, -math.inf if math.isnan(d.error) else -d.error, d.name
+
+
+def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    """Norm of a - b, where None is zero."""
+    if a is None or b is None:
+        present = a if a is not None else b
+        return 0.0 if present is None else _norm(present)
+    return _norm(_wide(a) - _wide(b))
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(_wide(tensor)))
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _ratio(off: float, size: float) -> float:
+    if off == 0.0:
+        return 0.0
+    return off / size if size else math.inf
+
+
+def _verdict(d: Difference) -> str:
+    if not d.ok:
+        return "OUT OF TOLERANCE"
+    return "negligible" if d.negligible else "ok"
+
+
+def _from_json(content: dict[str, Any]) -> Verification:
+    rows: dict[str, Iterable[dict[str, Any]]] = {key: content[key] for key in ("gradients", "buffers")}
+    lists = {key: tuple(Difference(**row) for row in value) for key, value in rows.items()}
+    return Verification(**{**content, **lists})

@@ -1,0 +1,144 @@
+"""A line of blocks, and what every range [a, b) of it costs, at any number of rows on any kind of device.
+
+Times, saved bytes and operations of a range are differences of prefix sums; what enters a range and what it holds are
+matrices with each value and each parameter counted once (`cuts`).  Equal blocks need no pass of their own: the cost
+of a whole graph is one vector sum.
+
+Assumed, and wrong where: between powers of two of rows, costs grow along a line (exact for sizes; for times, where the
+roofline does not bend in between); a clone of a free op is paid by the first block that has it (`estimate` counts the
+chosen plan exactly).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from autopart.ir.cost import Cost
+from autopart.ir.graph import Graph
+from autopart.passes.graph.cuts import Ints, crossing_bytes, entering_bytes, holding_bytes
+from autopart.passes.ops.cost_model import FIELDS, CostsAt, table_of
+
+EXACT_OPS = 1200
+"""Programs of at most so many ops are costed at every number of rows, larger ones at powers of two."""
+
+
+@dataclass(frozen=True)
+class RangeCosts:
+    """Costs of the blocks at one number of rows on one kind of device.  blocks: a row for each of `FIELDS`.
+    sizes: bytes of each value of the line.  enters, returns: bytes into [a, b) and of their gradients back.
+    crossing: bytes over each boundary, forward."""
+
+    blocks: Ints
+    sizes: Ints
+    enters: Ints
+    returns: Ints
+    crossing: Ints
+
+    def sums(self, field: str) -> Ints:
+        """Prefix sums over the blocks of a cost, in its unit (`ir.cost`): entry i is the sum of the first i."""
+        return np.concatenate([[0], np.cumsum(self.blocks[FIELDS.index(field)])]).astype(np.int64)
+
+    def ranges(self, field: str) -> Ints:
+        """[a, b]: the sum over the range of a cost, in its unit (`ir.cost`)."""
+        sums = self.sums(field)
+        return np.asarray(sums[None, :] - sums[:, None])
+
+    @cached_property
+    def scratch(self) -> Ints:
+        """[a, b]: bytes of the largest scratch in the range."""
+        return largest(self.blocks[FIELDS.index("scratch_bytes")])
+
+    @cached_property
+    def kept(self) -> Ints:
+        """[a, b]: bytes that cross boundaries inside the range, what remains when each block is recomputed."""
+        sums = np.concatenate([[0], np.cumsum(self.crossing[1:])])  # entry i: boundaries 1 .. i
+        inner = sums[np.maximum(np.arange(len(sums)) - 1, 0)][None, :] - sums[:, None]
+        return np.asarray(np.maximum(inner, 0))
+
+    @cached_property
+    def heaviest(self) -> Ints:
+        """[a, b]: the most bytes that one block of the range saves."""
+        return largest(self.blocks[FIELDS.index("saved_bytes")])
+
+
+def largest(amounts: Ints) -> Ints:
+    """[a, b]: the largest of amounts[a:b], 0 where it is empty.  O(n^2)."""
+    n = len(amounts)
+    result = np.zeros((n + 1, n + 1), dtype=np.int64)
+    for a in range(n):
+        result[a, a + 1 :] = np.maximum.accumulate(amounts[a:])
+    return result
+
+
+class BlockChain:
+    """blocks: from `coarsen`, in order.  costs_at: of the captured graph they were made of."""
+
+    def __init__(self, blocks: Graph, captured: Graph, costs_at: CostsAt, most_rows: int) -> None:
+        self.blocks, self._costs_at, self._most = blocks, costs_at, most_rows
+        self.n = len(blocks.ops)
+        owner: dict[str, int] = {}
+        for i, block in enumerate(blocks.ops):
+            for part in block.parts or (block.name,):
+                owner.setdefault(part, i)
+        self._owner = np.array([owner[op.name] for op in captured.ops], dtype=np.int64)
+        self._grid = len(captured.ops) > EXACT_OPS
+        self._sheets: dict[tuple[int, int], RangeCosts] = {}
+        self._graphs: dict[tuple[int, int], Graph] = {}
+        self.weights = holding_bytes(blocks, 1.0)
+        self.trained = np.asarray(holding_bytes(blocks, 2.0) - self.weights)
+
+    def sheet(self, rows: int, kind: int = 0) -> RangeCosts:
+        """Costs (nanoseconds, bytes, FLOPs) at this number of rows on this kind of device."""
+        key = rows, kind
+        if key not in self._sheets:
+            low, high = _around(rows, self._most) if self._grid else (rows, rows)
+            exact = low == high or rows in (low, high)
+            self._sheets[key] = self._exact(rows, kind) if exact else self._between(low, high, rows, kind)
+        return self._sheets[key]
+
+    def graph(self, rows: int, kind: int = 0) -> Graph:
+        """The blocks as a graph with the costs and sizes of this sheet; shapes are not changed."""
+        if (rows, kind) not in self._graphs:
+            self._graphs[rows, kind] = self._graph(rows, self.sheet(rows, kind))
+        return self._graphs[rows, kind]
+
+    def _graph(self, rows: int, sheet: RangeCosts) -> Graph:
+        columns = sheet.blocks.T.tolist()
+        ops = tuple(replace(op, cost=Cost(*column)) for op, column in zip(self.blocks.ops, columns, strict=True))
+        sizes = sheet.sizes.tolist()
+        values = tuple(replace(v, size_bytes=size) for v, size in zip(self.blocks.values, sizes, strict=True))
+        return replace(self.blocks, rows=rows, ops=ops, values=values)
+
+    def _exact(self, rows: int, kind: int) -> RangeCosts:
+        table, size = table_of(self._costs_at, rows, kind)
+        sums = np.stack([np.bincount(self._owner, weights=row, minlength=self.n) for row in table])
+        scratch = FIELDS.index("scratch_bytes")
+        sums[scratch] = 0.0
+        np.maximum.at(sums[scratch], self._owner, table[scratch])
+        values = tuple(replace(v, size_bytes=size[v.name]) for v in self.blocks.values)
+        grown = replace(self.blocks, values=values)
+        enters, returns = entering_bytes(grown)
+        sizes = np.array([v.size_bytes for v in values], dtype=np.int64)
+        forward = replace(grown, values=tuple(replace(v, grad=False) for v in values))
+        return RangeCosts(sums.astype(np.int64), sizes, enters, returns, crossing_bytes(forward))
+
+    def _between(self, low: int, high: int, rows: int, kind: int) -> RangeCosts:
+        a, b = self.sheet(low, kind), self.sheet(high, kind)
+
+        def mean(x: Ints, y: Ints) -> Ints:
+            return np.asarray(x + (y - x) * (rows - low) // (high - low))
+
+        return RangeCosts(
+            mean(a.blocks, b.blocks), mean(a.sizes, b.sizes), mean(a.enters, b.enters), mean(a.returns, b.returns),
+            mean(a.crossing, b.crossing),
+        )  # fmt: skip
+
+
+def _around(rows: int, most: int) -> tuple[int, int]:
+    """The powers of two around a number of rows; `most` counts as one."""
+    low = 1 << int(math.log2(rows))
+    return (low, low) if low == rows else (low, min(2 * low, most) if most >= rows else 2 * low)

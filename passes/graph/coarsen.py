@@ -1,0 +1,354 @@
+"""Blocks: a line of at most so many ops, each a convex part of the graph.
+
+Two steps after RaNNC (IPDPS 2021, block-level partitioning), changed where noted:
+
+1. Clustering, multilevel: match neighbours where a cut would be expensive, contract, repeat.  RaNNC profiles every
+   merge and tests each edge for a second path; we add costs up and use three local rules that imply there is none.
+2. Compaction: the clusters in a line; boundaries go in order of the bytes that cross them until few enough are left,
+   and the cheapest stay.  RaNNC merges the lightest block first, which keeps expensive cuts as readily as cheap ones.
+
+Assumed: the time of a block is the sum of its ops (wrong where kernels overlap).  A cap on time and bytes of a
+block, total / blocks and growing only when it must, leaves the partition something to balance with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import networkx as nx  # type: ignore[import-untyped, unused-ignore]
+
+from autopart.ir.cost import Cost
+from autopart.ir.errors import UsageError
+from autopart.ir.graph import Graph, Literal, Op
+from autopart.passes.graph.cuts import Ints, crossing_bytes, segments
+
+
+def coarsen(graph: Graph, *, blocks: int = 64, cuts: tuple[str, ...] = (), also: tuple[int, ...] = ()) -> Graph:
+    """Merge ops into at most `blocks` blocks (more only when `cuts` makes more segments than that).
+
+    Before: a checked graph.  After: ops are blocks named block0, block1, ... in topological order; every block is
+    convex and the graph between them acyclic; `parts` lists the captured ops inside in an order that can run; a
+    value used only inside a block is gone unless it is an output or an update; cost is the sum; no block spans a cut
+    (see `cuts.segments`) or a place in `also`; all uses of a buffer that is updated stand in one block,
+    since each stage has its own copy.  O(levels * (ops + reads) * log ops), levels about log2(ops / blocks).
+    """
+    return merge(graph, _groups(graph, blocks, segments(graph, cuts, also)))
+
+
+def nested(graph: Graph, *, blocks: int, also: tuple[int, ...] = ()) -> tuple[Graph, Graph]:
+    """`coarsen` of a graph, and the graph in the order of those blocks, each of which is a range of it."""
+    groups = _groups(graph, blocks, segments(graph, (), also))
+    return merge(graph, groups), replace(graph, ops=tuple(graph.ops[i] for group in groups for i in group))
+
+
+def _groups(graph: Graph, blocks: int, segment: list[int]) -> list[list[int]]:
+    """Places of the ops of each block, in an order that can run."""
+    if len(graph.ops) <= blocks:
+        return _compact(graph, segment, blocks)
+    clusters = _cluster(graph, segment, blocks)
+    line = merge(graph, clusters)
+    ranges = _compact(line, [segment[cluster[0]] for cluster in clusters], blocks)
+    return [[i for place in group for i in clusters[place]] for group in ranges]
+
+
+# ---- step 1: clustering ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """Clusters in topological order.  flows: (writer, its readers ascending, bytes both ways) of each value."""
+
+    members: list[list[int]]
+    time_ns: list[int]
+    held_bytes: list[int]
+    segment: list[int]
+    flows: list[tuple[int, tuple[int, ...], int]]
+
+
+def _cluster(graph: Graph, segment: list[int], blocks: int) -> list[list[int]]:
+    """Groups of op places, in topological order of the graph between the groups."""
+    time_ns, held_bytes = _weights(graph)
+    level = _Level([[i] for i in range(len(graph.ops))], time_ns, held_bytes, segment, _flows(graph))
+    caps = sum(time_ns) // blocks, sum(held_bytes) // blocks
+    while len(level.members) > blocks:
+        mate = _match(level, caps, len(level.members) - blocks)
+        coarser = _contract(level, mate)
+        done = len(coarser.members) * 50 > len(level.members) * 49  # under 2 % a level: leave the rest to step 2
+        level = coarser
+        if done:
+            break
+    return level.members
+
+
+def _weights(graph: Graph) -> tuple[list[int], list[int]]:
+    """(nanoseconds, bytes of parameters and saved tensors) of each op; a tied parameter counts at each use."""
+    size = {p.name: p.size_bytes for p in graph.params}
+    held = [op.cost.saved_bytes + sum(size[p] for p in op.params) for op in graph.ops]
+    return [op.cost.total_ns for op in graph.ops], held
+
+
+def _flows(graph: Graph) -> list[tuple[int, tuple[int, ...], int]]:
+    values = graph.value_map()
+    writer = {w: i for i, op in enumerate(graph.ops) for w in op.writes}
+    readers: dict[str, list[int]] = {}
+    for i, op in enumerate(graph.ops):
+        for name in dict.fromkeys(op.reads):
+            if name in writer:
+                readers.setdefault(name, []).append(i)
+    both_ways = {name: values[name].size_bytes * (1 + values[name].grad) for name in readers}
+    return [(writer[name], tuple(places), both_ways[name]) for name, places in readers.items()]
+
+
+def _match(level: _Level, caps: tuple[int, int], most: int) -> dict[int, int]:
+    """Disjoint pairs of neighbours to contract, at most `most`, as a map in both directions.
+
+    Light clusters choose first; the gain of a pair is the bytes that nobody else reads, so that an expensive cut goes
+    and a cheap one (a residual stream read again later) stays.  An edge u -> v has no second path beside it when v is
+    all that reads u, or u is all that v reads, or v lies just one level deeper.  Pairs can still close a cycle
+    together; `_contract` undoes those.
+    """
+    n = len(level.members)
+    after: list[dict[int, int]] = [{} for _ in range(n)]  # after[u][v]: bytes of u that v alone reads
+    before: list[set[int]] = [set() for _ in range(n)]
+    for writer, readers, size in level.flows:
+        for reader in readers:
+            after[writer][reader] = after[writer].get(reader, 0) + (size if len(readers) == 1 else 0)
+            before[reader].add(writer)
+    depth = [0] * n
+    for v in range(n):
+        depth[v] = 1 + max((depth[u] for u in before[v]), default=-1)
+
+    def gain(u: int, v: int) -> int:
+        alone = len(after[u]) == 1 or len(before[v]) == 1 or depth[v] == depth[u] + 1
+        fits = (
+            level.segment[u] == level.segment[v]
+            and level.time_ns[u] + level.time_ns[v] <= caps[0]
+            and level.held_bytes[u] + level.held_bytes[v] <= caps[1]
+        )
+        return after[u][v] if alone and fits else 0
+
+    mate: dict[int, int] = {}
+    for u in sorted(range(n), key=lambda i: (level.time_ns[i], i)):
+        if u in mate:
+            continue
+        near = [(gain(u, v), -level.time_ns[v], -v) for v in after[u] if v not in mate]
+        near += [(gain(v, u), -level.time_ns[v], -v) for v in before[u] if v not in mate]
+        best = max(near, default=(0, 0, 0))
+        if best[0] > 0:
+            mate[u], mate[-best[2]] = -best[2], u
+            most -= 1
+        if most <= 0:
+            break
+    return mate
+
+
+def _contract(level: _Level, mate: dict[int, int]) -> _Level:
+    """Contract the pairs, but not those on a cycle; clusters come out in topological order.
+
+    Splitting every pair on a cycle leaves none: a cycle that remained would be made of unpaired clusters alone.
+    """
+    into = [min(u, mate.get(u, u)) for u in range(len(level.members))]
+    for component in nx.strongly_connected_components(_quotient(level, into)):
+        if len(component) > 1:
+            for u in component & mate.keys():
+                into[mate[u]] = mate[u]
+    joined: dict[int, list[int]] = {}
+    for u, target in enumerate(into):
+        joined.setdefault(target, []).append(u)
+
+    def key(target: int) -> tuple[int, int]:
+        return level.segment[target], max(level.members[u][-1] for u in joined[target])
+
+    order = list(nx.lexicographical_topological_sort(_quotient(level, into), key=key))
+    place = {target: i for i, target in enumerate(order)}
+    flows = []
+    for writer, readers, size in level.flows:
+        source = place[into[writer]]
+        rest = sorted({place[into[r]] for r in readers} - {source})
+        if rest:
+            flows.append((source, tuple(rest), size))
+    return _Level(
+        [sorted(m for u in joined[t] for m in level.members[u]) for t in order],
+        [sum(level.time_ns[u] for u in joined[t]) for t in order],
+        [sum(level.held_bytes[u] for u in joined[t]) for t in order],
+        [level.segment[t] for t in order],
+        flows,
+    )
+
+
+def _quotient(level: _Level, into: list[int]) -> nx.DiGraph:
+    quotient = nx.DiGraph()
+    quotient.add_nodes_from(into)
+    quotient.add_edges_from(
+        (into[writer], into[r]) for writer, readers, _ in level.flows for r in readers if into[writer] != into[r]
+    )
+    return quotient
+
+
+# ---- step 2: compaction ------------------------------------------------------------------------------------------
+
+
+def _compact(graph: Graph, segment: list[int], blocks: int) -> list[list[int]]:
+    """Intervals of places: boundaries with the most bytes across go first, under caps that grow until it suffices; the
+    cheapest stay.
+
+    Any interval of a topological order is convex.  Two neighbours that stay apart exceed a cap together, but where the
+    cheapest cut lies between them, so caps of 8 * total / blocks are always enough; a single heavy op may exceed them.
+    O(n log n).
+    """
+    n = len(graph.ops)
+    time_sum, held_sum = (_sums(weights) for weights in _weights(graph))
+    crossing = crossing_bytes(graph)
+    begin, end = list(range(-1, n)), list(range(1, n + 2))  # begin[b]: where the block before boundary b starts
+
+    def remove(b: int) -> None:
+        begin[end[b]], end[begin[b]] = begin[b], end[b]
+
+    glued = _glued(graph, segment)
+    for b in sorted(glued):
+        remove(b)
+    left = [b for b in range(1, n) if b not in glued and segment[b] == segment[b - 1]]
+    fixed = sum(segment[b] != segment[b - 1] for b in range(1, n))
+    left.sort(key=lambda b: (-crossing[b], time_sum[b + 1] - time_sum[b - 1], b))
+    kept = _cheapest(left, crossing, (blocks - fixed) // 2)
+    left = [b for b in left if b not in kept]
+    caps = [time_sum[n] / blocks, held_sum[n] / blocks]
+    fixed += len(kept)
+    while left and len(left) + fixed + 1 > blocks:
+        rest, excess = [], len(left) + fixed + 1 - blocks
+        for b in left:
+            low, high = begin[b], end[b]
+            fits = time_sum[high] - time_sum[low] <= caps[0] and held_sum[high] - held_sum[low] <= caps[1]
+            if excess > 0 and fits:
+                remove(b)
+                excess -= 1
+            else:
+                rest.append(b)
+        left = rest
+        caps = [cap * 1.25 for cap in caps]
+    bounds = sorted({0, n, *left, *kept, *(b for b in range(1, n) if segment[b] != segment[b - 1])})
+    return [list(range(a, b)) for a, b in pairwise(bounds)]
+
+
+def _cheapest(bounds: list[int], crossing: Ints, most: int) -> set[int]:
+    """At most so many of the boundaries with the fewest bytes across, of equals some that are spread evenly.
+
+    Under tight caps only light ops could merge, and they often stand at the cheapest cuts of all.
+    """
+    ranked = sorted(bounds, key=lambda b: (crossing[b], b))
+    if most <= 0 or len(ranked) <= most:
+        return set(ranked[: max(0, most)])
+    limit = crossing[ranked[most]]
+    below = [b for b in ranked if crossing[b] < limit]
+    equal = [b for b in ranked if crossing[b] == limit]
+    wanted = most - len(below)
+    return {*below, *(equal[i * len(equal) // wanted] for i in range(wanted))}
+
+
+def _sums(weights: list[int]) -> list[int]:
+    total, sums = 0, [0]
+    for weight in weights:
+        total += weight
+        sums.append(total)
+    return sums
+
+
+def _glued(graph: Graph, segment: list[int]) -> set[int]:
+    """Boundaries that would part the uses of an updated buffer from each other or from the op that updates it."""
+    writer = {w: i for i, op in enumerate(graph.ops) for w in op.writes}
+    owner = {p.name: p.same_as or p.name for p in graph.params}
+    glued: set[int] = set()
+    for buffer, value in graph.updates:
+        places = [i for i, op in enumerate(graph.ops) if owner[buffer] in op.params or buffer in op.params]
+        if value in writer:
+            places.append(writer[value])
+        if not places:
+            continue
+        low, high = min(places), max(places)
+        if segment[low] != segment[high]:
+            raise UsageError(
+                f"a cut parts the uses of buffer {buffer} from its update",
+                where=f"between {graph.ops[low].module or graph.ops[low].name} and {graph.ops[high].module}",
+                why="a stage updates its own copy of a buffer; another stage would read a stale one",
+                fix="move the cut before or after all uses of the buffer",
+            )
+        glued.update(range(low + 1, high + 1))
+    return glued
+
+
+# ---- both steps ---------------------------------------------------------------------------------------------------
+
+
+def merge(graph: Graph, groups: Sequence[Sequence[int]]) -> Graph:
+    """One block for each group of op places, which can run in this order.  O(ops + reads)."""
+    group_of = {place: g for g, group in enumerate(groups) for place in group}
+    writer = {w: group_of[i] for i, op in enumerate(graph.ops) for w in op.writes}
+    kept = {*graph.inputs, *graph.outputs, *(value for _, value in graph.updates)}
+    for i, op in enumerate(graph.ops):
+        kept.update(r for r in op.reads if writer.get(r) != group_of[i])
+    ops = tuple(_block(f"block{g}", [graph.ops[i] for i in group], kept) for g, group in enumerate(groups))
+    return replace(graph, ops=ops, values=tuple(v for v in graph.values if v.name in kept))
+
+
+def _block(name: str, ops: list[Op], kept: set[str]) -> Op:
+    inside = {w for op in ops for w in op.writes}
+    return Op(
+        name=name,
+        target="block",
+        reads=tuple(dict.fromkeys(r for op in ops for r in op.reads if r not in inside)),
+        writes=tuple(w for op in ops for w in op.writes if w in kept),
+        params=tuple(dict.fromkeys(p for op in ops for p in op.params)),
+        module=_common_module([op.module for op in ops]),
+        where=ops[0].where,
+        random=any(op.random for op in ops),
+        parts=tuple(dict.fromkeys(part for op in ops for part in op.parts or (op.name,))),
+        cost=sum((op.cost for op in ops), Cost()),
+    )
+
+
+def _common_module(modules: list[str]) -> str:
+    """The longest module path that all of them stand in."""
+    common = modules[0].split(".")
+    for module in modules[1:]:
+        words = module.split(".")
+        same = 0
+        while same < min(len(common), len(words)) and common[same] == words[same]:
+            same += 1
+        common = common[:same]
+    return ".".join(common)
+
+
+# ---- isomorphism --------------------------------------------------------------------------------------------------
+
+
+def signatures(blocks: Graph, captured: Graph) -> tuple[str, ...]:
+    """Class of each block: equal for two blocks that do the same at the same shapes, whatever the names.
+
+    Covers target, arguments, order, shapes and dtypes of values and parameters, and how the ops are connected inside.
+    `blocks` may be any coarsening of `captured`, or `captured` itself.  O(size of all parts).
+    """
+    ops = captured.op_map()
+    shapes: dict[str, Literal] = {v.name: (v.shape, v.dtype, v.grad) for v in captured.values}
+    shapes |= {p.name: (p.shape, p.dtype, p.trainable, p.kind) for p in captured.params}
+    return tuple(_signature([ops[part] for part in block.parts or (block.name,)], shapes) for block in blocks.ops)
+
+
+def _signature(ops: list[Op], shapes: dict[str, Literal]) -> str:
+    number: dict[str, int] = {}  # names in order of appearance
+
+    def nameless(literal: Literal) -> Literal:
+        if isinstance(literal, tuple):
+            return tuple(nameless(item) for item in literal)
+        if isinstance(literal, str) and literal[:1] == "%" and literal[1:] in shapes:
+            return f"%{number.setdefault(literal[1:], len(number))}"
+        return literal
+
+    text: list[object] = []
+    for op in ops:
+        names = (*op.reads, *op.params, *op.writes)
+        text.append([op.target, op.random, [(number.setdefault(n, len(number)), shapes.get(n)) for n in names]])
+        text.append([(key, nameless(literal)) for key, literal in op.attrs])
+    return hashlib.sha256(repr(text).encode()).hexdigest()[:16]

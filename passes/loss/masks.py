@@ -1,0 +1,108 @@
+"""Which values vanish when a mask is empty: what makes `(x * m).sum() / m.sum().clamp(min=1)` a mean over tokens.
+
+Clamping a count of the batch is not linear, so in general it couples micro-batches.  When the count is a number of
+set flags, the floor is at most 1, and the numerator is 0 wherever no flag is set, the clamp only ever replaces 0/0 by
+0/1: a micro-batch without flags then has loss 0 and weight 0, and all others are not touched.
+
+Values are compared by what computes them: two ops of the same target on the same operands give the same number, and
+casts and views that keep every element give their operand's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopart.ir.graph import Literal, Op, Value
+from autopart.passes.ops.table import op_name
+
+_SAME = frozenset("""clone contiguous _to_copy to type_as detach alias reshape view unsqueeze squeeze expand expand_as
+    transpose permute t mT flatten unflatten""".split())  # fmt: skip  # noqa: SIM905
+_LINEAR = _SAME | {"sum", "mean", "neg", "div", "slice", "select"}
+_FLOORS = {"clamp", "clamp_min"}
+
+
+@dataclass
+class Masks:
+    """Facts about the values seen so far.
+
+    number: equal for values that are computed alike.  vanishes: numbers of values that make this one all zero when
+    they are.  flags: numbers of values that are 0 or 1.  counts: for a sum over all of a flag, the flag's number.
+    floors: for a clamped count, the count and the flag's number.
+    """
+
+    number: dict[str, str] = field(default_factory=dict)
+    vanishes: dict[str, frozenset[str]] = field(default_factory=dict)
+    flags: set[str] = field(default_factory=set)
+    counts: dict[str, str] = field(default_factory=dict)
+    floors: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def see(self, op: Op, values: Mapping[str, Value]) -> None:
+        """Learn about the results of an op; ops come in order."""
+        name, attrs = op_name(op.target), dict(op.attrs)
+        refs = [value[1:] for _, value in op.attrs if isinstance(value, str) and value.startswith("%")]
+        first = refs[0] if refs else ""
+        for place, written in enumerate(op.writes):
+            same = name in _SAME and not _loses(values, first, written)
+            self.number[written] = self.of(first) if same else self._fresh(op, place)
+            if values[written].dtype == "bool":
+                self.flags.add(self.number[written])
+            self.vanishes[written] = self._vanishing(name, attrs, refs)
+        if first in values and values[first].dtype == "bool":
+            self.flags.add(self.of(first))
+        if name == "sum" and first and not values[op.writes[0]].shape and self.of(first) in self.flags:
+            self.counts[op.writes[0]] = self.of(first)
+        if name in _FLOORS and first in self.counts and _floor(attrs) and not op.random:
+            self.floors[op.writes[0]] = (first, self.counts[first])
+        elif name in _SAME and first in self.counts:
+            self.counts[op.writes[0]] = self.counts[first]
+        elif name in _SAME and first in self.floors:
+            self.floors[op.writes[0]] = self.floors[first]
+
+    def of(self, name: str) -> str:
+        """The number of a value; inputs and parameters are their own."""
+        return self.number.get(name, name)
+
+    def count_behind(self, above: str, below: str) -> str | None:
+        """For above / below with below a clamped count that above vanishes with: the count before it was clamped."""
+        count, flag = self.floors.get(below, ("", ""))
+        return count if count and flag in self.vanishes.get(above, frozenset()) else None
+
+    def _fresh(self, op: Op, place: int) -> str:
+        if op.random:
+            return f"{op.name}.{place}"
+        text = repr((op.target, [(key, self._numbered(value)) for key, value in op.attrs], place))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _numbered(self, value: Literal) -> Literal:
+        if isinstance(value, tuple):
+            return tuple(map(self._numbered, value))
+        return "%" + self.of(value[1:]) if isinstance(value, str) and value.startswith("%") else value
+
+    def _vanishing(self, name: str, attrs: Mapping[str, Literal], refs: list[str]) -> frozenset[str]:
+        nothing: frozenset[str] = frozenset()
+        if name == "mul":
+            return nothing.union(*(self.vanishes.get(r, nothing) | {self.of(r)} for r in refs))
+        if name in _LINEAR and refs:
+            return self.vanishes.get(refs[0], nothing)
+        if name == "where" and attrs.get("other") == 0 and refs:
+            return nothing | {self.of(refs[0])}
+        if name == "cross_entropy_loss" and attrs.get("reduction") in (0, 2) and len(refs) == 2:
+            ignore = attrs.get("ignore_index", -100)
+            text = repr(("aten.ne.Scalar", [("self", "%" + self.of(refs[1])), ("other", ignore)], 0))
+            return nothing | {hashlib.sha256(text.encode()).hexdigest()[:16]}
+        return nothing
+
+
+def _loses(values: Mapping[str, Value], source: str, result: str) -> bool:
+    """True when a cast may change what the elements are: to bool or integer from floating point."""
+    if source not in values:
+        return True
+    before, after = values[source].dtype, values[result].dtype
+    return before != after and not after.startswith(("float", "bfloat")) and before != "bool"
+
+
+def _floor(attrs: Mapping[str, Literal]) -> bool:
+    low, high = attrs.get("min"), attrs.get("max")
+    return isinstance(low, (int, float)) and 0 < low <= 1 and high is None

@@ -1,0 +1,1 @@
+"""What is known about single ops: axes, costs, sizes at other numbers of rows."""

@@ -1,0 +1,284 @@
+"""What an op costs when nothing was measured, and what it keeps from forward to backward.
+
+Time is a roofline: max(operations / peak rate of the op's dtype, bytes / memory bandwidth) plus a fixed time per
+launch.  Wrong where an op runs far below peak (small matrix products, transcendental functions on CPUs), where caches
+hold the operands, and where kernels overlap or are fused; ratios between layers of one model are better than the times
+themselves.
+
+Saved bytes follow autograd's derivative formulas: a matrix product keeps the operand that the other's gradient needs,
+`softmax`, `tanh`, `relu`, ... their output, `add`, `sum` and views nothing, any other op its inputs (see `optable`).
+Storage is counted, not tensors: a view counts as what it is a view of, each storage once, for the first op that keeps
+it; parameters and buffers never.  What an op keeps that is no value of the graph (dropout masks, the log-softmax
+inside cross entropy, attention's normaliser or, where no fused kernel applies, its scores) is added to the op itself.
+Wrong where a kernel keeps more for its own reasons (cuDNN's workspaces, RNNs' gates).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopart.ir.cluster import Device
+from autopart.ir.cost import Cost
+from autopart.ir.graph import Graph, Literal, Op, Param, Value
+from autopart.passes.ops.flops import backward_flops, flops, shape_of
+from autopart.passes.ops.op_classes import first_of, op_classes
+from autopart.passes.ops.resize import resize
+from autopart.passes.ops.table import CREATION, MATMUL, NAMES, NORM, SAVES, VIEW, family, op_name
+
+__all__ = [
+    "Pricing",
+    "analytic_costs",
+    "backward_flops",
+    "family",
+    "flops",
+    "moved_bytes",
+    "saved_values",
+    "storage",
+]
+
+LAUNCH_NS = {"cpu": 3_000, "cuda": 6_000}
+"""Nanoseconds to dispatch one op from Python: measured order of magnitude of eager PyTorch."""
+_FLOATING = ("float", "bfloat", "complex")
+_ALWAYS_VIEWS = NAMES[VIEW] - {"reshape", "view", "_unsafe_view", "flatten", "unflatten", "view_as"}
+_BREAKS_ORDER = _ALWAYS_VIEWS - {"detach", "unsqueeze", "squeeze"}
+
+
+def analytic_costs(graph: Graph, device: Device) -> Graph:
+    """`graph` with a Cost on every op: roofline times on `device`, saved bytes, operations.  O(ops + values)."""
+    pricing = Pricing(graph, graph)
+    costs = pricing.costs(graph.rows, device)
+    assert costs is not None
+    return replace(graph, ops=pricing.put(costs, graph.ops))
+
+
+class Pricing:
+    """Analytic costs of one model at any number of rows, each class of ops that are `alike` priced once.
+
+    classes: the number of the class of each op.
+    """
+
+    def __init__(self, graph: Graph, other: Graph) -> None:
+        """other: another capture of the model, or the same.  O(size of the graph)."""
+        self._roots = storage(graph)
+        keeps = _kept(graph, self._roots)
+        also = [_also(op, self._roots, keeps[op.name]) for op in graph.ops]
+        self.classes = op_classes(graph, other, also)
+        first = first_of(self.classes)
+        self._keeps = [keeps[graph.ops[i].name] for i in first]
+        wanted = {name for i in first for op in [graph.ops[i]] for name in (*op.reads, *op.writes, *also[i])}
+        places = [i for i, value in enumerate(graph.values) if value.name in wanted]
+        self._few, self._twins = (
+            replace(g, ops=tuple([g.ops[i] for i in first]), values=tuple([g.values[i] for i in places]))
+            for g in (graph, other)
+        )
+        self._params = graph.param_map()
+
+    def costs(self, rows: int, device: Device) -> list[Cost] | None:
+        """The cost of an op of each class; None where the program is not known at so many rows."""
+        few = self._few if rows == self._few.rows else resize(self._few, self._twins, rows)
+        if few is None:
+            return None
+        values = few.value_map()
+        pairs = zip(few.ops, self._keeps, strict=True)
+        return [_cost(op, values, self._params, self._roots, kept, device) for op, kept in pairs]
+
+    def put(self, costs: list[Cost], ops: tuple[Op, ...]) -> tuple[Op, ...]:
+        """The ops of the model with the costs of their classes."""
+        return tuple([replace(op, cost=costs[number]) for op, number in zip(ops, self.classes, strict=True)])
+
+
+def _also(op: Op, roots: Mapping[str, str], kept: tuple[str, ...]) -> tuple[str, ...]:
+    """What the cost of an op depends on besides its operands: their storage, and what it keeps."""
+    return (*(roots.get(name, name) for name in op.reads + op.writes), *kept)
+
+
+def _cost(
+    op: Op,
+    values: Mapping[str, Value],
+    params: Mapping[str, Param],
+    roots: Mapping[str, str],
+    kept: tuple[str, ...],
+    device: Device,
+) -> Cost:
+    work, back = flops(op, values, params), backward_flops(op, values, params)
+    moved = moved_bytes(op, values, params, roots)
+    dtype = computing_dtype(op, values, params)
+    return Cost(
+        roofline_ns(work, moved, device, dtype),
+        _backward_ns(op, values, work, back, moved, device, dtype),
+        _hidden_bytes(op, values, params) + sum(values[name].size_bytes for name in kept),
+        _scratch_bytes(op, values, params),
+        work,
+    )
+
+
+def _scratch_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> int:
+    """Bytes that the op's backward holds for a moment: the gradients it is given and those it makes, of parameters
+    too, before they are added up.  A view passes the gradient it is given on."""
+    if not any(values[w].grad for w in op.writes) or family(op.target) == VIEW:
+        return 0
+    gradients = sum(values[name].size_bytes for name in {*op.reads, *op.writes} if values[name].grad)
+    return gradients + sum(params[p].size_bytes for p in op.params if params[p].trainable)
+
+
+def computing_dtype(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> str:
+    """The dtype that `op` computes in: of its first floating result, else of its first floating operand, else ""."""
+    dtypes = [*(values[name].dtype for name in op.writes + op.reads), *(params[name].dtype for name in op.params)]
+    return next((dtype for dtype in dtypes if dtype.startswith(_FLOATING)), "")
+
+
+def roofline_ns(work: int, moved: int, device: Device, dtype: str = "") -> int:
+    """Nanoseconds of one op: the slower of computing in `dtype` and moving, and one launch."""
+    compute = -(-work * 1_000_000_000 // device.rate(dtype))
+    memory = -(-moved * 1_000_000_000 // device.mem_bytes_per_s)
+    return max(compute, memory) + LAUNCH_NS[device.kind]
+
+
+def _backward_ns(
+    op: Op, values: Mapping[str, Value], work: int, back: int, moved: int, device: Device, dtype: str
+) -> int:
+    if not any(values[w].grad for w in op.writes):
+        return 0
+    scale = max(1, -(-back // work)) if work else 1
+    return roofline_ns(back, moved * scale, device, dtype)
+
+
+def moved_bytes(
+    op: Op, values: Mapping[str, Value], params: Mapping[str, Param], roots: Mapping[str, str] | None = None
+) -> int:
+    """Bytes read and written.  Views move nothing; lookups read what they return; an expanded operand is read once."""
+    written = sum(values[w].size_bytes for w in op.writes)
+    if family(op.target) == VIEW and not any((roots or {}).get(w) == w for w in op.writes):
+        return 0
+    if family(op.target) == CREATION:
+        return written
+    if op_name(op.target) in ("embedding", "index_select", "gather", "index"):
+        return 2 * written + sum(values[r].size_bytes for r in op.reads if "int" in values[r].dtype)
+    read = sum(params[p].size_bytes for p in op.params)
+    for name in op.reads:
+        root = (roots or {}).get(name, name)
+        size = values[name].size_bytes
+        read += min(size, values[root].size_bytes) if root in values else size
+    return read + written
+
+
+def saved_values(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> tuple[str, ...]:
+    """Names of the values (never parameters) that `op` keeps for its backward; empty when no gradient reaches it."""
+    if not any(values[w].grad for w in op.writes) or family(op.target) == VIEW:
+        return ()
+    name = op_name(op.target)
+    what = SAVES.get(name, "inputs")
+    if what == "nothing":
+        return ()
+    if what == "output":
+        return tuple(w for w in op.writes if values[w].grad)
+    if what == "both":
+        return op.reads + op.writes
+    if what == "indices":
+        return tuple(n for n in op.reads + op.writes if not values[n].dtype.startswith(("float", "bfloat")))
+    if what == "others" or name in ("linear", "addmm", "baddbmm", "div") or family(op.target) == MATMUL:
+        return _factors(op, values, params)
+    if name in ("native_dropout", "dropout"):  # a mask: one of the values when it is used, else see _hidden_bytes
+        return op.writes[1:]
+    return op.reads
+
+
+def _factors(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> tuple[str, ...]:
+    """Operands that the gradient of another operand is multiplied by: `a` in a*b is kept when b needs a gradient."""
+    refs = _operands(op)[1 if op_name(op.target) in ("addmm", "baddbmm") else 0 :]
+    needing = {i for i, ref in enumerate(refs) if _needs_grad(ref, values, params)}
+    if op_name(op.target) == "div":  # a/b: b for the gradient of a, both for that of b
+        kept = [ref for i, ref in enumerate(refs) if i == 1 or 1 in needing]
+    else:
+        kept = [ref for i, ref in enumerate(refs) if needing - {i}]
+    return tuple(dict.fromkeys(ref for ref in kept if ref in values))
+
+
+def _operands(op: Op) -> list[str]:
+    refs: list[str] = []
+
+    def collect(value: Literal) -> None:
+        if isinstance(value, tuple):
+            for item in value:
+                collect(item)
+        elif isinstance(value, str) and value.startswith("%"):
+            refs.append(value[1:])
+
+    for _, value in op.attrs:
+        collect(value)
+    return refs or [*op.reads, *op.params]
+
+
+def _needs_grad(name: str, values: Mapping[str, Value], params: Mapping[str, Param]) -> bool:
+    return values[name].grad if name in values else name in params and params[name].trainable
+
+
+def _hidden_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> int:
+    """Bytes kept for the backward in tensors that are no values of the graph."""
+    if not any(values[w].grad for w in op.writes):
+        return 0
+    name, attrs = op_name(op.target), dict(op.attrs)
+    out = values[op.writes[0]]
+    if name in ("native_dropout", "dropout"):
+        return math.prod(out.shape) if len(op.writes) == 1 else 0  # a byte per element
+    if name == "cross_entropy_loss":
+        logits = shape_of(attrs.get("self"), values, params)
+        return math.prod(logits) * _item_bytes(out) if logits else 0
+    if name == "scaled_dot_product_attention":
+        return _attention_bytes(op, attrs, values, params)
+    if family(op.target) == NORM and out.shape:
+        return 2 * (math.prod(out.shape) // max(1, out.shape[-1])) * 4
+    return 0
+
+
+def _attention_bytes(
+    op: Op, attrs: Mapping[str, Literal], values: Mapping[str, Value], params: Mapping[str, Param]
+) -> int:
+    """One float32 per query for a fused kernel; with dropout on a CPU there is none: scores, their mask and product."""
+    query = shape_of(attrs.get("query"), values, params)
+    key = shape_of(attrs.get("key"), values, params)
+    if query is None or key is None:
+        return 0
+    queries = math.prod(query[:-1])
+    return queries * key[-2] * (2 * _item_bytes(values[op.writes[0]]) + 1) if op.random else queries * 4
+
+
+def _item_bytes(value: Value) -> int:
+    return value.size_bytes // max(1, math.prod(value.shape))
+
+
+def storage(graph: Graph) -> dict[str, str]:
+    """For each value, the value or parameter whose storage it is.
+
+    A view has its operand's.  A reshape is a view unless an op before it left its elements out of order (transpose,
+    slice, expand), in which case it copies.  O(values).
+    """
+    roots: dict[str, str] = {name: name for name in graph.inputs}
+    out_of_order: set[str] = set()
+    for op in graph.ops:
+        name = op_name(op.target)
+        operands = _operands(op)
+        source = operands[0] if operands else ""
+        moved = source in out_of_order
+        shares = name in _ALWAYS_VIEWS or (family(op.target) == VIEW and not moved)
+        for place, written in enumerate(op.writes):
+            base = operands[place] if name == "broadcast_tensors" and place < len(operands) else source
+            roots[written] = roots.get(base, base) if shares and base else written
+            if shares and (moved or name in _BREAKS_ORDER):
+                out_of_order.add(written)
+    return roots
+
+
+def _kept(graph: Graph, roots: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """For each op, the storages that stay from its forward to its backward because of it: every one is counted once,
+    for the first op that keeps it.  O(ops + values)."""
+    values, params = graph.value_map(), graph.param_map()
+    counted: set[str] = set()
+    result: dict[str, tuple[str, ...]] = {}
+    for op in graph.ops:
+        fresh = dict.fromkeys(roots[name] for name in saved_values(op, values, params))
+        result[op.name] = tuple(root for root in fresh if root in values and root not in counted)
+        counted.update(result[op.name])
+    return result

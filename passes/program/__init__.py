@@ -1,0 +1,1 @@
+"""Plan to program: schedules, routing, and the proof that a program runs."""

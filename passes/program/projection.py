@@ -1,0 +1,78 @@
+"""Stages of a model's evaluation graph that follow the plan made for its training graph.
+
+The weights are where the plan put them, so every op that reads a parameter runs where that parameter is; every other
+op runs as early as its inputs allow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from autopart.ir.errors import PlanError
+from autopart.ir.graph import Graph, Op
+from autopart.ir.plan import Plan, Stage
+from autopart.passes.graph.atoms import atoms
+
+
+def project_plan(graph: Graph, trained: Graph, plan: Plan) -> tuple[Stage, ...]:
+    """Stages for `graph` (evaluation) from `plan`, which was made for `trained`.  O(ops).
+
+    Holds after: every op stands in a stage, no value flows back, and every trainable or updated tensor is read only on
+    stages that hold it under the plan.  Raises PlanError when that cannot be.
+    """
+    holders = _holders(trained, plan)
+    modules = _module_stages(trained, plan)
+    blocks = atoms(graph)
+    parts: list[list[str]] = [[] for _ in plan.stages]
+    stage_of: dict[str, int] = {}
+    for block in blocks.ops:
+        earliest = max((stage_of.get(read, 0) for read in block.reads), default=0)
+        stage = _stage(block, earliest, holders, modules)
+        for value in block.writes:
+            stage_of[value] = stage
+        parts[stage].extend(block.parts)
+    place = {op.name: index for index, op in enumerate(graph.ops)}
+    return tuple(
+        Stage(tuple(sorted(set(names), key=place.__getitem__)), stage.ranks)
+        for names, stage in zip(parts, plan.stages, strict=True)
+    )
+
+
+def _holders(trained: Graph, plan: Plan) -> dict[str, list[int]]:
+    """For each parameter and updated buffer, the stages that hold it."""
+    updated = {buffer for buffer, _ in trained.updates}
+    fixed = {p.name for p in trained.params if p.kind == "param"} | updated
+    holders: dict[str, list[int]] = {}
+    ops = trained.op_map()
+    for index, stage in enumerate(plan.stages):
+        for name in dict.fromkeys(p for op in stage.ops for p in ops[op].params):
+            if name in fixed:
+                holders.setdefault(name, []).append(index)
+    return holders
+
+
+def _module_stages(trained: Graph, plan: Plan) -> dict[str, int]:
+    """The stage where most of a module's ops run."""
+    counts: dict[str, Counter[int]] = {}
+    ops = trained.op_map()
+    for index, stage in enumerate(plan.stages):
+        for name in stage.ops:
+            counts.setdefault(ops[name].module, Counter())[index] += 1
+    return {module: count.most_common(1)[0][0] for module, count in counts.items() if module}
+
+
+def _stage(block: Op, earliest: int, holders: Mapping[str, list[int]], modules: Mapping[str, int]) -> int:
+    held = [set(holders[name]) for name in block.params if name in holders]
+    if not held:
+        return earliest
+    possible = [stage for stage in sorted(set.intersection(*held)) if stage >= earliest]
+    if not possible:
+        raise PlanError(
+            f"in evaluation, {block.target} needs tensors that no stage from {earliest} on holds together",
+            where=f"module {block.module} at {block.where}",
+            why=f"it reads {', '.join(block.params)}",
+            fix="plan with cuts= that keep these on one stage",
+        )
+    wanted = modules.get(block.module, possible[0])
+    return wanted if wanted in possible else possible[0]

@@ -1,0 +1,180 @@
+"""What else there is: plans that were not taken, and the nearest change when nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from autopart.ir.cluster import Cluster
+from autopart.ir.errors import InfeasibleError
+from autopart.ir.graph import Op
+from autopart.ir.plan import Alternative
+from autopart.passes.search.evaluation import Candidate, Evaluation, Evaluator
+from autopart.passes.search.layout import Layout
+from autopart.passes.search.partition import Partition
+from autopart.passes.search.search import SearchResult
+from autopart.passes.search.space import PlanRequest, SearchSpace
+
+Retry = Callable[[PlanRequest, Cluster], Evaluation | None]
+"""Another search: the best verdict that fits, or None."""
+
+
+def alternatives(found: SearchResult) -> tuple[Alternative, ...]:
+    """Data parallelism alone, pipelining alone, and fewer and more stages, each with its best simulated step."""
+    best = found.best
+    assert best is not None
+    space = best.space
+    judge, request = Evaluator(space), space.request
+    stages = best.candidate.division.stages
+    wanted: list[tuple[str, Evaluation | None]] = []
+    if request.may_replicate and stages > 1:
+        wanted.append((f"data parallel alone, {_most(space)} replicas", _alone(judge, best)))
+    for count in (stages - 1, stages + 1):
+        near = min((v for v in found.seen if v.candidate.division.stages == count), key=_step, default=None)
+        if count and near is not None:
+            wanted.append((f"{count} stage{'s' * (count > 1)}", near))
+    straight = [v for v in found.seen if len(v.candidate.ranks[0]) == 1 and v.candidate.division.stages > 1]
+    if request.may_replicate and straight and max(map(len, best.candidate.ranks)) > 1:
+        fastest = min(straight, key=_step)
+        wanted.append((f"no replicas, {fastest.candidate.division.stages} stages", fastest))
+    return tuple(_alternative(name, verdict, best) for name, verdict in wanted if verdict is not None)
+
+
+def _step(verdict: Evaluation) -> int:
+    return verdict.step_ns
+
+
+def _most(space: SearchSpace) -> int:
+    return min(space.setting.cluster.world, max(max(rows) for rows in space.request.micro_rows))
+
+
+def _alone(judge: Evaluator, best: Evaluation) -> Evaluation | None:
+    """One stage on as many replicas as there are devices and rows, under the best way to cut the batch."""
+    space = judge.space
+    n, order = space.line.n, best.candidate.layout.order
+    verdicts = []
+    for micro_rows in space.request.micro_rows:
+        width = min(space.setting.cluster.world, max(micro_rows))
+        layout = Layout(width, 1, width, order)
+        division = Partition((0, n), (1,), 0)
+        verdicts.append(judge(Candidate(division, layout, micro_rows, space.request.schedules[0])))
+    return min(verdicts, key=lambda v: (v.over_bytes, v.step_ns), default=None)
+
+
+def _alternative(name: str, verdict: Evaluation, best: Evaluation) -> Alternative:
+    if not verdict.fits:
+        return Alternative(
+            name, 0, f"does not fit: {mib(verdict.over_bytes)} too much on a device of stage {verdict.stage}"
+        )
+    slower = verdict.step_ns / best.step_ns - 1 if best.step_ns else 0.0
+    longest = max(range(len(verdict.plan.estimates)), key=lambda s: _busy(verdict, s))
+    share = _busy(verdict, longest) * len(verdict.plan.micro_rows) / max(1, verdict.step_ns)
+    reduce = max(e.reduce_ns for e in verdict.plan.estimates) / max(1, verdict.step_ns)
+    reason = (
+        f"sums of gradients take {reduce:.0%} of it" if reduce > 0.1 else f"its slowest stage is busy {share:.0%} of it"
+    )
+    return Alternative(name, verdict.step_ns, f"{slower:+.1%} ({reason})")
+
+
+def _busy(verdict: Evaluation, s: int) -> int:
+    return verdict.plan.estimates[s].fwd_ns + verdict.plan.estimates[s].bwd_ns
+
+
+# ---- nothing fits --------------------------------------------------------------------------------------------------
+
+
+def infeasible(found: SearchResult, space: SearchSpace, retry: Retry) -> InfeasibleError:
+    """The error that says which stage lacks how much in the plan that comes nearest, and a change that was tried."""
+    nearest, cluster = found.nearest, space.setting.cluster
+    if nearest is None:
+        return InfeasibleError(
+            "no division of the model satisfies what is asked for",
+            where=", ".join(_asked(space)),
+            why="memory aside: a stage takes whole blocks, and a replica at least one row of every micro-batch",
+            fix=_change(space, retry, None),
+        )
+    stage, plan = nearest.stage, nearest.plan
+    e = plan.estimates[stage]
+    limit = cluster.least_memory_bytes(plan.stages[stage].ranks)
+    a, b, _, _ = nearest.candidate.division.ranges()[stage]
+    first, last = space.line.blocks.ops[a], space.line.blocks.ops[b - 1]
+    again = ", with recomputation" if any(s.recompute for s in plan.stages) else ""
+    return InfeasibleError(
+        f"no plan fits: stage {stage} of {len(plan.stages)} needs {mib(e.peak_bytes)} and may use {mib(limit)}, "
+        f"{mib(nearest.over_bytes)} too much",
+        where=f"{_place(first, 0)} to {_place(last, -1)}, in the plan that comes nearest ({plan.schedule}, "
+        f"{len(plan.micro_rows)} micro-batches{again})",
+        why=f"weights {mib(e.param_bytes)}, gradients and optimizer state {mib(e.state_bytes)}, activations "
+        f"{e.live} x {mib(e.activation_bytes)}, workspace {mib(e.workspace_bytes)}, messages {mib(e.buffer_bytes)}",
+        fix=_change(space, retry, nearest),
+    )
+
+
+def _asked(space: SearchSpace) -> Iterator[str]:
+    """What leaves the planner less choice, and what it had to be made of."""
+    request = space.request
+    for name in ("stages", "replicas", "cuts", "together", "pins"):
+        if asked := getattr(request, name):
+            yield f"{name}={asked}"
+    yield f"{space.line.n} blocks"
+    yield f"{space.setting.cluster.world} devices"
+    yield f"micro-batches of {min(map(min, request.micro_rows))} to {max(map(max, request.micro_rows))} rows"
+
+
+def _change(space: SearchSpace, retry: Retry, nearest: Evaluation | None) -> str:
+    """The first relaxation that was tried and fits."""
+    for text, request, cluster in _relaxations(space, nearest):
+        verdict = retry(request, cluster)
+        if verdict is not None:
+            return f"{text}: tried, fits with {_short(verdict)}"
+    return "use devices with more memory, or more of them"
+
+
+def _short(verdict: Evaluation) -> str:
+    stages, micros = verdict.candidate.division.stages, len(verdict.candidate.micro_rows)
+    return (
+        f"{stages} stage{'s' * (stages > 1)}, {micros} micro-batch{'es' * (micros > 1)}, {verdict.candidate.schedule}"
+    )
+
+
+def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tuple[str, PlanRequest, Cluster]]:
+    request, cluster = space.request, space.setting.cluster
+    if request.recompute == "off" and request.abilities.recompute:
+        yield 'allow recompute="auto"', replace(request, recompute="auto"), cluster
+    if request.schedule not in ("auto", "1f1b"):
+        yield 'use schedule="1f1b"', replace(request, schedule="1f1b"), cluster
+    if request.stages is not None and not request.cuts:
+        yield "leave stages to the planner", replace(request, stages=None, pins={}, replicas=None), cluster
+    rows = sum(request.micro_rows[0])
+    finest = (1,) * rows
+    if finest not in request.micro_rows and 1 < rows <= 4096:
+        yield f"use micro_batches={rows}", replace(request, micro_rows=(finest,)), cluster
+    if request.cuts or request.pins or request.together:
+        free = replace(request, cuts=(), pins={}, together=(), stages=None, replicas=None)
+        yield "drop cuts, pins and what is kept together", free, cluster
+    if request.state_factor:
+        yield "use an optimizer without state (SGD)", replace(request, state_factor=0.0), cluster
+    for factor in (2, 4):
+        more = replace(
+            cluster,
+            devices=cluster.devices * factor,
+            levels=(*cluster.levels[:-1], replace(cluster.levels[-1], size=cluster.levels[-1].size * factor)),
+        )
+        yield f"use {more.world} such devices", replace(request, stages=None, pins={}, replicas=None), more
+    if nearest is not None:
+        roomy = tuple(replace(d, memory_bytes=d.memory_bytes + nearest.over_bytes) for d in cluster.devices)
+        need = max(d.memory_bytes for d in roomy)
+        yield f"use devices with {mib(need)}", request, replace(cluster, devices=roomy)
+
+
+def _place(block: Op, part: int) -> str:
+    return block.module or (block.parts or (block.name,))[part]
+
+
+def mib(size_bytes: int) -> str:
+    """Bytes in words, rounded up so that as much is enough: below a MiB in bytes, from 10 GiB on in GiB."""
+    if size_bytes < 1 << 20:
+        return f"{size_bytes} bytes"
+    shift, unit = (20, "MiB") if size_bytes < 10 << 30 else (30, "GiB")
+    tenths = -(-size_bytes * 10 >> shift)
+    return f"{tenths // 10}.{tenths % 10} {unit}"

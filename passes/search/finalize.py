@@ -1,0 +1,125 @@
+"""From the plans over blocks that the search found back to captured ops: the plan that is handed out.
+
+Only over captured ops are clones and recomputed groups counted exactly.  A plan that then needs more memory than its
+blocks said is judged once more with so much left free, which costs it some recomputation, and takes its turn again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+
+from autopart.ir.cluster import Cluster
+from autopart.ir.graph import Graph
+from autopart.ir.plan import ASYNC, Plan, Stage
+from autopart.ir.plan import check as check_plan
+from autopart.passes.program.routing import edges, route
+from autopart.passes.program.verify import check_program
+from autopart.passes.search.diagnostics import alternatives
+from autopart.passes.search.evaluation import Evaluation, Evaluator
+from autopart.passes.search.search import SearchResult
+from autopart.passes.search.space import PlanRequest, SearchSpace
+from autopart.passes.simulation.estimate import CostContext, estimate, with_estimates
+
+TIGHTER = 3
+"""Times that a plan is judged again with more left free."""
+
+
+def finalize(
+    found: SearchResult, graph: Graph, setting: CostContext, frame: Plan, line: SearchSpace
+) -> tuple[Plan, Evaluation] | None:
+    """The fastest of the plans found that also fits, and whose program is proven, over captured ops; its verdict.
+
+    Before: found.best is set.  frame: a plan for `graph` to be filled in.  line: the blocks that were cut.  None when
+    no plan fits.  O(found * (ops + uses)), and the program of the one that is taken.
+    """
+    assert found.best is not None
+    verdicts = {verdict.key: verdict for verdict in (found.best, *found.seen)}
+    queue = [(verdict.step_ns, i, 0, 0, verdict) for i, verdict in enumerate(verdicts.values())]
+    heapify(queue)
+    while queue:
+        _, i, spare, turn, verdict = heappop(queue)
+        plan = replace(
+            frame,
+            stages=lower_to_ops(verdict.plan, verdict.space.line.blocks, graph),
+            micro_rows=verdict.candidate.micro_rows,
+            schedule=verdict.candidate.schedule,
+        )
+        known = with_estimates(check_plan(plan, graph), edges(plan, graph), setting)
+        if _fits(known, setting.cluster):  # asked first, for to route and to prove a long program takes longer
+            plan = estimate(plan, check_program(route(plan, graph), plan.schedule), setting)
+            notes = _notes(plan, line.line.n, line.request, graph)
+            return replace(plan, notes=notes, alternatives=alternatives(replace(found, best=verdict))), verdict
+        if line.request.may_recompute and turn < TIGHTER:
+            spare = _unsaid_bytes(known, verdict.plan)  # more than the last time, since it was not enough
+            again = Evaluator(verdict.space, spare)(verdict.candidate)
+            if again.fits:
+                heappush(queue, (again.step_ns, i, spare, turn + 1, again))
+    return None
+
+
+def _fits(plan: Plan, cluster: Cluster) -> bool:
+    """Whether no device is asked for more memory than it has."""
+    return all(
+        e.peak_bytes <= cluster.least_memory_bytes(stage.ranks)
+        for e, stage in zip(plan.estimates, plan.stages, strict=True)
+    )
+
+
+def _unsaid_bytes(known: Plan, blocks: Plan) -> int:
+    """The most that a stage needs over captured ops and not over blocks."""
+    return max(e.peak_bytes - said.peak_bytes for e, said in zip(known.estimates, blocks.estimates, strict=True))
+
+
+def lower_to_ops(plan: Plan, blocks: Graph, captured: Graph) -> tuple[Stage, ...]:
+    """The stages of a plan over blocks as stages of captured ops, in captured order.
+
+    A block that is recomputed takes its own copies of free ops along, but an op is recomputed once.
+    """
+    parts = {op.name: op.parts or (op.name,) for op in blocks.ops}
+    place = {op.name: i for i, op in enumerate(captured.ops)}
+    stages = []
+    for stage in plan.stages:
+        ops = {part for name in stage.ops for part in parts[name]}
+        seen: set[str] = set()
+        groups = []
+        for group in stage.recompute:
+            fresh = {part for name in group for part in parts[name]} - seen
+            seen |= fresh
+            groups.append(tuple(sorted(fresh, key=place.__getitem__)))
+        stages.append(Stage(tuple(sorted(ops, key=place.__getitem__)), stage.ranks, tuple(groups)))
+    return tuple(stages)
+
+
+def _notes(plan: Plan, blocks: int, request: PlanRequest, graph: Graph) -> tuple[str, ...]:
+    used = sum(len(stage.ranks) for stage in plan.stages)
+    notes = []
+    if used < plan.world:
+        few = len(plan.stages) == blocks
+        reason = f"the model has only {blocks} blocks" if few else _idle_reason(request)
+        notes.append(f"{plan.world - used} of {plan.world} devices idle: {reason}")
+    wide = {name for stage in plan.stages if len(stage.ranks) > 1 for name in stage.ops}
+    writer = graph.writer()
+    if any(writer[value] in wide for _, value in graph.updates):
+        notes.append("statistics of BatchNorm are per replica, each of its own rows; so is any buffer the step updates")
+    if plan.schedule == ASYNC:
+        notes.append("asynchronous: gradients are of older weights; the step is its steady state")
+    return tuple(notes)
+
+
+def _idle_reason(request: PlanRequest) -> str:
+    """Why devices idle: what was asked for, as far as it leaves no choice, and else that they would not help."""
+    asked = []
+    if request.stages is not None:
+        asked.append(f"{request.stages} stage{'s' * (request.stages > 1)}")
+    if isinstance(request.replicas, tuple):
+        asked.append(f"{', '.join(map(str, request.replicas))} replicas")
+    elif request.replicas is not None and request.may_replicate:
+        asked.append(f"{request.replicas} replicas of each stage")
+    if not asked:
+        return "more would not make the step shorter"
+    words = f"{' and '.join(asked)} {'was' if asked == ['1 stage'] else 'were'} asked for"
+    if request.stages is None and not isinstance(request.replicas, tuple):
+        return f"{words}, and more stages would not make the step shorter"
+    free = request.replicas is None and request.may_replicate
+    return f"{words}, and more replicas would not make the step shorter" if free else words

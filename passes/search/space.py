@@ -1,0 +1,130 @@
+"""What the planner may choose from: the user's wishes, and the line and cluster they are about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from autopart.ir.capabilities import RUNTIME, Capabilities
+from autopart.ir.errors import UsageError
+from autopart.ir.graph import Graph
+from autopart.ir.plan import ASYNC
+from autopart.passes.graph.chain import BlockChain
+from autopart.passes.graph.cuts import module_span
+from autopart.passes.simulation.estimate import CostContext
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """micro_rows: the ways to cut the batch that may be chosen from, each the rows of its micro-batches.
+
+    None and empty mean that the planner chooses.  stages; schedule ("auto" or a name); cuts: module paths at which a
+    stage begins; together: groups of module paths, each group to stay in one stage; pins: module path to its stage;
+    replicas: of every stage, or one number for each; recompute: "auto", "off" or "all".  state_factor: bytes of
+    optimizer state per byte of trainable parameter.  abilities: what a plan may use.  prove_seconds: for a certificate
+    (`certificate`) of the plan, when its largest micro-batch has prove_rows rows (None: whatever it has).
+    """
+
+    micro_rows: tuple[tuple[int, ...], ...]
+    stages: int | None = None
+    schedule: str = "auto"
+    cuts: tuple[str, ...] = ()
+    together: tuple[tuple[str, ...], ...] = ()
+    pins: Mapping[str, int] = field(default_factory=dict)
+    replicas: int | tuple[int, ...] | None = None
+    recompute: str = "auto"
+    state_factor: float = 2.0
+    abilities: Capabilities = RUNTIME
+    prove_seconds: float = 0.0
+    prove_rows: int | None = None
+
+    def settled(self) -> PlanRequest:
+        """The same with what follows from it said: cuts alone ask for one stage more than there are cuts, and numbers
+        of replicas for as many stages."""
+        if self.stages is not None or not self.cuts:
+            return self
+        fixed = self.replicas if isinstance(self.replicas, tuple) else None
+        return replace(self, stages=len(fixed) if fixed else len(self.cuts) + 1)
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """Schedules to compare.  An asynchronous one computes something else, so it is never chosen unasked."""
+        if self.schedule != "auto":
+            return (self.schedule,)
+        return tuple(name for name in self.abilities.schedules if name != ASYNC)
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether memory may be bought with time."""
+        return self.abilities.recompute and self.recompute != "off"
+
+    @property
+    def may_replicate(self) -> bool:
+        """Whether stages may have several devices."""
+        return self.abilities.replicas and self.replicas != 1
+
+    def replicas_of(self, stages: int) -> tuple[int, ...] | None:
+        """What the user fixed for each of so many stages, or None."""
+        if self.replicas is None:
+            return None
+        return (self.replicas,) * stages if isinstance(self.replicas, int) else self.replicas
+
+    def marks(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of module paths whose first and last op must be ends of blocks."""
+        return (*self.together, *((path,) for path in self.pins))
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """A line to cut, what it costs on a cluster, and what is asked for.  forced: boundaries that are cuts."""
+
+    line: BlockChain
+    setting: CostContext
+    request: PlanRequest
+    fine: Graph
+    forced: tuple[int, ...]
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """[first block, block after the last) of each group that stays together, then of each pin."""
+        return [block_span(self.line.blocks, self.fine, paths) for paths in self.request.marks()]
+
+    @cached_property
+    def legal(self) -> Bools:
+        """[a, b]: not empty, no forced cut inside, and no cut inside what stays together at either end."""
+        n = self.line.n
+        a, b = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]
+        legal = a < b
+        for cut in self.forced:
+            legal &= ~((a < cut) & (cut < b))
+        for first, end in self.spans:
+            for side in (a, b):
+                legal &= ~((first < side) & (side < end))
+        return np.asarray(legal)
+
+    def legal_at(self, stage: int) -> Bools:
+        """`legal`, for the stage with this number: it holds what is pinned to it and nothing pinned elsewhere."""
+        n = self.line.n
+        a, b = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]
+        legal = self.legal
+        pins = list(self.request.pins.values())
+        for (first, end), home in zip(self.spans[len(self.request.together) :], pins, strict=True):
+            inside, beside = (a <= first) & (end <= b), (b <= first) | (end <= a)
+            legal = legal & (inside if home == stage else beside)
+        return np.asarray(legal)
+
+
+def block_span(blocks: Graph, fine: Graph, paths: tuple[str, ...]) -> tuple[int, int]:
+    """[first block, block after the last) that hold ops of these modules; fine: what the blocks are made of."""
+    low, high = module_span(fine, paths)
+    wanted = {op.name for op in fine.ops[low:high] if any(f"{op.module}.".startswith(f"{path}.") for path in paths)}
+    places = [i for i, block in enumerate(blocks.ops) if not wanted.isdisjoint(block.parts or (block.name,))]
+    if not places:
+        raise UsageError(f"no block holds {', '.join(paths)}")
+    return min(places), max(places) + 1

@@ -1,0 +1,1 @@
+"""Program to timeline: traffic, memory and times."""

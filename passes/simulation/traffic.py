@@ -1,0 +1,89 @@
+"""What a message or a sum of gradients puts on the ports of the cluster.
+
+Replicas share the rows of a micro-batch, so a message between two stages is a bundle: each sender sends each receiver
+the rows that both hold.  A sum of gradients is a ring over the replicas in order of rank (reduce-scatter, then
+all-gather), in which every hop carries 2 (n - 1) / n of the gradients (Patarasuk and Yuan, 2009).
+
+Assumed, and wrong where: what is sent is cut by rows (constants of a batch are sent whole); a bundle starts on all its
+ports at once; a collective library may choose a tree for small sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopart.ir.cluster import Cluster, Port
+
+PortUse = tuple[Port, bool]
+"""A port and whether it is used inwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class PortLoad:
+    """Bytes over every way used, per byte of the whole; latency_ns: of the slowest hop; rates: bytes/s of each way."""
+
+    latency_ns: int
+    ways: tuple[PortUse, ...]
+    shares: tuple[float, ...]
+    rates: tuple[int, ...]
+
+    def busy_ns(self, size_bytes: int) -> tuple[int, ...]:
+        """Nanoseconds that each way is busy with size_bytes."""
+        return tuple(_ns(size_bytes * share, rate) for share, rate in zip(self.shares, self.rates, strict=True))
+
+    def alone_ns(self, size_bytes: int) -> int:
+        """Nanoseconds until all is there when nothing else is sent; 0 for no bytes and for no way to go."""
+        if not size_bytes or not self.ways:
+            return 0
+        return self.latency_ns + max(self.busy_ns(size_bytes))
+
+    @property
+    def pace(self) -> tuple[int, float]:
+        """(latency in ns, ns per byte of the slowest way); (0, 0) when there is no way to go."""
+        slowest = max((share * 1e9 / rate for share, rate in zip(self.shares, self.rates, strict=True)), default=0.0)
+        return self.latency_ns, slowest
+
+
+def _ns(size_bytes: float, rate: int) -> int:
+    return int(-(-size_bytes * 1_000_000_000 // rate))
+
+
+def bundle(cluster: Cluster, senders: tuple[int, ...], receivers: tuple[int, ...]) -> PortLoad:
+    """What a message from one stage to another keeps busy.  senders, receivers: ranks in order of their rows.
+
+    Sender i holds the rows from i / len(senders) of the whole on.  O(senders + receivers) pairs.
+    """
+    hops: list[tuple[int, int, float]] = []
+    i = j = 0
+    at, a, b = 0, len(senders), len(receivers)  # in units of 1 / (a * b) of the rows
+    while i < a and j < b:
+        end = min((i + 1) * b, (j + 1) * a)
+        if senders[i] != receivers[j]:
+            hops.append((senders[i], receivers[j], (end - at) / (a * b)))
+        at = end
+        i, j = i + (end == (i + 1) * b), j + (end == (j + 1) * a)
+    return _load(cluster, hops, 1)
+
+
+def ring(cluster: Cluster, ranks: tuple[int, ...]) -> PortLoad:
+    """What a sum over `ranks`, of something that each of them has, keeps busy.  O(ranks)."""
+    n = len(ranks)
+    if n < 2:
+        return PortLoad(0, (), (), ())
+    share = 2 * (n - 1) / n
+    order = sorted(ranks)
+    hops = [(a, b, share) for a, b in zip(order, [*order[1:], order[0]], strict=True)]
+    return _load(cluster, hops, 2 * (n - 1))
+
+
+def _load(cluster: Cluster, hops: Sequence[tuple[int, int, float]], rounds: int) -> PortLoad:
+    shares: dict[PortUse, float] = {}
+    latency = 0
+    for sender, receiver, share in hops:
+        out, into = cluster.ports(sender, receiver)
+        shares[out, False] = shares.get((out, False), 0.0) + share
+        shares[into, True] = shares.get((into, True), 0.0) + share
+        latency = max(latency, cluster.link(sender, receiver).latency_ns)
+    rates = tuple(cluster.levels[port[0]].link.bytes_per_s for port, _ in shares)
+    return PortLoad(latency * rounds, tuple(shares), tuple(shares.values()), rates)

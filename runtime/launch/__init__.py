@@ -1,0 +1,1 @@
+"""Local processes: started, watched, and ended together."""

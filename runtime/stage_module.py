@@ -1,0 +1,34 @@
+"""What `split` makes and the runtime plays: the code of one stage at one number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+
+@dataclass(frozen=True)
+class StageModule:
+    """module(*params, *inputs) returns the outputs, then the new values of the updated buffers.
+
+    params: names of parameters, buffers and constants; inputs, outputs: names of values; updates: names of buffers.
+    constants: tensors lifted out of forward(), which may depend on the number of rows, by name.
+    """
+
+    module: fx.GraphModule
+    params: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    updates: tuple[str, ...]
+    constants: Mapping[str, torch.Tensor]
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Names of the model's own tensors that this code reads or updates."""
+        return tuple(dict.fromkeys((*(name for name in self.params if name not in self.constants), *self.updates)))
+
+    def arguments(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """What `module` takes first: this code's parameters, buffers and constants."""
+        return [self.constants[name] if name in self.constants else tensors[name] for name in self.params]

@@ -1,0 +1,179 @@
+"""Measured costs: distinct ops once, the cache on disk and every way it can be broken, the time budget."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopart.capture import Captured, capture
+from autopart.capture.batch import flatten
+from autopart.costs.measure import Cache, default_cache_path, environment, measure_costs
+from autopart.ir.cluster import Device
+from autopart.ir.cost import check
+from autopart.ir.graph import Graph
+from autopart.passes.ops.analytic_costs import analytic_costs
+
+DEVICE = Device("cpu", 1 << 34, 100_000_000_000, 20_000_000_000)
+
+
+class Net(nn.Module):
+    """Equal layers, dropout, an embedding, a loss."""
+
+    def __init__(self, layers: int = 3, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + self.drop(torch.relu(layer(x)))
+        return nn.functional.cross_entropy(x.flatten(0, 1), ids.flatten())
+
+
+def net(device: str = "cpu", **options: Any) -> Captured:
+    return capture(Net(**options).to(device), flatten(torch.arange(12).reshape(3, 4) % 10))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "costs.json"
+
+
+def times(graph: Graph) -> dict[str, tuple[int, int]]:
+    return {op.name: (op.cost.fwd_ns, op.cost.bwd_ns) for op in graph.ops}
+
+
+def test_every_op_gets_a_cost_and_equal_layers_the_same_one(path: Path) -> None:
+    captured = net()
+    graph, notes = measure_costs(captured, DEVICE, cache_path=path, budget_s=60)
+    found = times(graph)
+    for op in graph.ops:
+        check(op.cost)
+        assert op.cost.fwd_ns > 0
+        assert (op.cost.bwd_ns > 0) == any(graph.value_map()[w].grad for w in op.writes), op
+    assert found["linear"] == found["linear_1"] == found["linear_2"]
+    distinct = {op.target for op in graph.ops} - {"aten.reshape.default"}
+    assert notes == (f"costs: {len(distinct)} distinct ops measured, 0 known from earlier runs",)
+    counted = analytic_costs(captured.graph, DEVICE)
+    for op, other in zip(graph.ops, counted.ops, strict=True):
+        assert (op.cost.saved_bytes, op.cost.flops) == (other.cost.saved_bytes, other.cost.flops)
+
+
+def test_a_larger_op_takes_longer(path: Path) -> None:
+    small, large = (
+        dict(times(measure_costs(net(layers=1, width=width), DEVICE, cache_path=path, budget_s=60)[0]))["linear"]
+        for width in (16, 2048)
+    )
+    assert large[0] > 2 * small[0] and large[1] > 2 * small[1]
+
+
+def test_what_was_measured_is_known_in_the_next_run(path: Path) -> None:
+    first, _ = measure_costs(net(), DEVICE, cache_path=path, budget_s=60)
+    second, notes = measure_costs(net(), DEVICE, cache_path=path, budget_s=0)
+    assert times(first) == times(second) and "0 distinct ops measured" in notes[0]
+    content = json.loads(path.read_text())
+    assert list(content["times"]) == [environment(DEVICE)]
+    assert not list(path.parent.glob("*.tmp"))
+
+
+def test_without_time_costs_are_counted_and_it_is_said(path: Path) -> None:
+    captured = net()
+    graph, notes = measure_costs(captured, DEVICE, cache_path=path, budget_s=0)
+    assert graph == analytic_costs(captured.graph, DEVICE)
+    assert "no time to measure" in notes[-1] and not path.exists()
+
+
+def test_what_is_left_is_scaled_like_what_was_measured(path: Path) -> None:
+    captured = net()
+    counted = analytic_costs(captured.graph, DEVICE)
+    measure_costs(captured, DEVICE, cache_path=path, budget_s=60)
+    content = json.loads(path.read_text())
+    kept = dict(list(content["times"][environment(DEVICE)].items())[:1])
+    (key,) = kept
+    content["times"][environment(DEVICE)] = {key: [7_000_000, 0]}
+    path.write_text(json.dumps(content))
+    graph, _ = measure_costs(captured, DEVICE, cache_path=path, budget_s=0)
+    known = [op.name for op in graph.ops if op.cost.fwd_ns == 7_000_000]
+    measured = sum(7_000_000 for _ in known)
+    before = times(counted)
+    factor = measured / sum(before[name][0] for name in known)
+    other = next(op for op in graph.ops if op.name not in known and "embedding" in op.target)
+    assert other.cost.fwd_ns == int(before[other.name][0] * factor)
+
+
+BROKEN: dict[str, Any] = {
+    "empty": "",
+    "truncated": '{"version": 1, "times": {',
+    "a list": [],
+    "no version": {"times": {}},
+    "later version": {"version": 99, "times": {}},
+    "times is a list": {"version": 1, "times": []},
+    "place is a list": {"version": 1, "times": {"here": []}},
+    "odd entries": {"version": 1, "times": {"here": {"a": [1], "b": [1.5, 2], "c": [-1, 2], "d": [True, 1], "e": "x"}}},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_cache_is_ignored_and_written_anew(path: Path, name: str) -> None:
+    content = BROKEN[name]
+    path.parent.mkdir()
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    cache = Cache(path, "here")
+    assert not any(cache.get(key) for key in "abcde")
+    cache.put("good", (3, 4))
+    cache.save()
+    assert Cache(path, "here").get("good") == (3, 4)
+
+
+def test_binary_rubbish_is_no_cache(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"\xff\xfe\x00rubbish")
+    assert Cache(path, "here").get("a") is None
+
+
+def test_two_processes_add_to_one_cache(path: Path) -> None:
+    one, two = Cache(path, "here"), Cache(path, "here")
+    one.put("a", (1, 2))
+    two.put("b", (3, 4))
+    one.save()
+    two.save()
+    assert Cache(path, "here").get("a") == (1, 2) and Cache(path, "here").get("b") == (3, 4)
+    assert Cache(path, "elsewhere").get("a") is None
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    graph, _ = measure_costs(net(layers=1), DEVICE, cache_path=blocked / "costs.json", budget_s=60)
+    assert all(op.cost.fwd_ns for op in graph.ops)
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("AUTOPART_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert default_cache_path() == tmp_path / "xdg" / "autopart" / "costs.json"
+    monkeypatch.setenv("AUTOPART_CACHE", str(tmp_path / "own"))
+    assert default_cache_path() == tmp_path / "own" / "costs.json"
+    assert str(torch.__version__) in environment(DEVICE)
+
+
+def test_a_model_without_weights_is_measured_and_random_state_is_left_alone(path: Path) -> None:
+    captured = net(device="meta")
+    before = torch.get_rng_state()
+    graph, notes = measure_costs(captured, DEVICE, cache_path=path, budget_s=60)
+    assert torch.equal(before, torch.get_rng_state())
+    assert len(notes) == 1 and all(op.cost.fwd_ns for op in graph.ops)
+
+
+def test_ops_that_are_too_large_or_fail_alone_are_counted(path: Path) -> None:
+    captured = net()
+    tiny = Device("cpu", 1_000, DEVICE.flops_per_s, DEVICE.mem_bytes_per_s)
+    _, notes = measure_costs(captured, tiny, cache_path=path, budget_s=60)
+    assert "cannot be measured alone" in notes[1]

@@ -1,0 +1,129 @@
+"""Costs inside the running program: every op, what they add up to, the cache, and the programs that are left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import CASES
+from torch import nn
+
+from autopart.capture import Captured, capture
+from autopart.capture.batch import flatten
+from autopart.costs import profiler
+from autopart.costs.profiler import profile_costs
+from autopart.ir.cluster import Device
+from autopart.ir.cost import check
+from autopart.ir.graph import Graph
+from autopart.passes.ops.analytic_costs import analytic_costs
+
+DEVICE = Device("cpu", 1 << 34, 100_000_000_000, 20_000_000_000)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "costs.json"
+
+
+class Heavy(nn.Module):
+    """A small and a large layer, and one that no gradient reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large, self.still = nn.Linear(256, 256), nn.Linear(256, 16384), nn.Linear(256, 16384)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.small(x))
+        with torch.no_grad():
+            still = self.still(x)
+        return (self.large(x) * still).square().mean()
+
+
+def heavy(rows: int = 256) -> Captured:
+    return capture(Heavy(), flatten(torch.ones(rows, 256)))
+
+
+def profiled(captured: Captured, path: Path, **options: Any) -> tuple[Graph, tuple[str, ...]]:
+    found = profile_costs(captured, DEVICE, cache_path=path, **options)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "resnet", "mixtral"])
+def test_every_op_of_a_real_model_gets_a_cost(name: str, path: Path) -> None:
+    model = CASES[name].model(dropout=0.1)
+    captured = capture(model, flatten(CASES[name].data(4)))
+    graph, _ = profiled(captured, path, budget_s=60)
+    counted = analytic_costs(captured.graph, DEVICE)
+    for op, other in zip(graph.ops, counted.ops, strict=True):
+        check(op.cost)
+        assert (op.cost.saved_bytes, op.cost.flops) == (other.cost.saved_bytes, other.cost.flops)
+    assert all(op.cost.fwd_ns > 0 for op in graph.ops)
+    assert sum(op.cost.bwd_ns for op in graph.ops) > 0
+
+
+def test_time_is_charged_to_the_op_that_takes_it(path: Path) -> None:
+    captured = heavy()
+    graph, _ = profiled(captured, path, budget_s=60)
+    costs = {op.module: op.cost for op in graph.ops if op.target.startswith("aten.linear")}
+    assert costs["large"].fwd_ns > costs["small"].fwd_ns
+    assert costs["large"].bwd_ns > costs["small"].bwd_ns
+    assert costs["still"].bwd_ns == 0 and costs["still"].fwd_ns > costs["small"].fwd_ns
+
+
+def test_costs_add_up_to_the_unwatched_program(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = (7_000_000_000, 11_000_000_000)
+    monkeypatch.setattr(profiler._Program, "run", lambda self: whole)
+    graph, _ = profiled(heavy(), path)
+    for phase, total in zip(("fwd_ns", "bwd_ns"), whole, strict=True):
+        assert sum(getattr(op.cost, phase) for op in graph.ops) == pytest.approx(total, rel=1e-6)
+
+
+def test_the_model_is_left_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["resnet"]
+    model = case.model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    profiled(capture(model, flatten(case.data(4))), path)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+    def still_watched(*_: Any) -> None:
+        raise AssertionError("a hook was left behind")
+
+    monkeypatch.setattr(profiler._Watch, "_end", still_watched)
+    model(**case.data(4)).loss.backward()
+
+
+def test_what_was_profiled_is_known_in_the_next_run(path: Path) -> None:
+    first, _ = profiled(heavy(), path)
+    second, _ = profiled(heavy(), path, budget_s=0)
+    assert first == second
+
+
+def test_a_program_that_is_too_slow_or_too_large_is_left_to_others(path: Path) -> None:
+    assert profile_costs(heavy(), DEVICE, cache_path=path, budget_s=0) is None
+    tight = Device("cpu", 1 << 20, DEVICE.flops_per_s, DEVICE.mem_bytes_per_s)
+    assert profile_costs(heavy(), tight, cache_path=path) is None
+    assert not path.exists()
+
+
+def test_a_program_that_rejects_made_up_inputs_is_left_to_others(path: Path) -> None:
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.cholesky(self.linear(x) - 100).sum()  # type: ignore[no-any-return]
+
+    assert profile_costs(capture(Picky(), flatten(torch.eye(4))), DEVICE, cache_path=path) is None
+
+
+def test_the_budget_ends_the_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    monkeypatch.setattr(profiler, "_affordable", lambda *_: True)
+    monkeypatch.setattr(profiler._Program, "run", lambda self: runs.append(1) or (10, 10))
+    profiled(heavy(), path, budget_s=0)
+    assert len(runs) == 2  # one to warm up, one that counts

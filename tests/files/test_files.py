@@ -1,0 +1,347 @@
+"""Plan files: equal plans are equal text, every broken file is refused with the place, nothing else escapes."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopart.files import plans as files
+from autopart.files.plans import diff_plans, load_plan, match_plan, plan_from_json, plan_to_json, save_plan
+from autopart.ir.errors import PlanError, PlanFileError
+from autopart.ir.graph import Graph, Op, Value
+from autopart.ir.plan import ALL_SCHEDULES, Alternative, Estimate, Optimality, Plan, Stage, check
+
+SIZES = st.integers(0, 2**62)
+WORDS = st.text(st.characters(codec="utf-8"), max_size=12)
+
+
+@st.composite
+def _stages(draw: st.DrawFn, ops: tuple[str, ...], ranks: tuple[int, ...]) -> Stage:
+    """A stage on one rank or on all of these, that recomputes up to two groups of its ops."""
+    again = draw(st.integers(0, len(ops)))
+    groups = tuple(group for group in (ops[: again // 2], ops[again // 2 : again]) if group)
+    return Stage(ops, ranks if draw(st.booleans()) else ranks[:1], groups)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any valid plan."""
+    count = draw(st.integers(1, 4))
+    ranks = draw(st.permutations(range(count + draw(st.integers(0, 2)))))
+    names = draw(st.lists(WORDS, min_size=count, max_size=12, unique=True))
+    stages = tuple(
+        draw(_stages(tuple(names[s::count]), (ranks[s], *ranks[count + s : count + s + 1]))) for s in range(count)
+    )
+    rows = draw(st.integers(1, 10**6))
+    estimates = st.builds(Estimate, **dict.fromkeys(Estimate.__dataclass_fields__, SIZES))
+    return Plan(
+        graph_digest=draw(WORDS),
+        structure_digest=draw(WORDS),
+        torch_version=draw(WORDS),
+        world=len(ranks),
+        stages=stages,
+        micro_rows=tuple(rows + extra for extra in draw(st.lists(st.integers(0, 1), min_size=1, max_size=5))),
+        schedule=draw(st.sampled_from(ALL_SCHEDULES)),
+        costs=draw(WORDS),
+        step_ns=draw(SIZES),
+        bubble=draw(st.floats(0, 1)),
+        estimates=draw(st.just(()) | st.tuples(*[estimates] * count)),
+        notes=tuple(draw(st.lists(WORDS, max_size=2))),
+        optimality=draw(st.none() | st.builds(Optimality, SIZES, SIZES, st.floats(0, 1), st.booleans())),
+        alternatives=tuple(draw(st.lists(st.builds(Alternative, WORDS, SIZES, WORDS), max_size=2))),
+    )
+
+
+def example() -> Plan:
+    """Two stages on two ranks, with everything filled in."""
+    estimate = Estimate(*range(1, 10))
+    return Plan(
+        graph_digest="g",
+        structure_digest="s",
+        torch_version="2.13.0+cpu",
+        world=2,
+        stages=(Stage(("a", "b"), (0,)), Stage(("c",), (1,))),
+        micro_rows=(2, 2),
+        schedule="1f1b",
+        estimates=(estimate, estimate),
+        notes=("made by hand",),
+    )
+
+
+@settings(deadline=None)
+@given(plans())
+def test_plans_survive_the_round_trip(plan: Plan) -> None:
+    text = plan_to_json(check(plan))
+    again = plan_from_json(text)
+    assert again == plan and again.digest() == plan.digest()
+    assert plan_to_json(again) == text
+
+
+@settings(deadline=None)
+@given(plans(), plans())
+def test_diff_is_empty_for_equal_plans_alone(a: Plan, b: Plan) -> None:
+    assert diff_plans(a, a) == "the plans are equal"
+    assert (diff_plans(a, b) == "the plans are equal") == (a == b)
+
+
+def test_the_layout_is_one_op_a_line_and_numbers_side_by_side() -> None:
+    lines = plan_to_json(example()).splitlines()
+    assert lines[1] == '  "version": 2,'
+    assert '        "b"' in lines and '      "ranks": [0],' in lines and '  "micro_rows": [2, 2],' in lines
+    assert sum('"fwd_ns": 1, "bwd_ns": 2' in line for line in lines) == 2
+    assert plan_to_json(example()).endswith("}\n")
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans(), st.data())
+def test_truncated_text_is_refused(plan: Plan, data: st.DataObject) -> None:
+    text = plan_to_json(plan)
+    with pytest.raises(PlanFileError):
+        plan_from_json(text[: data.draw(st.integers(0, len(text) - 2))])
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans(), st.data())
+def test_an_edited_character_gives_a_plan_or_a_refusal(plan: Plan, data: st.DataObject) -> None:
+    text = plan_to_json(plan)
+    at = data.draw(st.integers(0, len(text) - 1))
+    letter = data.draw(st.sampled_from('0123456789.eE+-"[]{},:truefalsn \n\\') | st.characters())
+    _plan_or_refusal(text[:at] + letter + text[at + data.draw(st.integers(0, 1)) :])
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans(), st.data())
+def test_an_edited_node_gives_a_plan_or_a_refusal(plan: Plan, data: st.DataObject) -> None:
+    document = json.loads(plan_to_json(plan))
+    places = list(_places(document))
+    holder, key = data.draw(st.sampled_from(places))
+    if data.draw(st.booleans()):
+        holder[key] = data.draw(JUNK)
+    else:
+        del holder[key]
+    _plan_or_refusal(json.dumps(document))
+
+
+def _places(node: Any) -> Any:
+    keys = node.keys() if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+    for key in keys:
+        yield node, key
+        yield from _places(node[key])
+
+
+def _plan_or_refusal(text: str) -> None:
+    try:
+        plan = plan_from_json(text)
+    except PlanFileError as error:
+        assert error.where or error.why
+        return
+    check(plan)
+    assert plan_from_json(plan_to_json(plan)) == plan
+
+
+BOTH_AGAIN = "stages[0].recompute, stages[1].recompute"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "where", "why"),
+    [
+        ('"ranks": [1]', '"ranks": ["1"]', "stages[1].ranks[0]", "must be a valid integer, not '1'"),
+        ('"ranks": [1]', '"ranks": [1.0]', "stages[1].ranks[0]", "must be a valid integer, not 1.0"),
+        ('"ranks": [1]', '"ranks": [true]', "stages[1].ranks[0]", "must be a valid integer, not True"),
+        ('"ranks": [1]', '"ranks": [2]', "stages[1].ranks[0]", "rank 2 is outside 0..1"),
+        ('"ranks": [1]', '"ranks": [0]', "stages[1].ranks[0]", "rank 0 already runs stage 0"),
+        ('"ranks": [1]', '"ranks": []', "stages[1].ranks", "a stage needs a rank"),
+        ('"ranks": [1]', '"ranks": null', "stages[1].ranks", "must be a valid array, not None"),
+        ('"b"', '"a"', "stages[0].ops[1]", "op a stands twice in this stage"),
+        (
+            '"schedule": "1f1b"',
+            '"schedule": "zb"',
+            "schedule",
+            "unknown schedule 'zb'; use one of 1f1b, 1f1b-deep, gpipe",
+        ),
+        ('"micro_rows": [2, 2]', '"micro_rows": []', "micro_rows", "at least one micro-batch is needed"),
+        ('"micro_rows": [2, 2]', '"micro_rows": [1, 0]', "micro_rows[1]", "needs at least 1 row, not 0"),
+        ('"micro_rows": [2, 2]', '"micro_rows": [3, 1]', "micro_rows", "differ by at most one row, not [3, 1]"),
+        ('"version": 2', '"version": 3', "version", "this release reads version 2"),
+        ('"version": 2', '"version": true', "version", "this release reads version 2"),
+        ('  "version": 2,', "", "version", "the key is missing"),
+        ('"recompute": []', '"recompute": [["b"]]', "stages[1].recompute", "or one that is not in the stage"),
+        ('"recompute": []', '"recompute": [["b"], ["b"]]', BOTH_AGAIN, "holds an op twice"),
+        ('"recompute": []', '"recompute": true', BOTH_AGAIN, "must be a valid array"),
+        ('"optimality": null', '"optimality": 3', "optimality", "must be"),
+        ('"bubble": 0.0', '"bubble": 1.5', "bubble", "is a share between 0 and 1, not 1.5"),
+        ('"bubble": 0.0', '"bubble": 1e999', "bubble", "must be a finite number, not inf"),
+        ('"bubble": 0.0', '"bubble": NaN', "", "NaN is no JSON number"),
+        ('"bubble": 0.0', '"bubble": -Infinity', "", "-Infinity is no JSON number"),
+        ('"step_ns": 0', '"step_ns": -1', "step_ns", "must not be negative, not -1"),
+        ('"step_ns": 0', '"step_ns": 0, "step_ns": 1', "", "key 'step_ns' stands twice in one object"),
+        ('"costs"', '"cost"', "cost", "unknown key"),
+        ('"made by hand"', "made by hand", "line 34, column 5", "Expecting value"),
+    ],
+)
+def test_an_edit_is_refused_with_its_place(old: str, new: str, where: str, why: str) -> None:
+    text = plan_to_json(example())
+    assert old in text
+    with pytest.raises(PlanFileError) as caught:
+        plan_from_json(text.replace(old, new), "p.json")
+    assert caught.value.what.startswith("p.json ")
+    assert (caught.value.where, why in caught.value.why) == (where, True), str(caught.value)
+
+
+OLD = """{"version": 1, "graph_digest": "g", "structure_digest": "s", "torch_version": "2.13.0", "world": 2,
+"stages": [{"ops": ["a"], "ranks": [0], "recompute": false}, {"ops": ["b"], "ranks": [1], "recompute": false}],
+"micro_rows": [2], "schedule": "1f1b", "costs": "analytic", "step_ns": 0, "bubble": 0.0, "estimates": [], "notes": []}
+"""
+"""As release 0.1 wrote it."""
+
+
+@pytest.mark.parametrize("text", [OLD, plan_to_json(example()).replace('"version": 2', '"version": 1')])
+def test_a_plan_of_an_older_release_is_refused_by_its_version_alone(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(text)
+    with pytest.raises(PlanFileError) as caught:
+        load_plan(path)
+    assert (caught.value.what, caught.value.where) == (f"{path} has plan version 1", "version")
+    assert caught.value.why == "this release reads version 2" and "make the plan again" in caught.value.fix
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    text = plan_to_json(example()).replace('"ranks": [1]', '"ranks": ["x"]').replace('"world": 2', '"world": "y"')
+    with pytest.raises(PlanFileError, match="2 problems") as caught:
+        plan_from_json(text)
+    assert caught.value.where == "world, stages[1].ranks[0]"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "null", "3", "[]", "{}", '"plan"', "[" * 10**5, '{"version": ' + "1" * 5000 + "}"]
+)
+def test_what_is_no_plan_at_all_is_refused(text: str) -> None:
+    with pytest.raises(PlanFileError):
+        plan_from_json(text)
+
+
+def test_absurd_sizes_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(files, "MAX_BYTES", 100)
+    path = tmp_path / "plan.json"
+    path.write_text(plan_to_json(example()))
+    with pytest.raises(PlanFileError, match="too large"):
+        plan_from_json(path.read_text())
+    with pytest.raises(PlanFileError, match="too large"):
+        load_plan(path)
+
+
+def test_legal_edits_are_accepted() -> None:
+    plan = plan_from_json(plan_to_json(example()).replace('"schedule": "1f1b"', '"schedule": "gpipe"'))
+    assert plan == replace(example(), schedule="gpipe")
+
+
+def test_numbers_that_json_cannot_hold_are_not_written() -> None:
+    with pytest.raises(PlanError, match="cannot be written"):
+        plan_to_json(replace(example(), bubble=float("nan")))
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(example(), path)
+    save_plan(replace(example(), schedule="gpipe"), path)
+    assert load_plan(path) == replace(example(), schedule="gpipe")
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(example(), path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(PlanFileError, match="cannot write"):
+        save_plan(replace(example(), schedule="gpipe"), path)
+    assert load_plan(path) == example()
+    assert os.listdir(tmp_path) == ["plan.json"]
+    with pytest.raises(PlanError, match="no stages"):
+        save_plan(replace(example(), stages=()), path)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(PlanFileError, match="No such file"):
+        load_plan(tmp_path / "missing.json")
+    with pytest.raises(PlanFileError, match="cannot read"):
+        load_plan(tmp_path)
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanFileError, match=r"no UTF-8 text\n  where: byte 0"):
+        load_plan(tmp_path / "binary.json")
+
+
+def small_graph(rows: int = 2, dtype: str = "float32", target: str = "t") -> Graph:
+    """a -> b -> c on values of `rows` rows."""
+    values = tuple(Value(name, (rows, 1), dtype, 4 * rows) for name in ("x", "va", "vb", "vc"))
+    ops = tuple(
+        Op(name, target, reads=(read,), writes=("v" + name,)) for name, read in (("a", "x"), ("b", "va"), ("c", "vb"))
+    )
+    return Graph(rows, values, (), ops, ("x",), ("vc",))
+
+
+def matching(graph: Graph) -> Plan:
+    """The example plan, made for a graph."""
+    return replace(example(), graph_digest=graph.shape_digest(), structure_digest=graph.structure_digest())
+
+
+def test_a_plan_matches_what_it_was_made_for() -> None:
+    match_plan(matching(small_graph()), small_graph(), torch_version="2.13.1", world=2)
+
+
+@pytest.mark.parametrize(
+    ("graph", "torch_version", "world", "why", "fix"),
+    [
+        (small_graph(target="u"), "2.13.0", 2, "another model", "autopart.plan"),
+        (small_graph(rows=3), "2.13.0", 2, "another batch: its micro-batches have 2 rows, not 3", "autopart.plan"),
+        (small_graph(dtype="float64"), "2.13.0", 2, "other shapes or dtypes", "autopart.plan"),
+        (small_graph(), "2.14.0", 2, "made with 2.13.0+cpu, this is 2.14.0", "autopart.plan"),
+        (small_graph(), "2.13.0", 4, "it is for 2, 4 run", "torchrun --standalone --nproc-per-node 2"),
+    ],
+)
+def test_a_foreign_plan_is_refused(graph: Graph, torch_version: str, world: int, why: str, fix: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        match_plan(matching(small_graph()), graph, torch_version=torch_version, world=world)
+    assert why in caught.value.why and fix in caught.value.fix
+
+
+def test_a_plan_that_moves_an_op_wrongly_is_refused() -> None:
+    moved = replace(matching(small_graph()), stages=(Stage(("a", "c"), (0,)), Stage(("b",), (1,))))
+    with pytest.raises(PlanError, match="value vb flows back from stage 1 to stage 0"):
+        match_plan(moved, small_graph(), torch_version="2.13.0", world=2)
+
+
+def test_diff_names_what_changed() -> None:
+    other = replace(
+        example(),
+        schedule="gpipe",
+        micro_rows=(1, 1, 1, 1),
+        stages=(Stage(("a",), (1,), (("a",),)), Stage(("b", "c"), (0,))),
+        notes=(),
+    )
+    assert diff_plans(example(), other).splitlines() == [
+        "schedule: 1f1b -> gpipe",
+        "micro-batches: 2 of 2 rows -> 4 of 1 row",
+        "stage 0 ranks: [0] -> [1]",
+        "stage 0 recomputed ops: 0 -> 1",
+        "stage 1 ranks: [1] -> [0]",
+        "stage 0 -> stage 1: 1 op, b",
+        "notes differ",
+    ]

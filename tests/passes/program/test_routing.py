@@ -1,0 +1,236 @@
+"""Routing: drawn programs, and a play of the program with numbers instead of tensors."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.graphs import cluster, graph, graphs, plan_of
+
+from autopart.ir.errors import PlanError, UsageError
+from autopart.ir.graph import Graph, Op
+from autopart.ir.plan import SCHEDULES, Plan, Stage
+from autopart.ir.program import Action, Edge, Program, parse_actions
+from autopart.passes.program.routing import edges, route, tied
+from autopart.passes.program.verify import check_program
+
+
+def plan(stages: str, *, micros: int = 2, schedule: str = "1f1b", world: int = 0) -> Plan:
+    """`a b | c`: the ops of each stage, on ranks 0, 1, ..."""
+    rows = [tuple(names.split()) for names in stages.split("|")]
+    placed = tuple(Stage(names, (s,)) for s, names in enumerate(rows))
+    return Plan("", "", "", world or len(rows), placed, (1,) * micros, schedule)
+
+
+def test_chain_of_two_stages_as_drawn() -> None:
+    program = route(plan("a | b"), graph("a <- x; b <- a"))
+    assert str(program) == "\n".join(
+        [
+            "0F0 0SF0>1 0F1 0SF1>1 0RB0<1 0B0 0RB1<1 0B1",
+            "1RF0<0 1F0 1B0 1SB0>0 1RF1<0 1F1 1B1 1SB1>0",
+        ]
+    )
+    assert program.edges == (Edge(0, 1, ("a",), ("a",)),)
+
+
+def test_skip_goes_straight_to_the_stage_that_reads_it() -> None:
+    g = graph("a <- x; b <- a; c <- b; d <- c a")
+    assert edges(plan("a | b | c | d"), g) == (
+        Edge(0, 1, ("a",), ("a",)),
+        Edge(0, 3, ("a",), ("a",)),
+        Edge(1, 2, ("b",), ("b",)),
+        Edge(2, 3, ("c",), ("c",)),
+    )
+    program = check_program(route(plan("a | b | c | d", micros=1), g), "1f1b")
+    assert str(program).splitlines()[0] == "0F0 0SF0>1 0SF0>3 0RB0<1 0RB0<3 0B0"
+
+
+def test_input_read_late_comes_from_the_first_stage_without_gradient() -> None:
+    g = graph("a <- x; b <- a y; c <- b y x")
+    assert edges(plan("a | b | c"), g) == (
+        Edge(0, 1, ("y", "a"), ("a",)),
+        Edge(0, 2, ("x", "y"), ()),
+        Edge(1, 2, ("b",), ("b",)),
+    )
+    assert "RB0<2" not in str(route(plan("a | b | c"), g)).splitlines()[0]
+
+
+def test_values_stand_in_order_of_inputs_then_of_writing() -> None:
+    g = graph("a <- x; b <- a; c <- y; d <- c a z b y")
+    assert edges(plan("a b c | d"), g)[0].values == ("y", "z", "a", "b", "c")
+
+
+def test_value_of_a_clone_is_not_sent() -> None:
+    g = graph("m-; a <- x m; b <- a m")
+    assert edges(plan("m a | m b"), g) == (Edge(0, 1, ("a",), ("a",)),)
+    assert edges(plan("m a | b"), g) == (Edge(0, 1, ("m", "a"), ("a",)),)
+
+
+def test_value_without_gradient_sends_nothing_back() -> None:
+    g = graph("a- <- x; b <- a")
+    assert str(route(plan("a | b", micros=1), g)) == "0F0 0SF0>1 0B0\n1RF0<0 1F0 1B0"
+
+
+def test_stages_that_share_a_parameter_sum_last() -> None:
+    g = graph("a +w <- x; b <- a; c +w +v <- b")
+    p = plan("a | b | c", micros=1)
+    assert tied(p, g) == (("w", (0, 2)),)
+    assert [line.split()[-1] for line in str(route(p, g)).splitlines()] == ["0T", "1SB0>0", "2T"]
+
+
+def test_frozen_parameter_in_two_stages_is_not_summed() -> None:
+    assert tied(plan("a | b"), graph("a ~c <- x; b ~c <- a")) == ()
+
+
+def test_stages_may_stand_on_any_ranks() -> None:
+    p = Plan("", "", "", 4, (Stage(("a",), (3,)), Stage(("b",), (1,))), (1,), "gpipe")
+    program = check_program(route(p, graph("a <- x; b <- a")), "gpipe")
+    assert program.stage_ranks == (3, 1) and program.ranks[0] == program.ranks[2] == ()
+
+
+@pytest.mark.parametrize(
+    ("stages", "text", "line"),
+    [
+        ("b | a", "flow back", "a <- x; b <- a"),
+        ("a | a b", "stands in stages 0 and 1", "a <- x; b <- a"),
+        ("a | a b", "stands in stages 0 and 1", "a- ! <- x; b <- a"),
+        ("a | a b", "stands in stages 0 and 1", "a- ~run =run <- x; b <- a"),
+    ],
+)
+def test_plan_that_would_not_be_exact_is_refused(stages: str, text: str, line: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        route(plan(stages), graph(line))
+
+
+# ---- with numbers -----------------------------------------------------------------------------------------------
+
+
+def weight(op: Op, name: str) -> int:
+    """The factor with which an op takes in what it reads or its parameter: different for each pair."""
+    return sum((i + 1) * ord(c) for i, c in enumerate(f"{op.name}/{name}")) % 97 + 1
+
+
+def forward(ops: list[Op], values: dict[str, int], params: dict[str, int]) -> None:
+    for op in ops:
+        total = sum(weight(op, r) * values[r] for r in op.reads) + sum(weight(op, p) * params[p] for p in op.params)
+        values.update((w, total + 1) for w in op.writes)
+
+
+def backward(ops: list[Op], grads: dict[str, int], through: set[str], params: dict[str, int]) -> None:
+    """Gradients of linear ops, added into `grads` (of values in `through`) and `params`."""
+    for op in reversed(ops):
+        for w in op.writes:
+            for r in set(op.reads) & through:
+                grads[r] = grads.get(r, 0) + op.reads.count(r) * weight(op, r) * grads.get(w, 0)
+            for p in op.params:
+                params[p] = params.get(p, 0) + weight(op, p) * grads.get(w, 0)
+
+
+class Play:
+    """One play of a program: every value, gradient and message is an integer."""
+
+    def __init__(self, program: Program, p: Plan, g: Graph) -> None:
+        ops = g.op_map()
+        self.program, self.g = program, g
+        self.own = [[ops[name] for name in stage.ops] for stage in p.stages]
+        self.edge = {(e.src, e.dst): e for e in program.edges}
+        self.values = [[{} if s else start(g, i) for i in range(program.micros)] for s in range(len(p.stages))]
+        self.grads: list[list[dict[str, int]]] = [[{} for _ in range(program.micros)] for _ in p.stages]
+        self.learned: list[dict[str, int]] = [{} for _ in p.stages]
+        self.channels: dict[tuple[int, int], list[dict[str, int]]] = {}
+
+    def run(self) -> None:
+        done = [0] * len(self.program.ranks)
+        for _ in range(sum(len(actions) for actions in self.program.ranks)):
+            for rank, actions in enumerate(self.program.ranks):
+                while done[rank] < len(actions) and self.act(actions[done[rank]]):
+                    done[rank] += 1
+        assert done == [len(actions) for actions in self.program.ranks]
+
+    def act(self, a: Action) -> bool:
+        """Do it, or say False when its message is not there yet."""
+        values, grads = self.values[a.stage][a.micro], self.grads[a.stage][a.micro]
+        if a.kind == "F":
+            forward(self.own[a.stage], values, params_of(self.g))
+        elif a.kind == "B":
+            if self.g.outputs[0] in {w for op in self.own[a.stage] for w in op.writes}:
+                grads[self.g.outputs[0]] = 1
+            backward(self.own[a.stage], grads, carried(self.g), self.learned[a.stage])
+        elif a.peer is not None:
+            return self.send(a, a.peer) if a.kind[0] == "S" else self.receive(a, a.peer)
+        return True
+
+    def send(self, a: Action, peer: int) -> bool:
+        if a.kind == "SF":
+            message = {v: self.values[a.stage][a.micro][v] for v in self.edge[a.stage, peer].values}
+        else:
+            message = {v: self.grads[a.stage][a.micro].get(v, 0) for v in self.edge[peer, a.stage].grads}
+        self.channels.setdefault((a.stage, peer), []).append(message)
+        return True
+
+    def receive(self, a: Action, peer: int) -> bool:
+        if not self.channels.get((peer, a.stage)):
+            return False
+        message = self.channels[peer, a.stage].pop(0)
+        held = self.values[a.stage][a.micro] if a.kind == "RF" else self.grads[a.stage][a.micro]
+        for name, number in message.items():
+            held[name] = number + (held.get(name, 0) if a.kind == "RB" else 0)
+        return True
+
+    def outputs(self, micro: int) -> dict[str, int]:
+        home = {w: s for s, ops in enumerate(self.own) for op in ops for w in op.writes}
+        return {o: self.values[home[o]][micro][o] for o in self.g.outputs}
+
+    def gradients(self) -> dict[str, int]:
+        """Of the trainable parameters; only those that the program calls tied may come from several stages."""
+        tied_to = dict(self.program.tied)
+        total = {}
+        for q in (q for q in self.g.params if q.trainable):
+            parts = {s: part[q.name] for s, part in enumerate(self.learned) if q.name in part}
+            assert len(parts) < 2 or tuple(parts) == tied_to[q.name]
+            total[q.name] = sum(parts.values())
+        return total
+
+
+def carried(g: Graph) -> set[str]:
+    return {v.name for v in g.values if v.grad and v.name not in g.inputs}
+
+
+def params_of(g: Graph) -> dict[str, int]:
+    return {q.name: 3 + i for i, q in enumerate(g.params)}
+
+
+def start(g: Graph, micro: int) -> dict[str, int]:
+    return {name: 7 * micro + k + 1 for k, name in enumerate(g.inputs)}
+
+
+def most_stages(g: Graph, stages: int, micros: int, schedule: str) -> Plan:
+    """So many stages, or as many as the graph has blocks: left alone, the planner takes few for so little work."""
+    while True:
+        try:
+            return plan_of(g, cluster(stages), stages=stages, micros=micros, schedule=schedule)
+        except UsageError:
+            stages -= 1
+
+
+@given(graphs(least=2), st.data())
+def test_split_and_routed_program_computes_what_the_graph_does(g: Graph, data: st.DataObject) -> None:
+    schedule, micros = data.draw(st.sampled_from(SCHEDULES)), data.draw(st.integers(1, 4))
+    p = most_stages(g, data.draw(st.integers(1, 5)), micros, schedule)
+    play = Play(route(p, g), p, g)
+    play.run()
+    expected: dict[str, int] = {}
+    for i in range(micros):
+        values = start(g, i)
+        forward(list(g.ops), values, params_of(g))
+        assert play.outputs(i) == {o: values[o] for o in g.outputs}
+        backward(list(g.ops), {g.outputs[0]: 1}, carried(g), expected)
+    assert play.gradients() == {q.name: expected.get(q.name, 0) for q in g.params if q.trainable}
+
+
+@given(graphs(least=2), st.sampled_from(SCHEDULES), st.integers(1, 4))
+def test_program_prints_and_parses_back(g: Graph, schedule: str, micros: int) -> None:
+    p = most_stages(g, 2, micros, schedule)
+    program = route(p, g)
+    used = len(program.stage_ranks)  # a rank that idles prints an empty line
+    assert parse_actions(str(program))[:used] == program.ranks[:used]

@@ -1,0 +1,206 @@
+"""The certificate of a pipeline: against every pipeline, against schedules, and within its time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopart.ir.errors import InfeasibleError, UsageError
+from autopart.passes.proof.exact import Limits, PipelineModel, certify, least_ns
+
+FAST = Limits(seconds=20)
+
+
+def line(
+    times: list[int], edges: list[tuple[int, int]], spots: int, micros: int = 4, memory: int = 1 << 40, **more: object
+) -> PipelineModel:
+    """Equal positions; every item has one byte, and keeps nothing."""
+    n = len(times)
+    equal = PipelineModel(
+        times=(tuple(times),) * spots,
+        edges=tuple(edges),
+        micros=micros,
+        static_bytes=(1,) * n,
+        live_bytes=((0,) * n,) * spots,
+        live=(1,) * spots,
+        memory_bytes=(memory,) * spots,
+        tail_ns=(0,) * spots,
+    )
+    return replace(equal, **more)  # type: ignore[arg-type]
+
+
+def chain(n: int) -> list[tuple[int, int]]:
+    return [(v, v + 1) for v in range(n - 1)]
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> PipelineModel:
+    n, spots = draw(st.integers(1, 7)), draw(st.integers(1, 3))
+    few = st.integers(0, 4)
+
+    def row(most: int) -> tuple[int, ...]:
+        return tuple(draw(st.lists(st.integers(0, most), min_size=n, max_size=n)))
+
+    edges = tuple((u, v) for u in range(n) for v in range(u + 1, n) if draw(st.integers(0, 2)) == 0 or v == u + 1)
+    if draw(st.booleans()):
+        edges = tuple(e for e in edges if draw(st.booleans()))
+    one = row(9)
+    same = draw(st.booleans())
+    return PipelineModel(
+        times=tuple(one if same else row(9) for _ in range(spots)),
+        edges=edges,
+        micros=draw(st.integers(1, 5)),
+        static_bytes=row(3),
+        live_bytes=tuple(row(2) for _ in range(spots)),
+        live=tuple(draw(st.integers(1, 3)) for _ in range(spots)),
+        memory_bytes=tuple(draw(st.sampled_from([6, 12, 99])) for _ in range(spots)),
+        tail_ns=tuple(draw(few) for _ in range(spots)),
+        one_way=tuple(e for e in edges if draw(st.integers(0, 5)) == 0),
+    )
+
+
+def pipelines(problem: PipelineModel) -> list[tuple[int, ...]]:
+    """Every way to place the items that is a pipeline and fits."""
+    spots, n = len(problem.times), len(problem.static_bytes)
+    found = []
+    for where in product(range(spots), repeat=n):
+        own = [[v for v in range(n) if where[v] == q] for q in range(spots)]
+        need = [sum(problem.need_bytes(q, v) for v in own[q]) for q in range(spots)]
+        forward = all(where[u] <= where[v] for u, v in problem.edges)
+        if all(own) and forward and all(a <= b for a, b in zip(need, problem.memory_bytes, strict=True)):
+            found.append(where)
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(lines())
+def test_the_certificate_is_the_least_of_all_pipelines(problem: PipelineModel) -> None:
+    ways = pipelines(problem)
+    if not ways:
+        with pytest.raises(InfeasibleError, match="proved"):
+            certify(problem, limits=FAST)
+        return
+    found = certify(problem, limits=FAST)
+    assert found.optimality.proved
+    assert found.optimality.objective == least_ns(problem, found.machine) == min(least_ns(problem, w) for w in ways)
+    assert certify(problem, hint=ways[-1], limits=FAST).optimality == found.optimality
+    early = certify(problem, hint=ways[-1], limits=Limits(seconds=0.0))
+    assert early.machine == ways[-1] and early.optimality.lower_bound <= found.optimality.objective
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=7), st.integers(1, 3), st.integers(1, 6))
+def test_on_a_chain_all_positions_before_count(times: list[int], spots: int, micros: int) -> None:
+    problem = line(times, chain(len(times)), min(spots, len(times)), micros)
+
+    def written_out(where: tuple[int, ...]) -> int:
+        took = [sum(t for t, at in zip(times, where, strict=True) if at == q) for q in range(len(problem.times))]
+        return max(sum(took[:q]) + micros * took[q] for q in range(len(took)))
+
+    assert certify(problem, limits=FAST).optimality.objective == min(map(written_out, pipelines(problem)))
+
+
+def played(problem: PipelineModel, where: tuple[int, ...], rng: Random) -> int:
+    """Time of one step under a random schedule that never idles a position without need; forwards take a share."""
+    spots, micros = range(len(problem.times)), range(problem.micros)
+    whole = [sum(problem.times[q][v] for v, at in enumerate(where) if at == q) for q in spots]
+    forward = [rng.randint(0, t) for t in whole]
+    apart = [(u, v) for u, v in problem.edges if where[u] != where[v]]
+    needs: dict[tuple[str, int, int], set[tuple[str, int, int]]] = {}
+    for q, m in product(spots, micros):
+        needs["F", q, m] = {("F", where[u], m) for u, v in apart if where[v] == q}
+        back = {("B", where[v], m) for u, v in apart if where[u] == q and (u, v) not in problem.one_way}
+        needs["B", q, m] = back | {("F", q, m)}
+    done: dict[tuple[str, int, int], int] = {}
+    free = [0] * len(spots)
+    while len(done) < len(needs):
+        ready = [a for a, before in needs.items() if a not in done and before <= done.keys()]
+        start = {a: max([free[a[1]], *(done[b] for b in needs[a])]) for a in ready}
+        action = rng.choice([a for a in ready if start[a] == min(start.values())])
+        kind, q, _ = action
+        free[q] = done[action] = start[action] + (forward[q] if kind == "F" else whole[q] - forward[q])
+    return max(end + tail for end, tail in zip(free, problem.tail_ns, strict=True))
+
+
+@settings(max_examples=150, deadline=None)
+@given(lines(), st.randoms(use_true_random=False))
+def test_no_schedule_is_shorter(problem: PipelineModel, rng: Random) -> None:
+    for where in rng.sample(ways, min(5, len(ways))) if (ways := pipelines(problem)) else ():
+        assert played(problem, where, rng) >= least_ns(problem, where)
+
+
+def test_branches_may_run_beside_each_other() -> None:
+    """Two items that do not know each other, and one that reads both: the first two start at once."""
+    problem = line([10, 10, 1], [(0, 2), (1, 2)], 3, micros=1)
+    assert least_ns(problem, (0, 1, 2)) == 11
+    assert least_ns(line([10, 10, 1], chain(3), 3, micros=1), (0, 1, 2)) == 21
+    assert played(problem, (0, 1, 2), Random(0)) == 11
+
+
+def test_an_edge_without_gradient_orders_and_no_more() -> None:
+    problem = line([5, 5], [(0, 1)], 2, micros=1, one_way=((0, 1),))
+    assert least_ns(problem, (0, 1)) == 5
+    with pytest.raises(UsageError, match="no pipeline"):
+        least_ns(problem, (1, 0))
+
+
+def test_the_sum_of_gradients_counts_after_the_last_backward() -> None:
+    problem = line([4, 4], chain(2), 2, micros=3, tail_ns=(7, 0))
+    assert least_ns(problem, (0, 1)) == 4 + 3 * 4 + 7
+
+
+def test_times_beyond_the_integers_of_the_solver_are_rounded_down() -> None:
+    problem = line([10**18 + 1, 10**18 + 2, 10**18], chain(3), 2, micros=8)
+    found = certify(problem, limits=FAST).optimality
+    assert found.objective == min(least_ns(problem, w) for w in pipelines(problem))
+    assert found.objective * (1 - 1e-12) < found.lower_bound <= found.objective
+
+
+def test_one_answer_for_one_seed() -> None:
+    rng = Random(3)
+    problem = line([rng.randint(1, 50) for _ in range(20)], chain(20), 4)
+    for workers in (1, 2):
+        assert len({certify(problem, limits=Limits(30, workers, 5)) for _ in range(2)}) == 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_it_stops_in_time(workers: int) -> None:
+    """200 items that are no chain on 16 positions of unequal speed; the slack is for a busy machine."""
+    rng = Random(0)
+    n, spots = 200, 16
+    times = [rng.randrange(10**5, 10**7) for _ in range(n)]
+    edges = [(v - d, v) for v in range(1, n) for d in {1, rng.randint(1, 9)} if v >= d and rng.random() < 0.9]
+    equal = line(times, edges, spots, micros=32)
+    problem = replace(equal, times=tuple(tuple(t * (q + 9) for t in times) for q in range(spots)))
+    hint = tuple(v * spots // n for v in range(n))
+    start = time.monotonic()
+    found = certify(problem, hint=hint, limits=Limits(1.0, workers)).optimality
+    assert time.monotonic() - start < 4
+    assert 0.1 * found.objective < found.lower_bound <= found.objective <= least_ns(problem, hint)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(InfeasibleError, match="proved"):
+        certify(line([1, 1], chain(2), 3))  # a position would be empty
+    with pytest.raises(InfeasibleError, match="proved"):
+        certify(line([1, 1, 1], chain(3), 2, memory=1))
+    with pytest.raises(InfeasibleError, match="in time"):
+        certify(line([1, 1, 1], chain(3), 2), limits=Limits(seconds=0.0))
+    with pytest.raises(UsageError, match="no pipeline"):
+        certify(line([1, 1, 1], chain(3), 2), hint=(0, 1, 0))
+    with pytest.raises(UsageError, match="memory"):
+        certify(line([1, 1, 1], chain(3), 2, memory=1), hint=(0, 0, 1))
+    with pytest.raises(UsageError, match="cycle"):
+        certify(line([1, 1], [(0, 1), (1, 0)], 2))
+    with pytest.raises(UsageError, match="exist"):
+        certify(line([1, 1], [(0, 2)], 2))
+    with pytest.raises(UsageError, match="match"):
+        certify(line([1, 1], chain(2), 2, micros=0))
+    with pytest.raises(UsageError, match="negative"):
+        certify(line([1, -1], chain(2), 2))

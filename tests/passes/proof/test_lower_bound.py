@@ -1,0 +1,92 @@
+"""No plan of a space may be faster than its bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from random import Random
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from support.graphs import cluster, graph
+from support.planner import SYNCHRONOUS, Kind, Problem, candidates, problem, problems
+
+from autopart.passes.proof.lower_bound import lower_bound
+from autopart.passes.search.evaluation import Evaluator
+from autopart.passes.search.space import PlanRequest
+
+
+def check(p: Problem, random: Random, count: int) -> float:
+    """The bound against random plans, whether they fit or not; how close the fastest of them comes."""
+    space = p.space
+    bound, judge = lower_bound(space), Evaluator(space)
+    pool = list(islice(candidates(space), 20_000))
+    steps = [judge(candidate).step_ns for candidate in random.sample(pool, min(count, len(pool)))]
+    assert bound <= min(steps), f"{bound} > {min(steps)}"
+    return bound / min(steps) if min(steps) else 1.0
+
+
+@settings(max_examples=50)
+@given(problems(Kind(most=7)), st.randoms(use_true_random=True))
+def test_no_random_plan_is_faster_than_the_bound(p: Problem, random: Random) -> None:
+    event(f"{check(p, random, 25):.1f} of the fastest seen")
+
+
+def with_a_wish(p: Problem, random: Random) -> Problem:
+    """Stages, or replicas, or both as in one of the plans of the problem."""
+    one = random.choice(list(islice(candidates(p.space), 5_000))).division
+    alike = len(set(one.widths)) == 1
+    replicas = one.widths[0] if alike and random.random() < 0.5 else one.widths
+    wishes = [{"stages": one.stages}, {"stages": one.stages, "replicas": replicas}]
+    wishes += [{"replicas": replicas}] if isinstance(replicas, int) else []
+    return replace(p, request=replace(p.request, **random.choice(wishes)))  # type: ignore[arg-type]
+
+
+@settings(max_examples=50)
+@given(problems(Kind(most=7)), st.randoms(use_true_random=True))
+def test_no_random_plan_of_a_wish_is_faster_than_its_bound(p: Problem, random: Random) -> None:
+    event(f"{check(with_a_wish(p, random), random, 25):.1f} of the fastest seen")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(4))
+def test_no_plan_of_a_thousand_problems_is_faster_than_the_bound(part: int) -> None:
+    for i in range(250):
+        random = Random(250 * part + i)
+        p = problem(random, Kind(chain=i % 4 > 0))
+        check(p, random, 200)
+        check(with_a_wish(p, random), random, 100)
+
+
+def bound_of(text: str, world: int, rows: tuple[int, ...], **request: object) -> int:
+    g = graph(text, input_bytes=0)
+    options = PlanRequest((rows,), abilities=SYNCHRONOUS, **request)  # type: ignore[arg-type]
+    return lower_bound(Problem(g, cluster(world, latency_ns=50), options).space)
+
+
+def test_message_without_bytes_has_no_latency() -> None:
+    """The simulator sends nothing then, so the bound must not charge for it either."""
+    assert bound_of("a:10/0 #0 <- x; b:10/0 #0 <- a", 2, (1, 1), replicas=1) <= 30
+
+
+def test_work_is_shared_by_all_devices_at_best() -> None:
+    assert bound_of("a:100/100 #0 <- x", 1, (1, 1, 1)) == 600
+    assert bound_of("a:100/100 #0 <- x", 4, (1,) * 4, replicas=1) == 800
+    assert bound_of("a:100/100 #0 <- x", 4, (4,)) == 200
+
+
+def test_devices_that_the_request_leaves_idle_do_no_work() -> None:
+    text = "; ".join(f"v{i}:100/100 #0 <- {f'v{i - 1}' if i else 'x'}" for i in range(4))
+    whole = 8 * 800  # of 8 rows; a micro-batch of 8 rows takes 8 times as long as one of a row
+    assert bound_of(text, 8, (8,)) == whole // 8
+    assert bound_of(text, 8, (8,), replicas=2) == whole // 2  # one micro-batch meets one stage after the other
+    assert bound_of(text, 8, (8,) * 9, stages=2, replicas=1) == 9 * whole // 2 + whole // 2
+    assert bound_of(text, 8, (8,) * 99, stages=2, replicas=(2, 1)) >= 99 * whole // 3
+    assert bound_of(text, 8, (1,) * 99, stages=2) >= 99 * 800 // 2
+
+
+def test_equal_layers_without_messages_are_proved_optimal() -> None:
+    text = "; ".join(f"v{i}:3 #0 <- {f'v{i - 1}' if i else 'x'}" for i in range(8))
+    assert bound_of(text, 4, (1,) * 8, replicas=1) == 2 * 9 * (8 + 3)

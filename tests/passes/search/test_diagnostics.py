@@ -1,0 +1,131 @@
+"""When nothing fits: the message names the stage, the bytes and a change, and the change works."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from support.graphs import cluster, graph
+from support.planner import SYNCHRONOUS, Kind, Problem, fits, problem
+
+from autopart.ir.cluster import Cluster
+from autopart.ir.errors import InfeasibleError
+from autopart.passes.pipeline import build
+from autopart.passes.search.diagnostics import mib
+from autopart.passes.search.space import PlanRequest
+
+UNITS = {"bytes": 1, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def failure(p: Problem) -> InfeasibleError | None:
+    try:
+        build(p.source, p.cluster, p.request)
+    except InfeasibleError as error:
+        return error
+    return None
+
+
+def changed(p: Problem, advice: str) -> Problem:
+    """The problem with the change that the text asks for, done as a user would."""
+    request, c = p.request, p.cluster
+    if re.match(r'allow recompute="auto"', advice):
+        return replace(p, request=replace(request, recompute="auto"))
+    if found := re.match(r'use schedule="(\S+)"', advice):
+        return replace(p, request=replace(request, schedule=found[1]))
+    if re.match(r"leave stages to the planner", advice):
+        return replace(p, request=replace(request, stages=None, pins={}, replicas=None))
+    if found := re.match(r"use micro_batches=(\d+)", advice):
+        assert int(found[1]) == sum(request.micro_rows[0])
+        return replace(p, request=replace(request, micro_rows=((1,) * int(found[1]),)))
+    if re.match(r"drop cuts", advice):
+        free = replace(request, cuts=(), pins={}, together=(), stages=None, replicas=None)
+        return replace(p, request=free)
+    if re.match(r"use an optimizer without state", advice):
+        return replace(p, request=replace(request, state_factor=0.0))
+    if found := re.match(r"use (\d+) such devices", advice):
+        factor = int(found[1]) // c.world
+        last = replace(c.levels[-1], size=c.levels[-1].size * factor)
+        more = Cluster(c.devices * factor, (*c.levels[:-1], last))
+        return replace(p, cluster=more, request=replace(request, stages=None, pins={}, replicas=None))
+    if found := re.match(r"use devices with ([\d.]+) (\w+)", advice):
+        memory = int(float(found[1]) * UNITS[found[2]])
+        devices = tuple(replace(d, memory_bytes=max(d.memory_bytes, memory)) for d in c.devices)
+        return replace(p, cluster=replace(c, devices=devices))
+    raise AssertionError(f"unknown advice: {advice}")
+
+
+def check(p: Problem) -> str:
+    """Check the message of a problem without a plan; what it proposes."""
+    error = failure(p)
+    if error is None:
+        return "fits"
+    assert re.search(r"stage \d+ of \d+ needs [\d.]+ \w+ and may use [\d.]+ \w+, [\d.]+ \w+ too much", error.what), (
+        error
+    )
+    assert error.where and error.why and error.fix
+    if "tried, fits" not in error.fix:
+        return error.fix
+    better = changed(p, error.fix)
+    plan = build(better.source, better.cluster, better.request)
+    assert fits(plan, better.cluster)
+    if not error.fix.startswith("use devices with"):  # tried with as much more on every device, done with the largest
+        assert (len(plan.stages), len(plan.micro_rows), plan.schedule) == said(error.fix)
+    return error.fix.split(":")[0]
+
+
+def said(fix: str) -> tuple[int, int, str]:
+    """Stages, micro-batches and schedule that a proposed change was said to fit with."""
+    found = re.search(r"fits with (\d+) stages?, (\d+) micro-batch(?:es)?, (\S+)$", fix)
+    assert found, fix
+    return int(found[1]), int(found[2]), found[3]
+
+
+def tight(random: Random) -> Problem:
+    """A problem on devices that have too little for most."""
+    p = problem(random, Kind(least=2, most=5, devices=3))
+    devices = tuple(replace(d, memory_bytes=random.randint(20, 300)) for d in p.cluster.devices)
+    return replace(p, cluster=replace(p.cluster, devices=devices))
+
+
+@settings(max_examples=15)
+@given(st.randoms(use_true_random=True))
+def test_proposed_change_fits(random: Random) -> None:
+    event(re.sub(r"[\d.]+", "N", check(tight(random))))
+
+
+def test_message_names_modules_and_all_kinds_of_memory() -> None:
+    g = graph("a:1 #0 ^100 @enc.0 +w:50 <- x; b:1 #0 @enc.1 <- a", input_bytes=0)
+    error = failure(Problem(g, cluster(1, memory=250), PlanRequest(((1,),), abilities=SYNCHRONOUS, recompute="off")))
+    assert error is not None
+    assert "enc.0 to enc.1" in error.where
+    for part in ("weights 50 bytes", "gradients and optimizer state 150 bytes", "activations 1 x 100 bytes"):
+        assert part in error.why
+
+
+@pytest.mark.parametrize(
+    "size", [1, 1023, (1 << 20) - 1, 1 << 20, (1 << 20) + 40_000, 3_333_333_333, 11 << 30, 98_765_432_109]
+)
+def test_memory_that_is_asked_for_is_enough_when_typed(size: int) -> None:
+    """Rounded up: who buys what the message says has enough."""
+    number, unit = mib(size).split()
+    assert size <= float(number) * UNITS[unit] + 1e-6 <= size * 1.11 + 1
+
+
+def test_large_devices_that_are_proposed_are_large_enough() -> None:
+    """Sizes beyond a MiB are rounded in the message; what it says must still be enough."""
+    for extra in range(0, 100_000, 9_999):
+        g = graph(f"a:1 #0 ^{(3 << 20) + extra} <- x", input_bytes=0)
+        p = Problem(g, cluster(1, memory=1 << 20), PlanRequest(((1,),), abilities=SYNCHRONOUS, state_factor=0.0))
+        assert check(p).startswith("use devices with")
+
+
+def test_alternatives_say_what_speaks_against_them() -> None:
+    g = graph("; ".join(f"v{i}:50 #8 +w{i}:8 @m.{i} <- {f'v{i - 1}' if i else 'x'}" for i in range(6)))
+    p = Problem(g, cluster(3), PlanRequest(((6,), (1,) * 6), abilities=SYNCHRONOUS))
+    plan = build(p.source, p.cluster, p.request)
+    assert all(a.name and a.why for a in plan.alternatives)
+    assert all(a.step_ns >= plan.step_ns or not a.step_ns for a in plan.alternatives)

@@ -1,0 +1,134 @@
+"""The partition against every division there is, computed from the definition of U."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import combinations, pairwise, product
+
+import numpy as np
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from autopart.passes.search.partition import INFEASIBLE, Partition, Table, TableOf, by_length, solve_partition
+
+
+def tables(seed: int, n: int, far: float) -> TableOf:
+    """Random own and through for every place, width and range; a share of them cannot be."""
+    known: dict[tuple[int, int, int], Table | None] = {}
+
+    def table_of(k: int, width: int, used: int) -> Table | None:
+        if (k, width, used) not in known:
+            draw = random.Random(f"{seed} {k} {width} {used}")
+            own, through = (np.full((n + 1, n + 1), INFEASIBLE, dtype=np.int64) for _ in range(2))
+            for a, b in combinations(range(n + 1), 2):
+                if draw.random() >= far:
+                    own[a, b - a], through[a, b - a] = draw.randint(0, 30), draw.randint(0, 9)
+            known[k, width, used] = None if draw.random() < far else (own, through)
+        return known[k, width, used]
+
+    return table_of
+
+
+def every(n: int, stages: int, used: int, widths: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for inner in combinations(range(1, n), stages - 1):
+        for chosen in product(widths, repeat=stages):
+            if sum(chosen) == used:
+                yield (0, *inner, n), chosen
+
+
+def value(bounds: tuple[int, ...], widths: tuple[int, ...], table_of: TableOf) -> int:
+    """U as the docstring of the module says it; FAR when a stage cannot be."""
+    reached, u = 0, 0
+    for s, (a, b) in enumerate(pairwise(bounds)):
+        table = table_of(len(widths) - s, widths[s], sum(widths[s:]))
+        if table is None or table[0][a, b - a] >= INFEASIBLE:
+            return INFEASIBLE
+        u = max(u, reached + int(table[0][a, b - a]))
+        reached += int(table[1][a, b - a])
+    return max(u, reached)
+
+
+def check_divisions(n: int, depth: int, widths: tuple[int, ...], most: int, table_of: TableOf) -> list[Partition]:
+    found = solve_partition(n, depth, widths, most, table_of)
+    known = {(d.stages, sum(d.widths)): d for d in found}
+    assert len(known) == len(found)
+    for stages in range(1, n + 2):
+        for used in range(1, depth + 2):
+            ways = every(n, stages, used, widths)
+            best = min((value(*way, table_of) for way in ways), default=INFEASIBLE) if used <= depth else INFEASIBLE
+            if stages > most or best >= INFEASIBLE:
+                assert (stages, used) not in known
+                continue
+            division = known[stages, used]
+            assert division.value == best == value(division.bounds, division.widths, table_of)
+            assert set(division.widths) <= set(widths)
+    return found
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.sampled_from([(1,), (1, 2), (2, 3), (1, 2, 3, 4, 5)]),
+    st.integers(1, 7),
+    st.sampled_from([0.0, 0.2, 0.6]),
+)
+def test_no_division_is_better(seed: int, n: int, depth: int, widths: tuple[int, ...], most: int, far: float) -> None:
+    found = check_divisions(n, depth, widths, most, tables(seed, n, far))
+    event("some" if found else "none")
+
+
+def chain(times: list[int], micros: int, arriving: list[int]) -> TableOf:
+    """Blocks of these times, and a cut before block i that costs arriving[i] for each micro-batch; any place alike."""
+    sums = np.concatenate([[0], np.cumsum(times)])
+    own = np.where(np.tri(len(sums), k=0, dtype=bool), INFEASIBLE, micros * (sums[None, :] - sums[:, None]))
+    into = np.array([0, *arriving[1:], 0])[:, None]
+    through = np.where(own < INFEASIBLE, (sums[None, :] - sums[:, None]) + into, INFEASIBLE)
+    past = np.arange(len(sums))[:, None] + np.arange(len(sums))[None, :] >= len(sums)
+    own, through = (np.where(past, INFEASIBLE, by_length(matrix, len(times))) for matrix in (own, through))
+    return lambda k, width, used: (own, through)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 30), min_size=3, max_size=9), st.integers(1, 6), st.data())
+def test_trade_between_slowest_stage_and_transfers_is_exact(times: list[int], micros: int, data: st.DataObject) -> None:
+    """Chains with very different cuts: here the smallest way through and the smallest slowest stage disagree most."""
+    arriving = data.draw(st.lists(st.integers(0, 60), min_size=len(times), max_size=len(times)))
+    check_divisions(len(times), 4, (1,), 4, chain(times, micros, arriving))
+
+
+def test_one_stage_holds_all() -> None:
+    assert solve_partition(3, 1, (1,), 1, chain([5, 6, 7], 4, [0, 0, 0])) == [Partition((0, 3), (1,), 4 * 18)]
+
+
+def test_of_equal_divisions_the_first_cut_is_taken() -> None:
+    """The same answer everywhere: ties are broken by place, never by chance."""
+    found = solve_partition(4, 2, (1,), 2, chain([0, 0, 0, 0], 1, [0, 0, 0, 0]))
+    assert [d.bounds for d in found] == [(0, 4), (0, 1, 4)]
+
+
+def test_places_widths_and_devices_are_named_in_order() -> None:
+    division = Partition((0, 2, 3, 7), (2, 1, 3), 0)
+    assert division.stages == 3
+    assert division.ranges() == [(0, 2, 0, 2), (2, 3, 2, 1), (3, 7, 3, 3)]
+
+
+def test_what_cannot_be_is_never_taken() -> None:
+    assert solve_partition(4, 4, (1, 2), 4, lambda k, width, used: None) == []
+    assert all(set(d.widths) == {2} for d in solve_partition(4, 4, (2,), 4, chain([1] * 4, 1, [0] * 4)))
+
+
+def test_times_beyond_32_bits_do_not_overflow() -> None:
+    huge = 1 << 44
+    found = solve_partition(2, 2, (1,), 2, chain([1, 1], 1, [0, huge]))
+    assert [d.value for d in found] == [2, 2 + huge]
+
+
+def test_sixteen_stages_of_sixty_four_blocks_are_found() -> None:
+    times, arriving = ([(i * prime) % 97 for i in range(64)] for prime in (7919, 104729))
+    table_of = chain(times, 8, arriving)
+    found = solve_partition(64, 16, (1,), 16, table_of)
+    assert [d.stages for d in found] == list(range(1, 17))
+    assert all(d.value == value(d.bounds, d.widths, table_of) for d in found)

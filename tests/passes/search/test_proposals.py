@@ -1,0 +1,58 @@
+"""Drafts of deep pipelines: what is left out to be quick must not have been worth anything."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+from support.graphs import cluster, graph
+from support.planner import SYNCHRONOUS, Problem
+
+from autopart.passes.proof.lower_bound import layout_bound, longest
+from autopart.passes.search.layout import SMALL
+from autopart.passes.search.proposals import WORTH, Proposal, proposals_of
+from autopart.passes.search.space import PlanRequest
+
+
+def deep(seed: int, *, chain: bool = True, **request: object) -> Problem:
+    """A line of 40 blocks of random weight for 20 devices, which are too many to try every width."""
+    draw = Random(seed)
+    reads = [0 if i == 0 else i - 1 if chain else draw.randint(max(0, i - 3), i - 1) for i in range(40)]
+    ops = [
+        f"v{i}:{draw.randint(1, 9)} #{draw.choice((0, 4, 40))} ^{draw.randint(0, 5)} <- {f'v{reads[i]}' if i else 'x'}"
+        for i in range(40)
+    ]
+    rows = ((8,) * 2, (4,) * 4, (1,) * 16)
+    return Problem(
+        graph("; ".join(ops), input_bytes=0), cluster(20), PlanRequest(rows, abilities=SYNCHRONOUS, **request)
+    )  # type: ignore[arg-type]
+
+
+def values(drafts: list[Proposal]) -> dict[object, int]:
+    return {(c.layout, c.micro_rows, c.division.stages, c.division.first): c.division.value for _, c in drafts}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_quick_drafts_hold_every_division_that_is_worth_it(seed: int) -> None:
+    space = deep(seed, chain=seed % 2 == 0).space
+    quick, whole = (
+        values(proposals_of((space, space), None)),
+        values(proposals_of((space, space), None, worth=math.inf)),
+    )
+    least = min(whole.values())
+    assert min(quick.values()) == least
+    worthwhile = {key: value for key, value in whole.items() if value <= WORTH * least}
+    assert worthwhile.items() <= quick.items()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_division_is_below_the_bound_of_its_layout(seed: int) -> None:
+    space = deep(seed).space
+    for _, candidate in proposals_of((space, space), None, worth=math.inf):
+        bound = layout_bound(space, candidate.layout, candidate.micro_rows, candidate.division.stages)
+        assert bound <= candidate.division.value
+        if candidate.layout.depth > SMALL:
+            length = max(b - a for a, b, _, _ in candidate.division.ranges())
+            share = -(-max(candidate.micro_rows) // candidate.layout.copies)
+            assert length <= longest(space, share, len(candidate.micro_rows), candidate.division.value)

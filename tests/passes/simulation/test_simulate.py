@@ -1,0 +1,327 @@
+"""The simulator against formulas, and the physics that any timeline obeys."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.graphs import cluster, clusters, graph, graphs, plan_of, source
+
+from autopart.ir.cluster import Cluster, Level, Link
+from autopart.ir.errors import ProgramError
+from autopart.ir.graph import Graph
+from autopart.ir.plan import SCHEDULES, Plan, Stage, in_flight
+from autopart.ir.program import Action, Program, parse_actions
+from autopart.ir.timeline import Span, Timeline
+from autopart.passes.program.routing import route
+from autopart.passes.simulation.estimate import CostContext, device_types, message_bytes, simulated_ns, with_estimates
+from autopart.passes.simulation.estimate import work_of as work_of_plan
+from autopart.passes.simulation.simulate import Work, simulate, step_ns
+from autopart.passes.simulation.traffic import bundle, ring
+
+
+def chain(stages: int, micros: int, schedule: str) -> Program:
+    """One op a stage, in a row."""
+    g = graph("; ".join(f"v{s}:1 #4 <- {f'v{s - 1}' if s else 'x'}" for s in range(stages)))
+    plan = Plan("", "", "", stages, tuple(Stage((f"v{s}",), (s,)) for s in range(stages)), (1,) * micros, schedule)
+    return route(plan, g)
+
+
+def work_of(program: Program, fwd_ns: tuple[int, ...], bwd_ns: tuple[int, ...], c: Cluster, size: int = 0) -> Work:
+    """Every message has `size` bytes, every micro-batch in flight holds one."""
+    ways = {(a.stage, a.peer, a.kind[1]) for rank in program.ranks for a in rank if a.kind in ("SF", "SB")}
+    at = program.stage_ranks
+    messages = {(src, dst, kind): (size, bundle(c, (at[src],), (at[dst],))) for src, dst, kind in ways}
+    return Work(fwd_ns, bwd_ns, (1,) * len(fwd_ns), messages)
+
+
+def play(program: Program, fwd_ns: tuple[int, ...], bwd_ns: tuple[int, ...], c: Cluster, size: int = 0) -> Timeline:
+    return simulate(program, work_of(program, fwd_ns, bwd_ns, c, size))
+
+
+def drawn(timeline: Timeline) -> list[tuple[int, str, int, int]]:
+    return [(s.rank, str(s.action), s.start_ns, s.end_ns) for s in timeline.spans if s.start_ns < s.end_ns]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("backward", [1, 2])
+@pytest.mark.parametrize(("stages", "micros", "percent"), [(4, 8, 27.3), (8, 32, 17.9)])
+def test_bubble_of_equal_stages_is_the_textbook_one(
+    stages: int, micros: int, percent: float, backward: int, schedule: str
+) -> None:
+    timeline = play(chain(stages, micros, schedule), (1,) * stages, (backward,) * stages, cluster(stages))
+    bubble = 1 - sum(timeline.busy_ns(r) for r in range(stages)) / (stages * timeline.step_ns)
+    assert bubble == pytest.approx((stages - 1) / (micros + stages - 1))
+    assert round(100 * bubble, 1) == percent
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6), st.integers(1, 8))
+def test_gpipe_without_transfers_is_two_flow_shops(times: list[tuple[int, int]], micros: int) -> None:
+    fwd_ns, bwd_ns = zip(*times, strict=True)
+    timeline = play(chain(len(times), micros, "gpipe"), fwd_ns, bwd_ns, cluster(len(times)))
+    assert timeline.step_ns == sum(sum(ts) + (micros - 1) * max(ts) for ts in (fwd_ns, bwd_ns))
+
+
+@given(st.integers(1, 6), st.integers(1, 8), st.integers(0, 9), st.integers(0, 9))
+def test_equal_stages_take_what_the_partition_minimises(stages: int, micros: int, fwd: int, bwd: int) -> None:
+    for schedule in SCHEDULES:
+        timeline = play(chain(stages, micros, schedule), (fwd,) * stages, (bwd,) * stages, cluster(stages))
+        assert timeline.step_ns == (stages + micros - 1) * (fwd + bwd)
+
+
+def test_transfers_delay_as_drawn() -> None:
+    """Two stages, one micro-batch; F takes 2, B takes 3, a message 1 + 4 (latency and bytes)."""
+    timeline = play(chain(2, 1, "1f1b"), (2, 2), (3, 3), cluster(2, latency_ns=1), size=4)
+    assert drawn(timeline) == [
+        (0, "0F0", 0, 2),
+        (1, "1RF0<0", 0, 7),
+        (0, "0SF0>1", 2, 7),
+        (0, "0RB0<1", 2, 17),
+        (1, "1F0", 7, 9),
+        (1, "1B0", 9, 12),
+        (1, "1SB0>0", 12, 17),
+        (0, "0B0", 17, 20),
+    ]
+
+
+@pytest.mark.parametrize("latency", [0, 100])
+def test_slow_link_sets_the_pace_by_its_bytes_alone(latency: int) -> None:
+    """A port is free again when the bytes have left; they arrive a latency later."""
+    timeline = play(chain(2, 4, "gpipe"), (1, 1), (0, 0), cluster(2, latency_ns=latency), size=10)
+    sends = [(s.start_ns, s.end_ns - latency) for s in timeline.spans if str(s.action).startswith("0SF")]
+    assert sends == [(1, 11), (11, 21), (21, 31), (31, 41)]
+
+
+def test_deep_1f1b_hides_slow_messages_behind_more_micro_batches() -> None:
+    """Messages as long as a stage: 1F1B waits for each to go there and come back."""
+    plain, deep = (
+        play(chain(2, 16, name), (1, 1), (1, 1), cluster(2, latency_ns=2), size=1).step_ns
+        for name in ("1f1b", "1f1b-deep")
+    )
+    assert deep < plain
+
+
+# ---- ports ---------------------------------------------------------------------------------------------------------
+
+CROSSING = parse_actions("0F0 0SF0>2\n1F0 1SF0>3\n2RF0<0 2F0\n3RF0<1 3F0")
+"""Ranks 0 and 1 send to ranks 2 and 3 at the same time."""
+
+
+def nodes(bytes_per_s: int = 10**9, latency_ns: int = 3) -> Cluster:
+    """Two nodes of two devices; inside a node messages are fast."""
+    fast, slow = Link(0, 10**12), Link(latency_ns, bytes_per_s)
+    return Cluster(cluster(4).devices, (Level(2, fast), Level(4, slow)))
+
+
+def sent(program: Program, c: Cluster, size: int) -> list[tuple[int, int]]:
+    timeline = play(program, (1,) * 4, (0,) * 4, c, size)
+    return [(s.start_ns, s.end_ns) for s in timeline.spans if s.action.kind[0] == "S"]
+
+
+def test_messages_through_one_nodes_port_wait_for_each_other() -> None:
+    assert sent(Program(1, (0, 1, 2, 3), CROSSING), nodes(), 10) == [(1, 14), (11, 24)]
+
+
+def test_messages_through_different_ports_do_not_wait() -> None:
+    assert sent(Program(1, (0, 1, 2, 3), CROSSING), cluster(4, latency_ns=3), 10) == [(1, 14), (1, 14)]
+
+
+def test_the_two_directions_of_a_port_do_not_disturb_each_other() -> None:
+    both_ways = parse_actions("0F0 0SF0>2\n1RF0<3 1F0\n2RF0<0 2F0\n3F0 3SF0>1")
+    assert sent(Program(1, (0, 1, 2, 3), both_ways), nodes(), 10) == [(1, 14), (1, 14)]
+
+
+def test_two_senders_wait_at_the_port_of_their_receiver() -> None:
+    to_one = parse_actions("0F0 0SF0>2\n1F0 1SF0>2\n2RF0<0 2RF0<1 2F0")
+    assert sent(Program(1, (0, 1, 2), to_one), cluster(3), 10) == [(1, 11), (11, 21)]
+
+
+def test_messages_inside_a_node_leave_its_port_alone() -> None:
+    """Rank 0 sends to its neighbour, rank 1 to the other node: the slow port is used once."""
+    beside = parse_actions("0F0 0SF0>1\n1F0 1SF0>2 1RF0<0\n2RF0<1 2F0")
+    timeline = play(Program(1, (0, 1, 2), beside), (1, 1, 1), (0,) * 3, nodes(), 1000)
+    assert [(s.start_ns, s.end_ns) for s in timeline.spans if s.action.kind == "SF"] == [(1, 2), (1, 1004)]
+
+
+def test_replicas_send_their_shares_at_once() -> None:
+    """Two to two, each half of the rows over its own port; over one node's port the halves add up."""
+    assert bundle(cluster(4, latency_ns=3), (0, 1), (2, 3)).alone_ns(10) == 3 + 5
+    assert bundle(nodes(), (0, 1), (2, 3)).alone_ns(10) == 3 + 10
+
+
+# ---- the end of a step ---------------------------------------------------------------------------------------------
+
+
+def test_sum_of_tied_gradients_takes_its_time() -> None:
+    program = Program(1, (0,), parse_actions("0F0 0B0 0T"), tied=(("w", (0,)),))
+    timeline = simulate(program, Work((1,), (2,), (5,), {}, tied_ns=(7,)))
+    assert timeline.step_ns == 10 and timeline.busy_ns(0) == 3 and timeline.peak_bytes == (5,)
+
+
+def ending(overlap: bool, optimizer_ns: tuple[int, ...] = (7,)) -> Timeline:
+    """Two replicas of one stage, two micro-batches; gradients of 20 bytes, half of which go over each hop twice."""
+    c = cluster(2, latency_ns=1)
+    load = ring(c, (0, 1))
+    assert load.alone_ns(20) == 2 + 20
+    program = Program(2, (0,), parse_actions("0F0 0B0 0F1 0B1"))
+    return simulate(program, Work((2,), (5,), (1,), {}, (), ((20, load),), optimizer_ns, overlap))
+
+
+def test_gradients_are_summed_behind_the_last_backward_and_then_comes_the_optimizer() -> None:
+    assert drawn(ending(overlap=False))[-2:] == [(0, "0R", 14, 36), (0, "0O", 36, 43)]
+
+
+def test_a_sum_that_overlaps_starts_with_the_last_backward() -> None:
+    assert drawn(ending(overlap=True))[-3:] == [(0, "0B1", 9, 14), (0, "0R", 9, 31), (0, "0O", 31, 38)]
+
+
+def test_a_sum_shorter_than_the_backward_it_overlaps_costs_nothing() -> None:
+    load = ring(cluster(2), (0, 1))
+    program = Program(1, (0,), parse_actions("0F0 0B0"))
+    steps = [step_ns(program, Work((2,), (50,), (1,), {}, (), ((20, load),), (), flag)) for flag in (True, False)]
+    assert steps == [52, 72]
+
+
+def test_sums_of_two_stages_share_the_ports_of_their_nodes() -> None:
+    """Replicas of both stages stand on both nodes: one sum waits for the other."""
+    c = nodes(latency_ns=0)
+    reduce = tuple((20, ring(c, ranks)) for ranks in ((0, 2), (1, 3)))
+    program = Program(1, (0, 1), parse_actions("0F0 0B0\n1F0 1B0"))
+    timeline = simulate(program, Work((1, 1), (1, 1), (1, 1), {}, (), reduce))
+    assert [(s.start_ns, s.end_ns) for s in timeline.spans if s.action.kind == "R"] == [(2, 22), (22, 42)]
+
+
+def test_no_optimizer_and_no_replicas_leave_no_spans() -> None:
+    timeline = simulate(Program(1, (0,), parse_actions("0F0 0B0")), Work((1,), (1,), (1,), {}))
+    assert [str(s.action) for s in timeline.spans] == ["0F0", "0B0"]
+
+
+def test_receive_without_a_send_is_an_error_not_a_hang() -> None:
+    with pytest.raises(ProgramError, match="0RB0<1 waits for ever"):
+        play(Program(1, (0, 1), parse_actions("0F0 0RB0<1 0B0\n1F0 1B0")), (1, 1), (1, 1), cluster(2))
+
+
+# ---- any program ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(graphs(least=3), st.data())
+def test_timeline_obeys_physics(g: Graph, data: st.DataObject) -> None:
+    c = data.draw(clusters(data.draw(st.sampled_from([3, 4]))))
+    micros, schedule = data.draw(st.integers(1, 5)), data.draw(st.sampled_from(SCHEDULES))
+    stages = data.draw(st.sampled_from([None, 2]))
+    plan = plan_of(g, c, micros=micros, schedule=schedule, stages=stages if len(g.ops) > 5 and not g.updates else None)
+    program = route(plan, g)
+    setting = CostContext(c, device_types(c), source(g, c).costs_at)
+    sizes = message_bytes(program.edges, setting.book(max(plan.micro_rows), 0))
+    known = with_estimates(plan, program.edges, setting)
+    work = work_of_plan(known, program, setting)
+    assert known.estimates == plan.estimates
+    timeline = simulate(program, work)
+    assert timeline.step_ns == plan.step_ns == step_ns(program, work)
+    assert timeline.step_ns == simulated_ns(known, program.edges, program.tied, setting)  # without a program
+    ends = [s for s in timeline.spans if s.action.kind in ("R", "O")]
+    assert len(timeline.spans) == sum(len(actions) for actions in program.ranks) + len(ends)
+    by_key = {(s.rank, str(s.action)): s for s in timeline.spans}
+    home = [stage.ranks[0] for stage in plan.stages]
+    for rank, actions in enumerate(program.ranks):
+        own = [by_key[rank, str(a)] for a in actions if a.kind[0] != "S"]
+        assert all(one.end_ns <= two.start_ns for one, two in pairwise(own))
+        assert all(span.start_ns >= own[-1].end_ns for span in ends if span.rank == rank)
+    for edge in program.edges:
+        for kind, src, dst in (("F", edge.src, edge.dst), ("B", edge.dst, edge.src)):
+            own = program.ranks[home[src]]
+            sends = [by_key[home[src], str(a)] for a in own if (a.kind, a.peer) == (f"S{kind}", dst)]
+            assert all(one.start_ns <= two.start_ns and one.end_ns <= two.end_ns for one, two in pairwise(sends))
+            for send in sends:
+                micro = send.action.micro
+                assert by_key[home[src], f"{src}{kind}{micro}"].end_ns <= send.start_ns
+                size = sizes[src, dst, kind]
+                assert send.end_ns - send.start_ns == (c.link(home[src], home[dst]).transfer_ns(size) if size else 0)
+                assert by_key[home[dst], f"{dst}{kind}{micro}"].start_ns >= send.end_ns
+    check_ports(timeline, work)
+    for s, stage_estimate in enumerate(plan.estimates):
+        live = in_flight(schedule, s, len(plan.stages), micros)
+        peak = timeline.peak_bytes[home[s]]
+        assert peak == live * stage_estimate.activation_bytes
+        curve = timeline.memory(home[s], stage_estimate.activation_bytes)
+        assert curve[0] == (0, 0) and curve[-1][1] == 0 and max(held for _, held in curve) == peak
+    check_path(timeline)
+
+
+def check_ports(timeline: Timeline, work: Work) -> None:
+    """No port carries two messages at a time in one direction."""
+    taken: dict[object, list[tuple[int, int]]] = {}
+    for span in timeline.spans:
+        if span.action.kind[0] == "S" and span.end_ns > span.start_ns and span.action.peer is not None:
+            size, load = work.messages[span.action.stage, span.action.peer, span.action.kind[1]]
+            for way, busy in zip(load.ways, load.busy_ns(size), strict=True):
+                taken.setdefault(way, []).append((span.start_ns, span.start_ns + busy))
+    for intervals in taken.values():
+        assert all(one[1] <= two[0] for one, two in pairwise(sorted(intervals)))
+
+
+def check_path(timeline: Timeline) -> None:
+    """From the start to the end of the step without a gap."""
+    path = timeline.critical_path()
+    if not timeline.step_ns:
+        assert path == ()
+        return
+    assert path[0].start_ns == 0 and path[-1].end_ns == timeline.step_ns
+    assert all(one.end_ns == two.start_ns for one, two in pairwise(path))
+    assert all(span.action.kind not in ("RF", "RB") and span.end_ns > span.start_ns for span in path)
+
+
+# ---- what a timeline says ------------------------------------------------------------------------------------------
+
+
+def test_memory_is_held_from_the_start_of_a_forward_to_the_end_of_its_backward() -> None:
+    timeline = play(chain(1, 2, "gpipe"), (2,), (3,), cluster(1))
+    assert timeline.memory(0, 10) == ((0, 0), (0, 10), (2, 20), (7, 10), (10, 0))
+    assert timeline.memory(1, 10) == ((0, 0),)
+
+
+def test_memory_never_counts_a_new_forward_before_the_backward_that_ends_then() -> None:
+    timeline = play(chain(1, 3, "1f1b"), (2,), (3,), cluster(1))
+    assert max(held for _, held in timeline.memory(0, 10)) == 10 == 10 * timeline.peak_bytes[0]
+
+
+def test_the_critical_path_follows_the_messages() -> None:
+    timeline = play(chain(2, 1, "1f1b"), (2, 2), (3, 3), cluster(2, latency_ns=1), size=4)
+    path = [str(s.action) for s in timeline.critical_path()]
+    assert path == ["0F0", "0SF0>1", "1F0", "1B0", "1SB0>0", "0B0"]
+    check_path(timeline)
+
+
+def test_the_critical_path_goes_through_a_busy_port() -> None:
+    """Each message leaves when the one before it has left, before that has arrived: it counts up to there."""
+    timeline = play(chain(2, 3, "gpipe"), (1, 1), (1, 1), cluster(2, latency_ns=4), size=10)
+    path = timeline.critical_path()
+    assert [(str(s.action), s.start_ns, s.end_ns) for s in path[:5]] == [
+        ("0F0", 0, 1),
+        ("0SF0>1", 1, 11),
+        ("0SF1>1", 11, 21),
+        ("0SF2>1", 21, 35),
+        ("1F2", 35, 36),
+    ]
+    check_path(timeline)
+
+
+def test_the_critical_path_ends_with_the_sum_and_the_optimizer() -> None:
+    path = [str(s.action) for s in ending(overlap=False).critical_path()]
+    assert path == ["0F0", "0B0", "0F1", "0B1", "0R", "0O"]
+    check_path(ending(overlap=False))
+    check_path(ending(overlap=True, optimizer_ns=()))
+
+
+def test_the_critical_path_is_that_of_the_slow_stage() -> None:
+    timeline = play(chain(3, 4, "1f1b"), (1, 9, 1), (1, 9, 1), cluster(3))
+    assert sum(s.end_ns - s.start_ns for s in timeline.critical_path() if s.rank == 1) == 4 * 18
+    check_path(timeline)
+
+
+def test_nothing_has_no_critical_path() -> None:
+    assert Timeline(()).critical_path() == ()
+    assert Timeline((Span(0, Action("F", 0, 0), 0, 0),)).critical_path() == ()

@@ -1,0 +1,360 @@
+"""Local processes: results, the environment they see, and how every failure ends all of them with one reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import launch_jobs as jobs
+
+from autopart.ir.errors import AutopartError, BatchError, ClusterError, StageError, UsageError, WorkerError
+from autopart.runtime.launch import worker
+from autopart.runtime.launch.local import Workers, launch, set_activity, set_rank_label
+from autopart.runtime.launch.supervise import Death, first_cause
+from autopart.runtime.launch.worker import Failure
+
+pytestmark = pytest.mark.timeout(150)
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    """Two processes that live across tests; each failure that ends them starts new ones."""
+    with Workers(2, timeout=100) as pool:
+        yield pool
+
+
+def gone(pid: int) -> bool:
+    """Whether no process has this id: ended, and waited for by its parent."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_results_come_back_by_rank() -> None:
+    results = launch(jobs.double, 3, 21, timeout=100)
+    assert [r[:2] for r in results] == [(0, 42), (1, 42), (2, 42)]
+    assert all(gone(pid) for _, _, pid in results)
+
+
+def test_environment_is_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    before = dict(os.environ)
+    first, second = launch(jobs.environment, 2, timeout=100)
+    assert (first["RANK"], second["RANK"]) == ("0", "1")
+    assert (first["LOCAL_RANK"], second["LOCAL_RANK"]) == ("0", "1")
+    assert first["WORLD_SIZE"] == first["LOCAL_WORLD_SIZE"] == "2"
+    assert first["MASTER_ADDR"] == "127.0.0.1" and first["MASTER_PORT"] == second["MASTER_PORT"]
+    assert first["OMP_NUM_THREADS"] == "5"
+    assert first["GLOO_SOCKET_IFNAME"].startswith("lo")
+    assert dict(os.environ) == before
+
+
+def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with Workers(2, timeout=100) as pool:
+        threads = {int(seen["OMP_NUM_THREADS"]) for seen in pool.run(jobs.environment)}
+    assert threads == {max(1, len(os.sched_getaffinity(0)) // 2)}
+
+
+def test_workers_live_on(workers: Workers) -> None:
+    first = workers.run(jobs.double, 1)
+    second = workers.run(jobs.double, 2)
+    assert [r[2] for r in first] == [r[2] for r in second] == workers.pids
+
+
+def test_groups_open_again_and_again(workers: Workers) -> None:
+    pids = [r[2] for r in workers.run(jobs.double, 1)]
+    for leave in (True, True, False, False, True, True):
+        assert workers.run(jobs.sum_of_ranks, leave) == [1, 1]
+    assert workers.pids == pids
+
+
+def test_the_store_changes_when_all_have_left_the_group(workers: Workers) -> None:
+    workers.run(jobs.sum_of_ranks, False)
+    held = workers.run(jobs.environment)[0]["MASTER_PORT"]
+    assert workers.run(jobs.environment)[0]["MASTER_PORT"] == held
+    workers.run(jobs.sum_of_ranks, True)
+    assert workers.run(jobs.environment)[0]["MASTER_PORT"] != held
+
+
+DIED = "rank 1 (stage 1) died: killed by signal 9 (SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "wait", "error", "says"),
+    [
+        ("kill", "gloo", WorkerError, DIED),
+        pytest.param("kill", "event", WorkerError, DIED, marks=pytest.mark.slow),
+        ("kill", "spin", WorkerError, DIED),
+        ("exit", "gloo", WorkerError, "rank 1 (stage 1) died: exited with code 7"),
+        ("stage", "gloo", StageError, "op boom raised"),
+        ("value", "spin", WorkerError, "rank 1 (stage 1) raised ValueError: boom"),
+        pytest.param("sys.exit", "event", WorkerError, "rank 1 (stage 1) raised SystemExit: 3", marks=pytest.mark.slow),
+    ],
+)
+def test_a_failure_ends_all(
+    workers: Workers, tmp_path: Path, kind: str, wait: str, error: type[AutopartError], says: str
+) -> None:
+    pids = [r[2] for r in workers.run(jobs.double, 1)]
+    stamp = tmp_path / "stamp"
+    with pytest.raises(error) as caught:
+        workers.run(jobs.fail_on, 1, kind, wait, str(stamp))
+    assert time.monotonic() - float(stamp.read_text()) <= 5
+    assert all(gone(pid) for pid in pids) and workers.pids == []
+    assert type(caught.value) is error
+    assert caught.value.what.startswith(says)
+    assert "1F0 forward of micro-batch 0" in caught.value.where
+
+
+def test_our_errors_keep_their_parts(workers: Workers, tmp_path: Path) -> None:
+    with pytest.raises(StageError) as caught:
+        workers.run(jobs.fail_on, 1, "stage", "event", str(tmp_path / "stamp"))
+    error = caught.value
+    assert error.where == "model.3, rank 1 (stage 1), 1F0 forward of micro-batch 0"
+    assert (error.why, error.fix) == ("because", "do not")
+    assert "_fail" in error.__notes__[0]
+
+
+def test_foreign_errors_carry_their_traceback(workers: Workers, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match=r"launch_jobs\.py.*in _fail"):
+        workers.run(jobs.fail_on, 0, "value", "event", str(tmp_path / "stamp"))
+
+
+def test_the_cause_wins_over_its_effects(workers: Workers) -> None:
+    with pytest.raises(WorkerError, match="rank 1 raised ValueError: the cause"):
+        workers.run(jobs.effect_and_cause)
+
+
+def test_the_first_cause() -> None:
+    def failure(rank: int, weight: int, at: float) -> Failure:
+        return Failure(rank, "ValueError", "", "", b"", weight, at, False)
+
+    killed, aborted = Death(3, -signal.SIGKILL, 5.0), Death(4, -signal.SIGABRT, 4.0)
+    effect, early, late = failure(0, 2, 1.0), failure(1, 0, 2.0), failure(2, 0, 3.0)
+    assert first_cause([effect, late, early, killed, aborted]) is early
+    assert first_cause([effect, aborted, killed]) is killed
+    assert first_cause([effect, aborted]) is aborted
+    assert first_cause([effect]) is effect
+    assert first_cause([worker.READY]) is None
+
+
+def test_ctrl_c_is_left_to_the_parent(workers: Workers) -> None:
+    assert workers.run(jobs.interrupt_self) == [0, 1]
+
+
+def test_the_same_error_everywhere_leaves_workers_alive(workers: Workers) -> None:
+    pids = [r[2] for r in workers.run(jobs.double, 1)]
+    with pytest.raises(BatchError, match="the batch has 3 rows"):
+        workers.run(jobs.refuse_alike)
+    assert workers.pids == pids == [r[2] for r in workers.run(jobs.double, 1)]
+
+
+def test_different_errors_start_new_workers(workers: Workers) -> None:
+    pids = [r[2] for r in workers.run(jobs.double, 1)]
+    with pytest.raises(WorkerError, match=r"rank \d raised ValueError: rank \d fails"):
+        workers.run(jobs.refuse_apart)
+    assert not set(pids) & {r[2] for r in workers.run(jobs.double, 1)}
+
+
+def test_a_dead_worker_is_seen_though_its_forked_child_holds_its_pipes(workers: Workers) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(WorkerError, match="rank 0 died: killed by signal 9"):
+            workers.run(jobs.forked_child_holds_pipes, port)
+        server.settimeout(10)
+        server.accept()[0].close()  # lets the forked child end
+
+
+def test_timeout_says_what_each_rank_did(workers: Workers) -> None:
+    pids = [r[2] for r in workers.run(jobs.double, 1)]
+    with Workers(2, timeout=100) as pool:
+        pool.run(jobs.double, 1)
+        pool.timeout = 1
+        with pytest.raises(WorkerError) as caught:
+            pool.run(jobs.noted_forever)
+        assert pool.pids == []
+    assert caught.value.what == "no answer in time from rank 1 (stage 1) while running noted_forever"
+    assert "rank 1 (stage 1): waiting for a batch" in caught.value.why
+    assert "rank 0 (stage 0): finished" in caught.value.why
+    assert not any(gone(pid) for pid in pids)
+
+
+def test_timeout_covers_the_start() -> None:
+    with pytest.raises(WorkerError, match="no answer in time from rank 0, rank 1 while starting"):
+        launch(jobs.double, 2, 1, timeout=0.01)
+
+
+@pytest.mark.parametrize("what", [lambda: None, test_results_come_back_by_rank.__get__(threading.Lock())])
+def test_functions_that_cannot_be_sent(what: object) -> None:
+    with pytest.raises(UsageError, match=r"top level of a file") as caught:
+        launch(what, 2)  # type: ignore[arg-type]
+    assert '__name__ == "__main__"' in caught.value.fix
+
+
+def test_functions_that_workers_cannot_import(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    ghost = types.ModuleType("ghost_module")
+    exec("def here_alone(): pass", ghost.__dict__)
+    monkeypatch.setitem(sys.modules, "ghost_module", ghost)
+    with pytest.raises(UsageError, match="cannot load here_alone") as caught:
+        workers.run(ghost.here_alone)
+    assert "ghost_module" in caught.value.why
+    assert workers.pids  # the same refusal on every rank
+
+
+def test_results_that_cannot_be_sent(workers: Workers) -> None:
+    with pytest.raises(UsageError, match=r"the result of unpicklable on rank \d cannot be sent"):
+        workers.run(jobs.unpicklable)
+
+
+@pytest.mark.parametrize("world", [0, -1, 1.5, True, "2"])
+def test_world_must_be_a_count(world: object) -> None:
+    with pytest.raises(UsageError, match="the number of ranks"):
+        Workers(world)  # type: ignore[arg-type]
+
+
+def test_close_ends_the_processes_and_is_idempotent() -> None:
+    pool = Workers(2, timeout=100)
+    pids = [r[2] for r in pool.run(jobs.double, 1)]
+    pool.close()
+    pool.close()
+    assert all(gone(pid) for pid in pids)
+
+
+def test_under_torchrun_the_function_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert launch(jobs.double, 2, 4) == [(1, 8, os.getpid())]
+
+
+def test_under_torchrun_the_number_of_ranks_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["my train.py", "--lr", "1"])
+    with pytest.raises(ClusterError, match="2 ranks run, but 4 were asked for") as caught:
+        launch(jobs.double, 4, 1)
+    assert caught.value.fix == "torchrun --standalone --nproc-per-node 4 'my train.py' --lr 1"
+
+
+def test_label_and_note_outside_of_a_launch_do_nothing() -> None:
+    set_rank_label("stage 0")
+    set_activity("anything")
+
+
+def test_notes_are_cut_to_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = worker.Slot()
+    monkeypatch.setattr(worker, "_slot", slot)
+    set_rank_label("é" * 1000)
+    set_activity("x" * 1000)
+    assert len(slot.label) == worker.LABEL_BYTES - 1 and len(slot.note) == worker.NOTE_BYTES - 1
+
+
+@pytest.mark.parametrize(
+    ("error", "effect"),
+    [
+        (WorkerError("rank 0 died"), True),
+        (ConnectionResetError(), True),
+        (RuntimeError("Connection closed by peer"), True),
+        (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), True),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError("Connection closed by peer"), False),
+        (StageError("op x raised"), False),
+    ],
+)
+def test_effects_are_told_from_causes(error: BaseException, effect: bool) -> None:
+    assert worker.is_effect(error) is effect
+    wrapper = StageError("op y raised")
+    wrapper.__cause__ = error
+    assert worker.is_effect(wrapper) is effect
+
+
+SCRIPT = """
+import sys, threading
+import launch_jobs as jobs
+from autopart.runtime.launch import launch
+
+if __name__ == "__main__":
+    call = lambda: launch(jobs.announce_and_wait, 2, int(sys.argv[1]))
+    if sys.argv[2] == "thread":
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    else:
+        call()
+"""
+
+
+def start_script(path: Path, text: str, *args: str) -> subprocess.Popen[str]:
+    """Run a script that can import the jobs, in a process of its own."""
+    path.write_text(text)
+    known = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
+    env = os.environ | {"PYTHONPATH": known}
+    return subprocess.Popen([sys.executable, str(path), *args], env=env, text=True, stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize(
+    ("by", "sent"),
+    [("thread", "SIGKILL"), *(pytest.param("main", sent, marks=pytest.mark.slow) for sent in ("SIGKILL", "SIGTERM"))],
+)
+def test_workers_die_with_their_parent(tmp_path: Path, by: str, sent: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(100)
+        parent = start_script(tmp_path / "script.py", SCRIPT, str(server.getsockname()[1]), by)
+        lines = [server.accept()[0] for _ in range(2)]
+        assert all(line.recv(100).strip().isdigit() for line in lines)
+        parent.send_signal(signal.Signals[sent])
+        _assert_closed_within(lines, 5)
+        parent.communicate(timeout=10)
+
+
+def test_ctrl_c_ends_the_workers_and_is_raised_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(100)
+        parent = start_script(tmp_path / "script.py", SCRIPT, str(server.getsockname()[1]), "main")
+        lines = [server.accept()[0] for _ in range(2)]
+        for line in lines:  # a terminal sends it to all processes
+            os.kill(int(line.recv(100)), signal.SIGINT)
+        parent.send_signal(signal.SIGINT)
+        _assert_closed_within(lines, 5)
+        errors = parent.communicate(timeout=10)[1]
+    assert parent.returncode == -signal.SIGINT
+    assert errors.count("KeyboardInterrupt") == 1
+
+
+def _assert_closed_within(lines: list[socket.socket], seconds: float) -> None:
+    """The kernel closes a process's sockets when it ends."""
+    end = time.monotonic() + seconds
+    for line in lines:
+        line.settimeout(max(0.01, end - time.monotonic()))
+        with line:
+            assert line.recv(1) == b""
+
+
+def test_a_script_without_guard_is_told_so_once(tmp_path: Path) -> None:
+    script = "import launch_jobs as jobs\nfrom autopart.runtime.launch import launch\nlaunch(jobs.double, 2, 1)\n"
+    process = start_script(tmp_path / "unguarded.py", script)
+    errors = process.communicate(timeout=100)[1]
+    assert process.returncode == 1
+    assert errors.count("Traceback") == 1
+    assert 'if __name__ == "__main__"' in errors
+
+
+def test_a_script_that_workers_cannot_import(tmp_path: Path) -> None:
+    script = "import launch_jobs as jobs\nfrom autopart.runtime.launch import launch\n"
+    script += 'if __name__ == "__main__":\n    launch(jobs.double, 1, 1)\nelse:\n    raise OSError("not twice")\n'
+    errors = start_script(tmp_path / "fragile.py", script).communicate(timeout=100)[1]
+    assert "OSError: not twice" in errors
+    assert "rank 0 did not start: exited with code 1" in errors

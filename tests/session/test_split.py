@@ -1,0 +1,132 @@
+"""A captured program cut anywhere and played stage by stage is the whole program, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from support.pipelines import gradient_error, gradients_of
+from support.random_models import Random, batch_of, steps
+from support.replay import inputs_of, plan_for, replay, slices
+
+from autopart.capture import Captured, capture
+from autopart.capture.batch import flatten
+from autopart.ir.errors import PlanError
+from autopart.ir.graph import Graph
+from autopart.ir.plan import SCHEDULES
+from autopart.passes.graph.atoms import free_ops
+
+MICROS, ROWS = 2, 3
+PARTS = list[set[str]]
+
+
+def captured_model(program: tuple) -> Captured:
+    return capture(Random(program), flatten(batch_of(ROWS)))
+
+
+@st.composite
+def scattered(draw: st.DrawFn, graph: Graph) -> PARTS:
+    """Any assignment to stages along which values flow forwards; free ops may stand in several stages."""
+    stages = draw(st.integers(1, 5))
+    parts: PARTS = [set() for _ in range(stages)]
+    writer, stage_of = graph.writer(), {}
+    free = free_ops(graph)
+    updated = {name for name, _ in graph.updates}
+    for op in graph.ops:
+        low = max((stage_of[writer[r]] for r in op.reads if r in writer), default=0)
+        stage = min(stages - 1, low + draw(st.sampled_from([0, 0, 0, 1, 2])))
+        if updated.intersection(op.params):
+            stage = max([stage, *(stage_of[o.name] for o in graph.ops if o.name in stage_of and o.params == op.params)])
+        stage_of[op.name] = stage
+        parts[stage].add(op.name)
+        if op.name in free:
+            for other in draw(st.sets(st.integers(stage, stages - 1), max_size=2)):
+                parts[other].add(op.name)
+    return parts
+
+
+def check_equal(program: tuple, captured: Captured, parts: PARTS, schedule: str) -> None:
+    """Stages against the plain module over the same micro-batches: loss, gradients, buffers."""
+    plain = Random(program)
+    batches = [batch_of(ROWS, seed) for seed in range(MICROS)]
+    loss = torch.zeros(())
+    for batch in batches:
+        part = plain(**batch)
+        part.backward()
+        loss = loss + part.detach()
+    found = replay(
+        captured, plan_for(captured.graph, parts, MICROS, schedule), [inputs_of(captured, b) for b in batches]
+    )
+    torch.testing.assert_close(found.loss, loss, rtol=1e-5, atol=1e-5)
+    expected = gradients_of(plain)
+    error, worst = gradient_error({name: found.gradients.get(name) for name in expected}, expected)
+    assert error <= 1e-5, worst
+    buffers = dict(plain.named_buffers())
+    for name, value in found.buffers.items():
+        torch.testing.assert_close(value, buffers[name], rtol=1e-5, atol=1e-6)
+
+
+def quiet(examples: int) -> settings:
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+    return settings(max_examples=examples, deadline=None, suppress_health_check=checks, derandomize=True)
+
+
+def sliced(data: st.DataObject, program: tuple) -> None:
+    captured = captured_model(program)
+    assume(any(v.grad for v in captured.graph.values))
+    bounds = data.draw(st.lists(st.integers(0, len(captured.graph.ops)), max_size=4))
+    try:
+        plan_for(captured.graph, slices(captured.graph, bounds))
+    except PlanError as error:
+        assert "updated" in str(error)  # the uses of a buffer that changes cannot be parted
+        return
+    check_equal(program, captured, slices(captured.graph, bounds), data.draw(st.sampled_from(SCHEDULES)))
+
+
+def anywhere(data: st.DataObject, program: tuple) -> None:
+    captured = captured_model(program)
+    assume(any(v.grad for v in captured.graph.values))
+    check_equal(program, captured, data.draw(scattered(captured.graph)), "1f1b")
+
+
+@quiet(7)
+@given(data=st.data(), program=steps())
+def test_cut_at_arbitrary_places_it_equals_the_plain_module(data, program):
+    sliced(data, program)
+
+
+@quiet(7)
+@given(data=st.data(), program=steps())
+def test_scattered_over_stages_with_repeated_ops_it_equals_the_plain_module(data, program):
+    anywhere(data, program)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@quiet(200)
+@given(data=st.data(), program=steps())
+def test_many_cuts_at_arbitrary_places(data, program):
+    sliced(data, program)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@quiet(200)
+@given(data=st.data(), program=steps())
+def test_many_scattered_programs(data, program):
+    anywhere(data, program)
+
+
+@quiet(4)
+@given(data=st.data(), program=steps(random=True))
+def test_random_numbers_do_not_depend_on_the_cuts(data, program):
+    captured = captured_model(program)
+    assume(any(op.random for op in captured.graph.ops) and any(v.grad for v in captured.graph.values))
+    micros = [inputs_of(captured, batch_of(ROWS, seed)) for seed in range(MICROS)]
+    whole = replay(captured, plan_for(captured.graph, slices(captured.graph, []), MICROS), micros)
+    parts = data.draw(scattered(captured.graph))
+    found = replay(captured, plan_for(captured.graph, parts, MICROS), micros)
+    assert torch.equal(found.loss, whole.loss)
+    error, worst = gradient_error(found.gradients, whole.gradients)
+    assert error <= 1e-5, worst

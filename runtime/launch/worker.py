@@ -39,7 +39,7 @@ _PEER_TROUBLE = re.compile(
 class Slot(ctypes.Structure):
     """Shared memory of one rank: which stage it is (label) and what it is doing (note), in UTF-8."""
 
-    _fields_ = (("label", ctypes.c_char * LABEL_BYTES), ("set_activity", ctypes.c_char * NOTE_BYTES))
+    _fields_ = (("label", ctypes.c_char * LABEL_BYTES), ("note", ctypes.c_char * NOTE_BYTES))
     label: bytes
     note: bytes
 

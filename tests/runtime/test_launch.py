@@ -283,8 +283,8 @@ def test_effects_are_told_from_causes(error: BaseException, effect: bool) -> Non
 
 SCRIPT = """
 import sys, threading
-import launch_jobs as jobs
-from autopart.runtime.launch import launch
+from support import launch_jobs as jobs
+from autopart.runtime.launch.local import launch
 
 if __name__ == "__main__":
     call = lambda: launch(jobs.announce_and_wait, 2, int(sys.argv[1]))
@@ -344,7 +344,7 @@ def _assert_closed_within(lines: list[socket.socket], seconds: float) -> None:
 
 
 def test_a_script_without_guard_is_told_so_once(tmp_path: Path) -> None:
-    script = "import launch_jobs as jobs\nfrom autopart.runtime.launch import launch\nlaunch(jobs.double, 2, 1)\n"
+    script = "from support import launch_jobs as jobs\nfrom autopart.runtime.launch.local import launch\nlaunch(jobs.double, 2, 1)\n"
     process = start_script(tmp_path / "unguarded.py", script)
     errors = process.communicate(timeout=100)[1]
     assert process.returncode == 1
@@ -353,7 +353,7 @@ def test_a_script_without_guard_is_told_so_once(tmp_path: Path) -> None:
 
 
 def test_a_script_that_workers_cannot_import(tmp_path: Path) -> None:
-    script = "import launch_jobs as jobs\nfrom autopart.runtime.launch import launch\n"
+    script = "from support import launch_jobs as jobs\nfrom autopart.runtime.launch.local import launch\n"
     script += 'if __name__ == "__main__":\n    launch(jobs.double, 1, 1)\nelse:\n    raise OSError("not twice")\n'
     errors = start_script(tmp_path / "fragile.py", script).communicate(timeout=100)[1]
     assert "OSError: not twice" in errors

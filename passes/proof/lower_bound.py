@@ -27,8 +27,8 @@ import numpy as np
 from autopart.ir.cluster import Cluster
 from autopart.ir.plan import ASYNC
 from autopart.passes.graph.cuts import Ints
-from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import INFEASIBLE
+from autopart.passes.search.relaxation import fastest_times, gradient_edges, is_chain
 from autopart.passes.search.space import SearchSpace
 from autopart.passes.simulation.estimate import optimizer_ns
 
@@ -49,12 +49,6 @@ def lower_bound(space: SearchSpace) -> int:
             break
         least = min(least, _bound(space, work, rows))
     return least
-
-
-def is_chain(space: SearchSpace) -> bool:
-    """Whether the line is the only order: each block reads what the one before it writes."""
-    ops = space.line.blocks.ops
-    return all(set(a.writes) & set(b.reads) for a, b in pairwise(ops))
 
 
 def _cheap_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
@@ -97,45 +91,10 @@ def _replicas(space: SearchSpace, rows: int) -> tuple[int, ...]:
     return (request.replicas,) if isinstance(request.replicas, int) else tuple(sorted(set(request.replicas)))
 
 
-def layout_bound(space: SearchSpace, layout: Layout, micro_rows: tuple[int, ...], most: int) -> int:
-    """Nanoseconds of the U of any division of at most `most` stages on this layout, about.  O(blocks).
-
-    Stages of t_1 .. t_S that wait for one another have U >= sum of t_q over q < s + M * t_s for each s, which is least
-    where all of these are equal: U = sum of t / (1 - (1 - 1 / M)^S).  Where widths are free, all that is known is that
-    the positions share the work.
-    """
-    micros, whole = len(micro_rows), fastest_sums(space, -(-max(micro_rows) // layout.copies))[-1]
-    if len(layout.widths) > 1 or not is_chain(space):
-        positions = layout.depth if len(layout.widths) > 1 else min(layout.depth, most)
-        return int(micros * whole) // positions
-    return int(whole / (1 - (1 - 1 / micros) ** min(layout.depth, most, space.line.n)))
-
-
-def longest(space: SearchSpace, share: int, micros: int, most_ns: int) -> int:
-    """Blocks of the longest range whose micro-batches, of `share` rows each, take at most most_ns nanoseconds.
-
-    O(blocks log blocks).
-    """
-    sums = fastest_sums(space, share)
-    last = np.searchsorted(sums, sums + most_ns // micros, side="right") - 1
-    return max(1, int((last - np.arange(len(sums))).max()))
-
-
-def fastest_sums(space: SearchSpace, rows: int) -> Ints:
-    """Entry i: nanoseconds of the first i blocks at so many rows, each on its fastest kind."""
-    return np.concatenate([[0], np.cumsum(_fastest(space, rows))]).astype(np.int64)
-
-
-def _fastest(space: SearchSpace, rows: int) -> Ints:
-    """Nanoseconds of each block at so many rows, both ways, on its fastest kind."""
-    sheets = [space.line.sheet(rows, kind) for kind in range(len(space.setting.kinds))]
-    return np.asarray(np.min([sheet.blocks[0] + sheet.blocks[1] for sheet in sheets], axis=0))
-
-
 def _path_bound(space: SearchSpace, rows: int) -> int:
     """Nanoseconds of the longest path of blocks, forward and backward, on the fastest kind.  O(reads)."""
     replicas = max(_replicas(space, rows))
-    times = _fastest(space, -(-rows // replicas)).tolist()
+    times = fastest_times(space, -(-rows // replicas)).tolist()
     ready: dict[str, int] = {}
     longest = 0
     for op, taken in zip(space.line.blocks.ops, times, strict=True):
@@ -166,22 +125,6 @@ def _line_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
 
 def _table(own: Ints, through: Ints, legal: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> tuple[Ints, Ints]:
     return np.where(legal, own, INFEASIBLE), through
-
-
-def gradient_edges(space: SearchSpace, rows: int | None = None) -> Ints:
-    """[a, b]: block b reads, with a gradient, what [a, b) writes: b's stage waits for this one, both ways.  rows: only
-    what has bytes at so many rows counts, since nothing else is sent."""
-    ops, n = space.line.blocks.ops, space.line.n
-    values = space.line.blocks.values
-    sizes = [1] * len(values) if rows is None else space.line.sheet(rows).sizes.tolist()
-    grad = {v.name for v, size in zip(values, sizes, strict=True) if v.grad and size}
-    writer = {w: i for i, op in enumerate(ops) for w in op.writes}
-    found = np.zeros((n + 1, n + 1), dtype=np.int64)
-    for b, op in enumerate(ops):
-        nearest = max((writer[r] for r in op.reads if r in writer and r in grad), default=-1)
-        if nearest >= 0:
-            found[: nearest + 1, b] = 1
-    return found
 
 
 def _optimistic(space: SearchSpace, replicas: int, share: int) -> tuple[Ints, Ints, Ints]:

@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from autopart.passes.proof.lower_bound import gradient_edges, is_chain, layout_bound, longest
 from autopart.passes.search.evaluation import Candidate
 from autopart.passes.search.layout import SMALL, Layout, layouts
 from autopart.passes.search.partition import INFEASIBLE, Partition, solve_partition
+from autopart.passes.search.relaxation import gradient_edges, is_chain, layout_bound, longest_range
 from autopart.passes.search.space import SearchSpace
 from autopart.passes.search.tables import StageCostTables
 
@@ -83,7 +83,7 @@ class _ProposalSearch:
         micro_rows, space = self._ways[way], field.space
         length = space.line.n
         if limit < INFEASIBLE:
-            length = longest(space, -(-max(micro_rows) // field.layout.copies), len(micro_rows), int(limit))
+            length = longest_range(space, -(-max(micro_rows) // field.layout.copies), len(micro_rows), int(limit))
         divisions = [
             division
             for loose in ((False,) if is_chain(space) else (False, True))

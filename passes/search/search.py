@@ -18,11 +18,11 @@ from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
-from autopart.passes.proof.lower_bound import fastest_sums
 from autopart.passes.search.evaluation import Candidate, Evaluation, Evaluator
 from autopart.passes.search.exhaustive import enumerate_all
 from autopart.passes.search.layout import layouts
 from autopart.passes.search.proposals import HOPELESS, Proposal, Watch, proposals_of
+from autopart.passes.search.relaxation import fastest_sums
 from autopart.passes.search.space import SearchSpace
 from autopart.passes.simulation.estimate import played
 

@@ -9,9 +9,9 @@ import pytest
 from support.graphs import cluster, graph
 from support.planner import SYNCHRONOUS, Problem
 
-from autopart.passes.proof.lower_bound import layout_bound, longest
 from autopart.passes.search.layout import SMALL
 from autopart.passes.search.proposals import WORTH, Proposal, proposals_of
+from autopart.passes.search.relaxation import layout_bound, longest_range
 from autopart.passes.search.space import PlanRequest
 
 
@@ -55,4 +55,4 @@ def test_no_division_is_below_the_bound_of_its_layout(seed: int) -> None:
         if candidate.layout.depth > SMALL:
             length = max(b - a for a, b, _, _ in candidate.division.ranges())
             share = -(-max(candidate.micro_rows) // candidate.layout.copies)
-            assert length <= longest(space, share, len(candidate.micro_rows), candidate.division.value)
+            assert length <= longest_range(space, share, len(candidate.micro_rows), candidate.division.value)

@@ -75,16 +75,21 @@ def make_plan(
         if _on_meta(first) and rows > 1:
             infer_other_size = resize(first.graph, other.graph, rows)
             assert infer_other_size is not None
-            plan = replace(plan, graph_digest=infer_other_size.shape_digest())
+            plan = _made_for(plan, infer_other_size)
         else:  # what will run is captured and measured at its own size, and planned once more
             captured = other if other.graph.rows == rows else capturer(batch, rows)
             require_same_program(first.graph, captured.graph)
             if _on_meta(first):
-                plan = replace(plan, graph_digest=captured.graph.shape_digest())
+                plan = _made_for(plan, captured.graph)
             else:
                 plan = _planned(captured, first, cluster, options, (plan.micro_rows,), abilities)
     weight = weight if len(plan.micro_rows) > 1 else WHOLE
-    return Planned(replace(plan, notes=plan.notes + notes), captured, weight)
+    return Planned(plan.with_notes(*notes), captured, weight)
+
+
+def _made_for(plan: Plan, graph: Graph) -> Plan:
+    """The plan as one for the same model at the size of this graph."""
+    return replace(plan, provenance=replace(plan.provenance, graph_digest=graph.shape_digest()))
 
 
 def _captures(
@@ -154,7 +159,7 @@ def _planned(
         plan = build(asked, cluster, request, options.watch)
         if cache:
             cache.put(plan)
-    return replace(plan, notes=plan.notes + notes + said)
+    return plan.with_notes(*notes, *said)
 
 
 def _on_meta(captured: Captured) -> bool:

@@ -87,7 +87,7 @@ def passes(layers: int, runs: int) -> dict[str, float]:
     timed("bound", lambda: lower_bound(space()))
     source = PlannerInput(graph, costs_at, torch.__version__)
     plan = timed("build (all passes)", lambda: build(source, cluster, request))
-    program = timed("route", lambda: route(plan, graph))
+    program = timed("route", lambda: route(plan.decision, graph))
     timed("verify", lambda: check_program(program, plan.schedule))
     return {"layers": layers, "ops": len(graph.ops), "blocks": len(blocks.ops), **seconds}
 

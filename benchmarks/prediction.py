@@ -30,7 +30,7 @@ from trained import MODELS
 import autopart
 from autopart.capture.batch import flatten
 from autopart.costs.profiler import profile_costs
-from autopart.passes.simulation.estimate import CostContext, device_types, with_estimates, work_of
+from autopart.passes.simulation.estimate import CostContext, device_types, stage_estimates, work_of
 from autopart.passes.simulation.simulate import step_ns
 from autopart.runtime.stage import StageRunner
 from autopart.session.detect import detect
@@ -150,8 +150,9 @@ def predicted(pipe: autopart.Pipe, batch: Any) -> float:
     assert found is not None
     graph = found[0]
     setting = CostContext(pipe.cluster, device_types(pipe.cluster), lambda rows, kind: graph)
-    plan = with_estimates(pipe.plan, pipe.program.edges, setting)
-    return step_ns(pipe.program, replace(work_of(plan, pipe.program, setting), optimizer_ns=())) * 1e-9
+    decision = pipe.plan.decision
+    estimates = stage_estimates(decision, pipe.program.edges, setting)
+    return step_ns(pipe.program, replace(work_of(decision, estimates, pipe.program, setting), optimizer_ns=())) * 1e-9
 
 
 def held_bytes(pipe: autopart.Pipe, batch: Any) -> int:

@@ -9,7 +9,7 @@ from autopart.ir.cluster import check as check_cluster
 from autopart.ir.errors import InfeasibleError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.graph import check as check_graph
-from autopart.ir.plan import ASYNC, Optimality, Plan
+from autopart.ir.plan import ASYNC, Optimality, Plan, Provenance
 from autopart.ir.uncollected import uncollected
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain
@@ -64,39 +64,30 @@ def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: W
     if found.best is None:
         raise infeasible(found, line, lambda other, machines: _again(source, fine, other, machines))
     # What was chosen is costed once more over captured ops: only there are clones counted exactly.
-    done = finalize(found, graph, _setting(source, cluster, request), _frame(source, cluster), line)
+    done = finalize(found, graph, _setting(source, cluster, request), line)
     if done is None:
         raise infeasible(replace(found, nearest=found.best), line, lambda other, machines: None)
-    plan, verdict = done
+    decision, report, verdict = done
     # The bound does not depend on what was found, so it is honest about it.
-    bound = lower_bound(coarse if plan.world <= SMALL else line)
+    bound = lower_bound(coarse if cluster.world <= SMALL else line)
     if watch:
-        watch("bound", plan.step_ns, bound)
-    if request.prove_seconds > 0 and request.prove_rows in (None, max(plan.micro_rows)):
+        watch("bound", report.step_ns, bound)
+    if request.prove_seconds > 0 and request.prove_rows in (None, max(decision.micro_rows)):
         proof = certified(verdict, request.prove_seconds)
-        plan = replace(plan, notes=(*plan.notes, proof.note(plan.step_ns)))
+        report = replace(report, notes=(*report.notes, proof.note(report.step_ns)))
         if settles(request, cluster):
             bound = max(bound, proof.bound_ns)
-    return replace(plan, optimality=Optimality.of(plan.step_ns, bound))
+    report = replace(report, optimality=Optimality.of(report.step_ns, bound))
+    return Plan(_provenance(source), decision, report)
 
 
 def _setting(source: PlannerInput, cluster: Cluster, request: PlanRequest) -> CostContext:
     return CostContext(cluster, device_types(cluster), source.costs_at, request.state_factor, request.abilities.overlap)
 
 
-def _frame(source: PlannerInput, cluster: Cluster) -> Plan:
-    """A plan that says what it is for and nothing else."""
+def _provenance(source: PlannerInput) -> Provenance:
     graph = source.graph
-    return Plan(
-        graph_digest=graph.shape_digest(),
-        structure_digest=graph.structure_digest(),
-        torch_version=source.torch_version,
-        world=cluster.world,
-        stages=(),
-        micro_rows=(),
-        schedule="1f1b",
-        costs=source.costs,
-    )
+    return Provenance(graph.shape_digest(), graph.structure_digest(), source.torch_version, source.costs)
 
 
 def _spaces(

@@ -19,12 +19,12 @@ from importlib import metadata
 from pathlib import Path
 
 from autopart.costs.measure import default_cache_path
-from autopart.files.plans import load_plan, save_plan
+from autopart.files.plans import VERSION, load_plan, save_plan
 from autopart.ir.capabilities import lacking
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import AutopartError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import VERSION, Plan, check
+from autopart.ir.plan import Plan, Provenance, check
 from autopart.passes.pipeline import PlannerInput
 from autopart.passes.search.space import PlanRequest
 
@@ -56,10 +56,10 @@ class PlanCache:
 
     def _fits(self, plan: Plan) -> bool:
         """Whether the file holds what its name says, as far as that can be seen; anyone may have written to it."""
-        graph, request = self._source.graph, self._request
+        source, graph, request = self._source, self._source.graph, self._request
+        made_for = Provenance(graph.shape_digest(), graph.structure_digest(), source.torch_version, source.costs)
         return (
-            (plan.graph_digest, plan.structure_digest) == (graph.shape_digest(), graph.structure_digest())
-            and (plan.torch_version, plan.costs) == (self._source.torch_version, self._source.costs)
+            plan.provenance == made_for
             and plan.world == self._cluster.world
             and plan.micro_rows in request.micro_rows
             and plan.schedule in request.schedules

@@ -13,7 +13,7 @@ import os
 import reprlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,41 @@ from autopart.ir import plan as plan_ir
 from autopart.ir.cluster import torchrun_line
 from autopart.ir.errors import AutopartError, PlanError, PlanFileError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import Alternative, Estimate, Optimality, Plan, Stage
+from autopart.ir.plan import (
+    AGAIN,
+    Alternative,
+    Decision,
+    Estimate,
+    Optimality,
+    Plan,
+    Problem,
+    Provenance,
+    Report,
+    Stage,
+)
+
+VERSION = 3
+"""Of the format.  Version 2 was the same without sections; version 1 had no groups of recomputed ops."""
 
 MAX_BYTES = 256 * 2**20  # of any file we read; a plan of 100 000 ops has 4 MiB
 SHOWN = 20  # problems and differences printed at most
 
-Problem = tuple[str, str]  # JSON path, what is wrong there
 
 # Validation runs over the very classes of the IR; this is pydantic's hook for options of a foreign dataclass.
-_CHECKED: tuple[Any, ...] = (Plan, Stage, Estimate, Optimality, Alternative)
+@dataclass(frozen=True, slots=True)
+class _Document:
+    """A plan file: the sections of a plan under the version of the format."""
+
+    version: int
+    provenance: Provenance
+    decision: Decision
+    report: Report = field(default=Report())
+
+
+_CHECKED: tuple[Any, ...] = (_Document, Provenance, Decision, Report, Stage, Estimate, Optimality, Alternative)
 for _class in _CHECKED:
     _class.__pydantic_config__ = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
-_PLAN = TypeAdapter(Plan)
+_DOCUMENT = TypeAdapter(_Document)
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -42,10 +65,9 @@ def plan_to_json(plan: Plan) -> str:
 
     Raises PlanError for a number that JSON cannot hold.
     """
-    fields = asdict(plan)
-    document = {"version": fields.pop("version"), **fields}
+    document = _Document(VERSION, plan.provenance, plan.decision, plan.report)
     try:
-        return _layout(document, "") + "\n"
+        return _layout(asdict(document), "") + "\n"
     except ValueError as error:
         raise PlanError("the plan cannot be written as JSON", why=str(error)) from error
 
@@ -59,16 +81,14 @@ def plan_from_json(text: str, source: str = "<plan>") -> Plan:
         raise PlanFileError(f"{source} is too large to be a plan", why=f"the limit is {MAX_BYTES >> 20} MiB")
     _check_version(parse_json(text, source, PlanFileError), source)
     try:
-        plan = _PLAN.validate_json(text, strict=True)
+        document = _DOCUMENT.validate_json(text, strict=True)
     except ValidationError as error:
         raise _refused(source, problems_of(error)) from error
-    problems = list(_plan_problems(plan))
+    plan = Plan(document.provenance, document.decision, document.report)
+    problems = list(plan_ir.problems(plan))
     if problems:
         raise _refused(source, problems)
-    try:
-        return plan_ir.check(plan)
-    except PlanError as error:
-        raise PlanFileError(f"{source}: {error.what}", where=error.where, why=error.why, fix=error.fix) from error
+    return plan
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -106,64 +126,80 @@ def match_plan(plan: Plan, graph: Graph, *, torch_version: str, world: int) -> N
     problems = list(_mismatches(plan, graph, torch_version, world))
     if problems:
         only_world = plan.world != world and len(problems) == 1
-        fix = torchrun_line(plan.world) if only_world else "make a new plan: autopart.plan(model, cluster, sample=...)"
+        fix = torchrun_line(plan.world) if only_world else AGAIN
         raise PlanError("the plan was made for something else", why=listed(problems), fix=fix)
     plan_ir.check(plan, graph)
 
 
 def _mismatches(plan: Plan, graph: Graph, torch_version: str, world: int) -> Iterator[str]:
-    rows = max(plan.micro_rows)
-    if plan.structure_digest != graph.structure_digest():
-        yield f"another model: its structure is {plan.structure_digest}, not {graph.structure_digest()}"
+    made_for, rows = plan.provenance, max(plan.micro_rows)
+    if made_for.structure_digest != graph.structure_digest():
+        yield f"another model: its structure is {made_for.structure_digest}, not {graph.structure_digest()}"
     elif rows != graph.rows:
         yield f"another batch: its micro-batches have {rows} rows, not {graph.rows}"
-    elif plan.graph_digest != graph.shape_digest():
-        yield f"other shapes or dtypes: its graph is {plan.graph_digest}, not {graph.shape_digest()}"
-    if plan.torch_version.split(".")[:2] != torch_version.split(".")[:2]:
-        yield f"another torch: it was made with {plan.torch_version}, this is {torch_version}"
+    elif made_for.graph_digest != graph.shape_digest():
+        yield f"other shapes or dtypes: its graph is {made_for.graph_digest}, not {graph.shape_digest()}"
+    if made_for.torch_version.split(".")[:2] != torch_version.split(".")[:2]:
+        yield f"another torch: it was made with {made_for.torch_version}, this is {torch_version}"
     if plan.world != world:
         yield f"another number of ranks: it is for {plan.world}, {world} run"
 
 
-_TOLD_APART = ("stages", "estimates", "micro_rows", "notes", "optimality", "alternatives")
-
-
 def diff_plans(a: Plan, b: Plan) -> str:
-    """What changes from plan a to plan b, a line each; ops that move are counted by the stages they move between."""
+    """What changes from plan a to plan b, a line each: for what, what is decided, what it would take.
+
+    Ops that move are counted by the stages they move between.
+    """
     if a == b:
         return "the plans are equal"
-    lines = []
-    for field, before in asdict(a).items():
-        after = getattr(b, field)
-        if field not in _TOLD_APART and before != after:
-            lines.append(f"{field}: {before} -> {after}")
-    if a.micro_rows != b.micro_rows:
-        lines.append(f"micro-batches: {_micro_batches(a)} -> {_micro_batches(b)}")
-    if len(a.stages) != len(b.stages):
-        lines.append(f"stages: {len(a.stages)} -> {len(b.stages)}")
-    for s, (old, new) in enumerate(zip(a.stages, b.stages, strict=False)):
-        if old.ranks != new.ranks:
-            lines.append(f"stage {s} ranks: {list(old.ranks)} -> {list(new.ranks)}")
-        if old.recompute != new.recompute:
-            lines.append(f"stage {s} recomputed ops: {_again(old)} -> {_again(new)}")
-    lines += _moved_ops(a, b)
-    for field in ("estimates", "notes"):
-        if getattr(a, field) != getattr(b, field):
-            lines.append(f"{field} differ")
+    lines = [
+        *_changes(a.provenance, b.provenance),
+        *_changes(a.decision, b.decision, leave_out=("stages", "micro_rows")),
+        *_decision_changes(a.decision, b.decision),
+        *_changes(a.report, b.report, leave_out=_LONG),
+        *(f"{name} differ" for name in _LONG if getattr(a.report, name) != getattr(b.report, name)),
+    ]
     return "\n".join(lines or ["the same ops in another order"])
 
 
-def _micro_batches(plan: Plan) -> str:
+_LONG = ("estimates", "notes", "optimality", "alternatives")
+"""Fields of a report of which only that they differ is said."""
+
+
+def _changes(
+    before: Provenance | Decision | Report, after: Provenance | Decision | Report, leave_out: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """Fields of two sections of one class that differ, a line each."""
+    for name in [each.name for each in fields(before)]:
+        old, new = getattr(before, name), getattr(after, name)
+        if name not in leave_out and old != new:
+            yield f"{name}: {old} -> {new}"
+
+
+def _decision_changes(a: Decision, b: Decision) -> Iterator[str]:
+    if a.micro_rows != b.micro_rows:
+        yield f"micro-batches: {_micro_batches(a)} -> {_micro_batches(b)}"
+    if len(a.stages) != len(b.stages):
+        yield f"stages: {len(a.stages)} -> {len(b.stages)}"
+    for s, (old, new) in enumerate(zip(a.stages, b.stages, strict=False)):
+        if old.ranks != new.ranks:
+            yield f"stage {s} ranks: {list(old.ranks)} -> {list(new.ranks)}"
+        if old.recompute != new.recompute:
+            yield f"stage {s} recomputed ops: {_recomputed(old)} -> {_recomputed(new)}"
+    yield from _moved_ops(a, b)
+
+
+def _micro_batches(decision: Decision) -> str:
     """Such as "8 of 4 rows", or "2 of 4 and 1 of 3 rows"."""
-    counts = Counter(plan.micro_rows)
+    counts = Counter(decision.micro_rows)
     return " and ".join(f"{count} of {rows}" for rows, count in counts.items()) + f" row{'s' * (max(counts) > 1)}"
 
 
-def _again(stage: Stage) -> int:
+def _recomputed(stage: Stage) -> int:
     return sum(map(len, stage.recompute))
 
 
-def _moved_ops(a: Plan, b: Plan) -> list[str]:
+def _moved_ops(a: Decision, b: Decision) -> list[str]:
     before, after = _homes(a), _homes(b)
     moves: dict[tuple[str, str], list[str]] = {}
     for name in dict.fromkeys([*before, *after]):
@@ -173,9 +209,9 @@ def _moved_ops(a: Plan, b: Plan) -> list[str]:
     return [f"{old} -> {new}: {_span(names)}" for (old, new), names in moves.items()]
 
 
-def _homes(plan: Plan) -> dict[str, str]:
+def _homes(decision: Decision) -> dict[str, str]:
     homes: dict[str, list[int]] = {}
-    for s, stage in enumerate(plan.stages):
+    for s, stage in enumerate(decision.stages):
         for name in stage.ops:
             homes.setdefault(name, []).append(s)
     return {name: f"stage {'+'.join(map(str, stages))}" for name, stages in homes.items()}
@@ -263,59 +299,13 @@ def _check_version(document: object, source: str) -> None:
     if "version" not in document:
         raise PlanFileError(f"{source} is no plan", where="version", why="the key is missing")
     version = document["version"]
-    if type(version) is not int or version != plan_ir.VERSION:
+    if type(version) is not int or version != VERSION:
         raise PlanFileError(
             f"{source} has plan version {brief(version)}",
             where="version",
-            why=f"this release reads version {plan_ir.VERSION}",
-            fix="make the plan again with this release",
+            why=f"this release reads version {VERSION}",
+            fix=AGAIN,
         )
-
-
-def _plan_problems(plan: Plan) -> Iterator[Problem]:
-    """What an edit can break that types do not show; the rules are those of `ir.plan.check`, here with paths."""
-    if plan.world < 1:
-        yield "world", f"at least 1 rank is needed, not {plan.world}"
-    if plan.schedule not in plan_ir.ALL_SCHEDULES:
-        yield "schedule", f"unknown schedule {plan.schedule!r}; use one of {', '.join(plan_ir.ALL_SCHEDULES)}"
-    if not plan.stages:
-        yield "stages", "at least one stage is needed"
-    if not plan.micro_rows:
-        yield "micro_rows", "at least one micro-batch is needed"
-    for i, rows in enumerate(plan.micro_rows):
-        if rows < 1:
-            yield f"micro_rows[{i}]", f"a micro-batch needs at least 1 row, not {rows}"
-    if plan.micro_rows and max(plan.micro_rows) - min(plan.micro_rows) > 1:
-        yield "micro_rows", f"micro-batches differ by at most one row, not {list(plan.micro_rows[:SHOWN])}"
-    yield from _stage_problems(plan)
-    if plan.estimates and len(plan.estimates) != len(plan.stages):
-        yield "estimates", f"{len(plan.estimates)} estimates for {len(plan.stages)} stages; give one each or none"
-    numbers = [(f"estimates[{s}].{k}", v) for s, e in enumerate(plan.estimates) for k, v in asdict(e).items()]
-    for path, amount in [*numbers, ("step_ns", plan.step_ns)]:
-        if amount < 0:
-            yield path, f"must not be negative, not {amount}"
-    if not 0 <= plan.bubble <= 1:
-        yield "bubble", f"is a share between 0 and 1, not {plan.bubble}"
-
-
-def _stage_problems(plan: Plan) -> Iterator[Problem]:
-    taken: dict[int, int] = {}
-    for s, stage in enumerate(plan.stages):
-        if not stage.ranks:
-            yield f"stages[{s}].ranks", "a stage needs a rank"
-        for i, rank in enumerate(stage.ranks):
-            if not 0 <= rank < plan.world:
-                yield f"stages[{s}].ranks[{i}]", f"rank {rank} is outside 0..{plan.world - 1}"
-            elif taken.setdefault(rank, s) != s or rank in stage.ranks[:i]:
-                yield f"stages[{s}].ranks[{i}]", f"rank {rank} already runs stage {taken[rank]}"
-        again = [name for group in stage.recompute for name in group]
-        if len(again) > len(set(again)) or not set(again) <= set(stage.ops):
-            yield f"stages[{s}].recompute", "holds an op twice, or one that is not in the stage"
-        seen: set[str] = set()
-        for i, name in enumerate(stage.ops):
-            if name in seen:
-                yield f"stages[{s}].ops[{i}]", f"op {name} stands twice in this stage"
-            seen.add(name)
 
 
 def _refused(source: str, problems: list[Problem]) -> PlanFileError:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from math import gcd
 
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
 
-VERSION = 2
-_AGAIN = "make the plan again: autopart.plan(model, cluster, sample=...)"
+AGAIN = "make the plan again: autopart.plan(model, cluster, sample=...)"
+"""The remedy for a plan that does not fit."""
 SCHEDULES = ("1f1b", "1f1b-deep", "gpipe")
 """Synchronous schedules, of the one that holds least to the one that holds most."""
 ASYNC = "pipedream"
 """1F1B without a flush, with a copy of the weights for each micro-batch in flight (PipeDream, SOSP 2019)."""
 ALL_SCHEDULES = (*SCHEDULES, ASYNC)
+
+Problem = tuple[str, str]
+"""Where, as the path of a field, and what is wrong there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,34 +100,32 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A complete answer for one captured graph on one cluster.
+class Provenance:
+    """What a plan was made for and with.
 
     graph_digest: `Graph.shape_digest` of the graph at max(micro_rows) rows.  structure_digest: equal for the same
-    model at other row counts.  micro_rows: rows of each micro-batch, in order; they differ by at most one.  step_ns:
-    simulated time of one step, optimizer included (of an asynchronous schedule: in its steady state).  bubble: idle
-    share of the devices in it, 0 to 1.  notes: what the planner wants said.  alternatives: what else was considered.
+    model at other row counts.  torch_version: of the release that captured it.  costs: where the costs of its ops
+    come from, "analytic" or "measured".
     """
 
     graph_digest: str
     structure_digest: str
     torch_version: str
+    costs: str = "analytic"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Everything that is decided, and nothing else: what a program is made from.
+
+    world: ranks that start, of which some may idle.  micro_rows: rows of each micro-batch, in order; they differ by at
+    most one.
+    """
+
     world: int
     stages: tuple[Stage, ...]
     micro_rows: tuple[int, ...]
     schedule: str
-    costs: str = "analytic"
-    step_ns: int = 0
-    bubble: float = 0.0
-    estimates: tuple[Estimate, ...] = ()
-    notes: tuple[str, ...] = ()
-    optimality: Optimality | None = None
-    alternatives: tuple[Alternative, ...] = ()
-    version: int = VERSION
-
-    def digest(self) -> str:
-        """Fingerprint of the whole plan: equal on every rank, or the ranks do not run the same thing."""
-        return hashlib.sha256(json.dumps(asdict(self), separators=(",", ":")).encode()).hexdigest()[:16]
 
     @property
     def copies(self) -> int:
@@ -136,6 +138,93 @@ class Plan:
             if rank in stage.ranks:
                 return index
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a decision would take, and what speaks for it; nothing that is run depends on it.
+
+    step_ns: simulated nanoseconds of one step, optimizer included (of an asynchronous schedule: in its steady state).
+    bubble: idle share of the devices in it, 0 to 1.  estimates: one for each stage, or none.  notes: what the planner
+    wants said.  alternatives: what else was considered.
+    """
+
+    step_ns: int = 0
+    bubble: float = 0.0
+    estimates: tuple[Estimate, ...] = ()
+    notes: tuple[str, ...] = ()
+    optimality: Optimality | None = None
+    alternatives: tuple[Alternative, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A complete answer for one captured graph on one cluster: for what, what is decided, and what it would take.
+
+    What is read most can be read from the plan itself.
+    """
+
+    provenance: Provenance
+    decision: Decision
+    report: Report = Report()
+
+    @property
+    def world(self) -> int:
+        """Ranks that start."""
+        return self.decision.world
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages, in the order of the pipeline."""
+        return self.decision.stages
+
+    @property
+    def micro_rows(self) -> tuple[int, ...]:
+        """Rows of each micro-batch."""
+        return self.decision.micro_rows
+
+    @property
+    def schedule(self) -> str:
+        """Name of the schedule."""
+        return self.decision.schedule
+
+    @property
+    def step_ns(self) -> int:
+        """Simulated nanoseconds of one step."""
+        return self.report.step_ns
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the devices in the simulated step, 0 to 1."""
+        return self.report.bubble
+
+    @property
+    def estimates(self) -> tuple[Estimate, ...]:
+        """What each stage would take; empty when nothing was estimated."""
+        return self.report.estimates
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the planner wants said."""
+        return self.report.notes
+
+    @property
+    def optimality(self) -> Optimality | None:
+        """How far from the best at most."""
+        return self.report.optimality
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """What else was considered."""
+        return self.report.alternatives
+
+    def digest(self) -> str:
+        """Fingerprint of the whole plan: equal on every rank, or the ranks do not run the same thing."""
+        return hashlib.sha256(json.dumps(asdict(self), separators=(",", ":")).encode()).hexdigest()[:16]
+
+    def with_notes(self, *notes: str) -> Plan:
+        """The plan with these notes after its own."""
+        return replace(self, report=replace(self.report, notes=self.notes + notes))
 
 
 def in_flight(schedule: str, stage: int, stages: int, micros: int) -> int:
@@ -151,47 +240,121 @@ def in_flight(schedule: str, stage: int, stages: int, micros: int) -> int:
 
 
 def check(plan: Plan, graph: Graph | None = None) -> Plan:
-    """Check a plan, and against its graph when given; return it.
+    """Check a plan, and its decision against its graph when given; return it.
 
-    1. Version, schedule and sizes are known and positive; ranks exist and no rank runs two stages.
-    2. Every op of the graph stands in at least one stage, and only ops of the graph do.
-    3. No value flows from a stage to an earlier one.
-    4. A recomputed group holds ops of its stage, each once.
-    5. All uses of a buffer that is updated stand in the stage that updates it: each stage has its own copy.
-    Raises PlanError.
+    The rules are those of `problems` and, with a graph, of `check_decision`.  Raises PlanError.
     """
-    if plan.version != VERSION:
-        raise PlanError(f"plan version {plan.version} cannot be read", why=f"this release reads version {VERSION}")
-    if plan.schedule not in ALL_SCHEDULES:
-        raise PlanError(f"unknown schedule {plan.schedule!r}", fix="use one of " + ", ".join(ALL_SCHEDULES))
-    if not plan.stages:
-        raise PlanError("the plan has no stages")
-    if not plan.micro_rows or min(plan.micro_rows) < 1:
-        raise PlanError("every micro-batch needs at least one row", where=f"micro_rows {list(plan.micro_rows)}")
-    used = [rank for stage in plan.stages for rank in stage.ranks]
-    if len(used) != len(set(used)):
-        raise PlanError("a rank runs more than one stage", where=f"ranks {used}")
-    if any(not stage.ranks for stage in plan.stages):
-        raise PlanError("a stage has no rank")
-    if any(rank < 0 or rank >= plan.world for rank in used):
-        raise PlanError(f"the plan uses a rank outside 0..{plan.world - 1}", where=f"ranks {used}")
-    for s, stage in enumerate(plan.stages):
-        again = [name for group in stage.recompute for name in group]
-        if len(again) > len(set(again)) or not set(again) <= set(stage.ops):
-            raise PlanError(f"stage {s} recomputes an op that it does not have, or one twice")
+    _refuse(problems(plan))
     if graph is not None:
-        _check_ops(plan, graph)
+        _check_ops(plan.decision, graph)
     return plan
 
 
-def _check_ops(plan: Plan, graph: Graph) -> None:
-    where = {name: s for s, stage in reversed(list(enumerate(plan.stages))) for name in stage.ops}
-    have = [set(stage.ops) for stage in plan.stages]
+def check_decision(decision: Decision, graph: Graph | None = None) -> Decision:
+    """Check what is decided, and against its graph when given; return it.
+
+    1. Nothing is wrong in itself (`decision_problems`).
+    2. Every op of the graph stands in at least one stage, and only ops of the graph do.
+    3. No value flows from a stage to an earlier one.
+    4. All uses of a buffer that is updated stand in the stage that updates it: each stage has its own copy.
+    Raises PlanError.
+    """
+    _refuse(decision_problems(decision))
+    if graph is not None:
+        _check_ops(decision, graph)
+    return decision
+
+
+def problems(plan: Plan) -> Iterator[Problem]:
+    """Everything that is wrong with a plan in itself, as (path, message); paths are those of a plan file."""
+    for section, found in (("decision", decision_problems(plan.decision)), ("report", _report_problems(plan))):
+        for path, message in found:
+            yield f"{section}.{path}", message
+
+
+def decision_problems(decision: Decision) -> Iterator[Problem]:
+    """Everything that is wrong with a decision in itself, as (path, message).
+
+    The schedule is known, sizes are positive, micro-batches differ by at most a row, ranks exist and none runs two
+    stages, no op stands twice in a stage, and what is recomputed are ops of the stage, each once.
+    """
+    if decision.world < 1:
+        yield "world", f"at least 1 rank is needed, not {decision.world}"
+    if decision.schedule not in ALL_SCHEDULES:
+        yield "schedule", f"unknown schedule {decision.schedule!r}; use one of {', '.join(ALL_SCHEDULES)}"
+    if not decision.stages:
+        yield "stages", "at least one stage is needed"
+    if not decision.micro_rows:
+        yield "micro_rows", "at least one micro-batch is needed"
+    for i, rows in enumerate(decision.micro_rows):
+        if rows < 1:
+            yield f"micro_rows[{i}]", f"a micro-batch needs at least 1 row, not {rows}"
+    if decision.micro_rows and max(decision.micro_rows) - min(decision.micro_rows) > 1:
+        yield "micro_rows", f"micro-batches differ by at most one row, not {_some(decision.micro_rows)}"
+    yield from _rank_problems(decision)
+    for s, stage in enumerate(decision.stages):
+        yield from _op_problems(s, stage)
+
+
+def _rank_problems(decision: Decision) -> Iterator[Problem]:
+    taken: dict[int, int] = {}
+    for s, stage in enumerate(decision.stages):
+        if not stage.ranks:
+            yield f"stages[{s}].ranks", "a stage needs a rank"
+        for i, rank in enumerate(stage.ranks):
+            if not 0 <= rank < decision.world:
+                yield f"stages[{s}].ranks[{i}]", f"rank {rank} is outside 0..{decision.world - 1}"
+            elif taken.setdefault(rank, s) != s or rank in stage.ranks[:i]:
+                yield f"stages[{s}].ranks[{i}]", f"rank {rank} already runs stage {taken[rank]}"
+
+
+def _op_problems(s: int, stage: Stage) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for i, name in enumerate(stage.ops):
+        if name in seen:
+            yield f"stages[{s}].ops[{i}]", f"op {name} stands twice in this stage"
+        seen.add(name)
+    again = [name for group in stage.recompute for name in group]
+    if len(again) > len(set(again)) or not seen.issuperset(again):
+        yield f"stages[{s}].recompute", "names an op twice, or one that is not in the stage"
+
+
+def _report_problems(plan: Plan) -> Iterator[Problem]:
+    report, stages = plan.report, plan.decision.stages
+    if report.estimates and len(report.estimates) != len(stages):
+        yield "estimates", f"{len(report.estimates)} estimates for {len(stages)} stages; give one each or none"
+    for s, estimate in enumerate(report.estimates):
+        for name, amount in asdict(estimate).items():
+            if amount < 0:
+                yield f"estimates[{s}].{name}", f"must not be negative, not {amount}"
+    if report.step_ns < 0:
+        yield "step_ns", f"must not be negative, not {report.step_ns}"
+    if not 0 <= report.bubble <= 1:
+        yield "bubble", f"must be a share between 0 and 1, not {report.bubble}"
+
+
+def _some(numbers: tuple[int, ...], most: int = 20) -> str:
+    """A list of numbers, cut where it is long."""
+    return str(list(numbers)) if len(numbers) <= most else f"{list(numbers[:most])} ..."
+
+
+def _refuse(found: Iterator[Problem]) -> None:
+    """Raise PlanError for the first problem, and count the others."""
+    first = next(found, None)
+    if first is not None:
+        path, message = first
+        more = sum(1 for _ in found)
+        raise PlanError(f"the plan is not valid: {message}", where=path, why=f"{more} more problems" if more else "")
+
+
+def _check_ops(decision: Decision, graph: Graph) -> None:
+    where = {name: s for s, stage in reversed(list(enumerate(decision.stages))) for name in stage.ops}
+    have = [set(stage.ops) for stage in decision.stages]
     names = {op.name for op in graph.ops}
     for extra in set(where) - names:
-        raise PlanError(f"the plan names op {extra}, which the graph does not have", fix=_AGAIN)
+        raise PlanError(f"the plan names op {extra}, which the graph does not have", fix=AGAIN)
     for missing in sorted(names - set(where)):
-        raise PlanError(f"op {missing} of the graph stands in no stage", fix=_AGAIN)
+        raise PlanError(f"op {missing} of the graph stands in no stage", fix=AGAIN)
     _check_updates(graph, have)
     writer = graph.writer()
     for op in graph.ops:

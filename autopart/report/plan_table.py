@@ -118,7 +118,9 @@ def _footer(plan: Plan) -> list[str]:
     used = sum(len(stage.ranks) for stage in plan.stages)
     idle = f", {plan.world - used} idle" if plan.world > used else ""
     micros, stages = _many(len(plan.micro_rows), "micro-batch", "es"), _many(len(plan.stages), "stage")
-    copies = f", {plan.copies} copies of the pipeline" if plan.copies > 1 and len(plan.stages) > 1 else ""
+    copies = (
+        f", {plan.decision.copies} copies of the pipeline" if plan.decision.copies > 1 and len(plan.stages) > 1 else ""
+    )
     lines = [
         f"schedule {plan.schedule}, {micros} of {_rows(plan)}, {stages} on {_many(plan.world, 'rank')}{copies}{idle}"
     ]
@@ -130,7 +132,7 @@ def _footer(plan: Plan) -> list[str]:
         lines.append(f"{proof}: no plan between the planner's blocks takes less than {_ms(bound.lower_bound)} ms")
     if plan.estimates:
         lines.append("memory in MiB; GFLOP, ms, in and out for one micro-batch")
-        lines.append(COST_SOURCES.get(plan.costs, f"op costs: {plan.costs}"))
+        lines.append(COST_SOURCES.get(plan.provenance.costs, f"op costs: {plan.provenance.costs}"))
     for other in plan.alternatives:
         time = f"{_ms(other.step_ns)} ms, " if other.step_ns else ""
         lines.append(f"instead of this, {other.name}: {time}{other.why}")

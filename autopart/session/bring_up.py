@@ -132,5 +132,5 @@ def evaluation_lane(started: Started, mode: str, batch: Batch) -> Executor:
     """A lane for "loss" or "predict" along the stages of the training plan.  Collective."""
     setting, plan = started.setting, started.plan
     captured = setting.capturer(batch, batch.rows or 1, mode)
-    stages = project_plan(captured.graph, started.lane.graph, plan)
+    stages = project_plan(captured.graph, started.lane.graph, plan.decision)
     return Executor(setting, mode, captured, plan, stages, WHOLE)

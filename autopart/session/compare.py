@@ -141,7 +141,7 @@ def verify_step(
         result: Verification | None = None
         if pipe.rank == home:
             assert expected is not None
-            stages = {name: plan.stage_of_rank(rank) for name, rank in started.owners.items()}
+            stages = {name: plan.decision.stage_of_rank(rank) for name, rank in started.owners.items()}
             result = _compare(found, expected, stages, _precision(graph), tolerance, reference)
         return _from_json(started.world.broadcast_json(asdict(result) if result else None, home))
 

@@ -55,8 +55,8 @@ class Executor:
         weight: LossReduction,
     ) -> None:
         self._setting, self._mode, self.first, self.weight = setting, mode, first, weight
-        self._plan = replace(plan, stages=tuple(stages))
-        self._stage = self._plan.stage_of_rank(setting.world.rank)
+        self._decision = replace(plan.decision, stages=tuple(stages))
+        self._stage = self._decision.stage_of_rank(setting.world.rank)
         self._codes: dict[int, StageModule] = {}
         self._counts: dict[int, StageModule] = {}
         self._specs: dict[int, dict[str, Spec]] = {}
@@ -93,7 +93,7 @@ class Executor:
     def rank_of_output(self, value: str) -> int:
         """The rank that computes an output."""
         writer = self.graph.writer()[value]
-        return next(stage.ranks[0] for stage in self._plan.stages if writer in stage.ops)
+        return next(stage.ranks[0] for stage in self._decision.stages if writer in stage.ops)
 
     def run(
         self, batch: Batch, micro_rows: tuple[int, ...], weights: Sequence[float], key: tuple[int, int]
@@ -128,7 +128,7 @@ class Executor:
         graph, device = captured.graph, self._setting.world.device
         self._specs[rows] = {v.name: Spec(v.shape, getattr(torch, v.dtype)) for v in graph.values}
         if self._stage is not None:
-            code = stage_module(captured, self.program(1), self._stage, self._plan.stages[self._stage].ops, device)
+            code = stage_module(captured, self.program(1), self._stage, self._decision.stages[self._stage].ops, device)
             self._setting.tensors.hold(code.held, captured.tensors)
             self._codes[rows] = code
         value = self.weight.value
@@ -139,9 +139,9 @@ class Executor:
 
     def program(self, micros: int) -> Program:
         """The verified program for `micros` micro-batches."""
-        plan = replace(self._plan, micro_rows=(1,) * micros)
-        program = route(plan, self.graph)
-        return check_program(program, plan.schedule) if self.train else forward_program(program)
+        decision = replace(self._decision, micro_rows=(1,) * micros)
+        program = route(decision, self.graph)
+        return check_program(program, decision.schedule) if self.train else forward_program(program)
 
     def _engine(self, micros: int) -> Engine:
         if micros not in self._engines:

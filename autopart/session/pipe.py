@@ -140,7 +140,7 @@ class Pipe:
         self._started = start(self._capturer, batch, self._cluster, self._options)
         self._world = self._started.world
         self._lanes["step"] = self._started.lane
-        stage = self.plan.stage_of_rank(self._here.rank)
+        stage = self.plan.decision.stage_of_rank(self._here.rank)
         set_rank_label(f"stage {stage}" if stage is not None else "idle")
 
     def _lane(self, mode: str, batch: Batch) -> Executor:

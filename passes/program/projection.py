@@ -11,11 +11,11 @@ from collections.abc import Mapping
 
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph, Op
-from autopart.ir.plan import Plan, Stage
+from autopart.ir.plan import Decision, Stage
 from autopart.passes.graph.atoms import atoms
 
 
-def project_plan(graph: Graph, trained: Graph, plan: Plan) -> tuple[Stage, ...]:
+def project_plan(graph: Graph, trained: Graph, plan: Decision) -> tuple[Stage, ...]:
     """Stages for `graph` (evaluation) from `plan`, which was made for `trained`.  O(ops).
 
     Holds after: every op stands in a stage, no value flows back, and every trainable or updated tensor is read only on
@@ -39,7 +39,7 @@ def project_plan(graph: Graph, trained: Graph, plan: Plan) -> tuple[Stage, ...]:
     )
 
 
-def _holders(trained: Graph, plan: Plan) -> dict[str, list[int]]:
+def _holders(trained: Graph, plan: Decision) -> dict[str, list[int]]:
     """For each parameter and updated buffer, the stages that hold it."""
     updated = {buffer for buffer, _ in trained.updates}
     fixed = {p.name for p in trained.params if p.kind == "param"} | updated
@@ -52,7 +52,7 @@ def _holders(trained: Graph, plan: Plan) -> dict[str, list[int]]:
     return holders
 
 
-def _module_stages(trained: Graph, plan: Plan) -> dict[str, int]:
+def _module_stages(trained: Graph, plan: Decision) -> dict[str, int]:
     """The stage where most of a module's ops run."""
     counts: dict[str, Counter[int]] = {}
     ops = trained.op_map()

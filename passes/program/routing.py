@@ -10,7 +10,7 @@ from itertools import count
 
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import Plan
+from autopart.ir.plan import Decision
 from autopart.ir.program import Action, Edge, Program
 from autopart.passes.program.schedules import order
 
@@ -19,22 +19,25 @@ Tied = tuple[tuple[str, tuple[int, ...]], ...]
 """Parameters that several stages use, with those stages."""
 
 
-def route(plan: Plan, graph: Graph) -> Program:
+def route(decision: Decision, graph: Graph) -> Program:
     """The whole program of one step: computes, messages, and the sums of tied gradients.
 
-    Before: `plan.check(plan, graph)` holds.  After, on the rank of each stage: receives from all sources stand right
-    before the F or B that needs them and sends right behind the one that makes them, peers ascending; T is last.  A
+    Before: `plan.check_decision(decision, graph)` holds.  After, on the rank of each stage: receives from all sources
+    stand right before the F or B that needs them and sends right behind the one that makes them, peers ascending; T is
+    last.  A
     directed pair of stages carries activations (to the later stage) or gradients (to the earlier one), never both, in
     the order of the computes on both ends, so each is one first-in first-out channel.  A stage runs on the first of
     its ranks.  O(reads + actions).
     """
-    links, shared = edges(plan, graph), tied(plan, graph)
-    ranks: list[tuple[Action, ...]] = [()] * plan.world
-    orders = order(len(plan.stages), len(plan.micro_rows), plan.schedule)
-    for stage, text, acts in zip(plan.stages, orders, comm_template(len(plan.stages), links, shared), strict=True):
+    links, shared = edges(decision, graph), tied(decision, graph)
+    ranks: list[tuple[Action, ...]] = [()] * decision.world
+    orders = order(len(decision.stages), len(decision.micro_rows), decision.schedule)
+    for stage, text, acts in zip(
+        decision.stages, orders, comm_template(len(decision.stages), links, shared), strict=True
+    ):
         ranks[stage.ranks[0]] = _numbered(text, acts)
-    stage_ranks = tuple(stage.ranks[0] for stage in plan.stages)
-    return Program(len(plan.micro_rows), stage_ranks, tuple(ranks), links, shared)
+    stage_ranks = tuple(stage.ranks[0] for stage in decision.stages)
+    return Program(len(decision.micro_rows), stage_ranks, tuple(ranks), links, shared)
 
 
 def _numbered(text: str, acts: CommTemplate) -> tuple[Action, ...]:
@@ -76,7 +79,7 @@ def comm_template(stages: int, links: tuple[Edge, ...], shared: Tied) -> tuple[C
     )
 
 
-def edges(plan: Plan, graph: Graph) -> tuple[Edge, ...]:
+def edges(decision: Decision, graph: Graph) -> tuple[Edge, ...]:
     """What flows from stage to stage for each micro-batch, ascending by (src, dst).
 
     A value that a stage reads and does not write comes from the first stage that writes it; a graph input comes from
@@ -84,13 +87,13 @@ def edges(plan: Plan, graph: Graph) -> tuple[Edge, ...]:
     where they are written.  Values stand in order of graph inputs, then of writing.  Raises PlanError when an op that
     must run once stands in two stages, or a value would flow back.  O(reads).
     """
-    home = _homes(plan, graph)
+    home = _homes(decision, graph)
     writer = {w: op.name for op in graph.ops for w in op.writes}
     place = {name: i for i, name in enumerate((*graph.inputs, *writer))}
     grad = {v.name for v in graph.values if v.grad and v.name in writer}
     ops = graph.op_map()
     needed: dict[tuple[int, int], set[str]] = {}
-    for t, stage in enumerate(plan.stages):
+    for t, stage in enumerate(decision.stages):
         own = {w for name in stage.ops for w in ops[name].writes}
         for read in {r for name in stage.ops for r in ops[name].reads} - own:
             source = home[writer[read]] if read in writer else 0
@@ -105,13 +108,13 @@ def edges(plan: Plan, graph: Graph) -> tuple[Edge, ...]:
     return tuple(result)
 
 
-def _homes(plan: Plan, graph: Graph) -> dict[str, int]:
+def _homes(decision: Decision, graph: Graph) -> dict[str, int]:
     """The first stage of each op; an op in several must be one that can be repeated."""
     home: dict[str, int] = {}
     ops = graph.op_map()
     single = {v.name for v in graph.values if v.grad} | {value for _, value in graph.updates}
     learned = {p.name for p in graph.params if p.trainable} | {buffer for buffer, _ in graph.updates}
-    for s, stage in enumerate(plan.stages):
+    for s, stage in enumerate(decision.stages):
         for name in stage.ops:
             op = ops[name]
             if name in home and (op.random or not single.isdisjoint(op.writes) or not learned.isdisjoint(op.params)):
@@ -124,11 +127,11 @@ def _homes(plan: Plan, graph: Graph) -> dict[str, int]:
     return home
 
 
-def tied(plan: Plan, graph: Graph) -> Tied:
+def tied(decision: Decision, graph: Graph) -> Tied:
     """Trainable parameters that several stages use, with those stages; in the order of `graph.params`.  O(uses)."""
     ops = graph.op_map()
     users: dict[str, set[int]] = {}
-    for s, stage in enumerate(plan.stages):
+    for s, stage in enumerate(decision.stages):
         for name in stage.ops:
             for param in ops[name].params:
                 users.setdefault(param, set()).add(s)

@@ -63,7 +63,7 @@ def certified(verdict: Evaluation, seconds: float) -> Certificate:
         return Certificate(relaxation_bound_ns(line, critical_path(line)), False, n, stages, time.monotonic() - started)
     from autopart.passes.proof.exact import Limits, certify  # it takes half a second, and few plans need it
 
-    place = {name: s for s, stage in enumerate(verdict.plan.stages) for name in stage.ops}
+    place = {name: s for s, stage in enumerate(verdict.decision.stages) for name in stage.ops}
     hint = [place[block.name] for block in verdict.space.line.blocks.ops]
     left = max(0.0, seconds - (time.monotonic() - started))
     found = certify(line, hint=hint, limits=Limits(left, workers=1, seed=SEED)).optimality
@@ -78,7 +78,7 @@ def settles(request: PlanRequest, cluster: Cluster) -> bool:
 
 def positions(verdict: Evaluation) -> PipelineModel:
     """The verdict's stages as positions, its blocks as items.  O(stages * ops)."""
-    space, plan = verdict.space, verdict.plan
+    space, plan = verdict.space, verdict.decision
     setting, request, blocks = space.setting, space.request, space.line.blocks
     micros, count = len(plan.micro_rows), len(plan.stages)
     times, live_bytes = [], []

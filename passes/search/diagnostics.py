@@ -67,9 +67,9 @@ def _alternative(name: str, verdict: Evaluation, best: Evaluation) -> Alternativ
             name, 0, f"does not fit: {mib(verdict.over_bytes)} too much on a device of stage {verdict.stage}"
         )
     slower = verdict.step_ns / best.step_ns - 1 if best.step_ns else 0.0
-    longest = max(range(len(verdict.plan.estimates)), key=lambda s: _busy(verdict, s))
-    share = _busy(verdict, longest) * len(verdict.plan.micro_rows) / max(1, verdict.step_ns)
-    reduce = max(e.reduce_ns for e in verdict.plan.estimates) / max(1, verdict.step_ns)
+    longest = max(range(len(verdict.estimates)), key=lambda s: _busy(verdict, s))
+    share = _busy(verdict, longest) * len(verdict.decision.micro_rows) / max(1, verdict.step_ns)
+    reduce = max(e.reduce_ns for e in verdict.estimates) / max(1, verdict.step_ns)
     reason = (
         f"sums of gradients take {reduce:.0%} of it" if reduce > 0.1 else f"its slowest stage is busy {share:.0%} of it"
     )
@@ -77,7 +77,7 @@ def _alternative(name: str, verdict: Evaluation, best: Evaluation) -> Alternativ
 
 
 def _busy(verdict: Evaluation, s: int) -> int:
-    return verdict.plan.estimates[s].fwd_ns + verdict.plan.estimates[s].bwd_ns
+    return verdict.estimates[s].fwd_ns + verdict.estimates[s].bwd_ns
 
 
 # ---- nothing fits --------------------------------------------------------------------------------------------------
@@ -93,8 +93,8 @@ def infeasible(found: SearchResult, space: SearchSpace, retry: Retry) -> Infeasi
             why="memory aside: a stage takes whole blocks, and a replica at least one row of every micro-batch",
             fix=_change(space, retry, None),
         )
-    stage, plan = nearest.stage, nearest.plan
-    e = plan.estimates[stage]
+    stage, plan = nearest.stage, nearest.decision
+    e = nearest.estimates[stage]
     limit = cluster.least_memory_bytes(plan.stages[stage].ranks)
     a, b, _, _ = nearest.candidate.division.ranges()[stage]
     first, last = space.line.blocks.ops[a], space.line.blocks.ops[b - 1]

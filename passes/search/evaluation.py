@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from autopart.ir.plan import Plan, Stage
+from autopart.ir.plan import Decision, Estimate, Stage
 from autopart.passes.program.routing import edges, tied
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import Partition
@@ -20,7 +20,7 @@ from autopart.passes.simulation.estimate import (
     seats,
     simulated_ns,
     stage_estimate,
-    with_estimates,
+    stage_estimates,
 )
 
 
@@ -46,12 +46,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """space: whose blocks these are.  plan: over blocks, with estimates.  step_ns: simulated.  over_bytes: by how much
-    the worst device's memory is exceeded, 0 when all fit; stage: the worst one."""
+    """space: whose blocks these are.  decision: over blocks; estimates: of its stages.  step_ns: simulated.
+    over_bytes: by how much the worst device's memory is exceeded, 0 when all fit; stage: the worst one."""
 
     space: SearchSpace
     candidate: Candidate
-    plan: Plan
+    decision: Decision
+    estimates: tuple[Estimate, ...]
     step_ns: int
     over_bytes: int
     stage: int
@@ -98,24 +99,25 @@ class Evaluator:
             for (a, b, _, _), ranks in zip(candidate.division.ranges(), candidate.ranks, strict=True)
         )
         world, recompute = self.setting.cluster.world, self.space.request.recompute
-        plan = Plan("", "", "", world, stages, candidate.micro_rows, candidate.schedule)
-        links, shared = edges(plan, blocks), tied(plan, blocks)
+        decision = Decision(world, stages, candidate.micro_rows, candidate.schedule)
+        links, shared = edges(decision, blocks), tied(decision, blocks)
         if recompute == "all" and self.space.request.may_recompute:
-            plan = replace(plan, stages=tuple(replace(s, recompute=(s.ops,)) for s in stages))
-        known = with_estimates(plan, links, self.setting)
-        over = self._over(known)
+            decision = replace(decision, stages=tuple(replace(s, recompute=(s.ops,)) for s in stages))
+        estimates = stage_estimates(decision, links, self.setting)
+        over = self._over(decision, estimates)
         if max(over) > 0 and self.space.request.may_recompute:  # before it is simulated: memory needs no time
-            sizes = message_bytes(links, self.setting.book(max(plan.micro_rows), 0))
-            seated = zip(seats(plan, sizes), over, strict=True)
+            sizes = message_bytes(links, self.setting.book(max(decision.micro_rows), 0))
+            seated = zip(seats(decision, sizes), over, strict=True)
             leaner = tuple([self._lean(seat) if excess > 0 else seat.stage for seat, excess in seated])
-            known = with_estimates(replace(plan, stages=leaner), links, self.setting)
-            over = self._over(known)
-        step = simulated_ns(known, links, shared, self.setting)
+            decision = replace(decision, stages=leaner)
+            estimates = stage_estimates(decision, links, self.setting)
+            over = self._over(decision, estimates)
+        step = simulated_ns(decision, estimates, links, shared, self.setting)
         worst = max(range(len(over)), key=lambda s: over[s])
-        return Evaluation(self.space, candidate, known, step, max(0, over[worst]), worst)
+        return Evaluation(self.space, candidate, decision, estimates, step, max(0, over[worst]), worst)
 
-    def _over(self, plan: Plan) -> list[int]:
-        return [e.peak_bytes - self._limit(stage) for e, stage in zip(plan.estimates, plan.stages, strict=True)]
+    def _over(self, decision: Decision, estimates: tuple[Estimate, ...]) -> list[int]:
+        return [e.peak_bytes - self._limit(stage) for e, stage in zip(estimates, decision.stages, strict=True)]
 
     def _limit(self, stage: Stage) -> int:
         return self.setting.cluster.least_memory_bytes(stage.ranks) - self._spare_bytes

@@ -11,27 +11,27 @@ from heapq import heapify, heappop, heappush
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.graph import Graph
-from autopart.ir.plan import ASYNC, Plan, Stage
-from autopart.ir.plan import check as check_plan
+from autopart.ir.plan import ASYNC, Decision, Estimate, Report, Stage, check_decision
 from autopart.passes.program.routing import edges, route
 from autopart.passes.program.verify import check_program
 from autopart.passes.search.diagnostics import alternatives
 from autopart.passes.search.evaluation import Evaluation, Evaluator
 from autopart.passes.search.search import SearchResult
 from autopart.passes.search.space import PlanRequest, SearchSpace
-from autopart.passes.simulation.estimate import CostContext, estimate, with_estimates
+from autopart.passes.simulation.estimate import CostContext, estimate, stage_estimates
 
 TIGHTER = 3
 """Times that a plan is judged again with more left free."""
 
 
 def finalize(
-    found: SearchResult, graph: Graph, setting: CostContext, frame: Plan, line: SearchSpace
-) -> tuple[Plan, Evaluation] | None:
-    """The fastest of the plans found that also fits, and whose program is proven, over captured ops; its verdict.
+    found: SearchResult, graph: Graph, setting: CostContext, line: SearchSpace
+) -> tuple[Decision, Report, Evaluation] | None:
+    """The fastest of the plans found that also fits, and whose program is proven, over captured ops; what it would
+    take, and its verdict.
 
-    Before: found.best is set.  frame: a plan for `graph` to be filled in.  line: the blocks that were cut.  None when
-    no plan fits.  O(found * (ops + uses)), and the program of the one that is taken.
+    Before: found.best is set.  line: the blocks that were cut.  None when no plan fits.  O(found * (ops + uses)), and
+    the program of the one that is taken.
     """
     assert found.best is not None
     verdicts = {verdict.key: verdict for verdict in (found.best, *found.seen)}
@@ -39,47 +39,51 @@ def finalize(
     heapify(queue)
     while queue:
         _, i, spare, turn, verdict = heappop(queue)
-        plan = replace(
-            frame,
-            stages=lower_to_ops(verdict.plan, verdict.space.line.blocks, graph),
-            micro_rows=verdict.candidate.micro_rows,
-            schedule=verdict.candidate.schedule,
+        decision = check_decision(
+            Decision(
+                world=setting.cluster.world,
+                stages=lower_to_ops(verdict.decision.stages, verdict.space.line.blocks, graph),
+                micro_rows=verdict.candidate.micro_rows,
+                schedule=verdict.candidate.schedule,
+            ),
+            graph,
         )
-        known = with_estimates(check_plan(plan, graph), edges(plan, graph), setting)
-        if _fits(known, setting.cluster):  # asked first, for to route and to prove a long program takes longer
-            plan = estimate(plan, check_program(route(plan, graph), plan.schedule), setting)
-            notes = _notes(plan, line.line.n, line.request, graph)
-            return replace(plan, notes=notes, alternatives=alternatives(replace(found, best=verdict))), verdict
+        estimates = stage_estimates(decision, edges(decision, graph), setting)
+        if _fits(decision, estimates, setting.cluster):  # first, for to route and to prove a long program takes longer
+            report = estimate(decision, check_program(route(decision, graph), decision.schedule), setting)
+            notes = _notes(decision, line.line.n, line.request, graph)
+            others = alternatives(replace(found, best=verdict))
+            return decision, replace(report, notes=notes, alternatives=others), verdict
         if line.request.may_recompute and turn < TIGHTER:
-            spare = _unsaid_bytes(known, verdict.plan)  # more than the last time, since it was not enough
+            spare = _unsaid_bytes(estimates, verdict.estimates)  # more than the last time, since it was not enough
             again = Evaluator(verdict.space, spare)(verdict.candidate)
             if again.fits:
                 heappush(queue, (again.step_ns, i, spare, turn + 1, again))
     return None
 
 
-def _fits(plan: Plan, cluster: Cluster) -> bool:
+def _fits(decision: Decision, estimates: tuple[Estimate, ...], cluster: Cluster) -> bool:
     """Whether no device is asked for more memory than it has."""
     return all(
         e.peak_bytes <= cluster.least_memory_bytes(stage.ranks)
-        for e, stage in zip(plan.estimates, plan.stages, strict=True)
+        for e, stage in zip(estimates, decision.stages, strict=True)
     )
 
 
-def _unsaid_bytes(known: Plan, blocks: Plan) -> int:
+def _unsaid_bytes(known: tuple[Estimate, ...], blocks: tuple[Estimate, ...]) -> int:
     """The most that a stage needs over captured ops and not over blocks."""
-    return max(e.peak_bytes - said.peak_bytes for e, said in zip(known.estimates, blocks.estimates, strict=True))
+    return max(e.peak_bytes - said.peak_bytes for e, said in zip(known, blocks, strict=True))
 
 
-def lower_to_ops(plan: Plan, blocks: Graph, captured: Graph) -> tuple[Stage, ...]:
-    """The stages of a plan over blocks as stages of captured ops, in captured order.
+def lower_to_ops(over_blocks: tuple[Stage, ...], blocks: Graph, captured: Graph) -> tuple[Stage, ...]:
+    """Stages over blocks as stages of captured ops, in captured order.
 
     A block that is recomputed takes its own copies of free ops along, but an op is recomputed once.
     """
     parts = {op.name: op.parts or (op.name,) for op in blocks.ops}
     place = {op.name: i for i, op in enumerate(captured.ops)}
     stages = []
-    for stage in plan.stages:
+    for stage in over_blocks:
         ops = {part for name in stage.ops for part in parts[name]}
         seen: set[str] = set()
         groups = []
@@ -91,7 +95,7 @@ def lower_to_ops(plan: Plan, blocks: Graph, captured: Graph) -> tuple[Stage, ...
     return tuple(stages)
 
 
-def _notes(plan: Plan, blocks: int, request: PlanRequest, graph: Graph) -> tuple[str, ...]:
+def _notes(plan: Decision, blocks: int, request: PlanRequest, graph: Graph) -> tuple[str, ...]:
     used = sum(len(stage.ranks) for stage in plan.stages)
     notes = []
     if used < plan.world:

@@ -19,11 +19,11 @@ weights and state, at memory speed.  Clones count in every stage that runs them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from autopart.ir.cluster import Cluster, Device
 from autopart.ir.graph import Graph, Op
-from autopart.ir.plan import ASYNC, Estimate, Plan, Stage, in_flight
+from autopart.ir.plan import ASYNC, Decision, Estimate, Report, Stage, in_flight
 from autopart.ir.program import Edge, Program
 from autopart.ir.timeline import Timeline
 from autopart.passes.ops.cost_model import CostsAt
@@ -31,6 +31,9 @@ from autopart.passes.program.routing import Tied, comm_template
 from autopart.passes.program.schedules import order
 from autopart.passes.simulation.simulate import Message, Work, ordered_ns, simulate, step_ns
 from autopart.passes.simulation.traffic import PortLoad, bundle, ring
+
+Estimates = tuple[Estimate, ...]
+"""Of each stage, in order."""
 
 LONG = 20_000
 """Actions of a program from which on candidates are judged by a shorter one."""
@@ -125,40 +128,42 @@ def copying_ns(size_bytes: int, devices: Sequence[Device]) -> int:
     return int(4 * size_bytes * 1e9 / min(rates)) if rates else 0
 
 
-def estimate(plan: Plan, program: Program, setting: CostContext) -> Plan:
-    """The plan with `estimates` (bytes and nanoseconds), `step_ns` and `bubble` (a fraction) filled in.
+def estimate(decision: Decision, program: Program, setting: CostContext) -> Report:
+    """`estimates` (bytes and nanoseconds), `step_ns` and `bubble` (a fraction) of a decision.
 
-    Before: program is the plan's, verified.  step_ns of an asynchronous schedule is micro-batches times the slowest
-    stage, its steady state (PipeDream, section 3.1).  bubble: idle share of the ranks that run a stage; the sums of
-    gradients and the optimizer count as idle.  O(uses + actions).
+    Before: program is the decision's, verified.  step_ns of an asynchronous schedule is micro-batches times the
+    slowest stage, its steady state (PipeDream, section 3.1).  bubble: idle share of the ranks that run a stage; the
+    sums of gradients and the optimizer count as idle.  O(uses + actions).
     """
-    known = with_estimates(plan, program.edges, setting)
-    if plan.schedule == ASYNC:
-        return replace(known, step_ns=steady_ns(known), bubble=0.0)
-    step = step_ns(program, work_of(known, program, setting))
-    busy = program.micros * sum(e.fwd_ns + e.bwd_ns for e in known.estimates)
-    whole = step * len(plan.stages)
-    return replace(known, step_ns=step, bubble=max(0.0, 1 - busy / whole) if whole else 0.0)
+    estimates = stage_estimates(decision, program.edges, setting)
+    if decision.schedule == ASYNC:
+        return Report(steady_ns(decision, estimates), 0.0, estimates)
+    step = step_ns(program, work_of(decision, estimates, program, setting))
+    busy = program.micros * sum(e.fwd_ns + e.bwd_ns for e in estimates)
+    whole = step * len(decision.stages)
+    return Report(step, max(0.0, 1 - busy / whole) if whole else 0.0, estimates)
 
 
-def with_estimates(plan: Plan, links: tuple[Edge, ...], setting: CostContext) -> Plan:
-    """The plan with `estimates` (bytes and nanoseconds); links: its edges (`route.edges`).  O(uses)."""
-    sizes = message_bytes(links, setting.book(max(plan.micro_rows), 0))
-    return replace(plan, estimates=tuple([setting.estimate(seat) for seat in seats(plan, sizes)]))
+def stage_estimates(decision: Decision, links: tuple[Edge, ...], setting: CostContext) -> Estimates:
+    """The estimate of each stage (bytes and nanoseconds); links: its edges (`routing.edges`).  O(uses)."""
+    sizes = message_bytes(links, setting.book(max(decision.micro_rows), 0))
+    return tuple([setting.estimate(seat) for seat in seats(decision, sizes)])
 
 
-def simulated_ns(plan: Plan, links: tuple[Edge, ...], shared: Tied, setting: CostContext) -> int:
-    """Nanoseconds of the step of a plan that has estimates.  links, shared: edges and tied parameters (`route`).
+def simulated_ns(
+    decision: Decision, estimates: Estimates, links: tuple[Edge, ...], shared: Tied, setting: CostContext
+) -> int:
+    """Nanoseconds of the step.  estimates: of its stages.  links, shared: edges and tied parameters (`routing`).
 
     Of a long program two short ones are played instead (`played`); the other micro-batches follow at the same pace.
     """
-    stages, micros = len(plan.stages), len(plan.micro_rows)
-    if plan.schedule == ASYNC:
-        return steady_ns(plan)
-    counts = played(stages, micros, plan.schedule)
-    acts, ranks = comm_template(stages, links, shared), [stage.ranks[0] for stage in plan.stages]
-    work = _work(plan, links, shared, setting)
-    times = [ordered_ns(order(stages, count, plan.schedule), acts, ranks, work) for count in counts]
+    stages, micros = len(decision.stages), len(decision.micro_rows)
+    if decision.schedule == ASYNC:
+        return steady_ns(decision, estimates)
+    counts = played(stages, micros, decision.schedule)
+    acts, ranks = comm_template(stages, links, shared), [stage.ranks[0] for stage in decision.stages]
+    work = _work(decision, estimates, links, shared, setting)
+    times = [ordered_ns(order(stages, count, decision.schedule), acts, ranks, work) for count in counts]
     if len(counts) == 1:
         return times[0]
     return times[1] + (times[1] - times[0]) * (micros - counts[1]) // (counts[1] - counts[0])
@@ -171,16 +176,16 @@ def played(stages: int, micros: int, schedule: str) -> tuple[int, ...]:
     return (full, 2 * full) if 6 * stages * micros > LONG and 3 * full < micros else (micros,)
 
 
-def steady_ns(plan: Plan) -> int:
+def steady_ns(decision: Decision, estimates: Estimates) -> int:
     """Nanoseconds of all micro-batches when nothing is flushed: the slowest stage sets the pace, its replicas take
     turns."""
-    return len(plan.micro_rows) * max(e.fwd_ns + e.bwd_ns + e.reduce_ns + e.optimizer_ns for e in plan.estimates)
+    return len(decision.micro_rows) * max(e.fwd_ns + e.bwd_ns + e.reduce_ns + e.optimizer_ns for e in estimates)
 
 
-def timeline_of(plan: Plan, program: Program, setting: CostContext) -> Timeline:
-    """The simulated step of a plan, in nanoseconds and bytes."""
-    known = with_estimates(plan, program.edges, setting)
-    return simulate(program, work_of(known, program, setting))
+def timeline_of(decision: Decision, program: Program, setting: CostContext) -> Timeline:
+    """The simulated step of a decision, in nanoseconds and bytes."""
+    estimates = stage_estimates(decision, program.edges, setting)
+    return simulate(program, work_of(decision, estimates, program, setting))
 
 
 def message_bytes(links: tuple[Edge, ...], book: GraphIndex) -> dict[Message, int]:
@@ -190,25 +195,27 @@ def message_bytes(links: tuple[Edge, ...], book: GraphIndex) -> dict[Message, in
     return sizes | {(e.dst, e.src, "B"): sum([size[v] for v in e.grads]) for e in links if e.grads}
 
 
-def work_of(plan: Plan, program: Program, setting: CostContext) -> Work:
-    """What the simulator needs, in nanoseconds and bytes, from a plan that has estimates."""
-    return _work(plan, program.edges, program.tied, setting)
+def work_of(decision: Decision, estimates: Estimates, program: Program, setting: CostContext) -> Work:
+    """What the simulator needs, in nanoseconds and bytes.  estimates: of the stages."""
+    return _work(decision, estimates, program.edges, program.tied, setting)
 
 
-def _work(plan: Plan, links: tuple[Edge, ...], shared: Tied, setting: CostContext) -> Work:
-    ranks = [stage.ranks for stage in plan.stages]
-    book = setting.book(max(plan.micro_rows), 0)
+def _work(
+    decision: Decision, estimates: Estimates, links: tuple[Edge, ...], shared: Tied, setting: CostContext
+) -> Work:
+    ranks = [stage.ranks for stage in decision.stages]
+    book = setting.book(max(decision.micro_rows), 0)
     return Work(
-        fwd_ns=tuple(e.fwd_ns for e in plan.estimates),
-        bwd_ns=tuple(e.bwd_ns for e in plan.estimates),
-        held_bytes=tuple(e.activation_bytes for e in plan.estimates),
+        fwd_ns=tuple(e.fwd_ns for e in estimates),
+        bwd_ns=tuple(e.bwd_ns for e in estimates),
+        held_bytes=tuple(e.activation_bytes for e in estimates),
         messages={
             (src, dst, kind): (size, setting.bundle(ranks[src], ranks[dst]))
             for (src, dst, kind), size in message_bytes(links, book).items()
         },
         tied_ns=_tied_ns(shared, [own[0] for own in ranks], book, setting.cluster),
-        reduce=tuple((book.trained_bytes(stage), setting.ring(stage.ranks)) for stage in plan.stages),
-        optimizer_ns=tuple(e.optimizer_ns for e in plan.estimates),
+        reduce=tuple((book.trained_bytes(stage), setting.ring(stage.ranks)) for stage in decision.stages),
+        optimizer_ns=tuple(e.optimizer_ns for e in estimates),
         overlap=setting.overlap,
     )
 
@@ -231,9 +238,9 @@ class StageContext:
     back_bytes: int
 
 
-def seats(plan: Plan, sizes: dict[Message, int]) -> list[StageContext]:
-    """The seat of each stage.  sizes: of the plan's messages.  O(stages + edges)."""
-    into, out, back = ([0] * len(plan.stages) for _ in range(3))
+def seats(decision: Decision, sizes: dict[Message, int]) -> list[StageContext]:
+    """The seat of each stage.  sizes: of its messages.  O(stages + edges)."""
+    into, out, back = ([0] * len(decision.stages) for _ in range(3))
     for (src, dst, kind), size in sizes.items():
         if kind == "F":
             into[dst] += size
@@ -241,10 +248,10 @@ def seats(plan: Plan, sizes: dict[Message, int]) -> list[StageContext]:
         else:
             back[src] += size
             back[dst] += size
-    rows, micros, found = max(plan.micro_rows), len(plan.micro_rows), []
-    for s, stage in enumerate(plan.stages):
-        live = in_flight(plan.schedule, s, len(plan.stages), micros)
-        versions = live if plan.schedule == ASYNC else 1
+    rows, micros, found = max(decision.micro_rows), len(decision.micro_rows), []
+    for s, stage in enumerate(decision.stages):
+        live = in_flight(decision.schedule, s, len(decision.stages), micros)
+        versions = live if decision.schedule == ASYNC else 1
         found.append(StageContext(stage, rows, micros, live, s == 0, versions, into[s], out[s], back[s]))
     return found
 

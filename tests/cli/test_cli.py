@@ -63,7 +63,7 @@ def test_version(command):
 def test_a_plan_is_json_on_stdout_and_a_table_beside_it(command):
     code, out, err = command("plan", "mlp", "--costs", "analytic", "--micro-batches", "4")
     assert code == 0
-    assert json.loads(out)["micro_rows"] == [4, 4, 4, 4]
+    assert json.loads(out)["decision"]["micro_rows"] == [4, 4, 4, 4]
     assert "2 stages on 2 ranks" in err
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.plans import changed
 from support.refusals import Body, batch, compiled, net, planned, refused
 from torch import nn
 from torch.nn import functional as F
@@ -101,15 +102,15 @@ def test_what_the_planner_or_the_runtime_cannot_do_is_refused(options, words):
 @pytest.mark.parametrize(
     ("change", "missing"),
     [
-        (lambda p: replace(p, schedule="pipedream"), "schedule pipedream"),
-        (lambda p: replace(p, stages=(replace(p.stages[0], ranks=(0, 1)),)), "replicas of a stage"),
-        (lambda p: replace(p, stages=(replace(p.stages[0], recompute=(p.stages[0].ops,)),)), "recomputation"),
-        (lambda p: replace(p, schedule="pipedream", stages=(replace(p.stages[0], ranks=(1, 0)),)),
+        (lambda p: changed(p, schedule="pipedream"), "schedule pipedream"),
+        (lambda p: changed(p, stages=(replace(p.stages[0], ranks=(0, 1)),)), "replicas of a stage"),
+        (lambda p: changed(p, stages=(replace(p.stages[0], recompute=(p.stages[0].ops,)),)), "recomputation"),
+        (lambda p: changed(p, schedule="pipedream", stages=(replace(p.stages[0], ranks=(1, 0)),)),
          "schedule pipedream and replicas of a stage"),
     ],
 )  # fmt: skip
 def test_a_plan_that_cannot_be_run_yet_is_refused_with_what_it_lacks(tmp_path, change, missing):
-    plan = change(replace(planned("cpu:1", stages=1), world=2))
+    plan = change(changed(planned("cpu:1", stages=1), world=2))
     path = tmp_path / "plan.json"
     autopart.save_plan(plan, path)
     for given in (plan, path):
@@ -117,7 +118,7 @@ def test_a_plan_that_cannot_be_run_yet_is_refused_with_what_it_lacks(tmp_path, c
             for_the_runtime("cpu:2", plan=given)
     if len(plan.stages[0].ranks) == 1:
         with refused(PlanError, f"the plan cannot be run yet: it needs {missing}\n"):
-            compiled(net(), batch(), plan=replace(plan, world=1), loss_fn=F.cross_entropy)
+            compiled(net(), batch(), plan=changed(plan, world=1), loss_fn=F.cross_entropy)
     assert autopart.plan(net(), "cpu:2", sample=batch(), loss_fn=F.cross_entropy, plan=path) == plan
 
 
@@ -186,22 +187,29 @@ def edited(tmp_path: Any, edit: Callable[[str], str], plan: autopart.Plan | None
     return path
 
 
-def _changed(**fields: Any) -> Callable[[str], str]:
-    return lambda text: json.dumps({**json.loads(text), **fields})
+def _changed(section: str = "", **fields: Any) -> Callable[[str], str]:
+    """Other values for fields of a section, or of the file itself."""
+
+    def edit(text: str) -> str:
+        document = json.loads(text)
+        (document[section] if section else document).update(fields)
+        return json.dumps(document)
+
+    return edit
 
 
 def _moved(text: str) -> str:
     """The last op of the plan before all others: values would flow back."""
-    plan = json.loads(text)
-    first, last = plan["stages"][0]["ops"], plan["stages"][-1]["ops"]
-    plan["stages"][0]["ops"], plan["stages"][-1]["ops"] = last, first
-    return json.dumps(plan)
+    document = json.loads(text)
+    stages = document["decision"]["stages"]
+    stages[0]["ops"], stages[-1]["ops"] = stages[-1]["ops"], stages[0]["ops"]
+    return json.dumps(document)
 
 
 def _lost(text: str) -> str:
-    plan = json.loads(text)
-    plan["stages"][0]["ops"] = plan["stages"][0]["ops"][1:]
-    return json.dumps(plan)
+    document = json.loads(text)
+    del document["decision"]["stages"][0]["ops"][0]
+    return json.dumps(document)
 
 
 @pytest.mark.parametrize(
@@ -212,12 +220,12 @@ def _lost(text: str) -> str:
         (lambda text: "[1, 2]", ("is no plan",)),
         (lambda text: "\x00\x01", ("JSON",)),
         (_changed(version=99), ("version 99",)),
-        (_changed(version=1), ("version 1", "reads version 2", "make the plan again")),
-        (_changed(schedule="zigzag"), ("schedule", "zigzag")),
-        (_changed(world="two"), ("world",)),
-        (_changed(stages=[]), ("stages",)),
+        (_changed(version=2), ("version 2", "reads version 3", "make the plan again")),
+        (_changed("decision", schedule="zigzag"), ("decision.schedule", "zigzag")),
+        (_changed("decision", world="two"), ("decision.world",)),
+        (_changed("decision", stages=[]), ("decision.stages",)),
         (_changed(surprise=1), ("surprise",)),
-        (_changed(micro_rows=[5, 1]), ("micro_rows",)),
+        (_changed("decision", micro_rows=[5, 1]), ("decision.micro_rows",)),
     ],
 )
 def test_a_damaged_plan_file_is_refused_with_the_place(tmp_path, edit, words):
@@ -263,7 +271,7 @@ def test_a_plan_made_for_another_sequence_length_is_refused():
 
 def test_a_plan_of_another_torch_is_refused(tmp_path):
     with refused(PlanError, "another torch", "1.0.0"):
-        path = edited(tmp_path, _changed(torch_version="1.0.0"))
+        path = edited(tmp_path, _changed("provenance", torch_version="1.0.0"))
         compiled(net(), batch(), plan=path, loss_fn=F.cross_entropy)
 
 

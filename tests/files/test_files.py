@@ -4,74 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.plans import changed, plans
 
 from autopart.files import plans as files
 from autopart.files.plans import diff_plans, load_plan, match_plan, plan_from_json, plan_to_json, save_plan
 from autopart.ir.errors import PlanError, PlanFileError
 from autopart.ir.graph import Graph, Op, Value
-from autopart.ir.plan import ALL_SCHEDULES, Alternative, Estimate, Optimality, Plan, Stage, check
-
-SIZES = st.integers(0, 2**62)
-WORDS = st.text(st.characters(codec="utf-8"), max_size=12)
-
-
-@st.composite
-def _stages(draw: st.DrawFn, ops: tuple[str, ...], ranks: tuple[int, ...]) -> Stage:
-    """A stage on one rank or on all of these, that recomputes up to two groups of its ops."""
-    again = draw(st.integers(0, len(ops)))
-    groups = tuple(group for group in (ops[: again // 2], ops[again // 2 : again]) if group)
-    return Stage(ops, ranks if draw(st.booleans()) else ranks[:1], groups)
-
-
-@st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    """Any valid plan."""
-    count = draw(st.integers(1, 4))
-    ranks = draw(st.permutations(range(count + draw(st.integers(0, 2)))))
-    names = draw(st.lists(WORDS, min_size=count, max_size=12, unique=True))
-    stages = tuple(
-        draw(_stages(tuple(names[s::count]), (ranks[s], *ranks[count + s : count + s + 1]))) for s in range(count)
-    )
-    rows = draw(st.integers(1, 10**6))
-    estimates = st.builds(Estimate, **dict.fromkeys(Estimate.__dataclass_fields__, SIZES))
-    return Plan(
-        graph_digest=draw(WORDS),
-        structure_digest=draw(WORDS),
-        torch_version=draw(WORDS),
-        world=len(ranks),
-        stages=stages,
-        micro_rows=tuple(rows + extra for extra in draw(st.lists(st.integers(0, 1), min_size=1, max_size=5))),
-        schedule=draw(st.sampled_from(ALL_SCHEDULES)),
-        costs=draw(WORDS),
-        step_ns=draw(SIZES),
-        bubble=draw(st.floats(0, 1)),
-        estimates=draw(st.just(()) | st.tuples(*[estimates] * count)),
-        notes=tuple(draw(st.lists(WORDS, max_size=2))),
-        optimality=draw(st.none() | st.builds(Optimality, SIZES, SIZES, st.floats(0, 1), st.booleans())),
-        alternatives=tuple(draw(st.lists(st.builds(Alternative, WORDS, SIZES, WORDS), max_size=2))),
-    )
+from autopart.ir.plan import Decision, Estimate, Plan, Provenance, Report, Stage, check
 
 
 def example() -> Plan:
     """Two stages on two ranks, with everything filled in."""
     estimate = Estimate(*range(1, 10))
     return Plan(
-        graph_digest="g",
-        structure_digest="s",
-        torch_version="2.13.0+cpu",
-        world=2,
-        stages=(Stage(("a", "b"), (0,)), Stage(("c",), (1,))),
-        micro_rows=(2, 2),
-        schedule="1f1b",
-        estimates=(estimate, estimate),
-        notes=("made by hand",),
+        Provenance("g", "s", "2.13.0+cpu"),
+        Decision(2, (Stage(("a", "b"), (0,)), Stage(("c",), (1,))), (2, 2), "1f1b"),
+        Report(estimates=(estimate, estimate), notes=("made by hand",)),
     )
 
 
@@ -93,8 +47,8 @@ def test_diff_is_empty_for_equal_plans_alone(a: Plan, b: Plan) -> None:
 
 def test_the_layout_is_one_op_a_line_and_numbers_side_by_side() -> None:
     lines = plan_to_json(example()).splitlines()
-    assert lines[1] == '  "version": 2,'
-    assert '        "b"' in lines and '      "ranks": [0],' in lines and '  "micro_rows": [2, 2],' in lines
+    assert lines[1] == '  "version": 3,'
+    assert '          "b"' in lines and '        "ranks": [0],' in lines and '    "micro_rows": [2, 2],' in lines
     assert sum('"fwd_ns": 1, "bwd_ns": 2' in line for line in lines) == 2
     assert plan_to_json(example()).endswith("}\n")
 
@@ -153,44 +107,49 @@ def _plan_or_refusal(text: str) -> None:
     assert plan_from_json(plan_to_json(plan)) == plan
 
 
-BOTH_AGAIN = "stages[0].recompute, stages[1].recompute"
+BOTH_AGAIN = "decision.stages[0].recompute, decision.stages[1].recompute"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "where", "why"),
     [
-        ('"ranks": [1]', '"ranks": ["1"]', "stages[1].ranks[0]", "must be a valid integer, not '1'"),
-        ('"ranks": [1]', '"ranks": [1.0]', "stages[1].ranks[0]", "must be a valid integer, not 1.0"),
-        ('"ranks": [1]', '"ranks": [true]', "stages[1].ranks[0]", "must be a valid integer, not True"),
-        ('"ranks": [1]', '"ranks": [2]', "stages[1].ranks[0]", "rank 2 is outside 0..1"),
-        ('"ranks": [1]', '"ranks": [0]', "stages[1].ranks[0]", "rank 0 already runs stage 0"),
-        ('"ranks": [1]', '"ranks": []', "stages[1].ranks", "a stage needs a rank"),
-        ('"ranks": [1]', '"ranks": null', "stages[1].ranks", "must be a valid array, not None"),
-        ('"b"', '"a"', "stages[0].ops[1]", "op a stands twice in this stage"),
+        ('"ranks": [1]', '"ranks": ["1"]', "decision.stages[1].ranks[0]", "must be a valid integer, not '1'"),
+        ('"ranks": [1]', '"ranks": [1.0]', "decision.stages[1].ranks[0]", "must be a valid integer, not 1.0"),
+        ('"ranks": [1]', '"ranks": [true]', "decision.stages[1].ranks[0]", "must be a valid integer, not True"),
+        ('"ranks": [1]', '"ranks": [2]', "decision.stages[1].ranks[0]", "rank 2 is outside 0..1"),
+        ('"ranks": [1]', '"ranks": [0]', "decision.stages[1].ranks[0]", "rank 0 already runs stage 0"),
+        ('"ranks": [1]', '"ranks": []', "decision.stages[1].ranks", "a stage needs a rank"),
+        ('"ranks": [1]', '"ranks": null', "decision.stages[1].ranks", "must be a valid array, not None"),
+        ('"b"', '"a"', "decision.stages[0].ops[1]", "op a stands twice in this stage"),
         (
             '"schedule": "1f1b"',
             '"schedule": "zb"',
-            "schedule",
+            "decision.schedule",
             "unknown schedule 'zb'; use one of 1f1b, 1f1b-deep, gpipe",
         ),
-        ('"micro_rows": [2, 2]', '"micro_rows": []', "micro_rows", "at least one micro-batch is needed"),
-        ('"micro_rows": [2, 2]', '"micro_rows": [1, 0]', "micro_rows[1]", "needs at least 1 row, not 0"),
-        ('"micro_rows": [2, 2]', '"micro_rows": [3, 1]', "micro_rows", "differ by at most one row, not [3, 1]"),
-        ('"version": 2', '"version": 3', "version", "this release reads version 2"),
-        ('"version": 2', '"version": true', "version", "this release reads version 2"),
-        ('  "version": 2,', "", "version", "the key is missing"),
-        ('"recompute": []', '"recompute": [["b"]]', "stages[1].recompute", "or one that is not in the stage"),
-        ('"recompute": []', '"recompute": [["b"], ["b"]]', BOTH_AGAIN, "holds an op twice"),
+        ('"micro_rows": [2, 2]', '"micro_rows": []', "decision.micro_rows", "at least one micro-batch is needed"),
+        ('"micro_rows": [2, 2]', '"micro_rows": [1, 0]', "decision.micro_rows[1]", "needs at least 1 row, not 0"),
+        (
+            '"micro_rows": [2, 2]',
+            '"micro_rows": [3, 1]',
+            "decision.micro_rows",
+            "differ by at most one row, not [3, 1]",
+        ),
+        ('"version": 3', '"version": 2', "version", "this release reads version 3"),
+        ('"version": 3', '"version": true', "version", "this release reads version 3"),
+        ('  "version": 3,', "", "version", "the key is missing"),
+        ('"recompute": []', '"recompute": [["b"]]', "decision.stages[1].recompute", "or one that is not in the stage"),
+        ('"recompute": []', '"recompute": [["b"], ["b"]]', BOTH_AGAIN, "names an op twice"),
         ('"recompute": []', '"recompute": true', BOTH_AGAIN, "must be a valid array"),
-        ('"optimality": null', '"optimality": 3', "optimality", "must be"),
-        ('"bubble": 0.0', '"bubble": 1.5', "bubble", "is a share between 0 and 1, not 1.5"),
-        ('"bubble": 0.0', '"bubble": 1e999', "bubble", "must be a finite number, not inf"),
+        ('"optimality": null', '"optimality": 3', "report.optimality", "must be"),
+        ('"bubble": 0.0', '"bubble": 1.5', "report.bubble", "must be a share between 0 and 1, not 1.5"),
+        ('"bubble": 0.0', '"bubble": 1e999', "report.bubble", "must be a finite number, not inf"),
         ('"bubble": 0.0', '"bubble": NaN', "", "NaN is no JSON number"),
         ('"bubble": 0.0', '"bubble": -Infinity', "", "-Infinity is no JSON number"),
-        ('"step_ns": 0', '"step_ns": -1', "step_ns", "must not be negative, not -1"),
+        ('"step_ns": 0', '"step_ns": -1', "report.step_ns", "must not be negative, not -1"),
         ('"step_ns": 0', '"step_ns": 0, "step_ns": 1', "", "key 'step_ns' stands twice in one object"),
-        ('"costs"', '"cost"', "cost", "unknown key"),
-        ('"made by hand"', "made by hand", "line 34, column 5", "Expecting value"),
+        ('"costs"', '"cost"', "provenance.cost", "unknown key"),
+        ('"made by hand"', "made by hand", "line 39, column 7", "Expecting value"),
     ],
 )
 def test_an_edit_is_refused_with_its_place(old: str, new: str, where: str, why: str) -> None:
@@ -209,21 +168,21 @@ OLD = """{"version": 1, "graph_digest": "g", "structure_digest": "s", "torch_ver
 """As release 0.1 wrote it."""
 
 
-@pytest.mark.parametrize("text", [OLD, plan_to_json(example()).replace('"version": 2', '"version": 1')])
+@pytest.mark.parametrize("text", [OLD, plan_to_json(example()).replace('"version": 3', '"version": 1')])
 def test_a_plan_of_an_older_release_is_refused_by_its_version_alone(text: str, tmp_path: Path) -> None:
     path = tmp_path / "old.json"
     path.write_text(text)
     with pytest.raises(PlanFileError) as caught:
         load_plan(path)
     assert (caught.value.what, caught.value.where) == (f"{path} has plan version 1", "version")
-    assert caught.value.why == "this release reads version 2" and "make the plan again" in caught.value.fix
+    assert caught.value.why == "this release reads version 3" and "make the plan again" in caught.value.fix
 
 
 def test_every_problem_is_reported_at_once() -> None:
     text = plan_to_json(example()).replace('"ranks": [1]', '"ranks": ["x"]').replace('"world": 2', '"world": "y"')
     with pytest.raises(PlanFileError, match="2 problems") as caught:
         plan_from_json(text)
-    assert caught.value.where == "world, stages[1].ranks[0]"
+    assert caught.value.where == "decision.world, decision.stages[1].ranks[0]"
 
 
 @pytest.mark.parametrize(
@@ -246,19 +205,19 @@ def test_absurd_sizes_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_legal_edits_are_accepted() -> None:
     plan = plan_from_json(plan_to_json(example()).replace('"schedule": "1f1b"', '"schedule": "gpipe"'))
-    assert plan == replace(example(), schedule="gpipe")
+    assert plan == changed(example(), schedule="gpipe")
 
 
 def test_numbers_that_json_cannot_hold_are_not_written() -> None:
     with pytest.raises(PlanError, match="cannot be written"):
-        plan_to_json(replace(example(), bubble=float("nan")))
+        plan_to_json(changed(example(), bubble=float("nan")))
 
 
 def test_save_and_load(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     save_plan(example(), path)
-    save_plan(replace(example(), schedule="gpipe"), path)
-    assert load_plan(path) == replace(example(), schedule="gpipe")
+    save_plan(changed(example(), schedule="gpipe"), path)
+    assert load_plan(path) == changed(example(), schedule="gpipe")
     assert os.listdir(tmp_path) == ["plan.json"]
 
 
@@ -271,11 +230,11 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(PlanFileError, match="cannot write"):
-        save_plan(replace(example(), schedule="gpipe"), path)
+        save_plan(changed(example(), schedule="gpipe"), path)
     assert load_plan(path) == example()
     assert os.listdir(tmp_path) == ["plan.json"]
-    with pytest.raises(PlanError, match="no stages"):
-        save_plan(replace(example(), stages=()), path)
+    with pytest.raises(PlanError, match="at least one stage"):
+        save_plan(changed(example(), stages=()), path)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -299,7 +258,7 @@ def small_graph(rows: int = 2, dtype: str = "float32", target: str = "t") -> Gra
 
 def matching(graph: Graph) -> Plan:
     """The example plan, made for a graph."""
-    return replace(example(), graph_digest=graph.shape_digest(), structure_digest=graph.structure_digest())
+    return changed(example(), graph_digest=graph.shape_digest(), structure_digest=graph.structure_digest())
 
 
 def test_a_plan_matches_what_it_was_made_for() -> None:
@@ -323,13 +282,13 @@ def test_a_foreign_plan_is_refused(graph: Graph, torch_version: str, world: int,
 
 
 def test_a_plan_that_moves_an_op_wrongly_is_refused() -> None:
-    moved = replace(matching(small_graph()), stages=(Stage(("a", "c"), (0,)), Stage(("b",), (1,))))
+    moved = changed(matching(small_graph()), stages=(Stage(("a", "c"), (0,)), Stage(("b",), (1,))))
     with pytest.raises(PlanError, match="value vb flows back from stage 1 to stage 0"):
         match_plan(moved, small_graph(), torch_version="2.13.0", world=2)
 
 
 def test_diff_names_what_changed() -> None:
-    other = replace(
+    other = changed(
         example(),
         schedule="gpipe",
         micro_rows=(1, 1, 1, 1),

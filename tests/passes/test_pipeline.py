@@ -13,11 +13,11 @@ from support.graphs import cluster, clusters, graph, graphs, layers, plan_of
 from autopart.ir.capabilities import EVERYTHING, lacking
 from autopart.ir.errors import GraphError, InfeasibleError, UsageError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import SCHEDULES, Plan, check
+from autopart.ir.plan import SCHEDULES, Estimate, Plan, check
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program, forward_program
 from autopart.passes.search import finalize as finish
-from autopart.passes.simulation.estimate import with_estimates
+from autopart.passes.simulation.estimate import stage_estimates
 
 
 def ops(p: Plan) -> list[str]:
@@ -31,7 +31,7 @@ def test_any_graph_is_planned_and_its_program_proven(g: Graph, data: st.DataObje
     schedule = data.draw(st.sampled_from(("auto", *SCHEDULES)))
     p = plan_of(g, data.draw(clusters(world)), micros=micros, schedule=schedule)
     check(p, g)
-    program = check_program(route(p, g), p.schedule)
+    program = check_program(route(p.decision, g), p.schedule)
     check_program(forward_program(program), p.schedule, backward=False)
     place = {op.name: i for i, op in enumerate(g.ops)}
     for stage in p.stages:
@@ -56,7 +56,7 @@ def test_layers_are_cut_between_layers() -> None:
     p = plan_of(g, cluster(2), micros=8)
     assert p.stages[1].ops[0] == "n4"
     assert [stage.ranks for stage in p.stages] == [(0,), (1,)]
-    assert p.graph_digest == g.shape_digest()
+    assert p.provenance.graph_digest == g.shape_digest()
 
 
 def test_equal_layers_take_what_even_stages_take() -> None:
@@ -91,7 +91,7 @@ def test_stages_beyond_the_cuts_are_cut_by_the_planner() -> None:
 
 def test_one_stage_has_no_messages() -> None:
     p = plan_of(layers(2), cluster(1), micros=2)
-    assert str(route(p, layers(2))) == "0F0 0B0 0F1 0B1" and p.notes == ()
+    assert str(route(p.decision, layers(2))) == "0F0 0B0 0F1 0B1" and p.notes == ()
     (e,) = p.estimates
     assert p.step_ns == 2 * sum(op.cost.total_ns for op in layers(2).ops) + e.optimizer_ns
     assert p.bubble == pytest.approx(e.optimizer_ns / p.step_ns)
@@ -105,7 +105,7 @@ def test_devices_beyond_the_blocks_idle_and_are_noted() -> None:
     p = plan_of(graph("a:1 <- x; b:1 <- a"), cluster(5), stages=2)
     assert len(p.stages) == 2 and p.world == 5
     assert p.notes == ("3 of 5 devices idle: the model has only 2 blocks",)
-    assert len(route(p, graph("a:1 <- x; b:1 <- a")).ranks) == 5
+    assert len(route(p.decision, graph("a:1 <- x; b:1 <- a")).ranks) == 5
 
 
 def test_devices_that_would_not_help_idle_and_are_noted() -> None:
@@ -273,11 +273,10 @@ def test_a_plan_that_its_blocks_flatter_gets_more_recomputation(monkeypatch: pyt
     limit = max(e.peak_bytes for e in roomy.estimates)
     assert not any(stage.recompute for stage in roomy.stages)
 
-    def more(*args: Any) -> Plan:
-        known = with_estimates(*args)
-        return replace(known, estimates=tuple(replace(e, peak_bytes=e.peak_bytes + 60) for e in known.estimates))
+    def more(*args: Any) -> tuple[Estimate, ...]:
+        return tuple(replace(e, peak_bytes=e.peak_bytes + 60) for e in stage_estimates(*args))
 
-    monkeypatch.setattr(finish, "with_estimates", more)
+    monkeypatch.setattr(finish, "stage_estimates", more)
     p = plan_of(g, cluster(2, memory=limit), **options)
     assert max(e.peak_bytes for e in p.estimates) <= limit - 60
     assert 0 < sum(len(stage.recompute) for stage in p.stages) < 8  # no more than it takes

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.plans import changed
 
 from autopart.ir.graph import Graph, Op, Param
-from autopart.ir.plan import Alternative, Estimate, Optimality, Plan, Stage
+from autopart.ir.plan import Alternative, Decision, Estimate, Optimality, Plan, Provenance, Report, Stage
 from autopart.ir.program import parse_action
 from autopart.ir.timeline import Span, Timeline
 from autopart.report.chrome_trace import chrome_trace
@@ -40,17 +41,9 @@ def plan() -> Plan:
     a = replace(a, workspace_bytes=7 * MIB, buffer_bytes=MIB // 2, reduce_ns=3_000_000, optimizer_ns=500_000)
     b = Estimate(1_500_000, 2_500_000, 4 * 10**9, 200 * MIB, 600 * MIB, 6 * MIB, MIB // 4, 0, 2048 * MIB)
     return Plan(
-        graph_digest="g",
-        structure_digest="s",
-        torch_version="2.13.0",
-        world=3,
-        stages=(Stage(first, (0,)), Stage(second, (2,))),
-        micro_rows=(4, 4, 3),
-        schedule="1f1b",
-        step_ns=20_000_000,
-        bubble=0.213,
-        estimates=(a, b),
-        notes=("rank 1 idles [see above]",),
+        Provenance("g", "s", "2.13.0"),
+        Decision(3, (Stage(first, (0,)), Stage(second, (2,))), (4, 4, 3), "1f1b"),
+        Report(20_000_000, 0.213, (a, b), ("rank 1 idles [see above]",)),
     )
 
 
@@ -77,29 +70,29 @@ def test_the_footer_says_what_the_numbers_are() -> None:
     assert "schedule 1f1b, 3 micro-batches of 4 (2x) and 3 (1x) rows, 2 stages on 3 ranks, 1 idle" in text
     assert "simulated, not measured: step 20.00 ms, bubble 21.3 %" in text
     assert "op costs are analytic" in text
-    assert "op costs were measured on the device" in stage_table(replace(plan(), costs="measured"))
+    assert "op costs were measured on the device" in stage_table(changed(plan(), costs="measured"))
     assert text.endswith("note: rank 1 idles [see above]\n")
 
 
 def test_the_footer_says_how_far_from_the_best_a_plan_can_be() -> None:
-    open_end = stage_table(replace(plan(), optimality=Optimality.of(20_000_000, 19_000_000)))
+    open_end = stage_table(changed(plan(), optimality=Optimality.of(20_000_000, 19_000_000)))
     assert (
         "at most 5.0% of it could be saved: no plan between the planner's blocks takes less than 19.00 ms" in open_end
     )
-    proved = stage_table(replace(plan(), optimality=Optimality.of(20_000_000, 21_000_000)))
+    proved = stage_table(changed(plan(), optimality=Optimality.of(20_000_000, 21_000_000)))
     assert "proved best: no plan between the planner's blocks takes less than 20.00 ms" in proved
 
 
 def test_the_footer_names_what_was_not_taken() -> None:
     others = (Alternative("1 stage", 25_000_000, "+25.0%"), Alternative("data parallel alone", 0, "does not fit"))
-    text = stage_table(replace(plan(), alternatives=others))
+    text = stage_table(changed(plan(), alternatives=others))
     assert "instead of this, 1 stage: 25.00 ms, +25.0%\n" in text
     assert "instead of this, data parallel alone: does not fit\n" in text
 
 
 def test_replicas_and_recomputed_ops_are_counted_and_said_to_be_for_planning_alone() -> None:
     first, second = plan().stages
-    wide = replace(plan(), world=4, stages=(replace(first, ranks=(0, 1, 3), recompute=(("emb",),)), second))
+    wide = changed(plan(), world=4, stages=(replace(first, ranks=(0, 1, 3), recompute=(("emb",),)), second))
     lines = stage_table(wide).splitlines()
     assert cells(lines[0])[:4] == ["stage", "ranks", "ops", "again"]
     assert cells(lines[2])[:4] == ["0", "0-1,3", "6", "1"] or cells(lines[2])[:4] == ["0", "0,1,3", "6", "1"]
@@ -112,13 +105,13 @@ def test_without_a_graph_there_are_no_modules() -> None:
 
 
 def test_without_estimates_there_are_no_numbers() -> None:
-    lines = stage_table(replace(plan(), estimates=(), step_ns=0)).splitlines()
+    lines = stage_table(changed(plan(), estimates=(), step_ns=0)).splitlines()
     assert cells(lines[0]) == ["stage", "ranks", "ops"]
     assert not any("simulated" in line or "MiB" in line for line in lines)
 
 
 def test_one_stage_needs_no_sum() -> None:
-    one = replace(plan(), stages=plan().stages[:1], estimates=plan().estimates[:1], micro_rows=(1,), world=1)
+    one = changed(plan(), stages=plan().stages[:1], estimates=plan().estimates[:1], micro_rows=(1,), world=1)
     text = stage_table(one)
     assert "\n all" not in text and "1 micro-batch of 1 row, 1 stage on 1 rank\n" in text
 
@@ -133,7 +126,7 @@ def test_a_narrow_terminal_gets_a_column_for_each_stage() -> None:
 def test_modules_end_at_the_layer_and_leave_out_copies() -> None:
     assert module_range(plan(), 0, graph()) == "emb … h.1"
     assert module_range(plan(), 1, graph()) == "h.2 … head"
-    two = replace(plan(), stages=(Stage(("mask", "up0", "down0", "up1"), (0,)), Stage(("mask",), (1,))))
+    two = changed(plan(), stages=(Stage(("mask", "up0", "down0", "up1"), (0,)), Stage(("mask",), (1,))))
     assert module_range(two, 0, graph()) == "h.0, h.1"
     assert module_range(two, 1, graph()) == "encoder"
 

@@ -18,8 +18,7 @@ from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.cost import Cost
 from autopart.ir.errors import InfeasibleError, PlanError
 from autopart.ir.graph import Graph, Op
-from autopart.ir.plan import SCHEDULES, Plan, Stage
-from autopart.ir.plan import check as check_plan
+from autopart.ir.plan import SCHEDULES, Decision, Estimate, Plan, Stage, check_decision
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.coarsen import coarsen
@@ -159,7 +158,7 @@ def fastest_assignment(space: SearchSpace) -> int | None:
     setting = replace(space.setting, costs_at=space.line.graph)
     world = setting.cluster.world
     steps = [
-        fitting_ns(Plan("", "", "", world, own, micro_rows, schedule), setting)
+        fitting_ns(Decision(world, own, micro_rows, schedule), setting)
         for stages in range(1, min(world, space.line.n) + 1)
         for ops in assignments(space.line.blocks, stages)
         for own in [tuple(Stage(names, (s,)) for s, names in enumerate(ops))]
@@ -169,22 +168,22 @@ def fastest_assignment(space: SearchSpace) -> int | None:
     return min((step for step in steps if step is not None), default=None)
 
 
-def fitting_ns(plan: Plan, setting: CostContext) -> int | None:
-    """The simulated step of a plan, None where it may not be or does not fit."""
-    graph = setting.costs_at(max(plan.micro_rows), 0)
+def fitting_ns(decision: Decision, setting: CostContext) -> int | None:
+    """The simulated step of a decision, None where it may not be or does not fit."""
+    graph = setting.costs_at(max(decision.micro_rows), 0)
     try:
-        check_plan(plan, graph)
+        check_decision(decision, graph)
     except PlanError:
         return None
-    known = estimate(plan, route(plan, graph), setting)
-    return known.step_ns if fits(known, setting.cluster) else None
+    report = estimate(decision, route(decision, graph), setting)
+    return report.step_ns if fits(decision.stages, report.estimates, setting.cluster) else None
 
 
-def fits(plan: Plan, cluster: Cluster) -> bool:
+def fits(stages: tuple[Stage, ...], estimates: tuple[Estimate, ...], cluster: Cluster) -> bool:
     """Whether no device is asked for more memory than it has."""
     return all(
         estimate.peak_bytes <= min(cluster.devices[rank].memory_bytes for rank in stage.ranks)
-        for estimate, stage in zip(plan.estimates, plan.stages, strict=True)
+        for estimate, stage in zip(estimates, stages, strict=True)
     )
 
 
@@ -206,7 +205,7 @@ def compare(p: Problem) -> float | None:
         assert plan is None, "a plan where there is none"
         assert best is None, f"missed a plan of {best.step_ns} ns: {best.candidate}" if best else ""
         return None
-    assert fits(plan, p.cluster)
+    assert fits(plan.stages, plan.estimates, p.cluster)
     known = plan.optimality
     assert known is not None and known.objective == plan.step_ns
     assert known.lower_bound <= best.step_ns, f"bound above {best.candidate}"

@@ -17,7 +17,7 @@ from torch import nn
 from autopart.capture import Captured, capture
 from autopart.capture.batch import flatten
 from autopart.ir.graph import Graph
-from autopart.ir.plan import Plan, Stage, check
+from autopart.ir.plan import Decision, Plan, Provenance, Stage, check
 from autopart.ir.program import Program
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
@@ -41,8 +41,8 @@ def plan_for(graph: Graph, parts: Sequence[Sequence[str]], micros: int = 1, sche
     """A checked plan with these ops in each stage."""
     place = {op.name: i for i, op in enumerate(graph.ops)}
     stages = tuple(Stage(tuple(sorted(set(ops), key=place.__getitem__)), (s,)) for s, ops in enumerate(parts))
-    digests = graph.shape_digest(), graph.structure_digest(), torch.__version__
-    return check(Plan(*digests, len(stages), stages, (graph.rows,) * micros, schedule), graph)
+    provenance = Provenance(graph.shape_digest(), graph.structure_digest(), torch.__version__)
+    return check(Plan(provenance, Decision(len(stages), stages, (graph.rows,) * micros, schedule)), graph)
 
 
 def slices(graph: Graph, bounds: Sequence[int]) -> list[list[str]]:
@@ -54,7 +54,7 @@ def slices(graph: Graph, bounds: Sequence[int]) -> list[list[str]]:
 def replay(captured: Captured, plan: Plan, micros: Sequence[Mapping[str, torch.Tensor]]) -> Replayed:
     """One training step over micro-batches of `plan.micro_rows` rows, losses added up."""
     graph = captured.graph
-    program = check_program(route(plan, graph), plan.schedule)
+    program = check_program(route(plan.decision, graph), plan.schedule)
     tensors = [_own_copies(captured) for _ in plan.stages]
     runners = [_runner(captured, program, s, plan, tensors[s]) for s in range(len(plan.stages))]
     loss = torch.zeros(())

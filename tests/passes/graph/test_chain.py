@@ -14,7 +14,7 @@ from support.planner import FASTEST, Kind, Problem, problem, problems
 from autopart.capture import CaptureCache
 from autopart.capture.batch import flatten
 from autopart.ir.cluster import Cluster, Device, Level, Link
-from autopart.ir.plan import Plan, Stage
+from autopart.ir.plan import Decision, Estimate, Stage
 from autopart.passes.graph import chain as line_module
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain
@@ -105,8 +105,10 @@ def with_memory(p: Problem, memory: int) -> SearchSpace:
     return replace(p, cluster=replace(p.cluster, devices=devices)).space
 
 
-def random_stages(p: Problem, random: Random) -> tuple[SearchSpace, Plan, Partition, tuple[int, ...], str]:
-    """A random plan without replicas that uses all devices or all blocks, estimated."""
+def random_stages(
+    p: Problem, random: Random
+) -> tuple[SearchSpace, tuple[Estimate, ...], Partition, tuple[int, ...], str]:
+    """A random plan without replicas that uses all devices or all blocks: the estimates of its stages."""
     space = p.space
     n, stages = space.line.n, min(space.line.n, p.cluster.world)
     bounds = (0, *sorted(random.sample(range(1, n), stages - 1)), n)
@@ -114,16 +116,16 @@ def random_stages(p: Problem, random: Random) -> tuple[SearchSpace, Plan, Partit
     division = Partition(bounds, (1,) * stages, 0)
     layout = Layout(1, p.cluster.world, 1, tuple(range(p.cluster.world)))
     verdict = Evaluator(space)(Candidate(division, layout, micro_rows, schedule))
-    return space, verdict.plan, division, micro_rows, schedule
+    return space, verdict.estimates, division, micro_rows, schedule
 
 
 @settings(max_examples=60)
 @given(problems(replace(PLAIN, chain=True)))
 def test_memory_of_a_table_is_that_of_the_estimate(p: Problem) -> None:
     """On chains to the byte: with one byte less a stage that just fits is FAR."""
-    _, plan, division, micro_rows, schedule = random_stages(p, Random(p.model.shape_digest()))
+    _, estimates, division, micro_rows, schedule = random_stages(p, Random(p.model.shape_digest()))
     for s, (a, b) in enumerate(pairwise(division.bounds)):
-        k, peak = division.stages - s, plan.estimates[s].peak_bytes
+        k, peak = division.stages - s, estimates[s].peak_bytes
         for memory, fits in ((peak, True), (peak - 1, False)):
             if memory < 1:
                 continue
@@ -139,11 +141,11 @@ def test_memory_of_a_table_is_that_of_the_estimate(p: Problem) -> None:
 def test_table_never_lets_in_what_the_estimate_turns_away(p: Problem) -> None:
     """In a DAG what crosses a cut need not leave the stage before it, so a table asks for more.  It asks for less only
     where a value is sent to several stages: it crosses the cut once."""
-    own, plan, division, micro_rows, schedule = random_stages(p, Random(p.model.shape_digest()))
+    own, estimates, division, micro_rows, schedule = random_stages(p, Random(p.model.shape_digest()))
     for s, (a, b) in enumerate(pairwise(division.bounds)):
-        k, peak = division.stages - s, plan.estimates[s].peak_bytes
+        k, peak = division.stages - s, estimates[s].peak_bytes
         crossing = own.line.sheet(max(micro_rows)).crossing[b]
-        if peak > 1 and plan.estimates[s].out_bytes <= crossing:
+        if peak > 1 and estimates[s].out_bytes <= crossing:
             space = with_memory(p, peak - 1)
             layout = Layout(1, space.setting.cluster.world, 1, tuple(range(space.setting.cluster.world)))
             table = StageCostTables(space, layout, micro_rows, schedule)(k, 1, k)
@@ -157,11 +159,11 @@ def test_time_of_a_table_is_that_of_the_estimate(p: Problem) -> None:
     cores of a CPU copy for messages is in the estimate alone."""
     gpus = tuple(replace(device, kind="cuda") for device in p.cluster.devices)
     p = replace(p, cluster=replace(p.cluster, devices=gpus))
-    space, plan, division, micro_rows, schedule = random_stages(p, Random(p.model.shape_digest()))
+    space, estimates, division, micro_rows, schedule = random_stages(p, Random(p.model.shape_digest()))
     layout = Layout(1, space.setting.cluster.world, 1, tuple(range(space.setting.cluster.world)))
     tables = StageCostTables(space, layout, micro_rows, schedule)
     for s, (a, b) in enumerate(pairwise(division.bounds)):
-        e, k = plan.estimates[s], division.stages - s
+        e, k = estimates[s], division.stages - s
         table = tables(k, 1, layout.depth - s)
         assert table is not None
         busy = e.fwd_ns + e.bwd_ns
@@ -181,7 +183,7 @@ def test_one_stage_on_all_devices_takes_what_the_table_says(p: Problem) -> None:
             assert table is not None
             names = tuple(op.name for op in space.line.blocks.ops)
             graph = space.line.graph(max(micro_rows))
-            plan = Plan("", "", "", p.cluster.world, (Stage(names, ranks),), micro_rows, "1f1b")
+            plan = Decision(p.cluster.world, (Stage(names, ranks),), micro_rows, "1f1b")
             setting = replace(space.setting, costs_at=space.line.graph)
             known = estimate(plan, route(plan, graph), setting)
             assert table[0][0, space.line.n] == pytest.approx(known.step_ns, abs=2)

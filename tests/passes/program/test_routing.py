@@ -9,17 +9,17 @@ from support.graphs import cluster, graph, graphs, plan_of
 
 from autopart.ir.errors import PlanError, UsageError
 from autopart.ir.graph import Graph, Op
-from autopart.ir.plan import SCHEDULES, Plan, Stage
+from autopart.ir.plan import SCHEDULES, Decision, Stage
 from autopart.ir.program import Action, Edge, Program, parse_actions
 from autopart.passes.program.routing import edges, route, tied
 from autopart.passes.program.verify import check_program
 
 
-def plan(stages: str, *, micros: int = 2, schedule: str = "1f1b", world: int = 0) -> Plan:
+def plan(stages: str, *, micros: int = 2, schedule: str = "1f1b", world: int = 0) -> Decision:
     """`a b | c`: the ops of each stage, on ranks 0, 1, ..."""
     rows = [tuple(names.split()) for names in stages.split("|")]
     placed = tuple(Stage(names, (s,)) for s, names in enumerate(rows))
-    return Plan("", "", "", world or len(rows), placed, (1,) * micros, schedule)
+    return Decision(world or len(rows), placed, (1,) * micros, schedule)
 
 
 def test_chain_of_two_stages_as_drawn() -> None:
@@ -83,7 +83,7 @@ def test_frozen_parameter_in_two_stages_is_not_summed() -> None:
 
 
 def test_stages_may_stand_on_any_ranks() -> None:
-    p = Plan("", "", "", 4, (Stage(("a",), (3,)), Stage(("b",), (1,))), (1,), "gpipe")
+    p = Decision(4, (Stage(("a",), (3,)), Stage(("b",), (1,))), (1,), "gpipe")
     program = check_program(route(p, graph("a <- x; b <- a")), "gpipe")
     assert program.stage_ranks == (3, 1) and program.ranks[0] == program.ranks[2] == ()
 
@@ -129,7 +129,7 @@ def backward(ops: list[Op], grads: dict[str, int], through: set[str], params: di
 class Play:
     """One play of a program: every value, gradient and message is an integer."""
 
-    def __init__(self, program: Program, p: Plan, g: Graph) -> None:
+    def __init__(self, program: Program, p: Decision, g: Graph) -> None:
         ops = g.op_map()
         self.program, self.g = program, g
         self.own = [[ops[name] for name in stage.ops] for stage in p.stages]
@@ -204,11 +204,11 @@ def start(g: Graph, micro: int) -> dict[str, int]:
     return {name: 7 * micro + k + 1 for k, name in enumerate(g.inputs)}
 
 
-def most_stages(g: Graph, stages: int, micros: int, schedule: str) -> Plan:
+def most_stages(g: Graph, stages: int, micros: int, schedule: str) -> Decision:
     """So many stages, or as many as the graph has blocks: left alone, the planner takes few for so little work."""
     while True:
         try:
-            return plan_of(g, cluster(stages), stages=stages, micros=micros, schedule=schedule)
+            return plan_of(g, cluster(stages), stages=stages, micros=micros, schedule=schedule).decision
         except UsageError:
             stages -= 1
 

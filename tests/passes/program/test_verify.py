@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.graphs import graph
 
 from autopart.ir.errors import ProgramError
-from autopart.ir.plan import SCHEDULES, Plan, Stage, in_flight
+from autopart.ir.plan import SCHEDULES, Decision, Stage, in_flight
 from autopart.ir.program import Action, Program, parse_action, parse_actions
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program, forward_program
@@ -24,7 +24,7 @@ SKIPS = "a +w <- x; b <- a y; c <- b a; d +w <- c b"
 def program(schedule: str = "1f1b", micros: int = 3, stages: str = "a | b | c | d") -> Program:
     rows = [tuple(names.split()) for names in stages.split("|")]
     placed = tuple(Stage(names, (s,)) for s, names in enumerate(rows))
-    return route(Plan("", "", "", len(rows), placed, (1,) * micros, schedule), graph(SKIPS))
+    return route(Decision(len(rows), placed, (1,) * micros, schedule), graph(SKIPS))
 
 
 def is_good(p: Program, schedule: str) -> bool:
@@ -140,9 +140,7 @@ def test_verdict_on_mutated_programs_is_that_of_the_definition(schedule: str, mi
 
 def broken(text: str, **changes: object) -> Program:
     """Two stages with one edge; `text` is their actions."""
-    one = route(
-        Plan("", "", "", 2, (Stage(("a",), (0,)), Stage(("b",), (1,))), (1, 1), "1f1b"), graph("a +w <- x; b <- a")
-    )
+    one = route(Decision(2, (Stage(("a",), (0,)), Stage(("b",), (1,))), (1, 1), "1f1b"), graph("a +w <- x; b <- a"))
     return replace(one, ranks=parse_actions(text.strip()), **changes)  # type: ignore[arg-type]
 
 
@@ -249,4 +247,4 @@ def test_thirty_two_stages_are_verified() -> None:
     names = [f"v{s}" for s in range(32)]
     g = graph("; ".join(f"{n} <- {names[s - 1] if s else 'x'}" for s, n in enumerate(names)))
     placed = tuple(Stage((n,), (s,)) for s, n in enumerate(names))
-    check_program(route(Plan("", "", "", 32, placed, (1,) * 256, "1f1b"), g), "1f1b")
+    check_program(route(Decision(32, placed, (1,) * 256, "1f1b"), g), "1f1b")

@@ -14,7 +14,7 @@ from support.graphs import cluster, graph, layers, plan_of, source
 from support.planner import SYNCHRONOUS, Kind, Problem, assignments, candidates, fitting_ns, planned, problem
 
 from autopart.ir.errors import UsageError
-from autopart.ir.plan import ASYNC, Plan, Stage
+from autopart.ir.plan import ASYNC, Decision, Stage
 from autopart.passes.pipeline import build
 from autopart.passes.proof.certificate import certified, positions, settles
 from autopart.passes.proof.placement import least_ns
@@ -35,7 +35,7 @@ def verdict_of(p: Problem, random: Random) -> Evaluation | None:
 def steps(verdict: Evaluation) -> list[int]:
     """Simulated steps of all placements of the verdict's blocks on its stages that fit, under each schedule, without
     recomputation and with all of it."""
-    space, plan = verdict.space, verdict.plan
+    space, plan = verdict.space, verdict.decision
     setting = replace(space.setting, costs_at=space.line.graph)
     found = []
     for ops in assignments(space.line.blocks, len(plan.stages)):
@@ -44,7 +44,7 @@ def steps(verdict: Evaluation) -> list[int]:
                 stages = tuple(
                     Stage(names, stage.ranks, (names,) * again) for names, stage in zip(ops, plan.stages, strict=True)
                 )
-                found.append(fitting_ns(Plan("", "", "", plan.world, stages, plan.micro_rows, schedule), setting))
+                found.append(fitting_ns(Decision(plan.world, stages, plan.micro_rows, schedule), setting))
     return [step for step in found if step is not None]
 
 
@@ -56,7 +56,7 @@ def test_no_placement_on_the_same_stages_is_faster(random: Random) -> None:
     assume(verdict is not None and verdict.space.line.n <= 6)
     assert verdict is not None
     found, known = certified(verdict, 20), steps(verdict)
-    event(f"{len(verdict.plan.stages)} stages, {'several orders' if len(known) > 2 else 'few orders'}")
+    event(f"{len(verdict.decision.stages)} stages, {'several orders' if len(known) > 2 else 'few orders'}")
     assert found.proved
     assert found.bound_ns <= min([verdict.step_ns, *known])
     assert certified(verdict, 20) == found
@@ -79,7 +79,7 @@ def test_what_is_proved_is_never_above_the_plan(random: Random, stages: int) -> 
     verdict = next(
         v
         for v in map(Evaluator(p.space), candidates(p.space))
-        if v.fits and [s.ranks for s in v.plan.stages] == [s.ranks for s in proven.stages]
+        if v.fits and [s.ranks for s in v.decision.stages] == [s.ranks for s in proven.stages]
     )
     bound = certified(verdict, 20).bound_ns
     assert bound <= proven.step_ns  # of itself, not because it is cut off there
@@ -124,7 +124,7 @@ def test_the_hint_is_the_plan_itself() -> None:
     p = Problem(layers(3), cluster(3), PlanRequest(((1,) * 4,), abilities=SYNCHRONOUS))
     verdict = verdict_of(p, Random(1))
     assert verdict is not None
-    home = {name: s for s, stage in enumerate(verdict.plan.stages) for name in stage.ops}
+    home = {name: s for s, stage in enumerate(verdict.decision.stages) for name in stage.ops}
     where = [home[op.name] for op in verdict.space.line.blocks.ops]
     assert certified(verdict, 20).bound_ns <= least_ns(positions(verdict), where) <= verdict.step_ns
 

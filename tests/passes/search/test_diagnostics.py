@@ -71,7 +71,7 @@ def check(p: Problem) -> str:
         return error.fix
     better = changed(p, error.fix)
     plan = build(better.source, better.cluster, better.request)
-    assert fits(plan, better.cluster)
+    assert fits(plan.stages, plan.estimates, better.cluster)
     if not error.fix.startswith("use devices with"):  # tried with as much more on every device, done with the largest
         assert (len(plan.stages), len(plan.micro_rows), plan.schedule) == said(error.fix)
     return error.fix.split(":")[0]

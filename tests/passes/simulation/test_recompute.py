@@ -26,7 +26,7 @@ def test_fits_with_recomputation_where_it_does_not_without() -> None:
     with pytest.raises(InfeasibleError):
         build(tight.source, tight.cluster, tight.request)
     plan = planned(ask("auto", 320))
-    assert plan is not None and fits(plan, cluster(1, memory=320))
+    assert plan is not None and fits(plan.stages, plan.estimates, cluster(1, memory=320))
     again = [name for stage in plan.stages for group in stage.recompute for name in group]
     assert 0 < len(again) < 4  # a part of the model is enough
     assert plan.estimates[0].recompute_ns == 10 * len(again)
@@ -58,7 +58,7 @@ def test_groups_hold_ops_of_their_stage_each_once(p: Problem) -> None:
     plan = planned(p)
     if plan is None:
         return
-    assert fits(plan, p.cluster)
+    assert fits(plan.stages, plan.estimates, p.cluster)
     cost = {op.name: op.cost for op in p.costs_at(1, 0).ops}
     for stage, e in zip(plan.stages, plan.estimates, strict=True):
         again = [name for group in stage.recompute for name in group]

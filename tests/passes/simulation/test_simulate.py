@@ -12,11 +12,11 @@ from support.graphs import cluster, clusters, graph, graphs, plan_of, source
 from autopart.ir.cluster import Cluster, Level, Link
 from autopart.ir.errors import ProgramError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import SCHEDULES, Plan, Stage, in_flight
+from autopart.ir.plan import SCHEDULES, Decision, Stage, in_flight
 from autopart.ir.program import Action, Program, parse_actions
 from autopart.ir.timeline import Span, Timeline
 from autopart.passes.program.routing import route
-from autopart.passes.simulation.estimate import CostContext, device_types, message_bytes, simulated_ns, with_estimates
+from autopart.passes.simulation.estimate import CostContext, device_types, message_bytes, simulated_ns, stage_estimates
 from autopart.passes.simulation.estimate import work_of as work_of_plan
 from autopart.passes.simulation.simulate import Work, simulate, step_ns
 from autopart.passes.simulation.traffic import bundle, ring
@@ -25,7 +25,7 @@ from autopart.passes.simulation.traffic import bundle, ring
 def chain(stages: int, micros: int, schedule: str) -> Program:
     """One op a stage, in a row."""
     g = graph("; ".join(f"v{s}:1 #4 <- {f'v{s - 1}' if s else 'x'}" for s in range(stages)))
-    plan = Plan("", "", "", stages, tuple(Stage((f"v{s}",), (s,)) for s in range(stages)), (1,) * micros, schedule)
+    plan = Decision(stages, tuple(Stage((f"v{s}",), (s,)) for s in range(stages)), (1,) * micros, schedule)
     return route(plan, g)
 
 
@@ -213,15 +213,16 @@ def test_timeline_obeys_physics(g: Graph, data: st.DataObject) -> None:
     micros, schedule = data.draw(st.integers(1, 5)), data.draw(st.sampled_from(SCHEDULES))
     stages = data.draw(st.sampled_from([None, 2]))
     plan = plan_of(g, c, micros=micros, schedule=schedule, stages=stages if len(g.ops) > 5 and not g.updates else None)
-    program = route(plan, g)
+    program = route(plan.decision, g)
     setting = CostContext(c, device_types(c), source(g, c).costs_at)
     sizes = message_bytes(program.edges, setting.book(max(plan.micro_rows), 0))
-    known = with_estimates(plan, program.edges, setting)
-    work = work_of_plan(known, program, setting)
-    assert known.estimates == plan.estimates
+    estimates = stage_estimates(plan.decision, program.edges, setting)
+    work = work_of_plan(plan.decision, estimates, program, setting)
+    assert estimates == plan.estimates
     timeline = simulate(program, work)
     assert timeline.step_ns == plan.step_ns == step_ns(program, work)
-    assert timeline.step_ns == simulated_ns(known, program.edges, program.tied, setting)  # without a program
+    without_a_program = simulated_ns(plan.decision, estimates, program.edges, program.tied, setting)
+    assert timeline.step_ns == without_a_program
     ends = [s for s in timeline.spans if s.action.kind in ("R", "O")]
     assert len(timeline.spans) == sum(len(actions) for actions in program.ranks) + len(ends)
     by_key = {(s.rank, str(s.action)): s for s in timeline.spans}

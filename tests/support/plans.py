@@ -1,0 +1,75 @@
+"""Plans for tests: any valid one, and one with other fields."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from autopart.ir.plan import (
+    ALL_SCHEDULES,
+    Alternative,
+    Decision,
+    Estimate,
+    Optimality,
+    Plan,
+    Provenance,
+    Report,
+    Stage,
+)
+
+SIZES = st.integers(0, 2**62)
+WORDS = st.text(st.characters(codec="utf-8"), max_size=12)
+
+
+def changed(plan: Plan, **changes: Any) -> Plan:
+    """The plan with other values for these fields, in whichever section each of them stands."""
+    for section in fields(plan):
+        old = getattr(plan, section.name)
+        mine = {field.name: changes.pop(field.name) for field in fields(old) if field.name in changes}
+        plan = replace(plan, **{section.name: replace(old, **mine)})
+    assert not changes, f"no section of a plan has {', '.join(changes)}"
+    return plan
+
+
+@st.composite
+def _stages(draw: st.DrawFn, ops: tuple[str, ...], ranks: tuple[int, ...]) -> Stage:
+    """A stage on one rank or on all of these, that recomputes up to two groups of its ops."""
+    again = draw(st.integers(0, len(ops)))
+    groups = tuple(group for group in (ops[: again // 2], ops[again // 2 : again]) if group)
+    return Stage(ops, ranks if draw(st.booleans()) else ranks[:1], groups)
+
+
+@st.composite
+def decisions(draw: st.DrawFn, words: st.SearchStrategy[str] = WORDS) -> Decision:
+    """Any valid decision.  words: names of ops."""
+    count = draw(st.integers(1, 4))
+    ranks = draw(st.permutations(range(count + draw(st.integers(0, 2)))))
+    names = draw(st.lists(words, min_size=count, max_size=12, unique=True))
+    stages = tuple(
+        draw(_stages(tuple(names[s::count]), (ranks[s], *ranks[count + s : count + s + 1]))) for s in range(count)
+    )
+    rows = draw(st.integers(1, 10**6))
+    return Decision(
+        world=len(ranks),
+        stages=stages,
+        micro_rows=tuple(rows + extra for extra in draw(st.lists(st.integers(0, 1), min_size=1, max_size=5))),
+        schedule=draw(st.sampled_from(ALL_SCHEDULES)),
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any valid plan."""
+    decision = draw(decisions())
+    estimates = st.builds(Estimate, **dict.fromkeys(Estimate.__dataclass_fields__, SIZES))
+    report = Report(
+        step_ns=draw(SIZES),
+        bubble=draw(st.floats(0, 1)),
+        estimates=draw(st.just(()) | st.tuples(*[estimates] * len(decision.stages))),
+        notes=tuple(draw(st.lists(WORDS, max_size=2))),
+        optimality=draw(st.none() | st.builds(Optimality, SIZES, SIZES, st.floats(0, 1), st.booleans())),
+        alternatives=tuple(draw(st.lists(st.builds(Alternative, WORDS, SIZES, WORDS), max_size=2))),
+    )
+    return Plan(Provenance(draw(WORDS), draw(WORDS), draw(WORDS), draw(WORDS)), decision, report)

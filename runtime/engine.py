@@ -15,8 +15,8 @@ import torch
 from autopart.ir.errors import AutopartError, StageError
 from autopart.ir.graph import Op
 from autopart.ir.program import Action, Program
+from autopart.runtime.activity import set_activity
 from autopart.runtime.failing_op import failing_op
-from autopart.runtime.launch.local import set_activity
 from autopart.runtime.stage import StageRunner
 from autopart.runtime.tied_gradients import TiedGradients
 from autopart.runtime.trace import Trace

@@ -7,7 +7,6 @@ other.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -16,27 +15,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from autopart.ir.errors import ClusterError
+from autopart.runtime.raw_bytes import from_bytes, to_bytes
+from autopart.runtime.rendezvous import open_default_group
 
 _TIMEOUT_S = "AUTOPART_TIMEOUT_S"
 
 
-_meeting: list[tuple[Store, int, int]] = []
-"""Where the ranks meet, with rank and world size: found once in the life of a process."""
-_openings = itertools.count()
+class _SharedGroup:
+    """The default group while worlds of this process use it: the last one that leaves destroys it.
+
+    A group that someone else opened is used, and never destroyed.
+    """
+
+    def __init__(self) -> None:
+        self._users = 0
+
+    def enter(self, backend: str, timeout: timedelta) -> None:
+        """Open the group unless it is open.  Collective when it is not."""
+        if not dist.is_initialized():
+            open_default_group(backend, timeout)
+            self._users = 1
+        elif self._users:
+            self._users += 1
+
+    def leave(self) -> None:
+        """Destroy the group if it was opened here and nobody uses it any more."""
+        if not self._users:
+            return
+        self._users -= 1
+        if not self._users and dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def _open(backend: str, timeout: timedelta) -> None:
-    """Open the default process group, each time under other keys of the same store: under those of a group that was
-    left, ranks would find its addresses and wait for ever."""
-    if not _meeting:
-        _meeting.append(next(rendezvous("env://", timeout=timeout)))
-    store, rank, size = _meeting[0]
-    own = PrefixStore(f"autopart/{next(_openings)}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
+_shared_group = _SharedGroup()
 
 
 class World:
@@ -45,11 +58,11 @@ class World:
     def __init__(self, kind: str, size: int, *, command: str = "your_script.py") -> None:
         self.size = size
         self.rank = 0
-        self._opened = False
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._joined = False
         if size > 1 or dist.is_initialized():
             self._join(kind, size, command)
         self.device = self._device(kind)
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def _join(self, kind: str, size: int, command: str) -> None:
         if not dist.is_initialized():
@@ -60,19 +73,24 @@ class World:
                     fix=f"torchrun --standalone --nproc-per-node {size} {command}   (or autopart.launch(fn, cluster))",
                 )
             require_world(size, int(os.environ["WORLD_SIZE"]), command)
-            backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-            timeout = timedelta(seconds=float(os.environ.get(_TIMEOUT_S, "600")))
-            _open(backend, timeout)
-            self._opened = True
-        require_world(size, dist.get_world_size(), command)
+        else:
+            require_world(size, dist.get_world_size(), command)
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        _shared_group.enter(backend, timedelta(seconds=float(os.environ.get(_TIMEOUT_S, "600"))))
+        self._joined = True
         self.size = dist.get_world_size()
         self.rank = dist.get_rank()
 
     def close(self) -> None:
-        """Leave the process group if this world opened it."""
-        if self._opened and dist.is_initialized():
-            dist.destroy_process_group()
-        self._opened = False
+        """Destroy the groups made here, and the default group when no other world uses it.  Safe to call twice."""
+        if not self._joined:
+            return
+        self._joined = False
+        for group in self._groups.values():
+            if dist.is_initialized() and group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        self._groups.clear()
+        _shared_group.leave()
 
     def _device(self, kind: str) -> torch.device:
         if kind != "cuda":
@@ -108,31 +126,38 @@ class World:
         """A text of every rank.  Collective."""
         if self.size == 1:
             return [text]
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        sizes = [int(row[0]) for row in self.gather_numbers([data.numel()])]
-        rows = [torch.zeros(max(sizes), dtype=torch.uint8) for _ in sizes]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: data.numel()] = data
-        if max(sizes):
-            dist.all_gather(rows, padded)
-        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+        data = text.encode()
+        sizes = [int(row[0]) for row in self.gather_numbers([len(data)])]
+        if not max(sizes):
+            return ["" for _ in sizes]
+        rows = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(rows, from_bytes(data.ljust(max(sizes), b"\0")))
+        return [to_bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast_json(self, content: Any, source: int = 0) -> Any:
         """`content` of rank `source`, on every rank.  Collective."""
         if self.size == 1:
             return content
-        data = torch.tensor(list(json.dumps(content).encode()) if self.rank == source else [], dtype=torch.uint8)
-        size = torch.tensor([data.numel()])
+        data = json.dumps(content).encode() if self.rank == source else b""
+        size = torch.tensor([len(data)])
         dist.broadcast(size, source)
-        if self.rank != source:
-            data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, source)
-        return json.loads(bytes(data.tolist()))
+        buffer = from_bytes(data) if self.rank == source else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(buffer, source)
+        return json.loads(to_bytes(buffer))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """A CPU tensor of rank `source`, in place, on every rank.  Collective."""
         if self.size > 1:
             dist.broadcast(tensor, source)
+        return tensor
+
+    def move(self, tensor: torch.Tensor, source: int, target: int) -> torch.Tensor:
+        """A contiguous CPU tensor of rank `source`, in place, on rank `target`.  Both call this, in one order of all
+        moves; elsewhere it does nothing."""
+        if self.rank == source != target:
+            dist.send(tensor, target)
+        elif self.rank == target != source:
+            dist.recv(tensor, source)
         return tensor
 
     def sum_numbers(self, numbers: Iterable[float]) -> list[float]:

@@ -24,7 +24,7 @@ from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.options import Options
 from autopart.report.plan_table import stage_table
-from autopart.runtime.launch.local import set_rank_label
+from autopart.runtime.activity import set_rank_label
 from autopart.runtime.tensors import gather_tensors
 from autopart.runtime.trace import Trace
 from autopart.runtime.world import World

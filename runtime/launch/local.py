@@ -15,9 +15,7 @@ from typing import Any
 from autopart.ir.cluster import torchrun_line
 from autopart.ir.errors import ClusterError, UsageError
 from autopart.runtime.launch.supervise import Fleet, load_result, name_of, pickle_call, refuse_while_importing
-from autopart.runtime.launch.worker import Failure, Success, set_activity, set_rank_label
-
-__all__ = ["Workers", "launch", "set_activity", "set_rank_label", "under_torchrun"]
+from autopart.runtime.launch.worker import Failure, Success
 
 
 def launch(fn: Callable[..., Any], world: int, *args: Any, timeout: float | None = None) -> list[Any]:

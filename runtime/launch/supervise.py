@@ -24,8 +24,9 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from autopart.ir.errors import AutopartError, RunError, UsageError, WorkerError
+from autopart.runtime.activity import SharedStatus
 from autopart.runtime.launch import worker
-from autopart.runtime.launch.worker import READY, Failure, Run, Seat, Slot, Success
+from autopart.runtime.launch.worker import READY, Failure, Run, Success, WorkerInit
 
 GRACE_S = 1.0  # for other reports to arrive after the first failure, and again between SIGTERM and SIGKILL
 CLOSE_S = 5.0  # for an orderly exit
@@ -40,19 +41,16 @@ _starting = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A process that ended without an answer.  weight: 0 cause, 1 abort (often of a communication thread)."""
+    """A process that ended without an answer.  priority: 0 cause, 1 abort (often of a communication thread)."""
 
     rank: int
     exitcode: int | None
     at: float
 
     @property
-    def weight(self) -> int:
+    def priority(self) -> int:
         """Rank among causes; the smallest wins."""
         return 1 if self.exitcode == -signal.SIGABRT else 0
-
-
-Answer = Success | Failure | Death
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,8 @@ class Fleet:
 
         Raises UsageError when the main script lacks its guard, WorkerError when a process does not come up.
         """
-        self.board: ctypes.Array[Slot] = multiprocessing.get_context("spawn").RawArray(Slot, world)
+        spawn = multiprocessing.get_context("spawn")
+        self.statuses: ctypes.Array[SharedStatus] = spawn.RawArray(SharedStatus, world)
         self.members: list[Member] = []
         self._store: Any = None
         self._env: dict[str, str] = {}
@@ -103,8 +102,8 @@ class Fleet:
         main_thread = threading.current_thread() is threading.main_thread()
         for rank in range(world):
             conn, theirs = context.Pipe()
-            seat = Seat(rank, theirs, self.board, os.getpid(), main_thread)
-            process = context.Process(target=worker.main, args=(seat,), name=f"autopart-rank-{rank}")
+            init = WorkerInit(rank, theirs, self.statuses, os.getpid(), main_thread)
+            process = context.Process(target=worker.main, args=(init,), name=f"autopart-rank-{rank}")
             with _environment(self._env | _local_env(rank, world)):
                 process.start()
             theirs.close()
@@ -174,12 +173,12 @@ class Fleet:
 
     def name(self, rank: int) -> str:
         """ "rank 1 (stage 1)", or "rank 1" while it has no label."""
-        label = _text(self.board[rank].label)
+        label = _text(self.statuses[rank].label)
         return f"rank {rank} ({label})" if label else f"rank {rank}"
 
     def doing(self, rank: int) -> str:
         """The last note of a rank."""
-        return _text(self.board[rank].note)
+        return _text(self.statuses[rank].note)
 
     def raised(self, cause: Failure) -> AutopartError:
         """The error to raise for a worker's exception: our own again with rank and stage, or a WorkerError."""
@@ -187,7 +186,8 @@ class Fleet:
         error = _load_error(cause)
         if error is not None:
             place = error.where.removeprefix(f"rank {cause.rank}").removeprefix(", ")  # `who` says it better
-            where = ", ".join(part for part in (place, who, doing) if part)
+            known = (place,) if place.startswith("rank ") else (place, who, doing)  # that rank reported for another
+            where = ", ".join(part for part in known if part)
             again = type(error)(error.what, where=where, why=error.why, fix=error.fix)
             again.add_note(f"traceback of {who}:\n{cause.trace}")
             return again
@@ -222,7 +222,7 @@ class Fleet:
 def first_cause(answers: Iterable[object]) -> Failure | Death | None:
     """The earliest of the failures that are causes rather than effects; None when nothing failed."""
     failures = [a for a in answers if isinstance(a, Failure | Death)]
-    return min(failures, key=lambda a: (a.weight, a.at), default=None)
+    return min(failures, key=lambda a: (a.priority, a.at), default=None)
 
 
 def pickle_call(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:

@@ -1,8 +1,8 @@
 """The child's side of a local launch: tied to its parent, it runs one function after another and reports.
 
 The parent (`supervise`) starts `main` in a spawned process and sends it `Run`s; each is answered by a `Success` or a
-`Failure`.  What a rank is doing lies in memory shared with the parent (`Slot`), so that the parent can still say it
-after the process was killed.
+`Failure`.  What a rank is doing lies in memory shared with the parent (`SharedStatus`), so that the parent can still
+say it after the process was killed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from multiprocessing.process import parent_process
 from typing import Any
 
 from autopart.ir.errors import AutopartError, UsageError, WorkerError
+from autopart.runtime.activity import SharedStatus, publish_to
 
 READY = "ready"
-LABEL_BYTES, NOTE_BYTES = 64, 192
 
 # What torch.distributed, Gloo and NCCL say when the other side went away: an effect, not the cause.
 _PEER_TROUBLE = re.compile(
@@ -36,21 +36,17 @@ _PEER_TROUBLE = re.compile(
 )
 
 
-class Slot(ctypes.Structure):
-    """Shared memory of one rank: which stage it is (label) and what it is doing (note), in UTF-8."""
-
-    _fields_ = (("label", ctypes.c_char * LABEL_BYTES), ("note", ctypes.c_char * NOTE_BYTES))
-    label: bytes
-    note: bytes
-
-
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """What a process is told when it starts.  by_main_thread: the parent's main thread starts it."""
+class WorkerInit:
+    """What a process is told when it starts.
+
+    statuses: one of every rank, shared with the parent; parent: its process id; by_main_thread: the parent's main
+    thread starts the process.
+    """
 
     rank: int
     conn: Connection
-    board: ctypes.Array[Slot]
+    statuses: ctypes.Array[SharedStatus]
     parent: int
     by_main_thread: bool
 
@@ -75,9 +71,10 @@ class Success:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception of a worker.  at: time.monotonic() seconds; weight: 0 for a cause, 2 for an effect of a peer's end.
+    """An exception of a worker.
 
-    error: the pickled exception, empty when it cannot be pickled.
+    error: the pickled exception, empty when it cannot be pickled; priority: 0 for a cause, 2 for an effect of a peer's
+    end; at: time.monotonic() seconds.
     """
 
     rank: int
@@ -85,47 +82,26 @@ class Failure:
     message: str
     trace: str
     error: bytes
-    weight: int
+    priority: int
     at: float
     in_group: bool
 
 
-_slot: Slot | None = None
-
-
-def set_rank_label(text: str) -> None:
-    """Name this rank's place, as "stage 1", in messages about it.  Does nothing outside of a local launch."""
-    if _slot is not None:
-        _slot.label = _cut(text, LABEL_BYTES)
-
-
-def set_activity(text: str) -> None:
-    """Say what this rank does now, as "1F0 forward of micro-batch 0": named if it dies.  Costs well below 2 µs.
-
-    Does nothing outside of a local launch.
-    """
-    if _slot is not None:
-        _slot.note = _cut(text, NOTE_BYTES)
-
-
-def _cut(text: str, size: int) -> bytes:
-    return text.encode("utf-8", "replace")[: size - 1]
-
-
-def main(seat: Seat) -> None:
+def main(init: WorkerInit) -> None:
     """Body of a worker process: answer every `Run` until the parent sends None or is gone."""
-    global _slot
-    _tie_to_parent(seat)
+    _tie_to_parent(init)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal: the parent handles it
-    _slot = seat.board[seat.rank]
+    status = init.statuses[init.rank]
+    publish_to(status)
     try:
-        seat.conn.send(READY)
-        while (run := seat.conn.recv()) is not None:
-            _slot.label = _slot.note = b""
+        init.conn.send(READY)
+        while (run := init.conn.recv()) is not None:
+            status.label = b""
+            status.note = b""
             os.environ.update(run.env)
-            answer = _answer(seat.rank, run)
+            answer = _answer(init.rank, run)
             _flush()
-            seat.conn.send(answer)
+            init.conn.send(answer)
     except (EOFError, OSError):  # the parent is gone
         os._exit(1)
 
@@ -166,10 +142,10 @@ def _failure(rank: int, error: BaseException) -> Failure:
     if error.__traceback__ is not None:
         error = error.with_traceback(error.__traceback__.tb_next)  # drop the frame of _answer
     trace = "".join(traceback.format_exception(error)).rstrip()
-    weight = 2 if is_effect(error) else 0
+    priority = 2 if is_effect(error) else 0
     message = str(error) or repr(error)
     return Failure(
-        rank, type(error).__name__, message, trace, _dump_error(error), weight, time.monotonic(), _in_group()
+        rank, type(error).__name__, message, trace, _dump_error(error), priority, time.monotonic(), _in_group()
     )
 
 
@@ -210,7 +186,7 @@ def _flush() -> None:
             stream.flush()
 
 
-def _tie_to_parent(seat: Seat) -> None:
+def _tie_to_parent(init: WorkerInit) -> None:
     """End this process when the parent ends, however it ends.
 
     A thread waits for the parent's pipe to close.  On Linux the kernel also sends SIGKILL, in case this process never
@@ -224,8 +200,8 @@ def _tie_to_parent(seat: Seat) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="autopart-parent-watch", daemon=True).start()
-    if sys.platform == "linux" and seat.by_main_thread:
+    if sys.platform == "linux" and init.by_main_thread:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != seat.parent:  # it ended before we asked
+        if os.getppid() != init.parent:  # it ended before we asked
             os._exit(1)

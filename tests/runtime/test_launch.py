@@ -17,8 +17,9 @@ import pytest
 from support import launch_jobs as jobs
 
 from autopart.ir.errors import AutopartError, BatchError, ClusterError, StageError, UsageError, WorkerError
+from autopart.runtime.activity import LABEL_BYTES, NOTE_BYTES, SharedStatus, publish_to, set_activity, set_rank_label
 from autopart.runtime.launch import worker
-from autopart.runtime.launch.local import Workers, launch, set_activity, set_rank_label
+from autopart.runtime.launch.local import Workers, launch
 from autopart.runtime.launch.supervise import Death, first_cause
 from autopart.runtime.launch.worker import Failure
 
@@ -140,8 +141,8 @@ def test_the_cause_wins_over_its_effects(workers: Workers) -> None:
 
 
 def test_the_first_cause() -> None:
-    def failure(rank: int, weight: int, at: float) -> Failure:
-        return Failure(rank, "ValueError", "", "", b"", weight, at, False)
+    def failure(rank: int, priority: int, at: float) -> Failure:
+        return Failure(rank, "ValueError", "", "", b"", priority, at, False)
 
     killed, aborted = Death(3, -signal.SIGKILL, 5.0), Death(4, -signal.SIGABRT, 4.0)
     effect, early, late = failure(0, 2, 1.0), failure(1, 0, 2.0), failure(2, 0, 3.0)
@@ -249,17 +250,28 @@ def test_under_torchrun_the_number_of_ranks_must_agree(monkeypatch: pytest.Monke
     assert caught.value.fix == "torchrun --standalone --nproc-per-node 4 'my train.py' --lr 1"
 
 
-def test_label_and_note_outside_of_a_launch_do_nothing() -> None:
+@pytest.fixture
+def status() -> Iterator[SharedStatus]:
+    """Where this process publishes what it does, as a worker does."""
+    status = SharedStatus()
+    publish_to(status)
+    yield status
+    publish_to(None)
+
+
+def test_label_and_note_go_nowhere_outside_of_a_launch(status: SharedStatus) -> None:
     set_rank_label("stage 0")
-    set_activity("anything")
+    set_activity("forward")
+    publish_to(None)
+    set_rank_label("stage 1")
+    set_activity("backward")
+    assert (status.label, status.note) == (b"stage 0", b"forward")
 
 
-def test_notes_are_cut_to_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    slot = worker.Slot()
-    monkeypatch.setattr(worker, "_slot", slot)
+def test_notes_are_cut_to_their_memory(status: SharedStatus) -> None:
     set_rank_label("é" * 1000)
     set_activity("x" * 1000)
-    assert len(slot.label) == worker.LABEL_BYTES - 1 and len(slot.note) == worker.NOTE_BYTES - 1
+    assert len(status.label) == LABEL_BYTES - 1 and len(status.note) == NOTE_BYTES - 1
 
 
 @pytest.mark.parametrize(
@@ -281,6 +293,7 @@ def test_effects_are_told_from_causes(error: BaseException, effect: bool) -> Non
     assert worker.is_effect(wrapper) is effect
 
 
+IMPORTS = "from support import launch_jobs as jobs\nfrom autopart.runtime.launch.local import launch\n"
 SCRIPT = """
 import sys, threading
 from support import launch_jobs as jobs
@@ -344,7 +357,7 @@ def _assert_closed_within(lines: list[socket.socket], seconds: float) -> None:
 
 
 def test_a_script_without_guard_is_told_so_once(tmp_path: Path) -> None:
-    script = "from support import launch_jobs as jobs\nfrom autopart.runtime.launch.local import launch\nlaunch(jobs.double, 2, 1)\n"
+    script = IMPORTS + "launch(jobs.double, 2, 1)\n"
     process = start_script(tmp_path / "unguarded.py", script)
     errors = process.communicate(timeout=100)[1]
     assert process.returncode == 1
@@ -353,8 +366,9 @@ def test_a_script_without_guard_is_told_so_once(tmp_path: Path) -> None:
 
 
 def test_a_script_that_workers_cannot_import(tmp_path: Path) -> None:
-    script = "from support import launch_jobs as jobs\nfrom autopart.runtime.launch.local import launch\n"
-    script += 'if __name__ == "__main__":\n    launch(jobs.double, 1, 1)\nelse:\n    raise OSError("not twice")\n'
+    script = (
+        IMPORTS + 'if __name__ == "__main__":\n    launch(jobs.double, 1, 1)\nelse:\n    raise OSError("not twice")\n'
+    )
     errors = start_script(tmp_path / "fragile.py", script).communicate(timeout=100)[1]
     assert "OSError: not twice" in errors
     assert "rank 0 did not start: exited with code 1" in errors

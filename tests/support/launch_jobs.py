@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autopart.ir.errors import BatchError, StageError
-from autopart.runtime.launch.local import set_activity, set_rank_label
+from autopart.runtime.activity import set_activity, set_rank_label
 
 ENV = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 

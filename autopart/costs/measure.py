@@ -32,7 +32,7 @@ from autopart.ir.cluster import Device
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, Op, Param, Value
 from autopart.passes.ops.analytic_costs import analytic_costs
-from autopart.passes.ops.table import CREATION, VIEW, family
+from autopart.passes.ops.table import row_of
 
 _REPEATS = 7
 """At most so many timed runs of an op, after two for warming up; the median counts."""
@@ -163,7 +163,7 @@ def _samples(captured: Captured, graph: Graph, device: torch.device) -> list[_Sa
     values, params, names = graph.value_map(), graph.param_map(), captured.names
     samples: dict[str, _Sample] = {}
     for op in graph.ops:
-        if family(op.target) in (VIEW, CREATION):
+        if row_of(op.target).free:
             continue
         node = nodes[op.name]
         args, kwargs = _described(node, names, values, params, device)

@@ -39,7 +39,8 @@ from autopart.passes.loss.placement import (
 from autopart.passes.loss.product_rules import PRODUCT_RULES
 from autopart.passes.loss.term_rules import TERM_RULES
 from autopart.passes.loss.view_rules import VIEW_RULES, broadcast_tensors, is_zero
-from autopart.passes.ops.table import CREATION, FAMILY, POINTWISE, REDUCTION, family, op_name
+from autopart.passes.ops.row import CREATION, POINTWISE, REDUCTION
+from autopart.passes.ops.table import FAMILY, family, op_name
 
 RULES = {**MATH_RULES, **PRODUCT_RULES, **TERM_RULES, **VIEW_RULES, "broadcast_tensors": broadcast_tensors}
 _SIZES = {"size", "shape", "repeats", "end", "start", "length", "split_size", "split_sizes", "sizes", "dims"}

@@ -21,7 +21,8 @@ from autopart.passes.loss.placement import (
     same_outer,
     unproven,
 )
-from autopart.passes.ops.table import NAMES, NORM, POINTWISE, REDUCTION, WINDOW
+from autopart.passes.ops.row import NORM, POINTWISE, REDUCTION, WINDOW
+from autopart.passes.ops.table import NAMES
 
 Rule = Callable[[OpContext], Placement | list[Placement]]
 _LINEAR_DTYPES = ("float", "bfloat", "complex")

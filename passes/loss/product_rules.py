@@ -19,7 +19,7 @@ from autopart.passes.loss.placement import (
     same_outer,
     unproven,
 )
-from autopart.passes.ops.flops import einsum_letters
+from autopart.passes.ops.letters import einsum_letters
 
 Rule = Callable[[OpContext], Placement | list[Placement]]
 
@@ -125,7 +125,10 @@ def einsum(site: OpContext) -> Placement:
     letters = einsum_letters(equation, [site.shape(r) for r in refs])
     if letters is None or any(len(set(term)) < len(term) for term in letters[0]):
         raise unproven("its equation is not understood")
-    return contract(site, [(site.kind(r), term) for r, term in zip(refs, letters[0], strict=True)], letters[1])
+    terms = [(site.kind(r), list(term)) for r, term in zip(refs, letters[0], strict=True)]
+    return contract(site, terms, list(letters[1]))
+        site, [(site.kind(r), list(term)) for r, term in zip(refs, letters[0], strict=True)], list(letters[1])
+    )
 
 
 def attention(site: OpContext) -> Placement:

@@ -18,7 +18,8 @@ from autopart.passes.loss.placement import (
     same_outer,
     unproven,
 )
-from autopart.passes.ops.table import CREATION, FAMILY, NAMES, VIEW
+from autopart.passes.ops.row import CREATION, VIEW
+from autopart.passes.ops.table import FAMILY, NAMES
 
 Rule = Callable[[OpContext], Placement]
 

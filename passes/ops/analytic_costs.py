@@ -6,7 +6,7 @@ hold the operands, and where kernels overlap or are fused; ratios between layers
 themselves.
 
 Saved bytes follow autograd's derivative formulas: a matrix product keeps the operand that the other's gradient needs,
-`softmax`, `tanh`, `relu`, ... their output, `add`, `sum` and views nothing, any other op its inputs (see `optable`).
+`softmax`, `tanh`, `relu`, ... their output, `add`, `sum` and views nothing, any other op its inputs (`OpRow.saves`).
 Storage is counted, not tensors: a view counts as what it is a view of, each storage once, for the first op that keeps
 it; parameters and buffers never.  What an op keeps that is no value of the graph (dropout masks, the log-softmax
 inside cross entropy, attention's normaliser or, where no fused kernel applies, its scores) is added to the op itself.
@@ -22,27 +22,16 @@ from dataclasses import replace
 from autopart.ir.cluster import Device
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, Literal, Op, Param, Value
-from autopart.passes.ops.flops import backward_flops, flops, shape_of
+from autopart.passes.ops.flops import backward_flops, flops, operands, shape_of
+from autopart.passes.ops.letters import added_operands
 from autopart.passes.ops.op_classes import first_of, op_classes
 from autopart.passes.ops.resize import resize
-from autopart.passes.ops.table import CREATION, MATMUL, NAMES, NORM, SAVES, VIEW, family, op_name
-
-__all__ = [
-    "Pricing",
-    "analytic_costs",
-    "backward_flops",
-    "family",
-    "flops",
-    "moved_bytes",
-    "saved_values",
-    "storage",
-]
+from autopart.passes.ops.row import CREATION, VIEW, OpRow
+from autopart.passes.ops.table import row_of
 
 LAUNCH_NS = {"cpu": 3_000, "cuda": 6_000}
 """Nanoseconds to dispatch one op from Python: measured order of magnitude of eager PyTorch."""
 _FLOATING = ("float", "bfloat", "complex")
-_ALWAYS_VIEWS = NAMES[VIEW] - {"reshape", "view", "_unsafe_view", "flatten", "unflatten", "view_as"}
-_BREAKS_ORDER = _ALWAYS_VIEWS - {"detach", "unsqueeze", "squeeze"}
 
 
 def analytic_costs(graph: Graph, device: Device) -> Graph:
@@ -117,7 +106,7 @@ def _cost(
 def _scratch_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> int:
     """Bytes that the op's backward holds for a moment: the gradients it is given and those it makes, of parameters
     too, before they are added up.  A view passes the gradient it is given on."""
-    if not any(values[w].grad for w in op.writes) or family(op.target) == VIEW:
+    if not any(values[w].grad for w in op.writes) or row_of(op.target).family == VIEW:
         return 0
     gradients = sum(values[name].size_bytes for name in {*op.reads, *op.writes} if values[name].grad)
     return gradients + sum(params[p].size_bytes for p in op.params if params[p].trainable)
@@ -149,12 +138,13 @@ def moved_bytes(
     op: Op, values: Mapping[str, Value], params: Mapping[str, Param], roots: Mapping[str, str] | None = None
 ) -> int:
     """Bytes read and written.  Views move nothing; lookups read what they return; an expanded operand is read once."""
+    row = row_of(op.target)
     written = sum(values[w].size_bytes for w in op.writes)
-    if family(op.target) == VIEW and not any((roots or {}).get(w) == w for w in op.writes):
+    if row.family == VIEW and not any((roots or {}).get(w) == w for w in op.writes):
         return 0
-    if family(op.target) == CREATION:
+    if row.family == CREATION:
         return written
-    if op_name(op.target) in ("embedding", "index_select", "gather", "index"):
+    if row.looks_up:
         return 2 * written + sum(values[r].size_bytes for r in op.reads if "int" in values[r].dtype)
     read = sum(params[p].size_bytes for p in op.params)
     for name in op.reads:
@@ -166,49 +156,40 @@ def moved_bytes(
 
 def saved_values(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> tuple[str, ...]:
     """Names of the values (never parameters) that `op` keeps for its backward; empty when no gradient reaches it."""
-    if not any(values[w].grad for w in op.writes) or family(op.target) == VIEW:
+    if not any(values[w].grad for w in op.writes):
         return ()
-    name = op_name(op.target)
-    what = SAVES.get(name, "inputs")
-    if what == "nothing":
-        return ()
-    if what == "output":
-        return tuple(w for w in op.writes if values[w].grad)
-    if what == "both":
-        return op.reads + op.writes
-    if what == "indices":
-        return tuple(n for n in op.reads + op.writes if not values[n].dtype.startswith(("float", "bfloat")))
-    if what == "others" or name in ("linear", "addmm", "baddbmm", "div") or family(op.target) == MATMUL:
-        return _factors(op, values, params)
-    if name in ("native_dropout", "dropout"):  # a mask: one of the values when it is used, else see _hidden_bytes
-        return op.writes[1:]
+    row = row_of(op.target)
+    match row.saves:
+        case "nothing":
+            return ()
+        case "output":
+            return tuple(w for w in op.writes if values[w].grad)
+        case "both":
+            return op.reads + op.writes
+        case "indices":
+            return tuple(n for n in op.reads + op.writes if not values[n].dtype.startswith(("float", "bfloat")))
+        case "mask":  # one of the values when it is used, else see _hidden_bytes
+            return op.writes[1:]
+        case "factors" | "quotient":
+            return _factors(op, row, values, params)
     return op.reads
 
 
-def _factors(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> tuple[str, ...]:
+def _factors(op: Op, row: OpRow, values: Mapping[str, Value], params: Mapping[str, Param]) -> tuple[str, ...]:
     """Operands that the gradient of another operand is multiplied by: `a` in a*b is kept when b needs a gradient."""
-    refs = _operands(op)[1 if op_name(op.target) in ("addmm", "baddbmm") else 0 :]
+    added = added_operands(row)
+    refs = [ref for place, ref in enumerate(_names(op)) if place not in added]
     needing = {i for i, ref in enumerate(refs) if _needs_grad(ref, values, params)}
-    if op_name(op.target) == "div":  # a/b: b for the gradient of a, both for that of b
+    if row.saves == "quotient":  # a/b: b for the gradient of a, both for that of b
         kept = [ref for i, ref in enumerate(refs) if i == 1 or 1 in needing]
     else:
         kept = [ref for i, ref in enumerate(refs) if needing - {i}]
     return tuple(dict.fromkeys(ref for ref in kept if ref in values))
 
 
-def _operands(op: Op) -> list[str]:
-    refs: list[str] = []
-
-    def collect(value: Literal) -> None:
-        if isinstance(value, tuple):
-            for item in value:
-                collect(item)
-        elif isinstance(value, str) and value.startswith("%"):
-            refs.append(value[1:])
-
-    for _, value in op.attrs:
-        collect(value)
-    return refs or [*op.reads, *op.params]
+def _names(op: Op) -> list[str]:
+    """The names of the tensor arguments in order."""
+    return [ref[1:] for ref in operands(op)] or [*op.reads, *op.params]
 
 
 def _needs_grad(name: str, values: Mapping[str, Value], params: Mapping[str, Param]) -> bool:
@@ -219,17 +200,17 @@ def _hidden_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Para
     """Bytes kept for the backward in tensors that are no values of the graph."""
     if not any(values[w].grad for w in op.writes):
         return 0
-    name, attrs = op_name(op.target), dict(op.attrs)
-    out = values[op.writes[0]]
-    if name in ("native_dropout", "dropout"):
-        return math.prod(out.shape) if len(op.writes) == 1 else 0  # a byte per element
-    if name == "cross_entropy_loss":
-        logits = shape_of(attrs.get("self"), values, params)
-        return math.prod(logits) * _item_bytes(out) if logits else 0
-    if name == "scaled_dot_product_attention":
-        return _attention_bytes(op, attrs, values, params)
-    if family(op.target) == NORM and out.shape:
-        return 2 * (math.prod(out.shape) // max(1, out.shape[-1])) * 4
+    attrs, out = dict(op.attrs), values[op.writes[0]]
+    match row_of(op.target).hidden:
+        case "mask":  # a byte per element
+            return math.prod(out.shape) if len(op.writes) == 1 else 0
+        case "log_softmax":
+            logits = shape_of(attrs.get("self"), values, params)
+            return math.prod(logits) * _item_bytes(out) if logits else 0
+        case "attention":
+            return _attention_bytes(op, attrs, values, params)
+        case "statistics":
+            return 2 * (math.prod(out.shape) // max(1, out.shape[-1])) * 4 if out.shape else 0
     return 0
 
 
@@ -258,15 +239,14 @@ def storage(graph: Graph) -> dict[str, str]:
     roots: dict[str, str] = {name: name for name in graph.inputs}
     out_of_order: set[str] = set()
     for op in graph.ops:
-        name = op_name(op.target)
-        operands = _operands(op)
-        source = operands[0] if operands else ""
+        row, refs = row_of(op.target), _names(op)
+        source = refs[0] if refs else ""
         moved = source in out_of_order
-        shares = name in _ALWAYS_VIEWS or (family(op.target) == VIEW and not moved)
+        shares = row.family == VIEW and not (moved and row.storage == "reshape")
         for place, written in enumerate(op.writes):
-            base = operands[place] if name == "broadcast_tensors" and place < len(operands) else source
+            base = refs[place] if row.name == "broadcast_tensors" and place < len(refs) else source
             roots[written] = roots.get(base, base) if shares and base else written
-            if shares and (moved or name in _BREAKS_ORDER):
+            if shares and (moved or row.storage == "out of order"):
                 out_of_order.add(written)
     return roots
 

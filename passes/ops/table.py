@@ -1,105 +1,310 @@
-"""Facts about single ops, as data: what family an op is of, and what its derivative needs.
+"""The table of ops: one row for each, with its axes as letters, what it saves, and what it computes (`row.OpRow`).
 
-Names are the op's own, without namespace and overload: "aten.add.Tensor" is "add".  An op that no table names is
-treated as pointwise where costs are concerned, and as unknown where exactness is (`loss`).
+Costs, saved values, the loss analysis, what is random and what is a view are all read from here.  An op without a row
+is treated as pointwise where costs are concerned, and as unknown where exactness is.  `register` adds a row for an op
+of your own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
-VIEW = "view"
-POINTWISE = "pointwise"
-REDUCTION = "reduction"
-NORM = "norm"
-MATMUL = "matmul"
-INDEXING = "indexing"
-CREATION = "creation"
-LOSS = "loss"
-WINDOW = "window"
-OTHER = "other"
+from autopart.ir.errors import UsageError
+from autopart.passes.ops.row import (
+    ASSERTION,
+    CREATION,
+    INDEXING,
+    LOSS,
+    MATMUL,
+    NORM,
+    OTHER,
+    POINTWISE,
+    REDUCTION,
+    VIEW,
+    WINDOW,
+    OpRow,
+    check,
+)
 
-_FAMILIES: dict[str, str] = {
-    VIEW: """
-        reshape view _unsafe_view unsqueeze squeeze transpose swapaxes t permute movedim mT numpy_T adjoint
-        expand expand_as broadcast_to broadcast_tensors slice select split split_with_sizes chunk unbind narrow
-        detach unflatten flatten alias view_as unfold diagonal as_strided""",
-    POINTWISE: """
-        add sub rsub mul div neg positive abs absolute exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal
-        square pow sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc erfinv sigmoid
-        relu relu6 leaky_relu elu celu selu gelu silu mish softplus log_sigmoid log_sigmoid_forward hardtanh
-        hardsigmoid hardswish hardshrink softshrink tanhshrink threshold rrelu_with_noise prelu clamp clamp_min
-        clamp_max clip minimum maximum min max fmin fmax where masked_fill lerp addcmul addcdiv floor ceil round
-        trunc frac fmod remainder floor_divide true_divide sign sgn signbit heaviside hypot copysign logaddexp
-        logaddexp2 xlogy logit nan_to_num lgamma digamma eq ne lt le gt ge equal_nan isnan isinf isfinite
+
+def _rows(names: str, family: str, axes: str = "", **columns: Any) -> Iterator[OpRow]:
+    """The same row for several ops."""
+    for name in names.split():
+        yield OpRow(name, family, axes, **columns)
+
+
+def _views() -> Iterator[OpRow]:
+    def view(names: str, axes: str = "", *, storage: str = "out of order", **columns: Any) -> Iterator[OpRow]:
+        return _rows(names, VIEW, axes, storage=storage, saves="nothing", flops="none", **columns)
+
+    yield from view("reshape view unflatten flatten", storage="reshape", same_elements=True)
+    yield from view("_unsafe_view view_as", storage="reshape")
+    yield from view("unsqueeze squeeze", storage="in order", same_elements=True)
+    yield from view("detach", "... -> ...", linear="each", storage="in order", same_elements=True)
+    yield from view("alias", "... -> ...", linear="each", same_elements=True)
+    yield from view("transpose t permute mT", "... -> ~...", linear="each", same_elements=True)
+    yield from view("swapaxes movedim numpy_T", "... -> ~...", linear="each")
+    yield from view("expand expand_as", "..., * -> ...", linear="each", same_elements=True)
+    yield from view("broadcast_to", "..., * -> ...", linear="each")
+    yield from view("slice narrow split split_with_sizes chunk", "...D -> ...D", linear="each", named_by="dim=0")
+    yield from view("select unbind", "...D -> ...", mixes="D", linear="each", named_by="dim=0")
+    yield from view("broadcast_tensors adjoint unfold diagonal as_strided")
+
+
+def _pointwise() -> Iterator[OpRow]:
+    def pointwise(names: str, **columns: Any) -> Iterator[OpRow]:
+        return _rows(names, POINTWISE, "... -> ...", **columns)
+
+    yield from pointwise("add sub rsub", linear="sum", saves="nothing")
+    yield from pointwise("mul", linear="product", saves="factors")
+    yield from pointwise("div", saves="quotient")
+    yield from pointwise("true_divide")
+    yield from pointwise("neg positive", linear="each", saves="nothing")
+    yield from pointwise("clone contiguous _to_copy to type_as", linear="each", saves="nothing", same_elements=True)
+    yield from pointwise("copy fill floor ceil round trunc sign bernoulli normal", saves="nothing")
+    yield from pointwise(
+        "exp exp2 expm1 tanh sigmoid sqrt rsqrt reciprocal relu relu6 elu celu selu",
+        saves="output",
+    )
+    yield from pointwise("where masked_fill", saves="indices")
+    train, always = (("train", False),), ("train", "p")
+    yield from pointwise("native_dropout dropout", saves="mask", hidden="mask", off=train, draws_unless_zero=always)
+    yield from pointwise("feature_dropout alpha_dropout", off=train)
+    yield from pointwise("rrelu_with_noise", off=(("training", False),), draws_unless_zero=("training",))
+    yield from pointwise("""
+        abs absolute log log2 log10 log1p square pow sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh
+        erf erfc erfinv leaky_relu gelu silu mish softplus log_sigmoid log_sigmoid_forward hardtanh hardsigmoid
+        hardswish hardshrink softshrink tanhshrink threshold prelu clamp clamp_min clamp_max clip minimum maximum
+        min max fmin fmax lerp addcmul addcdiv frac fmod remainder floor_divide sgn signbit heaviside hypot copysign
+        logaddexp logaddexp2 xlogy logit nan_to_num lgamma digamma eq ne lt le gt ge equal_nan isnan isinf isfinite
         isposinf isneginf logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not
-        bitwise_xor bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__ clone
-        contiguous _to_copy to type_as copy fill dropout native_dropout alpha_dropout feature_dropout
-        feature_alpha_dropout bernoulli normal rad2deg deg2rad sinc i0""",
-    REDUCTION: """
-        sum mean nansum nanmean prod amax amin aminmax argmax argmin all any var std var_mean std_mean logsumexp
-        linalg_vector_norm norm count_nonzero median nanmedian mode kthvalue max_dim min_dim cumsum cumprod
-        cummax cummin logcumsumexp softmax _softmax _safe_softmax log_softmax _log_softmax glu cosine_similarity
-        pairwise_distance""",
-    NORM: """
-        layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm native_group_norm instance_norm
-        batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional
-        _native_batch_norm_legit_no_training cudnn_batch_norm _batch_norm_with_update_functional""",
-    MATMUL: """
-        linear addmm mm bmm baddbmm matmul mv addmv dot vdot inner outer ger einsum bilinear conv1d conv2d
-        conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d scaled_dot_product_attention
-        _grouped_mm grouped_mm_fallback lstm gru rnn_tanh rnn_relu""",
-    INDEXING: """
-        embedding embedding_bag gather take_along_dim index index_select index_put _unsafe_index scatter
-        scatter_add scatter_reduce select_scatter slice_scatter masked_select take sort argsort topk roll flip
-        cat stack pad constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
-        repeat tile repeat_interleave one_hot tril triu histc bincount pixel_shuffle pixel_unshuffle
-        channel_shuffle""",
-    CREATION: """
-        arange zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like
-        empty_like scalar_tensor linspace eye tril_indices triu_indices rand randn rand_like randn_like randint
-        randint_like randperm""",
-    LOSS: """
-        cross_entropy_loss nll_loss nll_loss_nd nll_loss2d nll_loss_forward nll_loss2d_forward mse_loss l1_loss
-        smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div soft_margin_loss
-        poisson_nll_loss hinge_embedding_loss cosine_embedding_loss margin_ranking_loss triplet_margin_loss
-        multi_margin_loss multilabel_margin_loss ctc_loss""",
-    WINDOW: """
-        max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices max_pool1d_with_indices
-        avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-        adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d _adaptive_avg_pool2d upsample_nearest1d
-        upsample_nearest2d upsample_nearest3d _upsample_nearest_exact2d upsample_linear1d upsample_bilinear2d
-        _upsample_bilinear2d_aa upsample_bicubic2d upsample_trilinear3d im2col col2im grid_sampler
-        grid_sampler_2d affine_grid_generator local_response_norm""",
-}
-NAMES: dict[str, frozenset[str]] = {family: frozenset(names.split()) for family, names in _FAMILIES.items()}
-"""Family -> the names of its ops."""
-FAMILY: dict[str, str] = {name: family for family, names in NAMES.items() for name in names}
-"""Op name -> family."""
+        bitwise_xor bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__
+        feature_alpha_dropout rad2deg deg2rad sinc i0""")
 
-_SAVES: dict[str, str] = {
-    "nothing": """
-        add sub rsub neg positive clone contiguous _to_copy to type_as copy fill sum mean nansum cat stack pad
-        constant_pad_nd repeat tile repeat_interleave roll flip tril triu cumsum logcumsumexp
-        adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d avg_pool1d avg_pool2d avg_pool3d
-        upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
-        upsample_bicubic2d select_scatter slice_scatter pixel_shuffle pixel_unshuffle im2col col2im floor ceil
-        round trunc sign bernoulli normal""",
-    "output": """
-        exp exp2 expm1 tanh sigmoid sqrt rsqrt reciprocal relu relu6 elu celu selu softmax _softmax
-        _safe_softmax log_softmax _log_softmax""",
-    "others": "mul matmul mm bmm mv dot outer inner",
-    "indices": """
-        embedding gather take_along_dim index index_select index_put _unsafe_index scatter scatter_add sort topk
-        where masked_fill amax amin max_dim min_dim cross_entropy_loss nll_loss nll_loss_nd""",
-    "both": """
-        scaled_dot_product_attention logsumexp linalg_vector_norm norm prod var std max_pool2d_with_indices
-        native_layer_norm cumprod cosine_similarity""",
-}
-SAVES: dict[str, str] = {name: what for what, names in _SAVES.items() for name in names.split()}
-"""Op name -> what its derivative needs.  "nothing"; "output"; "others": each factor that another factor's gradient is
-multiplied by; "indices": operands and results that are not floating point; "both": inputs and outputs.  Any other op
-needs its inputs."""
+
+def _reductions() -> Iterator[OpRow]:
+    """What drops the axes D, and what runs along them."""
+
+    def over(names: str, *, named_by: str = "dim=all", mixes: str = "D", **columns: Any) -> Iterator[OpRow]:
+        return _rows(names, REDUCTION, "...D -> ...", named_by=named_by, mixes=mixes, flops="read", **columns)
+
+    def along(names: str, *, mixes: str = "D", may_mix: str = "", **columns: Any) -> Iterator[OpRow]:
+        facts = {"named_by": "dim=-1", "mixes": mixes, "may_mix": may_mix, "flops": "read", **columns}
+        return _rows(names, REDUCTION, "...D -> ...D", **facts)
+
+    yield from over("sum", mixes="", linear="each", saves="nothing")
+    yield from over("mean", mixes="", linear="mean", saves="nothing")
+    yield from over("nansum", saves="nothing")
+    yield from over("amax amin max.dim min.dim", saves="indices")
+    yield from over("prod var std logsumexp linalg_vector_norm norm", saves="both")
+    yield from over("""
+        nanmean aminmax argmax argmin all any var_mean std_mean count_nonzero median nanmedian max.default
+        min.default""")
+    yield from over("mode kthvalue", named_by="dim=-1")
+    pair: dict[str, Any] = {"mixes": "D", "flops": "read"}
+    yield OpRow("cosine_similarity", REDUCTION, "...D, ...D -> ...", named_by="dim=1", saves="both", **pair)
+    yield OpRow("pairwise_distance", REDUCTION, "...D, ...D -> ...", named_by="dim=-1", **pair)
+    yield from along("softmax _softmax _safe_softmax log_softmax _log_softmax", saves="output")
+    yield from along("cumsum", mixes="", may_mix="D", saves="nothing")
+    yield from along("logcumsumexp", saves="nothing")
+    yield from along("cumprod", saves="both")
+    yield from along("cummax cummin glu")
+
+
+def _norms() -> Iterator[OpRow]:
+    def norm(names: str, axes: str, **columns: Any) -> Iterator[OpRow]:
+        return _rows(names, NORM, axes, flops="read", hidden="statistics", **columns)
+
+    trailing: dict[str, Any] = {"may_mix": "D", "named_by": "normalized_shape"}
+    yield from norm("layer_norm rms_norm _fused_rms_norm", "...D, D, D -> ...D", **trailing)
+    yield from norm("native_layer_norm", "...D, D, D -> ...D", saves="both", **trailing)
+    per_sample: dict[str, Any] = {"axes": "nc..., c, c, c, c -> nc...", "may_mix": "c."}
+    yield from norm("group_norm native_group_norm instance_norm", **per_sample)
+    yield from norm("batch_norm _native_batch_norm_legit_functional", off=(("training", False),), **per_sample)
+    yield from norm(
+        """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm
+        _batch_norm_with_update_functional""",
+        **per_sample,
+    )
+
+
+def _products() -> Iterator[OpRow]:
+    def product(name: str, axes: str, flops: str, **columns: Any) -> OpRow:
+        return OpRow(name, MATMUL, axes, linear="product", saves="factors", flops=flops, **columns)
+
+    yield product("linear", "...k, nk, +n -> ...n | ...k, k, + -> ...", "...kn")
+    yield product("matmul", "k, k -> | k, ...kn -> ...n | ...mk, k -> ...m | ...mk, ...kn -> ...mn", "...mnk")
+    yield product("mm", "mk, kn -> mn", "mnk")
+    yield product("addmm", "+mn, mk, kn -> mn", "mnk")
+    yield product("bmm", "bmk, bkn -> bmn", "bmnk")
+    yield product("baddbmm", "+bmn, bmk, bkn -> bmn", "bmnk")
+    yield product("mv", "mk, k -> m", "mk")
+    yield product("addmv", "+m, mk, k -> m", "mk")
+    yield product("dot", "k, k ->", "k")
+    yield product("vdot", "k, k ->", "k")
+    yield product("inner", "...k, nk -> ...n | ...k, k -> ...", "...kn")
+    yield product("outer", "m, n -> mn", "written")
+    yield product("ger", "m, n -> mn", "written")
+    yield product("bilinear", "...i, ...j, nij, +n -> ...n", "...nij")
+    yield product("einsum", "equation", "equation")
+    yield from _rows("_grouped_mm grouped_mm_fallback", MATMUL, saves="factors", flops="inner")
+    yield OpRow(
+        "scaled_dot_product_attention",
+        MATMUL,
+        "...qe, ...ke, ...kv, +...qk -> ...qv",
+        may_mix="qkev",
+        saves="both",
+        hidden="attention",
+        flops="...qke + ...qkv",
+        draws_unless_zero=("dropout_p",),
+        off=(("dropout_p", 0.0),),
+    )
+    lstm = "batch_first: bti, lbh, lbh, * -> bto, lbh, lbh | tbi, lbh, lbh, * -> tbo, lbh, lbh"
+    cell = lstm.replace("lbh, lbh", "lbh")
+    facts: dict[str, Any] = {"may_mix": "tiolh", "saves": "factors", "flops": "weights", "off": (("dropout", 0.0),)}
+    yield OpRow("lstm", MATMUL, lstm, **facts)
+    yield from _rows("gru rnn_tanh rnn_relu", MATMUL, cell, **facts)
+    yield from _convolutions()
+
+
+def _convolutions() -> Iterator[OpRow]:
+    """S, T, U: the axes of the image that the kernel visits; of a transposed convolution the operand's."""
+    plain, transposed = [], []
+    for axes, visited, kernel in (("x", "S", "u"), ("xy", "ST", "uv"), ("xyz", "STU", "uvw")):
+        plain.append(f"ni{axes}, oi{kernel}, o -> no{visited} | i{axes}, oi{kernel}, o -> o{visited}")
+        transposed.append(f"ni{visited}, io{kernel}, o -> no{axes} | i{visited}, io{kernel}, o -> o{axes}")
+    facts: dict[str, Any] = {"may_mix": "ioxyzSTUuvw", "saves": "factors", "flops": "noiSTUuvw"}
+    for rank in (1, 2, 3):
+        yield OpRow(f"conv{rank}d", MATMUL, plain[rank - 1], **facts)
+        yield OpRow(f"conv_transpose{rank}d", MATMUL, transposed[rank - 1], **facts)
+    either = [f"transposed: {form}" for forms in transposed for form in forms.split(" | ")] + plain
+    yield OpRow("convolution", MATMUL, " | ".join(either), **facts)
+
+
+def _indexing() -> Iterator[OpRow]:
+    def move(names: str, axes: str = "", **columns: Any) -> Iterator[OpRow]:
+        return _rows(names, INDEXING, axes, saves="nothing", **columns)
+
+    def look_up(names: str, axes: str = "", **columns: Any) -> Iterator[OpRow]:
+        return _rows(names, INDEXING, axes, saves="indices", **columns)
+
+    yield from look_up("embedding", "vd, ... -> ...d", may_mix="v", looks_up=True)
+    yield from look_up("gather", "...D, ...D -> ...D", may_mix="D", named_by="dim=0", looks_up=True)
+    yield from look_up("index_select index", looks_up=True)
+    yield from look_up("take_along_dim index_put _unsafe_index scatter scatter_add")
+    ordered: dict[str, Any] = {"axes": "...D -> ...D", "may_mix": "D"}
+    yield from look_up("sort topk", named_by="dim=-1", **ordered)
+    yield from _rows("argsort", INDEXING, named_by="dim=-1", **ordered)
+    yield from move("flip", named_by="dims", **ordered)
+    yield from move("roll", named_by="dims=all", **ordered)
+    yield from move("tril triu", "...mn -> ...mn", may_mix="mn")
+    yield from move("pixel_shuffle", "...cxy -> ...cxy", may_mix="cxy")
+    yield from move("pixel_unshuffle cat stack pad constant_pad_nd repeat tile repeat_interleave select_scatter")
+    yield from move("slice_scatter")
+    yield from _rows("one_hot", INDEXING, "... -> ...h")
+    yield from _rows("channel_shuffle", INDEXING, "nc... -> nc...", may_mix="c.")
+    yield from _rows(
+        """embedding_bag scatter_reduce masked_select take reflection_pad1d reflection_pad2d replication_pad1d
+        replication_pad2d histc bincount""",
+        INDEXING,
+    )
+
+
+def _creations() -> Iterator[OpRow]:
+    def create(names: str, **columns: Any) -> Iterator[OpRow]:
+        return _rows(names, CREATION, saves="nothing", flops="none", **columns)
+
+    yield from create("rand randn rand_like randn_like", stand_in=0.5)
+    yield from create("""
+        arange zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like
+        scalar_tensor linspace eye tril_indices triu_indices randint randint_like randperm""")
+
+
+def _losses() -> Iterator[OpRow]:
+    def loss(names: str, averages: str = "", **columns: Any) -> Iterator[OpRow]:
+        return _rows(names, LOSS, averages=averages, flops="read", **columns)
+
+    yield from loss("cross_entropy_loss", "classes", saves="indices", hidden="log_softmax")
+    yield from loss("nll_loss nll_loss_nd", "classes", saves="indices")
+    yield from loss("nll_loss2d", "classes")
+    yield from loss(
+        """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
+        soft_margin_loss poisson_nll_loss hinge_embedding_loss margin_ranking_loss""",
+        "elements",
+    )
+    yield from loss("cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss", "rows")
+    yield from loss("nll_loss_forward nll_loss2d_forward ctc_loss")
+
+
+def _windows() -> Iterator[OpRow]:
+    def window(names: str, axes: str, saves: str = "inputs") -> Iterator[OpRow]:
+        mixed = "".join(sorted({letter for letter in axes if letter.isalpha()} - {"n"}))
+        return _rows(names, WINDOW, axes, may_mix=mixed, saves=saves)
+
+    line, plane, box = "...x -> ...x", "...xy -> ...xy", "...xyz -> ...xyz"
+    yield from window("adaptive_avg_pool1d avg_pool1d upsample_nearest1d upsample_linear1d", line, "nothing")
+    yield from window("max_pool1d max_pool1d_with_indices adaptive_max_pool1d", line)
+    yield from window("adaptive_avg_pool2d avg_pool2d upsample_nearest2d upsample_bilinear2d", plane, "nothing")
+    yield from window("upsample_bicubic2d", plane, "nothing")
+    yield from window("max_pool2d_with_indices", plane, "both")
+    yield from window("max_pool2d adaptive_max_pool2d _adaptive_avg_pool2d _upsample_nearest_exact2d", plane)
+    yield from window("_upsample_bilinear2d_aa", plane)
+    yield from window("adaptive_avg_pool3d avg_pool3d upsample_nearest3d", box, "nothing")
+    yield from window("max_pool3d max_pool3d_with_indices adaptive_max_pool3d upsample_trilinear3d", box)
+    yield from window("im2col", "ncxy -> nij", "nothing")
+    yield from window("col2im", "nij -> ncxy", "nothing")
+    yield from window("grid_sampler grid_sampler_2d", "ncxy, nuvi -> ncuv | ncxyz, nuvwi -> ncuvw")
+    yield from window("affine_grid_generator", "nij -> nuvk | nij -> nuvwk")
+    yield from _rows("local_response_norm", WINDOW, "nc... -> nc...", may_mix="c.")
+
+
+def _assertions() -> Iterator[OpRow]:
+    names = "_assert_tensor_metadata _assert_async _assert_scalar sym_constrain_range"
+    return _rows(names, ASSERTION, saves="nothing", flops="none")
+
+
+def _table() -> dict[str, OpRow]:
+    table: dict[str, OpRow] = {}
+    families = (_views, _pointwise, _reductions, _norms, _products, _indexing, _creations, _losses, _windows)
+    for rows in (*families, _assertions):
+        for row in rows():
+            assert row.name not in table, f"{row.name} has two rows"
+            table[row.name] = row
+    return table
+
+
+_ROWS = _table()
+_REGISTERED: dict[str, OpRow] = {}
+
+
+def register(row: OpRow) -> OpRow:
+    """Add a row for an op of your own, for the rest of this process, and return it.
+
+    Register the same rows in every process that plans.  Raises UsageError for a row that is not valid, or that
+    contradicts the one an op has already.
+    """
+    known = _ROWS.get(check(row).name, row)
+    if known != row:
+        raise UsageError(
+            f"op {row.name!r} has another row already",
+            why="the plans made so far were made with that one",
+            fix="give every op one row, and do not register rows for ATen's ops",
+        )
+    _ROWS[row.name] = _REGISTERED[row.name] = row
+    row_of.cache_clear()
+    return row
+
+
+def registered() -> tuple[OpRow, ...]:
+    """The rows that were added, by name."""
+    return tuple(_REGISTERED[name] for name in sorted(_REGISTERED))
+
+
+def rows() -> tuple[OpRow, ...]:
+    """Every row."""
+    return tuple(_ROWS.values())
 
 
 @lru_cache(maxsize=4096)
@@ -116,9 +321,16 @@ def op_name(target: str) -> str:
 
 
 @lru_cache(maxsize=4096)
+def row_of(target: str) -> OpRow:
+    """The row of an op, by its name and overload ("max.dim") or by its name; of an unknown op one without letters."""
+    name, overload = op_name(target), target.rpartition(".")[2]
+    return _ROWS.get(f"{name}.{overload}") or _ROWS.get(name) or OpRow(name, OTHER)
+
+
 def family(target: str) -> str:
-    """The family of an op, OTHER when no table names it.  `max` and `min` along an axis are reductions."""
-    name = op_name(target)
-    if name in ("max", "min") and not target.endswith(".other"):
-        return REDUCTION
-    return FAMILY.get(name, OTHER)
+    """The family of an op."""
+    return row_of(target).family
+
+
+FAMILY: dict[str, str] = {name: row.family for name, row in _ROWS.items()}
+NAMES: dict[str, frozenset[str]] = {f: frozenset(n for n in FAMILY if FAMILY[n] == f) for f in set(FAMILY.values())}

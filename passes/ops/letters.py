@@ -1,0 +1,219 @@
+"""The letters of one call: a name for every axis of its operands and results (`row.OpRow.axes`).
+
+Axes with one name are the same axis.  The axes of "..." are named ".0", ".1", ... from the right, the axes D "D0",
+"D1", ... from the left; "" is an axis of size 1 that is broadcast or new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopart.ir.graph import Literal
+from autopart.passes.ops.row import OpRow
+
+Shape = tuple[int, ...]
+Names = tuple[str, ...]
+Arguments = Mapping[str, Literal]
+
+
+@dataclass(frozen=True, slots=True)
+class Letters:
+    """operands: the names of the axes of each tensor argument; of further ones nothing is known.  results: the same of
+    each result; a single one stands for all.  added: the operands that are added to the product of the others."""
+
+    operands: tuple[Names, ...]
+    results: tuple[Names, ...]
+    added: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """One of the forms that the axes of an op are written in.  open: further operands have no letters."""
+
+    flag: str
+    terms: tuple[str, ...]
+    added: frozenset[int]
+    open: bool
+    results: tuple[str, ...]
+
+    def fits(self, arguments: Arguments, shapes: Sequence[Shape], result: Shape) -> bool:
+        """Whether a call has as many operands and axes as the form."""
+        if self.flag and arguments.get(self.flag) is not True:
+            return False
+        if len(shapes) > len(self.terms) and not self.open:
+            return False
+        pairs = enumerate(zip(self.terms, shapes, strict=False))
+        operands = all(place in self.added or _has_axes(term, len(shape)) for place, (term, shape) in pairs)
+        return operands and any(_has_axes(term, len(result)) for term in self.results)
+
+
+def letters(row: OpRow, arguments: Arguments, shapes: Sequence[Shape], result: Shape) -> Letters | None:
+    """The letters of a call; None when the row has none, or none that fit.
+
+    arguments: of the op, by name.  shapes: of its tensor arguments, in order.  result: shape of a result of it.
+    O(axes).
+    """
+    if row.axes == "equation":
+        equation = arguments.get("equation")
+        found = einsum_letters(equation, shapes) if isinstance(equation, str) else None
+        return Letters(tuple(map(tuple, found[0])), (tuple(found[1]),)) if found else None
+    for form in _forms(row.axes, len(shapes)):
+        if form.fits(arguments, shapes, result):
+            if "D" in row.axes:
+                return _with_named_axes(row, form, arguments, shapes, result)
+            return _plain(row, form, arguments, shapes, result)
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _forms(axes: str, operands: int) -> tuple[_Form, ...]:
+    if axes == "... -> ...":  # of as many operands as there are
+        axes = ", ".join(["..."] * operands) + "-> ..."
+    return tuple(_form(text) for text in axes.split("|")) if axes else ()
+
+
+def added_operands(row: OpRow) -> frozenset[int]:
+    """Which operands are added to the product of the others, in every form of the op."""
+    forms = () if row.axes == "equation" else _forms(row.axes, 0)
+    return forms[0].added if forms else frozenset()
+
+
+def _form(text: str) -> _Form:
+    flag, _, rest = text.rpartition(":")
+    before, _, after = rest.partition("->")
+    terms = [term.strip() for term in before.split(",")]
+    lettered = [term for term in terms if term != "*"]
+    added = frozenset(place for place, term in enumerate(lettered) if term.startswith("+"))
+    plain = tuple(term.removeprefix("+") for term in lettered)
+    results = tuple(term.strip() for term in after.split(","))
+    return _Form(flag.strip(), plain, added, "*" in terms, results)
+
+
+def _has_axes(term: str, ndim: int) -> bool:
+    known = sum(letter.isalpha() and letter != "D" for letter in term)
+    return ndim >= known if "..." in term or "D" in term else ndim == known
+
+
+def _plain(row: OpRow, form: _Form, arguments: Arguments, shapes: Sequence[Shape], result: Shape) -> Letters:
+    operands = [
+        _added_names(term, len(shape)) if place in form.added else _names(term, len(shape))
+        for place, (term, shape) in enumerate(zip(form.terms, shapes, strict=False))
+    ]
+    if form.results == ("~...",):
+        order = _order(row.name, arguments, len(shapes[0]))
+        return Letters(tuple(operands), (tuple(operands[0][axis] for axis in order),))
+    if len(form.results) == 1:
+        results = [_names(form.results[0], len(result))]
+    else:
+        dots = {name for names in operands for name in names if name.startswith(".")}
+        results = [_names(term, len(term.replace("...", "")) + len(dots)) for term in form.results]
+    return Letters(_broadcast(operands, shapes), tuple(results), form.added)
+
+
+def _names(term: str, ndim: int) -> Names:
+    """ "...ab" with 4 axes -> (".1", ".0", "a", "b"): the axes of the dots are counted from the right."""
+    if "..." not in term:
+        return tuple(term)
+    before, after = term.split("...")
+    dots = ndim - len(before) - len(after)
+    return (*before, *(f".{dots - 1 - axis}" for axis in range(dots)), *after)
+
+
+def _added_names(term: str, ndim: int) -> Names:
+    """An operand that is broadcast to the letters of `term`: it may lack the first ones."""
+    letters = term.replace("...", "")
+    if "..." in term and ndim > len(letters):
+        return _names(term, ndim)
+    return tuple(letters[len(letters) - ndim :])
+
+
+def _broadcast(operands: Sequence[Names], shapes: Sequence[Shape]) -> tuple[Names, ...]:
+    """The same, with no name for an axis of size 1 that another operand's axis of that name is larger than."""
+    pairs = list(zip(operands, shapes, strict=False))
+    large = {name for names, shape in pairs for name, size in zip(names, shape, strict=True) if size != 1}
+
+    def named(name: str, size: int) -> str:
+        return "" if size == 1 and name.startswith(".") and name in large else name
+
+    return tuple(tuple(named(n, s) for n, s in zip(names, shape, strict=True)) for names, shape in pairs)
+
+
+def _with_named_axes(row: OpRow, form: _Form, arguments: Arguments, shapes: Sequence[Shape], result: Shape) -> Letters:
+    ndim = max(len(shape) for term, shape in zip(form.terms, shapes, strict=False) if "..." in term)
+    axes = named_axes(row, arguments, ndim)
+    every = [f"D{axis}" if axis in axes else f".{ndim - 1 - axis}" for axis in range(ndim)]
+
+    def names(term: str, size: int) -> Names:
+        if "..." in term:
+            return tuple(every[ndim - size :]) if "D" in term else tuple(every[axis] for axis in others)
+        return tuple(every[axis] for axis in sorted(axes))[-size:] if size else ()
+
+    others = [axis for axis in range(ndim) if axis not in axes]
+    operands = [names(term, len(shape)) for term, shape in zip(form.terms, shapes, strict=False)]
+    if form.results == ("...",) and len(result) == ndim:  # keepdim: what is dropped stays as axes of size 1
+        out = tuple("" if axis in axes else every[axis] for axis in range(ndim))
+    else:
+        out = names(form.results[0], ndim)
+    return Letters(_broadcast(operands, shapes), (out,), form.added)
+
+
+def named_axes(row: OpRow, arguments: Arguments, ndim: int) -> frozenset[int]:
+    """The axes D of an operand of `ndim` axes."""
+    argument, _, missing = row.named_by.partition("=")
+    if argument == "normalized_shape":
+        shape = arguments.get(argument)
+        return frozenset(range(ndim - len(shape), ndim)) if isinstance(shape, tuple) else frozenset()
+    given = next((arguments[key] for key in (argument, "dim", "dims", "axis") if key in arguments), None)
+    listed = ints(given)
+    if not listed and missing == "all":
+        return frozenset(range(ndim))
+    if given is None and missing:
+        listed = (int(missing),)
+    return frozenset(axis + ndim if axis < 0 else axis for axis in listed)
+
+
+def _order(name: str, arguments: Arguments, ndim: int) -> list[int]:
+    """The axes of the operand in the order of the result: permute, movedim, transpose, t, mT."""
+
+    def positive(axis: Literal, missing: int) -> int:
+        number = axis if isinstance(axis, int) else missing
+        return number + ndim if number < 0 else number
+
+    order = list(range(ndim))
+    if name == "permute":
+        return [positive(axis, 0) for axis in ints(arguments.get("dims"))]
+    if name == "movedim":
+        sources = [positive(axis, 0) for axis in ints(arguments.get("source"))]
+        targets = [positive(axis, 0) for axis in ints(arguments.get("destination"))]
+        order = [axis for axis in order if axis not in sources]
+        for target, source in sorted(zip(targets, sources, strict=True)):
+            order.insert(target, source)
+    elif ndim > 1:
+        first, second = ("axis0", "axis1") if name == "swapaxes" else ("dim0", "dim1")
+        a, b = positive(arguments.get(first), -2), positive(arguments.get(second), -1)
+        order[a], order[b] = order[b], order[a]
+    return order
+
+
+def ints(value: Literal) -> tuple[int, ...]:
+    """One int or several, as a tuple."""
+    if isinstance(value, int):
+        return (value,)
+    return tuple(item for item in value if isinstance(item, int)) if isinstance(value, tuple) else ()
+
+
+def einsum_letters(equation: str, shapes: Sequence[Shape]) -> tuple[list[Names], Names] | None:
+    """A name for each axis of each operand, and of the result; None when the equation is not understood."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != len(shapes):
+        return None
+    named = [_names(term, len(shape)) for term, shape in zip(terms, shapes, strict=True)]
+    if arrow:
+        dots = max((sum(name.startswith(".") for name in names) for names in named), default=0)
+        return named, _names(right, len(right.replace("...", "")) + (dots if "..." in right else 0))
+    every = [name for names in named for name in names]
+    batch = sorted({name for name in every if name.startswith(".")})
+    return named, (*batch, *sorted(name for name in every if every.count(name) == 1 and name not in batch))

@@ -127,8 +127,6 @@ def einsum(site: OpContext) -> Placement:
         raise unproven("its equation is not understood")
     terms = [(site.kind(r), list(term)) for r, term in zip(refs, letters[0], strict=True)]
     return contract(site, terms, list(letters[1]))
-        site, [(site.kind(r), list(term)) for r, term in zip(refs, letters[0], strict=True)], list(letters[1])
-    )
 
 
 def attention(site: OpContext) -> Placement:

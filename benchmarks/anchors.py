@@ -5,13 +5,13 @@
     python benchmarks/anchors.py vgg-19-pbs-32.txt --levels 8x2 --objective dapple --global-batch 1024 --micro-batch 32
     python benchmarks/anchors.py gnmt_training.json --objective free --seconds 60
     python benchmarks/anchors.py bert32a100.json --devices 64 --memory 8GiB --bandwidth 26843545600 --micros 1920
-    python benchmarks/anchors.py FOLDER          every anchor of `anchor_values` below it; results/anchors.json
+    python benchmarks/anchors.py FOLDER          every anchor of `planners.anchor_values` below it; results/anchors.json
 
 prints the plan, its objective under the original cost model, the proved bound and the seconds of reading and solving.
 Claim: every anchor is reached, and every listed proof is found again.  The exception is what nobody has proved (free:
 bert24_inference, gnmt, resnet50): it takes minutes (--seconds 100 --workers 2), and where the clock stops the search
 the answer varies: two such runs gave 76.53 and 76.59 for resnet50_training, where 76.57 is listed.
-The cost models stand in `autopart.passes.reference` and `autopart.passes.placement`.
+The cost models stand in `planners`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-import anchor_formats as formats
-from anchor_values import Anchor, anchors
-from planners import dapple, pipedream, piper
+from planners import dapple, exact_placement, formats, pipedream, piper, placement
+from planners.anchor_values import Anchor, anchors
 
 from autopart.ir.errors import AutopartError, InfeasibleError, UsageError
-from autopart.passes.proof import exact, placement
+from autopart.passes.proof.exact import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Query:
 
     levels: machines per level, lowest first; bandwidths: bytes per second of each.  objective: acr (PipeDream with
     activation traffic), plain (without), straight (acr, no replicas), dapple, data (DAPPLE's model of data parallel),
-    contiguous, free, line (contiguous by the DP alone) or piper; "" is the first that the format knows.  Batches in
+    contiguous, free, line (contiguous, by the DP alone) or piper; "" is the first that the format knows.  Batches in
     samples.  seconds: limit of the exact solver.
     """
 
@@ -125,12 +124,13 @@ def _placing(path: Path, query: Query) -> Answer:
     memory = None if query.memory_bytes is None else int(query.memory_bytes)
     placing = formats.read_placing(path, devices=devices, memory_bytes=memory)
     problem = placing.problem
-    lines = [placement.place_line(problem, order) for order in placement.orders(problem)]
-    hint = min(lines, key=lambda line: line.optimality.objective)
-    limits = exact.Limits(query.seconds, query.workers)
+    in_order = [placement.place_in_order(problem, order) for order in placement.topological_orders(problem)]
+    hint = min(in_order, key=lambda found: found.optimality.objective)
+    limits = Limits(query.seconds, query.workers)
     found = hint
     if query.objective != "line":
-        found = exact.place(problem, contiguous=query.objective == "contiguous", hint=hint.machine, limits=limits)
+        contiguous = query.objective == "contiguous"
+        found = exact_placement.place(problem, contiguous=contiguous, hint=hint.machine, limits=limits)
     loads = formats.placing_loads_ms(placing, found.machine)
     nodes: list[list[int]] = [[] for _ in loads]
     for item, machine in enumerate(found.machine):

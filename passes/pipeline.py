@@ -58,7 +58,7 @@ def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: W
     fine = check_graph(atoms(graph))
     # Then few and heavy blocks in a line, since the partition's time grows with their square.
     coarse, line = spaces = _spaces(source, fine, cluster, request)
-    check_stages(request, line.line.n)
+    check_stages(request, line.chain.n)
     # The search proposes and simulates; it never sees a captured op.
     found = search(spaces, watch)
     if found.best is None:

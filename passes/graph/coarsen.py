@@ -13,7 +13,6 @@ block, total / blocks and growing only when it must, leaves the partition someth
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,7 +21,7 @@ import networkx as nx  # type: ignore[import-untyped, unused-ignore]
 
 from autopart.ir.cost import Cost
 from autopart.ir.errors import UsageError
-from autopart.ir.graph import Graph, Literal, Op
+from autopart.ir.graph import Graph, Op
 from autopart.passes.graph.cuts import Ints, crossing_bytes, segments
 
 
@@ -319,36 +318,3 @@ def _common_module(modules: list[str]) -> str:
             same += 1
         common = common[:same]
     return ".".join(common)
-
-
-# ---- isomorphism --------------------------------------------------------------------------------------------------
-
-
-def signatures(blocks: Graph, captured: Graph) -> tuple[str, ...]:
-    """Class of each block: equal for two blocks that do the same at the same shapes, whatever the names.
-
-    Covers target, arguments, order, shapes and dtypes of values and parameters, and how the ops are connected inside.
-    `blocks` may be any coarsening of `captured`, or `captured` itself.  O(size of all parts).
-    """
-    ops = captured.op_map()
-    shapes: dict[str, Literal] = {v.name: (v.shape, v.dtype, v.grad) for v in captured.values}
-    shapes |= {p.name: (p.shape, p.dtype, p.trainable, p.kind) for p in captured.params}
-    return tuple(_signature([ops[part] for part in block.parts or (block.name,)], shapes) for block in blocks.ops)
-
-
-def _signature(ops: list[Op], shapes: dict[str, Literal]) -> str:
-    number: dict[str, int] = {}  # names in order of appearance
-
-    def nameless(literal: Literal) -> Literal:
-        if isinstance(literal, tuple):
-            return tuple(nameless(item) for item in literal)
-        if isinstance(literal, str) and literal[:1] == "%" and literal[1:] in shapes:
-            return f"%{number.setdefault(literal[1:], len(number))}"
-        return literal
-
-    text: list[object] = []
-    for op in ops:
-        names = (*op.reads, *op.params, *op.writes)
-        text.append([op.target, op.random, [(number.setdefault(n, len(number)), shapes.get(n)) for n in names]])
-        text.append([(key, nameless(literal)) for key, literal in op.attrs])
-    return hashlib.sha256(repr(text).encode()).hexdigest()[:16]

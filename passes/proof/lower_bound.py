@@ -57,7 +57,7 @@ def _cheap_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
 
 def _bound(space: SearchSpace, work: int, micro_rows: tuple[int, ...]) -> int:
     devices = most_devices(space, max(micro_rows)) if space.request.may_replicate else 1
-    if space.request.schedule == ASYNC or not is_chain(space) or devices**2 * space.line.n**2 // 2 > MOST_WORK:
+    if space.request.schedule == ASYNC or not is_chain(space) or devices**2 * space.chain.n**2 // 2 > MOST_WORK:
         return work
     return max(work, _line_bound(space, micro_rows))
 
@@ -66,18 +66,18 @@ def work_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
     """Nanoseconds that all devices together need at least, each on the fastest kind."""
     totals = [
         int((sheet.blocks[0] + sheet.blocks[1]).sum())
-        for kind in range(len(space.setting.kinds))
-        for sheet in [space.line.sheet(max(micro_rows), kind)]
+        for kind in range(len(space.costs.kinds))
+        for sheet in [space.chain.sheet(max(micro_rows), kind)]
     ]
     return len(micro_rows) * min(totals) // most_devices(space, max(micro_rows))
 
 
 def most_devices(space: SearchSpace, rows: int) -> int:
     """Devices that can work in any plan of the space, with micro-batches of so many rows."""
-    request, world = space.request, space.setting.cluster.world
+    request, world = space.request, space.costs.cluster.world
     if isinstance(request.replicas, tuple):
         return min(world, sum(request.replicas))
-    stages = min(space.line.n, request.stages or world)
+    stages = min(space.chain.n, request.stages or world)
     return min(world, stages * max(_replicas(space, rows)))
 
 
@@ -87,7 +87,7 @@ def _replicas(space: SearchSpace, rows: int) -> tuple[int, ...]:
     if not request.may_replicate:
         return (1,)
     if request.replicas is None:
-        return tuple(range(1, min(space.setting.cluster.world, rows) + 1))
+        return tuple(range(1, min(space.costs.cluster.world, rows) + 1))
     return (request.replicas,) if isinstance(request.replicas, int) else tuple(sorted(set(request.replicas)))
 
 
@@ -97,7 +97,7 @@ def _path_bound(space: SearchSpace, rows: int) -> int:
     times = fastest_times(space, -(-rows // replicas)).tolist()
     ready: dict[str, int] = {}
     longest = 0
-    for op, taken in zip(space.line.blocks.ops, times, strict=True):
+    for op, taken in zip(space.chain.blocks.ops, times, strict=True):
         end = max((ready.get(read, 0) for read in op.reads), default=0) + taken
         longest = max(longest, end)
         ready.update(dict.fromkeys(op.writes, end))
@@ -106,8 +106,8 @@ def _path_bound(space: SearchSpace, rows: int) -> int:
 
 def _line_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
     """The larger of two relaxations: until the last backward has come back, and until the last sum is done."""
-    n, rows, micros = space.line.n, max(micro_rows), len(micro_rows)
-    latency = min(level.link.latency_ns for level in space.setting.cluster.levels)
+    n, rows, micros = space.chain.n, max(micro_rows), len(micro_rows)
+    latency = min(level.link.latency_ns for level in space.costs.cluster.levels)
     waits, sent = gradient_edges(space), gradient_edges(space, rows)
     both, last = {}, {}
     for replicas in _replicas(space, rows):
@@ -115,7 +115,7 @@ def _line_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
         legal = space.legal
         time = forward + backward
         both[replicas] = _table(micros * time, np.where(waits, time, 0) + np.where(sent, 2 * latency, 0), legal)
-        if space.setting.overlap:  # the last backward hides the sum, as far as it goes
+        if space.costs.overlap:  # the last backward hides the sum, as far as it goes
             after = np.maximum(after - backward, 0)
         through = np.where(waits, forward, 0) + np.where(sent, latency, 0)
         last[replicas] = _table(micros * time + after, through, legal)
@@ -129,13 +129,13 @@ def _table(own: Ints, through: Ints, legal: np.ndarray[tuple[int, ...], np.dtype
 
 def _optimistic(space: SearchSpace, replicas: int, share: int) -> tuple[Ints, Ints, Ints]:
     """(forward, backward, what follows) of every range on the fastest kind at the best place."""
-    setting = space.setting
+    setting = space.costs
     kinds = range(len(setting.kinds))
-    forward = np.min([space.line.sheet(share, kind).ranges("fwd_ns") for kind in kinds], axis=0)
-    backward = np.min([space.line.sheet(share, kind).ranges("bwd_ns") for kind in kinds], axis=0)
+    forward = np.min([space.chain.sheet(share, kind).ranges("fwd_ns") for kind in kinds], axis=0)
+    backward = np.min([space.chain.sheet(share, kind).ranges("bwd_ns") for kind in kinds], axis=0)
     passes = 2 * (replicas - 1) / replicas * 1e9 / _best_rate(setting.cluster, replicas)
     optimizer = min(optimizer_ns(1 << 30, setting.state_factor, kind) for kind in setting.kinds) / (1 << 30)
-    after = np.floor(space.line.trained * (passes + optimizer)).astype(np.int64)
+    after = np.floor(space.chain.trained * (passes + optimizer)).astype(np.int64)
     return forward, backward, np.maximum(after - 1, 0)
 
 

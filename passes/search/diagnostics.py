@@ -45,16 +45,16 @@ def _step(verdict: Evaluation) -> int:
 
 
 def _most(space: SearchSpace) -> int:
-    return min(space.setting.cluster.world, max(max(rows) for rows in space.request.micro_rows))
+    return min(space.costs.cluster.world, max(max(rows) for rows in space.request.micro_rows))
 
 
 def _alone(judge: Evaluator, best: Evaluation) -> Evaluation | None:
     """One stage on as many replicas as there are devices and rows, under the best way to cut the batch."""
     space = judge.space
-    n, order = space.line.n, best.candidate.layout.order
+    n, order = space.chain.n, best.candidate.layout.order
     verdicts = []
     for micro_rows in space.request.micro_rows:
-        width = min(space.setting.cluster.world, max(micro_rows))
+        width = min(space.costs.cluster.world, max(micro_rows))
         layout = Layout(width, 1, width, order)
         division = Partition((0, n), (1,), 0)
         verdicts.append(judge(Candidate(division, layout, micro_rows, space.request.schedules[0])))
@@ -85,7 +85,7 @@ def _busy(verdict: Evaluation, s: int) -> int:
 
 def infeasible(found: SearchResult, space: SearchSpace, retry: Retry) -> InfeasibleError:
     """The error that says which stage lacks how much in the plan that comes nearest, and a change that was tried."""
-    nearest, cluster = found.nearest, space.setting.cluster
+    nearest, cluster = found.nearest, space.costs.cluster
     if nearest is None:
         return InfeasibleError(
             "no division of the model satisfies what is asked for",
@@ -97,7 +97,7 @@ def infeasible(found: SearchResult, space: SearchSpace, retry: Retry) -> Infeasi
     e = nearest.estimates[stage]
     limit = cluster.least_memory_bytes(plan.stages[stage].ranks)
     a, b, _, _ = nearest.candidate.division.ranges()[stage]
-    first, last = space.line.blocks.ops[a], space.line.blocks.ops[b - 1]
+    first, last = space.chain.blocks.ops[a], space.chain.blocks.ops[b - 1]
     again = ", with recomputation" if any(s.recompute for s in plan.stages) else ""
     return InfeasibleError(
         f"no plan fits: stage {stage} of {len(plan.stages)} needs {mib(e.peak_bytes)} and may use {mib(limit)}, "
@@ -116,8 +116,8 @@ def _asked(space: SearchSpace) -> Iterator[str]:
     for name in ("stages", "replicas", "cuts", "together", "pins"):
         if asked := getattr(request, name):
             yield f"{name}={asked}"
-    yield f"{space.line.n} blocks"
-    yield f"{space.setting.cluster.world} devices"
+    yield f"{space.chain.n} blocks"
+    yield f"{space.costs.cluster.world} devices"
     yield f"micro-batches of {min(map(min, request.micro_rows))} to {max(map(max, request.micro_rows))} rows"
 
 
@@ -138,7 +138,7 @@ def _short(verdict: Evaluation) -> str:
 
 
 def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tuple[str, PlanRequest, Cluster]]:
-    request, cluster = space.request, space.setting.cluster
+    request, cluster = space.request, space.costs.cluster
     if request.recompute == "off" and request.abilities.recompute:
         yield 'allow recompute="auto"', replace(request, recompute="auto"), cluster
     if request.schedule not in ("auto", "1f1b"):

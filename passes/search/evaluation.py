@@ -60,7 +60,7 @@ class Evaluation:
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for verdicts of the same plan on the same line."""
-        return self.space.line.n, *self.candidate.key
+        return self.space.chain.n, *self.candidate.key
 
     @property
     def fits(self) -> bool:
@@ -76,7 +76,7 @@ class Evaluator:
 
     def __init__(self, space: SearchSpace, spare_bytes: int = 0) -> None:
         self.space, self._spare_bytes = space, spare_bytes
-        self.setting = replace(space.setting, costs_at=space.line.graph)
+        self.setting = replace(space.costs, costs_at=space.chain.graph)
         self._known: dict[tuple[object, ...], Evaluation] = {}
         self._leaned: dict[StageContext, Stage] = {}
 
@@ -92,7 +92,7 @@ class Evaluator:
         return len(self._known)
 
     def _judged(self, candidate: Candidate) -> Evaluation:
-        blocks = self.space.line.blocks
+        blocks = self.space.chain.blocks
         names = [op.name for op in blocks.ops]
         stages = tuple(
             Stage(tuple(names[a:b]), ranks)
@@ -137,7 +137,7 @@ class Evaluator:
         stage, limit = seat.stage, self._limit(seat.stage)
         rows = -(-seat.rows // len(stage.ranks))
         share = self.setting.book(rows, 0)
-        crossing = dict(zip(share.ops, self.space.line.sheet(rows).crossing.tolist(), strict=False))
+        crossing = dict(zip(share.ops, self.space.chain.sheet(rows).crossing.tolist(), strict=False))
         cost = {name: share.ops[name].cost for name in stage.ops}
         gain = {name: c.saved_bytes - crossing[name] for name, c in cost.items()}
         order = sorted((n for n in stage.ops if gain[n] > 0), key=lambda n: (-gain[n] / max(1, cost[n].fwd_ns), n))

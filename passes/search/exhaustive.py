@@ -19,7 +19,7 @@ MOST_ACTIONS = 250_000
 
 def enumerate_all(space: SearchSpace) -> list[Candidate] | None:
     """Every candidate that the request allows, each plan once; None when judging all would take long."""
-    n, request, cluster = space.line.n, space.request, space.setting.cluster
+    n, request, cluster = space.chain.n, space.request, space.costs.cluster
     grounds = list(layouts(cluster, replicas=request.may_replicate))
     deepest = min(n, cluster.world, request.stages or n)
     cuts = sum(comb(n - 1, s - 1) * comb(cluster.world, s) for s in range(request.stages or 1, deepest + 1))
@@ -44,7 +44,7 @@ def enumerate_all(space: SearchSpace) -> list[Candidate] | None:
 
 def _all_divisions(space: SearchSpace, layout: Layout) -> Iterator[Partition]:
     """Every division for a layout that the request allows."""
-    n, request = space.line.n, space.request
+    n, request = space.chain.n, space.request
     for stages in [request.stages] if request.stages else range(1, min(n, layout.depth) + 1):
         fixed = request.replicas_of(stages)
         masks = [space.legal_at(s) for s in range(stages)]

@@ -42,7 +42,7 @@ def finalize(
         decision = check_decision(
             Decision(
                 world=setting.cluster.world,
-                stages=lower_to_ops(verdict.decision.stages, verdict.space.line.blocks, graph),
+                stages=lower_to_ops(verdict.decision.stages, verdict.space.chain.blocks, graph),
                 micro_rows=verdict.candidate.micro_rows,
                 schedule=verdict.candidate.schedule,
             ),
@@ -51,7 +51,7 @@ def finalize(
         estimates = stage_estimates(decision, edges(decision, graph), setting)
         if _fits(decision, estimates, setting.cluster):  # first, for to route and to prove a long program takes longer
             report = estimate(decision, check_program(route(decision, graph), decision.schedule), setting)
-            notes = _notes(decision, line.line.n, line.request, graph)
+            notes = _notes(decision, line.chain.n, line.request, graph)
             others = alternatives(replace(found, best=verdict))
             return decision, replace(report, notes=notes, alternatives=others), verdict
         if line.request.may_recompute and turn < TIGHTER:

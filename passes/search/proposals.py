@@ -81,7 +81,7 @@ class _ProposalSearch:
 
     def _try(self, way: int, field: _LayoutTask, shared: dict[object, Any], limit: float) -> bool:
         micro_rows, space = self._ways[way], field.space
-        length = space.line.n
+        length = space.chain.n
         if limit < INFEASIBLE:
             length = longest_range(space, -(-max(micro_rows) // field.layout.copies), len(micro_rows), int(limit))
         divisions = [
@@ -93,7 +93,7 @@ class _ProposalSearch:
         schedule = space.request.schedules[0]
         self.found[way, field.place] = [(space, Candidate(d, field.layout, micro_rows, schedule)) for d in divisions]
         self.least = min([d.value for d in divisions] + [self.least] * (self.least > 0), default=0)
-        return length == space.line.n
+        return length == space.chain.n
 
 
 class _LayoutTask(NamedTuple):
@@ -118,7 +118,7 @@ class _LayoutTask(NamedTuple):
 def _fields(spaces: tuple[SearchSpace, SearchSpace], micro_rows: tuple[int, ...]) -> list[_LayoutTask]:
     """One layout for each number of copies and order of the devices: the one with replicas together."""
     fields = []
-    for place, layout in enumerate(layouts(spaces[0].setting.cluster, replicas=spaces[0].request.may_replicate)):
+    for place, layout in enumerate(layouts(spaces[0].costs.cluster, replicas=spaces[0].request.may_replicate)):
         if layout.inner == layout.copies <= max(micro_rows):
             space = spaces[1] if layout.depth > SMALL else spaces[0]
             most = space.request.stages or MOST_STAGES
@@ -157,18 +157,18 @@ def _divisions(
 
     if not request.pins and request.replicas is None:
         most, spare = request.stages or min(MOST_STAGES, layout.depth), _spare(space, layout, 1)
-        found = solve_partition(space.line.n, layout.depth, layout.widths, most, tables_of(None), spare=spare)
+        found = solve_partition(space.chain.n, layout.depth, layout.widths, most, tables_of(None), spare=spare)
         return [d for d in found if request.stages in (None, d.stages)]
     found = []
-    counts = [request.stages] if request.stages else range(1, min(MOST_STAGES, layout.depth, space.line.n) + 1)
+    counts = [request.stages] if request.stages else range(1, min(MOST_STAGES, layout.depth, space.chain.n) + 1)
     for stages in counts:  # what is asked of a stage by its number needs the number of stages
         spare = _spare(space, layout, stages)
-        divisions = solve_partition(space.line.n, layout.depth, layout.widths, stages, tables_of(stages), spare=spare)
+        divisions = solve_partition(space.chain.n, layout.depth, layout.widths, stages, tables_of(stages), spare=spare)
         found += [d for d in divisions if d.stages == stages]
     return found
 
 
 def _spare(space: SearchSpace, layout: Layout, stages: int) -> int:
     """Positions that may idle at the end: where devices are not alike, which of them idle matters."""
-    alike = len(set(space.setting.cluster.devices)) == 1
+    alike = len(set(space.costs.cluster.devices)) == 1
     return 0 if alike or layout.depth > SMALL else layout.depth - stages

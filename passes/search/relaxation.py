@@ -16,16 +16,16 @@ from autopart.passes.search.space import SearchSpace
 
 def is_chain(space: SearchSpace) -> bool:
     """Whether the line is the only order: each block reads what the one before it writes."""
-    ops = space.line.blocks.ops
+    ops = space.chain.blocks.ops
     return all(set(a.writes) & set(b.reads) for a, b in pairwise(ops))
 
 
 def gradient_edges(space: SearchSpace, rows: int | None = None) -> Ints:
     """[a, b]: block b reads, with a gradient, what [a, b) writes: b's stage waits for this one, both ways.  rows: only
     what has bytes at so many rows counts, since nothing else is sent."""
-    ops, n = space.line.blocks.ops, space.line.n
-    values = space.line.blocks.values
-    sizes = [1] * len(values) if rows is None else space.line.sheet(rows).sizes.tolist()
+    ops, n = space.chain.blocks.ops, space.chain.n
+    values = space.chain.blocks.values
+    sizes = [1] * len(values) if rows is None else space.chain.sheet(rows).sizes.tolist()
     grad = {v.name for v, size in zip(values, sizes, strict=True) if v.grad and size}
     writer = {w: i for i, op in enumerate(ops) for w in op.writes}
     found = np.zeros((n + 1, n + 1), dtype=np.int64)
@@ -47,7 +47,7 @@ def layout_bound(space: SearchSpace, layout: Layout, micro_rows: tuple[int, ...]
     if len(layout.widths) > 1 or not is_chain(space):
         positions = layout.depth if len(layout.widths) > 1 else min(layout.depth, most)
         return int(micros * whole) // positions
-    return int(whole / (1 - (1 - 1 / micros) ** min(layout.depth, most, space.line.n)))
+    return int(whole / (1 - (1 - 1 / micros) ** min(layout.depth, most, space.chain.n)))
 
 
 def longest_range(space: SearchSpace, share: int, micros: int, most_ns: int) -> int:
@@ -67,5 +67,5 @@ def fastest_sums(space: SearchSpace, rows: int) -> Ints:
 
 def fastest_times(space: SearchSpace, rows: int) -> Ints:
     """Nanoseconds of each block at so many rows, both ways, on its fastest kind."""
-    sheets = [space.line.sheet(rows, kind) for kind in range(len(space.setting.kinds))]
+    sheets = [space.chain.sheet(rows, kind) for kind in range(len(space.costs.kinds))]
     return np.asarray(np.min([sheet.blocks[0] + sheet.blocks[1] for sheet in sheets], axis=0))

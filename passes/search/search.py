@@ -168,7 +168,7 @@ def _variants(space: SearchSpace, candidate: Candidate) -> Iterator[Candidate]:
     """The candidate under each schedule and each layout of as many copies."""
     alike = [
         layout
-        for layout in layouts(space.setting.cluster, replicas=space.request.may_replicate)
+        for layout in layouts(space.costs.cluster, replicas=space.request.may_replicate)
         if (layout.copies, layout.order) == (candidate.layout.copies, candidate.layout.order)
     ]
     several = candidate.division.stages > 1
@@ -182,10 +182,10 @@ def _variants(space: SearchSpace, candidate: Candidate) -> Iterator[Candidate]:
 def _evened(candidate: Candidate, space: SearchSpace) -> Candidate | None:
     """The same with as much work for each device, cut where little crosses: U leaves waiting for slow stages out."""
     widths = candidate.division.widths
-    if space.request.pins or len(widths) > space.line.n:
+    if space.request.pins or len(widths) > space.chain.n:
         return None
     rows = max(candidate.micro_rows)
-    sums, crossing = fastest_sums(space, rows), space.line.sheet(rows).crossing
+    sums, crossing = fastest_sums(space, rows), space.chain.sheet(rows).crossing
     devices, bounds = sum(widths), [0]
     for done in accumulate(widths[:-1]):
         target = sums[-1] * done / devices
@@ -194,7 +194,7 @@ def _evened(candidate: Candidate, space: SearchSpace) -> Candidate | None:
             return None
         near = np.flatnonzero(off <= max(off.min(), sums[-1] / devices / EVEN))
         bounds.append(bounds[-1] + 1 + int(min(near, key=lambda i: (crossing[bounds[-1] + 1 + i], off[i]))))
-    ends = (*bounds, space.line.n)
+    ends = (*bounds, space.chain.n)
     return replace(candidate, division=replace(candidate.division, bounds=ends)) if _legal(ends, space) else None
 
 
@@ -216,8 +216,8 @@ def _finer(verdict: Evaluation, many: SearchSpace) -> Candidate:
     candidate, few = verdict.candidate, verdict.space
     if few is many:
         return candidate
-    place = {op.parts[-1]: i for i, op in enumerate(many.line.blocks.ops)}  # the last part is no clone
-    ends = [0, *(place[op.parts[-1]] + 1 for op in few.line.blocks.ops)]
+    place = {op.parts[-1]: i for i, op in enumerate(many.chain.blocks.ops)}  # the last part is no clone
+    ends = [0, *(place[op.parts[-1]] + 1 for op in few.chain.blocks.ops)]
     bounds = tuple(ends[b] for b in candidate.division.bounds)
     return replace(candidate, division=replace(candidate.division, bounds=bounds))
 
@@ -247,7 +247,7 @@ def _refine(verdict: Evaluation, judge: Evaluator, ledger: _Archive) -> Evaluati
     while budget > 0:
         tried = []
         near = _neighbours(best.candidate, judge.space)
-        if budget > 2 * judge.space.line.n:
+        if budget > 2 * judge.space.chain.n:
             near = chain(near, _swept(best.candidate, judge.space))
         for candidate in near:
             before = judge.count

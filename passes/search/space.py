@@ -84,8 +84,8 @@ class PlanRequest:
 class SearchSpace:
     """A line to cut, what it costs on a cluster, and what is asked for.  forced: boundaries that are cuts."""
 
-    line: BlockChain
-    setting: CostContext
+    chain: BlockChain
+    costs: CostContext
     request: PlanRequest
     fine: Graph
     forced: tuple[int, ...]
@@ -93,12 +93,12 @@ class SearchSpace:
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
         """[first block, block after the last) of each group that stays together, then of each pin."""
-        return [block_span(self.line.blocks, self.fine, paths) for paths in self.request.marks()]
+        return [block_span(self.chain.blocks, self.fine, paths) for paths in self.request.marks()]
 
     @cached_property
     def legal(self) -> Bools:
         """[a, b]: not empty, no forced cut inside, and no cut inside what stays together at either end."""
-        n = self.line.n
+        n = self.chain.n
         a, b = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]
         legal = a < b
         for cut in self.forced:
@@ -110,7 +110,7 @@ class SearchSpace:
 
     def legal_at(self, stage: int) -> Bools:
         """`legal`, for the stage with this number: it holds what is pinned to it and nothing pinned elsewhere."""
-        n = self.line.n
+        n = self.chain.n
         a, b = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]
         legal = self.legal
         pins = list(self.request.pins.values())

@@ -59,7 +59,7 @@ class StageCostTables:
         length: of the longest range that comes into question.
         """
         self.space, self.layout, self.schedule, self.stages, self.roomy = space, layout, schedule, stages, roomy
-        self._length = space.line.n if length is None else length
+        self._length = space.chain.n if length is None else length
         self._waits = None if waits is None else by_length(waits, self._length)
         self.rows, self.micros = max(micro_rows), len(micro_rows)
         self._memo: dict[object, Any] = {} if shared is None else shared
@@ -83,7 +83,7 @@ class StageCostTables:
         """What the position of a stage means for its costs."""
         key = ("place", self.layout, start, width)
         if key not in self._memo:
-            setting, ranks = self.space.setting, self.layout.ranks(start, width)
+            setting, ranks = self.space.costs, self.layout.ranks(start, width)
             devices = [setting.cluster.devices[rank] for rank in ranks]
             kinds = tuple(sorted({setting.kinds.index(device) for device in devices}))
             memory = INFEASIBLE if self.roomy else setting.cluster.least_memory_bytes(ranks)
@@ -128,7 +128,7 @@ class StageCostTables:
     def _work(self, live: int, replicas: int, share: int, place: _Place) -> Ints:
         """Nanoseconds of a micro-batch, recomputation included; FAR where the stage may not be or does not fit."""
         forward, time = self._cached(self._times, share, place.kinds)
-        if any(self.space.setting.kinds[kind].kind == "cpu" for kind in place.kinds):
+        if any(self.space.costs.kinds[kind].kind == "cpu" for kind in place.kinds):
             time = time + self._cached(self._copying, replicas, place.kinds)
         again = self._recomputed(live, replicas, share, place)
         if again is None:
@@ -138,7 +138,7 @@ class StageCostTables:
 
     def _times(self, share: int, kinds: tuple[int, ...]) -> Ints:
         """(forward, both ways; FAR where the stage may not be) of every range."""
-        sheets = [self.space.line.sheet(share, kind) for kind in kinds]
+        sheets = [self.space.chain.sheet(share, kind) for kind in kinds]
         forwards = [self._sums(sheet, "fwd_ns") for sheet in sheets]
         forward = np.max(forwards, axis=0)
         time = np.max([f + self._sums(sheet, "bwd_ns") for f, sheet in zip(forwards, sheets, strict=True)], axis=0)
@@ -146,27 +146,27 @@ class StageCostTables:
 
     def _copying(self, replicas: int, kinds: tuple[int, ...]) -> Ints:
         """Nanoseconds of `copying_ns`, about: what only passes by the stage counts as if it left it, both ways."""
-        sheet, devices = self.space.line.sheet(self.rows), [self.space.setting.kinds[kind] for kind in kinds]
-        leaves = 2 * sheet.crossing[ends_of(self.space.line.n, self._length)]
+        sheet, devices = self.space.chain.sheet(self.rows), [self.space.costs.kinds[kind] for kind in kinds]
+        leaves = 2 * sheet.crossing[ends_of(self.space.chain.n, self._length)]
         size = (self._by_length(sheet.enters) + self._by_length(sheet.returns) + leaves) // replicas
         return np.asarray(size * (copying_ns(1 << 30, devices) / (1 << 30))).astype(np.int64)
 
     def _sums(self, sheet: RangeCosts, field: str) -> Ints:
         sums = sheet.sums(field)
-        return np.asarray(sums[ends_of(self.space.line.n, self._length)] - sums[:, None])
+        return np.asarray(sums[ends_of(self.space.chain.n, self._length)] - sums[:, None])
 
     def _by_length(self, matrix: Ints) -> Ints:
         return by_length(matrix, self._length)
 
     def _legal(self, legal: Bools) -> Bools:
-        n = self.space.line.n
+        n = self.space.chain.n
         inside = np.arange(n + 1)[:, None] + np.arange(self._length + 1)[None, :] <= n
         return np.asarray(by_length(legal, self._length) & inside)
 
     def _fixed(self, share: int, kinds: tuple[int, ...], replicas: int) -> Ints:
         """(bytes that do not depend on the micro-batches in flight, bytes of each of them, what recomputing all blocks
         frees of each, saved bytes) of every range."""
-        line, request, sheet = self.space.line, self.space.request, self.space.line.sheet(share, kinds[0])
+        line, request, sheet = self.space.chain, self.space.request, self.space.chain.sheet(share, kinds[0])
         weights, trained, enters = map(self._by_length, (line.weights, line.trained, sheet.enters))
         static = weights + (trained * (1 + request.state_factor)).astype(np.int64) + self._by_length(sheet.scratch)
         static += 2 * (enters + sheet.crossing[ends_of(line.n, self._length)])
@@ -176,7 +176,7 @@ class StageCostTables:
 
     def _recomputed(self, live: int, replicas: int, share: int, place: _Place) -> Floats | None:
         """[a, b]: share of the blocks that has to be recomputed, above 1 where even that is not enough; None: none."""
-        line, request = self.space.line, self.space.request
+        line, request = self.space.chain, self.space.request
         static, held, gained, saved = self._cached(self._fixed, share, place.kinds, replicas)
         if self.schedule == ASYNC:
             static = static + (live - 1) * self._by_length(line.weights)
@@ -197,23 +197,23 @@ class StageCostTables:
         return blocks
 
     def _heaviest(self, share: int, kind: int) -> Ints:
-        return self._by_length(self.space.line.sheet(share, kind).heaviest)
+        return self._by_length(self.space.chain.sheet(share, kind).heaviest)
 
     def _batch_bytes(self) -> int:
-        sheet = self.space.line.sheet(self.rows)
-        names = [v.name for v in self.space.line.blocks.values]
+        sheet = self.space.chain.sheet(self.rows)
+        names = [v.name for v in self.space.chain.blocks.values]
         size = dict(zip(names, sheet.sizes.tolist(), strict=True))
-        return sum(size[name] for name in self.space.line.blocks.inputs)
+        return sum(size[name] for name in self.space.chain.blocks.inputs)
 
     def _arriving(self, latency_ns: int, ns_per_byte: float) -> Ints:
         """Messages into the stage, both ways, each alone on its ports."""
-        sheet = self.space.line.sheet(self.rows)
+        sheet = self.space.chain.sheet(self.rows)
         ways = self._by_length(sheet.enters), self._by_length(sheet.returns)
         return alone_ns(ways[0], latency_ns, ns_per_byte) + alone_ns(ways[1], latency_ns, ns_per_byte)
 
     def _after(self, latency_ns: int, ns_per_byte: float, kinds: tuple[int, ...]) -> Ints:
         """Sum of gradients and optimizer."""
-        setting, trained = self.space.setting, self._by_length(self.space.line.trained)
+        setting, trained = self.space.costs, self._by_length(self.space.chain.trained)
         slowest = max(optimizer_ns(1 << 30, self.space.request.state_factor, setting.kinds[kind]) for kind in kinds)
         return alone_ns(trained, latency_ns, ns_per_byte) + np.asarray(trained * (slowest / (1 << 30))).astype(np.int64)
 
@@ -231,4 +231,4 @@ def bundle_into(space: SearchSpace, layout: Layout, start: int, width: int) -> P
         return PortLoad(0, (), (), ())
     before = max(0, start - width)
     senders = layout.ranks(before, start - before)
-    return space.setting.bundle(senders, layout.ranks(start, width))
+    return space.costs.bundle(senders, layout.ranks(start, width))

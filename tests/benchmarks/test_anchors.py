@@ -7,23 +7,19 @@ beside the checkout.
 from __future__ import annotations
 
 import os
-import sys
 from math import isinf
 from pathlib import Path
 
+import anchors as command
 import pytest
+from planners import formats
+from planners.anchor_values import PLACING as BEST
+from planners.anchor_values import Anchor, anchors
+from planners.placement import Machine, Message
+
+from autopart.ir.errors import InfeasibleError
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import anchor_formats  # noqa: E402
-import anchors as command  # noqa: E402
-from anchor_values import PLACING as BEST  # noqa: E402
-from anchor_values import Anchor, anchors  # noqa: E402
-
-from autopart.ir.errors import InfeasibleError  # noqa: E402
-from autopart.passes.proof.placement import Machine, Message  # noqa: E402
-
 FOLDER = Path(os.environ.get("AUTOPART_ANCHORS", ROOT.parent / "shared" / "data" / "planners"))
 
 needs_profiles = pytest.mark.skipif(
@@ -97,14 +93,14 @@ node4 -- Linear -- forward_compute_time=3.000, backward_compute_time=0.500, acti
 def test_a_profile_is_read_without_inputs_and_unread_items(tmp_path: Path) -> None:
     path = tmp_path / "tiny.graph.txt"
     path.write_text(PROFILE)
-    graph = anchor_formats.read_profile(path)
-    assert anchor_formats.kind(path) == "profile"
+    graph = formats.read_profile(path)
+    assert formats.kind(path) == "profile"
     assert [(n.name, n.activation_bytes, n.parameter_bytes) for n in graph.nodes] == [
         ("node2", 120.0, 40.0),
         ("node4", 4.0, 8.0),
     ]
     assert graph.parents == ((), (0,))
-    assert anchor_formats.pipedream_profile(path).compute_s.tolist() == pytest.approx([0.003, 0.0065])
+    assert formats.pipedream_profile(path).compute_s.tolist() == pytest.approx([0.003, 0.0065])
 
 
 PLACING = """{"maxSizePerFPGA": 10, "maxFPGAs": 2, "maxCPUs": 1, "nodes": [
@@ -119,15 +115,15 @@ PLACING = """{"maxSizePerFPGA": 10, "maxFPGAs": 2, "maxCPUs": 1, "nodes": [
 def test_a_placement_file_is_read_by_colour_class(tmp_path: Path) -> None:
     path = tmp_path / "tiny.json"
     path.write_text(PLACING)
-    placing = anchor_formats.read_placing(path)
-    assert anchor_formats.kind(path) == "dnn-partitioning"
+    placing = formats.read_placing(path)
+    assert formats.kind(path) == "dnn-partitioning"
     assert placing.nodes == ((1, 3), (2,), (4,))
     assert placing.problem.times == ((4_000_000, 2_000_000, None), (40_000_000, 20_000_000, 1_000_000))
     assert placing.problem.sizes == (8, 4, 0)
     assert placing.problem.messages == (Message(500_000, (0, 1)), Message(250_000, (1, 0, 2)))
     assert placing.problem.edges == ((0, 1), (2, 0))  # what has no forward part goes where its backward reads
     assert placing.problem.machines == (Machine(0, 10), Machine(0, 10), Machine(1, None, pays=False))
-    assert anchor_formats.placing_loads_ms(placing, (0, 1, 2)) == [4.75, 2.75, 1.0]
+    assert formats.placing_loads_ms(placing, (0, 1, 2)) == [4.75, 2.75, 1.0]
 
 
 PIPER = """{"maxDevices": 2, "maxMemoryPerDevice": 100, "bandwidth": 10, "mbsInBatch": 4, "nodes": [
@@ -141,8 +137,8 @@ PIPER = """{"maxDevices": 2, "maxMemoryPerDevice": 100, "bandwidth": 10, "mbsInB
 def test_a_piper_file_is_solved_with_the_limits_it_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tiny.json"
     path.write_text(PIPER)
-    model, limits = anchor_formats.read_piper(path)
-    assert anchor_formats.kind(path) == "piper"
+    model, limits = formats.read_piper(path)
+    assert formats.kind(path) == "piper"
     assert model.edges == ((0, 1, 7.0),) and limits.devices == 2 and limits.micros == 4
     assert model.modes[1][1][0].sync_in == ((0, 6.0),)
     assert command.main([str(path), "--bandwidth", "10"]) == 0

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import plan_speed
+import published
 import pytest
+import shapes
 import torch
 from torch import nn
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import plan_speed  # noqa: E402
-import published  # noqa: E402
-import shapes  # noqa: E402
 
 
 def test_every_published_configuration_is_there_with_as_many_parameters() -> None:

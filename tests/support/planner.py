@@ -106,10 +106,10 @@ def orders(cluster: Cluster) -> list[tuple[int, ...]]:
 
 def candidates(space: SearchSpace) -> Iterator[Candidate]:
     """Everything the request allows: every division, on the devices in every order, idle ones last."""
-    request, cluster = space.request, space.setting.cluster
+    request, cluster = space.request, space.costs.cluster
     grounds = [Layout(1, cluster.world, 1, order) for order in orders(cluster)]
     widths = tuple(range(1, cluster.world + 1)) if request.may_replicate else (1,)
-    for division in divisions(space.line.n, cluster.world, widths):
+    for division in divisions(space.chain.n, cluster.world, widths):
         for micro_rows in request.micro_rows:
             if not allowed(division, micro_rows, space):
                 continue
@@ -155,12 +155,12 @@ def assignments(blocks: Graph, stages: int) -> Iterator[tuple[tuple[str, ...], .
 
 def fastest_assignment(space: SearchSpace) -> int | None:
     """The shortest step over all assignments of blocks to stages on single devices that fit, on ranks in order."""
-    setting = replace(space.setting, costs_at=space.line.graph)
+    setting = replace(space.costs, costs_at=space.chain.graph)
     world = setting.cluster.world
     steps = [
         fitting_ns(Decision(world, own, micro_rows, schedule), setting)
-        for stages in range(1, min(world, space.line.n) + 1)
-        for ops in assignments(space.line.blocks, stages)
+        for stages in range(1, min(world, space.chain.n) + 1)
+        for ops in assignments(space.chain.blocks, stages)
         for own in [tuple(Stage(names, (s,)) for s, names in enumerate(ops))]
         for micro_rows in space.request.micro_rows
         for schedule in space.request.schedules

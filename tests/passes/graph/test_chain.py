@@ -44,10 +44,10 @@ def ranges(n: int) -> list[tuple[int, int]]:
 def test_ranges_are_sums_over_the_blocks(p: Problem) -> None:
     rows = max(p.request.micro_rows[0])
     space, graph = p.space, p.costs_at(rows, 0)
-    sheet, blocks = space.line.sheet(rows), space.line.blocks
+    sheet, blocks = space.chain.sheet(rows), space.chain.blocks
     size = {v.name: v.size_bytes for v in graph.values}
     cost = {op.name: op.cost for op in graph.ops}
-    for a, b in ranges(space.line.n):
+    for a, b in ranges(space.chain.n):
         ops = blocks.ops[a:b]
         own = {w for op in ops for w in op.writes} | (set(blocks.inputs) if a == 0 else set())
         parts = [cost[part] for op in ops for part in op.parts]
@@ -58,14 +58,14 @@ def test_ranges_are_sums_over_the_blocks(p: Problem) -> None:
         assert sheet.enters[a, b] == sum(size[r] for r in {r for op in ops for r in op.reads} - own)
         assert sheet.kept[a, b] == sum(sheet.crossing[a + 1 : b])
         used = {name for op in ops for name in op.params}
-        assert space.line.weights[a, b] == sum(q.size_bytes for q in blocks.params if q.name in used)
-        assert space.line.trained[a, b] == sum(q.size_bytes for q in blocks.params if q.name in used and q.trainable)
+        assert space.chain.weights[a, b] == sum(q.size_bytes for q in blocks.params if q.name in used)
+        assert space.chain.trained[a, b] == sum(q.size_bytes for q in blocks.params if q.name in used and q.trainable)
 
 
 @settings(max_examples=20)
 @given(problems())
 def test_line_as_a_graph_has_the_costs_of_its_blocks(p: Problem) -> None:
-    line = p.space.line
+    line = p.space.chain
     for rows in {max(rows) for rows in p.request.micro_rows}:
         graph = line.graph(rows)
         assert sum(op.cost.total_ns for op in graph.ops) == sum(op.cost.total_ns for op in p.costs_at(rows, 0).ops)
@@ -110,7 +110,7 @@ def random_stages(
 ) -> tuple[SearchSpace, tuple[Estimate, ...], Partition, tuple[int, ...], str]:
     """A random plan without replicas that uses all devices or all blocks: the estimates of its stages."""
     space = p.space
-    n, stages = space.line.n, min(space.line.n, p.cluster.world)
+    n, stages = space.chain.n, min(space.chain.n, p.cluster.world)
     bounds = (0, *sorted(random.sample(range(1, n), stages - 1)), n)
     micro_rows, schedule = random.choice(p.request.micro_rows), random.choice(p.request.schedules)
     division = Partition(bounds, (1,) * stages, 0)
@@ -130,7 +130,7 @@ def test_memory_of_a_table_is_that_of_the_estimate(p: Problem) -> None:
             if memory < 1:
                 continue
             space = with_memory(p, memory)
-            layout = Layout(1, space.setting.cluster.world, 1, tuple(range(space.setting.cluster.world)))
+            layout = Layout(1, space.costs.cluster.world, 1, tuple(range(space.costs.cluster.world)))
             table = StageCostTables(space, layout, micro_rows, schedule)(k, 1, k)
             assert table is not None
             assert bool(table[0][a, b - a] < INFEASIBLE) == fits
@@ -144,10 +144,10 @@ def test_table_never_lets_in_what_the_estimate_turns_away(p: Problem) -> None:
     own, estimates, division, micro_rows, schedule = random_stages(p, Random(p.model.shape_digest()))
     for s, (a, b) in enumerate(pairwise(division.bounds)):
         k, peak = division.stages - s, estimates[s].peak_bytes
-        crossing = own.line.sheet(max(micro_rows)).crossing[b]
+        crossing = own.chain.sheet(max(micro_rows)).crossing[b]
         if peak > 1 and estimates[s].out_bytes <= crossing:
             space = with_memory(p, peak - 1)
-            layout = Layout(1, space.setting.cluster.world, 1, tuple(range(space.setting.cluster.world)))
+            layout = Layout(1, space.costs.cluster.world, 1, tuple(range(space.costs.cluster.world)))
             table = StageCostTables(space, layout, micro_rows, schedule)(k, 1, k)
             assert table is not None and table[0][a, b - a] >= INFEASIBLE
 
@@ -160,7 +160,7 @@ def test_time_of_a_table_is_that_of_the_estimate(p: Problem) -> None:
     gpus = tuple(replace(device, kind="cuda") for device in p.cluster.devices)
     p = replace(p, cluster=replace(p.cluster, devices=gpus))
     space, estimates, division, micro_rows, schedule = random_stages(p, Random(p.model.shape_digest()))
-    layout = Layout(1, space.setting.cluster.world, 1, tuple(range(space.setting.cluster.world)))
+    layout = Layout(1, space.costs.cluster.world, 1, tuple(range(space.costs.cluster.world)))
     tables = StageCostTables(space, layout, micro_rows, schedule)
     for s, (a, b) in enumerate(pairwise(division.bounds)):
         e, k = estimates[s], division.stages - s
@@ -176,17 +176,17 @@ def test_time_of_a_table_is_that_of_the_estimate(p: Problem) -> None:
 def test_one_stage_on_all_devices_takes_what_the_table_says(p: Problem) -> None:
     space = p.space
     for micro_rows in p.request.micro_rows:
-        for width in range(1, min(space.setting.cluster.world, max(micro_rows)) + 1):
+        for width in range(1, min(space.costs.cluster.world, max(micro_rows)) + 1):
             ranks = tuple(range(width))
             layout = Layout(1, width, 1, ranks)
             table = StageCostTables(space, layout, micro_rows, "1f1b")(1, width, width)
             assert table is not None
-            names = tuple(op.name for op in space.line.blocks.ops)
-            graph = space.line.graph(max(micro_rows))
+            names = tuple(op.name for op in space.chain.blocks.ops)
+            graph = space.chain.graph(max(micro_rows))
             plan = Decision(p.cluster.world, (Stage(names, ranks),), micro_rows, "1f1b")
-            setting = replace(space.setting, costs_at=space.line.graph)
+            setting = replace(space.costs, costs_at=space.chain.graph)
             known = estimate(plan, route(plan, graph), setting)
-            assert table[0][0, space.line.n] == pytest.approx(known.step_ns, abs=2)
+            assert table[0][0, space.chain.n] == pytest.approx(known.step_ns, abs=2)
 
 
 def test_slowest_of_unlike_replicas_counts() -> None:

@@ -12,7 +12,7 @@ from autopart.ir.cost import Cost
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph, check
 from autopart.passes.graph.atoms import atoms
-from autopart.passes.graph.coarsen import coarsen, nested, signatures
+from autopart.passes.graph.coarsen import coarsen, nested
 from autopart.passes.graph.cuts import forced_bounds, segments
 
 SIZES = st.integers(1, 12)
@@ -132,24 +132,6 @@ def test_nested_blocks_are_ranges_of_the_finer_line(g: Graph, size: int, more: i
     coarse, fine = nested(coarsen(g, blocks=size + more), blocks=size)
     assert check(fine) and parts(coarse) == parts(coarsen(coarsen(g, blocks=size + more), blocks=size))
     assert [part for op in coarse.ops for part in op.parts] == [part for op in fine.ops for part in op.parts]
-
-
-def test_repeated_layers_are_one_class() -> None:
-    g = layers(8)
-    blocks = coarsen(g, blocks=10)
-    found = dict(zip(parts(blocks), signatures(blocks, g), strict=True))
-    assert len({found[f"n{i} u{i} d{i} s{i}"] for i in range(1, 7)}) == 1
-    assert len(set(signatures(g, g))) == 6  # embed, norm, up, down, sum, loss
-
-
-def test_classes_tell_shapes_targets_and_wiring_apart() -> None:
-    base = graph("a #4 <- x; b #4 <- a x")
-    for other in ("a #5 <- x; b #4 <- a x", "a #4 <- x; b #4 <- a y", "a #4 ! <- x; b #4 <- a x"):
-        g = graph(other)
-        one, two = coarsen(base, blocks=1), coarsen(g, blocks=1)
-        assert signatures(one, base) != signatures(two, g), other
-    renamed = graph("p #4 <- q; r #4 <- p q")
-    assert signatures(coarsen(renamed, blocks=1), renamed) == signatures(coarsen(base, blocks=1), base)
 
 
 def test_parameters_are_spread_even_when_they_take_no_time() -> None:

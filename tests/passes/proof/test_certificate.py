@@ -16,8 +16,8 @@ from support.planner import SYNCHRONOUS, Kind, Problem, assignments, candidates,
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import ASYNC, Decision, Stage
 from autopart.passes.pipeline import build
-from autopart.passes.proof.certificate import certified, positions, settles
-from autopart.passes.proof.placement import least_ns
+from autopart.passes.proof.certificate import certified, pipeline_model, settles
+from autopart.passes.proof.pipeline_model import lower_bound_ns
 from autopart.passes.search.evaluation import Evaluation, Evaluator
 from autopart.passes.search.space import PlanRequest
 
@@ -36,9 +36,9 @@ def steps(verdict: Evaluation) -> list[int]:
     """Simulated steps of all placements of the verdict's blocks on its stages that fit, under each schedule, without
     recomputation and with all of it."""
     space, plan = verdict.space, verdict.decision
-    setting = replace(space.setting, costs_at=space.line.graph)
+    setting = replace(space.costs, costs_at=space.chain.graph)
     found = []
-    for ops in assignments(space.line.blocks, len(plan.stages)):
+    for ops in assignments(space.chain.blocks, len(plan.stages)):
         for again in (False, True)[: 1 + space.request.may_recompute]:
             for schedule in space.request.schedules:
                 stages = tuple(
@@ -53,7 +53,7 @@ def steps(verdict: Evaluation) -> list[int]:
 def test_no_placement_on_the_same_stages_is_faster(random: Random) -> None:
     p = problem(random, KIND)
     verdict = verdict_of(p, random)
-    assume(verdict is not None and verdict.space.line.n <= 6)
+    assume(verdict is not None and verdict.space.chain.n <= 6)
     assert verdict is not None
     found, known = certified(verdict, 20), steps(verdict)
     event(f"{len(verdict.decision.stages)} stages, {'several orders' if len(known) > 2 else 'few orders'}")
@@ -68,7 +68,7 @@ def test_no_placement_on_the_same_stages_is_faster(random: Random) -> None:
 @given(st.randoms(use_true_random=True), st.integers(1, 3))
 def test_what_is_proved_is_never_above_the_plan(random: Random, stages: int) -> None:
     p = problem(random, replace(KIND, replicas=False, mixed=False, roomy=True))
-    assume(stages <= min(p.cluster.world, p.space.line.n))
+    assume(stages <= min(p.cluster.world, p.space.chain.n))
     request = replace(p.request, stages=stages, micro_rows=p.request.micro_rows[:1], replicas=1)
     p = replace(p, request=request)
     plain, proven = planned(p), planned(replace(p, request=replace(request, prove_seconds=20.0)))
@@ -125,8 +125,8 @@ def test_the_hint_is_the_plan_itself() -> None:
     verdict = verdict_of(p, Random(1))
     assert verdict is not None
     home = {name: s for s, stage in enumerate(verdict.decision.stages) for name in stage.ops}
-    where = [home[op.name] for op in verdict.space.line.blocks.ops]
-    assert certified(verdict, 20).bound_ns <= least_ns(positions(verdict), where) <= verdict.step_ns
+    where = [home[op.name] for op in verdict.space.chain.blocks.ops]
+    assert certified(verdict, 20).bound_ns <= lower_bound_ns(pipeline_model(verdict), where) <= verdict.step_ns
 
 
 def test_it_ends_in_time() -> None:

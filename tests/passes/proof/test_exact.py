@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopart.ir.errors import InfeasibleError, UsageError
-from autopart.passes.proof.exact import Limits, PipelineModel, certify, least_ns
+from autopart.passes.proof.exact import Limits, certify
+from autopart.passes.proof.pipeline_model import PipelineModel, lower_bound_ns
 
 FAST = Limits(seconds=20)
 
@@ -61,7 +62,7 @@ def lines(draw: st.DrawFn) -> PipelineModel:
         live=tuple(draw(st.integers(1, 3)) for _ in range(spots)),
         memory_bytes=tuple(draw(st.sampled_from([6, 12, 99])) for _ in range(spots)),
         tail_ns=tuple(draw(few) for _ in range(spots)),
-        one_way=tuple(e for e in edges if draw(st.integers(0, 5)) == 0),
+        forward_only=tuple(e for e in edges if draw(st.integers(0, 5)) == 0),
     )
 
 
@@ -88,10 +89,14 @@ def test_the_certificate_is_the_least_of_all_pipelines(problem: PipelineModel) -
         return
     found = certify(problem, limits=FAST)
     assert found.optimality.proved
-    assert found.optimality.objective == least_ns(problem, found.machine) == min(least_ns(problem, w) for w in ways)
+    assert (
+        found.optimality.objective
+        == lower_bound_ns(problem, found.position)
+        == min(lower_bound_ns(problem, w) for w in ways)
+    )
     assert certify(problem, hint=ways[-1], limits=FAST).optimality == found.optimality
     early = certify(problem, hint=ways[-1], limits=Limits(seconds=0.0))
-    assert early.machine == ways[-1] and early.optimality.lower_bound <= found.optimality.objective
+    assert early.position == ways[-1] and early.optimality.lower_bound <= found.optimality.objective
 
 
 @settings(max_examples=60, deadline=None)
@@ -115,7 +120,7 @@ def played(problem: PipelineModel, where: tuple[int, ...], rng: Random) -> int:
     needs: dict[tuple[str, int, int], set[tuple[str, int, int]]] = {}
     for q, m in product(spots, micros):
         needs["F", q, m] = {("F", where[u], m) for u, v in apart if where[v] == q}
-        back = {("B", where[v], m) for u, v in apart if where[u] == q and (u, v) not in problem.one_way}
+        back = {("B", where[v], m) for u, v in apart if where[u] == q and (u, v) not in problem.forward_only}
         needs["B", q, m] = back | {("F", q, m)}
     done: dict[tuple[str, int, int], int] = {}
     free = [0] * len(spots)
@@ -132,33 +137,33 @@ def played(problem: PipelineModel, where: tuple[int, ...], rng: Random) -> int:
 @given(lines(), st.randoms(use_true_random=False))
 def test_no_schedule_is_shorter(problem: PipelineModel, rng: Random) -> None:
     for where in rng.sample(ways, min(5, len(ways))) if (ways := pipelines(problem)) else ():
-        assert played(problem, where, rng) >= least_ns(problem, where)
+        assert played(problem, where, rng) >= lower_bound_ns(problem, where)
 
 
 def test_branches_may_run_beside_each_other() -> None:
     """Two items that do not know each other, and one that reads both: the first two start at once."""
     problem = line([10, 10, 1], [(0, 2), (1, 2)], 3, micros=1)
-    assert least_ns(problem, (0, 1, 2)) == 11
-    assert least_ns(line([10, 10, 1], chain(3), 3, micros=1), (0, 1, 2)) == 21
+    assert lower_bound_ns(problem, (0, 1, 2)) == 11
+    assert lower_bound_ns(line([10, 10, 1], chain(3), 3, micros=1), (0, 1, 2)) == 21
     assert played(problem, (0, 1, 2), Random(0)) == 11
 
 
 def test_an_edge_without_gradient_orders_and_no_more() -> None:
-    problem = line([5, 5], [(0, 1)], 2, micros=1, one_way=((0, 1),))
-    assert least_ns(problem, (0, 1)) == 5
-    with pytest.raises(UsageError, match="no pipeline"):
-        least_ns(problem, (1, 0))
+    problem = line([5, 5], [(0, 1)], 2, micros=1, forward_only=((0, 1),))
+    assert lower_bound_ns(problem, (0, 1)) == 5
+    with pytest.raises(UsageError, match="do not make a pipeline"):
+        lower_bound_ns(problem, (1, 0))
 
 
 def test_the_sum_of_gradients_counts_after_the_last_backward() -> None:
     problem = line([4, 4], chain(2), 2, micros=3, tail_ns=(7, 0))
-    assert least_ns(problem, (0, 1)) == 4 + 3 * 4 + 7
+    assert lower_bound_ns(problem, (0, 1)) == 4 + 3 * 4 + 7
 
 
 def test_times_beyond_the_integers_of_the_solver_are_rounded_down() -> None:
     problem = line([10**18 + 1, 10**18 + 2, 10**18], chain(3), 2, micros=8)
     found = certify(problem, limits=FAST).optimality
-    assert found.objective == min(least_ns(problem, w) for w in pipelines(problem))
+    assert found.objective == min(lower_bound_ns(problem, w) for w in pipelines(problem))
     assert found.objective * (1 - 1e-12) < found.lower_bound <= found.objective
 
 
@@ -182,7 +187,7 @@ def test_it_stops_in_time(workers: int) -> None:
     start = time.monotonic()
     found = certify(problem, hint=hint, limits=Limits(1.0, workers)).optimality
     assert time.monotonic() - start < 4
-    assert 0.1 * found.objective < found.lower_bound <= found.objective <= least_ns(problem, hint)
+    assert 0.1 * found.objective < found.lower_bound <= found.objective <= lower_bound_ns(problem, hint)
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -192,7 +197,7 @@ def test_what_cannot_be_is_refused() -> None:
         certify(line([1, 1, 1], chain(3), 2, memory=1))
     with pytest.raises(InfeasibleError, match="in time"):
         certify(line([1, 1, 1], chain(3), 2), limits=Limits(seconds=0.0))
-    with pytest.raises(UsageError, match="no pipeline"):
+    with pytest.raises(UsageError, match="do not make a pipeline"):
         certify(line([1, 1, 1], chain(3), 2), hint=(0, 1, 0))
     with pytest.raises(UsageError, match="memory"):
         certify(line([1, 1, 1], chain(3), 2, memory=1), hint=(0, 0, 1))

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from planners import pipedream, piper
-
-from autopart.passes.proof.placement import Machine, Message, Problem
+from planners.placement import Machine, Message, Problem
 
 
 @dataclass(frozen=True, slots=True)

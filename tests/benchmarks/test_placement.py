@@ -7,21 +7,22 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from autopart.ir.errors import InfeasibleError, UsageError
-from autopart.passes.proof.exact import Limits, place
-from autopart.passes.proof.placement import (
+from planners.exact_placement import place
+from planners.placement import (
     NEVER,
     Machine,
     Message,
-    Optimality,
     Problem,
     check,
     is_contiguous,
     loads,
-    orders,
-    place_line,
+    place_in_order,
+    topological_orders,
 )
+
+from autopart.ir.errors import InfeasibleError, UsageError
+from autopart.ir.plan import Optimality
+from autopart.passes.proof.exact import Limits
 
 FAST = Limits(seconds=20)
 
@@ -84,7 +85,7 @@ def test_contiguous_forbids_flow_back() -> None:
 
 
 def test_the_middle_of_a_chain_is_cut_where_it_balances() -> None:
-    found = place_line(chain([1, 2, 3, 4]), (0, 1, 2, 3))
+    found = place_in_order(chain([1, 2, 3, 4]), (0, 1, 2, 3))
     assert found.optimality == Optimality(6, 0, 1.0, False)
     assert found.machine[0] == found.machine[2] != found.machine[3]
     assert place(chain([1, 2, 3, 4])).optimality == Optimality(6, 6, 0.0, True)
@@ -94,14 +95,14 @@ def test_the_middle_of_a_chain_is_cut_where_it_balances() -> None:
 @given(problems())
 def test_the_line_is_the_best_cut_of_its_order(problem: Problem) -> None:
     """Against every way to cut the order, machines in every order: what is contiguous along that line alone."""
-    for order in orders(check(problem)):
+    for order in topological_orders(check(problem)):
         line = Problem(problem.times, problem.sizes, problem.messages, tuple(pairwise(order)), problem.machines)
         best = brute(line, contiguous=True)
         if best >= NEVER:
             with pytest.raises(InfeasibleError):
-                place_line(problem, order)
+                place_in_order(problem, order)
             continue
-        found = place_line(problem, order)
+        found = place_in_order(problem, order)
         assert found.optimality.objective == best == max(loads(problem, found.machine))
         assert is_contiguous(problem, found.machine)
 
@@ -117,7 +118,7 @@ def test_the_exact_placement_is_the_best_of_all(problem: Problem, contiguous: bo
     hint = None
     if hinted:
         try:
-            hint = place_line(problem, orders(problem)[0]).machine
+            hint = place_in_order(problem, topological_orders(problem)[0]).machine
         except InfeasibleError:
             hint = None
     found = place(problem, contiguous=contiguous, hint=hint, limits=FAST)
@@ -149,14 +150,14 @@ def test_a_hint_must_be_a_placement() -> None:
 
 def test_memory_that_no_placement_fits() -> None:
     with pytest.raises(InfeasibleError, match="memory"):
-        place_line(chain([1, 1, 1], memory=1), (0, 1, 2))
+        place_in_order(chain([1, 1, 1], memory=1), (0, 1, 2))
     with pytest.raises(InfeasibleError, match="proved"):
         place(chain([1, 1, 1], memory=1))
 
 
 def test_items_on_a_cycle_stand_together_in_every_order() -> None:
     problem = Problem(((1, 1, 1, 1),), (1,) * 4, (), ((0, 1), (1, 2), (2, 1), (2, 3)), (Machine(),) * 4)
-    for order in orders(problem):
+    for order in topological_orders(problem):
         assert abs(order.index(1) - order.index(2)) == 1
     assert place(problem).optimality.objective == 2  # 1 and 2 share a machine
 

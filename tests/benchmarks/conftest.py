@@ -1,0 +1,8 @@
+"""The benchmarks import each other by name, as commands do; so do their tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))

@@ -143,7 +143,7 @@ def compiled(case: Case, cluster: autopart.Cluster) -> autopart.Pipe:
 
 def predicted(pipe: autopart.Pipe, batch: Any) -> float:
     """Seconds of the simulated step, without the optimizer, from costs measured now."""
-    captured = pipe.started.setting.capturer(flatten(batch), max(pipe.plan.micro_rows))
+    captured = pipe.session.captures(flatten(batch), max(pipe.plan.micro_rows))
     dist.barrier()
     with tempfile.TemporaryDirectory() as folder:
         found = profile_costs(captured, pipe.cluster.devices[0], cache_path=Path(folder) / "costs.json", budget_s=5)

@@ -79,7 +79,7 @@ def measure(cluster: autopart.Cluster, rounds: int, names: list[str]) -> dict[st
             "optimizer": "adamw",
         }  # fmt: skip
         pipes = {"planned": autopart.compile(model.model(), cluster, **common)}
-        for way, cuts in by_hand(pipes["planned"].started.lane.graph, model, 2).items():
+        for way, cuts in by_hand(pipes["planned"].session.graph, model, 2).items():
             pipes[way] = autopart.compile(model.model(), cluster, cuts=cuts, **common)
         found[name] = {
             "seconds": taking_turns({way: step_of(pipe, common["sample"]) for way, pipe in pipes.items()}, rounds),

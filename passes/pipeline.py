@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from autopart.ir.cluster import Cluster
 from autopart.ir.cluster import check as check_cluster
 from autopart.ir.errors import InfeasibleError, UsageError
+from autopart.ir.gc_pause import gc_paused
 from autopart.ir.graph import Graph
 from autopart.ir.graph import check as check_graph
 from autopart.ir.plan import ASYNC, Optimality, Plan, Provenance
-from autopart.ir.uncollected import uncollected
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.coarsen import coarsen, nested
@@ -42,7 +42,7 @@ class PlannerInput:
     costs: str = "analytic"
 
 
-@uncollected()
+@gc_paused()
 def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: Watch | None = None) -> Plan:
     """The plan with the shortest simulated step, which says how far from the best one it can be.
 

@@ -28,14 +28,15 @@ def open_default_group(backend: str, timeout: timedelta) -> None:
 
     Raises WorkerError, within `timeout`, naming a rank that did not come.
     """
-    store, rank, size = _launchers_store(timeout)
+    store, rank, size = launchers_store(timeout)
     meeting = PrefixStore("autopart", store)
     number = _lead(meeting, size, timeout) if rank == 0 else _follow(meeting, rank, timeout)
     own = PrefixStore(f"autopart/{number}", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
 
 
-def _launchers_store(timeout: timedelta) -> tuple[Store, int, int]:
+def launchers_store(timeout: timedelta) -> tuple[Store, int, int]:
+    """The store that the launcher says in the environment, this process's rank and the number of ranks."""
     address = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if address not in _found:
         _found.clear()  # of a launch that is over

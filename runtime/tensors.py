@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from autopart.runtime.raw_bytes import memory_of
 from autopart.runtime.world import World
 
 
@@ -17,15 +19,22 @@ class LocalTensors:
     Another is copied once, and the copy keeps its `requires_grad`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, earlier: LocalTensors | None = None) -> None:
+        """earlier: what this rank held before; tensors that are held again are taken over as the same objects."""
         self._device = device
         self._held: dict[str, torch.Tensor] = {}
+        self._earlier: Mapping[str, torch.Tensor] = earlier.held if earlier is not None else {}
 
     def hold(self, names: Iterable[str], source: Mapping[str, torch.Tensor]) -> None:
-        """Take what is named and not yet held."""
+        """Hold what is named and not yet held."""
         for name in names:
             if name not in self._held:
-                self._held[name] = self._placed(source[name])
+                before = self._earlier.get(name)
+                self._held[name] = before if before is not None else self._placed(source[name])
+
+    def forget_earlier(self) -> None:
+        """Let go of what was held before and is not held any more."""
+        self._earlier = {}
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device == self._device:
@@ -42,33 +51,51 @@ class LocalTensors:
 def broadcast_weights_if_different(world: World, tensors: Mapping[str, torch.Tensor]) -> None:
     """Make every rank's weights those of rank 0 (as DistributedDataParallel does).  Collective.
 
-    Two sums per tensor are compared first, so that nothing is sent when the ranks built the same model.
+    Hashes of their bytes are compared first, so that nothing is sent when the ranks built the same model.
     """
     if world.size == 1:
         return
     names = sorted(tensors)
-    sums = [number for name in names for number in _sums(tensors[name])]
-    everyone = world.gather_numbers(sums)
-    differs = [
-        name
-        for i, name in enumerate(names)
-        if any(repr(row[2 * i : 2 * i + 2]) != repr(everyone[0][2 * i : 2 * i + 2]) for row in everyone)
-    ]
-    if differs and world.rank == 0:
+    differing = [names[index] for index in _differing(world, [_hash(tensors[name]) for name in names])]
+    if differing and world.rank == 0:
         warnings.warn(
-            f"the ranks built different weights ({differs[0]} and {len(differs) - 1} more): those of rank 0 are used; "
-            "seed the construction of the model alike on every rank to save sending them",
+            f"the ranks built different weights ({differing[0]} and {len(differing) - 1} more): those of rank 0 are "
+            "used; seed the construction of the model alike on every rank to save sending them",
             stacklevel=2,
         )
-    for name in differs:
+    for name in differing:
         tensor = tensors[name]
         with torch.no_grad():
             tensor.copy_(world.broadcast(tensor.detach().cpu().contiguous(), 0))
 
 
-def _sums(tensor: torch.Tensor) -> tuple[float, float]:
-    numbers = tensor.detach().to(torch.float64) if not tensor.is_complex() else torch.view_as_real(tensor).double()
-    return float(numbers.sum()), float(numbers.square().sum())
+def _differing(world: World, hashes: Sequence[str]) -> list[int]:
+    """Places at which some rank has another hash than rank 0.  Collective; one hash is sent when all are equal."""
+    whole = hashlib.blake2b("".join(hashes).encode(), digest_size=16).hexdigest()
+    if len(set(world.gather_text(whole))) == 1:
+        return []
+    everyone = [text.split() for text in world.gather_text(" ".join(hashes))]
+    return [index for index, mine in enumerate(everyone[0]) if any(other[index] != mine for other in everyone)]
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous()
+    return hashlib.blake2b(memory_of(data), digest_size=16).hexdigest()
+
+
+def move_tensors(world: World, routes: Sequence[tuple[str, int, int]], local: Mapping[str, torch.Tensor]) -> None:
+    """Copy tensors between ranks, in place.  Collective.  Bytes sent: those of the tensors that move.
+
+    routes: (name, rank that has it, rank that gets it), in the same order on every rank, of which each plays its part.
+    """
+    for name, source, target in routes:
+        if world.rank not in (source, target) or source == target:
+            continue
+        tensor = local[name]
+        data = world.move(tensor.detach().cpu().contiguous(), source, target)
+        if world.rank == target:
+            with torch.no_grad():
+                tensor.copy_(data)
 
 
 def gather_tensors(

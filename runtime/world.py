@@ -62,7 +62,11 @@ class World:
         self._joined = False
         if size > 1 or dist.is_initialized():
             self._join(kind, size, command)
-        self.device = self._device(kind)
+        try:
+            self.device = self._device(kind)
+        except BaseException:
+            self.close()
+            raise
 
     def _join(self, kind: str, size: int, command: str) -> None:
         if not dist.is_initialized():

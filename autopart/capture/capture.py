@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +16,12 @@ from autopart.capture.lower import lower
 from autopart.capture.names import Names, read_names
 from autopart.capture.to_graph import read_graph
 from autopart.ir.errors import AutopartError
+from autopart.ir.gc_pause import gc_paused
 from autopart.ir.graph import Graph
-from autopart.ir.uncollected import uncollected
+
+_one_at_a_time = threading.RLock()
+"""Tracing patches classes of torch for as long as it lasts.  Another thread that captures waits; one that only uses
+torch is not affected, as the patches let it through."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ def capture(
     sample = batch.with_rows(rows if rows is not None else batch.rows or 1)
     sample = sample.to(device)
     wrapper = Wrapper(model, sample, loss_fn, wants_outputs=mode == "predict")
-    with uncollected():
+    with _one_at_a_time, gc_paused():
         with quiet(), _flags(wrapper, model, evaluate=mode != "step"):
             program, module = _lowered(model, export(wrapper, sample))
         outputs = _outputs_by_ops(program, module)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -207,17 +208,24 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Inside, a graph module becomes Python code only if it is called; export makes dozens that never are."""
+    """Inside, a graph module becomes Python code only if it is called; export makes dozens that never are.
+
+    On this thread alone; one thread at a time.
+    """
     compile_now = fx.GraphModule.recompile
+    tracer = threading.get_ident()
 
     def first_call(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         compile_now(self)
         return self(*args, **kwargs)
 
-    def later(self: fx.GraphModule) -> None:
+    def later(self: fx.GraphModule) -> Any:
+        if threading.get_ident() != tracer:
+            return compile_now(self)
         if isinstance(codegen := self._graph._codegen, _PyTreeCodeGen):
             self._in_spec, self._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
         type(self).forward = first_call
+        return None
 
     with mock.patch.object(fx.GraphModule, "recompile", later):
         yield

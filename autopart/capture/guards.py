@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import sysconfig
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Set
@@ -154,12 +155,19 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 @contextlib.contextmanager
 def tracing(model: nn.Module) -> Iterator[None]:
-    """While the model is traced: stop at a custom autograd.Function, warn of gradient checkpointing."""
+    """While the model is traced: stop at a custom autograd.Function, warn of gradient checkpointing.
+
+    The classes of torch are patched for the whole process, and act on the thread that traces alone; one thread may
+    trace at a time.
+    """
     warned: set[str] = set()
+    tracer = threading.get_ident()
     original = torch.autograd.Function.__dict__["apply"].__func__
+    register_hook: Any = torch.Tensor.register_hook
 
     def refuse(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith("torch._"):  # how a registered op (torch.library) carries its own backward
+        registered_op = cls.__module__.startswith("torch._")  # how torch.library carries an op's own backward
+        if registered_op or threading.get_ident() != tracer:
             return original(cls, *args, **kwargs)
         if cls.__name__ == "CheckpointFunction":
             raise CaptureError(
@@ -180,7 +188,7 @@ def tracing(model: nn.Module) -> Iterator[None]:
     inner = checkpoint._checkpoint_without_reentrant_generator
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        if "checkpoint" not in warned:
+        if "checkpoint" not in warned and threading.get_ident() == tracer:
             warned.add("checkpoint")
             warnings.warn(
                 "gradient checkpointing inside the model is not carried over: gradients stay exact, but the memory it "
@@ -191,6 +199,8 @@ def tracing(model: nn.Module) -> Iterator[None]:
         return inner(*args, **kwargs)
 
     def refuse_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        if threading.get_ident() != tracer:
+            return register_hook(tensor, hook)
         raise RefusedError(
             f"a gradient hook is registered on a tensor in forward(): {getattr(hook, '__qualname__', repr(hook))}",
             where=user_line(traceback.extract_stack()),

@@ -14,24 +14,22 @@ The pipeline and the reference each work on a copy of the model; the user's stay
 from __future__ import annotations
 
 import copy
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from autopart.capture import CaptureCache
-from autopart.capture.batch import Batch, flatten, split_rows, unflatten
+from autopart.capture.batch import Batch, flatten, unflatten
 from autopart.capture.export import LossFn, loss_of, scalar
 from autopart.ir.cluster import Cluster
 from autopart.ir.graph import Graph
 from autopart.options import Options
+from autopart.report.difference_table import DifferenceRow, difference_lines
+from autopart.session.agreement import FAILURES, broadcast_result
 from autopart.session.pipe import Pipe
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}
@@ -59,6 +57,17 @@ class Difference:
     error: float
     negligible: bool
     ok: bool
+
+    def row(self) -> DifferenceRow:
+        """As a table shows it."""
+        return DifferenceRow(self.name, self.kind, self.stage, self.size, self.error, self.verdict)
+
+    @property
+    def verdict(self) -> str:
+        """One word, or a shout."""
+        if not self.ok:
+            return "OUT OF TOLERANCE"
+        return "negligible" if self.negligible else "ok"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +100,7 @@ class Verification:
         """The differences as text: the `limit` largest, all that are out of tolerance, and a verdict."""
         every = (*self.gradients, *self.buffers)
         shown = [d for place, d in enumerate(every) if place < limit or not d.ok]
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for title in ("name", "of", "stage", "norm", "relative error", "verdict"):
-            table.add_column(title, justify="left" if title in ("name", "of", "verdict") else "right", no_wrap=True)
-        for d in shown:
-            stage = str(d.stage) if d.stage >= 0 else "-"
-            table.add_row(d.name, d.kind, stage, f"{d.size:.3e}", f"{d.error:.1e}", _verdict(d))
-        text = io.StringIO()
-        Console(file=text, width=1000, color_system=None, highlight=False, emoji=False, markup=False).print(table)
-        lines = [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
+        lines = difference_lines([d.row() for d in shown])
         if len(shown) < len(every):
             lines.append(f"... and {len(every) - len(shown)} more, all within tolerance")
         return "\n".join([*lines, *self._summary()]) + "\n"
@@ -124,26 +125,32 @@ def verify_step(
     mine = _fresh(model)
     with Pipe(CaptureCache(mine, options.loss_fn), cluster, options, sample) as pipe:
         found = _outcome(pipe, mine, sample)
-        started = pipe.started
-        graph, plan = started.lane.graph, pipe.plan
-        home = plan.stages[0].ranks[0]  # where the reference runs: the rank that knows the weights of micro-batches
-        micro_rows = split_rows(batch.rows, len(plan.micro_rows)) if batch.rows is not None else (1,)
-        expected: _Outcome | None = None
-        reference = RANDOM
+        session = pipe.session
+        graph, decision = session.graph, pipe.plan.decision
+        micro_rows, shares = session.loss_shares(batch)
+        home = decision.stages[0].ranks[0]
+        alone: _Outcome | None = None
         if any(op.random for op in graph.ops):
-            expected = _captured_alone(model, cluster, sample, options, len(micro_rows))
+            reference = RANDOM
+            alone = _captured_alone(model, cluster, sample, options, len(micro_rows))
+        elif graph.updates:
+            reference = BUFFERS
         else:
-            reference = BUFFERS if graph.updates else PLAIN
-            weights = started.lane.shares(batch, micro_rows) if graph.updates else [1.0]
-            rows = micro_rows if graph.updates else (batch.rows or 1,)
-            if pipe.rank == home:
-                expected = _plain(_fresh(model).to(started.world.device), batch, options.loss_fn, rows, weights)
-        result: Verification | None = None
+            reference = PLAIN
+            micro_rows, shares = (batch.rows or 1,), [1.0]
+        content: dict[str, Any] | None = None
+        failure: BaseException | None = None
         if pipe.rank == home:
-            assert expected is not None
-            stages = {name: plan.decision.stage_of_rank(rank) for name, rank in started.owners.items()}
-            result = _compare(found, expected, stages, _precision(graph), tolerance, reference)
-        return _from_json(started.world.broadcast_json(asdict(result) if result else None, home))
+            try:
+                expected = alone
+                if expected is None:
+                    plain = _fresh(model).to(session.world.device)
+                    expected = _plain(plain, batch, options.loss_fn, micro_rows, shares)
+                stages = {name: decision.stage_of_rank(rank) for name, rank in session.owners.items()}
+                content = asdict(_compare(found, expected, stages, _precision(graph), tolerance, reference))
+            except FAILURES as error:
+                failure = error
+        return _from_json(broadcast_result(session.world, content, failure, "running the model in one process", home))
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,12 +272,6 @@ def _ratio(off: float, size: float) -> float:
     if off == 0.0:
         return 0.0
     return off / size if size else math.inf
-
-
-def _verdict(d: Difference) -> str:
-    if not d.ok:
-        return "OUT OF TOLERANCE"
-    return "negligible" if d.negligible else "ok"
 
 
 def _from_json(content: dict[str, Any]) -> Verification:

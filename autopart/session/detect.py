@@ -1,14 +1,14 @@
 """This machine measured: what its devices compute and move, and how long messages between its ranks take.
 
-Every rank measures its device while the others measure theirs, so that processes which share a CPU get their share of
-it.  Then pairs of ranks play ping-pong over the channels that the pipeline uses.  Devices of the same name get the
-median of their rates.
+All ranks measure their devices at the same time, so that processes on one CPU get their share of it.  Then pairs of
+ranks send messages back and forth over the channels that the pipeline uses.  Devices of the same name get the median of
+their rates.
 
 Latency is half the round trip of a small message; bandwidth is the slope of time over size, errors relative.  Between
 hosts one pair gives the latency; for the bandwidth all ranks of two hosts talk at once, for it is the port of the host.
-Wrong where other work runs beside, where a matrix product is no measure of the model (rates are what a large one
-reaches, not the peak), where hosts are not joined alike (neighbours are measured, and the median counts), and on CPUs,
-where messages and computation compete for the same cores.
+Wrong when other work runs on the machine, when a matrix product does not represent the model (rates are what a large
+product reaches, not the peak), when the links between hosts differ (neighbours are measured, and the median is taken),
+and on CPUs, where messages and computation compete for the same cores.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ SMALL = 64
 SIZES = {"cpu": (SMALL, 2**18, 2**20, 2**22, 2**24), "cuda": (SMALL, 2**20, 2**22, 2**24, 2**26)}
 """Bytes of the messages."""
 LIMIT_S = 120.0
-"""Local processes are given up after this time."""
+"""Local processes are ended after this time."""
 _LARGEST = {"cpu": 4096, "cuda": 8192}
 """Rows of the largest matrix product."""
 _COPIED = {"cpu": 2**26, "cuda": 2**29}
-"""Bytes of the copy that shows the memory bandwidth: no cache holds them twice."""
+"""Bytes of the copy that measures the memory bandwidth: more than any cache holds."""
 _BUDGET_S = 0.2
 """Seconds for one rate."""
 _SIZE_BUDGET_S = 2.0
@@ -72,8 +72,9 @@ def detect(ranks: int | None = None) -> Cluster:
 
 
 def _first(results: list[Any]) -> Cluster:
-    found: Cluster = results[0]
-    return found
+    """Every rank returns the same cluster."""
+    cluster: Cluster = results[0]
+    return cluster
 
 
 def probe(kind: str, sizes: tuple[int, ...]) -> Cluster:
@@ -87,12 +88,12 @@ def probe(kind: str, sizes: tuple[int, ...]) -> Cluster:
         devices = [_device(json.loads(text)) for text in world.gather_text(json.dumps(asdict(mine)))]
         levels = [Level(size, _measure_level(world, sizes, index)) for index, size in enumerate(sizes) if size > 1]
         unknown = Level(1, NVLINK if kind == "cuda" else LOOPBACK)
-        return check(Cluster(alike(devices), tuple(levels) or (unknown,)))
+        return check(Cluster(merge_devices(devices), tuple(levels) or (unknown,)))
     finally:
         world.close()
 
 
-def alike(devices: Sequence[Device]) -> tuple[Device, ...]:
+def merge_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
     """Devices of one name with the least memory and the median rates among them."""
     groups: dict[tuple[str, str], list[Device]] = {}
     for device in devices:
@@ -116,7 +117,7 @@ def alike(devices: Sequence[Device]) -> tuple[Device, ...]:
 
 
 def rounded(number: float) -> int:
-    """Three significant digits, at least 1: more than that no measurement here is good for."""
+    """Three significant digits, at least 1: no measurement here is more accurate."""
     return max(1, int(float(f"{number:.3g}")))
 
 
@@ -234,7 +235,7 @@ def _ping_pong(world: World, pairs: Sequence[Pair], sizes: Sequence[int]) -> lis
 
 
 class _Player:
-    """One side of a pair.  The first one leads: it takes the time and decides whether a larger message is tried."""
+    """One side of a pair.  The first one leads: it measures the time and decides whether a larger message is tried."""
 
     def __init__(self, world: World, out: Outbox, inbox: Inbox, *, first: bool) -> None:
         self._device, self._out, self._inbox, self._first = world.device, out, inbox, first
@@ -265,7 +266,7 @@ class _Player:
         return time.perf_counter_ns() - start
 
     def _agree(self, proceed: bool) -> bool:
-        """What the first one wants."""
+        """What the first one decides."""
         flag = torch.full((1,), proceed, dtype=torch.uint8, device=self._device)
         if self._first:
             self._out.send([flag])

@@ -1,141 +1,261 @@
 """One way to run the model (a training step, an evaluation loss, a prediction), at any number of rows.
 
-A lane captures the model once per number of rows, requires that each capture is the program that was planned, cuts
-its stage out of it and plays the route of the plan.
+An executor captures the model once per number of rows, requires that each capture is the program that was planned,
+cuts this rank's stage out of it and plays the plan's program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
 
 import torch
 from torch import nn
 
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.batch import Batch
-from autopart.capture.export import OutputSpec
+from autopart.capture.batch import Batch, split_rows
+from autopart.capture.export import rebuild_outputs
+from autopart.capture.guards import check_autocast
 from autopart.capture.rows import require_same_program
+from autopart.ir.errors import BatchError, RunError
 from autopart.ir.graph import Graph, LossReduction
-from autopart.ir.plan import Plan, Stage
+from autopart.ir.plan import Decision
 from autopart.ir.program import Program
-from autopart.options import Options
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program, forward_program
 from autopart.runtime.engine import Engine, StepInput, StepResult
 from autopart.runtime.stage import StageRunner
-from autopart.runtime.stage_module import StageModule
 from autopart.runtime.tensors import LocalTensors
 from autopart.runtime.trace import Trace
 from autopart.runtime.transport import Spec
 from autopart.runtime.world import World
-from autopart.session.split import ancestors, cut, stage_module
+from autopart.session.agreement import FAILURES, raise_first
+from autopart.session.stage_code import StageCode
+
+Key = tuple[int, int]
+"""Of random numbers: (seed, step)."""
 
 
-@dataclass(frozen=True)
+class Mode(Enum):
+    """What is run; the value is the mode of `capture`."""
+
+    TRAIN = "step"
+    LOSS = "loss"
+    PREDICT = "predict"
+
+
+class Health:
+    """Whether something failed on this rank while ranks were running.
+
+    Then nothing more may be sent: messages of the failed step may still be under way and would be taken for others,
+    and the other ranks may wait in a collective for this one.
+    """
+
+    def __init__(self) -> None:
+        self._failure = ""
+
+    @contextmanager
+    def watched(self, doing: str) -> Iterator[None]:
+        """Note any failure of the body."""
+        try:
+            yield
+        except BaseException as error:
+            first_line = (str(error).splitlines() or [""])[0]
+            self._failure = f"{doing}: {type(error).__name__}: {first_line}"
+            raise
+
+    def require(self) -> None:
+        """Raises RunError when something has failed."""
+        if self._failure:
+            raise RunError(
+                "the pipeline has failed and takes no further step",
+                why=f"{self._failure}; its messages may still be under way, and its gradients are incomplete",
+                fix="close the pipe on every rank, then compile the model again",
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class RankContext:
-    """What all lanes of a pipe share."""
+    """What all executors of one rank share."""
 
-    capturer: CaptureCache
     world: World
-    options: Options
+    captures: CaptureCache
     tensors: LocalTensors
+    health: Health
 
 
 class Executor:
-    """mode: as in `capture`; stages: which ops run where; weight: how losses combine."""
+    """Runs a model in one mode along the stages of a plan.  Every method that runs something is collective."""
 
     def __init__(
-        self,
-        setting: RankContext,
-        mode: str,
-        first: Captured,
-        plan: Plan,
-        stages: Sequence[Stage],
-        weight: LossReduction,
+        self, mode: Mode, context: RankContext, planned: Captured, decision: Decision, weight: LossReduction
     ) -> None:
-        self._setting, self._mode, self.first, self.weight = setting, mode, first, weight
-        self._decision = replace(plan.decision, stages=tuple(stages))
-        self._stage = self._decision.stage_of_rank(setting.world.rank)
-        self._codes: dict[int, StageModule] = {}
-        self._counts: dict[int, StageModule] = {}
-        self._specs: dict[int, dict[str, Spec]] = {}
-        self._engines: dict[int, Engine] = {}
+        """planned: the capture, in this mode, that `decision` is for; weight: how losses of micro-batches combine."""
+        self._mode = mode
+        self._world = context.world
+        self._captures = context.captures
+        self._tensors = context.tensors
+        self._health = context.health
+        self._planned = planned
+        self._decision = decision
+        self._weight = weight
+        self._stage = decision.stage_of_rank(context.world.rank)
+        self._code = StageCode(context.tensors, context.world.device)
         self._signature: object = None
+        self._engines: dict[int, Engine] = {}
         self._runner: StageRunner | None = None
         self.trace: Trace | None = None
 
     @property
     def graph(self) -> Graph:
         """The graph that was planned."""
-        return self.first.graph
+        return self._planned.graph
 
     @property
     def train(self) -> bool:
         """Whether gradients are computed."""
-        return self._mode == "step"
+        return self._mode is Mode.TRAIN
 
-    @property
-    def micro_batched(self) -> bool:
-        """Whether the batch is cut as in training; evaluation takes it whole, which is exact for any model."""
-        return self.train
+    # -- running -------------------------------------------------------------------------------------------------
 
-    def outputs(self, batch: Batch) -> OutputSpec:
-        """How the results for this batch become what the model returns."""
-        spec = self._capture(batch, batch.rows or 1).outputs
-        assert spec is not None
-        return spec
+    def loss(self, batch: Batch, key: Key) -> torch.Tensor:
+        """The loss of the whole batch, 0-dim on the CPU, on every rank; when training, gradients are accumulated.
 
-    def specs(self, rows: int) -> Mapping[str, Spec]:
-        """Shapes and dtypes of all values at `rows` rows."""
-        return self._specs[rows]
+        Raises BatchError and RefusedError on all ranks before anything is sent, StageError and WorkerError after.
+        """
+        shares = self.agree(batch)
+        output = self.graph.outputs[0]
+        with self._health.watched("a step failed"):
+            losses = self._run(batch, self.micro_rows(batch), shares, key).losses
+            total = torch.zeros((), dtype=torch.float64)
+            for micro, share in enumerate(shares):
+                if losses and share != 0.0:  # a micro-batch without a valid target may have a loss of 0/0
+                    total = total + losses[micro].double().cpu() * share
+            self._world.broadcast(total, self._rank_of(output))
+        return total.to(getattr(torch, self.graph.value_map()[output].dtype))
 
-    def rank_of_output(self, value: str) -> int:
-        """The rank that computes an output."""
-        writer = self.graph.writer()[value]
-        return next(stage.ranks[0] for stage in self._decision.stages if writer in stage.ops)
+    def predict(self, batch: Batch, key: Key) -> Any:
+        """What the model returns, on every rank, on the CPU."""
+        self.agree(batch)
+        rows = batch.rows or 1
+        with self._health.watched("a prediction failed"):
+            outputs = self._run(batch, (rows,), [1.0], key).results.get(0, {})
+            collected = tuple(self._collect(name, outputs, self._code.specs[rows][name]) for name in self.graph.outputs)
+        form = self._capture(batch, rows).outputs
+        assert form is not None
+        return rebuild_outputs(form, collected)
 
-    def run(
-        self, batch: Batch, micro_rows: tuple[int, ...], weights: Sequence[float], key: tuple[int, int]
-    ) -> StepResult:
-        """Play one step of this rank.  `prepare` must have run for this batch."""
+    def _collect(self, name: str, outputs: Mapping[str, torch.Tensor], spec: Spec) -> torch.Tensor:
+        """An output of the model, from the rank that computed it."""
+        owner = self._rank_of(name)
+        if owner == self._world.rank:
+            data = outputs[name].detach().cpu().contiguous()
+        else:
+            data = torch.empty(spec.shape, dtype=spec.dtype)
+        return self._world.broadcast(data, owner)
+
+    def _run(self, batch: Batch, micro_rows: tuple[int, ...], shares: Sequence[float], key: Key) -> StepResult:
         engine = self._engine(len(micro_rows))
-        micros = self._inputs(batch, micro_rows) if self._stage == 0 else ()
-        given = StepInput(micro_rows, micros, weights, key)
-        parameters = {n: t for n, t in self._setting.tensors.held.items() if isinstance(t, nn.Parameter)}
+        inputs = self._inputs(batch, micro_rows) if self._stage == 0 else ()
+        parameters = {name: t for name, t in self._tensors.held.items() if isinstance(t, nn.Parameter)}
         engine.trace = self.trace
-        return engine.step(given, parameters, train=self.train)
+        return engine.step(StepInput(micro_rows, inputs, shares, key), parameters, train=self.train)
 
-    def prepare(self, batch: Batch, micro_rows: tuple[int, ...]) -> None:
+    # -- before anything is sent -----------------------------------------------------------------------------------
+
+    def micro_rows(self, batch: Batch) -> tuple[int, ...]:
+        """Rows of each micro-batch of this batch.  Evaluation takes a batch whole, which is exact for any model."""
+        micros = len(self._decision.micro_rows) if self.train else 1
+        if batch.rows is not None:
+            return split_rows(batch.rows, micros)
+        if micros > 1:
+            raise BatchError(
+                f"the batch has no rows to cut into {micros} micro-batches",
+                why="none of its tensors has an axis",
+                fix="pass a batch like the sample that was planned for",
+            )
+        return (1,)
+
+    def agree(self, batch: Batch) -> list[float]:
+        """Make the code for this batch and agree with all ranks on its shape.  Collective.
+
+        Returns the share of each micro-batch's loss in the whole loss, as the rank of the first stage counts it.
+        Raises on all ranks what any rank finds wrong.
+        """
+        self._health.require()
+        micros = len(self._decision.micro_rows) if self.train else 1
+        failure: BaseException | None = None
+        mark, shares = 0.0, [0.0] * micros
+        try:
+            check_autocast(self._world.device.type)
+            micro_rows = self.micro_rows(batch)
+            self.prepare(batch, micro_rows)
+            mark = float(zlib.crc32(repr((batch.signature(), micro_rows)).encode()))
+            shares = self._shares(batch, micro_rows)
+        except FAILURES as error:
+            failure = error
+        rows = self._world.gather_numbers([float(failure is not None), mark, float(batch.rows or 0), *shares])
+        if any(row[0] for row in rows):
+            raise_first(self._world, failure, "preparing the batch")
+        for rank, row in enumerate(rows):
+            if row[1:3] != rows[0][1:3]:
+                raise BatchError(
+                    f"ranks 0 and {rank} were given batches of different shapes",
+                    why=f"{int(rows[0][2])} and {int(row[2])} rows, or other inputs",
+                    fix="give every rank the same batch; rank 0's data is what is used",
+                )
+        return rows[self._decision.stages[0].ranks[0]][3:]
+
+    def prepare(self, batch: Batch, micro_rows: Sequence[int]) -> None:
         """Make the code for every number of rows.  Local; raises RefusedError when the model runs another program at
         these shapes than the one that was planned."""
         signature = batch.signature()
         if signature != self._signature:
-            self._codes.clear()
-            self._counts.clear()
-            self._specs.clear()
+            self._code.clear()
             self._signature = signature
         for rows in sorted(set(micro_rows), reverse=True):
-            if rows not in self._specs:
-                self._add(self._capture(batch, rows), rows)
+            if not self._code.has(rows):
+                self._add(self._capture(batch, rows))
 
     def _capture(self, batch: Batch, rows: int) -> Captured:
-        captured = self._setting.capturer(batch, rows, self._mode)
-        require_same_program(captured.graph, self.first.graph)
+        captured = self._captures(batch, rows, self._mode.value)
+        require_same_program(captured.graph, self.graph)
         return captured
 
-    def _add(self, captured: Captured, rows: int) -> None:
-        graph, device = captured.graph, self._setting.world.device
-        self._specs[rows] = {v.name: Spec(v.shape, getattr(torch, v.dtype)) for v in graph.values}
+    def _add(self, captured: Captured) -> None:
         if self._stage is not None:
-            code = stage_module(captured, self.program(1), self._stage, self._decision.stages[self._stage].ops, device)
-            self._setting.tensors.hold(code.held, captured.tensors)
-            self._codes[rows] = code
-        value = self.weight.value
-        if self._stage == 0 and value is not None and value not in graph.inputs:
-            code = cut(captured, ancestors(graph, value), [value], device)
-            self._setting.tensors.hold(code.held, captured.tensors)
-            self._counts[rows] = code
+            self._code.add_stage(captured, self.program(1), self._stage, self._decision.stages[self._stage].ops)
+        if self._stage == 0 and self._weight.value is not None:
+            self._code.add_counter(captured, self._weight.value)
+        self._code.add_specs(captured)
+
+    def _shares(self, batch: Batch, micro_rows: tuple[int, ...]) -> list[float]:
+        """Share of each micro-batch's loss in the whole loss, on the rank of the first stage; elsewhere zeros."""
+        if self._stage != 0:
+            return [0.0] * len(micro_rows)
+        if self._weight.kind == "sum":
+            return [1.0] * len(micro_rows)
+        if self._weight.value is None:
+            return [rows / sum(micro_rows) for rows in micro_rows]
+        inputs = self._inputs(batch, micro_rows)
+        counts = [self._code.count(self._weight, rows, given) for rows, given in zip(micro_rows, inputs, strict=True)]
+        total = sum(counts)
+        # No counted token in the whole batch: equal shares give what one process gives, 0/0 or a floor's 0.
+        return [count / total if total else 1 / len(counts) for count in counts]
+
+    def _inputs(self, batch: Batch, micro_rows: tuple[int, ...]) -> list[Mapping[str, torch.Tensor]]:
+        """The model's inputs for each micro-batch, by value name, on this rank's device."""
+        device = self._world.device
+        return [
+            {name: tensor.to(device, non_blocking=True) for name, tensor in zip(self.graph.inputs, piece, strict=True)}
+            for piece in batch.micro(micro_rows)
+        ]
+
+    # -- the program and what plays it -----------------------------------------------------------------------------
 
     def program(self, micros: int) -> Program:
         """The verified program for `micros` micro-batches."""
@@ -147,48 +267,18 @@ class Executor:
         if micros not in self._engines:
             program = self.program(micros)
             if self._runner is None:
-                self._runner = self._make_runner(program)
+                self._runner = self._stage_runner(program)
             ops = self.graph.op_map()
-            loss = None if self._mode == "predict" else self.graph.outputs[0]
-            self._engines[micros] = Engine(self._setting.world, program, self._runner, self._specs, ops, loss)
+            loss = None if self._mode is Mode.PREDICT else self.graph.outputs[0]
+            self._engines[micros] = Engine(self._world, program, self._runner, self._code.specs, ops, loss)
         return self._engines[micros]
 
-    def _make_runner(self, program: Program) -> StageRunner:
+    def _stage_runner(self, program: Program) -> StageRunner:
         back = frozenset(name for e in program.edges if e.dst == self._stage for name in e.grads)
         out = frozenset(name for e in program.edges if e.src == self._stage for name in e.grads)
-        return StageRunner(self._codes, self._setting.tensors.held, back, out | {self.graph.outputs[0]})
+        return StageRunner(self._code.modules, self._tensors.held, back, out | {self.graph.outputs[0]})
 
-    def _inputs(self, batch: Batch, micro_rows: tuple[int, ...]) -> list[dict[str, torch.Tensor]]:
-        device = self._setting.world.device
-        pieces = batch.micro(micro_rows)
-        return [
-            {name: tensor.to(device, non_blocking=True) for name, tensor in zip(self.graph.inputs, piece, strict=True)}
-            for piece in pieces
-        ]
-
-    def shares(self, batch: Batch, micro_rows: tuple[int, ...]) -> list[float]:
-        """Share of each micro-batch's loss in the whole loss, on the rank of stage 0; elsewhere zeros."""
-        if self._stage != 0:
-            return [0.0] * len(micro_rows)
-        if self.weight.kind == "sum":
-            return [1.0] * len(micro_rows)
-        if self.weight.value is None:
-            return [rows / sum(micro_rows) for rows in micro_rows]
-        counts = [
-            self._count(rows, values) for rows, values in zip(micro_rows, self._inputs(batch, micro_rows), strict=True)
-        ]
-        total = sum(counts)
-        # No counted token in the whole batch: equal shares give what one process gives, 0/0 or a floor's 0.
-        return [count / total if total else 1 / len(counts) for count in counts]
-
-    def _count(self, rows: int, values: Mapping[str, torch.Tensor]) -> float:
-        assert self.weight.value is not None
-        if self.weight.value in values:
-            result = values[self.weight.value]
-        else:
-            code = self._counts[rows]
-            held = code.arguments(self._setting.tensors.held)
-            (result,) = code.module(*held, *(values[name] for name in code.inputs))
-        if self.weight.ignore is not None:
-            result = result != self.weight.ignore
-        return float(result.sum(dtype=torch.float64))
+    def _rank_of(self, value: str) -> int:
+        """The rank that computes a value."""
+        writer = self.graph.writer()[value]
+        return next(stage.ranks[0] for stage in self._decision.stages if writer in stage.ops)

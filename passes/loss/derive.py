@@ -20,8 +20,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autopart.ir.errors import CoupledLossError, LossError, UsageError
+from autopart.ir.gc_pause import gc_paused
 from autopart.ir.graph import Graph, LossReduction, Op, Value
-from autopart.ir.uncollected import uncollected
 from autopart.passes.loss.context import OpContext, fits
 from autopart.passes.loss.masks import Masks
 from autopart.passes.loss.math_rules import MATH_RULES, is_statistic, reduce_other
@@ -70,7 +70,7 @@ class UnprovenRows(Exception):
         )
 
 
-@uncollected()
+@gc_paused()
 def derive_loss_weight(
     graph: Graph, other: Graph, *, proven: frozenset[str] = frozenset(), stated: str | None = None
 ) -> LossReduction:

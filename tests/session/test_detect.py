@@ -16,7 +16,7 @@ from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
 from autopart.report.cluster_table import cluster_table
 from autopart.runtime.launch.local import launch
-from autopart.session.detect import SIZES, alike, detect, fit_link, pairs_of, probe, rounded
+from autopart.session.detect import SIZES, detect, fit_link, merge_devices, pairs_of, probe, rounded
 
 
 @pytest.fixture(autouse=True)
@@ -62,12 +62,12 @@ def test_devices_of_one_name_get_the_median_of_their_rates_and_the_least_memory(
     ]
     b = Device("cuda", 5, 7, 8, "B", (("float32", 7),))
     merged = Device("cuda", 11, 200, 2000, "A", (("float32", 200), ("bfloat16", 400)))
-    assert alike([a[0], b, a[1], a[2]]) == (merged, b, merged, merged)
+    assert merge_devices([a[0], b, a[1], a[2]]) == (merged, b, merged, merged)
 
 
 def test_a_rate_that_only_some_devices_of_a_name_have_is_left_out() -> None:
     both, one = (("float32", 4), ("bfloat16", 8)), (("float32", 4),)
-    assert alike([Device("cpu", 1, 4, 1, "X", both), Device("cpu", 1, 4, 1, "X", one)])[0].rates == one
+    assert merge_devices([Device("cpu", 1, 4, 1, "X", both), Device("cpu", 1, 4, 1, "X", one)])[0].rates == one
 
 
 def test_one_pair_measures_a_host_and_all_ranks_of_two_hosts_their_ports() -> None:

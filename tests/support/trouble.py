@@ -30,6 +30,11 @@ def _strike(phase: str) -> None:
         raise RuntimeError("the op gave up")
 
 
+def arm(phase: str, how: str, calls: int, clock: str = "") -> None:
+    """Let the op strike at its n-th call in a phase."""
+    _armed.update(phase=phase, how=how, calls=calls, clock=clock)
+
+
 def die(clock: str) -> None:
     """SIGKILL this process, having written down when."""
     Path(clock).write_text(repr(time.monotonic()))
@@ -80,7 +85,7 @@ def made(schedule: str = "1f1b") -> autopart.Pipe:
 def struck(phase: str, how: str, calls: int, clock: str, schedule: str = "1f1b") -> list[float]:
     """Train until the op on stage 2 strikes at its n-th call in a phase ("idle": between the steps)."""
     pipe = made(schedule)
-    _armed.update(phase=phase, how=how, calls=calls, clock=clock)
+    arm(phase, how, calls, clock)
     losses = []
     for _ in range(3):
         losses.append(pipe.step(CASE.batch(8)).item())

@@ -1,0 +1,106 @@
+"""The whole model's state and gradients, from and to the ranks that hold them, under the model's original names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from autopart.ir.errors import UsageError
+from autopart.runtime.tensors import gather_tensors
+from autopart.session.session import Session
+
+
+def gather_state(session: Session) -> dict[str, torch.Tensor]:
+    """The model's state_dict on every rank, on the CPU.  Collective."""
+    session.require_healthy()
+    held, tied = session.tensors.held, session.tied
+    whole = session.captures.model.state_dict(keep_vars=True)
+    first = {tied.get(name, name): name for name in reversed(whole)}
+    gathered = gather_tensors(
+        session.world,
+        {name: session.owners.get(name, 0) for name in first},
+        {name: whole[original] for name, original in first.items()},
+        lambda name: held.get(name, whole[first[name]]),
+    )
+    state = {}
+    for name in whole:
+        tensor = gathered[tied.get(name, name)]
+        assert tensor is not None
+        state[name] = tensor
+    return state
+
+
+def load_state(model: nn.Module, session: Session | None, state: Mapping[str, torch.Tensor]) -> None:
+    """Take a state of the plain model into the model and into what this rank of a session holds.
+
+    Nothing changes when a name or a shape does not fit (UsageError).
+    """
+    own = model.state_dict(keep_vars=True)
+    _check_state(own, state)
+    model.load_state_dict(dict(state))
+    if session is None:
+        return
+    held, tied = session.tensors.held, session.tied
+    with torch.no_grad():
+        for name in own:
+            target = held.get(tied.get(name, name))
+            if target is not None:
+                target.copy_(state[name])
+
+
+def gather_gradients(session: Session) -> dict[str, torch.Tensor | None]:
+    """The gradient of every trainable parameter, tied ones once, on every rank, on the CPU.  Collective."""
+    session.require_healthy()
+    held = session.tensors.held
+    trainable = {name: p for name, p in session.captures.model.named_parameters() if p.requires_grad}
+    return gather_tensors(
+        session.world,
+        {name: session.owners.get(name, 0) for name in trainable},
+        trainable,
+        lambda name: held.get(name, trainable[name]).grad,
+    )
+
+
+def clip_gradients(session: Session, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most max_norm; returns the norm before.  Collective."""
+    if norm_type <= 0:
+        raise UsageError(f"norm_type is {norm_type}", fix="use a positive number or float('inf')")
+    session.require_healthy()
+    world, owners = session.world, session.owners
+    gradients = {name: t.grad for name, t in session.tensors.held.items() if t.grad is not None}
+    norms = [
+        torch.linalg.vector_norm(gradient.double(), norm_type).item()
+        for name, gradient in gradients.items()
+        if owners.get(name) == world.rank
+    ]
+    if math.isinf(norm_type):
+        total = max(row[0] for row in world.gather_numbers([max(norms, default=0.0)]))
+    else:
+        total = world.sum_numbers([sum(norm**norm_type for norm in norms)])[0] ** (1 / norm_type)
+    scale = max_norm / (total + 1e-6)
+    if scale < 1.0:
+        for gradient in gradients.values():
+            gradient.mul_(scale)
+    return torch.tensor(total)
+
+
+def _check_state(own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+    missing, unexpected = sorted(set(own) - set(state)), sorted(set(state) - set(own))
+    wrong = [
+        f"{len(names)} {kind}, such as {names[0]}"
+        for kind, names in (("missing", missing), ("unexpected", unexpected))
+        if names
+    ]
+    if wrong:
+        raise UsageError("the state does not belong to this model", why="; ".join(wrong))
+    for name, tensor in own.items():
+        if not isinstance(state[name], torch.Tensor):
+            raise UsageError(f"{name} is a {type(state[name]).__name__} in the state", fix="pass tensors")
+        if tuple(state[name].shape) != tuple(tensor.shape):
+            raise UsageError(
+                f"{name} has shape {tuple(state[name].shape)} in the state and {tuple(tensor.shape)} in the model",
+                fix="pass a state of this model, as its state_dict() returns it",
+            )

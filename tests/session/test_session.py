@@ -1,0 +1,166 @@
+"""A plan on running processes: it can be changed, fails on all ranks at once, and its processes can be used again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from support import session_jobs as jobs
+from support.jobs import ALL
+from support.training_jobs import relative
+from support.trouble import CASE as TROUBLED
+from support.trouble import arm
+
+import autopart
+from autopart.ir.errors import BatchError, CaptureError, PlanError, RunError, StageError, WorkerError
+from autopart.runtime.launch.local import Workers
+
+pytestmark = pytest.mark.timeout(200)
+WORLD = 3
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with Workers(WORLD, timeout=180) as pool:
+        yield pool
+
+
+@cache
+def plan_of(name: str, cuts: tuple[str, ...], micros: int, schedule: str = "1f1b") -> autopart.Plan:
+    """A plan with these cuts, for all ranks of the pool."""
+    case = ALL[name]
+    return autopart.plan(
+        case.model(),
+        f"cpu:{WORLD}",
+        sample=case.batch(jobs.ROWS),
+        loss_fn=case.loss_fn,
+        cuts=cuts,
+        micro_batches=micros,
+        schedule=schedule,
+        costs="analytic",
+        replicas=1,
+        recompute="off",
+    )
+
+
+CUTS = {
+    "tied": [("body.layers.1",), ("body.layers.0", "head")],
+    "batch_norm": [("body.layers.2",), ("body.layers.1", "body.norms.2")],
+}
+
+
+def test_adopting_the_plan_that_runs_changes_no_bit(workers: Workers) -> None:
+    plan = plan_of("tied", CUTS["tied"][0], 2)
+    alone, _, state, evaluated = workers.run(jobs.trained, "tied", plan, {}, 3)[0]
+    for losses, _, found, again in workers.run(jobs.trained, "tied", plan, {1: plan, 2: plan}, 3, False):
+        assert (losses, again) == (alone, evaluated)
+        assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("name", ["tied", "batch_norm"])
+def test_training_goes_on_under_another_plan_as_in_one_process(workers: Workers, name: str) -> None:
+    few, more = CUTS[name]
+    first, second = plan_of(name, few, 2), plan_of(name, more, 4, "gpipe")
+    results = workers.run(jobs.trained, name, first, {2: second, 4: first}, 6)
+    losses, state = jobs.trained_alone(name, {0: 2, 2: 4, 4: 2}, 6)
+    for found, _, found_state, evaluated in results:
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert {n: relative(found_state[n], t) for n, t in state.items() if relative(found_state[n], t) > 1e-5} == {}
+        assert evaluated == results[0][3]
+    held = [[names for _, held, *_ in results if (names := held[which])] for which in (0, 1)]
+    assert len(held[0]) == 3 and len(held[1]) == 2  # the third rank trains under the second plan alone
+
+
+def test_gradients_move_with_their_parameters(workers: Workers) -> None:
+    few, more = CUTS["tied"]
+    for same, left, error in workers.run(jobs.accumulated, "tied", plan_of("tied", few, 2), plan_of("tied", more, 4)):
+        assert same and left == []
+        assert error <= 1e-5
+
+
+def test_a_plan_for_another_model_is_refused_and_the_old_one_goes_on(workers: Workers) -> None:
+    plan = plan_of("tied", CUTS["tied"][0], 2)
+    expected = workers.run(jobs.trained, "tied", plan, {}, 1)[0][0]
+    other = plan_of("batch_norm", CUTS["batch_norm"][0], 2)
+    for error, loss, kept in workers.run(jobs.refused_plan, "tied", plan, other):
+        assert type(error) is PlanError and "something else" in error.what
+        assert [loss] == expected and kept
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_a_capture_that_fails_on_one_rank_is_told_to_all(workers: Workers, bad: int) -> None:
+    pids = workers.run(jobs.rank) and workers.pids
+    for error in workers.run(jobs.failing_capture, bad, True):
+        assert type(error) is CaptureError and error.what == "cannot be captured"
+        assert ("rank 2" in error.where) == (bad == 2)  # what rank 0 plans, it plans for all
+    for rank, error in enumerate(workers.run(jobs.failing_capture, bad, False)):
+        assert type(error) is (jobs.Broken if rank == bad else WorkerError)
+        assert rank == bad or (f"rank {bad} failed while" in error.what and "haunted" in error.why)
+    assert len(set(workers.run(jobs.one_step, False))) == 1  # and the same processes go on
+    assert workers.pids == pids
+
+
+def test_a_batch_that_one_rank_cannot_cut_is_told_to_all_and_training_goes_on(workers: Workers) -> None:
+    expected = workers.run(jobs.one_step, False)[0]
+    for error, loss in workers.run(jobs.failing_later, 1):
+        assert type(error) is BatchError and "rank 1" in error.where
+        assert loss == expected
+
+
+def test_a_pool_serves_pipes_that_were_closed_or_left_open_in_any_order(workers: Workers) -> None:
+    losses = [loss for leave_open in (False, False, True, False, True, True) for loss in _steps(workers, leave_open)]
+    assert len(set(losses)) == 1
+
+
+def _steps(workers: Workers, leave_open: bool) -> list[float]:
+    pids = workers.run(jobs.rank) and workers.pids
+    losses: list[float] = workers.run(jobs.one_step, leave_open)
+    assert workers.pids == pids
+    return losses
+
+
+def test_a_compile_that_is_refused_leaves_no_process_group() -> None:
+    with Workers(2, timeout=150) as pool:
+        assert pool.run(jobs.refused) == [True, True]
+        before, after, gone = pool.run(jobs.two_at_once)[0]
+        assert before == pytest.approx(after) and gone  # nor does closing one pipe end another
+
+
+def test_ranks_find_each_other_after_one_did_not_come() -> None:
+    with Workers(WORLD, timeout=150) as pool:
+        said = pool.run(jobs.opened_after_one_did_not_come, 1, 3)
+        assert "rank 1 did not come" in said[0][0] and "rank 0 did not come" in said[2][0]
+        assert [second for _, second in said] == ["sum 3"] * WORLD
+
+
+def test_texts_and_weights_are_compared_and_sent_byte_by_byte(workers: Workers) -> None:
+    assert all(workers.run(jobs.texts))
+    results = workers.run(jobs.broadcast_weights)
+    assert [weights for weights, _ in results] == [[1.0, 2.0, 3.0]] * WORLD
+    assert ["permuted and 0 more" in "".join(said) for _, said in results] == [True, False, False]
+
+
+TRAINED = {"loss_fn": TROUBLED.loss_fn, "micro_batches": 2, "costs": "analytic"}
+
+
+def test_a_pipe_whose_step_failed_takes_no_further_step() -> None:
+    model, batch = TROUBLED.model(), TROUBLED.batch(8)
+    with autopart.compile(model, "cpu:1", sample=batch, **TRAINED) as pipe:
+        with pytest.raises(BatchError):
+            pipe.step(TROUBLED.batch(1))  # nothing was sent: it goes on
+        pipe.step(batch)
+        before = pipe.state_dict()
+        arm("forward", "raise", 2)
+        with pytest.raises(StageError, match="gave up"):
+            pipe.step(batch)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        for refused in (pipe.step, pipe.eval_loss):
+            with pytest.raises(RunError, match="takes no further step") as caught:
+                refused(batch)
+            assert "StageError" in caught.value.why
+        with pytest.raises(RunError, match="takes no further step"):
+            pipe.adopt(pipe.plan)
+    with autopart.compile(model, "cpu:1", sample=batch, **TRAINED) as pipe:
+        assert isinstance(pipe.step(batch).item(), float)

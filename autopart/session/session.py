@@ -53,6 +53,7 @@ class Session:
         self._executors: dict[Mode, Executor] = {}
         self._planned: Planned | None = None
         self._placement = Placement({}, {})
+        self._trace: Trace | None = None
         self.tied: Mapping[str, str] = {}
         self.world = World(cluster.kind, cluster.world)
         self.tensors = LocalTensors(self.world.device)
@@ -137,6 +138,7 @@ class Session:
         self._placement = _placed(planned)
         self.tensors = tensors
         self._executors = {Mode.TRAIN: executor}
+        executor.trace = self._trace
         stage = planned.plan.decision.stage_of_rank(self.world.rank)
         set_rank_label(f"stage {stage}" if stage is not None else "idle")
 
@@ -165,6 +167,7 @@ class Session:
 
     def trace_steps(self, trace: Trace | None) -> None:
         """Record the training steps to come in `trace`, or no more."""
+        self._trace = trace
         self._executors[Mode.TRAIN].trace = trace
 
     # -- running ---------------------------------------------------------------------------------------------------

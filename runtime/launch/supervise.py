@@ -32,7 +32,7 @@ GRACE_S = 1.0  # for other reports to arrive after the first failure, and again 
 CLOSE_S = 5.0  # for an orderly exit
 POLL_S = 0.25  # a dead process whose pipes live on in a forked child of its own is noticed after this
 UNGUARDED = 86  # exit code of a worker that reached `launch` while it still imported the main script
-BRED_BY = "AUTOPART_PARENT"
+PARENT_VARIABLE = "AUTOPART_PARENT"
 
 GUARD = 'put the call behind  if __name__ == "__main__":  and the functions it runs at the top level of the file'
 
@@ -255,7 +255,7 @@ def refuse_while_importing() -> None:
     """In a worker that still imports the main script: end (our worker: quietly, the parent says why) or raise."""
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return
-    if os.environ.get(BRED_BY) == str(os.getppid()):
+    if os.environ.get(PARENT_VARIABLE) == str(os.getppid()):
         os._exit(UNGUARDED)
     raise UsageError("launch was called while a spawned process imports the main script", fix=GUARD)
 
@@ -312,7 +312,7 @@ def _local_env(rank: int, world: int) -> dict[str, str]:
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
-        BRED_BY: str(os.getpid()),
+        PARENT_VARIABLE: str(os.getpid()),
     }
 
 

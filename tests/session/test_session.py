@@ -121,11 +121,12 @@ def _steps(workers: Workers, leave_open: bool) -> list[float]:
     return losses
 
 
-def test_a_compile_that_is_refused_leaves_no_process_group() -> None:
+def test_process_groups_end_with_the_last_that_uses_them() -> None:
     with Workers(2, timeout=150) as pool:
         assert pool.run(jobs.refused) == [True, True]
-        before, after, gone = pool.run(jobs.two_at_once)[0]
-        assert before == pytest.approx(after) and gone  # nor does closing one pipe end another
+        for before, after, gone in pool.run(jobs.two_at_once):
+            assert before == pytest.approx(after) and gone
+        assert pool.run(jobs.groups_of_a_closed_world) == [(True, 1.0)] * 2
 
 
 def test_ranks_find_each_other_after_one_did_not_come() -> None:

@@ -176,6 +176,19 @@ def two_at_once() -> tuple[float, float, bool]:
     return before, after, not dist.is_initialized()
 
 
+def groups_of_a_closed_world() -> tuple[bool, float]:
+    """Whether a group that a world made ends with it, and a sum over the ranks of a world that stays."""
+    first = World("cpu", int(os.environ["WORLD_SIZE"]))
+    second = World("cpu", first.size)
+    group = second.group((0, 1), ordered=True)
+    known = group in dist.distributed_c10d._world.pg_map
+    second.close()
+    ended = known and group not in dist.distributed_c10d._world.pg_map
+    total = first.sum_numbers([float(rank())])[0]
+    first.close()
+    return ended, total
+
+
 def opened_after_one_did_not_come(absent: int, patience_s: int) -> tuple[str, str]:
     """What opening the process group says when one rank stays away, and when all come after that."""
     minute = timedelta(seconds=60)

@@ -6,8 +6,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from autopart.ir.plan import ALL_SCHEDULES, SCHEDULES, Plan
+if TYPE_CHECKING:  # a plan says of itself what the runtime lacks for it
+    from autopart.ir.plan import Plan
+
+SCHEDULES = ("1f1b", "1f1b-deep", "gpipe")
+"""Synchronous schedules, from the one that holds the fewest micro-batches to the one that holds the most."""
+ASYNC = "pipedream"
+"""1F1B without a flush, with a copy of the weights for each micro-batch in flight (PipeDream, SOSP 2019)."""
+ALL_SCHEDULES = (*SCHEDULES, ASYNC)
 
 
 @dataclass(frozen=True, slots=True)

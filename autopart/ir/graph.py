@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from autopart.ir.cost import Cost
 from autopart.ir.errors import GraphError
+from autopart.ir.text import graph_text
 
 Literal = None | bool | int | float | str | tuple["Literal", ...]
 
@@ -100,6 +101,9 @@ class Graph:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     updates: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return graph_text(self)
 
     def value_map(self) -> dict[str, Value]:
         """Values by name."""

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from math import gcd
 
+from autopart.ir.capabilities import ALL_SCHEDULES as ALL_SCHEDULES
+from autopart.ir.capabilities import ASYNC as ASYNC
+from autopart.ir.capabilities import SCHEDULES as SCHEDULES
 from autopart.ir.errors import PlanError
+from autopart.ir.explain import explain
 from autopart.ir.graph import Graph
+from autopart.ir.text import decision_text
 
 AGAIN = "make the plan again: autopart.plan(model, cluster, sample=...)"
 """The remedy for a plan that does not fit."""
-SCHEDULES = ("1f1b", "1f1b-deep", "gpipe")
-"""Synchronous schedules, of the one that holds least to the one that holds most."""
-ASYNC = "pipedream"
-"""1F1B without a flush, with a copy of the weights for each micro-batch in flight (PipeDream, SOSP 2019)."""
-ALL_SCHEDULES = (*SCHEDULES, ASYNC)
 
 Problem = tuple[str, str]
 """Where, as the path of a field, and what is wrong there."""
@@ -127,6 +127,9 @@ class Decision:
     micro_rows: tuple[int, ...]
     schedule: str
 
+    def __str__(self) -> str:
+        return decision_text(self)
+
     @property
     def copies(self) -> int:
         """Pipelines side by side: replica counts have this common divisor, so rows never leave their copy."""
@@ -221,6 +224,16 @@ class Plan:
     def digest(self) -> str:
         """Fingerprint of the whole plan: equal on every rank, or the ranks do not run the same thing."""
         return hashlib.sha256(json.dumps(asdict(self), separators=(",", ":")).encode()).hexdigest()[:16]
+
+    def explain(self) -> str:
+        """The plan as plain text: a line for each stage, and what the numbers are and mean.
+
+        Times, work and memory are of one device of the stage.  Memory is in MiB: weights; gradients and optimizer
+        state; activations of one micro-batch times the micro-batches in flight; work: workspace and messages; the
+        peak.  recomputed: ops whose forward runs again in the backward.  end ms: sum of gradients over the replicas,
+        and the optimizer.  in and out: MiB that the stage receives and sends per micro-batch in the forward.
+        """
+        return explain(self)
 
     def with_notes(self, *notes: str) -> Plan:
         """The plan with these notes after its own."""

@@ -86,18 +86,18 @@ def test_the_footer_says_how_far_from_the_best_a_plan_can_be() -> None:
 def test_the_footer_names_what_was_not_taken() -> None:
     others = (Alternative("1 stage", 25_000_000, "+25.0%"), Alternative("data parallel alone", 0, "does not fit"))
     text = stage_table(changed(plan(), alternatives=others))
-    assert "instead of this, 1 stage: 25.00 ms, +25.0%\n" in text
-    assert "instead of this, data parallel alone: does not fit\n" in text
+    assert "alternative, 1 stage: 25.00 ms, +25.0%\n" in text
+    assert "alternative, data parallel alone: does not fit\n" in text
 
 
 def test_replicas_and_recomputed_ops_are_counted_and_said_to_be_for_planning_alone() -> None:
     first, second = plan().stages
     wide = changed(plan(), world=4, stages=(replace(first, ranks=(0, 1, 3), recompute=(("emb",),)), second))
     lines = stage_table(wide).splitlines()
-    assert cells(lines[0])[:4] == ["stage", "ranks", "ops", "again"]
+    assert cells(lines[0])[:4] == ["stage", "ranks", "ops", "recomputed"]
     assert cells(lines[2])[:4] == ["0", "0-1,3", "6", "1"] or cells(lines[2])[:4] == ["0", "0,1,3", "6", "1"]
-    assert lines[-1] == "for planning alone: the runtime does not have replicas of a stage and recomputation yet"
-    assert "for planning alone" not in stage_table(plan())
+    assert lines[-1] == "this plan cannot be run yet: the runtime lacks replicas of a stage and recomputation"
+    assert "cannot be run" not in stage_table(plan())
 
 
 def test_without_a_graph_there_are_no_modules() -> None:

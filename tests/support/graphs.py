@@ -1,17 +1,8 @@
-"""Graphs, clusters and programs for tests: a one-line language and hypothesis strategies over it.
-
-    graph("a:3; b:5/7 <- a x; c:2 @enc.0 +w <- a b; m- <- x; c -> out")
-
-An op is `name[:forward[/backward]] [marks] [<- reads]`; it writes a value of its own name, and with `a,b,c:3` the
-values b and c too.  Backward is twice the
-forward unless given.  Marks: `name-` no gradient, `@path` module, `+p` trainable parameter, `~b` buffer, `=b` updates
-buffer b with its value, `#n` bytes of the value (8), `^n` saved bytes, `$n` scratch bytes, `!` random.  What is read
-but never written is a graph input.  A parameter's bytes follow a colon: `+w:100` (8).  The last op is the output.
-"""
+"""Graphs, clusters and programs for tests; graphs are written in the language of `autopart.ir.text`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import settings
@@ -19,7 +10,8 @@ from hypothesis import strategies as st
 
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.cost import Cost
-from autopart.ir.graph import Graph, Op, Param, Value, check
+from autopart.ir.graph import Graph
+from autopart.ir.parse import parse_graph as graph
 from autopart.ir.plan import Plan
 from autopart.passes.pipeline import PlannerInput, build
 from autopart.passes.search.space import PlanRequest
@@ -28,83 +20,6 @@ from autopart.passes.simulation.estimate import device_types
 # No limit on the time of one example: the tests share their cores with worker processes of other tests.
 settings.register_profile("autopart", deadline=None, max_examples=60)
 settings.load_profile("autopart")
-
-
-@dataclass
-class _Draft:
-    ops: list[Op] = field(default_factory=list)
-    values: dict[str, Value] = field(default_factory=dict)
-    params: dict[str, Param] = field(default_factory=dict)
-    inputs: list[str] = field(default_factory=list)
-    updates: list[tuple[str, str]] = field(default_factory=list)
-
-
-def graph(text: str, *, input_bytes: int = 8, outputs: tuple[str, ...] | None = None) -> Graph:
-    """The graph that the text says (module docstring), checked."""
-    draft = _Draft()
-    for statement in text.replace("\n", ";").split(";"):
-        if statement.strip():
-            _statement(draft, statement, input_bytes)
-    last = (draft.ops[-1].name,) if outputs is None else outputs
-    return check(
-        Graph(
-            rows=1,
-            values=tuple(draft.values.values()),
-            params=tuple(draft.params.values()),
-            ops=tuple(draft.ops),
-            inputs=tuple(draft.inputs),
-            outputs=last,
-            updates=tuple(draft.updates),
-        )
-    )
-
-
-def _statement(draft: _Draft, statement: str, input_bytes: int) -> None:
-    head, _, tail = statement.partition("<-")
-    (first, *marks), reads = head.split(), tail.split()
-    label, _, cost = first.partition(":")
-    grad, writes = not label.endswith("-"), label.removesuffix("-").split(",")
-    name = writes[0]
-    for read in reads:
-        if read not in draft.values:
-            draft.values[read] = Value(read, (input_bytes,), "uint8", input_bytes)
-            draft.inputs.append(read)
-    number = {"#": 8, "^": 0, "$": 0}
-    params, module, random = [], "", False
-    for mark in marks:
-        key, rest = mark[0], mark[1:]
-        if key in number:
-            number[key] = int(rest)
-        elif key in "+~":
-            param, _, size = rest.partition(":")
-            kind = "param" if key == "+" else "buffer"
-            draft.params.setdefault(param, Param(param, (1,), "uint8", int(size or 8), key == "+", kind))
-            params.append(param)
-        elif key == "=":
-            draft.params.setdefault(rest, Param(rest, (1,), "uint8", 8, False, "buffer"))
-            draft.updates.append((rest, name))
-        elif key == "@":
-            module = rest
-        elif key == "!":
-            random = True
-        else:
-            raise ValueError(f"unknown mark {mark!r} in {statement!r}")
-    forward, _, backward = (cost or "0").partition("/")
-    for write in writes:
-        draft.values[write] = Value(write, (number["#"],), "uint8", number["#"], grad)
-    draft.ops.append(
-        Op(
-            name=name,
-            target="layer",
-            reads=tuple(reads),
-            writes=tuple(writes),
-            params=tuple(params),
-            module=module,
-            random=random,
-            parts=(name,),
-            cost=Cost(int(forward), int(backward or 2 * int(forward)), number["^"], number["$"]),
-        )
-    )
 
 
 def cluster(

@@ -75,7 +75,7 @@ def test_random_learned_mutated_and_differentiated_ops_stay_single() -> None:
 
 
 def test_op_that_writes_an_output_stays_single() -> None:
-    g = graph("mask-; a <- x mask; b <- a mask", outputs=("b", "mask"))
+    g = graph("mask-; a <- x mask; b <- a mask; -> b mask")
     assert parts(g) == {"mask": ("mask",), "a": ("a",), "b": ("b",)}
 
 

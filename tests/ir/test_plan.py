@@ -1,0 +1,172 @@
+"""Plans: what is wrong with one is found once, with its place, and a plan explains itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from support.graphs import graph
+from support.plans import changed, decisions, plans
+
+from autopart.files.plans import plan_from_json, plan_to_json
+from autopart.ir.errors import PlanError, PlanFileError
+from autopart.ir.plan import (
+    Alternative,
+    Decision,
+    Estimate,
+    Optimality,
+    Plan,
+    Provenance,
+    Report,
+    Stage,
+    check,
+    check_decision,
+    decision_problems,
+    problems,
+)
+from autopart.report.plan_table import stage_table
+
+
+def example() -> Plan:
+    """Two stages on two of three ranks, with everything filled in."""
+    estimate = Estimate(*(10**6 * i for i in range(1, 10)))
+    return Plan(
+        Provenance("g", "s", "2.13.0", "measured"),
+        Decision(3, (Stage(("a", "b"), (0,), (("a",),)), Stage(("c",), (2,))), (4, 4, 3), "1f1b"),
+        Report(
+            20_000_000,
+            0.25,
+            (estimate, estimate),
+            ("rank 1 idles",),
+            Optimality.of(20_000_000, 19_000_000),
+            (Alternative("1 stage", 25_000_000, "+25.0%"),),
+        ),
+    )
+
+
+@given(plans())
+def test_a_valid_plan_has_no_problems(plan: Plan) -> None:
+    assert list(problems(plan)) == [] and check(plan) is plan
+
+
+@given(decisions())
+def test_a_valid_decision_has_no_problems(decision: Decision) -> None:
+    assert list(decision_problems(decision)) == [] and check_decision(decision) is decision
+
+
+TWICE = (Stage(("a", "b", "a"), (0,)), Stage(("c",), (0, 7)))
+
+
+@pytest.mark.parametrize(
+    ("change", "paths"),
+    [
+        ({"world": 0}, ["world", "stages[0].ranks[0]", "stages[1].ranks[0]"]),
+        ({"schedule": "zigzag"}, ["schedule"]),
+        ({"stages": ()}, ["stages"]),
+        ({"micro_rows": ()}, ["micro_rows"]),
+        ({"micro_rows": (1, 0)}, ["micro_rows[1]"]),
+        ({"micro_rows": (3, 1)}, ["micro_rows"]),
+        ({"stages": (Stage(("a",), ()), Stage(("b",), (1,), (("c",),)))}, ["stages[0].ranks", "stages[1].recompute"]),
+        ({"stages": TWICE}, ["stages[1].ranks[0]", "stages[1].ranks[1]", "stages[0].ops[2]"]),
+    ],
+)
+def test_everything_wrong_with_a_decision_is_found_with_its_place(change: dict[str, Any], paths: list[str]) -> None:
+    wrong = replace(example().decision, **change)
+    assert [path for path, _ in decision_problems(wrong)] == paths
+    with pytest.raises(PlanError, match="the plan is not valid: ") as caught:
+        check_decision(wrong)
+    assert caught.value.where == paths[0]
+    assert caught.value.why == (f"{len(paths) - 1} more problems" if len(paths) > 1 else "")
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"schedule": "zigzag"}, "decision.schedule"),
+        ({"step_ns": -1}, "report.step_ns"),
+        ({"bubble": 1.5}, "report.bubble"),
+        ({"estimates": example().estimates[:1]}, "report.estimates"),
+        ({"estimates": (example().estimates[0], replace(example().estimates[1], live=-1))}, "report.estimates[1].live"),
+    ],
+)
+def test_a_check_and_a_plan_file_find_the_same(change: dict[str, Any], path: str) -> None:
+    wrong = changed(example(), **change)
+    (found,) = problems(wrong)
+    with pytest.raises(PlanError) as of_check:
+        check(wrong)
+    with pytest.raises(PlanFileError) as of_file:
+        plan_from_json(plan_to_json(wrong))
+    assert of_check.value.where == of_file.value.where == found[0] == path
+    assert found[1] in of_check.value.what and found[1] == of_file.value.why
+
+
+@pytest.mark.parametrize(
+    ("stages", "what"),
+    [
+        ((("a", "b", "z"), ("c",)), "names op z, which the graph does not have"),
+        ((("a",), ("c",)), "op b of the graph stands in no stage"),
+        ((("a", "c"), ("b",)), "value b flows back from stage 1 to stage 0"),
+    ],
+)
+def test_a_decision_is_checked_against_its_graph(stages: tuple[tuple[str, ...], ...], what: str) -> None:
+    g = graph("a <- x; b <- a; c <- b")
+    decision = Decision(2, tuple(Stage(ops, (s,)) for s, ops in enumerate(stages)), (1,), "gpipe")
+    assert check_decision(decision) is decision
+    with pytest.raises(PlanError, match=what):
+        check_decision(decision, g)
+
+
+def test_a_buffer_stays_with_the_op_that_updates_it() -> None:
+    g = graph("a ~run =run <- x; b ~run <- a")
+    stages = (Stage(("a",), (0,)), Stage(("b",), (1,)))
+    with pytest.raises(PlanError, match="buffer run is used in stages 0, 1 and updated in one of them") as caught:
+        check_decision(Decision(2, stages, (1,), "gpipe"), g)
+    assert caught.value.fix == "keep a, b in one stage"
+
+
+def test_a_plan_explains_itself() -> None:
+    lines = example().explain().splitlines()
+    head = "stage  ranks  ops  recomputed  GFLOP  fwd ms  bwd ms  weights  grad+opt  act x live  work  peak   in  out  end ms"
+    assert lines[0] == " " + head and lines[1] == " " + "─" * len(head)
+    assert lines[2].split() == [
+        "0",
+        "0",
+        "2",
+        "1",
+        "0.00",
+        "1.00",
+        "2.00",
+        "3.8",
+        "4.8",
+        "5.7",
+        "x",
+        "1",
+        "0.0",
+        "8.6",
+        "6.7",
+        "7.6",
+        "0.00",
+    ]
+    assert lines[4].split() == ["all", "0.01", "2.00", "4.00"]
+    assert lines[5:] == [
+        "schedule 1f1b, 3 micro-batches of 4 (2x) and 3 (1x) rows, 2 stages on 3 ranks, 1 idle",
+        "simulated, not measured: step 20.00 ms, bubble 25.0 %",
+        "at most 5.0% of it could be saved: no plan between the planner's blocks takes less than 19.00 ms",
+        "memory in MiB; GFLOP, ms, in and out for one micro-batch",
+        "op costs were measured on the device",
+        "alternative, 1 stage: 25.00 ms, +25.0%",
+        "note: rank 1 idles",
+        "this plan cannot be run yet: the runtime lacks recomputation",
+    ]
+
+
+@given(plans())
+def test_any_plan_explains_itself_as_the_table_without_a_graph_does(plan: Plan) -> None:
+    assert plan.explain() == stage_table(plan, width=10**6)
+
+
+def test_notes_are_added_behind_those_a_plan_has() -> None:
+    assert example().with_notes("a", "b").notes == ("rank 1 idles", "a", "b")
+    assert example().with_notes() == example()

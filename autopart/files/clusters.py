@@ -34,8 +34,8 @@ from typing import Annotated, Any, Literal
 import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from autopart.files.plans import SHOWN, brief, listed, parse_json, problems_of, read_text
 from autopart.files.presets import DEVICES, NODES, several
+from autopart.files.reading import SHOWN, brief, listed, parse_json, problems_of, read_text
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
 

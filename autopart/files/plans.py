@@ -1,8 +1,10 @@
-"""Files in and out: plans as JSON that people may read, diff, edit and reuse.
+"""Plan files: JSON that people may read, diff, edit and reuse.
 
-A plan file carries no checksum of itself: editing it by hand is allowed, and an edit is judged by what it says.  Every
-problem of a file is reported at once, each with its JSON path.  `match_plan` then refuses a plan made for something
-else; that needs the graph, so it is a step of its own.
+    {"version": 3, "provenance": {...}, "decision": {...}, "report": {...}}
+
+A plan file has no checksum: it may be edited by hand, and an edit is judged by what it says.  Every problem of a file
+is reported at once, each with its JSON path.  `match_plan` then refuses a plan that was made for something else; that
+needs the graph, so it is a step of its own.
 """
 
 from __future__ import annotations
@@ -10,18 +12,18 @@ from __future__ import annotations
 import json
 import math
 import os
-import reprlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from autopart.files.reading import SHOWN, brief, listed, parse_json, problems_of, read_text
 from autopart.ir import plan as plan_ir
 from autopart.ir.cluster import torchrun_line
-from autopart.ir.errors import AutopartError, PlanError, PlanFileError
+from autopart.ir.errors import PlanError, PlanFileError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import (
     AGAIN,
@@ -39,11 +41,7 @@ from autopart.ir.plan import (
 VERSION = 3
 """Of the format.  Version 2 was the same without sections; version 1 had no groups of recomputed ops."""
 
-MAX_BYTES = 256 * 2**20  # of any file we read; a plan of 100 000 ops has 4 MiB
-SHOWN = 20  # problems and differences printed at most
 
-
-# Validation runs over the very classes of the IR; this is pydantic's hook for options of a foreign dataclass.
 @dataclass(frozen=True, slots=True)
 class _Document:
     """A plan file: the sections of a plan under the version of the format."""
@@ -54,6 +52,7 @@ class _Document:
     report: Report = field(default=Report())
 
 
+# Validation runs over the very classes of the IR; this is pydantic's hook for options of a foreign dataclass.
 _CHECKED: tuple[Any, ...] = (_Document, Provenance, Decision, Report, Stage, Estimate, Optimality, Alternative)
 for _class in _CHECKED:
     _class.__pydantic_config__ = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
@@ -75,10 +74,8 @@ def plan_to_json(plan: Plan) -> str:
 def plan_from_json(text: str, source: str = "<plan>") -> Plan:
     """Read a plan; the inverse of `plan_to_json`.  source: what messages call the text.
 
-    Raises PlanFileError naming the line (no JSON) or every JSON path (JSON that is no valid plan).
+    Raises PlanFileError naming the line (not JSON) or every JSON path (JSON that is not a valid plan).
     """
-    if len(text) > MAX_BYTES:
-        raise PlanFileError(f"{source} is too large to be a plan", why=f"the limit is {MAX_BYTES >> 20} MiB")
     _check_version(parse_json(text, source, PlanFileError), source)
     try:
         document = _DOCUMENT.validate_json(text, strict=True)
@@ -221,83 +218,11 @@ def _span(names: list[str]) -> str:
     return f"1 op, {names[0]}" if len(names) == 1 else f"{len(names)} ops, {names[0]} … {names[-1]}"
 
 
-def read_text(path: str | os.PathLike[str], kind: type[AutopartError]) -> str:
-    """A whole UTF-8 file; raises `kind` when it cannot be read, is no text or is absurdly large."""
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_BYTES + 1)
-        if len(raw) > MAX_BYTES:
-            raise kind(f"{os.fspath(path)} is too large", why=f"the limit is {MAX_BYTES >> 20} MiB")
-        return raw.decode("utf-8-sig")
-    except OSError as error:
-        raise kind(f"cannot read {os.fspath(path)}", why=error.strerror or str(error)) from error
-    except UnicodeDecodeError as error:
-        raise kind(f"{os.fspath(path)} is no UTF-8 text", where=f"byte {error.start}") from error
-
-
-def parse_json(text: str, source: str, kind: type[AutopartError]) -> Any:
-    """Strict JSON: no NaN or Infinity, no key twice.  Raises `kind` with line and column."""
-    try:
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise kind(f"{source} is no valid JSON", where=where, why=error.msg) from error
-    except (ValueError, RecursionError) as error:
-        raise kind(f"{source} is no valid JSON", why=str(error)) from error
-
-
-def problems_of(error: ValidationError) -> list[Problem]:
-    """What pydantic found, as (path, message) with paths like stages[1].ranks[0]."""
-    return [(path_of(e["loc"]), _message(e["msg"], e["type"], e["input"])) for e in error.errors(include_url=False)]
-
-
-def path_of(location: Iterable[str | int]) -> str:
-    """('stages', 1, 'ranks', 0) as stages[1].ranks[0]."""
-    path = ""
-    for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path
-
-
-def _message(text: str, kind: str, found: object) -> str:
-    if kind in ("missing", "json_invalid"):
-        return text
-    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        return "unknown key"
-    if kind == "value_error":
-        return text.removeprefix("Value error, ")
-    if kind in ("model_type", "dataclass_type"):
-        text = "must be a table of keys and values"
-    return f"{text.replace('Input should be', 'must be')}, not {brief(found)}"
-
-
-def brief(found: object) -> str:
-    """What was found, in at most 60 characters, whatever it is."""
-    shown = _BRIEF.repr(found)
-    return shown if len(shown) <= 60 else shown[:57] + "..."
-
-
-_BRIEF = reprlib.Repr()
-_BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxdict, _BRIEF.maxstring = 1, 3, 3, 60
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(k for k in keys if keys.count(k) > 1)!r} stands twice in one object")
-    return table
-
-
 def _check_version(document: object, source: str) -> None:
     if not isinstance(document, dict):
-        raise PlanFileError(f"{source} is no plan", why="a plan is a JSON object")
+        raise PlanFileError(f"{source} is not a plan", why="a plan is a JSON object")
     if "version" not in document:
-        raise PlanFileError(f"{source} is no plan", where="version", why="the key is missing")
+        raise PlanFileError(f"{source} is not a plan", where="version", why="the key is missing")
     version = document["version"]
     if type(version) is not int or version != VERSION:
         raise PlanFileError(
@@ -310,17 +235,10 @@ def _check_version(document: object, source: str) -> None:
 
 def _refused(source: str, problems: list[Problem]) -> PlanFileError:
     if len(problems) == 1:
-        return PlanFileError(f"{source} is no valid plan", where=problems[0][0], why=problems[0][1])
+        return PlanFileError(f"{source} is not a valid plan", where=problems[0][0], why=problems[0][1])
     where = ", ".join(path for path, _ in problems[:SHOWN])
     why = listed(f"{path}: {message}" for path, message in problems)
-    return PlanFileError(f"{source} is no valid plan: {len(problems)} problems", where=where, why=why)
-
-
-def listed(lines: Iterable[str]) -> str:
-    """Lines of a message, indented; the first `SHOWN` of them."""
-    every = list(lines)
-    rest = [f"and {len(every) - SHOWN} more"] if len(every) > SHOWN else []
-    return "".join(f"\n    {line}" for line in every[:SHOWN] + rest)
+    return PlanFileError(f"{source} is not a valid plan: {len(problems)} problems", where=where, why=why)
 
 
 def _layout(node: object, indent: str) -> str:
@@ -334,7 +252,7 @@ def _layout(node: object, indent: str) -> str:
         flat = all(isinstance(item, int) for item in node)
         return _bracket("[", [_layout(item, inner) for item in node], "]", indent, flat)
     if isinstance(node, float) and not math.isfinite(node):
-        raise ValueError(f"{node} is no JSON number")
+        raise ValueError(f"{node} is not a JSON number")
     return json.dumps(node)
 
 

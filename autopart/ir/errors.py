@@ -10,7 +10,7 @@
     ├── RefusedError          captured, but running it would not be exact
     │   └── CoupledLossError  the loss couples the rows of the batch: it cannot be micro-batched
     ├── PlanError             a plan that is malformed, or made for something else
-    │   ├── PlanFileError     text that is no plan; names the JSON path
+    │   ├── PlanFileError     text that is not a plan; names the JSON path
     │   └── InfeasibleError   no plan within the limits; names the limit and by how much
     ├── GraphError            our own invariant of `Graph` is broken (a bug: please report)
     ├── ProgramError          a program that would hang, lose a value or exceed its limit

@@ -289,7 +289,7 @@ def decision_problems(decision: Decision) -> Iterator[Problem]:
     """Everything that is wrong with a decision in itself, as (path, message).
 
     The schedule is known, sizes are positive, micro-batches differ by at most a row, ranks exist and none runs two
-    stages, no op stands twice in a stage, and what is recomputed are ops of the stage, each once.
+    stages, no stage lists an op twice, and what is recomputed are ops of the stage, each once.
     """
     if decision.world < 1:
         yield "world", f"at least 1 rank is needed, not {decision.world}"
@@ -325,7 +325,7 @@ def _op_problems(s: int, stage: Stage) -> Iterator[Problem]:
     seen: set[str] = set()
     for i, name in enumerate(stage.ops):
         if name in seen:
-            yield f"stages[{s}].ops[{i}]", f"op {name} stands twice in this stage"
+            yield f"stages[{s}].ops[{i}]", f"op {name} appears twice in this stage"
         seen.add(name)
     again = [name for group in stage.recompute for name in group]
     if len(again) > len(set(again)) or not seen.issuperset(again):
@@ -367,7 +367,7 @@ def _check_ops(decision: Decision, graph: Graph) -> None:
     for extra in set(where) - names:
         raise PlanError(f"the plan names op {extra}, which the graph does not have", fix=AGAIN)
     for missing in sorted(names - set(where)):
-        raise PlanError(f"op {missing} of the graph stands in no stage", fix=AGAIN)
+        raise PlanError(f"op {missing} of the graph is in no stage", fix=AGAIN)
     _check_updates(graph, have)
     writer = graph.writer()
     for op in graph.ops:

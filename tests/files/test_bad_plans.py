@@ -217,7 +217,7 @@ def _lost(text: str) -> str:
     [
         (lambda text: "", ("line 1",)),
         (lambda text: text[: len(text) // 2], ("line",)),
-        (lambda text: "[1, 2]", ("is no plan",)),
+        (lambda text: "[1, 2]", ("is not a plan",)),
         (lambda text: "\x00\x01", ("JSON",)),
         (_changed(version=99), ("version 99",)),
         (_changed(version=2), ("version 2", "reads version 3", "make the plan again")),
@@ -239,7 +239,7 @@ def test_a_plan_file_that_is_not_there_is_refused(tmp_path):
         compiled(net(), batch(), plan=tmp_path / "none.json", loss_fn=F.cross_entropy)
 
 
-@pytest.mark.parametrize(("edit", "words"), [(_moved, "flow"), (_lost, "stands in no stage")])
+@pytest.mark.parametrize(("edit", "words"), [(_moved, "flow"), (_lost, "is in no stage")])
 def test_a_plan_that_would_compute_something_else_is_refused(tmp_path, monkeypatch, edit, words):
     plan = planned("cpu:2", stages=2)
     path = edited(tmp_path, edit, plan)

@@ -201,8 +201,8 @@ def test_clusters_that_make_no_sense_are_refused_by_file(tmp_path: Path, text: s
         ("c.yaml", "{[a]: 2}", "no valid YAML"),
         ("c.yaml", "[" * 10_000, "no valid YAML"),
         ("c.toml", "devices = [", "no valid TOML"),
-        ("c.json", '{"devices": [}', "no valid JSON\n  where: line 1, column 14"),
-        ("c.json", "NaN", "no valid JSON"),
+        ("c.json", '{"devices": [}', "not valid JSON\n  where: line 1, column 14"),
+        ("c.json", "NaN", "not valid JSON"),
     ],
 )
 def test_files_that_cannot_be_parsed(tmp_path: Path, name: str, text: str, says: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plans import changed, plans
 
-from autopart.files import plans as files
+from autopart.files import reading
 from autopart.files.plans import diff_plans, load_plan, match_plan, plan_from_json, plan_to_json, save_plan
 from autopart.ir.errors import PlanError, PlanFileError
 from autopart.ir.graph import Graph, Op, Value
@@ -120,7 +120,7 @@ BOTH_AGAIN = "decision.stages[0].recompute, decision.stages[1].recompute"
         ('"ranks": [1]', '"ranks": [0]', "decision.stages[1].ranks[0]", "rank 0 already runs stage 0"),
         ('"ranks": [1]', '"ranks": []', "decision.stages[1].ranks", "a stage needs a rank"),
         ('"ranks": [1]', '"ranks": null', "decision.stages[1].ranks", "must be a valid array, not None"),
-        ('"b"', '"a"', "decision.stages[0].ops[1]", "op a stands twice in this stage"),
+        ('"b"', '"a"', "decision.stages[0].ops[1]", "op a appears twice in this stage"),
         (
             '"schedule": "1f1b"',
             '"schedule": "zb"',
@@ -144,10 +144,10 @@ BOTH_AGAIN = "decision.stages[0].recompute, decision.stages[1].recompute"
         ('"optimality": null', '"optimality": 3', "report.optimality", "must be"),
         ('"bubble": 0.0', '"bubble": 1.5', "report.bubble", "must be a share between 0 and 1, not 1.5"),
         ('"bubble": 0.0', '"bubble": 1e999', "report.bubble", "must be a finite number, not inf"),
-        ('"bubble": 0.0', '"bubble": NaN', "", "NaN is no JSON number"),
-        ('"bubble": 0.0', '"bubble": -Infinity', "", "-Infinity is no JSON number"),
+        ('"bubble": 0.0', '"bubble": NaN', "", "NaN is not a JSON number"),
+        ('"bubble": 0.0', '"bubble": -Infinity', "", "-Infinity is not a JSON number"),
         ('"step_ns": 0', '"step_ns": -1', "report.step_ns", "must not be negative, not -1"),
-        ('"step_ns": 0', '"step_ns": 0, "step_ns": 1', "", "key 'step_ns' stands twice in one object"),
+        ('"step_ns": 0', '"step_ns": 0, "step_ns": 1', "", "key 'step_ns' appears twice in one object"),
         ('"costs"', '"cost"', "provenance.cost", "unknown key"),
         ('"made by hand"', "made by hand", "line 39, column 7", "Expecting value"),
     ],
@@ -194,7 +194,7 @@ def test_what_is_no_plan_at_all_is_refused(text: str) -> None:
 
 
 def test_absurd_sizes_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(files, "MAX_BYTES", 100)
+    monkeypatch.setattr(reading, "MAX_BYTES", 100)
     path = tmp_path / "plan.json"
     path.write_text(plan_to_json(example()))
     with pytest.raises(PlanFileError, match="too large"):
@@ -243,7 +243,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(PlanFileError, match="cannot read"):
         load_plan(tmp_path)
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(PlanFileError, match=r"no UTF-8 text\n  where: byte 0"):
+    with pytest.raises(PlanFileError, match=r"not UTF-8 text\n  where: byte 0"):
         load_plan(tmp_path / "binary.json")
 
 

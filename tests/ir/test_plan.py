@@ -106,7 +106,7 @@ def test_a_check_and_a_plan_file_find_the_same(change: dict[str, Any], path: str
     ("stages", "what"),
     [
         ((("a", "b", "z"), ("c",)), "names op z, which the graph does not have"),
-        ((("a",), ("c",)), "op b of the graph stands in no stage"),
+        ((("a",), ("c",)), "op b of the graph is in no stage"),
         ((("a", "c"), ("b",)), "value b flows back from stage 1 to stage 0"),
     ],
 )
@@ -128,28 +128,10 @@ def test_a_buffer_stays_with_the_op_that_updates_it() -> None:
 
 def test_a_plan_explains_itself() -> None:
     lines = example().explain().splitlines()
-    head = "stage  ranks  ops  recomputed  GFLOP  fwd ms  bwd ms  weights  grad+opt  act x live  work  peak   in  out  end ms"
-    assert lines[0] == " " + head and lines[1] == " " + "─" * len(head)
-    assert lines[2].split() == [
-        "0",
-        "0",
-        "2",
-        "1",
-        "0.00",
-        "1.00",
-        "2.00",
-        "3.8",
-        "4.8",
-        "5.7",
-        "x",
-        "1",
-        "0.0",
-        "8.6",
-        "6.7",
-        "7.6",
-        "0.00",
-    ]
-    assert lines[4].split() == ["all", "0.01", "2.00", "4.00"]
+    head = lines[0].removeprefix(" ")
+    assert head.split("  ")[:4] == ["stage", "ranks", "ops", "recomputed"] and lines[1] == " " + "─" * len(head)
+    first = "0 0 2 1 0.00 1.00 2.00 3.8 4.8 5.7 x 1 0.0 8.6 6.7 7.6 0.00"
+    assert " ".join(lines[2].split()) == first and " ".join(lines[4].split()) == "all 0.01 2.00 4.00"
     assert lines[5:] == [
         "schedule 1f1b, 3 micro-batches of 4 (2x) and 3 (1x) rows, 2 stages on 3 ranks, 1 idle",
         "simulated, not measured: step 20.00 ms, bubble 25.0 %",

@@ -153,14 +153,14 @@ def diff_plans(a: Plan, b: Plan) -> str:
         *_changes(a.provenance, b.provenance),
         *_changes(a.decision, b.decision, leave_out=("stages", "micro_rows")),
         *_decision_changes(a.decision, b.decision),
-        *_changes(a.report, b.report, leave_out=_LONG),
-        *(f"{name} differ" for name in _LONG if getattr(a.report, name) != getattr(b.report, name)),
+        *_changes(a.report, b.report, leave_out=tuple(_LONG)),
+        *(f"{what} differ" for name, what in _LONG.items() if getattr(a.report, name) != getattr(b.report, name)),
     ]
     return "\n".join(lines or ["the same ops in another order"])
 
 
-_LONG = ("estimates", "notes", "optimality", "alternatives")
-"""Fields of a report of which only that they differ is said."""
+_LONG = {"estimates": "estimates", "notes": "notes", "optimality": "lower bounds", "alternatives": "alternatives"}
+"""Fields of a report of which only that they differ is said, and what they are called."""
 
 
 def _changes(

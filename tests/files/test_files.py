@@ -16,7 +16,7 @@ from autopart.files import reading
 from autopart.files.plans import diff_plans, load_plan, match_plan, plan_from_json, plan_to_json, save_plan
 from autopart.ir.errors import PlanError, PlanFileError
 from autopart.ir.graph import Graph, Op, Value
-from autopart.ir.plan import Decision, Estimate, Plan, Provenance, Report, Stage, check
+from autopart.ir.plan import Alternative, Decision, Estimate, Optimality, Plan, Provenance, Report, Stage, check
 
 
 def example() -> Plan:
@@ -303,4 +303,16 @@ def test_diff_names_what_changed() -> None:
         "stage 1 ranks: [1] -> [0]",
         "stage 0 -> stage 1: 1 op, b",
         "notes differ",
+    ]
+
+
+def test_diff_of_what_was_made_for_something_else_and_would_take_something_else() -> None:
+    bound, other = Optimality.of(9, 8), (Alternative("1 stage", 9, ""),)
+    changes = {"costs": "measured", "step_ns": 9, "optimality": bound, "alternatives": other, "estimates": ()}
+    assert diff_plans(example(), changed(example(), **changes)).splitlines() == [
+        "costs: analytic -> measured",
+        "step_ns: 0 -> 9",
+        "estimates differ",
+        "lower bounds differ",
+        "alternatives differ",
     ]

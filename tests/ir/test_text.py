@@ -104,7 +104,7 @@ def test_a_graph_written_as_text_prints_and_parses_back(g: Graph) -> None:
 def test_a_captured_graph_prints_and_parses_back_but_for_arguments_and_source_lines() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 2))
     batch = flatten((torch.randn(4, 4), torch.randint(2, (4,))), with_target=True)
-    g = capture(model, batch, nn.functional.cross_entropy).graph
+    g = capture(model, batch, loss_fn=nn.functional.cross_entropy).graph
     bare = replace(g, ops=tuple(replace(op, attrs=(), where="") for op in g.ops))
     assert g.updates and any(op.random for op in g.ops)
     assert parse_graph(str(g)) == bare

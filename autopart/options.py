@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from autopart.capture.export import LossFn
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import ALL_SCHEDULES, Plan
+from autopart.passes.search.space import Watch
 
 REDUCTIONS = ("auto", "mean", "sum", "token-mean")
 COSTS = ("auto", "measured", "analytic")
 RECOMPUTE = ("auto", "off", "all")
-
-Watch = Callable[[str, int, int], None]
-"""Told of progress: (what is being done, best step so far in ns or 0, lower bound in ns or 0)."""
 
 
 @dataclass(frozen=True)

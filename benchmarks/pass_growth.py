@@ -30,12 +30,11 @@ from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.coarsen import coarsen
 from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.passes.ops.cost_model import sheets
-from autopart.passes.pipeline import BLOCKS, PlannerInput, build
+from autopart.passes.pipeline import BLOCKS, PlannerInput, build, search
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
 from autopart.passes.proof.lower_bound import lower_bound
-from autopart.passes.search.search import search
-from autopart.passes.search.space import PlanRequest, SearchSpace
+from autopart.passes.search.space import PlanRequest, SearchSpace, SearchSpaces
 from autopart.passes.simulation.estimate import CostContext, device_types
 
 STAGES, MICROS = 4, 16
@@ -83,7 +82,7 @@ def passes(layers: int, runs: int) -> dict[str, float]:
             BlockChain(blocks, graph, costs_at, 2), CostContext(cluster, kinds, costs_at), request, fine, ()
         )
 
-    timed("search", lambda: search((space(),) * 2))
+    timed("search", lambda: search(SearchSpaces(space(), space())))
     timed("bound", lambda: lower_bound(space()))
     source = PlannerInput(graph, costs_at, torch.__version__)
     plan = timed("build (all passes)", lambda: build(source, cluster, request))

@@ -34,21 +34,21 @@ from autopart.files.clusters import parse_cluster
 from autopart.ir.capabilities import EVERYTHING
 from autopart.options import read_options
 from autopart.passes import pipeline
-from autopart.passes.search import finalize as finish
+from autopart.passes.search import finalize
 
 STEPS = (  # names that the compiler's own modules hold, and the pass whose time they are
-    (planning, "grown", "capture"),
-    (planning, "weigh", "loss"),
+    (planning, "infer_other_size", "capture"),
+    (planning, "derive_loss_weight", "loss"),
     (planning, "mark_rows", "loss"),
     (planning, "analytic_costs", "costs"),
     (planning, "sheets", "costs"),
     (pipeline, "atoms", "atoms"),
     (pipeline, "coarsen", "coarsen"),
-    (pipeline, "Line", "line"),
+    (pipeline, "BlockChain", "chain"),
     (pipeline, "search", "search"),
     (pipeline, "lower_bound", "bound"),
-    (pipeline, "finished", "finish"),
-    (finish, "verify", "verify"),
+    (pipeline, "finalize", "finalize"),
+    (finalize, "check_program", "verify"),
 )
 
 

@@ -2,93 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import InfeasibleError
 from autopart.ir.graph import Op
 from autopart.ir.plan import Alternative
+from autopart.passes.search.archive import SearchResult
 from autopart.passes.search.evaluation import Candidate, Evaluation, Evaluator
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import Partition
-from autopart.passes.search.search import SearchResult
 from autopart.passes.search.space import PlanRequest, SearchSpace
 
 Retry = Callable[[PlanRequest, Cluster], Evaluation | None]
-"""Another search: the best verdict that fits, or None."""
+"""Another search: the best evaluation that fits, or None."""
 
 
 def alternatives(found: SearchResult) -> tuple[Alternative, ...]:
     """Data parallelism alone, pipelining alone, and fewer and more stages, each with its best simulated step."""
     best = found.best
     assert best is not None
-    space = best.space
-    judge, request = Evaluator(space), space.request
-    stages = best.candidate.division.stages
+    space, stages = best.space, best.candidate.partition.stages
     wanted: list[tuple[str, Evaluation | None]] = []
-    if request.may_replicate and stages > 1:
-        wanted.append((f"data parallel alone, {_most(space)} replicas", _alone(judge, best)))
+    if space.request.may_replicate and stages > 1:
+        wanted.append((f"data parallel alone, {_most_replicas(space)} replicas", _data_parallel(best)))
     for count in (stages - 1, stages + 1):
-        near = min((v for v in found.seen if v.candidate.division.stages == count), key=_step, default=None)
-        if count and near is not None:
-            wanted.append((f"{count} stage{'s' * (count > 1)}", near))
-    straight = [v for v in found.seen if len(v.candidate.ranks[0]) == 1 and v.candidate.division.stages > 1]
-    if request.may_replicate and straight and max(map(len, best.candidate.ranks)) > 1:
-        fastest = min(straight, key=_step)
-        wanted.append((f"no replicas, {fastest.candidate.division.stages} stages", fastest))
-    return tuple(_alternative(name, verdict, best) for name, verdict in wanted if verdict is not None)
+        wanted.append((_count(count, "stage"), _fastest(e for e in found.seen if _stages(e) == count)))
+    if space.request.may_replicate and max(map(len, best.candidate.ranks)) > 1:
+        without_replicas = [e for e in found.seen if len(e.candidate.ranks[0]) == 1 and _stages(e) > 1]
+        fastest = _fastest(without_replicas)
+        if fastest is not None:
+            wanted.append((f"no replicas, {_stages(fastest)} stages", fastest))
+    return tuple(_alternative(name, evaluation, best) for name, evaluation in wanted if evaluation is not None)
 
 
-def _step(verdict: Evaluation) -> int:
-    return verdict.step_ns
+def _stages(evaluation: Evaluation) -> int:
+    return evaluation.candidate.partition.stages
 
 
-def _most(space: SearchSpace) -> int:
+def _fastest(evaluations: Iterable[Evaluation]) -> Evaluation | None:
+    return min(evaluations, key=lambda evaluation: evaluation.step_ns, default=None)
+
+
+def _most_replicas(space: SearchSpace) -> int:
     return min(space.costs.cluster.world, max(max(rows) for rows in space.request.micro_rows))
 
 
-def _alone(judge: Evaluator, best: Evaluation) -> Evaluation | None:
+def _data_parallel(best: Evaluation) -> Evaluation | None:
     """One stage on as many replicas as there are devices and rows, under the best way to cut the batch."""
-    space = judge.space
-    n, order = space.chain.n, best.candidate.layout.order
-    verdicts = []
+    space, evaluator = best.space, Evaluator()
+    order = best.candidate.layout.order
+    evaluations = []
     for micro_rows in space.request.micro_rows:
-        width = min(space.costs.cluster.world, max(micro_rows))
-        layout = Layout(width, 1, width, order)
-        division = Partition((0, n), (1,), 0)
-        verdicts.append(judge(Candidate(division, layout, micro_rows, space.request.schedules[0])))
-    return min(verdicts, key=lambda v: (v.over_bytes, v.step_ns), default=None)
+        replicas = min(space.costs.cluster.world, max(micro_rows))
+        layout = Layout(replicas, 1, replicas, order)
+        partition = Partition((0, space.chain.n), (1,), 0)
+        candidate = Candidate(partition, layout, micro_rows, space.request.schedules[0])
+        evaluations.append(evaluator(space, candidate))
+    return min(evaluations, key=lambda e: (e.over_bytes, e.step_ns), default=None)
 
 
-def _alternative(name: str, verdict: Evaluation, best: Evaluation) -> Alternative:
-    if not verdict.fits:
-        return Alternative(
-            name, 0, f"does not fit: {mib(verdict.over_bytes)} too much on a device of stage {verdict.stage}"
-        )
-    slower = verdict.step_ns / best.step_ns - 1 if best.step_ns else 0.0
-    longest = max(range(len(verdict.estimates)), key=lambda s: _busy(verdict, s))
-    share = _busy(verdict, longest) * len(verdict.decision.micro_rows) / max(1, verdict.step_ns)
-    reduce = max(e.reduce_ns for e in verdict.estimates) / max(1, verdict.step_ns)
-    reason = (
-        f"sums of gradients take {reduce:.0%} of it" if reduce > 0.1 else f"its slowest stage is busy {share:.0%} of it"
-    )
-    return Alternative(name, verdict.step_ns, f"{slower:+.1%} ({reason})")
+def _alternative(name: str, evaluation: Evaluation, best: Evaluation) -> Alternative:
+    if not evaluation.fits:
+        excess = mib(evaluation.over_bytes)
+        return Alternative(name, 0, f"does not fit: {excess} too much on a device of stage {evaluation.stage}")
+    slower = evaluation.step_ns / best.step_ns - 1 if best.step_ns else 0.0
+    step_ns = max(1, evaluation.step_ns)
+    micros = len(evaluation.decision.micro_rows)
+    busiest = max(e.fwd_ns + e.bwd_ns for e in evaluation.estimates) * micros / step_ns
+    reduce = max(e.reduce_ns for e in evaluation.estimates) / step_ns
+    reason = f"its slowest stage is busy {busiest:.0%} of it"
+    if reduce > 0.1:
+        reason = f"sums of gradients take {reduce:.0%} of it"
+    return Alternative(name, evaluation.step_ns, f"{slower:+.1%} ({reason})")
 
 
-def _busy(verdict: Evaluation, s: int) -> int:
-    return verdict.estimates[s].fwd_ns + verdict.estimates[s].bwd_ns
+def _count(count: int, noun: str) -> str:
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}es" if noun.endswith("ch") else f"{count} {noun}s"
 
 
 # ---- nothing fits --------------------------------------------------------------------------------------------------
 
 
-def infeasible(found: SearchResult, space: SearchSpace, retry: Retry) -> InfeasibleError:
+def infeasible_error(found: SearchResult, space: SearchSpace, retry: Retry) -> InfeasibleError:
     """The error that says which stage lacks how much in the plan that comes nearest, and a change that was tried."""
     nearest, cluster = found.nearest, space.costs.cluster
     if nearest is None:
         return InfeasibleError(
-            "no division of the model satisfies what is asked for",
+            "the model cannot be cut into stages as asked",
             where=", ".join(_asked(space)),
             why="memory aside: a stage takes whole blocks, and a replica at least one row of every micro-batch",
             fix=_change(space, retry, None),
@@ -96,7 +100,7 @@ def infeasible(found: SearchResult, space: SearchSpace, retry: Retry) -> Infeasi
     stage, plan = nearest.stage, nearest.decision
     e = nearest.estimates[stage]
     limit = cluster.least_memory_bytes(plan.stages[stage].ranks)
-    a, b, _, _ = nearest.candidate.division.ranges()[stage]
+    a, b, _, _ = nearest.candidate.partition.ranges()[stage]
     first, last = space.chain.blocks.ops[a], space.chain.blocks.ops[b - 1]
     again = ", with recomputation" if any(s.recompute for s in plan.stages) else ""
     return InfeasibleError(
@@ -124,17 +128,17 @@ def _asked(space: SearchSpace) -> Iterator[str]:
 def _change(space: SearchSpace, retry: Retry, nearest: Evaluation | None) -> str:
     """The first relaxation that was tried and fits."""
     for text, request, cluster in _relaxations(space, nearest):
-        verdict = retry(request, cluster)
-        if verdict is not None:
-            return f"{text}: tried, fits with {_short(verdict)}"
+        found = retry(request, cluster)
+        if found is not None:
+            return f"{text}: tried, fits with {_short(found)}"
     return "use devices with more memory, or more of them"
 
 
-def _short(verdict: Evaluation) -> str:
-    stages, micros = verdict.candidate.division.stages, len(verdict.candidate.micro_rows)
-    return (
-        f"{stages} stage{'s' * (stages > 1)}, {micros} micro-batch{'es' * (micros > 1)}, {verdict.candidate.schedule}"
-    )
+def _short(evaluation: Evaluation) -> str:
+    candidate = evaluation.candidate
+    stages = _count(candidate.partition.stages, "stage")
+    micros = _count(len(candidate.micro_rows), "micro-batch")
+    return f"{stages}, {micros}, {candidate.schedule}"
 
 
 def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tuple[str, PlanRequest, Cluster]]:
@@ -162,9 +166,9 @@ def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tup
         )
         yield f"use {more.world} such devices", replace(request, stages=None, pins={}, replicas=None), more
     if nearest is not None:
-        roomy = tuple(replace(d, memory_bytes=d.memory_bytes + nearest.over_bytes) for d in cluster.devices)
-        need = max(d.memory_bytes for d in roomy)
-        yield f"use devices with {mib(need)}", request, replace(cluster, devices=roomy)
+        larger = tuple(replace(d, memory_bytes=d.memory_bytes + nearest.over_bytes) for d in cluster.devices)
+        need = max(d.memory_bytes for d in larger)
+        yield f"use devices with {mib(need)}", request, replace(cluster, devices=larger)
 
 
 def _place(block: Op, part: int) -> str:

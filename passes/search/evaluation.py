@@ -1,7 +1,7 @@
-"""The judge: what a candidate would really need and take, by the event simulator.
+"""Evaluation of candidates: what each would really need and take, by the event simulator.
 
-Candidates are plans over blocks, so that judging one costs O(blocks + actions); the one that is taken is estimated
-once more over captured ops (`pipeline`).
+Candidates are decisions over blocks, so that evaluating one costs O(blocks + actions); the one that is taken is
+estimated once more over captured ops (`finalize`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import Partition
 from autopart.passes.search.space import SearchSpace
 from autopart.passes.simulation.estimate import (
+    CostContext,
     StageContext,
     message_bytes,
     seats,
@@ -28,7 +29,7 @@ from autopart.passes.simulation.estimate import (
 class Candidate:
     """Everything that is decided."""
 
-    division: Partition
+    partition: Partition
     layout: Layout
     micro_rows: tuple[int, ...]
     schedule: str
@@ -36,12 +37,12 @@ class Candidate:
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for candidates that are the same plan."""
-        return self.division.bounds, self.ranks, self.micro_rows, self.schedule
+        return self.partition.bounds, self.ranks, self.micro_rows, self.schedule
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of each stage."""
-        return tuple(self.layout.ranks(start, width) for _, _, start, width in self.division.ranges())
+        return tuple(self.layout.ranks(start, width) for _, _, start, width in self.partition.ranges())
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Evaluation:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for verdicts of the same plan on the same line."""
+        """Equal for evaluations of the same plan on the same chain."""
         return self.space.chain.n, *self.candidate.key
 
     @property
@@ -69,86 +70,101 @@ class Evaluation:
 
 
 class Evaluator:
-    """Judges candidates of one space; remembers what it judged.  O(blocks + actions) each.
+    """Evaluates candidates and remembers the results: all that is remembered while one plan is searched is here.
 
-    spare_bytes: left free on every device, where blocks are known to say too little.
+    It serves the spaces of one request, told apart by their numbers of blocks.  spare_bytes: left free on every device,
+    where blocks are known to say too little.
     """
 
-    def __init__(self, space: SearchSpace, spare_bytes: int = 0) -> None:
-        self.space, self._spare_bytes = space, spare_bytes
-        self.setting = replace(space.costs, costs_at=space.chain.graph)
-        self._known: dict[tuple[object, ...], Evaluation] = {}
-        self._leaned: dict[StageContext, Stage] = {}
+    def __init__(self, spare_bytes: int = 0) -> None:
+        self._spare_bytes = spare_bytes
+        self._contexts: dict[int, CostContext] = {}
+        self._evaluations: dict[tuple[object, ...], Evaluation] = {}
+        self._recomputing: dict[tuple[int, StageContext], Stage] = {}
 
-    def __call__(self, candidate: Candidate) -> Evaluation:
-        """The verdict, with as much recomputation as the memory demands."""
-        if candidate.key not in self._known:
-            self._known[candidate.key] = self._judged(candidate)
-        return self._known[candidate.key]
+    def __call__(self, space: SearchSpace, candidate: Candidate) -> Evaluation:
+        """The candidate over the blocks of this space, with as much recomputation as the memory demands.
+
+        O(blocks + actions), and O(stages) when it was evaluated before.
+        """
+        key = (space.chain.n, *candidate.key)
+        if key not in self._evaluations:
+            self._evaluations[key] = self._evaluate(space, candidate)
+        return self._evaluations[key]
 
     @property
     def count(self) -> int:
-        """Candidates judged so far."""
-        return len(self._known)
+        """Candidates evaluated so far."""
+        return len(self._evaluations)
 
-    def _judged(self, candidate: Candidate) -> Evaluation:
-        blocks = self.space.chain.blocks
+    def _context(self, space: SearchSpace) -> CostContext:
+        """Costs of the space's blocks."""
+        if space.chain.n not in self._contexts:
+            self._contexts[space.chain.n] = replace(space.costs, costs_at=space.chain.graph)
+        return self._contexts[space.chain.n]
+
+    def _evaluate(self, space: SearchSpace, candidate: Candidate) -> Evaluation:
+        costs, request, blocks = self._context(space), space.request, space.chain.blocks
         names = [op.name for op in blocks.ops]
         stages = tuple(
             Stage(tuple(names[a:b]), ranks)
-            for (a, b, _, _), ranks in zip(candidate.division.ranges(), candidate.ranks, strict=True)
+            for (a, b, _, _), ranks in zip(candidate.partition.ranges(), candidate.ranks, strict=True)
         )
-        world, recompute = self.setting.cluster.world, self.space.request.recompute
-        decision = Decision(world, stages, candidate.micro_rows, candidate.schedule)
-        links, shared = edges(decision, blocks), tied(decision, blocks)
-        if recompute == "all" and self.space.request.may_recompute:
+        decision = Decision(costs.cluster.world, stages, candidate.micro_rows, candidate.schedule)
+        flows, tied_params = edges(decision, blocks), tied(decision, blocks)
+        if request.recompute == "all" and request.may_recompute:
             decision = replace(decision, stages=tuple(replace(s, recompute=(s.ops,)) for s in stages))
-        estimates = stage_estimates(decision, links, self.setting)
-        over = self._over(decision, estimates)
-        if max(over) > 0 and self.space.request.may_recompute:  # before it is simulated: memory needs no time
-            sizes = message_bytes(links, self.setting.book(max(decision.micro_rows), 0))
-            seated = zip(seats(decision, sizes), over, strict=True)
-            leaner = tuple([self._lean(seat) if excess > 0 else seat.stage for seat, excess in seated])
-            decision = replace(decision, stages=leaner)
-            estimates = stage_estimates(decision, links, self.setting)
-            over = self._over(decision, estimates)
-        step = simulated_ns(decision, estimates, links, shared, self.setting)
-        worst = max(range(len(over)), key=lambda s: over[s])
-        return Evaluation(self.space, candidate, decision, estimates, step, max(0, over[worst]), worst)
+        estimates = stage_estimates(decision, flows, costs)
+        excess = self._excess_bytes(space, decision, estimates)
+        if max(excess) > 0 and request.may_recompute:  # before it is simulated: memory needs no time
+            sizes = message_bytes(flows, costs.book(max(decision.micro_rows), 0))
+            contexts = zip(seats(decision, sizes), excess, strict=True)
+            decision = replace(
+                decision,
+                stages=tuple([self._add_recompute(space, c) if over > 0 else c.stage for c, over in contexts]),
+            )
+            estimates = stage_estimates(decision, flows, costs)
+            excess = self._excess_bytes(space, decision, estimates)
+        step_ns = simulated_ns(decision, estimates, flows, tied_params, costs)
+        worst = max(range(len(excess)), key=lambda s: excess[s])
+        return Evaluation(space, candidate, decision, estimates, step_ns, max(0, excess[worst]), worst)
 
-    def _over(self, decision: Decision, estimates: tuple[Estimate, ...]) -> list[int]:
-        return [e.peak_bytes - self._limit(stage) for e, stage in zip(estimates, decision.stages, strict=True)]
+    def _excess_bytes(self, space: SearchSpace, decision: Decision, estimates: tuple[Estimate, ...]) -> list[int]:
+        """What each stage needs beyond what it may use; negative where it fits."""
+        return [e.peak_bytes - self._limit(space, stage) for e, stage in zip(estimates, decision.stages, strict=True)]
 
-    def _limit(self, stage: Stage) -> int:
-        return self.setting.cluster.least_memory_bytes(stage.ranks) - self._spare_bytes
+    def _limit(self, space: SearchSpace, stage: Stage) -> int:
+        return space.costs.cluster.least_memory_bytes(stage.ranks) - self._spare_bytes
 
-    def _lean(self, seat: StageContext) -> Stage:
-        """`_leaner`, each found once."""
-        if seat not in self._leaned:
-            self._leaned[seat] = self._leaner(seat)
-        return self._leaned[seat]
+    def _add_recompute(self, space: SearchSpace, context: StageContext) -> Stage:
+        """The stage with the fewest recomputed blocks that make it fit, each found once."""
+        key = space.chain.n, context
+        if key not in self._recomputing:
+            self._recomputing[key] = self._fewest_recomputed(space, context)
+        return self._recomputing[key]
 
-    def _leaner(self, seat: StageContext) -> Stage:
-        """The stage with the fewest recomputed blocks that make it fit; all as one group where that is not enough.
+    def _fewest_recomputed(self, space: SearchSpace, context: StageContext) -> Stage:
+        """All as one group where single blocks are not enough.
 
         In order of bytes freed per nanosecond of forward (Piper, NeurIPS 2021, section 5.2, chooses so too); how many
-        is found by halving, each time with the stage's own estimate.
+        is found by bisection, each time with the stage's own estimate.
         """
-        stage, limit = seat.stage, self._limit(seat.stage)
-        rows = -(-seat.rows // len(stage.ranks))
-        share = self.setting.book(rows, 0)
-        crossing = dict(zip(share.ops, self.space.chain.sheet(rows).crossing.tolist(), strict=False))
-        cost = {name: share.ops[name].cost for name in stage.ops}
-        gain = {name: c.saved_bytes - crossing[name] for name, c in cost.items()}
-        order = sorted((n for n in stage.ops if gain[n] > 0), key=lambda n: (-gain[n] / max(1, cost[n].fwd_ns), n))
+        costs, stage, limit = self._context(space), context.stage, self._limit(space, context.stage)
+        rows = -(-context.rows // len(stage.ranks))
+        blocks = costs.book(rows, 0).ops
+        crossing = dict(zip(blocks, space.chain.sheet(rows).crossing.tolist(), strict=False))
+        cost = {name: blocks[name].cost for name in stage.ops}
+        freed = {name: cost[name].saved_bytes - crossing[name] for name in stage.ops}
+        worthwhile = [name for name in stage.ops if freed[name] > 0]
+        order = sorted(worthwhile, key=lambda name: (-freed[name] / max(1, cost[name].fwd_ns), name))
 
-        def leaner(count: int) -> Stage:
+        def recomputing(count: int) -> Stage:
             chosen = set(order[:count])
-            return replace(stage, recompute=tuple((n,) for n in stage.ops if n in chosen))
+            return replace(stage, recompute=tuple((name,) for name in stage.ops if name in chosen))
 
         def fits(count: int) -> bool:
-            return stage_estimate(replace(seat, stage=leaner(count)), self.setting).peak_bytes <= limit
+            return stage_estimate(replace(context, stage=recomputing(count)), costs).peak_bytes <= limit
 
         if not order or not fits(len(order)):
             return replace(stage, recompute=(stage.ops,))
-        return leaner(bisect_left(range(1, len(order)), True, key=fits) + 1)
+        return recomputing(bisect_left(range(1, len(order)), True, key=fits) + 1)

@@ -1,4 +1,4 @@
-"""Small spaces, in which every candidate can be judged."""
+"""Small spaces, in which every candidate can be evaluated."""
 
 from __future__ import annotations
 
@@ -12,48 +12,63 @@ from autopart.passes.search.partition import Partition
 from autopart.passes.search.space import SearchSpace
 
 MOST_BLOCKS = 20_000
-"""Blocks of all candidates together; judging is about linear in them."""
+"""Blocks of all candidates together; evaluating is about linear in them."""
 MOST_ACTIONS = 250_000
 """Actions of all of them together."""
+ACTIONS_PER_STAGE = 6
+"""Actions of a stage for one micro-batch, at most: forward and backward, and its messages."""
 
 
 def enumerate_all(space: SearchSpace) -> list[Candidate] | None:
-    """Every candidate that the request allows, each plan once; None when judging all would take long."""
-    n, request, cluster = space.chain.n, space.request, space.costs.cluster
-    grounds = list(layouts(cluster, replicas=request.may_replicate))
-    deepest = min(n, cluster.world, request.stages or n)
-    cuts = sum(comb(n - 1, s - 1) * comb(cluster.world, s) for s in range(request.stages or 1, deepest + 1))
-    ways = sum(len(rows) for rows in request.micro_rows)
-    if cuts * ways * len(grounds) * len(request.schedules) * 6 > MOST_ACTIONS * 10:
+    """Every candidate that the request allows, each plan once; None when evaluating all would take long."""
+    all_layouts = list(layouts(space.costs.cluster, replicas=space.request.may_replicate))
+    if _about_actions(space) * len(all_layouts) > MOST_ACTIONS * 10:
         return None
     found: dict[tuple[object, ...], Candidate] = {}
-    cost = 0
-    for layout in grounds:
-        for division in _all_divisions(space, layout):
-            for micro_rows in request.micro_rows:
-                if max(division.widths) * layout.copies > max(micro_rows):
-                    continue
-                for schedule in request.schedules if division.stages > 1 else request.schedules[:1]:
-                    candidate = Candidate(division, layout, micro_rows, schedule)
-                    if found.setdefault(candidate.key, candidate) is candidate:
-                        cost += 6 * division.stages * len(micro_rows)
-                        if cost > MOST_ACTIONS or n * len(found) > MOST_BLOCKS:
-                            return None
+    actions = 0
+    for candidate in _candidates(space, all_layouts):
+        if found.setdefault(candidate.key, candidate) is candidate:
+            actions += ACTIONS_PER_STAGE * candidate.partition.stages * len(candidate.micro_rows)
+            if actions > MOST_ACTIONS or space.chain.n * len(found) > MOST_BLOCKS:
+                return None
     return list(found.values())
 
 
-def _all_divisions(space: SearchSpace, layout: Layout) -> Iterator[Partition]:
-    """Every division for a layout that the request allows."""
+def _about_actions(space: SearchSpace) -> int:
+    """About the actions of all candidates of one layout, without looking at any."""
+    n, request, world = space.chain.n, space.request, space.costs.cluster.world
+    deepest = min(n, world, request.stages or n)
+    partitions = sum(comb(n - 1, s - 1) * comb(world, s) for s in range(request.stages or 1, deepest + 1))
+    micros = sum(len(rows) for rows in request.micro_rows)
+    return partitions * micros * len(request.schedules) * ACTIONS_PER_STAGE
+
+
+def _candidates(space: SearchSpace, all_layouts: list[Layout]) -> Iterator[Candidate]:
+    """Every candidate; plans that several layouts can express come several times."""
+    request = space.request
+    for layout in all_layouts:
+        for partition in _all_partitions(space, layout):
+            replicas = max(partition.widths) * layout.pipeline_replicas
+            schedules = request.schedules if partition.stages > 1 else request.schedules[:1]
+            for micro_rows in request.micro_rows:
+                if replicas <= max(micro_rows):
+                    for schedule in schedules:
+                        yield Candidate(partition, layout, micro_rows, schedule)
+
+
+def _all_partitions(space: SearchSpace, layout: Layout) -> Iterator[Partition]:
+    """Every partition for a layout that the request allows."""
     n, request = space.chain.n, space.request
     for stages in [request.stages] if request.stages else range(1, min(n, layout.depth) + 1):
         fixed = request.replicas_of(stages)
-        masks = [space.legal_at(s) for s in range(stages)]
+        legal = [space.legal_at(s) for s in range(stages)]
         if any(home >= stages for home in request.pins.values()) or (fixed and len(fixed) != stages):
             continue
         for inner in combinations(range(1, n), stages - 1):
             bounds = (0, *inner, n)
-            if not all(masks[s][a, b] for s, (a, b) in enumerate(pairwise(bounds))):
+            if not all(legal[s][a, b] for s, (a, b) in enumerate(pairwise(bounds))):
                 continue
             for widths in product(layout.widths, repeat=stages):
-                if sum(widths) <= layout.depth and fixed in (None, tuple(w * layout.copies for w in widths)):
+                replicas = tuple(width * layout.pipeline_replicas for width in widths)
+                if sum(widths) <= layout.depth and fixed in (None, replicas):
                     yield Partition(bounds, widths, 0)

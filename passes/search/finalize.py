@@ -1,12 +1,12 @@
 """From the plans over blocks that the search found back to captured ops: the plan that is handed out.
 
 Only over captured ops are clones and recomputed groups counted exactly.  A plan that then needs more memory than its
-blocks said is judged once more with so much left free, which costs it some recomputation, and takes its turn again.
+blocks said is evaluated once more with so much left free, which costs it some recomputation, and takes its turn again.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 from autopart.ir.cluster import Cluster
@@ -14,52 +14,59 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import ASYNC, Decision, Estimate, Report, Stage, check_decision
 from autopart.passes.program.routing import edges, route
 from autopart.passes.program.verify import check_program
+from autopart.passes.search.archive import SearchResult
 from autopart.passes.search.diagnostics import alternatives
 from autopart.passes.search.evaluation import Evaluation, Evaluator
-from autopart.passes.search.search import SearchResult
 from autopart.passes.search.space import PlanRequest, SearchSpace
 from autopart.passes.simulation.estimate import CostContext, estimate, stage_estimates
 
 TIGHTER = 3
-"""Times that a plan is judged again with more left free."""
+"""Times that a plan is evaluated again with more memory left free."""
 
 
-def finalize(
-    found: SearchResult, graph: Graph, setting: CostContext, line: SearchSpace
-) -> tuple[Decision, Report, Evaluation] | None:
-    """The fastest of the plans found that also fits, and whose program is proven, over captured ops; what it would
-    take, and its verdict.
+@dataclass(frozen=True)
+class Finalized:
+    """decision, report: over captured ops.  evaluation: of the candidate that was taken, over blocks."""
 
-    Before: found.best is set.  line: the blocks that were cut.  None when no plan fits.  O(found * (ops + uses)), and
+    decision: Decision
+    report: Report
+    evaluation: Evaluation
+
+
+def finalize(found: SearchResult, graph: Graph, costs: CostContext, space: SearchSpace) -> Finalized | None:
+    """The fastest of the plans found that also fits over captured ops, and whose program is proven.
+
+    Before: found.best is set.  space: the blocks that were cut.  None when no plan fits.  O(found * (ops + uses)), and
     the program of the one that is taken.
     """
     assert found.best is not None
-    verdicts = {verdict.key: verdict for verdict in (found.best, *found.seen)}
-    queue = [(verdict.step_ns, i, 0, 0, verdict) for i, verdict in enumerate(verdicts.values())]
+    evaluations = {evaluation.key: evaluation for evaluation in (found.best, *found.seen)}
+    queue = [(evaluation.step_ns, i, 0, 0, evaluation) for i, evaluation in enumerate(evaluations.values())]
     heapify(queue)
     while queue:
-        _, i, spare, turn, verdict = heappop(queue)
-        decision = check_decision(
-            Decision(
-                world=setting.cluster.world,
-                stages=lower_to_ops(verdict.decision.stages, verdict.space.chain.blocks, graph),
-                micro_rows=verdict.candidate.micro_rows,
-                schedule=verdict.candidate.schedule,
-            ),
-            graph,
-        )
-        estimates = stage_estimates(decision, edges(decision, graph), setting)
-        if _fits(decision, estimates, setting.cluster):  # first, for to route and to prove a long program takes longer
-            report = estimate(decision, check_program(route(decision, graph), decision.schedule), setting)
-            notes = _notes(decision, line.chain.n, line.request, graph)
-            others = alternatives(replace(found, best=verdict))
-            return decision, replace(report, notes=notes, alternatives=others), verdict
-        if line.request.may_recompute and turn < TIGHTER:
-            spare = _unsaid_bytes(estimates, verdict.estimates)  # more than the last time, since it was not enough
-            again = Evaluator(verdict.space, spare)(verdict.candidate)
+        _, i, spare, turn, evaluation = heappop(queue)
+        decision = check_decision(_over_ops(evaluation, graph), graph)
+        estimates = stage_estimates(decision, edges(decision, graph), costs)
+        if _fits(decision, estimates, costs.cluster):  # first, since to route and prove a long program takes longer
+            program = check_program(route(decision, graph), decision.schedule)
+            report = replace(
+                estimate(decision, program, costs),
+                notes=_notes(decision, space.chain.n, space.request, graph),
+                alternatives=alternatives(replace(found, best=evaluation)),
+            )
+            return Finalized(decision, report, evaluation)
+        if space.request.may_recompute and turn < TIGHTER:
+            spare = _unsaid_bytes(estimates, evaluation.estimates)  # more than the last time, since it was not enough
+            again = Evaluator(spare)(evaluation.space, evaluation.candidate)
             if again.fits:
                 heappush(queue, (again.step_ns, i, spare, turn + 1, again))
     return None
+
+
+def _over_ops(evaluation: Evaluation, graph: Graph) -> Decision:
+    """What was decided over blocks, over captured ops."""
+    over_blocks = evaluation.decision
+    return replace(over_blocks, stages=lower_to_ops(over_blocks.stages, evaluation.space.chain.blocks, graph))
 
 
 def _fits(decision: Decision, estimates: tuple[Estimate, ...], cluster: Cluster) -> bool:

@@ -1,12 +1,12 @@
 """Layouts: which ranks the stages of a pipeline get.
 
-A layout lays `copies` equal pipelines over the cluster, each on `depth` positions.  `inner` copies stand side by side,
-replicas of a stage next to each other; such groups follow one another.  With two nodes of four devices, two stages and
-four copies:
+A layout lays `pipeline_replicas` equal pipelines over the cluster, each on `depth` positions.  `inner` of them stand
+side by side, replicas of a stage next to each other; such groups follow one another.  With two nodes of four devices,
+two stages and four replicas of the pipeline:
 
     inner 4   00001111      replicas together, activations between nodes (Append First)
     inner 2   0011 0011     both inside a node, gradients between nodes
-    inner 1   01010101      each copy together, replicas far apart (Scatter First)
+    inner 1   01010101      each pipeline together, replicas far apart (Scatter First)
 
 The names are DAPPLE's (PPoPP 2021, section 4.2); Fresh First is what Append First gives when stages fill nodes.
 """
@@ -24,55 +24,57 @@ from autopart.ir.cluster import Cluster
 MOST_ORDERS = 24
 """Orders of unlike devices that are tried; of more, two."""
 SMALL = 16
-"""On so many positions a stage may have any number of replicas; on more, one in each copy."""
+"""On so many positions a stage may have any number of replicas; on more, one in each pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """depth: positions of one copy.  order: the devices as they are laid out, first position first.
-    wide: a stage of one copy may have replicas."""
+    """depth: positions of one pipeline.  order: the devices as they are laid out, first position first.
+    wide: a stage of one pipeline may have replicas."""
 
-    copies: int
+    pipeline_replicas: int
     depth: int
     inner: int
     order: tuple[int, ...]
     wide: bool = True
 
     def ranks(self, start: int, width: int) -> tuple[int, ...]:
-        """Ranks of a stage on positions start .. start + width - 1 of every copy; copy after copy, as the rows go."""
+        """Ranks of a stage on positions start .. start + width - 1 of every pipeline, in the order of their rows."""
         ranks = []
-        for outer in range(0, self.copies, self.inner):
+        for outer in range(0, self.pipeline_replicas, self.inner):
             base = outer * self.depth + start * self.inner
             ranks += [self.order[base + i] for i in range(width * self.inner)]
         return tuple(ranks)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Replicas that a stage may have in one copy."""
+        """Replicas that a stage may have in one pipeline."""
         return tuple(range(1, self.depth + 1)) if self.wide and self.depth <= SMALL else (1,)
 
 
 def layouts(cluster: Cluster, *, replicas: bool) -> Iterator[Layout]:
     """Layouts worth a search, the deepest pipelines first.
 
-    Numbers of copies: all up to 16 devices, beyond that the divisors of the number of devices.  inner: all copies,
-    one, and as many as keep a copy's neighbours inside a node.  Devices of several kinds are laid out in every order
-    that differs in them, or where that is too many in their order and backwards; where a link between groups of
-    devices is better than the one inside them, also dealt out so that neighbours are in different groups.
+    Numbers of pipelines: all up to 16 devices, beyond that the divisors of the number of devices.  inner: all of them,
+    one, and as many as keep neighbours of a pipeline inside a node.  Devices of several types are laid out in every
+    order that differs in them, or where there are too many in their own order and backwards; where a link between
+    groups of devices is better than the one inside them, also dealt out so that neighbours are in different groups.
     """
     world = cluster.world
     plain = _orders(cluster)
-    dealt = [_dealt(order, *sizes) for sizes in _better_outside(cluster) for order in plain]
+    dealt = [_dealt_out(order, *sizes) for sizes in _better_outside(cluster) for order in plain]
     orders = list(dict.fromkeys((*plain, *dealt)))
-    counts = [c for c in range(1, world + 1) if world <= SMALL or world % c == 0] if replicas else [1]
+    counts = [1]
+    if replicas:
+        counts = [count for count in range(1, world + 1) if world <= SMALL or world % count == 0]
     sizes = [level.size for level in cluster.levels[:-1]]
     for order in orders:
-        for copies in counts:
-            depth = world // copies
-            inside = {size // depth for size in sizes if depth and size % depth == 0 and size >= depth}
-            for inner in sorted({1, copies, *(i for i in inside if 0 < i < copies)}, reverse=True):
-                if copies % inner == 0:
-                    yield Layout(copies, depth, inner, order, replicas)
+        for count in counts:
+            depth = world // count
+            inside = {size // depth for size in sizes if size >= depth and size % depth == 0}
+            for inner in sorted({1, count, *(i for i in inside if i < count)}, reverse=True):
+                if count % inner == 0:
+                    yield Layout(count, depth, inner, order, replicas)
 
 
 def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
@@ -101,7 +103,7 @@ def _better_outside(cluster: Cluster) -> list[tuple[int, int]]:
     ]
 
 
-def _dealt(order: tuple[int, ...], inner: int, outer: int) -> tuple[int, ...]:
+def _dealt_out(order: tuple[int, ...], inner: int, outer: int) -> tuple[int, ...]:
     """From every group of a level inside one of the next in turn."""
     turns: Counter[int] = Counter()
     place = {}

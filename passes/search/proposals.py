@@ -1,103 +1,64 @@
-"""Drafts: for every way to cut the batch and every layout, the partition's best division for each number of stages.
+"""Proposals: for every way to cut the batch and every layout, the best partition for each number of stages.
 
-A pipeline deeper than `SMALL` is cut out of a line of many blocks, and most of its dynamic program is about stages far
-too long to be in any good plan.  So ways and layouts come in order of a bound of their divisions; what is hopeless
-against the best U so far is left out, and ranges longer than a worthwhile U allows are not looked at.
+A pipeline deeper than `SMALL` is cut out of a chain of many blocks, and most of its dynamic program is about stages far
+too long to be in any good plan.  So microbatch options and layouts come in order of a lower bound of their partitions;
+what is hopeless against the best pipeline latency so far is left out, and ranges longer than a worthwhile pipeline
+latency allows are not looked at.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autopart.passes.search.evaluation import Candidate
 from autopart.passes.search.layout import SMALL, Layout, layouts
 from autopart.passes.search.partition import INFEASIBLE, Partition, solve_partition
 from autopart.passes.search.relaxation import gradient_edges, is_chain, layout_bound, longest_range
-from autopart.passes.search.space import SearchSpace
-from autopart.passes.search.tables import StageCostTables
+from autopart.passes.search.space import SearchSpace, SearchSpaces, Watch
+from autopart.passes.search.tables import StageCostTables, TableMemo, TableRequest
 
 HOPELESS = 1.1
-"""A division whose U is so much above the best simulated step is not judged: U leaves waiting out."""
+"""A partition whose latency is so much above the best simulated step is not evaluated: it leaves waiting out."""
 WORTH = 1.5
-"""A division of a deep pipeline whose U is so much above the best U is not looked for, unless nothing better fits."""
+"""A partition of a deep pipeline whose latency is so much above the best one is not looked for, unless nothing better
+fits."""
 MOST_STAGES = 128
 """Unless more are asked for."""
-MOST_WAYS = 8
+MOST_MICROBATCH_OPTIONS = 8
 """Ways to cut the batch that get dynamic programs; the others are tried in refinement."""
 
-Watch = Callable[[str, int, int], None]
-"""(pass, best step so far in ns or 0, lower bound in ns or 0)."""
-Proposal = tuple[SearchSpace, Candidate]
+
+class Proposal(NamedTuple):
+    """space: whose blocks the candidate cuts."""
+
+    space: SearchSpace
+    candidate: Candidate
 
 
 def proposals_of(
-    spaces: tuple[SearchSpace, SearchSpace], watch: Watch | None, *, roomy: bool = False, worth: float = WORTH
+    spaces: SearchSpaces, watch: Watch | None, *, ignore_memory: bool = False, worth: float = WORTH
 ) -> list[Proposal]:
-    """The divisions that the dynamic programs find, but for those that cannot be the best; in the order of the request.
+    """What the dynamic programs find, but for what cannot be the best; in the order of the request.
 
-    roomy: as if memory had no end.  worth: how far above the best U a division of a deep pipeline may be.  While no U
-    is known, deep pipelines are tried below a limit that doubles: the lower it is, the shorter the ranges.
+    ignore_memory: as if memory had no end.  worth: how far above the best pipeline latency that of a deep pipeline may
+    be.  While none is known, deep pipelines are tried below a limit that doubles: the lower it is, the shorter the
+    ranges.
     """
-    hunt = _ProposalSearch(spaces, roomy, watch)
-    hunt.try_all(deep=False, limit=math.inf)
-    low = min((field.bound for fields in hunt.fields for field in fields if field.deep), default=0)
-    limit = worth * (hunt.least or max(1, low))
-    while not hunt.try_all(deep=True, limit=limit) and not hunt.least:
+    search = _ProposalSearch(spaces, ignore_memory, watch)
+    search.try_all(deep=False, limit=math.inf)
+    limit = worth * (search.best_ns or max(1, search.least_bound(deep=True)))
+    while not search.try_all(deep=True, limit=limit) and not search.best_ns:
         limit *= 2
-    if limit < worth * hunt.least:
-        hunt.try_all(deep=True, limit=worth * hunt.least)
-    return [draft for key in sorted(hunt.found) for draft in hunt.found[key]]
+    if limit < worth * search.best_ns:
+        search.try_all(deep=True, limit=worth * search.best_ns)
+    return [proposal for key in sorted(search.found) for proposal in search.found[key]]
 
 
-class _ProposalSearch:
-    """Ways to cut the batch, the layouts for each in order of their bounds, and what was found so far.
-
-    found: by way and place of the layout.  least: the best U, 0 while there is none.
-    """
-
-    def __init__(self, spaces: tuple[SearchSpace, SearchSpace], roomy: bool, watch: Watch | None) -> None:
-        self._roomy, self._watch = roomy, watch
-        self._ways = _spread(spaces[0].request.micro_rows)
-        self.fields = [sorted(_fields(spaces, micro_rows), key=lambda f: f.bound) for micro_rows in self._ways]
-        self.found: dict[tuple[int, int], list[Proposal]] = {}
-        self.least = 0
-
-    def try_all(self, *, deep: bool, limit: float) -> bool:
-        """Look for divisions with U up to a limit.  True when none was left out because of it."""
-        whole = True
-        order = sorted(range(len(self._ways)), key=lambda i: min((f.bound for f in self.fields[i]), default=0))
-        for way in order:
-            shared: dict[object, Any] = {}
-            for field in self.fields[way]:
-                hopeless = self.least and field.bound > HOPELESS * self.least
-                if field.deep == deep and (not hopeless or field.explains):
-                    whole &= self._try(way, field, shared, limit)
-            if self._watch:
-                kind = "deep pipelines, " if deep else ""
-                self._watch(f"partition, {kind}micro-batches of {max(self._ways[way])} rows", 0, 0)
-        return whole
-
-    def _try(self, way: int, field: _LayoutTask, shared: dict[object, Any], limit: float) -> bool:
-        micro_rows, space = self._ways[way], field.space
-        length = space.chain.n
-        if limit < INFEASIBLE:
-            length = longest_range(space, -(-max(micro_rows) // field.layout.copies), len(micro_rows), int(limit))
-        divisions = [
-            division
-            for loose in ((False,) if is_chain(space) else (False, True))
-            for division in _divisions(space, field.layout, micro_rows, shared, self._roomy, loose, length)
-            if division.value <= limit
-        ]
-        schedule = space.request.schedules[0]
-        self.found[way, field.place] = [(space, Candidate(d, field.layout, micro_rows, schedule)) for d in divisions]
-        self.least = min([d.value for d in divisions] + [self.least] * (self.least > 0), default=0)
-        return length == space.chain.n
-
-
-class _LayoutTask(NamedTuple):
-    """A layout, its place among the layouts, the line that is cut for it, and the bound of its divisions."""
+@dataclass(frozen=True, slots=True)
+class _LayoutTask:
+    """A layout, its place among the layouts, the chain that is cut for it, and a lower bound of its partitions."""
 
     bound: int
     place: int
@@ -106,69 +67,123 @@ class _LayoutTask(NamedTuple):
 
     @property
     def deep(self) -> bool:
-        """Whether the line of many blocks is cut, into stages of one device in each copy."""
+        """Whether the chain of many blocks is cut, into stages of one device in each pipeline."""
         return self.layout.depth > SMALL
 
     @property
     def explains(self) -> bool:
-        """Whether its divisions are wanted for comparison: pipelines without replicas, where they cost little."""
-        return self.layout.copies == 1 and not self.deep
+        """Whether its partitions are wanted for comparison: pipelines without replicas, where they cost little."""
+        return self.layout.pipeline_replicas == 1 and not self.deep
 
 
-def _fields(spaces: tuple[SearchSpace, SearchSpace], micro_rows: tuple[int, ...]) -> list[_LayoutTask]:
-    """One layout for each number of copies and order of the devices: the one with replicas together."""
-    fields = []
-    for place, layout in enumerate(layouts(spaces[0].costs.cluster, replicas=spaces[0].request.may_replicate)):
-        if layout.inner == layout.copies <= max(micro_rows):
-            space = spaces[1] if layout.depth > SMALL else spaces[0]
-            most = space.request.stages or MOST_STAGES
-            fields.append(_LayoutTask(layout_bound(space, layout, micro_rows, most), place, space, layout))
-    return fields
+class _ProposalSearch:
+    """Microbatch options, the layouts for each in order of their bounds, and what was found so far.
+
+    found: by place of the option and of the layout.  best_ns: the best pipeline latency, 0 while there is none.
+    """
+
+    def __init__(self, spaces: SearchSpaces, ignore_memory: bool, watch: Watch | None) -> None:
+        self._ignore_memory = ignore_memory
+        self._watch = watch
+        self._options = _spread(spaces.coarse.request.micro_rows)
+        self._tasks = [_layout_tasks(spaces, micro_rows) for micro_rows in self._options]
+        self.found: dict[tuple[int, int], list[Proposal]] = {}
+        self.best_ns = 0
+
+    def least_bound(self, *, deep: bool) -> int:
+        """The least bound of deep layouts, or of the others; 0 when there are none."""
+        return min((task.bound for tasks in self._tasks for task in tasks if task.deep == deep), default=0)
+
+    def try_all(self, *, deep: bool, limit: float) -> bool:
+        """Look for partitions with a latency up to a limit.  True when none was left out because of it."""
+        complete = True
+        for option in self._in_order_of_bounds():
+            memo = TableMemo()
+            for task in self._tasks[option]:
+                hopeless = self.best_ns > 0 and task.bound > HOPELESS * self.best_ns
+                if task.deep == deep and (not hopeless or task.explains):
+                    complete = self._try(option, task, memo, limit) and complete
+            if self._watch:
+                depth = "deep pipelines, " if deep else ""
+                self._watch(f"partition, {depth}micro-batches of {max(self._options[option])} rows", 0, 0)
+        return complete
+
+    def _in_order_of_bounds(self) -> list[int]:
+        def bound(option: int) -> int:
+            return min((task.bound for task in self._tasks[option]), default=0)
+
+        return sorted(range(len(self._options)), key=bound)
+
+    def _try(self, option: int, task: _LayoutTask, memo: TableMemo, limit: float) -> bool:
+        """Find the partitions of one layout.  True when none was left out because of the limit."""
+        micro_rows, space = self._options[option], task.space
+        schedule = space.request.schedules[0]
+        longest = space.chain.n
+        if limit < INFEASIBLE:
+            share = -(-max(micro_rows) // task.layout.pipeline_replicas)
+            longest = longest_range(space, share, len(micro_rows), int(limit))
+        wanted = TableRequest(
+            space, task.layout, micro_rows, schedule, ignore_memory=self._ignore_memory, longest=longest
+        )
+        found = _partitions(wanted, memo)
+        if not is_chain(space):  # branches may run side by side: only what a stage reads has to come before it
+            found += _partitions(replace(wanted, waits=gradient_edges(space)), memo)
+        found = [partition for partition in found if partition.pipeline_latency_ns <= limit]
+        self.found[option, task.place] = [
+            Proposal(space, Candidate(partition, task.layout, micro_rows, schedule)) for partition in found
+        ]
+        latencies = [partition.pipeline_latency_ns for partition in found]
+        if self.best_ns:
+            latencies.append(self.best_ns)
+        self.best_ns = min(latencies, default=0)
+        return longest == space.chain.n
 
 
-def _spread(ways: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
-    """At most `MOST_WAYS`, with numbers of micro-batches about a constant factor apart, both ends included."""
-    if len(ways) <= MOST_WAYS:
-        return list(ways)
-    order = sorted(ways, key=len)
+def _layout_tasks(spaces: SearchSpaces, micro_rows: tuple[int, ...]) -> list[_LayoutTask]:
+    """One layout for each number of pipelines and order of the devices, the one with replicas together; in order of
+    their bounds."""
+    tasks = []
+    request, cluster = spaces.coarse.request, spaces.coarse.costs.cluster
+    for place, layout in enumerate(layouts(cluster, replicas=request.may_replicate)):
+        if layout.inner == layout.pipeline_replicas <= max(micro_rows):
+            space = spaces.fine if layout.depth > SMALL else spaces.coarse
+            bound = layout_bound(space, layout, micro_rows, request.stages or MOST_STAGES)
+            tasks.append(_LayoutTask(bound, place, space, layout))
+    return sorted(tasks, key=lambda task: task.bound)
+
+
+def _spread(options: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
+    """At most `MOST_MICROBATCH_OPTIONS`, with numbers of micro-batches about a constant factor apart, both ends
+    included."""
+    if len(options) <= MOST_MICROBATCH_OPTIONS:
+        return list(options)
+    order = sorted(options, key=len)
     low, high = math.log(len(order[0])), math.log(len(order[-1]))
-    marks = [low + (high - low) * i / (MOST_WAYS - 1) for i in range(MOST_WAYS)]
-    chosen = {min(range(len(order)), key=lambda i: abs(math.log(len(order[i])) - mark)) for mark in marks}
+    targets = [low + (high - low) * i / (MOST_MICROBATCH_OPTIONS - 1) for i in range(MOST_MICROBATCH_OPTIONS)]
+    chosen = {min(range(len(order)), key=lambda i: abs(math.log(len(order[i])) - target)) for target in targets}
     return [order[i] for i in sorted(chosen)]
 
 
-def _divisions(
-    space: SearchSpace,
-    layout: Layout,
-    micro_rows: tuple[int, ...],
-    shared: dict[object, Any],
-    roomy: bool,
-    loose: bool,
-    length: int,
-) -> list[Partition]:
-    """loose: branches of the graph may run side by side, so that only what a stage reads has to come before it.
-    length: of the longest range."""
-    request, waits = space.request, gradient_edges(space) if loose else None
-
-    def tables_of(stages: int | None) -> StageCostTables:
-        return StageCostTables(
-            space, layout, micro_rows, request.schedules[0], stages, shared, roomy=roomy, waits=waits, length=length
-        )
-
+def _partitions(wanted: TableRequest, memo: TableMemo) -> list[Partition]:
+    """The best partition for each number of stages that the request allows."""
+    space, layout = wanted.space, wanted.layout
+    request, n = space.request, space.chain.n
     if not request.pins and request.replicas is None:
-        most, spare = request.stages or min(MOST_STAGES, layout.depth), _spare(space, layout, 1)
-        found = solve_partition(space.chain.n, layout.depth, layout.widths, most, tables_of(None), spare=spare)
-        return [d for d in found if request.stages in (None, d.stages)]
+        most = request.stages or min(MOST_STAGES, layout.depth)
+        tables = StageCostTables(wanted, memo)
+        found = solve_partition(n, layout.depth, layout.widths, most, tables, spare=_spare(space, layout, 1))
+        return [partition for partition in found if request.stages in (None, partition.stages)]
     found = []
-    counts = [request.stages] if request.stages else range(1, min(MOST_STAGES, layout.depth, space.chain.n) + 1)
+    counts = [request.stages] if request.stages else range(1, min(MOST_STAGES, layout.depth, n) + 1)
     for stages in counts:  # what is asked of a stage by its number needs the number of stages
+        tables = StageCostTables(replace(wanted, stages=stages), memo)
         spare = _spare(space, layout, stages)
-        divisions = solve_partition(space.chain.n, layout.depth, layout.widths, stages, tables_of(stages), spare=spare)
-        found += [d for d in divisions if d.stages == stages]
+        partitions = solve_partition(n, layout.depth, layout.widths, stages, tables, spare=spare)
+        found += [partition for partition in partitions if partition.stages == stages]
     return found
 
 
 def _spare(space: SearchSpace, layout: Layout, stages: int) -> int:
     """Positions that may idle at the end: where devices are not alike, which of them idle matters."""
-    alike = len(set(space.costs.cluster.devices)) == 1
-    return 0 if alike or layout.depth > SMALL else layout.depth - stages
+    all_alike = len(set(space.costs.cluster.devices)) == 1
+    return 0 if all_alike or layout.depth > SMALL else layout.depth - stages

@@ -15,14 +15,17 @@ from autopart.passes.search.space import SearchSpace
 
 
 def is_chain(space: SearchSpace) -> bool:
-    """Whether the line is the only order: each block reads what the one before it writes."""
+    """Whether the chain is the only order of the blocks: each reads what the one before it writes."""
     ops = space.chain.blocks.ops
     return all(set(a.writes) & set(b.reads) for a, b in pairwise(ops))
 
 
 def gradient_edges(space: SearchSpace, rows: int | None = None) -> Ints:
-    """[a, b]: block b reads, with a gradient, what [a, b) writes: b's stage waits for this one, both ways.  rows: only
-    what has bytes at so many rows counts, since nothing else is sent."""
+    """[a, b] is 1 where block b reads, with a gradient, what the range [a, b) writes, else 0.
+
+    The stage that begins with b then waits for the one that is [a, b), forward and backward.  rows: only values that
+    have bytes at so many rows count, since nothing else is sent.
+    """
     ops, n = space.chain.blocks.ops, space.chain.n
     values = space.chain.blocks.values
     sizes = [1] * len(values) if rows is None else space.chain.sheet(rows).sizes.tolist()
@@ -37,13 +40,14 @@ def gradient_edges(space: SearchSpace, rows: int | None = None) -> Ints:
 
 
 def layout_bound(space: SearchSpace, layout: Layout, micro_rows: tuple[int, ...], most: int) -> int:
-    """Nanoseconds of the U of any division of at most `most` stages on this layout, about.  O(blocks).
+    """About the least pipeline latency, in nanoseconds, of any partition into at most `most` stages on this layout.
 
     Stages of t_1 .. t_S that wait for one another have U >= sum of t_q over q < s + M * t_s for each s, which is least
     where all of these are equal: U = sum of t / (1 - (1 - 1 / M)^S).  Where widths are free, all that is known is that
-    the positions share the work.
+    the positions share the work.  O(blocks).
     """
-    micros, whole = len(micro_rows), fastest_sums(space, -(-max(micro_rows) // layout.copies))[-1]
+    micros = len(micro_rows)
+    whole = fastest_sums(space, -(-max(micro_rows) // layout.pipeline_replicas))[-1]
     if len(layout.widths) > 1 or not is_chain(space):
         positions = layout.depth if len(layout.widths) > 1 else min(layout.depth, most)
         return int(micros * whole) // positions
@@ -61,11 +65,11 @@ def longest_range(space: SearchSpace, share: int, micros: int, most_ns: int) -> 
 
 
 def fastest_sums(space: SearchSpace, rows: int) -> Ints:
-    """Entry i: nanoseconds of the first i blocks at so many rows, each on its fastest kind."""
+    """Entry i: nanoseconds of the first i blocks at so many rows, each on its fastest type of device."""
     return np.concatenate([[0], np.cumsum(fastest_times(space, rows))]).astype(np.int64)
 
 
 def fastest_times(space: SearchSpace, rows: int) -> Ints:
-    """Nanoseconds of each block at so many rows, both ways, on its fastest kind."""
-    sheets = [space.chain.sheet(rows, kind) for kind in range(len(space.costs.kinds))]
-    return np.asarray(np.min([sheet.blocks[0] + sheet.blocks[1] for sheet in sheets], axis=0))
+    """Nanoseconds of each block at so many rows, both ways, on its fastest type of device."""
+    by_type = [space.chain.sheet(rows, device_type) for device_type in range(len(space.costs.kinds))]
+    return np.asarray(np.min([costs.blocks[0] + costs.blocks[1] for costs in by_type], axis=0))

@@ -1,8 +1,8 @@
-"""What the planner may choose from: the user's wishes, and the line and cluster they are about."""
+"""What the planner may choose from: what is asked for, and the chain of blocks and the cluster it is about."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -18,17 +18,20 @@ from autopart.passes.graph.cuts import module_span
 from autopart.passes.simulation.estimate import CostContext
 
 Bools = npt.NDArray[np.bool_]
+Watch = Callable[[str, int, int], None]
+"""Told of progress: (what is being done, best step so far in ns or 0, lower bound in ns or 0)."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """micro_rows: the ways to cut the batch that may be chosen from, each the rows of its micro-batches.
+    """What is asked for; None and empty mean that the planner chooses.
 
-    None and empty mean that the planner chooses.  stages; schedule ("auto" or a name); cuts: module paths at which a
-    stage begins; together: groups of module paths, each group to stay in one stage; pins: module path to its stage;
-    replicas: of every stage, or one number for each; recompute: "auto", "off" or "all".  state_factor: bytes of
-    optimizer state per byte of trainable parameter.  abilities: what a plan may use.  prove_seconds: for a certificate
-    (`certificate`) of the plan, when its largest micro-batch has prove_rows rows (None: whatever it has).
+    micro_rows: the ways to cut the batch that may be chosen from, each the rows of its micro-batches.  schedule: "auto"
+    or a name.  cuts: module paths at which a stage begins.  together: groups of module paths, each group to stay in one
+    stage.  pins: module path to its stage.  replicas: of every stage, or one number for each.  recompute: "auto", "off"
+    or "all".  state_factor: bytes of optimizer state per byte of trainable parameter.  abilities: what a plan may use.
+    prove_seconds: time to find a certificate (`certificate`) of the plan, when its largest micro-batch has prove_rows
+    rows (None: whatever it has).
     """
 
     micro_rows: tuple[tuple[int, ...], ...]
@@ -44,9 +47,9 @@ class PlanRequest:
     prove_seconds: float = 0.0
     prove_rows: int | None = None
 
-    def settled(self) -> PlanRequest:
-        """The same with what follows from it said: cuts alone ask for one stage more than there are cuts, and numbers
-        of replicas for as many stages."""
+    def normalized(self) -> PlanRequest:
+        """Fills in the number of stages that the request implies: with cuts, as many as replicas are given for, else
+        one more than there are cuts."""
         if self.stages is not None or not self.cuts:
             return self
         fixed = self.replicas if isinstance(self.replicas, tuple) else None
@@ -75,14 +78,20 @@ class PlanRequest:
             return None
         return (self.replicas,) * stages if isinstance(self.replicas, int) else self.replicas
 
-    def marks(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of module paths whose first and last op must be ends of blocks."""
+    def keep_together(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of module paths that must stay in one stage: those of `together`, then each pin by itself.
+
+        Their first and last ops must be ends of blocks.
+        """
         return (*self.together, *((path,) for path in self.pins))
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """A line to cut, what it costs on a cluster, and what is asked for.  forced: boundaries that are cuts."""
+    """A chain of blocks to cut, what it costs on a cluster, and what is asked for.
+
+    fine: the graph that the blocks were made of.  forced: boundaries that must be cuts.
+    """
 
     chain: BlockChain
     costs: CostContext
@@ -93,7 +102,7 @@ class SearchSpace:
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
         """[first block, block after the last) of each group that stays together, then of each pin."""
-        return [block_span(self.chain.blocks, self.fine, paths) for paths in self.request.marks()]
+        return [block_span(self.chain.blocks, self.fine, paths) for paths in self.request.keep_together()]
 
     @cached_property
     def legal(self) -> Bools:
@@ -104,8 +113,8 @@ class SearchSpace:
         for cut in self.forced:
             legal &= ~((a < cut) & (cut < b))
         for first, end in self.spans:
-            for side in (a, b):
-                legal &= ~((first < side) & (side < end))
+            for boundary in (a, b):
+                legal &= ~((first < boundary) & (boundary < end))
         return np.asarray(legal)
 
     def legal_at(self, stage: int) -> Bools:
@@ -115,9 +124,24 @@ class SearchSpace:
         legal = self.legal
         pins = list(self.request.pins.values())
         for (first, end), home in zip(self.spans[len(self.request.together) :], pins, strict=True):
-            inside, beside = (a <= first) & (end <= b), (b <= first) | (end <= a)
-            legal = legal & (inside if home == stage else beside)
+            holds_it = (a <= first) & (end <= b)
+            holds_none_of_it = (b <= first) | (end <= a)
+            legal = legal & (holds_it if home == stage else holds_none_of_it)
         return np.asarray(legal)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpaces:
+    """Two chains of the same model: coarse of few blocks, for pipelines of at most `SMALL` positions, and fine of more,
+    for deeper pipelines and for refinement.  Fine can be cut wherever coarse can; small models have one for both."""
+
+    coarse: SearchSpace
+    fine: SearchSpace
+
+    @property
+    def differ(self) -> bool:
+        """Whether the fine chain has more blocks than the coarse one."""
+        return self.fine.chain.n > self.coarse.chain.n
 
 
 def block_span(blocks: Graph, fine: Graph, paths: tuple[str, ...]) -> tuple[int, int]:

@@ -1,18 +1,19 @@
 """Tables for the partition: what every stage [a, b) would cost at a place in the pipeline, over (a, b - a).
 
-The same model as `estimate`, in closed form over ranges: times of a micro-batch's share, messages into the stage over
-the port it would use, the sum of gradients and the optimizer behind the last backward, memory with the micro-batches
-in flight.  Where memory is short and recomputation allowed, the stage pays for the share of its blocks that has to be
-recomputed: excess / what recomputing all of them frees, of its forward.
+The same model as `estimate`, in closed form over ranges: times of a replica's share of a micro-batch, messages into the
+stage over the port it would use, the sum of gradients and the optimizer behind the last backward, memory with the
+micro-batches in flight.  Where memory is short and recomputation allowed, the stage pays for the share of its blocks
+that has to be recomputed: excess / what recomputing all of them frees, of its forward.
 
-Wrong where: recomputed blocks free unequal amounts (the judge chooses them one by one); what leaves a stage is all
+Wrong where: recomputed blocks free unequal amounts (the evaluator chooses them one by one); what leaves a stage is all
 that crosses its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,205 +28,281 @@ from autopart.passes.simulation.estimate import copying_ns, optimizer_ns
 from autopart.passes.simulation.traffic import PortLoad
 
 Floats = npt.NDArray[np.float64]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class TableRequest:
+    """What tables are wanted for: one way to cut the batch, one schedule and one layout.
+
+    stages: the number of stages, where it is fixed.  ignore_memory: as if memory had no end.  waits: [a, b] is 1 where
+    the stage that begins at b waits for [a, b); None: everywhere.  longest: blocks of the longest range that comes into
+    question; None: all.
+    """
+
+    space: SearchSpace
+    layout: Layout
+    micro_rows: tuple[int, ...]
+    schedule: str
+    stages: int | None = None
+    ignore_memory: bool = False
+    waits: Ints | None = None
+    longest: int | None = None
+
+
+class TableMemo:
+    """What the tables of several requests have in common, each computed once.
+
+    One memo serves requests with equal spaces, micro-batches and schedules, whatever their layouts.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[Layout, int, int], _Place] = {}
+        self.tables: dict[Hashable, Table] = {}
+        self.times: dict[Hashable, tuple[Ints, Ints]] = {}
+        self.copying: dict[Hashable, Ints] = {}
+        self.arriving: dict[Hashable, Ints] = {}
+        self.following: dict[Hashable, Ints] = {}
+        self.memory: dict[Hashable, _Memory] = {}
+        self.heaviest: dict[Hashable, Ints] = {}
 
 
 class _Place(NamedTuple):
-    """Kinds and least memory of a stage's devices; pace of messages into it and of the sum over its replicas."""
+    """Device types and least memory of a stage's devices; pace of messages into it and of the sum over its replicas."""
 
-    kinds: tuple[int, ...]
-    memory: int
+    device_types: tuple[int, ...]
+    memory_bytes: int
     arriving: tuple[int, float]
     ring: tuple[int, float]
 
 
-class StageCostTables:
-    """Tables for one way to cut the batch, one schedule and one layout."""
+class _Memory(NamedTuple):
+    """Bytes of every range: that do not depend on the micro-batches in flight, held for each of them, what recomputing
+    all blocks frees of each, and saved by each."""
 
-    def __init__(
-        self,
-        space: SearchSpace,
-        layout: Layout,
-        micro_rows: tuple[int, ...],
-        schedule: str,
-        stages: int | None = None,
-        shared: dict[object, Any] | None = None,
-        *,
-        roomy: bool = False,
-        waits: Ints | None = None,
-        length: int | None = None,
-    ) -> None:
-        """stages: the number of stages, where it is fixed.  shared: what layouts of one kind have in common.  roomy: as
-        if memory had no end.  waits: [a, b] is 1 where the stage that begins at b waits for [a, b); None: everywhere.
-        length: of the longest range that comes into question.
-        """
-        self.space, self.layout, self.schedule, self.stages, self.roomy = space, layout, schedule, stages, roomy
-        self._length = space.chain.n if length is None else length
-        self._waits = None if waits is None else by_length(waits, self._length)
-        self.rows, self.micros = max(micro_rows), len(micro_rows)
-        self._memo: dict[object, Any] = {} if shared is None else shared
+    static: Ints
+    held: Ints
+    gained: Ints
+    saved: Ints
+
+
+class StageCostTables:
+    """The tables of a request, by place in the pipeline (`partition.TableOf`)."""
+
+    def __init__(self, request: TableRequest, memo: TableMemo | None = None) -> None:
+        self._request = request
+        self._space = request.space
+        self._layout = request.layout
+        self._schedule = request.schedule
+        self._memo = TableMemo() if memo is None else memo
+        self._rows = max(request.micro_rows)
+        self._micros = len(request.micro_rows)
+        self._longest = self._space.chain.n if request.longest is None else request.longest
+        self._waits = None if request.waits is None else by_length(request.waits, self._longest)
 
     def __call__(self, k: int, width: int, used: int) -> Table | None:
         """The table of a stage that is the k-th from the end, on `width` positions, `used` of them to the end."""
-        replicas = width * self.layout.copies
-        if replicas > self.rows or not self._wanted(k, replicas):
+        replicas = width * self._layout.pipeline_replicas
+        if replicas > self._rows or not self._is_allowed(k, replicas):
             return None
-        place = self._place(self.layout.depth - used, width)
-        if len(self.layout.widths) == 1:
+        place = self._place(self._layout.depth - used, width)
+        if len(self._layout.widths) == 1:
             return self._table(k, replicas, place)  # asked for once: not worth its memory
-        key = ("table", self.rows, self.micros, self.schedule, k if self._by_stage else self._live(k), replicas, place,
-            self._waits is None)  # fmt: skip
-        if key not in self._memo:
-            self._memo[key] = self._table(k, replicas, place)
-        found: Table = self._memo[key]
-        return found
+        key = (self._live(k), self._pinned_stage(k), replicas, place, self._waits is None)
+        return _remembered(self._memo.tables, key, lambda: self._table(k, replicas, place))
 
     def _place(self, start: int, width: int) -> _Place:
         """What the position of a stage means for its costs."""
-        key = ("place", self.layout, start, width)
-        if key not in self._memo:
-            setting, ranks = self.space.costs, self.layout.ranks(start, width)
-            devices = [setting.cluster.devices[rank] for rank in ranks]
-            kinds = tuple(sorted({setting.kinds.index(device) for device in devices}))
-            memory = INFEASIBLE if self.roomy else setting.cluster.least_memory_bytes(ranks)
-            arriving = bundle_into(self.space, self.layout, start, width).pace
-            self._memo[key] = _Place(kinds, memory, arriving, setting.ring(ranks).pace)
-        place: _Place = self._memo[key]
-        return place
+        return _remembered(self._memo.places, (self._layout, start, width), lambda: self._describe_place(start, width))
 
-    @property
-    def _by_stage(self) -> bool:
-        """Whether the number of a stage matters beyond its micro-batches in flight."""
-        return self.stages is not None
+    def _describe_place(self, start: int, width: int) -> _Place:
+        costs, ranks = self._space.costs, self._layout.ranks(start, width)
+        devices = [costs.cluster.devices[rank] for rank in ranks]
+        device_types = tuple(sorted({costs.kinds.index(device) for device in devices}))
+        memory = INFEASIBLE if self._request.ignore_memory else costs.cluster.least_memory_bytes(ranks)
+        arriving = load_into(self._space, self._layout, start, width).pace
+        return _Place(device_types, memory, arriving, costs.ring(ranks).pace)
 
     def _live(self, k: int) -> int:
-        return in_flight(self.schedule, 0, k, self.micros)
+        return in_flight(self._schedule, 0, k, self._micros)
+
+    def _pinned_stage(self, k: int) -> int | None:
+        """The number of the stage, where pins make a difference between stages."""
+        if self._request.stages is None or not self._space.request.pins:
+            return None
+        return self._request.stages - k
 
     def _table(self, k: int, replicas: int, place: _Place) -> Table:
-        share = -(-self.rows // replicas)
+        """(busy_ns, latency_ns) of every range."""
+        share = -(-self._rows // replicas)
         work = self._work(self._live(k), replicas, share, place)
-        arriving = self._cached(self._arriving, *place.arriving)
-        after = self._cached(self._after, *place.ring, place.kinds)
-        if self.stages is not None and self.space.request.pins:
-            work = np.where(self._legal(self.space.legal_at(self.stages - k)), work, INFEASIBLE)
-        per_step = self.micros * (work + after) if self.schedule == ASYNC else self.micros * work + after
-        own = np.where(work < INFEASIBLE, per_step, INFEASIBLE)
-        through = np.minimum(work + arriving, INFEASIBLE)
-        return np.minimum(own, INFEASIBLE), through if self._waits is None else np.where(self._waits, through, 0)
+        arriving = self._arriving(*place.arriving)
+        following = self._following(place)
+        stage = self._pinned_stage(k)
+        if stage is not None:
+            work = np.where(self._legal(self._space.legal_at(stage)), work, INFEASIBLE)
+        steps = self._micros if self._schedule == ASYNC else 1  # asynchronous ones update after every micro-batch
+        step = self._micros * work + steps * following
+        busy = np.minimum(np.where(work < INFEASIBLE, step, INFEASIBLE), INFEASIBLE)
+        latency = np.minimum(work + arriving, INFEASIBLE)
+        return busy, latency if self._waits is None else np.where(self._waits, latency, 0)
 
-    def _wanted(self, k: int, replicas: int) -> bool:
-        if self.stages is None:
+    def _is_allowed(self, k: int, replicas: int) -> bool:
+        """Whether the stage may have so many replicas."""
+        stages = self._request.stages
+        if stages is None:
             return True
-        fixed = self.space.request.replicas_of(self.stages)
-        return fixed is None or (len(fixed) == self.stages and fixed[self.stages - k] == replicas)
+        fixed = self._space.request.replicas_of(stages)
+        return fixed is None or (len(fixed) == stages and fixed[stages - k] == replicas)
 
-    def _cached(self, make: Callable[..., Ints], *args: object) -> Ints:
-        key = (make.__name__, self.rows, self.micros, self.schedule, self._length, *args)
-        if key not in self._memo:
-            self._memo[key] = make(*args)
-        found: Ints = self._memo[key]
-        return found
+    # ---- time ------------------------------------------------------------------------------------------------------
 
     def _work(self, live: int, replicas: int, share: int, place: _Place) -> Ints:
-        """Nanoseconds of a micro-batch, recomputation included; FAR where the stage may not be or does not fit."""
-        forward, time = self._cached(self._times, share, place.kinds)
-        if any(self.space.costs.kinds[kind].kind == "cpu" for kind in place.kinds):
-            time = time + self._cached(self._copying, replicas, place.kinds)
-        again = self._recomputed(live, replicas, share, place)
-        if again is None:
-            return np.asarray(time)
-        extra = np.ceil(np.minimum(again, 1.0) * forward).astype(np.int64)
-        return np.where(again <= 1.0, time + extra, INFEASIBLE)
+        """Nanoseconds of a micro-batch, recomputation included; INFEASIBLE where the stage may not be or does not
+        fit."""
+        forward, time = self._times(share, place.device_types)
+        costs = self._space.costs
+        if any(costs.kinds[device_type].kind == "cpu" for device_type in place.device_types):
+            time = time + self._copying(replicas, place.device_types)
+        recomputed = self._recomputed(live, replicas, share, place)
+        if recomputed is None:
+            return time
+        extra = np.ceil(np.minimum(recomputed, 1.0) * forward).astype(np.int64)
+        return np.where(recomputed <= 1.0, time + extra, INFEASIBLE)
 
-    def _times(self, share: int, kinds: tuple[int, ...]) -> Ints:
-        """(forward, both ways; FAR where the stage may not be) of every range."""
-        sheets = [self.space.chain.sheet(share, kind) for kind in kinds]
-        forwards = [self._sums(sheet, "fwd_ns") for sheet in sheets]
-        forward = np.max(forwards, axis=0)
-        time = np.max([f + self._sums(sheet, "bwd_ns") for f, sheet in zip(forwards, sheets, strict=True)], axis=0)
-        return np.stack([forward, np.where(self._legal(self.space.legal), time, INFEASIBLE)])
+    def _times(self, share: int, device_types: tuple[int, ...]) -> tuple[Ints, Ints]:
+        """(forward, both ways; INFEASIBLE where the stage may not be) of every range."""
 
-    def _copying(self, replicas: int, kinds: tuple[int, ...]) -> Ints:
-        """Nanoseconds of `copying_ns`, about: what only passes by the stage counts as if it left it, both ways."""
-        sheet, devices = self.space.chain.sheet(self.rows), [self.space.costs.kinds[kind] for kind in kinds]
-        leaves = 2 * sheet.crossing[ends_of(self.space.chain.n, self._length)]
-        size = (self._by_length(sheet.enters) + self._by_length(sheet.returns) + leaves) // replicas
-        return np.asarray(size * (copying_ns(1 << 30, devices) / (1 << 30))).astype(np.int64)
+        def compute() -> tuple[Ints, Ints]:
+            by_type = [self._space.chain.sheet(share, device_type) for device_type in device_types]
+            forwards = [self._sums(costs, "fwd_ns") for costs in by_type]
+            both_ways = [
+                forward + self._sums(costs, "bwd_ns") for forward, costs in zip(forwards, by_type, strict=True)
+            ]
+            time = np.where(self._legal(self._space.legal), np.max(both_ways, axis=0), INFEASIBLE)
+            return np.asarray(np.max(forwards, axis=0)), time
 
-    def _sums(self, sheet: RangeCosts, field: str) -> Ints:
-        sums = sheet.sums(field)
-        return np.asarray(sums[ends_of(self.space.chain.n, self._length)] - sums[:, None])
+        return _remembered(self._memo.times, (self._longest, share, device_types), compute)
 
-    def _by_length(self, matrix: Ints) -> Ints:
-        return by_length(matrix, self._length)
+    def _copying(self, replicas: int, device_types: tuple[int, ...]) -> Ints:
+        """About the nanoseconds of `copying_ns`: what only passes by the stage counts as if it entered and left it,
+        both ways."""
 
-    def _legal(self, legal: Bools) -> Bools:
-        n = self.space.chain.n
-        inside = np.arange(n + 1)[:, None] + np.arange(self._length + 1)[None, :] <= n
-        return np.asarray(by_length(legal, self._length) & inside)
+        def compute() -> Ints:
+            costs, devices = self._space.chain.sheet(self._rows), [self._space.costs.kinds[i] for i in device_types]
+            leaves = 2 * costs.crossing[ends_of(self._space.chain.n, self._longest)]
+            size = (self._by_length(costs.enters) + self._by_length(costs.returns) + leaves) // replicas
+            return np.asarray(size * (copying_ns(1 << 30, devices) / (1 << 30))).astype(np.int64)
 
-    def _fixed(self, share: int, kinds: tuple[int, ...], replicas: int) -> Ints:
-        """(bytes that do not depend on the micro-batches in flight, bytes of each of them, what recomputing all blocks
-        frees of each, saved bytes) of every range."""
-        line, request, sheet = self.space.chain, self.space.request, self.space.chain.sheet(share, kinds[0])
-        weights, trained, enters = map(self._by_length, (line.weights, line.trained, sheet.enters))
-        static = weights + (trained * (1 + request.state_factor)).astype(np.int64) + self._by_length(sheet.scratch)
-        static += 2 * (enters + sheet.crossing[ends_of(line.n, self._length)])
-        static[0] += self.micros * -(-self._batch_bytes() // replicas)
-        saved = self._sums(sheet, "saved_bytes")
-        return np.stack([static, saved + enters, saved - self._by_length(sheet.kept), saved])
-
-    def _recomputed(self, live: int, replicas: int, share: int, place: _Place) -> Floats | None:
-        """[a, b]: share of the blocks that has to be recomputed, above 1 where even that is not enough; None: none."""
-        line, request = self.space.chain, self.space.request
-        static, held, gained, saved = self._cached(self._fixed, share, place.kinds, replicas)
-        if self.schedule == ASYNC:
-            static = static + (live - 1) * self._by_length(line.weights)
-        over = static + live * held - place.memory
-        all_of_it = request.recompute == "all" and request.may_recompute
-        if not all_of_it and not (over > 0).any():
-            return None
-        whole = np.where(over <= (live - 1) * saved, 1.0, 2.0)
-        if all_of_it:
-            return whole
-        if not request.may_recompute:
-            return np.where(over > 0, 2.0, 0.0)
-        blocks = np.full(over.shape, 2.0)
-        heaviest = self._cached(self._heaviest, share, place.kinds[0])
-        np.divide(over + heaviest, live * gained, out=blocks, where=gained > 0)
-        np.copyto(blocks, whole, where=blocks > 1.0)
-        blocks[over <= 0] = 0.0
-        return blocks
-
-    def _heaviest(self, share: int, kind: int) -> Ints:
-        return self._by_length(self.space.chain.sheet(share, kind).heaviest)
-
-    def _batch_bytes(self) -> int:
-        sheet = self.space.chain.sheet(self.rows)
-        names = [v.name for v in self.space.chain.blocks.values]
-        size = dict(zip(names, sheet.sizes.tolist(), strict=True))
-        return sum(size[name] for name in self.space.chain.blocks.inputs)
+        return _remembered(self._memo.copying, (self._longest, replicas, device_types), compute)
 
     def _arriving(self, latency_ns: int, ns_per_byte: float) -> Ints:
         """Messages into the stage, both ways, each alone on its ports."""
-        sheet = self.space.chain.sheet(self.rows)
-        ways = self._by_length(sheet.enters), self._by_length(sheet.returns)
-        return alone_ns(ways[0], latency_ns, ns_per_byte) + alone_ns(ways[1], latency_ns, ns_per_byte)
 
-    def _after(self, latency_ns: int, ns_per_byte: float, kinds: tuple[int, ...]) -> Ints:
-        """Sum of gradients and optimizer."""
-        setting, trained = self.space.costs, self._by_length(self.space.chain.trained)
-        slowest = max(optimizer_ns(1 << 30, self.space.request.state_factor, setting.kinds[kind]) for kind in kinds)
-        return alone_ns(trained, latency_ns, ns_per_byte) + np.asarray(trained * (slowest / (1 << 30))).astype(np.int64)
+        def compute() -> Ints:
+            costs = self._space.chain.sheet(self._rows)
+            activations, gradients = self._by_length(costs.enters), self._by_length(costs.returns)
+            return alone_ns(activations, latency_ns, ns_per_byte) + alone_ns(gradients, latency_ns, ns_per_byte)
+
+        return _remembered(self._memo.arriving, (self._longest, latency_ns, ns_per_byte), compute)
+
+    def _following(self, place: _Place) -> Ints:
+        """What follows the last backward: sum of gradients and optimizer."""
+
+        def compute() -> Ints:
+            trained = self._by_length(self._space.chain.trained)
+            state_factor = self._space.request.state_factor
+            devices = [self._space.costs.kinds[device_type] for device_type in place.device_types]
+            slowest = max(optimizer_ns(1 << 30, state_factor, device) for device in devices)
+            optimizer = np.asarray(trained * (slowest / (1 << 30))).astype(np.int64)
+            return alone_ns(trained, *place.ring) + optimizer
+
+        return _remembered(self._memo.following, (self._longest, place.ring, place.device_types), compute)
+
+    # ---- memory ----------------------------------------------------------------------------------------------------
+
+    def _recomputed(self, live: int, replicas: int, share: int, place: _Place) -> Floats | None:
+        """[a, b]: share of the blocks that has to be recomputed, above 1 where even that is not enough; None: none."""
+        request = self._space.request
+        memory = self._memory(share, place.device_types, replicas)
+        static = memory.static
+        if self._schedule == ASYNC:
+            static = static + (live - 1) * self._by_length(self._space.chain.weights)
+        over = static + live * memory.held - place.memory_bytes
+        recompute_all = request.recompute == "all" and request.may_recompute
+        if not recompute_all and not (over > 0).any():
+            return None
+        as_one_group = np.where(over <= (live - 1) * memory.saved, 1.0, 2.0)
+        if recompute_all:
+            return as_one_group
+        if not request.may_recompute:
+            return np.where(over > 0, 2.0, 0.0)
+        blocks = np.full(over.shape, 2.0)
+        excess = over + self._heaviest(share, place.device_types[0])
+        np.divide(excess, live * memory.gained, out=blocks, where=memory.gained > 0)
+        np.copyto(blocks, as_one_group, where=blocks > 1.0)
+        blocks[over <= 0] = 0.0
+        return blocks
+
+    def _memory(self, share: int, device_types: tuple[int, ...], replicas: int) -> _Memory:
+        def compute() -> _Memory:
+            chain, costs = self._space.chain, self._space.chain.sheet(share, device_types[0])
+            weights, trained, enters = map(self._by_length, (chain.weights, chain.trained, costs.enters))
+            state = (trained * (1 + self._space.request.state_factor)).astype(np.int64)
+            messages = 2 * (enters + costs.crossing[ends_of(chain.n, self._longest)])
+            static = weights + state + self._by_length(costs.scratch) + messages
+            static[0] += self._micros * -(-self._batch_bytes() // replicas)
+            saved = self._sums(costs, "saved_bytes")
+            return _Memory(static, saved + enters, saved - self._by_length(costs.kept), saved)
+
+        return _remembered(self._memo.memory, (self._longest, share, device_types, replicas), compute)
+
+    def _heaviest(self, share: int, device_type: int) -> Ints:
+        """The most bytes that one block of a range saves."""
+
+        def compute() -> Ints:
+            return self._by_length(self._space.chain.sheet(share, device_type).heaviest)
+
+        return _remembered(self._memo.heaviest, (self._longest, share, device_type), compute)
+
+    def _batch_bytes(self) -> int:
+        costs = self._space.chain.sheet(self._rows)
+        names = [value.name for value in self._space.chain.blocks.values]
+        size = dict(zip(names, costs.sizes.tolist(), strict=True))
+        return sum(size[name] for name in self._space.chain.blocks.inputs)
+
+    # ---- ranges by length ------------------------------------------------------------------------------------------
+
+    def _sums(self, costs: RangeCosts, field: str) -> Ints:
+        sums = costs.sums(field)
+        return np.asarray(sums[ends_of(self._space.chain.n, self._longest)] - sums[:, None])
+
+    def _by_length(self, matrix: Ints) -> Ints:
+        return by_length(matrix, self._longest)
+
+    def _legal(self, legal: Bools) -> Bools:
+        n = self._space.chain.n
+        inside = np.arange(n + 1)[:, None] + np.arange(self._longest + 1)[None, :] <= n
+        return np.asarray(by_length(legal, self._longest) & inside)
+
+
+_K = TypeVar("_K", bound=Hashable)
+
+
+def _remembered(known: dict[_K, _T], key: _K, compute: Callable[[], _T]) -> _T:
+    if key not in known:
+        known[key] = compute()
+    return known[key]
 
 
 def alone_ns(size_bytes: Ints, latency_ns: int, ns_per_byte: float) -> Ints:
-    """`Load.alone_ns`, in nanoseconds, of a load of this pace, element by element.  size_bytes: in bytes."""
+    """`PortLoad.alone_ns`, in nanoseconds, of a load of this pace, element by element.  size_bytes: in bytes."""
     if not ns_per_byte:
         return np.zeros_like(size_bytes)
     return np.where(size_bytes > 0, latency_ns + np.ceil(size_bytes * ns_per_byte), 0).astype(np.int64)
 
 
-def bundle_into(space: SearchSpace, layout: Layout, start: int, width: int) -> PortLoad:
+def load_into(space: SearchSpace, layout: Layout, start: int, width: int) -> PortLoad:
     """The load of messages from a stage as wide as this one, right before it; none into the first position."""
     if start == 0:
         return PortLoad(0, (), (), ())

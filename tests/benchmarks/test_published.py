@@ -60,7 +60,9 @@ def test_a_plan_is_as_good_when_it_is_as_even_or_faster(
 def test_seconds_of_the_passes_add_up() -> None:
     case = plan_speed.Case("tiny", lambda: shapes.gpt2(1, 32, 2, 64), 16, 64, "cpu:2", seconds=60)
     found = shapes.alone(lambda: plan_speed.result(case))
-    assert {"capture", "costs", "atoms", "coarsen", "partition", "judge", "bound", "finish"} <= set(found["passes_s"])
+    assert {"capture", "costs", "atoms", "coarsen", "partition", "evaluate", "bound", "finalize"} <= set(
+        found["passes_s"]
+    )
     assert sum(found["passes_s"].values()) == pytest.approx(found["seconds"])
     assert found["passes_s"]["capture"] > 0
     assert all(plan_speed.judged(case, found).values())

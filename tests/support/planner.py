@@ -64,21 +64,23 @@ class Problem:
 
     @property
     def space(self) -> SearchSpace:
-        """The line that the planner cuts; every op is a block, but those that share an updated buffer."""
+        """The chain that the planner cuts; every op is a block, but those that share an updated buffer."""
         captured = self.source.graph
         fine = atoms(captured)
-        marks = {place for paths in self.request.marks() for place in module_span(fine, paths)} - {len(fine.ops)}
-        blocks = coarsen(fine, blocks=64, cuts=self.request.cuts, also=tuple(sorted(marks)))
+        ends = {place for paths in self.request.keep_together() for place in module_span(fine, paths)} - {len(fine.ops)}
+        blocks = coarsen(fine, blocks=64, cuts=self.request.cuts, also=tuple(sorted(ends)))
         most = max(max(rows) for rows in self.request.micro_rows)
-        setting = CostContext(self.cluster, device_types(self.cluster), self.costs_at, self.request.state_factor)
-        line = BlockChain(blocks, captured, self.costs_at, most)
-        return SearchSpace(line, setting, self.request.settled(), fine, forced_bounds(blocks, fine, self.request.cuts))
+        costs = CostContext(self.cluster, device_types(self.cluster), self.costs_at, self.request.state_factor)
+        chain = BlockChain(blocks, captured, self.costs_at, most)
+        return SearchSpace(
+            chain, costs, self.request.normalized(), fine, forced_bounds(blocks, fine, self.request.cuts)
+        )
 
 
 # ---- exhaustive search ---------------------------------------------------------------------------------------------
 
 
-def divisions(n: int, depth: int, widths: tuple[int, ...]) -> Iterator[Partition]:
+def partitions(n: int, depth: int, widths: tuple[int, ...]) -> Iterator[Partition]:
     """Every way to cut n blocks and to give each stage one of these widths, of `depth` positions in all."""
     for stages in range(1, min(n, depth) + 1):
         for inner in combinations(range(1, n), stages - 1):
@@ -105,35 +107,35 @@ def orders(cluster: Cluster) -> list[tuple[int, ...]]:
 
 
 def candidates(space: SearchSpace) -> Iterator[Candidate]:
-    """Everything the request allows: every division, on the devices in every order, idle ones last."""
+    """Everything the request allows: every partition, on the devices in every order, idle ones last."""
     request, cluster = space.request, space.costs.cluster
     grounds = [Layout(1, cluster.world, 1, order) for order in orders(cluster)]
     widths = tuple(range(1, cluster.world + 1)) if request.may_replicate else (1,)
-    for division in divisions(space.chain.n, cluster.world, widths):
+    for partition in partitions(space.chain.n, cluster.world, widths):
         for micro_rows in request.micro_rows:
-            if not allowed(division, micro_rows, space):
+            if not allowed(partition, micro_rows, space):
                 continue
-            for schedule in request.schedules if division.stages > 1 else request.schedules[:1]:
-                found = {c.key: c for c in (Candidate(division, layout, micro_rows, schedule) for layout in grounds)}
+            for schedule in request.schedules if partition.stages > 1 else request.schedules[:1]:
+                found = {c.key: c for c in (Candidate(partition, layout, micro_rows, schedule) for layout in grounds)}
                 yield from found.values()
 
 
-def allowed(division: Partition, micro_rows: tuple[int, ...], space: SearchSpace) -> bool:
-    """Whether a division is one that the request asks for."""
+def allowed(partition: Partition, micro_rows: tuple[int, ...], space: SearchSpace) -> bool:
+    """Whether a partition is one that the request asks for."""
     request = space.request
-    if request.stages not in (None, division.stages) or max(division.widths) > max(micro_rows):
+    if request.stages not in (None, partition.stages) or max(partition.widths) > max(micro_rows):
         return False
-    masks = [space.legal_at(s) for s in range(division.stages)]
-    legal = all(mask[a, b] for mask, (a, b) in zip(masks, pairwise(division.bounds), strict=True))
-    pinned = all(stage < division.stages for stage in request.pins.values())
-    return legal and pinned and request.replicas_of(division.stages) in (None, division.widths)
+    masks = [space.legal_at(s) for s in range(partition.stages)]
+    legal = all(mask[a, b] for mask, (a, b) in zip(masks, pairwise(partition.bounds), strict=True))
+    pinned = all(stage < partition.stages for stage in request.pins.values())
+    return legal and pinned and request.replicas_of(partition.stages) in (None, partition.widths)
 
 
 def exhaustive(space: SearchSpace) -> Evaluation | None:
     """The fastest candidate that fits."""
-    judge = Evaluator(space)
-    fitting = (verdict for verdict in map(judge, candidates(space)) if verdict.fits)
-    return min(fitting, key=lambda verdict: verdict.step_ns, default=None)
+    evaluator = Evaluator()
+    evaluations = (evaluator(space, candidate) for candidate in candidates(space))
+    return min((e for e in evaluations if e.fits), key=lambda e: e.step_ns, default=None)
 
 
 def assignments(blocks: Graph, stages: int) -> Iterator[tuple[tuple[str, ...], ...]]:

@@ -26,7 +26,7 @@ from autopart.passes.search.evaluation import Candidate, Evaluator
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import INFEASIBLE, Partition
 from autopart.passes.search.space import SearchSpace
-from autopart.passes.search.tables import StageCostTables
+from autopart.passes.search.tables import StageCostTables, TableRequest
 from autopart.passes.simulation.estimate import estimate
 
 PLAIN = Kind(least=2, replicas=False, recompute=False, mixed=False, roomy=True)
@@ -113,25 +113,25 @@ def random_stages(
     n, stages = space.chain.n, min(space.chain.n, p.cluster.world)
     bounds = (0, *sorted(random.sample(range(1, n), stages - 1)), n)
     micro_rows, schedule = random.choice(p.request.micro_rows), random.choice(p.request.schedules)
-    division = Partition(bounds, (1,) * stages, 0)
+    partition = Partition(bounds, (1,) * stages, 0)
     layout = Layout(1, p.cluster.world, 1, tuple(range(p.cluster.world)))
-    verdict = Evaluator(space)(Candidate(division, layout, micro_rows, schedule))
-    return space, verdict.estimates, division, micro_rows, schedule
+    verdict = Evaluator(space)(Candidate(partition, layout, micro_rows, schedule))
+    return space, verdict.estimates, partition, micro_rows, schedule
 
 
 @settings(max_examples=60)
 @given(problems(replace(PLAIN, chain=True)))
 def test_memory_of_a_table_is_that_of_the_estimate(p: Problem) -> None:
     """On chains to the byte: with one byte less a stage that just fits is FAR."""
-    _, estimates, division, micro_rows, schedule = random_stages(p, Random(p.model.shape_digest()))
-    for s, (a, b) in enumerate(pairwise(division.bounds)):
-        k, peak = division.stages - s, estimates[s].peak_bytes
+    _, estimates, partition, micro_rows, schedule = random_stages(p, Random(p.model.shape_digest()))
+    for s, (a, b) in enumerate(pairwise(partition.bounds)):
+        k, peak = partition.stages - s, estimates[s].peak_bytes
         for memory, fits in ((peak, True), (peak - 1, False)):
             if memory < 1:
                 continue
             space = with_memory(p, memory)
             layout = Layout(1, space.costs.cluster.world, 1, tuple(range(space.costs.cluster.world)))
-            table = StageCostTables(space, layout, micro_rows, schedule)(k, 1, k)
+            table = StageCostTables(TableRequest(space, layout, micro_rows, schedule))(k, 1, k)
             assert table is not None
             assert bool(table[0][a, b - a] < INFEASIBLE) == fits
 
@@ -141,14 +141,14 @@ def test_memory_of_a_table_is_that_of_the_estimate(p: Problem) -> None:
 def test_table_never_lets_in_what_the_estimate_turns_away(p: Problem) -> None:
     """In a DAG what crosses a cut need not leave the stage before it, so a table asks for more.  It asks for less only
     where a value is sent to several stages: it crosses the cut once."""
-    own, estimates, division, micro_rows, schedule = random_stages(p, Random(p.model.shape_digest()))
-    for s, (a, b) in enumerate(pairwise(division.bounds)):
-        k, peak = division.stages - s, estimates[s].peak_bytes
+    own, estimates, partition, micro_rows, schedule = random_stages(p, Random(p.model.shape_digest()))
+    for s, (a, b) in enumerate(pairwise(partition.bounds)):
+        k, peak = partition.stages - s, estimates[s].peak_bytes
         crossing = own.chain.sheet(max(micro_rows)).crossing[b]
         if peak > 1 and estimates[s].out_bytes <= crossing:
             space = with_memory(p, peak - 1)
             layout = Layout(1, space.costs.cluster.world, 1, tuple(range(space.costs.cluster.world)))
-            table = StageCostTables(space, layout, micro_rows, schedule)(k, 1, k)
+            table = StageCostTables(TableRequest(space, layout, micro_rows, schedule))(k, 1, k)
             assert table is not None and table[0][a, b - a] >= INFEASIBLE
 
 
@@ -159,11 +159,11 @@ def test_time_of_a_table_is_that_of_the_estimate(p: Problem) -> None:
     cores of a CPU copy for messages is in the estimate alone."""
     gpus = tuple(replace(device, kind="cuda") for device in p.cluster.devices)
     p = replace(p, cluster=replace(p.cluster, devices=gpus))
-    space, estimates, division, micro_rows, schedule = random_stages(p, Random(p.model.shape_digest()))
+    space, estimates, partition, micro_rows, schedule = random_stages(p, Random(p.model.shape_digest()))
     layout = Layout(1, space.costs.cluster.world, 1, tuple(range(space.costs.cluster.world)))
-    tables = StageCostTables(space, layout, micro_rows, schedule)
-    for s, (a, b) in enumerate(pairwise(division.bounds)):
-        e, k = estimates[s], division.stages - s
+    tables = StageCostTables(TableRequest(space, layout, micro_rows, schedule))
+    for s, (a, b) in enumerate(pairwise(partition.bounds)):
+        e, k = estimates[s], partition.stages - s
         table = tables(k, 1, layout.depth - s)
         assert table is not None
         busy = e.fwd_ns + e.bwd_ns
@@ -179,7 +179,7 @@ def test_one_stage_on_all_devices_takes_what_the_table_says(p: Problem) -> None:
         for width in range(1, min(space.costs.cluster.world, max(micro_rows)) + 1):
             ranks = tuple(range(width))
             layout = Layout(1, width, 1, ranks)
-            table = StageCostTables(space, layout, micro_rows, "1f1b")(1, width, width)
+            table = StageCostTables(TableRequest(space, layout, micro_rows, "1f1b"))(1, width, width)
             assert table is not None
             names = tuple(op.name for op in space.chain.blocks.ops)
             graph = space.chain.graph(max(micro_rows))
@@ -197,7 +197,7 @@ def test_slowest_of_unlike_replicas_counts() -> None:
     found = [
         table[0]
         for each in (mixed, alike)
-        for table in [StageCostTables(each.space, Layout(1, 2, 1, (0, 1)), (2, 2), "1f1b")(1, 2, 2)]
+        for table in [StageCostTables(TableRequest(each.space, Layout(1, 2, 1, (0, 1)), (2, 2), "1f1b"))(1, 2, 2)]
         if table is not None
     ]
     assert len(found) == 2 and np.array_equal(*found)

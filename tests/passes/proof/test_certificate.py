@@ -24,18 +24,18 @@ from autopart.passes.search.space import PlanRequest
 KIND = Kind(least=2, most=6, devices=3)
 
 
-def verdict_of(p: Problem, random: Random) -> Evaluation | None:
+def evaluation_of(p: Problem, random: Random) -> Evaluation | None:
     """One of the plans of a problem that fit."""
     space = p.space
-    judge, pool = Evaluator(space), list(candidates(space))
-    fitting = (verdict for verdict in map(judge, random.sample(pool, len(pool))) if verdict.fits)
-    return next(fitting, None)
+    evaluator, pool = Evaluator(), list(candidates(space))
+    evaluations = (evaluator(space, candidate) for candidate in random.sample(pool, len(pool)))
+    return next((evaluation for evaluation in evaluations if evaluation.fits), None)
 
 
-def steps(verdict: Evaluation) -> list[int]:
-    """Simulated steps of all placements of the verdict's blocks on its stages that fit, under each schedule, without
+def steps(evaluation: Evaluation) -> list[int]:
+    """Simulated steps of all placements of the evaluation's blocks on its stages that fit, under each schedule, without
     recomputation and with all of it."""
-    space, plan = verdict.space, verdict.decision
+    space, plan = evaluation.space, evaluation.decision
     setting = replace(space.costs, costs_at=space.chain.graph)
     found = []
     for ops in assignments(space.chain.blocks, len(plan.stages)):
@@ -52,15 +52,15 @@ def steps(verdict: Evaluation) -> list[int]:
 @given(st.randoms(use_true_random=True))
 def test_no_placement_on_the_same_stages_is_faster(random: Random) -> None:
     p = problem(random, KIND)
-    verdict = verdict_of(p, random)
-    assume(verdict is not None and verdict.space.chain.n <= 6)
-    assert verdict is not None
-    found, known = certified(verdict, 20), steps(verdict)
-    event(f"{len(verdict.decision.stages)} stages, {'several orders' if len(known) > 2 else 'few orders'}")
+    evaluation = evaluation_of(p, random)
+    assume(evaluation is not None and evaluation.space.chain.n <= 6)
+    assert evaluation is not None
+    found, known = certified(evaluation, 20), steps(evaluation)
+    event(f"{len(evaluation.decision.stages)} stages, {'several orders' if len(known) > 2 else 'few orders'}")
     assert found.proved
-    assert found.bound_ns <= min([verdict.step_ns, *known])
-    assert certified(verdict, 20) == found
-    without = certified(verdict, 0)
+    assert found.bound_ns <= min([evaluation.step_ns, *known])
+    assert certified(evaluation, 20) == found
+    without = certified(evaluation, 0)
     assert without.bound_ns <= found.bound_ns and not without.proved
 
 
@@ -76,12 +76,13 @@ def test_what_is_proved_is_never_above_the_plan(random: Random, stages: int) -> 
     assert plain is not None and proven is not None and plain.optimality and proven.optimality
     assert proven.stages == plain.stages and proven.notes[:-1] == plain.notes and "CP-SAT" in proven.notes[-1]
     assert plain.optimality.lower_bound <= proven.optimality.lower_bound <= proven.step_ns
-    verdict = next(
+    evaluator = Evaluator()
+    evaluation = next(
         v
-        for v in map(Evaluator(p.space), candidates(p.space))
+        for v in (evaluator(p.space, candidate) for candidate in candidates(p.space))
         if v.fits and [s.ranks for s in v.decision.stages] == [s.ranks for s in proven.stages]
     )
-    bound = certified(verdict, 20).bound_ns
+    bound = certified(evaluation, 20).bound_ns
     assert bound <= proven.step_ns  # of itself, not because it is cut off there
     if settles(request, p.cluster):
         assert proven.optimality.lower_bound == max(plain.optimality.lower_bound, bound)
@@ -122,11 +123,11 @@ def test_a_request_that_leaves_more_open_keeps_its_own_bound(left_open: dict[str
 
 def test_the_hint_is_the_plan_itself() -> None:
     p = Problem(layers(3), cluster(3), PlanRequest(((1,) * 4,), abilities=SYNCHRONOUS))
-    verdict = verdict_of(p, Random(1))
-    assert verdict is not None
-    home = {name: s for s, stage in enumerate(verdict.decision.stages) for name in stage.ops}
-    where = [home[op.name] for op in verdict.space.chain.blocks.ops]
-    assert certified(verdict, 20).bound_ns <= lower_bound_ns(pipeline_model(verdict), where) <= verdict.step_ns
+    evaluation = evaluation_of(p, Random(1))
+    assert evaluation is not None
+    home = {name: s for s, stage in enumerate(evaluation.decision.stages) for name in stage.ops}
+    where = [home[op.name] for op in evaluation.space.chain.blocks.ops]
+    assert certified(evaluation, 20).bound_ns <= lower_bound_ns(pipeline_model(evaluation), where) <= evaluation.step_ns
 
 
 def test_it_ends_in_time() -> None:
@@ -135,7 +136,7 @@ def test_it_ends_in_time() -> None:
     g, c = graph(";".join(lines), input_bytes=0), cluster(8)
     request = PlanRequest(((1,) * 16,), stages=8, replicas=1, abilities=SYNCHRONOUS)
     certified(
-        verdict_of(Problem(graph("a:1 <- x"), cluster(1), PlanRequest(((1,),))), random) or pytest.fail(), 1
+        evaluation_of(Problem(graph("a:1 <- x"), cluster(1), PlanRequest(((1,),))), random) or pytest.fail(), 1
     )  # load
     began = time.monotonic()
     build(source(g, c), c, request)

@@ -41,7 +41,7 @@ def test_no_rank_runs_two_stages(c: Cluster, replicas: bool, data: st.DataObject
     used: list[int] = []
     for width in widths:
         ranks = layout.ranks(start, width)
-        assert len(ranks) == width * layout.copies
+        assert len(ranks) == width * layout.pipeline_replicas
         used += ranks
         start += width
     assert len(set(used)) == len(used) and set(used) <= set(range(c.world))
@@ -51,15 +51,16 @@ def test_no_rank_runs_two_stages(c: Cluster, replicas: bool, data: st.DataObject
 def test_all_layouts_are_there_and_each_is_there_once(c: Cluster) -> None:
     found = list(layouts(c, replicas=True))
     assert len(set(found)) == len(found)
-    assert {layout.copies for layout in found} >= {1, c.world}
-    assert all(layout.copies * layout.depth <= c.world and layout.copies % layout.inner == 0 for layout in found)
+    assert {layout.pipeline_replicas for layout in found} >= {1, c.world}
+    assert all(layout.pipeline_replicas * layout.depth <= c.world for layout in found)
+    assert all(layout.pipeline_replicas % layout.inner == 0 for layout in found)
     assert all(sorted(layout.order) == list(range(c.world)) for layout in found)
-    assert all(layout.copies == 1 for layout in layouts(c, replicas=False))
+    assert all(layout.pipeline_replicas == 1 for layout in layouts(c, replicas=False))
 
 
 @given(clusters, st.data())
-def test_copies_have_the_same_shape(c: Cluster, data: st.DataObject) -> None:
-    """Side by side copies take turns in a position; what stands behind them is the same, further on."""
+def test_pipelines_side_by_side_have_the_same_shape(c: Cluster, data: st.DataObject) -> None:
+    """Side by side pipelines take turns in a position; what stands behind them is the same, further on."""
     layout = data.draw(st.sampled_from(list(layouts(c, replicas=True))))
     places = {rank: place for place, rank in enumerate(layout.order)}
     for position in range(layout.depth):
@@ -74,12 +75,12 @@ def test_copies_have_the_same_shape(c: Cluster, data: st.DataObject) -> None:
 )
 def test_two_nodes_of_four_devices_as_drawn(inner: int, stages: str) -> None:
     c = nodes(2, 4)
-    layout = next(lay for lay in layouts(c, replicas=True) if (lay.copies, lay.inner) == (4, inner))
+    layout = next(lay for lay in layouts(c, replicas=True) if (lay.pipeline_replicas, lay.inner) == (4, inner))
     home = {rank: stage for stage in range(2) for rank in layout.ranks(stage, 1)}
     assert "".join(str(home[rank]) for rank in range(8)) == stages
 
 
-def test_beyond_some_positions_stages_have_one_device_in_each_copy() -> None:
+def test_beyond_some_positions_stages_have_one_device_in_each_pipeline() -> None:
     assert Layout(1, SMALL, 1, tuple(range(SMALL))).widths == tuple(range(1, SMALL + 1))
     assert Layout(1, SMALL + 1, 1, tuple(range(SMALL + 1))).widths == (1,)
 
@@ -89,7 +90,7 @@ def test_equal_devices_are_laid_out_in_order() -> None:
 
 
 def test_many_nodes_try_divisors_only() -> None:
-    assert {lay.copies for lay in layouts(nodes(4, 8), replicas=True)} == {1, 2, 4, 8, 16, 32}
+    assert {lay.pipeline_replicas for lay in layouts(nodes(4, 8), replicas=True)} == {1, 2, 4, 8, 16, 32}
 
 
 def test_unlike_devices_are_laid_out_in_every_order_that_differs() -> None:

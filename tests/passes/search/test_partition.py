@@ -1,4 +1,4 @@
-"""The partition against every division there is, computed from the definition of U."""
+"""The partition against every partition there is, computed from the definition of U."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def every(n: int, stages: int, used: int, widths: tuple[int, ...]) -> Iterator[t
 
 
 def value(bounds: tuple[int, ...], widths: tuple[int, ...], table_of: TableOf) -> int:
-    """U as the docstring of the module says it; FAR when a stage cannot be."""
+    """U as the docstring of the module says it; INFEASIBLE when a stage cannot be."""
     reached, u = 0, 0
     for s, (a, b) in enumerate(pairwise(bounds)):
         table = table_of(len(widths) - s, widths[s], sum(widths[s:]))
@@ -49,9 +49,9 @@ def value(bounds: tuple[int, ...], widths: tuple[int, ...], table_of: TableOf) -
     return max(u, reached)
 
 
-def check_divisions(n: int, depth: int, widths: tuple[int, ...], most: int, table_of: TableOf) -> list[Partition]:
+def check_partitions(n: int, depth: int, widths: tuple[int, ...], most: int, table_of: TableOf) -> list[Partition]:
     found = solve_partition(n, depth, widths, most, table_of)
-    known = {(d.stages, sum(d.widths)): d for d in found}
+    known = {(p.stages, sum(p.widths)): p for p in found}
     assert len(known) == len(found)
     for stages in range(1, n + 2):
         for used in range(1, depth + 2):
@@ -60,9 +60,9 @@ def check_divisions(n: int, depth: int, widths: tuple[int, ...], most: int, tabl
             if stages > most or best >= INFEASIBLE:
                 assert (stages, used) not in known
                 continue
-            division = known[stages, used]
-            assert division.value == best == value(division.bounds, division.widths, table_of)
-            assert set(division.widths) <= set(widths)
+            partition = known[stages, used]
+            assert partition.pipeline_latency_ns == best == value(partition.bounds, partition.widths, table_of)
+            assert set(partition.widths) <= set(widths)
     return found
 
 
@@ -76,7 +76,7 @@ def check_divisions(n: int, depth: int, widths: tuple[int, ...], most: int, tabl
     st.sampled_from([0.0, 0.2, 0.6]),
 )
 def test_no_division_is_better(seed: int, n: int, depth: int, widths: tuple[int, ...], most: int, far: float) -> None:
-    found = check_divisions(n, depth, widths, most, tables(seed, n, far))
+    found = check_partitions(n, depth, widths, most, tables(seed, n, far))
     event("some" if found else "none")
 
 
@@ -96,7 +96,7 @@ def chain(times: list[int], micros: int, arriving: list[int]) -> TableOf:
 def test_trade_between_slowest_stage_and_transfers_is_exact(times: list[int], micros: int, data: st.DataObject) -> None:
     """Chains with very different cuts: here the smallest way through and the smallest slowest stage disagree most."""
     arriving = data.draw(st.lists(st.integers(0, 60), min_size=len(times), max_size=len(times)))
-    check_divisions(len(times), 4, (1,), 4, chain(times, micros, arriving))
+    check_partitions(len(times), 4, (1,), 4, chain(times, micros, arriving))
 
 
 def test_one_stage_holds_all() -> None:
@@ -110,9 +110,9 @@ def test_of_equal_divisions_the_first_cut_is_taken() -> None:
 
 
 def test_places_widths_and_devices_are_named_in_order() -> None:
-    division = Partition((0, 2, 3, 7), (2, 1, 3), 0)
-    assert division.stages == 3
-    assert division.ranges() == [(0, 2, 0, 2), (2, 3, 2, 1), (3, 7, 3, 3)]
+    partition = Partition((0, 2, 3, 7), (2, 1, 3), 0)
+    assert partition.stages == 3
+    assert partition.ranges() == [(0, 2, 0, 2), (2, 3, 2, 1), (3, 7, 3, 3)]
 
 
 def test_what_cannot_be_is_never_taken() -> None:
@@ -123,7 +123,7 @@ def test_what_cannot_be_is_never_taken() -> None:
 def test_times_beyond_32_bits_do_not_overflow() -> None:
     huge = 1 << 44
     found = solve_partition(2, 2, (1,), 2, chain([1, 1], 1, [0, huge]))
-    assert [d.value for d in found] == [2, 2 + huge]
+    assert [d.pipeline_latency_ns for d in found] == [2, 2 + huge]
 
 
 def test_sixteen_stages_of_sixty_four_blocks_are_found() -> None:
@@ -131,4 +131,4 @@ def test_sixteen_stages_of_sixty_four_blocks_are_found() -> None:
     table_of = chain(times, 8, arriving)
     found = solve_partition(64, 16, (1,), 16, table_of)
     assert [d.stages for d in found] == list(range(1, 17))
-    assert all(d.value == value(d.bounds, d.widths, table_of) for d in found)
+    assert all(d.pipeline_latency_ns == value(d.bounds, d.widths, table_of) for d in found)

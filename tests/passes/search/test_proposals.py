@@ -1,4 +1,4 @@
-"""Drafts of deep pipelines: what is left out to be quick must not have been worth anything."""
+"""Proposals of deep pipelines: what is left out to be quick must not have been worth anything."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.planner import SYNCHRONOUS, Problem
 from autopart.passes.search.layout import SMALL
 from autopart.passes.search.proposals import WORTH, Proposal, proposals_of
 from autopart.passes.search.relaxation import layout_bound, longest_range
-from autopart.passes.search.space import PlanRequest
+from autopart.passes.search.space import PlanRequest, SearchSpaces
 
 
 def deep(seed: int, *, chain: bool = True, **request: object) -> Problem:
@@ -29,16 +29,19 @@ def deep(seed: int, *, chain: bool = True, **request: object) -> Problem:
     )  # type: ignore[arg-type]
 
 
-def values(drafts: list[Proposal]) -> dict[object, int]:
-    return {(c.layout, c.micro_rows, c.division.stages, c.division.first): c.division.value for _, c in drafts}
+def latencies(proposals: list[Proposal]) -> dict[object, int]:
+    return {
+        (c.layout, c.micro_rows, c.partition.stages, c.partition.first): c.partition.pipeline_latency_ns
+        for _, c in proposals
+    }
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_quick_drafts_hold_every_division_that_is_worth_it(seed: int) -> None:
+def test_quick_proposals_hold_every_partition_that_is_worth_it(seed: int) -> None:
     space = deep(seed, chain=seed % 2 == 0).space
     quick, whole = (
-        values(proposals_of((space, space), None)),
-        values(proposals_of((space, space), None, worth=math.inf)),
+        latencies(proposals_of(SearchSpaces(space, space), None)),
+        latencies(proposals_of(SearchSpaces(space, space), None, worth=math.inf)),
     )
     least = min(whole.values())
     assert min(quick.values()) == least
@@ -47,12 +50,13 @@ def test_quick_drafts_hold_every_division_that_is_worth_it(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_division_is_below_the_bound_of_its_layout(seed: int) -> None:
+def test_no_partition_is_below_the_bound_of_its_layout(seed: int) -> None:
     space = deep(seed).space
-    for _, candidate in proposals_of((space, space), None, worth=math.inf):
-        bound = layout_bound(space, candidate.layout, candidate.micro_rows, candidate.division.stages)
-        assert bound <= candidate.division.value
+    for _, candidate in proposals_of(SearchSpaces(space, space), None, worth=math.inf):
+        bound = layout_bound(space, candidate.layout, candidate.micro_rows, candidate.partition.stages)
+        assert bound <= candidate.partition.pipeline_latency_ns
         if candidate.layout.depth > SMALL:
-            length = max(b - a for a, b, _, _ in candidate.division.ranges())
-            share = -(-max(candidate.micro_rows) // candidate.layout.copies)
-            assert length <= longest_range(space, share, len(candidate.micro_rows), candidate.division.value)
+            length = max(b - a for a, b, _, _ in candidate.partition.ranges())
+            share = -(-max(candidate.micro_rows) // candidate.layout.pipeline_replicas)
+            latency_ns = candidate.partition.pipeline_latency_ns
+            assert length <= longest_range(space, share, len(candidate.micro_rows), latency_ns)

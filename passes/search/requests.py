@@ -1,0 +1,81 @@
+"""What can be refused about a request: without looking at the model, and by its number of blocks."""
+
+from __future__ import annotations
+
+from autopart.ir.cluster import Cluster
+from autopart.ir.cluster import check as check_cluster
+from autopart.ir.errors import UsageError
+from autopart.ir.plan import ASYNC
+from autopart.passes.search.space import PlanRequest
+
+
+def check_request(request: PlanRequest, cluster: Cluster) -> None:
+    """Everything about a request that can be refused without looking at the model."""
+    check_cluster(cluster)
+    known = request.abilities.schedules
+    if request.schedule not in ("auto", *known):
+        raise UsageError(f"unknown schedule {request.schedule!r}", fix="use one of " + ", ".join(("auto", *known)))
+    if request.prove_seconds > 0 and request.schedule == ASYNC:
+        raise UsageError(
+            f"nothing can be proved about schedule {ASYNC!r}",
+            why="its steps overlap",
+            fix="leave prove out or use another schedule",
+        )
+    for rows in request.micro_rows or ((),):
+        if not rows or min(rows) < 1 or max(rows) - min(rows) > 1:
+            raise UsageError(
+                f"micro-batches of {list(rows)} rows cannot work", why="each needs a row, and they differ by one"
+            )
+    if request.stages is not None and request.stages < 1:
+        raise UsageError(
+            f"stages={request.stages} cannot work", fix="use at least 1, or None to let the planner choose"
+        )
+    if request.cuts and request.stages is not None and request.stages <= len(request.cuts):
+        raise UsageError(
+            f"{len(request.cuts)} cuts make {len(request.cuts) + 1} stages, but stages={request.stages} was asked for",
+            fix=f"leave stages out or use at least stages={len(request.cuts) + 1}",
+        )
+    count = request.stages or 1
+    if count > cluster.world:
+        raise UsageError(
+            f"{count} stages need {count} devices, but the cluster has {cluster.world}",
+            fix=f"use at most {cluster.world} stages or name a larger cluster",
+        )
+    _check_fixed(request, cluster)
+
+
+def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
+    """Replicas and pins against the number of stages."""
+    fixed = request.replicas if isinstance(request.replicas, tuple) else None
+    if fixed is not None and request.stages is not None and len(fixed) != request.stages:
+        raise UsageError(
+            f"{len(fixed)} numbers of replicas are given for {request.stages} stages",
+            fix=f"give {request.stages} numbers, or use stages={len(fixed)}",
+        )
+    needed = sum(fixed) if fixed else (request.replicas if isinstance(request.replicas, int) else 1)
+    if needed > cluster.world:
+        raise UsageError(
+            f"{needed} replicas need {needed} devices, but the cluster has {cluster.world}",
+            fix=f"use at most {cluster.world} replicas in all, or name a larger cluster",
+        )
+    if needed > (len(fixed) if fixed else 1) and not request.abilities.replicas:
+        raise UsageError("replicas of a stage cannot be run yet", fix="use autopart.plan to plan with them")
+    if request.recompute not in ("auto", "off") and not request.abilities.recompute:
+        raise UsageError("recomputation cannot be run yet", fix='use recompute="off", or autopart.plan to plan with it')
+    for path, stage in request.pins.items():
+        if not 0 <= stage < (request.stages or cluster.world):
+            last = (request.stages or cluster.world) - 1
+            raise UsageError(
+                f"{path} is pinned to stage {stage}, which does not exist",
+                fix=f"stages are numbered from 0: pin it to one of 0 to {last}" if last else "pin it to stage 0",
+            )
+
+
+def check_stages(request: PlanRequest, blocks: int) -> None:
+    """The number of stages against the number of blocks."""
+    asked = request.stages or 0
+    if asked > blocks:
+        raise UsageError(
+            f"{asked} stages asked for, but the model has only {blocks} blocks that can stand apart",
+            fix=f"use at most stages={blocks}",
+        )

@@ -1,12 +1,12 @@
-"""A line of blocks, and what every range [a, b) of it costs, at any number of rows on any kind of device.
+"""A chain of blocks, and what every range [a, b) of it costs, at any number of rows on any type of device.
 
 Times, saved bytes and operations of a range are differences of prefix sums; what enters a range and what it holds are
 matrices with each value and each parameter counted once (`cuts`).  Equal blocks need no pass of their own: the cost
 of a whole graph is one vector sum.
 
-Assumed, and wrong where: between powers of two of rows, costs grow along a line (exact for sizes; for times, where the
-roofline does not bend in between); a clone of a free op is paid by the first block that has it (`estimate` counts the
-chosen plan exactly).
+Assumed, and wrong where: between powers of two of rows, costs grow along a straight line (exact for sizes; for times,
+where the roofline does not bend in between); a clone of a free op is paid by the first block that has it
+(the chosen plan is costed exactly).
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ EXACT_OPS = 1200
 
 @dataclass(frozen=True)
 class RangeCosts:
-    """Costs of the blocks at one number of rows on one kind of device.  blocks: a row for each of `FIELDS`.
-    sizes: bytes of each value of the line.  enters, returns: bytes into [a, b) and of their gradients back.
-    crossing: bytes over each boundary, forward."""
+    """Costs of the blocks at one number of rows on one type of device.
+
+    blocks: a row for each of `FIELDS`.  sizes: bytes of each value between blocks.  enters, returns: [a, b] is the
+    bytes into the range and of their gradients back.  crossing: bytes over each boundary, forward.
+    """
 
     blocks: Ints
     sizes: Ints
@@ -75,70 +77,95 @@ def largest(amounts: Ints) -> Ints:
 
 
 class BlockChain:
-    """blocks: from `coarsen`, in order.  costs_at: of the captured graph they were made of."""
+    """A chain of blocks that knows what its ranges cost; each number of rows and device type is worked out once.
+
+    blocks: from `coarsen`, in order.  n: how many.  weights, trained: [a, b] is the bytes of all parameters and of the
+    trainable ones that the range uses.
+    """
 
     def __init__(self, blocks: Graph, captured: Graph, costs_at: CostsAt, most_rows: int) -> None:
-        self.blocks, self._costs_at, self._most = blocks, costs_at, most_rows
+        """costs_at: of the captured graph that the blocks were made of.  most_rows: of any micro-batch."""
+        self.blocks = blocks
         self.n = len(blocks.ops)
-        owner: dict[str, int] = {}
-        for i, block in enumerate(blocks.ops):
-            for part in block.parts or (block.name,):
-                owner.setdefault(part, i)
-        self._owner = np.array([owner[op.name] for op in captured.ops], dtype=np.int64)
-        self._grid = len(captured.ops) > EXACT_OPS
-        self._sheets: dict[tuple[int, int], RangeCosts] = {}
-        self._graphs: dict[tuple[int, int], Graph] = {}
         self.weights = holding_bytes(blocks, 1.0)
         self.trained = np.asarray(holding_bytes(blocks, 2.0) - self.weights)
+        self._costs_at = costs_at
+        self._most_rows = most_rows
+        self._at_powers_of_two = len(captured.ops) > EXACT_OPS
+        self._block_of_op = _block_of_op(blocks, captured)
+        self._range_costs: dict[tuple[int, int], RangeCosts] = {}
+        self._graphs: dict[tuple[int, int], Graph] = {}
 
-    def sheet(self, rows: int, kind: int = 0) -> RangeCosts:
-        """Costs (nanoseconds, bytes, FLOPs) at this number of rows on this kind of device."""
-        key = rows, kind
-        if key not in self._sheets:
-            low, high = _around(rows, self._most) if self._grid else (rows, rows)
-            exact = low == high or rows in (low, high)
-            self._sheets[key] = self._exact(rows, kind) if exact else self._between(low, high, rows, kind)
-        return self._sheets[key]
+    def range_costs(self, rows: int, device_type: int = 0) -> RangeCosts:
+        """Costs (nanoseconds, bytes, FLOPs) at this number of rows on this type of device."""
+        key = rows, device_type
+        if key not in self._range_costs:
+            self._range_costs[key] = self._compute(rows, device_type)
+        return self._range_costs[key]
 
-    def graph(self, rows: int, kind: int = 0) -> Graph:
-        """The blocks as a graph with the costs and sizes of this sheet; shapes are not changed."""
-        if (rows, kind) not in self._graphs:
-            self._graphs[rows, kind] = self._graph(rows, self.sheet(rows, kind))
-        return self._graphs[rows, kind]
+    def graph(self, rows: int, device_type: int = 0) -> Graph:
+        """The blocks as a graph with these costs and sizes; shapes are not changed."""
+        key = rows, device_type
+        if key not in self._graphs:
+            self._graphs[key] = self._with_costs(rows, self.range_costs(rows, device_type))
+        return self._graphs[key]
 
-    def _graph(self, rows: int, sheet: RangeCosts) -> Graph:
-        columns = sheet.blocks.T.tolist()
+    def _with_costs(self, rows: int, costs: RangeCosts) -> Graph:
+        columns = costs.blocks.T.tolist()
         ops = tuple(replace(op, cost=Cost(*column)) for op, column in zip(self.blocks.ops, columns, strict=True))
-        sizes = sheet.sizes.tolist()
+        sizes = costs.sizes.tolist()
         values = tuple(replace(v, size_bytes=size) for v, size in zip(self.blocks.values, sizes, strict=True))
         return replace(self.blocks, rows=rows, ops=ops, values=values)
 
-    def _exact(self, rows: int, kind: int) -> RangeCosts:
-        table, size = table_of(self._costs_at, rows, kind)
-        sums = np.stack([np.bincount(self._owner, weights=row, minlength=self.n) for row in table])
+    def _compute(self, rows: int, device_type: int) -> RangeCosts:
+        if not self._at_powers_of_two:
+            return self._exact(rows, device_type)
+        low, high = _around(rows, self._most_rows)
+        if rows in (low, high):
+            return self._exact(rows, device_type)
+        return self._between(low, high, rows, device_type)
+
+    def _exact(self, rows: int, device_type: int) -> RangeCosts:
+        table, size = table_of(self._costs_at, rows, device_type)
+        sums = np.stack([np.bincount(self._block_of_op, weights=row, minlength=self.n) for row in table])
         scratch = FIELDS.index("scratch_bytes")
         sums[scratch] = 0.0
-        np.maximum.at(sums[scratch], self._owner, table[scratch])
+        np.maximum.at(sums[scratch], self._block_of_op, table[scratch])
         values = tuple(replace(v, size_bytes=size[v.name]) for v in self.blocks.values)
-        grown = replace(self.blocks, values=values)
-        enters, returns = entering_bytes(grown)
+        resized = replace(self.blocks, values=values)
+        enters, returns = entering_bytes(resized)
         sizes = np.array([v.size_bytes for v in values], dtype=np.int64)
-        forward = replace(grown, values=tuple(replace(v, grad=False) for v in values))
+        forward = replace(resized, values=tuple(replace(v, grad=False) for v in values))
         return RangeCosts(sums.astype(np.int64), sizes, enters, returns, crossing_bytes(forward))
 
-    def _between(self, low: int, high: int, rows: int, kind: int) -> RangeCosts:
-        a, b = self.sheet(low, kind), self.sheet(high, kind)
+    def _between(self, low: int, high: int, rows: int, device_type: int) -> RangeCosts:
+        """On the line between two numbers of rows."""
+        a, b = self.range_costs(low, device_type), self.range_costs(high, device_type)
 
-        def mean(x: Ints, y: Ints) -> Ints:
+        def between(x: Ints, y: Ints) -> Ints:
             return np.asarray(x + (y - x) * (rows - low) // (high - low))
 
         return RangeCosts(
-            mean(a.blocks, b.blocks), mean(a.sizes, b.sizes), mean(a.enters, b.enters), mean(a.returns, b.returns),
-            mean(a.crossing, b.crossing),
-        )  # fmt: skip
+            between(a.blocks, b.blocks),
+            between(a.sizes, b.sizes),
+            between(a.enters, b.enters),
+            between(a.returns, b.returns),
+            between(a.crossing, b.crossing),
+        )
+
+
+def _block_of_op(blocks: Graph, captured: Graph) -> Ints:
+    """The first block that holds each captured op."""
+    owner: dict[str, int] = {}
+    for i, block in enumerate(blocks.ops):
+        for part in block.parts or (block.name,):
+            owner.setdefault(part, i)
+    return np.array([owner[op.name] for op in captured.ops], dtype=np.int64)
 
 
 def _around(rows: int, most: int) -> tuple[int, int]:
     """The powers of two around a number of rows; `most` counts as one."""
     low = 1 << int(math.log2(rows))
-    return (low, low) if low == rows else (low, min(2 * low, most) if most >= rows else 2 * low)
+    if low == rows:
+        return low, low
+    return low, (min(2 * low, most) if most >= rows else 2 * low)

@@ -1,10 +1,10 @@
-"""Blocks: a line of at most so many ops, each a convex part of the graph.
+"""Blocks: a chain of at most so many, each a convex part of the graph.
 
 Two steps after RaNNC (IPDPS 2021, block-level partitioning), changed where noted:
 
 1. Clustering, multilevel: match neighbours where a cut would be expensive, contract, repeat.  RaNNC profiles every
    merge and tests each edge for a second path; we add costs up and use three local rules that imply there is none.
-2. Compaction: the clusters in a line; boundaries go in order of the bytes that cross them until few enough are left,
+2. Compaction: the clusters in a row; boundaries go in order of the bytes that cross them until few enough are left,
    and the cheapest stay.  RaNNC merges the lightest block first, which keeps expensive cuts as readily as cheap ones.
 
 Assumed: the time of a block is the sum of its ops (wrong where kernels overlap).  A cap on time and bytes of a
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import networkx as nx  # type: ignore[import-untyped, unused-ignore]
 
@@ -48,8 +48,8 @@ def _groups(graph: Graph, blocks: int, segment: list[int]) -> list[list[int]]:
     if len(graph.ops) <= blocks:
         return _compact(graph, segment, blocks)
     clusters = _cluster(graph, segment, blocks)
-    line = merge(graph, clusters)
-    ranges = _compact(line, [segment[cluster[0]] for cluster in clusters], blocks)
+    in_row = merge(graph, clusters)
+    ranges = _compact(in_row, [segment[cluster[0]] for cluster in clusters], blocks)
     return [[i for place in group for i in clusters[place]] for group in ranges]
 
 
@@ -97,7 +97,7 @@ def _flows(graph: Graph) -> list[tuple[int, tuple[int, ...], int]]:
         for name in dict.fromkeys(op.reads):
             if name in writer:
                 readers.setdefault(name, []).append(i)
-    both_ways = {name: values[name].size_bytes * (1 + values[name].grad) for name in readers}
+    both_ways = {name: values[name].size_bytes * (2 if values[name].grad else 1) for name in readers}
     return [(writer[name], tuple(places), both_ways[name]) for name, places in readers.items()]
 
 
@@ -137,7 +137,9 @@ def _match(level: _Level, caps: tuple[int, int], most: int) -> dict[int, int]:
         near += [(gain(v, u), -level.time_ns[v], -v) for v in before[u] if v not in mate]
         best = max(near, default=(0, 0, 0))
         if best[0] > 0:
-            mate[u], mate[-best[2]] = -best[2], u
+            partner = -best[2]
+            mate[u] = partner
+            mate[partner] = u
             most -= 1
         if most <= 0:
             break
@@ -201,23 +203,28 @@ def _compact(graph: Graph, segment: list[int], blocks: int) -> list[list[int]]:
     n = len(graph.ops)
     time_sum, held_sum = (_sums(weights) for weights in _weights(graph))
     crossing = crossing_bytes(graph)
-    begin, end = list(range(-1, n)), list(range(1, n + 2))  # begin[b]: where the block before boundary b starts
+    begin = list(range(-1, n))  # begin[b]: where the block before boundary b starts
+    end = list(range(1, n + 2))  # end[b]: where the block after it ends
 
     def remove(b: int) -> None:
-        begin[end[b]], end[begin[b]] = begin[b], end[b]
+        before, after = begin[b], end[b]
+        begin[after] = before
+        end[before] = after
 
     glued = _glued(graph, segment)
     for b in sorted(glued):
         remove(b)
     left = [b for b in range(1, n) if b not in glued and segment[b] == segment[b - 1]]
-    fixed = sum(segment[b] != segment[b - 1] for b in range(1, n))
+    between_segments = [b for b in range(1, n) if segment[b] != segment[b - 1]]
+    fixed = len(between_segments)
     left.sort(key=lambda b: (-crossing[b], time_sum[b + 1] - time_sum[b - 1], b))
     kept = _cheapest(left, crossing, (blocks - fixed) // 2)
     left = [b for b in left if b not in kept]
     caps = [time_sum[n] / blocks, held_sum[n] / blocks]
     fixed += len(kept)
     while left and len(left) + fixed + 1 > blocks:
-        rest, excess = [], len(left) + fixed + 1 - blocks
+        rest = []
+        excess = len(left) + fixed + 1 - blocks
         for b in left:
             low, high = begin[b], end[b]
             fits = time_sum[high] - time_sum[low] <= caps[0] and held_sum[high] - held_sum[low] <= caps[1]
@@ -228,12 +235,12 @@ def _compact(graph: Graph, segment: list[int], blocks: int) -> list[list[int]]:
                 rest.append(b)
         left = rest
         caps = [cap * 1.25 for cap in caps]
-    bounds = sorted({0, n, *left, *kept, *(b for b in range(1, n) if segment[b] != segment[b - 1])})
+    bounds = sorted({0, n, *left, *kept, *between_segments})
     return [list(range(a, b)) for a, b in pairwise(bounds)]
 
 
 def _cheapest(bounds: list[int], crossing: Ints, most: int) -> set[int]:
-    """At most so many of the boundaries with the fewest bytes across, of equals some that are spread evenly.
+    """At most so many of the boundaries that the fewest bytes cross; ties are broken by spreading evenly.
 
     Under tight caps only light ops could merge, and they often stand at the cheapest cuts of all.
     """
@@ -248,11 +255,7 @@ def _cheapest(bounds: list[int], crossing: Ints, most: int) -> set[int]:
 
 
 def _sums(weights: list[int]) -> list[int]:
-    total, sums = 0, [0]
-    for weight in weights:
-        total += weight
-        sums.append(total)
-    return sums
+    return [0, *accumulate(weights)]
 
 
 def _glued(graph: Graph, segment: list[int]) -> set[int]:

@@ -1,7 +1,7 @@
-"""What crosses the cuts of a straight line of ops: bytes, places of forced cuts, stages of forced cuts.
+"""What crosses the cuts of a row of ops: bytes, places of forced cuts, stages of forced cuts.
 
 Place i is the i-th op of a graph in its order.  Boundary b lies before place b; boundary 0 is the start and boundary n
-the end of the line.  The stage [a, b) holds places a to b - 1.  A graph input counts as written at place 0, because
+the end of the row.  The stage [a, b) holds places a to b - 1.  A graph input counts as written at place 0, because
 the first stage is given all inputs and sends them on.
 """
 
@@ -81,7 +81,8 @@ def _flows(graph: Graph) -> list[tuple[int, list[int], int, int]]:
     for name, places in reads.items():
         place, made = written.get(name, (0, False))
         size = values[name].size_bytes
-        flows.append((place, places, size, size if made and values[name].grad else 0))
+        gradient = size if made and values[name].grad else 0
+        flows.append((place, places, size, gradient))
     return flows
 
 
@@ -128,7 +129,7 @@ def _no_module(graph: Graph, cut: str) -> UsageError:
         paths.update((".".join(words[: k + 1]), None) for k in range(len(words)))
     near = difflib.get_close_matches(cut, [p for p in paths if p], n=3, cutoff=0.0)
     return UsageError(
-        f"{cut!r} is no module of the model in which a stage could begin or stay",
+        f"{cut!r} is not a module of the model in which a stage could begin or stay",
         why="no op runs in a module of that path",
         fix="the nearest paths are " + ", ".join(near) if near else "",
     )

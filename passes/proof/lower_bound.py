@@ -67,7 +67,7 @@ def work_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
     """Nanoseconds that all devices together need at least, each of the fastest type."""
     totals = []
     for device_type in range(len(space.costs.kinds)):
-        costs = space.chain.sheet(max(micro_rows), device_type)
+        costs = space.chain.range_costs(max(micro_rows), device_type)
         totals.append(int((costs.blocks[0] + costs.blocks[1]).sum()))
     return len(micro_rows) * min(totals) // most_devices(space, max(micro_rows))
 
@@ -126,7 +126,7 @@ def _chain_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
 def _optimistic(space: SearchSpace, replicas: int, share: int) -> tuple[Ints, Ints, Ints]:
     """(forward, backward, what follows) of every range on the fastest type of device at the best place."""
     context, chain = space.costs, space.chain
-    by_type = [chain.sheet(share, device_type) for device_type in range(len(context.kinds))]
+    by_type = [chain.range_costs(share, device_type) for device_type in range(len(context.kinds))]
     forward = np.min([costs.ranges("fwd_ns") for costs in by_type], axis=0)
     backward = np.min([costs.ranges("bwd_ns") for costs in by_type], axis=0)
     all_reduce = 2 * (replicas - 1) / replicas * 1e9 / _best_rate(context.cluster, replicas)

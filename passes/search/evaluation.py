@@ -152,7 +152,7 @@ class Evaluator:
         costs, stage, limit = self._context(space), context.stage, self._limit(space, context.stage)
         rows = -(-context.rows // len(stage.ranks))
         blocks = costs.book(rows, 0).ops
-        crossing = dict(zip(blocks, space.chain.sheet(rows).crossing.tolist(), strict=False))
+        crossing = dict(zip(blocks, space.chain.range_costs(rows).crossing.tolist(), strict=False))
         cost = {name: blocks[name].cost for name in stage.ops}
         freed = {name: cost[name].saved_bytes - crossing[name] for name in stage.ops}
         worthwhile = [name for name in stage.ops if freed[name] > 0]

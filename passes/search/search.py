@@ -153,7 +153,7 @@ def _with_even_cuts(candidate: Candidate, space: SearchSpace) -> Candidate | Non
     if space.request.pins or len(widths) > space.chain.n:
         return None
     rows = max(candidate.micro_rows)
-    sums, crossing = fastest_sums(space, rows), space.chain.sheet(rows).crossing
+    sums, crossing = fastest_sums(space, rows), space.chain.range_costs(rows).crossing
     devices, bounds = sum(widths), [0]
     for done in accumulate(widths[:-1]):
         first = bounds[-1] + 1  # the boundaries that are left

@@ -102,18 +102,19 @@ def lower_to_ops(over_blocks: tuple[Stage, ...], blocks: Graph, captured: Graph)
     return tuple(stages)
 
 
-def _notes(plan: Decision, blocks: int, request: PlanRequest, graph: Graph) -> tuple[str, ...]:
-    used = sum(len(stage.ranks) for stage in plan.stages)
+def _notes(decision: Decision, blocks: int, request: PlanRequest, graph: Graph) -> tuple[str, ...]:
+    """What the user should know about the plan.  blocks: that could stand apart."""
     notes = []
-    if used < plan.world:
-        few = len(plan.stages) == blocks
-        reason = f"the model has only {blocks} blocks" if few else _idle_reason(request)
-        notes.append(f"{plan.world - used} of {plan.world} devices idle: {reason}")
-    wide = {name for stage in plan.stages if len(stage.ranks) > 1 for name in stage.ops}
+    used = sum(len(stage.ranks) for stage in decision.stages)
+    if used < decision.world:
+        no_more_blocks = len(decision.stages) == blocks
+        reason = f"the model has only {blocks} blocks" if no_more_blocks else _idle_reason(request)
+        notes.append(f"{decision.world - used} of {decision.world} devices idle: {reason}")
+    replicated = {name for stage in decision.stages if len(stage.ranks) > 1 for name in stage.ops}
     writer = graph.writer()
-    if any(writer[value] in wide for _, value in graph.updates):
+    if any(writer[value] in replicated for _, value in graph.updates):
         notes.append("statistics of BatchNorm are per replica, each of its own rows; so is any buffer the step updates")
-    if plan.schedule == ASYNC:
+    if decision.schedule == ASYNC:
         notes.append("asynchronous: gradients are of older weights; the step is its steady state")
     return tuple(notes)
 
@@ -122,15 +123,17 @@ def _idle_reason(request: PlanRequest) -> str:
     """Why devices idle: what was asked for, as far as it leaves no choice, and else that they would not help."""
     asked = []
     if request.stages is not None:
-        asked.append(f"{request.stages} stage{'s' * (request.stages > 1)}")
+        asked.append("1 stage" if request.stages == 1 else f"{request.stages} stages")
     if isinstance(request.replicas, tuple):
         asked.append(f"{', '.join(map(str, request.replicas))} replicas")
     elif request.replicas is not None and request.may_replicate:
         asked.append(f"{request.replicas} replicas of each stage")
     if not asked:
         return "more would not make the step shorter"
-    words = f"{' and '.join(asked)} {'was' if asked == ['1 stage'] else 'were'} asked for"
+    verb = "was" if asked == ["1 stage"] else "were"
+    words = f"{' and '.join(asked)} {verb} asked for"
     if request.stages is None and not isinstance(request.replicas, tuple):
         return f"{words}, and more stages would not make the step shorter"
-    free = request.replicas is None and request.may_replicate
-    return f"{words}, and more replicas would not make the step shorter" if free else words
+    if request.replicas is None and request.may_replicate:
+        return f"{words}, and more replicas would not make the step shorter"
+    return words

@@ -9,7 +9,8 @@ from random import Random
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from support.planner import FASTEST, Kind, Problem, problem, problems
+from support.graphs import cluster, graph
+from support.planner import FASTEST, SYNCHRONOUS, Kind, Problem, problem, problems
 
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.plan import Decision, Estimate, Stage
@@ -17,8 +18,8 @@ from autopart.passes.program.routing import route
 from autopart.passes.search.evaluation import Candidate, Evaluator
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import INFEASIBLE, Partition
-from autopart.passes.search.space import SearchSpace
-from autopart.passes.search.tables import StageCostTables, TableRequest
+from autopart.passes.search.space import PlanRequest, SearchSpace
+from autopart.passes.search.tables import StageCostTables, TableMemo, TableRequest
 from autopart.passes.simulation.estimate import estimate
 
 PLAIN = Kind(least=2, replicas=False, recompute=False, mixed=False, roomy=True)
@@ -126,3 +127,16 @@ def test_slowest_of_unlike_replicas_counts() -> None:
         if table is not None
     ]
     assert len(found) == 2 and np.array_equal(*found)
+
+
+def test_a_shared_memo_does_not_mix_up_stages_of_different_numbers_of_them() -> None:
+    """Counted from the end the same stage has another number, so something else may be pinned to it."""
+    text = "; ".join(f"v{i}:9 #1 @m.{i} <- {f'v{i - 1}' if i else 'x'}" for i in range(6))
+    request = PlanRequest(((2, 2),), pins={"m.2": 1}, abilities=SYNCHRONOUS)
+    space = Problem(graph(text), cluster(4), request).space
+    memo = TableMemo()
+    for stages in (2, 3):
+        wanted = TableRequest(space, Layout(1, 4, 1, (0, 1, 2, 3)), (2, 2), "1f1b", stages=stages)
+        shared, alone = StageCostTables(wanted, memo)(1, 1, 1), StageCostTables(wanted)(1, 1, 1)
+        assert shared is not None and alone is not None
+        assert np.array_equal(shared[0], alone[0]) and np.array_equal(shared[1], alone[1])

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.models import CASES
+from support.zoo import CASES
 
 from autopart.cli.main import app
 from autopart.ir import errors

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from support.models import CASES
-from support.pipelines import gradient_error, gradients_of
-from support.replay import inputs_of, plan_for, replay, slices, through_stages
+from support.one_process import gradient_error, gradients_of
+from support.stages_in_process import inputs_of, plan_for, replay, slices, through_stages
+from support.zoo import CASES
 from torch import nn
 from torch.nn import functional as F
 

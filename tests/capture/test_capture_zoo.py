@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
-from support.models import CASES
+from support.zoo import CASES
 
 from autopart.capture import capture
 from autopart.capture.batch import flatten

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import CASES
+from support.zoo import CASES
 from torch import nn
 from torch.nn import functional as F
 

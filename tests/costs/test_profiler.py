@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import CASES
+from support.zoo import CASES
 from torch import nn
 
 from autopart.capture import Captured, capture

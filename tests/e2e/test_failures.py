@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.trouble import forked, struck, survivor
+from support.failing_jobs import forked, struck, survivor
 
 from autopart.ir.errors import RunError, StageError, WorkerError
 from autopart.runtime.launch.local import Workers
@@ -79,7 +79,7 @@ def test_an_op_that_raises_is_told_once_with_stage_micro_batch_and_module(worker
     assert f"stage 2, micro-batch {micro}, forward" in text
     assert "module layers.2.1" in text and "trouble" in text
     assert text.count("rank 2") == 1
-    assert Path(__file__).parents[1].joinpath("support/trouble.py").name in text
+    assert Path(__file__).parents[1].joinpath("support/failing_jobs.py").name in text
 
 
 def test_an_op_that_raises_in_the_backward_is_told_with_stage_and_micro_batch(workers):

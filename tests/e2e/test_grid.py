@@ -10,8 +10,8 @@ import itertools
 
 import pytest
 import torch
-from support.models import CASES
-from support.pipelines import compare
+from support.step_jobs import compare
+from support.zoo import CASES
 
 from autopart.ir.plan import SCHEDULES
 from autopart.runtime.launch.local import Workers
@@ -25,7 +25,8 @@ DOUBLE = [name for name, case in CASES.items() if case.double]
 
 def _check(workers: Workers, *case: object, dtype: str = "float32") -> None:
     name, stages, schedule, micros = case
-    difference = workers.run(compare, name, stages, schedule, micros, 12, dtype)[0]
+    _, difference, ran = workers.run(compare, name, stages, schedule, micros, 12, dtype)[0]
+    assert ran == stages
     assert difference.parameters > 5
     assert difference.within(getattr(torch, dtype)), difference
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from support.jobs import accumulate, compare, frozen_gradients, lengths, warned
 from support.peer_models import PEERS
+from support.step_jobs import accumulate, compare, frozen_gradients, lengths, warned
 
 from autopart.ir.plan import SCHEDULES
 
 EXACT = [name for name in PEERS if name != "dropped"]
 
 
-def check(workers, name, stages=4, schedule="1f1b", micros=4, rows=12, **options):
-    results = workers.run(compare, name, stages, schedule, micros, rows, options)
+def check(workers, name, stages=4, schedule="1f1b", micros=4, rows=12, cuts=()):
+    results = workers.run(compare, name, stages, schedule, micros, rows, "float32", cuts)
     difference = results[0][1]
     assert len({loss for loss, _, _ in results}) == 1
     assert results[0][2] == (stages or results[0][2])

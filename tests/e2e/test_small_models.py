@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from support.jobs import compare
 from support.small_models import SMALL
+from support.step_jobs import compare
 
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import SCHEDULES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.jobs import ALL
+from support.step_jobs import ALL
 from support.training_jobs import (
     clipped,
     different_weights,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from support.pipelines import gradient_error, gradients_of
+from support.one_process import gradient_error, gradients_of
 from support.random_models import Random, batch_of, steps
-from support.replay import inputs_of, plan_for, replay, slices
+from support.stages_in_process import inputs_of, plan_for, replay, slices
 
 from autopart.capture import Captured, capture
 from autopart.capture.batch import flatten

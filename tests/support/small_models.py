@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -27,10 +28,19 @@ class Small:
     most: int = 4
     coupled: bool = False
 
-    def model(self) -> nn.Module:
+    def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The same weights at every call, in training mode."""
         torch.manual_seed(11)
-        return self.make().train()
+        return self.make().to(dtype).train()
+
+    def data(self, rows: int, dtype: torch.dtype = torch.float32) -> Any:
+        """A batch with the floating tensors in dtype."""
+        return in_dtype(self.batch(rows), dtype)
+
+
+def in_dtype(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch with its floating tensors in dtype."""
+    return pytree.tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, batch)
 
 
 def floats(*shape: int, seed: int = 5) -> torch.Tensor:

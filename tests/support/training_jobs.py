@@ -9,9 +9,9 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 import autopart
-from support.jobs import ALL, cluster, compiled, difference, plain_loss, plain_step
-from support.models import CASES
-from support.pipelines import gradient_error, gradients_of
+from support.one_process import gradient_error, gradients_of, plain_loss, plain_step
+from support.step_jobs import ALL, cluster, compared, compiled
+from support.zoo import CASES
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 
@@ -130,7 +130,7 @@ def reloaded(name: str) -> dict[str, Any]:
     state = pipe.state_dict()
     same = state.keys() == other.state_dict().keys()
     same &= all(torch.equal(t, state[n]) for n, t in other.state_dict().items())
-    found = difference(
+    found = compared(
         pipe, pipe.step(case.batch(8)), plain_step(case, other, case.batch(8), 2), other
     )  # and trains from there
     return {"refusal": refusal, "kept": kept, "same": same, "difference": found}
@@ -156,7 +156,7 @@ def without_sample(name: str) -> Any:
     pipe = autopart.compile(model, cluster(), loss_fn=case.loss_fn, stages=4, micro_batches=2, costs="analytic")
     before = len(list(pipe.parameters()))
     loss = pipe.step(*case.batch(8))  # positional, as the model and the loss take it
-    found = difference(pipe, loss, plain_step(case, reference, case.batch(8), 2), reference)
+    found = compared(pipe, loss, plain_step(case, reference, case.batch(8), 2), reference)
     return before, found
 
 
@@ -166,7 +166,7 @@ def from_file(name: str, path: str) -> Any:
     model, reference = case.model(), case.model()
     pipe = autopart.compile(model, cluster(), sample=case.batch(8), loss_fn=case.loss_fn, plan=path)
     loss = pipe.step(case.batch(8))
-    return difference(pipe, loss, plain_step(case, reference, case.batch(8), 2), reference), pipe.plan
+    return compared(pipe, loss, plain_step(case, reference, case.batch(8), 2), reference), pipe.plan
 
 
 def reopened(name: str, times: int) -> list[float]:
@@ -197,4 +197,4 @@ def different_weights() -> Any:
     pipe = compiled(case, model, case.batch(8), stages=4, micro_batches=2)
     loss = pipe.step(case.batch(8))
     reference = case.model()
-    return difference(pipe, loss, plain_step(case, reference, case.batch(8), 2), reference)
+    return compared(pipe, loss, plain_step(case, reference, case.batch(8), 2), reference)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
-from support.planner import Problem, problems
+from support.planner_oracle import Problem, problems
 
 from autopart.capture import CaptureCache
 from autopart.capture.batch import flatten
@@ -57,7 +57,7 @@ def test_line_as_a_graph_has_the_costs_of_its_blocks(p: Problem) -> None:
 
 def test_between_powers_of_two_costs_lie_on_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT-2: at most 2 % off in time, exact in bytes."""
-    from support.models import CASES
+    from support.zoo import CASES
 
     case = CASES["gpt2"]
     capturer, batch = CaptureCache(case.model()), flatten(case.data(16))

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from support.models import CASES
-from support.programs import Program, program
-from support.truth import MICRO_ROWS, Bench, Term, derive
+from support.loss_oracle import MICRO_ROWS, Bench, Term, derive
+from support.loss_programs import Program, program
+from support.zoo import CASES
 from torch import nn
 from torch.nn import functional as F
 

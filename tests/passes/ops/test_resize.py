@@ -17,7 +17,7 @@ SLOW = ("bert", "llama", "vit", "resnet", "t5", "opt", "gemma2")
 
 def check(name: str) -> None:
     """Captures at 2, 4 and 5 rows: from the outer ones the one in between, and from the lower ones the upper."""
-    from support.models import CASES
+    from support.zoo import CASES
 
     from autopart.capture import CaptureCache
     from autopart.capture.batch import flatten

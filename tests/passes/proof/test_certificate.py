@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from support.graphs import cluster, graph, layers, plan_of, source
-from support.planner import SYNCHRONOUS, Kind, Problem, assignments, candidates, fitting_ns, planned, problem
+from support.planner_oracle import SYNCHRONOUS, Kind, Problem, assignments, candidates, fitting_ns, planned, problem
 
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import ASYNC, Decision, Stage

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.graphs import cluster, graph
-from support.planner import SYNCHRONOUS, Kind, Problem, candidates, problem, problems
+from support.planner_oracle import SYNCHRONOUS, Kind, Problem, candidates, problem, problems
 
 from autopart.passes.proof.lower_bound import lower_bound
 from autopart.passes.search.evaluation import Evaluator

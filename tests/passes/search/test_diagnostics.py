@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.graphs import cluster, graph
-from support.planner import SYNCHRONOUS, Kind, Problem, fits, problem
+from support.planner_oracle import SYNCHRONOUS, Kind, Problem, fits, problem
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import InfeasibleError

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from support.graphs import cluster, graph
-from support.planner import SYNCHRONOUS, Problem
+from support.planner_oracle import SYNCHRONOUS, Problem
 
 from autopart.passes.search.layout import SMALL
 from autopart.passes.search.proposals import WORTH, Proposal, proposals_of

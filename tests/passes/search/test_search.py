@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from hypothesis import event, given, settings
 from support.graphs import cluster, graph
-from support.planner import (
+from support.planner_oracle import (
     SYNCHRONOUS,
     Kind,
     Problem,

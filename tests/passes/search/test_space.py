@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.graphs import cluster, graph
-from support.planner import SYNCHRONOUS, Kind, Problem, compare, planned, problem, says
+from support.planner_oracle import SYNCHRONOUS, Kind, Problem, compare, planned, problem, says
 
 from autopart.ir.errors import InfeasibleError, UsageError
 from autopart.ir.plan import Plan

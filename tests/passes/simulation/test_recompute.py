@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import event, given, settings
 from support.graphs import cluster, graph
-from support.planner import SYNCHRONOUS, Kind, Problem, fits, planned, problems
+from support.planner_oracle import SYNCHRONOUS, Kind, Problem, fits, planned, problems
 
 from autopart.ir.errors import InfeasibleError
 from autopart.passes.pipeline import build

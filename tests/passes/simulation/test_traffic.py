@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs import cluster
-from support.planner import FASTEST
+from support.planner_oracle import FASTEST
 
 from autopart.ir.cluster import Cluster, Device, Level, Link, Port
 from autopart.passes.simulation.traffic import PortLoad, bundle, ring

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from support.truth import MICRO_ROWS, Term, Terms
+from support.loss_oracle import MICRO_ROWS, Term, Terms
 
 Step = tuple[str, tuple[int, ...]]
 Op = Callable[..., torch.Tensor]

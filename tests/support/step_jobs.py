@@ -1,0 +1,138 @@
+"""Training steps that end-to-end tests run on every rank of a worker pool, each held against one process.
+
+The processes of a pool keep the captures of `compare`, so that tests of one model capture it once for each number of
+rows.  The other jobs go through the front door, `autopart.compile`, and capture anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+import autopart
+from autopart.capture import CaptureCache
+from autopart.files.clusters import parse_cluster
+from autopart.options import read_options
+from autopart.session.pipe import Pipe
+from support.one_process import Difference, Expected, difference, plain_step
+from support.peer_models import PEERS, tokens
+from support.small_models import SMALL, Small
+from support.zoo import CASES, Case
+
+ALL = {**SMALL, **PEERS}
+EVERY: dict[str, Small | Case] = {**ALL, **CASES}
+
+
+def cluster() -> str:
+    """All ranks of the pool."""
+    torch.set_num_threads(1)
+    return f"cpu:{os.environ.get('WORLD_SIZE', '1')}"
+
+
+def compiled(case: Small, model: nn.Module, sample: Any, **options: Any) -> autopart.Pipe:
+    """A pipe over all ranks of the pool."""
+    options = {"costs": "analytic", "loss_fn": case.loss_fn, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", autopart.CaptureWarning)
+        return autopart.compile(model, cluster(), sample=sample, **options)
+
+
+def compared(pipe: autopart.Pipe, loss: torch.Tensor, plain: torch.Tensor, model: nn.Module) -> Difference | None:
+    """Loss, gradients and buffers of a pipe against a plain model that was stepped; collective, told by rank 0."""
+    found, state = pipe.gradients(), pipe.state_dict()
+    return difference(loss.item(), found, state, Expected.of(plain, model)) if pipe.rank == 0 else None
+
+
+@functools.cache
+def _captures(name: str, dtype: torch.dtype) -> tuple[CaptureCache, dict[str, torch.Tensor]]:
+    """The captures of a model, and its first weights."""
+    case = EVERY[name]
+    model = case.model(dtype=dtype)
+    return CaptureCache(model, case.loss_fn), {k: v.clone() for k, v in model.state_dict().items()}
+
+
+@functools.cache
+def _expected(name: str, dtype: torch.dtype, rows: int, micros: int) -> Expected:
+    case = EVERY[name]
+    model = case.model(dtype=dtype)
+    return Expected.of(plain_step(case, model, case.data(rows, dtype), micros), model)
+
+
+def compare(
+    name: str, stages: int | None, schedule: str, micros: int, rows: int, dtype_name: str = "float32", cuts: Any = ()
+) -> tuple[float, Difference | None, int]:
+    """One training step against one process.  Every rank returns its loss and the number of stages, rank 0 how far
+    off the step was."""
+    dtype = getattr(torch, dtype_name)
+    case = EVERY[name]
+    captures, first = _captures(name, dtype)
+    captures.model.load_state_dict(first)
+    captures.model.zero_grad()
+    batch = case.data(rows, dtype)
+    options = read_options(
+        stages=stages, schedule=schedule, micro_batches=micros, cuts=cuts, loss_fn=case.loss_fn, costs="analytic"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", autopart.CaptureWarning)
+        pipe = Pipe(captures, parse_cluster(cluster()), options, batch)
+    loss = pipe.step(batch).item()
+    found, state = pipe.gradients(), pipe.state_dict()
+    ran = len(pipe.plan.stages)
+    if pipe.rank != 0:
+        return loss, None, ran
+    expected = _expected(name, dtype, rows, micros if case.coupled else 1)
+    return loss, difference(loss, found, state, expected, dtype), ran
+
+
+def accumulate(name: str, stages: int, schedule: str, micros: int, sizes: list[int]) -> Any:
+    """Steps of different sizes without zeroing in between: the sum of all gradients, and the last loss."""
+    case = ALL[name]
+    model, reference = case.model(), case.model()
+    pipe = compiled(case, model, case.batch(sizes[0]), stages=stages, schedule=schedule, micro_batches=micros)
+    for rows in sizes:
+        loss = pipe.step(case.batch(rows))
+        expected = plain_step(case, reference, case.batch(rows), micros)
+    return compared(pipe, loss, expected, reference)
+
+
+def lengths(stages: int, shapes: list[tuple[int, int]]) -> Any:
+    """Steps of the tied language model with batches of these (rows, length), one difference each."""
+    case = ALL["tied"]
+    model, reference = case.model(), case.model()
+    found = []
+    pipe = None
+    for rows, length in shapes:
+        batch = tokens(rows, length)
+        if pipe is None:
+            pipe = compiled(case, model, batch, stages=stages, schedule="1f1b", micro_batches=2)
+        for m in (model, reference):
+            m.zero_grad()
+        loss = pipe.step(batch)
+        found.append(compared(pipe, loss, plain_step(case, reference, batch, 2), reference))
+    return found
+
+
+def warned(name: str) -> list[str]:
+    """Warnings that compile gives."""
+    case = ALL[name]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        autopart.compile(
+            case.model(), cluster(), sample=case.batch(8), loss_fn=case.loss_fn, micro_batches=2, costs="analytic"
+        )
+    return [str(w.message) for w in seen if issubclass(w.category, autopart.CaptureWarning)]
+
+
+def frozen_gradients(name: str) -> Any:
+    """Names with a gradient after a step, and names that need one."""
+    case = ALL[name]
+    model = case.model()
+    pipe = compiled(case, model, case.batch(8), micro_batches=2, stages=4)
+    pipe.step(case.batch(8))
+    held = {n: (p.requires_grad, p.grad is not None) for n, p in pipe.named_parameters()}
+    return held, set(pipe.gradients())

@@ -80,9 +80,9 @@ def compare(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", autopart.CaptureWarning)
         pipe = Pipe(captures, parse_cluster(cluster()), options, batch)
-    loss = pipe.step(batch).item()
-    found, state = pipe.gradients(), pipe.state_dict()
-    ran = len(pipe.plan.stages)
+    with pipe:
+        loss, ran = pipe.step(batch).item(), len(pipe.plan.stages)
+        found, state = pipe.gradients(), pipe.state_dict()
     if pipe.rank != 0:
         return loss, None, ran
     expected = _expected(name, dtype, rows, micros if case.coupled else 1)

@@ -1,4 +1,4 @@
-"""For all tests: what they measure and plan is kept in a folder of their own, never in the user's."""
+"""For all tests: what they measure and plan is kept in a folder of their own; one pool of workers for all of them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 
+from autopart.runtime.launch.local import Workers
+
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Worker processes inherit it."""
+    """Never the user's.  Worker processes inherit it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOPART_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def workers(own_cache: None) -> Iterator[Workers]:
+    """Four processes for every test that needs some; they start when the first one does, and anew after a failure."""
+    with Workers(4, timeout=240) as pool:
+        yield pool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import OrderedDict
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 import torch
 import transformers as hf
 from support.one_process import gradient_error, gradients_of
-from support.stages_in_process import inputs_of, plan_for, replay, slices, through_stages
+from support.stages_in_process import inputs_of, plan_for, replay, slices
 from support.zoo import CASES
 from torch import nn
 from torch.nn import functional as F
@@ -50,9 +51,11 @@ def assert_exact(body: Any, batch: Any, places: int = 4) -> None:
     loss = plain(*args, **kwargs)
     loss.backward()
     expected, buffers = gradients_of(plain), dict(plain.named_buffers())
-    count = len(capture(Two(body), flatten(batch)).graph.ops)
+    captured = capture(Two(body), flatten(batch))
+    count = len(captured.graph.ops)
     for place in range(0, count, max(1, count // places)):
-        found = through_stages(Two(body), batch, [place] if place else [])
+        plan = plan_for(captured.graph, slices(captured.graph, [place] if place else []))
+        found = replay(captured, plan, [inputs_of(captured, batch)])
         assert found.loss.item() == pytest.approx(loss.item(), rel=1e-6)
         error, worst = gradient_error({n: found.gradients.get(n) for n in expected}, expected)
         assert error <= 1e-5, worst
@@ -306,11 +309,16 @@ def test_single_row_micro_batches_run_the_program_of_larger_ones():
 
 # -- the short way to a functional program -----------------------------------------------------------------------
 
-QUICK = ("gpt2", "llama", "vit")
+QUICK = (("gpt2", "step"), ("llama", "predict"), ("vit", "step"))
 
 
-@pytest.mark.parametrize("mode", ["step", "predict"])
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
+        for case in itertools.product(CASES, ("step", "predict"))
+    ],
+)
 def test_each_distinct_op_decomposed_once_gives_what_decomposing_the_program_gives(name, mode, monkeypatch):
     model, batch = CASES[name].model(dropout=0.1), flatten(CASES[name].data(2))
     graphs: list[Any] = []

@@ -15,7 +15,7 @@ from autopart.files.clusters import LOOPBACK, cluster_to_yaml, parse_cluster, th
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
 from autopart.report.cluster_table import cluster_table
-from autopart.runtime.launch.local import launch
+from autopart.runtime.launch.local import Workers
 from autopart.session.detect import SIZES, detect, fit_link, merge_devices, pairs_of, probe, rounded
 
 
@@ -80,22 +80,19 @@ def test_one_pair_measures_a_host_and_all_ranks_of_two_hosts_their_ports() -> No
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(120)
-def test_two_hosts_are_two_levels() -> None:
-    results = launch(probe, 4, "cpu", (2, 4), timeout=90)
+def test_two_hosts_are_two_levels(workers: Workers) -> None:
+    results = workers.run(probe, "cpu", (2, 4))
     assert all(found == results[0] for found in results)
     assert_plausible(results[0], 4, [2, 4])
 
 
-@pytest.mark.timeout(120)
-def test_hosts_with_one_rank_each_are_one_level() -> None:
-    assert_plausible(launch(probe, 2, "cpu", (1, 2), timeout=90)[0], 2, [2])
+def test_hosts_with_one_rank_each_are_one_level(workers: Workers) -> None:
+    assert_plausible(workers.run(probe, "cpu", (1, 4))[0], 4, [4])
 
 
-@pytest.mark.timeout(120)
-def test_hosts_with_different_numbers_of_ranks_are_refused() -> None:
+def test_hosts_with_different_numbers_of_ranks_are_refused(workers: Workers) -> None:
     with pytest.raises(ClusterError, match="different numbers of ranks"):
-        launch(probe_uneven, 4, timeout=90)
+        workers.run(probe_uneven)
 
 
 @pytest.mark.timeout(120)

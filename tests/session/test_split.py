@@ -72,31 +72,37 @@ def quiet(examples: int) -> settings:
     return settings(max_examples=examples, deadline=None, suppress_health_check=checks, derandomize=True)
 
 
+WAYS = 3
+"""Ways to cut that are drawn for each captured program: a capture costs far more than a step through its stages."""
+
+
 def sliced(data: st.DataObject, program: tuple) -> None:
     captured = captured_model(program)
     assume(any(v.grad for v in captured.graph.values))
-    bounds = data.draw(st.lists(st.integers(0, len(captured.graph.ops)), max_size=4))
-    try:
-        plan_for(captured.graph, slices(captured.graph, bounds))
-    except PlanError as error:
-        assert "updated" in str(error)  # the uses of a buffer that changes cannot be parted
-        return
-    check_equal(program, captured, slices(captured.graph, bounds), data.draw(st.sampled_from(SCHEDULES)))
+    for _ in range(WAYS):
+        bounds = data.draw(st.lists(st.integers(0, len(captured.graph.ops)), max_size=4))
+        try:
+            plan_for(captured.graph, slices(captured.graph, bounds))
+        except PlanError as error:
+            assert "updated" in str(error)  # the uses of a buffer that changes cannot be parted
+            continue
+        check_equal(program, captured, slices(captured.graph, bounds), data.draw(st.sampled_from(SCHEDULES)))
 
 
 def anywhere(data: st.DataObject, program: tuple) -> None:
     captured = captured_model(program)
     assume(any(v.grad for v in captured.graph.values))
-    check_equal(program, captured, data.draw(scattered(captured.graph)), "1f1b")
+    for _ in range(WAYS):
+        check_equal(program, captured, data.draw(scattered(captured.graph)), "1f1b")
 
 
-@quiet(7)
+@quiet(4)
 @given(data=st.data(), program=steps())
 def test_cut_at_arbitrary_places_it_equals_the_plain_module(data, program):
     sliced(data, program)
 
 
-@quiet(7)
+@quiet(4)
 @given(data=st.data(), program=steps())
 def test_scattered_over_stages_with_repeated_ops_it_equals_the_plain_module(data, program):
     anywhere(data, program)
@@ -104,7 +110,7 @@ def test_scattered_over_stages_with_repeated_ops_it_equals_the_plain_module(data
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@quiet(200)
+@quiet(100)
 @given(data=st.data(), program=steps())
 def test_many_cuts_at_arbitrary_places(data, program):
     sliced(data, program)
@@ -112,21 +118,21 @@ def test_many_cuts_at_arbitrary_places(data, program):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@quiet(200)
+@quiet(100)
 @given(data=st.data(), program=steps())
 def test_many_scattered_programs(data, program):
     anywhere(data, program)
 
 
-@quiet(4)
+@quiet(3)
 @given(data=st.data(), program=steps(random=True))
 def test_random_numbers_do_not_depend_on_the_cuts(data, program):
     captured = captured_model(program)
     assume(any(op.random for op in captured.graph.ops) and any(v.grad for v in captured.graph.values))
     micros = [inputs_of(captured, batch_of(ROWS, seed)) for seed in range(MICROS)]
     whole = replay(captured, plan_for(captured.graph, slices(captured.graph, []), MICROS), micros)
-    parts = data.draw(scattered(captured.graph))
-    found = replay(captured, plan_for(captured.graph, parts, MICROS), micros)
-    assert torch.equal(found.loss, whole.loss)
-    error, worst = gradient_error(found.gradients, whole.gradients)
-    assert error <= 1e-5, worst
+    for _ in range(WAYS):
+        found = replay(captured, plan_for(captured.graph, data.draw(scattered(captured.graph)), MICROS), micros)
+        assert torch.equal(found.loss, whole.loss)
+        error, worst = gradient_error(found.gradients, whole.gradients)
+        assert error <= 1e-5, worst

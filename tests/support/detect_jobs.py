@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 from autopart.ir.cluster import Cluster
 from autopart.session.detect import probe
@@ -10,5 +11,5 @@ from autopart.session.detect import probe
 
 def probe_uneven() -> Cluster:
     """As if the launcher had started another number of ranks on the last host."""
-    os.environ["LOCAL_WORLD_SIZE"] = "1" if os.environ["RANK"] == "2" else "2"
-    return probe("cpu", (2, 4))
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1" if os.environ["RANK"] == "2" else "2"):
+        return probe("cpu", (2, 4))

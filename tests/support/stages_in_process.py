@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopart.capture import Captured, capture
+from autopart.capture import Captured
 from autopart.capture.batch import flatten
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Plan, Provenance, Stage, check
@@ -134,10 +134,3 @@ def _buffers(graph: Graph, plan: Plan, tensors: Sequence[Mapping[str, torch.Tens
 def inputs_of(captured: Captured, batch: Any) -> dict[str, torch.Tensor]:
     """The graph's inputs by name, for a batch of any form."""
     return dict(zip(captured.graph.inputs, flatten(batch).tensors, strict=True))
-
-
-def through_stages(model: nn.Module, batch: Any, bounds: Sequence[int]) -> Replayed:
-    """Capture a model that returns its loss and replay it cut before the given places of its ops."""
-    captured = capture(model, flatten(batch))
-    plan = plan_for(captured.graph, slices(captured.graph, bounds))
-    return replay(captured, plan, [inputs_of(captured, batch)])

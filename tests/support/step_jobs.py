@@ -1,7 +1,7 @@
 """Training steps that end-to-end tests run on every rank of a worker pool, each held against one process.
 
-The processes of a pool keep the captures of `compare`, so that tests of one model capture it once for each number of
-rows.  The other jobs go through the front door, `autopart.compile`, and capture anew.
+The processes of a pool keep their captures, so that all tests of one model capture it once for each number of rows.
+Jobs that are about the front door call `autopart.compile` themselves and capture anew.
 """
 
 from __future__ import annotations
@@ -34,26 +34,35 @@ def cluster() -> str:
     return f"cpu:{os.environ.get('WORLD_SIZE', '1')}"
 
 
-def compiled(case: Small, model: nn.Module, sample: Any, **options: Any) -> autopart.Pipe:
-    """A pipe over all ranks of the pool."""
-    options = {"costs": "analytic", "loss_fn": case.loss_fn, **options}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", autopart.CaptureWarning)
-        return autopart.compile(model, cluster(), sample=sample, **options)
-
-
-def compared(pipe: autopart.Pipe, loss: torch.Tensor, plain: torch.Tensor, model: nn.Module) -> Difference | None:
-    """Loss, gradients and buffers of a pipe against a plain model that was stepped; collective, told by rank 0."""
-    found, state = pipe.gradients(), pipe.state_dict()
-    return difference(loss.item(), found, state, Expected.of(plain, model)) if pipe.rank == 0 else None
-
-
 @functools.cache
 def _captures(name: str, dtype: torch.dtype) -> tuple[CaptureCache, dict[str, torch.Tensor]]:
     """The captures of a model, and its first weights."""
     case = EVERY[name]
     model = case.model(dtype=dtype)
     return CaptureCache(model, case.loss_fn), {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def fresh(name: str, dtype: torch.dtype = torch.float32) -> CaptureCache:
+    """The captures of a model that has its first weights again, no gradients, and trains."""
+    captures, first = _captures(name, dtype)
+    captures.model.load_state_dict(first)
+    captures.model.zero_grad()
+    captures.model.train()
+    return captures
+
+
+def compiled(captures: CaptureCache, case: Small | Case, sample: Any, **options: Any) -> Pipe:
+    """A pipe over all ranks of the pool, as `autopart.compile` makes it."""
+    read = read_options(**{"costs": "analytic", "loss_fn": case.loss_fn, **options})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", autopart.CaptureWarning)
+        return Pipe(captures, parse_cluster(cluster()), read, sample)
+
+
+def compared(pipe: autopart.Pipe, loss: torch.Tensor, plain: torch.Tensor, model: nn.Module) -> Difference | None:
+    """Loss, gradients and buffers of a pipe against a plain model that was stepped; collective, told by rank 0."""
+    found, state = pipe.gradients(), pipe.state_dict()
+    return difference(loss.item(), found, state, Expected.of(plain, model)) if pipe.rank == 0 else None
 
 
 @functools.cache
@@ -70,17 +79,9 @@ def compare(
     off the step was."""
     dtype = getattr(torch, dtype_name)
     case = EVERY[name]
-    captures, first = _captures(name, dtype)
-    captures.model.load_state_dict(first)
-    captures.model.zero_grad()
     batch = case.data(rows, dtype)
-    options = read_options(
-        stages=stages, schedule=schedule, micro_batches=micros, cuts=cuts, loss_fn=case.loss_fn, costs="analytic"
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", autopart.CaptureWarning)
-        pipe = Pipe(captures, parse_cluster(cluster()), options, batch)
-    with pipe:
+    options = {"stages": stages, "schedule": schedule, "micro_batches": micros, "cuts": cuts}
+    with compiled(fresh(name, dtype), case, batch, **options) as pipe:
         loss, ran = pipe.step(batch).item(), len(pipe.plan.stages)
         found, state = pipe.gradients(), pipe.state_dict()
     if pipe.rank != 0:
@@ -92,8 +93,9 @@ def compare(
 def accumulate(name: str, stages: int, schedule: str, micros: int, sizes: list[int]) -> Any:
     """Steps of different sizes without zeroing in between: the sum of all gradients, and the last loss."""
     case = ALL[name]
-    model, reference = case.model(), case.model()
-    pipe = compiled(case, model, case.batch(sizes[0]), stages=stages, schedule=schedule, micro_batches=micros)
+    reference = case.model()
+    options = {"stages": stages, "schedule": schedule, "micro_batches": micros}
+    pipe = compiled(fresh(name), case, case.batch(sizes[0]), **options)
     for rows in sizes:
         loss = pipe.step(case.batch(rows))
         expected = plain_step(case, reference, case.batch(rows), micros)
@@ -103,15 +105,15 @@ def accumulate(name: str, stages: int, schedule: str, micros: int, sizes: list[i
 def lengths(stages: int, shapes: list[tuple[int, int]]) -> Any:
     """Steps of the tied language model with batches of these (rows, length), one difference each."""
     case = ALL["tied"]
-    model, reference = case.model(), case.model()
+    captures, reference = fresh("tied"), case.model()
     found = []
     pipe = None
     for rows, length in shapes:
         batch = tokens(rows, length)
         if pipe is None:
-            pipe = compiled(case, model, batch, stages=stages, schedule="1f1b", micro_batches=2)
-        for m in (model, reference):
-            m.zero_grad()
+            pipe = compiled(captures, case, batch, stages=stages, schedule="1f1b", micro_batches=2)
+        for model in (captures.model, reference):
+            model.zero_grad()
         loss = pipe.step(batch)
         found.append(compared(pipe, loss, plain_step(case, reference, batch, 2), reference))
     return found
@@ -131,8 +133,7 @@ def warned(name: str) -> list[str]:
 def frozen_gradients(name: str) -> Any:
     """Names with a gradient after a step, and names that need one."""
     case = ALL[name]
-    model = case.model()
-    pipe = compiled(case, model, case.batch(8), micro_batches=2, stages=4)
+    pipe = compiled(fresh(name), case, case.batch(8), micro_batches=2, stages=4)
     pipe.step(case.batch(8))
     held = {n: (p.requires_grad, p.grad is not None) for n, p in pipe.named_parameters()}
     return held, set(pipe.gradients())

@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import autopart
 from support.one_process import gradient_error, gradients_of, plain_loss, plain_step
-from support.step_jobs import ALL, cluster, compared, compiled
+from support.step_jobs import ALL, cluster, compared, compiled, fresh
 from support.zoo import CASES
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}
@@ -27,9 +27,9 @@ def optimize(name: str, split: Any, schedule: str, steps: int, clip: float | Non
     split: a number of stages, or the modules at which stages begin.
     """
     case = ALL[name]
-    model, reference = case.model(), case.model()
+    reference = case.model()
     where = {"stages": split} if isinstance(split, int) else {"cuts": split}
-    pipe = compiled(case, model, case.batch(9), schedule=schedule, micro_batches=3, **where)
+    pipe = compiled(fresh(name), case, case.batch(9), schedule=schedule, micro_batches=3, **where)
     held = dict(pipe.named_parameters())
     mine = torch.optim.AdamW(held.values(), **ADAMW) if held else None  # a rank that idles has nothing to train
     theirs = torch.optim.AdamW(reference.parameters(), **ADAMW)
@@ -62,8 +62,8 @@ def optimize(name: str, split: Any, schedule: str, steps: int, clip: float | Non
 def clipped(name: str, kind: float) -> dict[str, Any]:
     """Gradients after clipping, and the norm before, against torch's."""
     case = ALL[name]
-    model, reference = case.model(), case.model()
-    pipe = compiled(case, model, case.batch(8), stages=4, micro_batches=2)
+    reference = case.model()
+    pipe = compiled(fresh(name), case, case.batch(8), stages=4, micro_batches=2)
     pipe.step(case.batch(8))
     plain_step(case, reference, case.batch(8), 2)
     small = clip_grad_norm_(reference.parameters(), 0.01, kind).item()
@@ -76,8 +76,8 @@ def clipped(name: str, kind: float) -> dict[str, Any]:
 def evaluated(name: str, stages: int) -> dict[str, Any]:
     """Train a step, then: evaluation loss against the plain model that loads the state; then train on."""
     case = ALL[name]
-    model, reference = case.model(), case.model()
-    pipe = compiled(case, model, case.batch(8), stages=stages, micro_batches=2)
+    captures, reference = fresh(name), case.model()
+    pipe = compiled(captures, case, case.batch(8), stages=stages, micro_batches=2)
     pipe.step(case.batch(8))
     reference.load_state_dict(pipe.state_dict(), strict=True)
     before = pipe.state_dict()
@@ -90,7 +90,7 @@ def evaluated(name: str, stages: int) -> dict[str, Any]:
     unchanged = all(torch.equal(after[n], before[n]) for n in before)
     unchanged &= all(g is None or torch.equal(g, gradients[n]) for n, g in kept.items())
     again = pipe.step(case.batch(8)).item()
-    return {"loss": (found, expected), "unchanged": unchanged, "again": again, "training": model.training}
+    return {"loss": (found, expected), "unchanged": unchanged, "again": again, "training": captures.model.training}
 
 
 def predicted(name: str) -> dict[str, Any]:
@@ -114,11 +114,11 @@ def predicted(name: str) -> dict[str, Any]:
 def reloaded(name: str) -> dict[str, Any]:
     """Load another state into a running pipe; a bad one first, which must change nothing."""
     case = ALL[name]
-    model, other = case.model(), case.model()
+    other = case.model()
     with torch.no_grad():
         for i, tensor in enumerate(other.state_dict().values()):
             tensor.add_(i + 1)
-    pipe = compiled(case, model, case.batch(8), stages=4, micro_batches=2)
+    pipe = compiled(fresh(name), case, case.batch(8), stages=4, micro_batches=2)
     before = pipe.state_dict()
     try:
         pipe.load_state_dict({**other.state_dict(), "no.such": torch.zeros(1)})
@@ -139,9 +139,8 @@ def reloaded(name: str) -> dict[str, Any]:
 def dropout(stages: int, schedule: str, seed: int, micros: int = 3) -> Any:
     """Losses of three steps on the same batch and the summed gradients."""
     case = ALL["dropped"]
-    model = case.model()
     options = {"stages": stages, "schedule": schedule, "micro_batches": micros, "seed": seed}
-    pipe = compiled(case, model, case.batch(9), **options)
+    pipe = compiled(fresh("dropped"), case, case.batch(9), **options)
     torch.manual_seed(int(os.environ.get("RANK", "0")))  # what the user does with the generator does not matter
     losses = [pipe.step(case.batch(9)).item() for _ in range(3)]
     drawn = torch.rand(1).item()
@@ -174,7 +173,7 @@ def reopened(name: str, times: int) -> list[float]:
     case = ALL[name]
     losses = []
     for i in range(times):
-        with compiled(case, case.model(), case.batch(8), stages=4 - i, micro_batches=2) as pipe:
+        with compiled(fresh(name), case, case.batch(8), stages=4 - i, micro_batches=2) as pipe:
             losses.append(pipe.step(case.batch(8)).item())
     return losses
 
@@ -182,19 +181,20 @@ def reopened(name: str, times: int) -> list[float]:
 def disagreeing(what: str) -> None:
     """Ranks that were given different things."""
     rank = int(os.environ["RANK"])
-    case = ALL["stack" if what != "model" or rank != 1 else "skips"]
-    pipe = compiled(case, case.model(), case.batch(8), stages=4, micro_batches=2)
+    name = "stack" if what != "model" or rank != 1 else "skips"
+    case = ALL[name]
+    pipe = compiled(fresh(name), case, case.batch(8), stages=4, micro_batches=2)
     pipe.step(case.batch(8 if what != "batch" or rank != 1 else 6))
 
 
 def different_weights() -> Any:
     """Every rank builds other weights: rank 0's are used."""
     case = ALL["stack"]
-    model = case.model()
+    captures = fresh("stack")
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in captures.model.parameters():
             parameter.add_(int(os.environ["RANK"]))
-    pipe = compiled(case, model, case.batch(8), stages=4, micro_batches=2)
+    pipe = compiled(captures, case, case.batch(8), stages=4, micro_batches=2)
     loss = pipe.step(case.batch(8))
     reference = case.model()
     return compared(pipe, loss, plain_step(case, reference, case.batch(8), 2), reference)

@@ -27,17 +27,32 @@ def _name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@pytest.mark.parametrize(("folder", "most"), [("passes", 10), ("autopart", 16)])
+def test_a_folder_shows_few_entries(folder, most):
+    shown = [entry.name for entry in (ROOT / folder).iterdir() if entry.name != "__pycache__"]
+    assert len(shown) <= most, sorted(shown)
+
+
 def test_the_import_contracts_are_kept():
     code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:]
 
 
-def test_every_module_has_its_place_in_the_layers():
-    layers = next(c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["type"] == "layers")["layers"]
-    placed = {name.strip() for layer in layers for name in re.split("[|:]", layer)}
-    rooms = {p.stem if p.suffix else p.name for p in (ROOT / "autopart").iterdir() if p.suffix == ".py" or p.is_dir()}
-    assert placed == {f"autopart.{room}" for room in rooms - {"__init__", "__pycache__"}}
+@pytest.mark.parametrize("package", ["autopart", "autopart.passes"])
+def test_every_module_has_its_place_in_the_layers(package):
+    contracts = PROJECT["tool"]["importlinter"]["contracts"]
+    placed = {
+        name.strip()
+        for contract in contracts
+        if contract["type"] == "layers"
+        for layer in contract["layers"]
+        for name in re.split("[|:]", layer)
+        if name.strip().rpartition(".")[0] == package
+    }
+    folder = ROOT / package.replace(".", "/")
+    rooms = {p.stem if p.suffix else p.name for p in folder.iterdir() if p.suffix == ".py" or p.is_dir()}
+    assert placed == {f"{package}.{room}" for room in rooms - {"__init__", "__pycache__"}}
 
 
 @pytest.mark.parametrize("path", CODE, ids=_name)

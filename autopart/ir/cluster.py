@@ -111,15 +111,14 @@ def check(cluster: Cluster) -> Cluster:
     if not cluster.devices:
         raise ClusterError("the cluster has no devices", fix='name at least one, for example "cpu:2"')
     for rank, device in enumerate(cluster.devices):
-        if device.kind not in ("cpu", "cuda"):
-            raise ClusterError(f"device {rank} is of unknown kind {device.kind!r}", fix='use "cpu" or "cuda"')
-        if min(device.memory_bytes, device.flops_per_s, device.mem_bytes_per_s) <= 0:
-            raise ClusterError(f"device {rank} has a rate or a memory that is not positive", where=repr(device))
-        if not device.name.isprintable() or len(device.name) > 100:
-            raise ClusterError(f"the name of device {rank} is not printable, or longer than 100", where=repr(device))
-        _check_rates(rank, device)
+        _check_device(rank, device)
     if len({d.kind for d in cluster.devices}) > 1:
         raise ClusterError("the cluster mixes cpu and cuda devices", fix="use one kind")
+    _check_levels(cluster)
+    return cluster
+
+
+def _check_levels(cluster: Cluster) -> None:
     if not cluster.levels:
         raise ClusterError("the cluster has no links", fix="give at least one level")
     size = 1
@@ -131,7 +130,16 @@ def check(cluster: Cluster) -> Cluster:
         size = level.size
     if size < cluster.world:
         raise ClusterError(f"the outermost level joins {size} devices of {cluster.world}")
-    return cluster
+
+
+def _check_device(rank: int, device: Device) -> None:
+    if device.kind not in ("cpu", "cuda"):
+        raise ClusterError(f"device {rank} is of unknown kind {device.kind!r}", fix='use "cpu" or "cuda"')
+    if min(device.memory_bytes, device.flops_per_s, device.mem_bytes_per_s) <= 0:
+        raise ClusterError(f"device {rank} has a rate or a memory that is not positive", where=repr(device))
+    if not device.name.isprintable() or len(device.name) > 100:
+        raise ClusterError(f"the name of device {rank} is not printable, or longer than 100", where=repr(device))
+    _check_rates(rank, device)
 
 
 def _check_rates(rank: int, device: Device) -> None:

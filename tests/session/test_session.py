@@ -8,10 +8,10 @@ from functools import cache
 import pytest
 import torch
 from support import session_jobs as jobs
-from support.jobs import ALL
+from support.failing_jobs import CASE as TROUBLED
+from support.failing_jobs import arm
+from support.step_jobs import ALL
 from support.training_jobs import relative
-from support.trouble import CASE as TROUBLED
-from support.trouble import arm
 
 import autopart
 from autopart.ir.errors import BatchError, CaptureError, PlanError, RunError, StageError, WorkerError

@@ -22,7 +22,8 @@ from autopart.ir.errors import AutopartError
 from autopart.runtime.rendezvous import launchers_store
 from autopart.runtime.tensors import broadcast_weights_if_different
 from autopart.runtime.world import World
-from support.jobs import ALL, compiled, plain_step
+from support.one_process import plain_step
+from support.step_jobs import ALL, compiled
 from support.training_jobs import relative
 
 ROWS = 8

@@ -51,12 +51,14 @@ def fresh(name: str, dtype: torch.dtype = torch.float32) -> CaptureCache:
     return captures
 
 
-def compiled(captures: CaptureCache, case: Small | Case, sample: Any, **options: Any) -> Pipe:
-    """A pipe over all ranks of the pool, as `autopart.compile` makes it."""
-    read = read_options(**{"costs": "analytic", "loss_fn": case.loss_fn, **options})
+def compiled(case: Small | Case, model: nn.Module | CaptureCache, sample: Any, **options: Any) -> Pipe:
+    """A pipe over all ranks of the pool: by `autopart.compile`, or the same from captures that are kept."""
+    options = {"costs": "analytic", "loss_fn": case.loss_fn, **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", autopart.CaptureWarning)
-        return Pipe(captures, parse_cluster(cluster()), read, sample)
+        if isinstance(model, nn.Module):
+            return autopart.compile(model, cluster(), sample=sample, **options)
+        return Pipe(model, parse_cluster(cluster()), read_options(**options), sample)
 
 
 def compared(pipe: autopart.Pipe, loss: torch.Tensor, plain: torch.Tensor, model: nn.Module) -> Difference | None:
@@ -81,7 +83,7 @@ def compare(
     case = EVERY[name]
     batch = case.data(rows, dtype)
     options = {"stages": stages, "schedule": schedule, "micro_batches": micros, "cuts": cuts}
-    with compiled(fresh(name, dtype), case, batch, **options) as pipe:
+    with compiled(case, fresh(name, dtype), batch, **options) as pipe:
         loss, ran = pipe.step(batch).item(), len(pipe.plan.stages)
         found, state = pipe.gradients(), pipe.state_dict()
     if pipe.rank != 0:
@@ -95,7 +97,7 @@ def accumulate(name: str, stages: int, schedule: str, micros: int, sizes: list[i
     case = ALL[name]
     reference = case.model()
     options = {"stages": stages, "schedule": schedule, "micro_batches": micros}
-    pipe = compiled(fresh(name), case, case.batch(sizes[0]), **options)
+    pipe = compiled(case, fresh(name), case.batch(sizes[0]), **options)
     for rows in sizes:
         loss = pipe.step(case.batch(rows))
         expected = plain_step(case, reference, case.batch(rows), micros)
@@ -111,7 +113,7 @@ def lengths(stages: int, shapes: list[tuple[int, int]]) -> Any:
     for rows, length in shapes:
         batch = tokens(rows, length)
         if pipe is None:
-            pipe = compiled(captures, case, batch, stages=stages, schedule="1f1b", micro_batches=2)
+            pipe = compiled(case, captures, batch, stages=stages, schedule="1f1b", micro_batches=2)
         for model in (captures.model, reference):
             model.zero_grad()
         loss = pipe.step(batch)
@@ -133,7 +135,7 @@ def warned(name: str) -> list[str]:
 def frozen_gradients(name: str) -> Any:
     """Names with a gradient after a step, and names that need one."""
     case = ALL[name]
-    pipe = compiled(fresh(name), case, case.batch(8), micro_batches=2, stages=4)
+    pipe = compiled(case, fresh(name), case.batch(8), micro_batches=2, stages=4)
     pipe.step(case.batch(8))
     held = {n: (p.requires_grad, p.grad is not None) for n, p in pipe.named_parameters()}
     return held, set(pipe.gradients())

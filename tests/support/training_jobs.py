@@ -29,7 +29,7 @@ def optimize(name: str, split: Any, schedule: str, steps: int, clip: float | Non
     case = ALL[name]
     reference = case.model()
     where = {"stages": split} if isinstance(split, int) else {"cuts": split}
-    pipe = compiled(fresh(name), case, case.batch(9), schedule=schedule, micro_batches=3, **where)
+    pipe = compiled(case, fresh(name), case.batch(9), schedule=schedule, micro_batches=3, **where)
     held = dict(pipe.named_parameters())
     mine = torch.optim.AdamW(held.values(), **ADAMW) if held else None  # a rank that idles has nothing to train
     theirs = torch.optim.AdamW(reference.parameters(), **ADAMW)
@@ -63,7 +63,7 @@ def clipped(name: str, kind: float) -> dict[str, Any]:
     """Gradients after clipping, and the norm before, against torch's."""
     case = ALL[name]
     reference = case.model()
-    pipe = compiled(fresh(name), case, case.batch(8), stages=4, micro_batches=2)
+    pipe = compiled(case, fresh(name), case.batch(8), stages=4, micro_batches=2)
     pipe.step(case.batch(8))
     plain_step(case, reference, case.batch(8), 2)
     small = clip_grad_norm_(reference.parameters(), 0.01, kind).item()
@@ -77,7 +77,7 @@ def evaluated(name: str, stages: int) -> dict[str, Any]:
     """Train a step, then: evaluation loss against the plain model that loads the state; then train on."""
     case = ALL[name]
     captures, reference = fresh(name), case.model()
-    pipe = compiled(captures, case, case.batch(8), stages=stages, micro_batches=2)
+    pipe = compiled(case, captures, case.batch(8), stages=stages, micro_batches=2)
     pipe.step(case.batch(8))
     reference.load_state_dict(pipe.state_dict(), strict=True)
     before = pipe.state_dict()
@@ -118,7 +118,7 @@ def reloaded(name: str) -> dict[str, Any]:
     with torch.no_grad():
         for i, tensor in enumerate(other.state_dict().values()):
             tensor.add_(i + 1)
-    pipe = compiled(fresh(name), case, case.batch(8), stages=4, micro_batches=2)
+    pipe = compiled(case, fresh(name), case.batch(8), stages=4, micro_batches=2)
     before = pipe.state_dict()
     try:
         pipe.load_state_dict({**other.state_dict(), "no.such": torch.zeros(1)})
@@ -140,7 +140,7 @@ def dropout(stages: int, schedule: str, seed: int, micros: int = 3) -> Any:
     """Losses of three steps on the same batch and the summed gradients."""
     case = ALL["dropped"]
     options = {"stages": stages, "schedule": schedule, "micro_batches": micros, "seed": seed}
-    pipe = compiled(fresh("dropped"), case, case.batch(9), **options)
+    pipe = compiled(case, fresh("dropped"), case.batch(9), **options)
     torch.manual_seed(int(os.environ.get("RANK", "0")))  # what the user does with the generator does not matter
     losses = [pipe.step(case.batch(9)).item() for _ in range(3)]
     drawn = torch.rand(1).item()
@@ -173,7 +173,7 @@ def reopened(name: str, times: int) -> list[float]:
     case = ALL[name]
     losses = []
     for i in range(times):
-        with compiled(fresh(name), case, case.batch(8), stages=4 - i, micro_batches=2) as pipe:
+        with compiled(case, fresh(name), case.batch(8), stages=4 - i, micro_batches=2) as pipe:
             losses.append(pipe.step(case.batch(8)).item())
     return losses
 
@@ -183,7 +183,7 @@ def disagreeing(what: str) -> None:
     rank = int(os.environ["RANK"])
     name = "stack" if what != "model" or rank != 1 else "skips"
     case = ALL[name]
-    pipe = compiled(fresh(name), case, case.batch(8), stages=4, micro_batches=2)
+    pipe = compiled(case, fresh(name), case.batch(8), stages=4, micro_batches=2)
     pipe.step(case.batch(8 if what != "batch" or rank != 1 else 6))
 
 
@@ -194,7 +194,7 @@ def different_weights() -> Any:
     with torch.no_grad():
         for parameter in captures.model.parameters():
             parameter.add_(int(os.environ["RANK"]))
-    pipe = compiled(captures, case, case.batch(8), stages=4, micro_batches=2)
+    pipe = compiled(case, captures, case.batch(8), stages=4, micro_batches=2)
     loss = pipe.step(case.batch(8))
     reference = case.model()
     return compared(pipe, loss, plain_step(case, reference, case.batch(8), 2), reference)

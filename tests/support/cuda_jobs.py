@@ -23,8 +23,8 @@ def train_on_cuda(name: str, stages: int, schedule: str, micros: int, rows: int)
     options = {"stages": stages, "schedule": schedule, "micro_batches": micros, "costs": "analytic"}
     with autopart.compile(case.model(), f"cuda:{stages}", sample=batch, loss_fn=case.loss_fn, **options) as pipe:
         losses = [pipe.step(batch).item() for _ in range(2)]
-        gradients, state = pipe.gradients(), pipe.state_dict()
-    if pipe.rank != 0:
+        gradients, state, leads = pipe.gradients(), pipe.state_dict(), pipe.rank == 0
+    if not leads:
         return losses, None
     reference = case.model().cuda()
     plain = [plain_step(case, reference, moved(batch, "cuda"), micros) for _ in range(2)]

@@ -138,12 +138,6 @@ def test_pipes_can_be_closed_and_made_again(workers):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) == pytest.approx(losses[2], rel=1e-5)
 
 
-def test_a_process_group_that_a_pipe_closed_is_opened_anew():
-    """Under other keys: those of the old group lead to addresses where nobody listens."""
-    losses = autopart.launch(reopened, "cpu:4", "stack", 2, timeout=120)[0]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [("model", PlanError, "different models"), ("batch", BatchError, "shapes")],

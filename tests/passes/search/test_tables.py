@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from support.graphs import cluster, graph
-from support.planner import FASTEST, SYNCHRONOUS, Kind, Problem, problem, problems
+from support.planner_oracle import FASTEST, SYNCHRONOUS, Kind, Problem, problem, problems
 
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.plan import Decision, Estimate, Stage

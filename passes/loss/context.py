@@ -1,85 +1,119 @@
-"""One op as the rules of the loss analysis see it: its arguments at two numbers of rows, and the kinds so far."""
+"""One op as the rules of the loss analysis see it: its arguments at two numbers of rows, and the placements so far."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 
 from autopart.ir.graph import Literal, Op, Param, Value
-from autopart.passes.loss.placement import (
-    CONSTANT,
-    INDEX,
-    PARTIAL,
-    REPLICATE,
-    SHARD,
-    Placement,
-    coupled,
-    same_outer,
-    unproven,
-)
-from autopart.passes.ops.table import op_name
+from autopart.passes.loss.placement import CONSTANT, REPLICATE, Placement, coupled
+from autopart.passes.ops.flops import operands
+from autopart.passes.ops.letters import Letters, letters
+from autopart.passes.ops.row import OpRow
+from autopart.passes.ops.table import op_name, row_of
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class OpContext:
-    """op and twin: the op in both captures, of `rows` and `twin_rows` rows.  kinds: of all values written so far."""
+    """op and other_op: the op in both captures, of `rows` and `other_rows` rows; values and other_values likewise.
+    placements: of all values written so far."""
 
     op: Op
-    twin: Op
+    other_op: Op
     rows: int
-    twin_rows: int
+    other_rows: int
     values: Mapping[str, Value]
-    twins: Mapping[str, Value]
+    other_values: Mapping[str, Value]
     params: Mapping[str, Param]
-    kinds: Mapping[str, Placement]
+    placements: Mapping[str, Placement]
 
     @property
     def name(self) -> str:
         """The op's own name."""
         return op_name(self.op.target)
 
+    @property
+    def row(self) -> OpRow:
+        """The op's row of the table."""
+        return row_of(self.op.target)
+
+    @property
+    def out(self) -> Value:
+        """The first result."""
+        return self.values[self.op.writes[0]]
+
+    def letters(self) -> Letters | None:
+        """Names of the axes of its operands and results, where they are known."""
+        shapes = [self.shape(ref) for ref in self.tensors()]
+        return letters(self.row, dict(self.op.attrs), shapes, self.out.shape)
+
     def arg(self, key: str, default: Literal = None) -> Literal:
         """An argument by its name."""
         return next((value for name, value in self.op.attrs if name == key), default)
 
-    def twin_arg(self, key: str, default: Literal = None) -> Literal:
+    def other_arg(self, key: str, default: Literal = None) -> Literal:
         """The same argument in the other capture."""
-        return next((value for name, value in self.twin.attrs if name == key), default)
+        return next((value for name, value in self.other_op.attrs if name == key), default)
+
+    def differs(self, key: str) -> bool:
+        """True when an argument is another one at the other number of rows."""
+        return self.arg(key) != self.other_arg(key)
 
     def number(self, key: str, default: int) -> int:
         """An argument that is an int."""
         value = self.arg(key, default)
         return value if isinstance(value, int) else default
 
+    def axis(self, key: str, ndim: int, default: int = 0) -> int:
+        """An argument that names an axis, counted from the left."""
+        axis = self.number(key, default)
+        return axis + ndim if axis < 0 else axis
+
     def is_tensor(self, ref: Literal) -> bool:
         """True for "%name"."""
         return isinstance(ref, str) and ref.startswith("%")
 
-    def kind(self, ref: Literal) -> Placement:
-        """Kind of an operand given as "%name"; plain literals and parameters are constants."""
-        if isinstance(ref, str) and ref.startswith("%"):
-            return self.kinds.get(ref[1:], CONSTANT)
-        return CONSTANT
+    def tensors(self) -> list[str]:
+        """Every tensor argument, "%name", in order; those in lists too."""
+        return operands(self.op)
 
-    def argument_kind(self, key: str) -> Placement:
-        """Kind of an argument: of its tensor, or of a number, which may change with the number of rows."""
+    def first(self) -> tuple[str, Placement]:
+        """The first tensor argument and its placement."""
+        ref = self.tensors()[0]
+        return ref, self.placement(ref)
+
+    def placement(self, ref: Literal) -> Placement:
+        """Placement of a tensor argument.  Running statistics of a norm that uses those of its input are written, not
+        read: they count as constants."""
+        if not isinstance(ref, str) or self.is_statistic(ref):
+            return CONSTANT
+        return self.placements.get(ref[1:], CONSTANT)
+
+    def is_statistic(self, ref: str) -> bool:
+        """True for running statistics that the op does not read."""
+        own = self.arg("training") is True or self.arg("use_input_stats") is True
+        return own and ref in (self.arg("running_mean"), self.arg("running_var"))
+
+    def argument(self, key: str) -> Placement:
+        """Placement of an argument by its name; a number may change with a power of the number of rows."""
         ref = self.arg(key)
-        return self.kind(ref) if self.is_tensor(ref) else Placement(REPLICATE, self.growth(ref, self.twin_arg(key)))
+        if self.is_tensor(ref):
+            return self.placement(ref)
+        return Placement(REPLICATE, self.growth(ref, self.other_arg(key)))
 
     def growth(self, mine: Literal, theirs: Literal) -> int:
         """The power of R that a number grows with, from its values in both captures."""
         if mine == theirs:
             return 0
         if isinstance(mine, (int, float)) and isinstance(theirs, (int, float)) and mine and theirs:
-            ratio, step = mine / theirs, self.rows / self.twin_rows
+            ratio, step = mine / theirs, self.rows / self.other_rows
             for power in (1, -1, 2, -2):
                 if math.isclose(ratio, step**power, rel_tol=1e-9):
                     return power
-        raise coupled(f"the number {mine!r} in the program is {theirs!r} at {self.twin_rows} rows")
+        raise coupled(f"the number {mine!r} in the program is {theirs!r} at {self.other_rows} rows")
 
     def shape(self, ref: Literal) -> Shape:
         """Shape of an operand given as "%name"; () for a number."""
@@ -93,74 +127,3 @@ class OpContext:
         assert isinstance(ref, str)
         name = ref[1:]
         return self.values[name].dtype if name in self.values else self.params[name].dtype
-
-    def tensors(self) -> list[str]:
-        """Every tensor argument, "%name", in order; those in lists too."""
-        found: list[str] = []
-        for _, value in self.op.attrs:
-            for item in value if isinstance(value, tuple) else (value,):
-                if isinstance(item, str) and item.startswith("%"):
-                    found.append(item)
-        return found
-
-    @property
-    def out(self) -> Value:
-        """The first result."""
-        return self.values[self.op.writes[0]]
-
-    def differs(self, key: str) -> bool:
-        """True when an argument is another one at the other number of rows."""
-        return self.arg(key) != self.twin_arg(key)
-
-
-def aligned(operands: list[tuple[Placement, int]], out_ndim: int) -> tuple[int, int]:
-    """Axis and layout of the rows in the result of broadcasting; operands: kinds with their numbers of axes.
-
-    Raises when the rows of two operands do not lie along the same axis.
-    """
-    rows = [(kind, kind.axis - ndim + out_ndim) for kind, ndim in operands if kind.tag == SHARD]
-    axes = {axis for _, axis in rows}
-    if len(axes) != 1:
-        raise coupled("it combines every row of the batch with every other")
-    return axes.pop(), same_outer([kind for kind, _ in rows])
-
-
-def rows_of(kind: Placement, axis: int, outer: int | None = None) -> Placement:
-    """`kind` along another axis."""
-    return Placement(SHARD, kind.scale, kind.count, axis, kind.outer if outer is None else outer)
-
-
-def positive(axis: int, ndim: int) -> int:
-    """An axis counted from the left."""
-    return axis + ndim if axis < 0 else axis
-
-
-def ints(value: Literal) -> tuple[int, ...]:
-    """One int or several, as a tuple."""
-    if isinstance(value, int):
-        return (value,)
-    return tuple(v for v in value if isinstance(v, int)) if isinstance(value, tuple) else ()
-
-
-def fits(kind: Placement, value: Value, twin: Value, rows: int, twin_rows: int) -> bool:
-    """True when a derived kind agrees with the shapes of both captures: a cross-check of every rule."""
-    if kind.tag in (SHARD, INDEX):
-        if value.rows_axis != kind.axis:
-            return False
-        block = Fraction(value.shape[kind.axis], rows * max(1, kind.outer))
-        other = Fraction(twin.shape[kind.axis], twin_rows * max(1, kind.outer))
-        return block == other and block.denominator == 1
-    if kind.tag in (REPLICATE, PARTIAL):
-        return value.shape == twin.shape
-    return True
-
-
-def contains_rows(kinds: list[Placement]) -> bool:
-    """True when any is along the rows."""
-    return any(k.tag == SHARD for k in kinds)
-
-
-def not_index(kinds: list[Placement]) -> None:
-    """Raise when an operand counts rows."""
-    if any(k.tag == INDEX for k in kinds):
-        raise unproven("it computes with the number of the row in the micro-batch")

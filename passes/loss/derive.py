@@ -1,9 +1,8 @@
 """How the losses of micro-batches combine to the loss of the whole batch, derived from the graph; or a refusal.
 
-A dataflow analysis: every value gets a kind (`kinds`), op by op in topological order, from rules about single ops
-(`loss_views`: what moves elements; `loss_math`, `loss_products`: what computes; `loss_terms`: loss functions).  Two
-captures of the model at different numbers of rows are read side by side, so that every shape and every number in the
-program that depends on the batch size is seen; each derived kind is checked against both shapes.
+Every value gets a placement (`analysis`, `placement`) from rules about single ops: what follows from their letters in
+the table of ops (`letter_rules`), and code for what letters do not tell: what moves elements (`move_rules`,
+`index_rules`), loss functions (`term_rules`) and counts (`masks`).
 
 What it relies on.  Random ops draw per micro-batch: the reference with dropout is the same program on the same
 micro-batches.  Batch norm in training mode: the reference is the plain model on the same micro-batches.  A number that
@@ -17,34 +16,14 @@ Where the rules do not know an op they say so, and a numeric test (`capture.prob
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from autopart.ir.errors import CoupledLossError, LossError, UsageError
 from autopart.ir.gc_pause import gc_paused
-from autopart.ir.graph import Graph, LossReduction, Op, Value
-from autopart.passes.loss.context import OpContext, fits
-from autopart.passes.loss.masks import Masks
-from autopart.passes.loss.math_rules import MATH_RULES, is_statistic, reduce_other
-from autopart.passes.loss.placement import (
-    CONSTANT,
-    COUPLED,
-    PARTIAL,
-    REPLICATE,
-    SHARD,
-    UNPROVEN,
-    Count,
-    Placement,
-    RuleExit,
-)
-from autopart.passes.loss.product_rules import PRODUCT_RULES
-from autopart.passes.loss.term_rules import TERM_RULES
-from autopart.passes.loss.view_rules import VIEW_RULES, broadcast_tensors, is_zero
-from autopart.passes.ops.row import CREATION, POINTWISE, REDUCTION
-from autopart.passes.ops.table import FAMILY, family, op_name
+from autopart.ir.graph import Graph, LossReduction, Op
+from autopart.passes.loss.analysis import Analysis
+from autopart.passes.loss.placement import CONSTANT, COUPLED, PARTIAL, REPLICATE, UNPROVEN, Count, Placement
+from autopart.passes.ops.table import op_name
 
-RULES = {**MATH_RULES, **PRODUCT_RULES, **TERM_RULES, **VIEW_RULES, "broadcast_tensors": broadcast_tensors}
-_SIZES = {"size", "shape", "repeats", "end", "start", "length", "split_size", "split_sizes", "sizes", "dims"}
-"""Arguments that are sizes: where they change with the rows, so does a shape, and shapes are checked."""
 _ONE = "use micro_batches=1, or write the loss as a mean or a sum over rows, or over tokens"
 
 
@@ -52,7 +31,7 @@ class UnprovenRows(Exception):
     """The rules cannot tell whether some values keep the rows of the batch apart.
 
     names: values to test numerically (and lifted constants to compare between the captures); values that pass go into
-    `proven` of the next `weigh`.  where: the first op that no rule knows.  refusal: what to raise when the test fails.
+    `proven` of the next call.  where: the first op that no rule knows.  refusal: what to raise when the test fails.
     """
 
     def __init__(self, names: frozenset[str], where: str, why: str) -> None:
@@ -89,41 +68,41 @@ def derive_loss_weight(
     best = analysis(constants.union(v.name for v in graph.values))[loss]
     if best.tag == COUPLED:  # whatever a test may show
         raise _refusal(graph, best.op, best.why)
-    kinds = analysis(proven | constants)
-    kind = kinds[loss]
-    if kind.tag == UNPROVEN:
-        names = _to_test(graph, kinds, loss)
+    placements = analysis(proven | constants)
+    found = placements[loss]
+    if found.tag == UNPROVEN:
+        names = _to_test(graph, placements, loss)
         if not names and stated in _STATED:
             return _STATED[stated]
-        raise UnprovenRows(names | _open_constants(graph, analysis(proven)), _where(graph, kind.op), kind.why)
-    if kind.tag == COUPLED:
-        raise _refusal(graph, kind.op, kind.why)
-    if kind.tag not in (REPLICATE, PARTIAL):
+        raise UnprovenRows(names | _open_constants(graph, analysis(proven)), _where(graph, found.op), found.why)
+    if found.tag == COUPLED:
+        raise _refusal(graph, found.op, found.why)
+    if found.tag not in (REPLICATE, PARTIAL):
         raise LossError("the loss is one number per row, not one number", where=_where(graph, graph.writer()[loss]))
     strictly = analysis(proven)
     strict = strictly[loss]
     if strict.tag == UNPROVEN:
         raise UnprovenRows(_open_constants(graph, strictly), _where(graph, strict.op), strict.why)
-    return agree(_weight(graph, kind, loss), stated)
+    return agree(_weight(graph, found, loss), stated)
 
 
 _STATED = {"mean": LossReduction("rows"), "sum": LossReduction("sum")}
 
 
-def _weight(graph: Graph, kind: Placement, loss: str) -> LossReduction:
+def _weight(graph: Graph, found: Placement, loss: str) -> LossReduction:
     writer = graph.writer()[loss]
-    if kind.tag == REPLICATE and kind.plain:
+    if found.tag == REPLICATE and found.plain:
         return LossReduction("any")
-    if kind.tag == PARTIAL and kind.plain:
+    if found.tag == PARTIAL and found.plain:
         return LossReduction("sum")
-    if kind.tag == PARTIAL and kind.count is None and kind.scale == -1:
+    if found.tag == PARTIAL and found.factor == (-1, None):
         return LossReduction("rows")
-    if kind.tag != PARTIAL or kind.count is None or kind.scale:
+    if found.tag != PARTIAL or found.count is None or found.scale:
         raise _refusal(graph, writer, "the loss depends on how many rows the batch has, not as a mean or a sum does")
-    reason = count_problem(graph, kind.count)
+    reason = count_problem(graph, found.count)
     if reason:
         raise _refusal(graph, writer, reason)
-    return LossReduction("tokens", kind.count.value, kind.count.ignore)
+    return LossReduction("tokens", found.count.value, found.count.ignore)
 
 
 def agree(weight: LossReduction, stated: str | None) -> LossReduction:
@@ -157,143 +136,26 @@ def count_problem(graph: Graph, count: Count) -> str:
     return ""
 
 
-def analyse(graph: Graph, other: Graph, proven: frozenset[str] = frozenset()) -> dict[str, Placement]:
-    """The kind of every value.  O(ops)."""
-    return Analysis(graph, other)(proven)
-
-
-class Analysis:
-    """`analyse` of one model under several sets of what is proven: an op is looked at again only where the kinds of its
-    operands are others than the last time."""
-
-    def __init__(self, graph: Graph, other: Graph) -> None:
-        """O(ops)."""
-        self.graph, self.other = graph, other
-        self._values, self._twins, self._params = graph.value_map(), other.value_map(), graph.param_map()
-        self._masks = Masks()
-        for op in graph.ops:
-            self._masks.see(op, self._values)
-        self._given: dict[str, Placement] = {}
-        for name in graph.inputs:
-            axis = self._values[name].rows_axis
-            self._given[name] = CONSTANT if axis is None else Placement(SHARD, axis=axis, outer=1)
-        for param in graph.params:
-            if param.kind == "constant" and param.size_bytes:
-                why = "a constant may hold a number that depends on the batch size"
-                self._given[param.name] = Placement(UNPROVEN, why=why)
-        for buffer, _ in graph.updates:
-            why = f"it reads buffer {buffer}, which every micro-batch changes for the next"
-            self._given[buffer] = Placement(COUPLED, why=why)
-        self._constants = {p.name for p in graph.params if p.kind == "constant"} - {b for b, _ in graph.updates}
-        self._last: list[tuple[list[Placement], list[Placement]]] = [([], [])] * len(graph.ops)
-
-    def __call__(self, proven: frozenset[str]) -> dict[str, Placement]:
-        """The kind of every value.  proven: see `weigh`."""
-        settled = self._constants & proven
-        kinds = {name: kind for name, kind in self._given.items() if name not in settled}
-        for place, (op, twin) in enumerate(zip(self.graph.ops, self.other.ops, strict=True)):
-            site = OpContext(op, twin, self.graph.rows, self.other.rows, self._values, self._twins, self._params, kinds)
-            found = _masked_mean(site, self._masks) or self._kinds_of(place, site)
-            for written, kind in zip(op.writes, found, strict=True):
-                kinds[written] = _settled(site, written, kind, proven)
-        return kinds
-
-    def _kinds_of(self, place: int, site: OpContext) -> list[Placement]:
-        operands = [site.kinds.get(name, CONSTANT) for name in site.op.reads + site.op.params]
-        before, found = self._last[place]
-        if not found or before != operands:
-            found = _kinds_of(site)
-            self._last[place] = operands, found
-        return found
-
-
-def _settled(site: OpContext, name: str, kind: Placement, proven: frozenset[str]) -> Placement:
-    value, twin = site.values[name], site.twins[name]
-    if kind.tag not in (UNPROVEN, COUPLED) and not fits(kind, value, twin, site.rows, site.twin_rows):
-        kind = Placement(UNPROVEN, why="its shape does not follow the rule for this op")
-    if kind.tag == UNPROVEN and not kind.gated and name in proven and value.rows_axis is not None:
-        return Placement(SHARD, axis=value.rows_axis, outer=1)
-    if kind.tag not in (UNPROVEN, COUPLED):
-        return kind
-    return replace(kind, op=kind.op or site.op.name, gated=kind.gated or value.dtype == "bool")
-
-
-def _masked_mean(site: OpContext, masks: Masks) -> list[Placement] | None:
-    """x / count.clamp(min=1) where x vanishes when the count does (`masks`), else None."""
-    above, below = site.arg("self"), site.arg("other")
-    if site.name != "div" or site.arg("rounding_mode") is not None:
-        return None
-    if not isinstance(above, str) or not isinstance(below, str):
-        return None
-    kind, count = site.kind(above), masks.count_behind(above[1:], below[1:])
-    if (
-        count is None
-        or kind.tag not in (PARTIAL, SHARD)
-        or not kind.plain
-        or site.kinds[count] != Placement(PARTIAL, witness=site.kinds[count].witness)
-    ):
-        return None
-    return [Placement(kind.tag, 0, Count(count), kind.axis, kind.outer)]
-
-
-def _kinds_of(site: OpContext) -> list[Placement]:
-    """Kinds of the results of one op."""
-    count = len(site.op.writes)
-    operands = [site.kind(ref) for ref in site.tensors() if not is_statistic(site, ref)]
-    created = FAMILY.get(site.name) == CREATION
-    if not created:
-        worst = [k for tag in (COUPLED, UNPROVEN) for k in operands if k.tag == tag]
-        if worst:
-            return [replace(worst[0], gated=any(k.gated for k in worst))] * count
-    if any(_growing_axes(site.values[w], site.twins[w]) > 1 for w in site.op.writes):
-        return [Placement(COUPLED, why="it combines every row of the batch with every other")] * count
-    try:
-        found = _apply(site, operands)
-    except RuleExit as verdict:
-        found = verdict.kind
-    return found if isinstance(found, list) else [found] * count
-
-
-def _apply(site: OpContext, operands: list[Placement]) -> Placement | list[Placement]:
-    changing = {key for key, _ in site.op.attrs if site.differs(key)}
-    fixed = all(k.tag == REPLICATE and k.plain for k in operands)
-    if fixed and not changing and all(site.values[w].rows_axis is None for w in site.op.writes):
-        return Placement(REPLICATE, zero=is_zero(site))
-    rule = RULES.get(site.name)
-    if site.name in ("max", "min") and family(site.op.target) == REDUCTION:
-        rule = reduce_other
-    numeric = FAMILY.get(site.name) in (POINTWISE, CREATION)
-    if rule is not None and (numeric or changing <= _SIZES):
-        return rule(site)
-    if rule is not None:
-        return Placement(COUPLED, why=f"its argument {min(changing - _SIZES)} changes with the size of the batch")
-    return Placement(UNPROVEN, why="no rule says how it treats the rows of the batch")
-
-
-def _growing_axes(value: Value, twin: Value) -> int:
-    return sum(a != b for a, b in zip(value.shape, twin.shape, strict=True))
-
-
-def _open_constants(graph: Graph, kinds: dict[str, Placement]) -> frozenset[str]:
+def _open_constants(graph: Graph, placements: dict[str, Placement]) -> frozenset[str]:
     """Lifted constants that matter to the loss and are not known to be equal in both captures."""
-    found = _unproven_sources(graph, kinds, graph.outputs[0])
+    found = _unproven_sources(graph, placements, graph.outputs[0])
     return found & {p.name for p in graph.params}
 
 
-def _to_test(graph: Graph, kinds: dict[str, Placement], loss: str) -> frozenset[str]:
+def _to_test(graph: Graph, placements: dict[str, Placement], loss: str) -> frozenset[str]:
     """Unproven values along the rows that the loss depends on through unproven values only."""
     axes = {v.name: v.rows_axis for v in graph.values}
-    found = _unproven_sources(graph, kinds, loss)
-    return frozenset(name for name in found if axes.get(name) is not None and not kinds[name].gated)
+    found = _unproven_sources(graph, placements, loss)
+    return frozenset(name for name in found if axes.get(name) is not None and not placements[name].gated)
 
 
-def _unproven_sources(graph: Graph, kinds: dict[str, Placement], loss: str) -> frozenset[str]:
+def _unproven_sources(graph: Graph, placements: dict[str, Placement], loss: str) -> frozenset[str]:
     """Unproven values and constants that the loss depends on through unproven ones only.  O(reads)."""
     ops = {w: op for op in graph.ops for w in op.writes}
     queue, seen = [loss], set[str]()
     while queue:
         name = queue.pop()
-        if name in seen or kinds.get(name, CONSTANT).tag != UNPROVEN:
+        if name in seen or placements.get(name, CONSTANT).tag != UNPROVEN:
             continue
         seen.add(name)
         op = ops.get(name)
@@ -321,6 +183,3 @@ def _where(graph: Graph, name: str) -> str:
         f"at {op.where}" if op.where else "",
     )
     return " ".join(part for part in parts if part)
-
-
-__all__ = ["UnprovenRows", "agree", "analyse", "count_problem", "derive_loss_weight"]

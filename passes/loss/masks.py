@@ -15,11 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopart.ir.graph import Literal, Op, Value
-from autopart.passes.ops.table import op_name
+from autopart.passes.ops.row import OpRow
+from autopart.passes.ops.table import op_name, row_of
 
-_SAME = frozenset("""clone contiguous _to_copy to type_as detach alias reshape view unsqueeze squeeze expand expand_as
-    transpose permute t mT flatten unflatten""".split())  # fmt: skip  # noqa: SIM905
-_LINEAR = _SAME | {"sum", "mean", "neg", "div", "slice", "select"}
 _FLOORS = {"clamp", "clamp_min"}
 
 
@@ -40,24 +38,24 @@ class Masks:
 
     def see(self, op: Op, values: Mapping[str, Value]) -> None:
         """Learn about the results of an op; ops come in order."""
-        name, attrs = op_name(op.target), dict(op.attrs)
+        name, row, attrs = op_name(op.target), row_of(op.target), dict(op.attrs)
         refs = [value[1:] for _, value in op.attrs if isinstance(value, str) and value.startswith("%")]
         first = refs[0] if refs else ""
         for place, written in enumerate(op.writes):
-            same = name in _SAME and not _loses(values, first, written)
+            same = row.same_elements and not _loses(values, first, written)
             self.number[written] = self.of(first) if same else self._fresh(op, place)
             if values[written].dtype == "bool":
                 self.flags.add(self.number[written])
-            self.vanishes[written] = self._vanishing(name, attrs, refs)
+            self.vanishes[written] = self._vanishing(row, attrs, refs)
         if first in values and values[first].dtype == "bool":
             self.flags.add(self.of(first))
         if name == "sum" and first and not values[op.writes[0]].shape and self.of(first) in self.flags:
             self.counts[op.writes[0]] = self.of(first)
         if name in _FLOORS and first in self.counts and _floor(attrs) and not op.random:
             self.floors[op.writes[0]] = (first, self.counts[first])
-        elif name in _SAME and first in self.counts:
+        elif row.same_elements and first in self.counts:
             self.counts[op.writes[0]] = self.counts[first]
-        elif name in _SAME and first in self.floors:
+        elif row.same_elements and first in self.floors:
             self.floors[op.writes[0]] = self.floors[first]
 
     def of(self, name: str) -> str:
@@ -80,11 +78,12 @@ class Masks:
             return tuple(map(self._numbered, value))
         return "%" + self.of(value[1:]) if isinstance(value, str) and value.startswith("%") else value
 
-    def _vanishing(self, name: str, attrs: Mapping[str, Literal], refs: list[str]) -> frozenset[str]:
+    def _vanishing(self, row: OpRow, attrs: Mapping[str, Literal], refs: list[str]) -> frozenset[str]:
         nothing: frozenset[str] = frozenset()
-        if name == "mul":
+        name = row.name
+        if row.linear == "product" and "+" not in row.axes:
             return nothing.union(*(self.vanishes.get(r, nothing) | {self.of(r)} for r in refs))
-        if name in _LINEAR and refs:
+        if refs and (row.linear in ("each", "mean") or row.same_elements or name == "div"):
             return self.vanishes.get(refs[0], nothing)
         if name == "where" and attrs.get("other") == 0 and refs:
             return nothing | {self.of(refs[0])}

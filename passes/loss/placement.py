@@ -2,21 +2,22 @@
 
 R is the number of rows of the (micro-)batch.  With f = R^-scale, times `count` where one is given, the value v is
 
-    CONST      f*v is the same for every micro-batch (a parameter, a mask, a number in the program)
-    ROWS       f*v of a micro-batch is a slice of f*v of the whole batch, along `axis`
-    ADD        f*v of the whole batch is the sum of those of the micro-batches
+    REPLICATE  f*v is the same for every micro-batch (a parameter, a mask, a number in the program)
+    SHARD      f*v of a micro-batch is a slice of f*v of the whole batch, along `axis`
+    PARTIAL    f*v of the whole batch is the sum of those of the micro-batches
     INDEX      v holds the number of the row, counted from the start of the micro-batch
-    UNPROVEN   an op that the rules do not know; a numeric test may show that the value is ROWS
+    UNPROVEN   an op that the rules do not know; a numeric test may show that the value is SHARD
     COUPLED    it depends on rows of other micro-batches, or on how many there are, in no way that can be undone
 
-So a sum over rows is ADD with scale 0; a mean over rows is ADD with scale -1 (R*v adds up); a token mean is ADD with
-the count of tokens.  Rows along an axis: the axis has size outer * R * inner, and an element's row is the middle
-index: flattening (batch, sequence) gives outer 1, flattening (sequence, batch) gives outer = sequence.  outer 0 stands
-for "any": every row holds the same.
+So a sum over rows is PARTIAL with scale 0; a mean over rows is PARTIAL with scale -1 (R*v adds up); a token mean is
+PARTIAL with the count of tokens.  Rows along an axis: the axis has size stride_factor * R * inner, and an element's row
+is the middle index: flattening (batch, sequence) gives stride_factor 1, flattening (sequence, batch) gives
+stride_factor = sequence.  stride_factor 0 stands for "any": every row holds the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 REPLICATE, SHARD, PARTIAL, INDEX, UNPROVEN, COUPLED = "const", "rows", "add", "index", "unproven", "coupled"
@@ -34,8 +35,8 @@ class Count:
 class Placement:
     """One element of the lattice; the module docstring says what the fields mean.
 
-    witness: for ADD with scale -1, a value whose elements add up to R*v times a constant.  zero: for CONST, v is 0.
-    gated: for UNPROVEN, what it holds may hinge on a comparison of unproven values, which data rarely shows.
+    witness: for PARTIAL with scale -1, a value whose elements add up to R*v times a constant.  zero: for REPLICATE, v
+    is 0.  gated: for UNPROVEN, what it holds may hinge on a comparison of unproven values, which data rarely shows.
     why: for COUPLED and UNPROVEN, the reason; op: the op where it began.
     """
 
@@ -43,7 +44,7 @@ class Placement:
     scale: int = 0
     count: Count | None = None
     axis: int = -1
-    outer: int = 0
+    stride_factor: int = 0
     witness: str | None = None
     zero: bool = False
     gated: bool = False
@@ -52,19 +53,34 @@ class Placement:
 
     @property
     def plain(self) -> bool:
-        """True when v itself, without a factor, is const, a slice or a sum."""
+        """True when v itself, without a factor, is replicated, a slice or a sum."""
         return self.scale == 0 and self.count is None
+
+    @property
+    def factor(self) -> tuple[int, Count | None]:
+        """What f is made of."""
+        return self.scale, self.count
+
+    @property
+    def has_rows(self) -> bool:
+        """True when it holds rows of the batch, or their numbers, along `axis`."""
+        return self.tag in (SHARD, INDEX)
+
+    def along(self, axis: int, stride_factor: int | None = None) -> Placement:
+        """The same rows along another axis."""
+        factor = self.stride_factor if stride_factor is None else stride_factor
+        return Placement(self.tag, self.scale, self.count, axis, factor)
 
 
 CONSTANT = Placement(REPLICATE)
 
 
 class RuleExit(Exception):
-    """Ends a rule early with the kind that all results of the op have."""
+    """Ends a rule early with the placement that all results of the op have."""
 
-    def __init__(self, kind: Placement) -> None:
-        self.kind = kind
-        super().__init__(kind.why)
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        super().__init__(placement.why)
 
 
 def coupled(why: str) -> RuleExit:
@@ -77,49 +93,47 @@ def unproven(why: str) -> RuleExit:
     return RuleExit(Placement(UNPROVEN, why=why))
 
 
-def multiplied(kinds: list[Placement]) -> tuple[int, Count | None]:
+def multiplied(factors: Iterable[Placement]) -> tuple[int, Count | None]:
     """Scale and count of a product: scales add up, and at most one factor may have a count."""
-    counts = [k.count for k in kinds if k.count is not None]
+    factors = list(factors)
+    counts = [placement.count for placement in factors if placement.count is not None]
     if len(counts) > 1:
         raise coupled("it multiplies two values that were divided by counts of the batch")
-    return sum(k.scale for k in kinds), counts[0] if counts else None
+    return sum(placement.scale for placement in factors), counts[0] if counts else None
 
 
-def need_plain(kinds: list[Placement], doing: str = "it is not linear in") -> None:
+def need_plain(operands: Iterable[Placement]) -> None:
     """Raise unless no operand is a sum or mean over rows, or was scaled by a number of rows."""
-    for kind in kinds:
-        if kind.tag == INDEX:
+    for placement in operands:
+        if placement.tag == INDEX:
             raise unproven("it computes with the number of the row in the micro-batch")
-        if kind.tag == PARTIAL:
-            raise coupled(f"{doing} a sum or mean over the rows of the batch")
-        if not kind.plain:
-            raise coupled(f"{doing} a value that was scaled by the size of the batch")
+        if placement.tag == PARTIAL:
+            raise coupled("it is not linear in a sum or mean over the rows of the batch")
+        if not placement.plain:
+            raise coupled("it is not linear in a value that was scaled by the size of the batch")
 
 
-def same_outer(kinds: list[Placement]) -> int:
-    """The common layout of the rows axis; raises when two differ."""
-    outers = {k.outer for k in kinds} - {0}
-    if len(outers) > 1:
+def same_stride(operands: Iterable[Placement]) -> int:
+    """The common layout of the rows; raises when two differ."""
+    factors = {placement.stride_factor for placement in operands} - {0}
+    if len(factors) > 1:
         raise unproven("its operands hold the rows in different orders")
-    return outers.pop() if outers else 0
+    return factors.pop() if factors else 0
 
 
-def added(kinds: list[Placement]) -> Placement:
-    """Kind of a sum (or concatenation) of ADD and CONST terms.
+def added(terms: list[Placement]) -> Placement:
+    """Placement of a sum (or concatenation) of PARTIAL and REPLICATE terms.
 
     A constant term is harmless in a mean and repeated once per micro-batch in a sum, unless it grows with the batch
     itself: v + c keeps factor f when f*c adds up too, so c needs one power of R more than v, or v a count.
     """
-    sums = [k for k in kinds if k.tag == PARTIAL]
-    first = sums[0]
-    kinds = [k for k in kinds if not k.zero]
-    for kind in sums[1:]:
-        if (kind.scale, kind.count) != (first.scale, first.count):
+    first = next(term for term in terms if term.tag == PARTIAL)
+    for term in terms:
+        if term.tag == PARTIAL and term.factor != first.factor:
             raise coupled("it adds terms that are averaged over different things")
-    for kind in kinds:
-        if kind.tag != REPLICATE:
+        if term.tag != REPLICATE or term.zero:
             continue
-        grows = kind.scale == first.scale + (first.count is None) and kind.count is None
-        if not (grows or (kind.scale, kind.count) == (first.scale + 1, first.count)):
+        grows = term.factor == (first.scale + (1 if first.count is None else 0), None)
+        if not (grows or term.factor == (first.scale + 1, first.count)):
             raise coupled("it adds a term that does not depend on the batch to a sum over the batch")
     return Placement(PARTIAL, first.scale, first.count)

@@ -165,6 +165,9 @@ def named_axes(row: OpRow, arguments: Arguments, ndim: int) -> frozenset[int]:
     if argument == "normalized_shape":
         shape = arguments.get(argument)
         return frozenset(range(ndim - len(shape), ndim)) if isinstance(shape, tuple) else frozenset()
+    if argument in ("pad", "padding"):  # amounts: before and after the last axis, then the one before it, ...
+        amounts = ints(arguments.get(argument, arguments.get("pad")))
+        return frozenset(ndim - 1 - place // 2 for place, amount in enumerate(amounts) if amount)
     given = next((arguments[key] for key in (argument, "dim", "dims", "axis") if key in arguments), None)
     listed = ints(given)
     if not listed and missing == "all":

@@ -47,7 +47,7 @@ def _views() -> Iterator[OpRow]:
     yield from view("transpose t permute mT", "... -> ~...", linear="each", same_elements=True)
     yield from view("swapaxes movedim numpy_T", "... -> ~...", linear="each")
     yield from view("expand expand_as", "..., * -> ...", linear="each", same_elements=True)
-    yield from view("broadcast_to", "..., * -> ...", linear="each")
+    yield from view("broadcast_to", "... -> ...", linear="each")
     yield from view("slice narrow split split_with_sizes chunk", "...D -> ...D", linear="each", named_by="dim=0")
     yield from view("select unbind", "...D -> ...", mixes="D", linear="each", named_by="dim=0")
     yield from view("broadcast_tensors adjoint unfold diagonal as_strided")
@@ -120,8 +120,9 @@ def _norms() -> Iterator[OpRow]:
     trailing: dict[str, Any] = {"may_mix": "D", "named_by": "normalized_shape"}
     yield from norm("layer_norm rms_norm _fused_rms_norm", "...D, D, D -> ...D", **trailing)
     yield from norm("native_layer_norm", "...D, D, D -> ...D", saves="both", **trailing)
-    per_sample: dict[str, Any] = {"axes": "nc..., c, c, c, c -> nc...", "may_mix": "c."}
-    yield from norm("group_norm native_group_norm instance_norm", **per_sample)
+    yield from norm("group_norm native_group_norm", "nc..., c, c -> nc..., ng, ng", may_mix="c.")
+    per_sample: dict[str, Any] = {"axes": "nc..., c, c, c, c -> nc..., c, c, c, c", "may_mix": "c."}
+    yield from norm("instance_norm", **per_sample)
     yield from norm("batch_norm _native_batch_norm_legit_functional", off=(("training", False),), **per_sample)
     yield from norm(
         """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm
@@ -192,24 +193,30 @@ def _indexing() -> Iterator[OpRow]:
 
     yield from look_up("embedding", "vd, ... -> ...d", may_mix="v", looks_up=True)
     yield from look_up("gather", "...D, ...D -> ...D", may_mix="D", named_by="dim=0", looks_up=True)
+    yield from look_up("scatter scatter_add", "...D, ...D, ...D -> ...D", may_mix="D", named_by="dim=0")
     yield from look_up("index_select index", looks_up=True)
-    yield from look_up("take_along_dim index_put _unsafe_index scatter scatter_add")
+    yield from look_up("take_along_dim index_put _unsafe_index")
     ordered: dict[str, Any] = {"axes": "...D -> ...D", "may_mix": "D"}
     yield from look_up("sort topk", named_by="dim=-1", **ordered)
     yield from _rows("argsort", INDEXING, named_by="dim=-1", **ordered)
     yield from move("flip", named_by="dims", **ordered)
     yield from move("roll", named_by="dims=all", **ordered)
     yield from move("tril triu", "...mn -> ...mn", may_mix="mn")
-    yield from move("pixel_shuffle", "...cxy -> ...cxy", may_mix="cxy")
-    yield from move("pixel_unshuffle cat stack pad constant_pad_nd repeat tile repeat_interleave select_scatter")
-    yield from move("slice_scatter")
+    yield from move("pixel_shuffle pixel_unshuffle", "...cxy -> ...cxy", may_mix="cxy")
+    yield from move("slice_scatter", "...D, ...D -> ...D", may_mix="D", named_by="dim=0")
+    yield from move("select_scatter", "...D, ... -> ...D", may_mix="D", named_by="dim=0")
+    yield from move("pad constant_pad_nd", "...D -> ...D", mixes="D", named_by="pad")
+    yield from move("cat stack repeat tile repeat_interleave")
     yield from _rows("one_hot", INDEXING, "... -> ...h")
     yield from _rows("channel_shuffle", INDEXING, "nc... -> nc...", may_mix="c.")
     yield from _rows(
-        """embedding_bag scatter_reduce masked_select take reflection_pad1d reflection_pad2d replication_pad1d
-        replication_pad2d histc bincount""",
+        "reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d",
         INDEXING,
+        "...D -> ...D",
+        mixes="D",
+        named_by="padding",
     )
+    yield from _rows("embedding_bag scatter_reduce masked_select take histc bincount", INDEXING)
 
 
 def _creations() -> Iterator[OpRow]:
@@ -223,18 +230,24 @@ def _creations() -> Iterator[OpRow]:
 
 
 def _losses() -> Iterator[OpRow]:
-    def loss(names: str, averages: str = "", **columns: Any) -> Iterator[OpRow]:
-        return _rows(names, LOSS, averages=averages, flops="read", **columns)
+    """With `reduction`, results have fewer axes than without."""
 
-    yield from loss("cross_entropy_loss", "classes", saves="indices", hidden="log_softmax")
-    yield from loss("nll_loss nll_loss_nd", "classes", saves="indices")
-    yield from loss("nll_loss2d", "classes")
+    def loss(names: str, axes: str = "", **columns: Any) -> Iterator[OpRow]:
+        return _rows(names, LOSS, axes, flops="read", **columns)
+
+    classes: dict[str, Any] = {"averages": "classes"}
+    yield from loss("cross_entropy_loss", saves="indices", hidden="log_softmax", **classes)
+    yield from loss("nll_loss nll_loss_nd", saves="indices", **classes)
+    yield from loss("nll_loss2d", **classes)
     yield from loss(
         """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
         soft_margin_loss poisson_nll_loss hinge_embedding_loss margin_ranking_loss""",
-        "elements",
+        "... -> ...",
+        averages="elements",
     )
-    yield from loss("cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss", "rows")
+    vectors = "n..., n..., n... -> n | n..., n..., n... ->"
+    names = "cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss"
+    yield from loss(names, vectors, may_mix=".", averages="elements")
     yield from loss("nll_loss_forward nll_loss2d_forward ctc_loss")
 
 
@@ -325,12 +338,3 @@ def row_of(target: str) -> OpRow:
     """The row of an op, by its name and overload ("max.dim") or by its name; of an unknown op one without letters."""
     name, overload = op_name(target), target.rpartition(".")[2]
     return _ROWS.get(f"{name}.{overload}") or _ROWS.get(name) or OpRow(name, OTHER)
-
-
-def family(target: str) -> str:
-    """The family of an op."""
-    return row_of(target).family
-
-
-FAMILY: dict[str, str] = {name: row.family for name, row in _ROWS.items()}
-NAMES: dict[str, frozenset[str]] = {f: frozenset(n for n in FAMILY if FAMILY[n] == f) for f in set(FAMILY.values())}

@@ -1,0 +1,173 @@
+"""The placement of every value: a dataflow analysis, op by op in topological order.
+
+Two captures of the model at different numbers of rows are read side by side, so that every shape and every number in
+the program that depends on the batch size is seen; each derived placement is checked against both shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+from autopart.ir.graph import Graph, Value
+from autopart.passes.loss.context import OpContext
+from autopart.passes.loss.index_rules import INDEX_RULES
+from autopart.passes.loss.letter_rules import Rule, by_letters, cast, divide
+from autopart.passes.loss.masks import Masks
+from autopart.passes.loss.move_rules import MOVE_RULES, NO_RULE, create, is_zero
+from autopart.passes.loss.placement import (
+    CONSTANT,
+    COUPLED,
+    PARTIAL,
+    REPLICATE,
+    SHARD,
+    UNPROVEN,
+    Count,
+    Placement,
+    RuleExit,
+)
+from autopart.passes.loss.term_rules import averaged
+from autopart.passes.ops.row import CREATION, POINTWISE
+
+_RULES: dict[str, Rule] = {**MOVE_RULES, **INDEX_RULES, **dict.fromkeys(("div", "true_divide"), divide)}
+_SIZES = {"size", "shape", "repeats", "end", "start", "length", "split_size", "split_sizes", "sizes", "dims"}
+"""Arguments that are sizes: where they change with the rows, so does a shape, and shapes are checked."""
+
+
+def analyse(graph: Graph, other: Graph, proven: frozenset[str] = frozenset()) -> dict[str, Placement]:
+    """The placement of every value.  O(ops)."""
+    return Analysis(graph, other)(proven)
+
+
+class Analysis:
+    """`analyse` of one model under several sets of what is proven: an op is looked at again only where the placements
+    of its operands are others than the last time."""
+
+    def __init__(self, graph: Graph, other: Graph) -> None:
+        """O(ops)."""
+        self.graph, self.other = graph, other
+        self._values, self._other_values = graph.value_map(), other.value_map()
+        self._params = graph.param_map()
+        self._masks = Masks()
+        for op in graph.ops:
+            self._masks.see(op, self._values)
+        self._given: dict[str, Placement] = {}
+        for name in graph.inputs:
+            axis = self._values[name].rows_axis
+            self._given[name] = CONSTANT if axis is None else Placement(SHARD, axis=axis, stride_factor=1)
+        for param in graph.params:
+            if param.kind == "constant" and param.size_bytes:
+                why = "a constant may hold a number that depends on the batch size"
+                self._given[param.name] = Placement(UNPROVEN, why=why)
+        for buffer, _ in graph.updates:
+            why = f"it reads buffer {buffer}, which every micro-batch changes for the next"
+            self._given[buffer] = Placement(COUPLED, why=why)
+        self._constants = {p.name for p in graph.params if p.kind == "constant"} - {b for b, _ in graph.updates}
+        self._last: list[tuple[list[Placement], list[Placement]]] = [([], [])] * len(graph.ops)
+
+    def __call__(self, proven: frozenset[str]) -> dict[str, Placement]:
+        """The placement of every value.  proven: see `derive_loss_weight`."""
+        settled = self._constants & proven
+        placements = {name: placement for name, placement in self._given.items() if name not in settled}
+        for number, (op, other_op) in enumerate(zip(self.graph.ops, self.other.ops, strict=True)):
+            sizes = self.graph.rows, self.other.rows
+            context = OpContext(op, other_op, *sizes, self._values, self._other_values, self._params, placements)
+            found = _masked_mean(context, self._masks) or self._placements_of(number, context)
+            for written, placement in zip(op.writes, found, strict=True):
+                placements[written] = _settled(context, written, placement, proven)
+        return placements
+
+    def _placements_of(self, number: int, context: OpContext) -> list[Placement]:
+        operands = [context.placements.get(name, CONSTANT) for name in context.op.reads + context.op.params]
+        before, found = self._last[number]
+        if not found or before != operands:
+            found = _placements_of(context)
+            self._last[number] = operands, found
+        return found
+
+
+def _settled(context: OpContext, name: str, placement: Placement, proven: frozenset[str]) -> Placement:
+    value = context.values[name]
+    known = placement.tag not in (UNPROVEN, COUPLED)
+    if known and _fits(placement, value, context.other_values[name], context.rows, context.other_rows):
+        return placement
+    if known:
+        placement = Placement(UNPROVEN, why="its shape does not follow the rule for this op")
+    if placement.tag == UNPROVEN and not placement.gated and name in proven and value.rows_axis is not None:
+        return Placement(SHARD, axis=value.rows_axis, stride_factor=1)
+    return replace(placement, op=placement.op or context.op.name, gated=placement.gated or value.dtype == "bool")
+
+
+def _fits(placement: Placement, value: Value, other: Value, rows: int, other_rows: int) -> bool:
+    """True when a derived placement agrees with the shapes of both captures: a cross-check of every rule."""
+    if placement.has_rows:
+        if value.rows_axis != placement.axis:
+            return False
+        stride = max(1, placement.stride_factor)
+        block = Fraction(value.shape[placement.axis], rows * stride)
+        return block == Fraction(other.shape[placement.axis], other_rows * stride) and block.denominator == 1
+    return value.shape == other.shape
+
+
+def _masked_mean(context: OpContext, masks: Masks) -> list[Placement] | None:
+    """x / count.clamp(min=1) where x vanishes when the count does (`masks`), else None."""
+    above, below = context.arg("self"), context.arg("other")
+    if context.name != "div" or context.arg("rounding_mode") is not None:
+        return None
+    if not isinstance(above, str) or not isinstance(below, str):
+        return None
+    placement, count = context.placement(above), masks.count_behind(above[1:], below[1:])
+    if count is None or placement.tag not in (PARTIAL, SHARD) or not placement.plain:
+        return None
+    counted = context.placements[count]
+    if counted != Placement(PARTIAL, witness=counted.witness):
+        return None
+    return [Placement(placement.tag, 0, Count(count), placement.axis, placement.stride_factor)]
+
+
+def _placements_of(context: OpContext) -> list[Placement]:
+    """Placements of the results of one op."""
+    count = len(context.op.writes)
+    operands = [context.placement(ref) for ref in context.tensors()]
+    if context.row.family != CREATION:
+        worst = [p for tag in (COUPLED, UNPROVEN) for p in operands if p.tag == tag]
+        if worst:
+            return [replace(worst[0], gated=any(p.gated for p in worst))] * count
+    if any(_growing_axes(context, written) > 1 for written in context.op.writes):
+        return [Placement(COUPLED, why="it combines every row of the batch with every other")] * count
+    try:
+        found = _apply(context, operands)
+    except RuleExit as end:
+        found = end.placement
+    return found if isinstance(found, list) else [found] * count
+
+
+def _growing_axes(context: OpContext, name: str) -> int:
+    shapes = context.values[name].shape, context.other_values[name].shape
+    return sum(a != b for a, b in zip(*shapes, strict=True))
+
+
+def _apply(context: OpContext, operands: list[Placement]) -> Placement | list[Placement]:
+    changing = {key for key, _ in context.op.attrs if context.differs(key)}
+    fixed = all(placement.tag == REPLICATE and placement.plain for placement in operands)
+    if fixed and not changing and all(context.values[w].rows_axis is None for w in context.op.writes):
+        return Placement(REPLICATE, zero=is_zero(context))
+    rule = _rule(context)
+    if rule is None:
+        return Placement(UNPROVEN, why="no rule says how it treats the rows of the batch")
+    if context.row.family not in (POINTWISE, CREATION) and changing - _SIZES:
+        return Placement(COUPLED, why=f"its argument {min(changing - _SIZES)} changes with the size of the batch")
+    return rule(context)
+
+
+def _rule(context: OpContext) -> Rule | None:
+    row = context.row
+    if row.name in _RULES:
+        return _RULES[row.name]
+    if row.averages:
+        return averaged
+    if row.family == CREATION and row.name not in NO_RULE:
+        return create
+    if row.same_elements and row.family == POINTWISE:
+        return cast
+    return by_letters if row.axes else None

@@ -1,0 +1,196 @@
+"""Rules of the loss analysis for ops that move elements in a way that letters do not tell, and for created tensors."""
+
+from __future__ import annotations
+
+import math
+
+from autopart.ir.graph import Literal
+from autopart.passes.loss.context import OpContext
+from autopart.passes.loss.letter_rules import Operand, Rule, by_letters, combined, spread, without_rows
+from autopart.passes.loss.placement import (
+    INDEX,
+    PARTIAL,
+    REPLICATE,
+    SHARD,
+    Placement,
+    added,
+    coupled,
+    same_stride,
+    unproven,
+)
+from autopart.passes.ops.letters import ints
+from autopart.passes.ops.row import CREATION, VIEW
+
+
+def reshape(context: OpContext) -> Placement:
+    """Row-major order is kept, so the elements before the rows axis must multiply to the same number on both sides."""
+    ref, placement = context.first()
+    if not placement.has_rows:
+        return without_rows(context, placement)
+    axis = context.out.rows_axis
+    if axis is None:
+        raise coupled("the axis that holds the rows is gone")
+    before = math.prod(context.shape(ref)[: placement.axis]) * max(1, placement.stride_factor)
+    rest = math.prod(context.out.shape[:axis])
+    if before % rest:
+        raise unproven("the rows of the batch are no longer in order")
+    stride = before // rest
+    untouched = stride == 1 and context.out.shape[axis] == context.shape(ref)[placement.axis]
+    return placement.along(axis, placement.stride_factor if untouched else stride)
+
+
+def broadcast_tensors(context: OpContext) -> list[Placement]:
+    """Each operand spread to the common shape."""
+    placements = [context.placement(ref) for ref in context.tensors()]
+    names = [str(axis) for axis in range(len(context.out.shape))]
+    shapes = [context.shape(ref) for ref in context.tensors()]
+    operands = [
+        Operand(p, names[-len(shape) :] if shape else (), shape) for p, shape in zip(placements, shapes, strict=True)
+    ]
+    rows = combined(operands, names)
+    found = placements
+    if rows.tag == SHARD:
+        found = [p.along(rows.axis) if p.has_rows else spread(context, p, rows.axis) for p in placements]
+    if len(found) != len(context.op.writes):  # some result is not used: which one, the shapes do not tell
+        if len({(p.tag, p.factor, p.stride_factor) for p in found}) > 1:
+            raise unproven("it cannot be told which of its results are used")
+        found = found[: len(context.op.writes)]
+    return found
+
+
+def repeat(context: OpContext) -> Placement:
+    """repeat, tile: copies along the rows axis would put a row in several places."""
+    ref, placement = context.first()
+    ndim, out = len(context.shape(ref)), context.out
+    counts = ints(context.arg("repeats", context.arg("dims")))
+    counts = (1,) * (ndim - len(counts)) + counts
+    if placement.tag == REPLICATE and out.rows_axis is not None:
+        return Placement(SHARD, placement.scale, placement.count, out.rows_axis, 1)
+    if not placement.has_rows:
+        return spread(context, placement)
+    axis = placement.axis + len(counts) - ndim
+    copies = counts[axis]
+    return placement.along(axis, placement.stride_factor if copies == 1 else max(1, placement.stride_factor) * copies)
+
+
+def repeat_interleave(context: OpContext) -> Placement:
+    """Each element repeated in place: rows stay in order."""
+    placement = context.first()[1]
+    known = isinstance(context.arg("repeats"), int) and isinstance(context.arg("dim"), int)
+    if not known or not placement.has_rows:
+        raise unproven("its result is not known to keep the rows in order")
+    return placement.along(placement.axis)
+
+
+def take_axis(context: OpContext) -> Placement | list[Placement]:
+    """slice, select, split, chunk, unbind, narrow: along the rows only whole blocks of a concatenation of batches."""
+    ref, placement = context.first()
+    dim = context.axis("dim", len(context.shape(ref)))
+    if dim != placement.axis and any(context.differs(key) for key in ("start", "end", "length", "index")):
+        raise coupled("the place it takes from changes with the size of the batch")
+    along_rows = placement.has_rows and dim == placement.axis
+    if not along_rows or context.name in ("select", "unbind") or context.out.shape == context.shape(ref):
+        return by_letters(context)
+    return _whole_blocks(context, ref, placement)
+
+
+def _whole_blocks(context: OpContext, ref: str, placement: Placement) -> Placement:
+    """cat((a, b)) holds two blocks of rows; taking one of them back is exact."""
+    size, other_size = (values[ref[1:]].shape[placement.axis] for values in (context.values, context.other_values))
+    blocks = max(1, placement.stride_factor)
+    whole = context.name in ("split", "chunk")
+    if context.name == "slice" and context.number("step", 1) == 1:
+        start, other_start = _bound(context.arg("start"), size), _bound(context.other_arg("start"), other_size)
+        whole = start * blocks % size == 0 and start * other_size == other_start * size
+    taken = {context.values[written].shape[placement.axis] * blocks for written in context.op.writes}
+    if not whole or any(number % size for number in taken) or len(taken) != 1 or placement.stride_factor == 0:
+        raise coupled("it picks some rows of the batch by their place")
+    return placement.along(placement.axis, taken.pop() // size)
+
+
+def _bound(value: Literal, size: int) -> int:
+    number = value if isinstance(value, int) else 0
+    return max(0, min(size, number + size if number < 0 else number))
+
+
+def join(context: OpContext) -> Placement:
+    """cat, stack."""
+    refs = [ref for ref in context.tensors() if math.prod(context.shape(ref)) or len(context.shape(ref)) != 1]
+    operands = [context.placement(ref) for ref in refs]
+    tags = {placement.tag for placement in operands}
+    if PARTIAL in tags:
+        if tags - {PARTIAL, REPLICATE}:
+            raise coupled("it joins rows with a sum or mean over the rows")
+        return added(operands)
+    if len({placement.factor for placement in operands}) > 1:
+        raise coupled("it joins values that scale differently with the size of the batch")
+    if tags == {REPLICATE}:
+        if context.out.rows_axis is not None:
+            raise unproven("its result grows with the batch and the rules do not say how")
+        return operands[0]
+    if len(tags) > 1 or len({placement.axis for placement in operands}) > 1:
+        raise coupled("it joins values whose rows lie along different axes")
+    first, axis = operands[0], operands[0].axis
+    dim = context.axis("dim", len(context.out.shape))
+    if context.name == "stack":
+        return first.along(axis + 1 if dim <= axis else axis, same_stride(operands))
+    if dim != axis:
+        return first.along(axis, same_stride(operands))
+    sizes = {context.shape(ref)[axis] for ref in refs}
+    layouts = {max(1, placement.stride_factor) for placement in operands}
+    if len(sizes) > 1 or len(layouts) > 1 or tags != {SHARD}:
+        raise coupled("it appends values of different sizes along the rows of the batch")
+    return first.along(axis, layouts.pop() * len(refs))
+
+
+def create(context: OpContext) -> Placement:
+    """zeros, full, rand and the like: the same in every row (random numbers: of the same distribution).
+
+    `zeros_like(x)` does not depend on what x holds.
+    """
+    for key, _ in context.op.attrs:
+        if key not in ("size", "fill_value", "s") and context.differs(key):
+            raise coupled(f"its argument {key} changes with the size of the batch")
+    scale = sum(context.growth(context.arg(key), context.other_arg(key)) for key in ("fill_value", "s"))
+    axis = context.out.rows_axis
+    if axis is None:
+        return Placement(REPLICATE, scale, zero=is_zero(context))
+    return Placement(SHARD, scale, axis=axis, stride_factor=0)
+
+
+def is_zero(context: OpContext) -> bool:
+    """True for a created tensor of zeros, and for views and casts of one."""
+    if context.name in ("zeros", "new_zeros", "zeros_like"):
+        return True
+    if context.row.family == VIEW or context.row.same_elements:
+        return bool(context.tensors()) and context.first()[1].zero
+    return context.row.family == CREATION and context.arg("fill_value", context.arg("s")) == 0
+
+
+def arange(context: OpContext) -> Placement:
+    """arange(rows) counts the rows; any other range that grows with the batch is unknown."""
+    if context.out.rows_axis is None:
+        if any(context.differs(key) for key in ("start", "end", "step")):
+            raise coupled("its numbers change with the size of the batch")
+        return Placement(REPLICATE)
+    if "int" not in context.out.dtype:
+        raise coupled("it makes numbers that grow with the batch")
+    if context.out.shape != (context.rows,) or context.arg("start", 0) != 0 or context.arg("step", 1) != 1:
+        raise unproven("it makes numbers that grow with the batch")
+    return Placement(INDEX, axis=0, stride_factor=1)
+
+
+MOVE_RULES: dict[str, Rule] = {
+    **dict.fromkeys(
+        ("reshape", "view", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"), reshape
+    ),
+    "broadcast_tensors": broadcast_tensors,
+    **dict.fromkeys(("repeat", "tile"), repeat),
+    "repeat_interleave": repeat_interleave,
+    **dict.fromkeys(("slice", "select", "split", "split_with_sizes", "chunk", "unbind", "narrow"), take_axis),
+    **dict.fromkeys(("cat", "stack"), join),
+    "arange": arange,
+}
+"""Op name -> rule.  Every rule may rely on: no operand is COUPLED or UNPROVEN."""
+NO_RULE = frozenset(("linspace", "eye", "tril_indices", "triu_indices", "randperm"))
+"""Created tensors whose elements differ by their place."""

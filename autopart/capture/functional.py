@@ -32,15 +32,10 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from autopart.capture.call_signature import Unsure, call_key, tensor_kind
+from autopart.passes.ops.row import ASSERTION
+from autopart.passes.ops.table import row_of
 
 _aten = torch.ops.aten
-_ASSERTIONS = {
-    _aten._assert_tensor_metadata.default,
-    _aten._assert_async.default,
-    _aten._assert_async.msg,
-    _aten._assert_scalar.default,
-    _aten.sym_constrain_range.default,
-}
 _GRAD_REGION = "wrap_with_set_grad_enabled"
 
 
@@ -111,7 +106,7 @@ class _Inlined:
 
     def _call(self, module: fx.GraphModule, node: fx.Node) -> None:
         target: Any = node.target
-        if target in _ASSERTIONS:
+        if row_of(str(target)).family == ASSERTION:
             return
         if target is operator.getitem:
             source = self._resolve(node.args[0])

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,10 +21,11 @@ from autopart.capture.export import uncompiled
 from autopart.capture.functional import functional_graph
 from autopart.capture.source_location import user_line_of_text
 from autopart.ir.errors import RefusedError
+from autopart.passes.ops.row import ASSERTION
+from autopart.passes.ops.table import row_of
 from autopart.rng import keyed
 
 _aten = torch.ops.aten
-_DROPPED = {"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range"}
 _SAME = {"alias", "lift_fresh"}
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default}
 _GRAD_REGION = "wrap_with_set_grad_enabled"
@@ -136,7 +136,7 @@ def _refuse_higher_order(graph: fx.Graph) -> None:
 def _lower_node(graph: fx.Graph, node: fx.Node) -> None:
     target: Any = node.target
     name = _name(target)
-    if name in _DROPPED:
+    if row_of(str(target)).family == ASSERTION:
         graph.erase_node(node)
     elif name in _SAME or (target is _aten.clone.default and _is_plain_copy(node)):
         source = node.args[0]
@@ -178,8 +178,8 @@ def is_random(node: fx.Node) -> bool:
         return target is keyed
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    switch = _SWITCH.get(_name(target))
-    return switch is None or switch(_bound(node))
+    arguments = _bound(node)
+    return all(arguments.get(key, 0) != 0 for key in row_of(str(target)).draws_unless_zero)
 
 
 def _bound(node: fx.Node) -> dict[str, Any]:
@@ -189,14 +189,6 @@ def _bound(node: fx.Node) -> dict[str, Any]:
     bound = {a.name: a.default_value for a in arguments if a.has_default_value()}
     bound.update({a.name: value for a, value in zip(arguments, node.args, strict=False)})
     return bound | dict(node.kwargs)
-
-
-_SWITCH: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "scaled_dot_product_attention": lambda a: a["dropout_p"] > 0,
-    "dropout": lambda a: bool(a["train"]) and a["p"] > 0,
-    "native_dropout": lambda a: a["train"] is not False and a["p"] > 0,
-    "rrelu_with_noise": lambda a: bool(a.get("training")),
-}
 
 
 def _key_random_ops(graph: fx.Graph) -> None:

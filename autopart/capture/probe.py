@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from autopart.capture.batch import Batch
+from autopart.passes.ops.table import row_of
 from autopart.rng import keyed
 
 if TYPE_CHECKING:
@@ -28,22 +29,6 @@ if TYPE_CHECKING:
 Tensors = dict[str, torch.Tensor]
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Largest difference of an element, relative to the largest element of the value."""
-_OFF: dict[str, dict[str, Any]] = {
-    "scaled_dot_product_attention": {"dropout_p": 0.0},
-    "dropout": {"train": False},
-    "feature_dropout": {"train": False},
-    "alpha_dropout": {"train": False},
-    "native_dropout": {"train": False},
-    "rrelu_with_noise": {"training": False},
-    "lstm": {"dropout": 0.0},
-    "gru": {"dropout": 0.0},
-    "rnn_tanh": {"dropout": 0.0},
-    "rnn_relu": {"dropout": 0.0},
-    "_native_batch_norm_legit_functional": {"training": False},
-    "batch_norm": {"training": False},
-}
-"""Arguments that take randomness, and the statistics of the batch, out of an op."""
-_DRAWS = ("rand", "rand_like", "randn", "randn_like")
 _MOST_TURNS = 10
 """Batches that are tried at most."""
 _LEAST_SHOWN = 2
@@ -276,12 +261,12 @@ def _call(node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Any, bool]:
         target, args = args[0], args[2:]
     if not isinstance(target, torch._ops.OpOverload):
         return target(*args, **kwargs), not random
-    name = target._schema.name.split("::")[-1]
+    row = row_of(str(target))
     bound = {a.name: value for a, value in zip(target._schema.arguments, args, strict=False)} | kwargs
-    off = {k: v for k, v in _OFF.get(name, {}).items() if k in {a.name for a in target._schema.arguments}}
+    off = {k: v for k, v in row.off if k in {a.name for a in target._schema.arguments}}
     result = target(**bound | off)
-    if random and name in _DRAWS:
-        return torch.full_like(result, 0.5), True
+    if random and row.stand_in is not None:
+        return torch.full_like(result, row.stand_in), True
     return result, not random or bool(off)
 
 

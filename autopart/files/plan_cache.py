@@ -25,6 +25,7 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.errors import AutopartError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan, Provenance, check
+from autopart.passes.ops.table import registered
 from autopart.passes.pipeline import PlannerInput
 from autopart.passes.search.space import PlanRequest
 
@@ -75,6 +76,7 @@ def _key(source: PlannerInput, other: Graph | None, cluster: Cluster, request: P
         _text(other) if other is not None else "one capture",
         repr(cluster),
         repr(request),
+        repr(registered()),
     ]
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 

@@ -10,12 +10,11 @@ from dataclasses import replace
 from fractions import Fraction
 
 from autopart.ir.graph import Graph, Value
-from autopart.passes.loss.context import OpContext
-from autopart.passes.loss.index_rules import INDEX_RULES
-from autopart.passes.loss.letter_rules import Rule, by_letters, cast, divide
 from autopart.passes.loss.masks import Masks
 from autopart.passes.loss.move_rules import MOVE_RULES, NO_RULE, create, is_zero
-from autopart.passes.loss.placement import (
+from autopart.passes.loss.term_rules import averaged
+from autopart.passes.ops.context import OpContext
+from autopart.passes.ops.placement import (
     CONSTANT,
     COUPLED,
     PARTIAL,
@@ -26,10 +25,10 @@ from autopart.passes.loss.placement import (
     Placement,
     RuleExit,
 )
-from autopart.passes.loss.term_rules import averaged
+from autopart.passes.ops.propagation import Rule, by_letters, cast, divide
 from autopart.passes.ops.row import CREATION, POINTWISE
 
-_RULES: dict[str, Rule] = {**MOVE_RULES, **INDEX_RULES, **dict.fromkeys(("div", "true_divide"), divide)}
+_RULES: dict[str, Rule] = {**MOVE_RULES, **dict.fromkeys(("div", "true_divide"), divide)}
 _SIZES = {"size", "shape", "repeats", "end", "start", "length", "split_size", "split_sizes", "sizes", "dims"}
 """Arguments that are sizes: where they change with the rows, so does a shape, and shapes are checked."""
 

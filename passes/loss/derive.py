@@ -1,8 +1,8 @@
 """How the losses of micro-batches combine to the loss of the whole batch, derived from the graph; or a refusal.
 
-Every value gets a placement (`analysis`, `placement`) from rules about single ops: what follows from their letters in
-the table of ops (`letter_rules`), and code for what letters do not tell: what moves elements (`move_rules`,
-`index_rules`), loss functions (`term_rules`) and counts (`masks`).
+Every value gets a placement (`analysis`, `ops.placement`) from rules about single ops: what follows from their letters
+in the table of ops (`ops.propagation`), and code for what letters do not tell: what moves elements (`move_rules`),
+loss functions (`term_rules`) and counts (`masks`).
 
 What it relies on.  Random ops draw per micro-batch: the reference with dropout is the same program on the same
 micro-batches.  Batch norm in training mode: the reference is the plain model on the same micro-batches.  A number that
@@ -21,7 +21,7 @@ from autopart.ir.errors import CoupledLossError, LossError, UsageError
 from autopart.ir.gc_pause import gc_paused
 from autopart.ir.graph import Graph, LossReduction, Op
 from autopart.passes.loss.analysis import Analysis
-from autopart.passes.loss.placement import CONSTANT, COUPLED, PARTIAL, REPLICATE, UNPROVEN, Count, Placement
+from autopart.passes.ops.placement import CONSTANT, COUPLED, PARTIAL, REPLICATE, UNPROVEN, Count, Placement
 from autopart.passes.ops.table import op_name
 
 _ONE = "use micro_batches=1, or write the loss as a mean or a sum over rows, or over tokens"

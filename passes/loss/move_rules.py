@@ -1,13 +1,14 @@
-"""Rules of the loss analysis for ops that move elements in a way that letters do not tell, and for created tensors."""
+"""Rules of the loss analysis for what letters do not tell: reshapes, joins, lookups by an index, created tensors."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from autopart.ir.graph import Literal
-from autopart.passes.loss.context import OpContext
-from autopart.passes.loss.letter_rules import Operand, Rule, by_letters, combined, spread, without_rows
-from autopart.passes.loss.placement import (
+from autopart.passes.ops.context import OpContext
+from autopart.passes.ops.letters import ints
+from autopart.passes.ops.placement import (
     INDEX,
     PARTIAL,
     REPLICATE,
@@ -18,7 +19,7 @@ from autopart.passes.loss.placement import (
     same_stride,
     unproven,
 )
-from autopart.passes.ops.letters import ints
+from autopart.passes.ops.propagation import Operand, Rule, by_letters, combined, spread, without_rows
 from autopart.passes.ops.row import CREATION, VIEW
 
 
@@ -180,6 +181,76 @@ def arange(context: OpContext) -> Placement:
     return Placement(INDEX, axis=0, stride_factor=1)
 
 
+def embedding(context: OpContext) -> Placement | list[Placement]:
+    """Rows of a table by number."""
+    if context.arg("scale_grad_by_freq") is True:
+        raise coupled("it scales gradients by how often an index stands in the whole batch")
+    return by_letters(context)
+
+
+def index(context: OpContext) -> Placement:
+    """x[i, j, ...] with tensors: exact when the rows are not indexed, or are indexed by arange(rows).
+
+    What is picked lies where the indices lie, if those are next to each other, else in front.
+    """
+    ref, placement = context.first()
+    used = _picks(context, len(context.shape(ref)))
+    axes = list(used)
+    found = {axis: context.placement(pick) for axis, pick in used.items()}
+    if placement.tag == PARTIAL or any(p.tag == PARTIAL or not p.plain for p in found.values()):
+        raise coupled("it indexes with, or into, a sum or mean over the rows of the batch")
+    if placement.tag == INDEX or any(context.dtype(pick) in ("bool", "uint8") for pick in used.values()):
+        raise unproven("it indexes with a mask, or into row numbers")
+    ndim = max(len(context.shape(pick)) for pick in used.values())
+    adjacent = axes == list(range(axes[0], axes[0] + len(axes)))
+    start = axes[0] if adjacent else 0
+    names = [str(axis) for axis in range(ndim)]
+    by_row_number = placement.tag == SHARD and placement.axis in axes
+    if by_row_number:
+        _check_row_number(context, placement, found[placement.axis])
+        found = {a: replace(p, tag=SHARD) if p.tag == INDEX else p for a, p in found.items()}
+    if any(p.tag == INDEX for p in found.values()):
+        raise unproven("it looks up by the number of the row in the micro-batch")
+    shapes = {axis: context.shape(pick) for axis, pick in used.items()}
+    picked = combined([Operand(p, names[ndim - len(shapes[a]) :], shapes[a]) for a, p in found.items()], names)
+    if placement.tag == REPLICATE and picked.tag == REPLICATE:
+        return placement
+    if placement.tag == REPLICATE or by_row_number:
+        return Placement(SHARD, *placement.factor, start + picked.axis, picked.stride_factor)
+    if picked.tag != REPLICATE:
+        raise coupled("it picks, for every row, from every row of the batch")
+    before = sum(1 for axis in range(placement.axis) if axis not in axes)
+    return placement.along(before + ndim if not adjacent or placement.axis > start else before)
+
+
+def _picks(context: OpContext, ndim: int) -> dict[int, str]:
+    """Axis to the index along it; index_select has one."""
+    if context.name == "index_select":
+        return {context.axis("dim", ndim): context.tensors()[1]}
+    picks = context.arg("indices")
+    assert isinstance(picks, tuple)
+    return {axis: pick for axis, pick in enumerate(picks) if isinstance(pick, str)}
+
+
+def _check_row_number(context: OpContext, placement: Placement, number: Placement) -> None:
+    """x[arange(rows), ...]: the row number must index exactly the rows."""
+    rows = context.shape(context.arg("self"))[placement.axis]
+    if number.tag != INDEX or placement.stride_factor > 1 or rows != context.rows:
+        raise unproven("it reorders the rows of the batch by an index")
+
+
+def scatter_add(context: OpContext) -> Placement | list[Placement]:
+    """Rows added up by an index of each row; from nothing, that is a sum over the rows."""
+    if not context.first()[1].zero:
+        return by_letters(context)
+    operands = [context.argument("index"), context.argument("src")]
+    dim = context.axis("dim", max(1, len(context.out.shape)))
+    if not all(p.tag == SHARD and p.plain and p.axis == dim for p in operands):
+        raise unproven("it adds up rows of the batch by an index")
+    same_stride(operands)
+    return Placement(PARTIAL)
+
+
 MOVE_RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("reshape", "view", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"), reshape
@@ -190,6 +261,9 @@ MOVE_RULES: dict[str, Rule] = {
     **dict.fromkeys(("slice", "select", "split", "split_with_sizes", "chunk", "unbind", "narrow"), take_axis),
     **dict.fromkeys(("cat", "stack"), join),
     "arange": arange,
+    "embedding": embedding,
+    **dict.fromkeys(("index", "_unsafe_index", "index_select"), index),
+    "scatter_add": scatter_add,
 }
 """Op name -> rule.  Every rule may rely on: no operand is COUPLED or UNPROVEN."""
 NO_RULE = frozenset(("linspace", "eye", "tril_indices", "triu_indices", "randperm"))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopart.passes.loss.context import OpContext
-from autopart.passes.loss.letter_rules import Operand, any_function, combined
-from autopart.passes.loss.placement import PARTIAL, REPLICATE, SHARD, Count, Placement, coupled, need_plain, unproven
+from autopart.passes.ops.context import OpContext
+from autopart.passes.ops.placement import PARTIAL, REPLICATE, SHARD, Count, Placement, coupled, need_plain, unproven
+from autopart.passes.ops.propagation import Operand, any_function, combined
 
 NONE, MEAN, SUM = 0, 1, 2
 """torch.nn._reduction's numbers."""

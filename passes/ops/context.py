@@ -1,4 +1,4 @@
-"""One op as the rules of the loss analysis see it: its arguments at two numbers of rows, and the placements so far."""
+"""One op as rules see it: its row of the table, and its arguments at two numbers of rows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopart.ir.graph import Literal, Op, Param, Value
-from autopart.passes.loss.placement import CONSTANT, REPLICATE, Placement, coupled
 from autopart.passes.ops.flops import operands
-from autopart.passes.ops.letters import Letters, letters
+from autopart.passes.ops.letters import Letters, Shape, letters
+from autopart.passes.ops.placement import CONSTANT, REPLICATE, Placement, coupled
 from autopart.passes.ops.row import OpRow
 from autopart.passes.ops.table import op_name, row_of
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)

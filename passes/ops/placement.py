@@ -1,4 +1,4 @@
-"""How a value of a micro-batch relates to the same value of the whole batch: the lattice of the loss analysis.
+"""How a value of a micro-batch relates to the same value of the whole batch: the lattice that letters propagate.
 
 R is the number of rows of the (micro-)batch.  With f = R^-scale, times `count` where one is given, the value v is
 

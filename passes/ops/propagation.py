@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from autopart.passes.loss.context import OpContext
-from autopart.passes.loss.placement import (
+from autopart.passes.ops.context import OpContext
+from autopart.passes.ops.letters import Letters
+from autopart.passes.ops.placement import (
     COUPLED,
     INDEX,
     PARTIAL,
@@ -23,7 +24,6 @@ from autopart.passes.loss.placement import (
     same_stride,
     unproven,
 )
-from autopart.passes.ops.letters import Letters
 from autopart.passes.ops.row import POINTWISE, VIEW
 
 Rule = Callable[[OpContext], Placement | list[Placement]]

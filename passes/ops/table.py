@@ -97,11 +97,11 @@ def _reductions() -> Iterator[OpRow]:
     yield from over("sum", mixes="", linear="each", saves="nothing")
     yield from over("mean", mixes="", linear="mean", saves="nothing")
     yield from over("nansum", saves="nothing")
-    yield from over("amax amin max.dim min.dim", saves="indices")
+    yield from over("amax amin", saves="indices")
     yield from over("prod var std logsumexp linalg_vector_norm norm", saves="both")
     yield from over("""
-        nanmean aminmax argmax argmin all any var_mean std_mean count_nonzero median nanmedian max.default
-        min.default""")
+        nanmean aminmax argmax argmin all any var_mean std_mean count_nonzero median nanmedian max.dim min.dim
+        max.default min.default""")
     yield from over("mode kthvalue", named_by="dim=-1")
     pair: dict[str, Any] = {"mixes": "D", "flops": "read"}
     yield OpRow("cosine_similarity", REDUCTION, "...D, ...D -> ...", named_by="dim=1", saves="both", **pair)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.failing_jobs import forked, struck, survivor
+from support.failing_jobs import WORLD, forked, struck, survivor
 
 from autopart.ir.errors import RunError, StageError, WorkerError
 from autopart.runtime.launch.local import Workers
@@ -18,7 +18,7 @@ LIMIT_S = 5.0
 
 @pytest.fixture(scope="module")
 def workers():
-    with Workers(4, timeout=90) as pool:
+    with Workers(WORLD, timeout=90) as pool:
         yield pool
 
 
@@ -34,7 +34,7 @@ def fail(workers: Workers, job, *args) -> RunError:
     """Run a job that fails; returns its error.  No process may be left."""
     workers.run(os.getpid)  # processes are up
     pids = workers.pids
-    assert len(pids) == 4
+    assert len(pids) == WORLD
     with pytest.raises(RunError) as caught:
         workers.run(job, *args)
     assert not [pid for pid in pids if alive(pid)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -76,11 +77,16 @@ def test_a_plan_excludes_what_it_fixes():
             compiled(net(), batch(), plan=plan, **{name: value})
 
 
+@cache
+def captures_of_net() -> CaptureCache:
+    return CaptureCache(net(), F.cross_entropy)
+
+
 def for_the_runtime(cluster: str, **options: Any) -> autopart.Plan:
     """The plan that `compile` makes or takes, without the processes to run it."""
     data = flatten(batch(), with_target=True)
     read = read_options(costs="analytic", loss_fn=F.cross_entropy, **options)
-    return make_plan(CaptureCache(net(), F.cross_entropy), data, parse_cluster(cluster), read).plan
+    return make_plan(captures_of_net(), data, parse_cluster(cluster), read).plan
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -45,8 +46,17 @@ def compiled(model: Any, sample: Any, cluster: Any = "cpu:1", **options: Any) ->
 
 
 def planned(cluster: str = "cpu:2", model: nn.Module | None = None, rows: int = 8, **options: Any) -> autopart.Plan:
-    options = {"costs": "analytic", "loss_fn": F.cross_entropy, **options}
-    return autopart.plan(model or net(), cluster, sample=batch(rows), **options)
+    """A plan for the model, by default for `net()`, whose plans are made once."""
+    if model is None:
+        return _plan_of_net(cluster, rows, **options)
+    return autopart.plan(
+        model, cluster, sample=batch(rows), **{"costs": "analytic", "loss_fn": F.cross_entropy, **options}
+    )
+
+
+@cache
+def _plan_of_net(cluster: str, rows: int, **options: Any) -> autopart.Plan:
+    return planned(cluster, net(), rows, **options)
 
 
 def refused(kind: type[AutopartError], *words: str) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 
 from autopart.capture.export import LossFn
 from autopart.ir.errors import UsageError
-from autopart.ir.plan import ALL_SCHEDULES, Plan
+from autopart.ir.plan import Plan
+from autopart.passes.program.schedules import names
 from autopart.passes.search.space import Watch
 
 REDUCTIONS = ("auto", "mean", "sum", "token-mean")
@@ -56,7 +57,7 @@ def read_options(**given: Any) -> Options:
         "replicas": _replicas(given.get("replicas")),
     }
     options = Options(**{**given, **read})
-    _one_of("schedule", options.schedule, ("auto", *ALL_SCHEDULES))
+    _one_of("schedule", options.schedule, ("auto", *names()))
     _one_of("recompute", options.recompute, RECOMPUTE)
     _one_of("loss_reduction", options.loss_reduction, REDUCTIONS)
     _one_of("costs", options.costs, COSTS)

@@ -31,7 +31,7 @@ from autopart.passes.ops.cost_model import sheets
 from autopart.passes.ops.resize import is_affine, resize
 from autopart.passes.pipeline import PlannerInput, build
 from autopart.passes.search.space import PlanRequest
-from autopart.passes.simulation.estimate import device_types
+from autopart.passes.simulation.stage_costs import device_types
 
 WHOLE = LossReduction("any")
 

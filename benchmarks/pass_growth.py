@@ -35,7 +35,7 @@ from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
 from autopart.passes.proof.lower_bound import lower_bound
 from autopart.passes.search.space import PlanRequest, SearchSpace, SearchSpaces
-from autopart.passes.simulation.estimate import CostContext, device_types
+from autopart.passes.simulation.stage_costs import CostContext, LoadMemo, device_types
 
 STAGES, MICROS = 4, 16
 
@@ -79,7 +79,12 @@ def passes(layers: int, runs: int) -> dict[str, float]:
 
     def space() -> SearchSpace:
         return SearchSpace(
-            BlockChain(blocks, graph, costs_at, 2), CostContext(cluster, kinds, costs_at), request, fine, ()
+            BlockChain(blocks, graph, costs_at, 2),
+            CostContext(cluster, kinds, costs_at),
+            LoadMemo(cluster),
+            request,
+            fine,
+            (),
         )
 
     timed("search", lambda: search(SearchSpaces(space(), space())))

@@ -30,8 +30,9 @@ from trained import MODELS
 import autopart
 from autopart.capture.batch import flatten
 from autopart.costs.profiler import profile_costs
-from autopart.passes.simulation.estimate import CostContext, device_types, stage_estimates, work_of
+from autopart.passes.simulation.estimate import stage_estimates, work_of
 from autopart.passes.simulation.simulate import step_ns
+from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
 from autopart.runtime.stage import StageRunner
 from autopart.session.detect import detect
 
@@ -149,10 +150,10 @@ def predicted(pipe: autopart.Pipe, batch: Any) -> float:
         found = profile_costs(captured, pipe.cluster.devices[0], cache_path=Path(folder) / "costs.json", budget_s=5)
     assert found is not None
     graph = found[0]
-    setting = CostContext(pipe.cluster, device_types(pipe.cluster), lambda rows, kind: graph)
+    estimator = Estimator(CostContext(pipe.cluster, device_types(pipe.cluster), lambda rows, kind: graph))
     decision = pipe.plan.decision
-    estimates = stage_estimates(decision, pipe.program.edges, setting)
-    return step_ns(pipe.program, replace(work_of(decision, estimates, pipe.program, setting), optimizer_ns=())) * 1e-9
+    estimates = stage_estimates(decision, pipe.program.edges, estimator)
+    return step_ns(pipe.program, replace(work_of(decision, estimates, pipe.program, estimator), optimizer_ns=())) * 1e-9
 
 
 def held_bytes(pipe: autopart.Pipe, batch: Any) -> int:

@@ -30,7 +30,8 @@ from common import ratio, spread, write
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
 
 import autopart
-from autopart.passes.simulation.simulate import Work, step_ns
+from autopart.passes.simulation.play import Work
+from autopart.passes.simulation.simulate import step_ns
 
 LAYERS, HIDDEN, VOCAB, SEQ, BATCH, MICROS = 8, 256, 1024, 128, 8, 8
 PEER = {"torch 1F1B": Schedule1F1B, "torch GPipe": ScheduleGPipe}

@@ -33,7 +33,7 @@ from autopart.passes.search.search import (
     refine_best,
 )
 from autopart.passes.search.space import PlanRequest, SearchSpace, SearchSpaces, Watch
-from autopart.passes.simulation.estimate import CostContext, device_types
+from autopart.passes.simulation.stage_costs import CostContext, Estimator, LoadMemo, device_types
 
 BLOCKS, MOST_BLOCKS = 64, 192
 """Blocks that the partition chooses from, and those that deep pipelines and refinement choose from."""
@@ -75,7 +75,7 @@ def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: W
     if found.best is None:
         raise infeasible_error(found, spaces.fine, lambda other, machines: _again(source, fine, other, machines))
     # The best of them to captured ops, over which it is costed once more: only there are clones counted exactly.
-    final = finalize(found, graph, _costs(source, cluster, request), spaces.fine)
+    final = finalize(found, graph, Estimator(_costs(source, cluster, request)), spaces.fine)
     if final is None:
         raise infeasible_error(replace(found, nearest=found.best), spaces.fine, lambda other, machines: None)
     # What is proved does not depend on what was found, so it is honest about it.
@@ -129,12 +129,12 @@ def _spaces(source: PlannerInput, fine: Graph, cluster: Cluster, request: PlanRe
     ends = {place for paths in request.keep_together() for place in module_span(fine, paths)} - {len(fine.ops)}
     most_blocks = max(MOST_BLOCKS, most_stages)
     many = check_graph(coarsen(fine, blocks=most_blocks, cuts=request.cuts, also=tuple(sorted(ends))))
-    costs = _costs(source, cluster, request)
+    costs, loads = _costs(source, cluster, request), LoadMemo(cluster)
     most_rows = max(max(rows) for rows in request.micro_rows)
 
     def space(blocks: Graph) -> SearchSpace:
         chain = BlockChain(blocks, source.graph, source.costs_at, most_rows)
-        return SearchSpace(chain, costs, request, fine, forced_bounds(blocks, fine, request.cuts))
+        return SearchSpace(chain, costs, loads, request, fine, forced_bounds(blocks, fine, request.cuts))
 
     whole = space(many)
     if len(many.ops) <= BLOCKS:

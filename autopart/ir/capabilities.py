@@ -11,32 +11,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # a plan says of itself what the runtime lacks for it
     from autopart.ir.plan import Plan
 
-SCHEDULES = ("1f1b", "1f1b-deep", "gpipe")
-"""Synchronous schedules, from the one that holds the fewest micro-batches to the one that holds the most."""
-ASYNC = "pipedream"
-"""1F1B without a flush, with a copy of the weights for each micro-batch in flight (PipeDream, SOSP 2019)."""
-ALL_SCHEDULES = (*SCHEDULES, ASYNC)
+ASYNCHRONOUS = ("pipedream",)
+"""Schedules that update weights while micro-batches are in flight, each with a copy of those it began with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """schedules: their names.  replicas: stages on several devices.  recompute: activations computed again.
-    overlap: gradients of replicas are summed while the last backward of their stage still runs."""
+    """asynchronous: schedules without a flush.  replicas: stages on several devices.  recompute: activations computed
+    again.  overlap: gradients of replicas are summed while the last backward of their stage still runs."""
 
-    schedules: tuple[str, ...]
+    asynchronous: bool
     replicas: bool
     recompute: bool
     overlap: bool
 
 
-RUNTIME = Capabilities(schedules=SCHEDULES, replicas=False, recompute=False, overlap=False)
-EVERYTHING = Capabilities(schedules=ALL_SCHEDULES, replicas=True, recompute=True, overlap=False)
+RUNTIME = Capabilities(asynchronous=False, replicas=False, recompute=False, overlap=False)
+EVERYTHING = Capabilities(asynchronous=True, replicas=True, recompute=True, overlap=False)
 
 
 def lacking(plan: Plan, abilities: Capabilities = RUNTIME) -> tuple[str, ...]:
     """What a plan needs and `abilities` do not have, in words; empty when it can be run."""
     missing = []
-    if plan.schedule not in abilities.schedules:
+    if plan.schedule in ASYNCHRONOUS and not abilities.asynchronous:
         missing.append(f"schedule {plan.schedule}")
     if not abilities.replicas and any(len(stage.ranks) > 1 for stage in plan.stages):
         missing.append("replicas of a stage")

@@ -1,60 +1,166 @@
-"""When it is computed: what each rank does in one step, in order.
+"""When it is computed: one linear order of everything that all ranks do in one step.
 
 Actions print and parse:  2F0 forward of micro-batch 0 on stage 2;  2B0 its backward;  2SF0>3 send its activations to
-stage 3;  3RF0<2 receive them;  3SB0>2 send their gradients back;  2RB0<3 receive those;  2T sum the gradients of
-parameters that several stages use.  In timelines also  2R sum the gradients of a stage over its replicas;  2O the
-optimizer's step.
+stage 3;  3RF0<2 receive them;  3SB0>2 send their gradients back;  2RB0<3 receive those;  2R sum the gradients of a
+stage over its replicas;  2T sum the gradients of parameters that several stages use;  2O the optimizer's step.  A
+slice of a sequence stands behind the micro-batch: 2F0.1 is the second slice of micro-batch 0.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopart.ir.errors import ProgramError
 
-KINDS = ("F", "B", "SF", "RF", "SB", "RB", "T")
-ENDS = ("R", "O")
-"""What follows the last backward of a stage and is no action of a program yet: only timelines hold it."""
-_TEXT = re.compile(r"(\d+)(SF|RF|SB|RB|F|B)(\d+)(?:([<>])(\d+))?$|(\d+)([TRO])$")
+COMPUTE, SEND, RECEIVE, COLLECTIVE, LOCAL = "compute", "send", "receive", "collective", "local"
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class ActionKind:
+    """What an action is.
+
+    role: compute, send, receive, collective or local.  way: forward or backward, of computes and messages; else "".
+    label: what it does, in words that follow the number of the stage or rank.  needs: the kind whose action on the
+    same slot has to be over first; for what ends a step, the kind of every slot of the stage.  frees: what the slot no
+    longer holds once it is over: "activations" or "gradients" or "".
+    """
+
+    role: str
+    way: str
+    label: str
+    needs: str = ""
+    frees: str = ""
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it has a peer."""
+        return self.role in (SEND, RECEIVE)
+
+    @property
+    def is_per_slot(self) -> bool:
+        """Whether it belongs to one micro-batch (and slice); else it happens once a step."""
+        return self.role in (COMPUTE, SEND, RECEIVE)
+
+
+ACTIONS: dict[str, ActionKind] = {
+    "F": ActionKind(COMPUTE, FORWARD, "forward"),
+    "B": ActionKind(COMPUTE, BACKWARD, "backward", needs="F", frees="activations"),
+    "SF": ActionKind(SEND, FORWARD, "sending activations", needs="F"),
+    "RF": ActionKind(RECEIVE, FORWARD, "receiving activations"),
+    "SB": ActionKind(SEND, BACKWARD, "sending gradients", needs="B", frees="gradients"),
+    "RB": ActionKind(RECEIVE, BACKWARD, "receiving gradients"),
+    "T": ActionKind(COLLECTIVE, BACKWARD, "summing tied gradients", needs="B"),
+    "R": ActionKind(COLLECTIVE, BACKWARD, "summing gradients over replicas", needs="B"),
+    "O": ActionKind(LOCAL, "", "optimizer step", needs="B"),
+}
+"""The one table of actions: engine, verifier, simulator, trace and reports read what a kind is from here."""
+
+SUM_TIED, SUM_REPLICAS, OPTIMIZER = "T", "R", "O"
+"""What ends a step, once for each stage that needs it."""
+
+COMPUTES = {kind.way: name for name, kind in ACTIONS.items() if kind.role == COMPUTE}
+SENDS = {kind.way: name for name, kind in ACTIONS.items() if kind.role == SEND}
+RECEIVES = {kind.way: name for name, kind in ACTIONS.items() if kind.role == RECEIVE}
+"""The kind of compute, send and receive of each way: COMPUTES[FORWARD] is "F"."""
+
+MESSAGES_AHEAD = 2
+"""Receives that a channel posts before they are needed; each, and each send under way, holds a buffer of its own."""
+
+_KINDS = "|".join(sorted(ACTIONS, key=len, reverse=True))
+_TEXT = re.compile(
+    rf"(?P<stage>\d+)(?P<kind>{_KINDS})(?:(?P<micro>\d+)(?:\.(?P<slice>\d+))?)?(?:(?P<arrow>[<>])(?P<peer>\d+))?$"
+)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Slot:
+    """One micro-batch, or one slice of its sequences, on one stage: the key of everything alive during a step.
+
+    micro is -1 for what happens once a step.
+    """
+
+    stage: int
+    micro: int = -1
+    slice: int = 0
+
+    def __str__(self) -> str:
+        if self.micro < 0:
+            return f"stage {self.stage}"
+        sliced = f", slice {self.slice}" if self.slice else ""
+        return f"stage {self.stage}, micro-batch {self.micro}{sliced}"
+
+    def on(self, stage: int) -> Slot:
+        """The same micro-batch and slice on another stage."""
+        return Slot(stage, self.micro, self.slice)
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing a rank does.  peer: the other stage of a message, or None.  micro is -1 for T, R and O."""
+    """One thing that the ranks of a stage do.  peer: the other stage of a message, else None."""
 
     kind: str
-    stage: int
-    micro: int = -1
+    slot: Slot
     peer: int | None = None
 
+    @property
+    def stage(self) -> int:
+        """The stage that does it."""
+        return self.slot.stage
+
+    @property
+    def micro(self) -> int:
+        """Its micro-batch, -1 for what happens once a step."""
+        return self.slot.micro
+
+    @property
+    def is_a(self) -> ActionKind:
+        """What this kind of action is."""
+        return ACTIONS[self.kind]
+
+    @property
+    def other_end(self) -> Action:
+        """Of a send its receive, of a receive its send."""
+        ends = RECEIVES if self.is_a.role == SEND else SENDS
+        assert self.peer is not None
+        return Action(ends[self.is_a.way], self.slot.on(self.peer), self.stage)
+
     def __str__(self) -> str:
-        if self.micro < 0:
-            return f"{self.stage}{self.kind}"
-        text = f"{self.stage}{self.kind}{self.micro}"
+        text = f"{self.stage}{self.kind}"
+        if self.micro >= 0:
+            text += str(self.micro)
+        if self.slot.slice:
+            text += f".{self.slot.slice}"
         if self.peer is None:
             return text
-        return f"{text}{'>' if self.kind[0] == 'S' else '<'}{self.peer}"
+        return f"{text}{'>' if self.is_a.role == SEND else '<'}{self.peer}"
 
 
 def parse_action(text: str) -> Action:
     """The inverse of `str(action)`; raises ProgramError."""
     found = _TEXT.match(text.strip())
     if not found:
-        raise ProgramError(f"{text!r} is no action")
-    stage, kind, micro, arrow, peer, t_stage, t_kind = found.groups()
-    if t_kind:
-        return Action(t_kind, int(t_stage))
-    sends = kind[0] == "S"
-    message = len(kind) == 2
-    if message != (arrow is not None) or (message and sends != (arrow == ">")):
-        raise ProgramError(f"{text!r} is no action", why="a send has >peer, a receive has <peer, F and B have neither")
-    return Action(kind, int(stage), int(micro), int(peer) if peer is not None else None)
+        raise ProgramError(f"{text!r} is not an action", why="actions look like 2F0, 2SF0>3, 3RF0<2, 2T")
+    kind = ACTIONS[found["kind"]]
+    arrow = {SEND: ">", RECEIVE: "<"}.get(kind.role)
+    if found["arrow"] != arrow or (found["micro"] is not None) != kind.is_per_slot:
+        why = "a send has >peer, a receive has <peer, others have neither; R, T and O have no micro-batch"
+        raise ProgramError(f"{text!r} is not an action", why=why)
+    micro = int(found["micro"]) if found["micro"] is not None else -1
+    peer = int(found["peer"]) if found["peer"] is not None else None
+    return Action(found["kind"], Slot(int(found["stage"]), micro, int(found["slice"] or 0)), peer)
+
+
+def parse_actions(text: str) -> tuple[Action, ...]:
+    """Actions separated by blanks or lines: the inverse of `str(program)` for `Program.order`."""
+    return tuple(parse_action(word) for word in text.split())
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What flows from one stage to a later one for each micro-batch, as one message.
+    """What flows from one stage to a later one for each slot, as one message.
 
     values: names in a fixed order.  grads: those of them whose gradients come back.
     """
@@ -64,22 +170,140 @@ class Edge:
     values: tuple[str, ...]
     grads: tuple[str, ...]
 
+    def names(self, way: str) -> tuple[str, ...]:
+        """What is sent: values forward, gradients backward."""
+        return self.values if way == FORWARD else self.grads
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Which part of a message goes from one rank to another.
+
+    rows: (first, last + 1) of the micro-batch's rows in shares of `of`: with 2 senders and 3 receivers, (2, 3) of 6.
+    Values without a row axis go whole, from one rank.
+    """
+
+    src_rank: int
+    dst_rank: int
+    rows: tuple[int, int] = (0, 1)
+    of: int = 1
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """ranks[r]: all that rank r does in one step.  stage_ranks[s]: the rank of stage s.  tied: parameter name and
-    the stages that use it, for every trainable parameter that several stages use; the first of them owns it."""
+    """Everything that all ranks do in one step.
+
+    stage_ranks[s]: the ranks that run stage s, one or several (replicas); a rank may run several stages.  world: number
+    of ranks.  order: all actions, each after everything that it depends on; a message stands in it once, as its send.
+    Each rank plays its part of the order, so that no rank can wait for ever: of all unfinished actions, the first has
+    everything that it needs.  edges: what flows between stages.  tied: parameter name and the stages that use it, for
+    every trainable parameter that several stages use; the first of them owns it.
+    """
 
     micros: int
-    stage_ranks: tuple[int, ...]
-    ranks: tuple[tuple[Action, ...], ...]
+    world: int
+    stage_ranks: tuple[tuple[int, ...], ...]
+    order: tuple[Action, ...]
     edges: tuple[Edge, ...] = ()
     tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join(" ".join(str(a) for a in actions) for actions in self.ranks)
+        return " ".join(str(action) for action in self.order)
+
+    @property
+    def workers(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank the stages that it runs, ascending."""
+        return tuple(
+            tuple(stage for stage, ranks in enumerate(self.stage_ranks) if rank in ranks) for rank in range(self.world)
+        )
+
+    @property
+    def tied_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Stages that are linked by tied parameters, ascending: their sums are one meeting of all of them."""
+        return linked_stages(self.tied)
+
+    def part(self, rank: int) -> tuple[Action, ...]:
+        """What one rank does, in order: a message is a send where it leaves and a receive where it is needed.
+
+        A receive stands right before the compute that needs it, those of several peers in the order of the peers:
+        there the rank waits for the message.  When it may arrive, the transport decides (see `posts`).  O(order).
+        """
+        return self.parts((rank,))[0]
+
+    def parts(self, ranks: Sequence[int]) -> tuple[tuple[Action, ...], ...]:
+        """`part` of each of these ranks, all found in one walk.  O(order * ranks of a stage)."""
+        parts: dict[int, list[Action]] = {rank: [] for rank in ranks}
+        players = [[parts[rank] for rank in own if rank in parts] for own in self.stage_ranks]
+        arrived: dict[tuple[int, int, int, str], list[Action]] = {}
+        for action in self.order:
+            kind, slot = ACTIONS[action.kind], action.slot
+            if kind.role == SEND:
+                received = action.other_end
+                arrived.setdefault((received.stage, slot.micro, slot.slice, kind.way), []).append(received)
+            elif kind.role == COMPUTE:
+                messages = arrived.pop((slot.stage, slot.micro, slot.slice, kind.way), [])
+                for part in players[slot.stage]:
+                    part.extend(sorted(messages, key=_peer))
+            for part in players[slot.stage]:
+                part.append(action)
+        return tuple(tuple(parts[rank]) for rank in ranks)
+
+    def transfers(self, send: Action) -> tuple[Transfer, ...]:
+        """The parts of a message, in order of their rows: each row travels once.  O(senders + receivers)."""
+        assert send.peer is not None
+        return split_rows(self.stage_ranks[send.stage], self.stage_ranks[send.peer])
+
+    def posts(self, src_rank: int, dst_rank: int) -> Iterator[Action]:
+        """The sends from one rank to another in order: both ends of a channel, first in, first out."""
+        for action in self.order:
+            if action.is_a.role == SEND and any(
+                (t.src_rank, t.dst_rank) == (src_rank, dst_rank) for t in self.transfers(action)
+            ):
+                yield action
+
+    def exchanges(self) -> Iterator[tuple[Action, ...]]:
+        """The order in groups: messages that follow each other between the same two stages are one exchange."""
+        group: list[Action] = []
+        for action in self.order:
+            meets = bool(group) and action.is_a.role == SEND and group[-1].is_a.role == SEND
+            if not (meets and {action.stage, action.peer} == {group[-1].stage, group[-1].peer}):
+                if group:
+                    yield tuple(group)
+                group = []
+            group.append(action)
+        if group:
+            yield tuple(group)
 
 
-def parse_actions(text: str) -> tuple[tuple[Action, ...], ...]:
-    """One line per rank, actions separated by blanks: the inverse of `str(program)` for `Program.ranks`."""
-    return tuple(tuple(parse_action(word) for word in line.split()) for line in text.split("\n"))
+def linked_stages(tied: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[tuple[int, ...], ...]:
+    """Groups of stages that share parameters, directly or through others; each ascending, by its first stage."""
+    groups: list[set[int]] = []
+    for _, stages in tied:
+        joined = set(stages).union(*(group for group in groups if not group.isdisjoint(stages)))
+        groups = [group for group in groups if group.isdisjoint(stages)] + [joined]
+    return tuple(sorted(tuple(sorted(group)) for group in groups))
+
+
+def split_rows(senders: Sequence[int], receivers: Sequence[int]) -> tuple[Transfer, ...]:
+    """How the rows of a message go from the ranks that hold them to those that will, in order of the rows.
+
+    Both sides hold equal shares of the rows, in order; each row goes once.  O(senders + receivers).
+    """
+    whole = len(senders) * len(receivers)
+    found: list[Transfer] = []
+    start, sender, receiver = 0, 0, 0
+    while start < whole:
+        sender_end = (sender + 1) * len(receivers)
+        receiver_end = (receiver + 1) * len(senders)
+        end = min(sender_end, receiver_end)
+        found.append(Transfer(senders[sender], receivers[receiver], (start, end), whole))
+        if end == sender_end:
+            sender += 1
+        if end == receiver_end:
+            receiver += 1
+        start = end
+    return tuple(found)
+
+
+def _peer(message: Action) -> int:
+    return message.peer or 0

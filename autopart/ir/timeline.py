@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopart.ir.program import Action
+from autopart.ir.program import COLLECTIVE, COMPUTE, RECEIVE, SEND, SENDS, Action
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Timeline:
     def memory(self, rank: int, held_bytes: int) -> tuple[tuple[int, int], ...]:
         """The memory curve of a rank: (nanosecond, bytes of activations) after every change; held_bytes: of one
         micro-batch in flight, kept from the start of its forward to the end of its backward."""
-        spans = [s for s in self.spans if s.rank == rank and s.action.kind in "FB"]
-        changes = [(s.start_ns, held_bytes) if s.action.kind == "F" else (s.end_ns, -held_bytes) for s in spans]
+        spans = [s for s in self.spans if s.rank == rank and s.action.is_a.role == COMPUTE]
+        changes = [(s.end_ns, -held_bytes) if s.action.is_a.frees else (s.start_ns, held_bytes) for s in spans]
         curve, held = [(0, 0)], 0
         for when, change in sorted(changes, key=lambda c: c[0]):  # stable: as the rank does them
             held += change
@@ -51,12 +51,12 @@ class Timeline:
         ahead is taken to be the last on the same channel, from the same stage, to the same one, or else of all.
         O(spans log spans).
         """
-        real = [s for s in self.spans if s.action.kind not in ("RF", "RB") and s.end_ns > s.start_ns]
+        real = [s for s in self.spans if s.action.is_a.role != RECEIVE and s.end_ns > s.start_ns]
         ends: dict[int, list[Span]] = {}
         wires: dict[tuple[int | None, int | None], list[Span]] = {}
         for span in sorted(real, key=lambda s: s.start_ns):
             ends.setdefault(span.end_ns, []).append(span)
-            if span.action.kind in _SENT:
+            if _uses_ports(span):
                 for key in _wires(span):
                     wires.setdefault(key, []).append(span)
         path: list[Span] = []
@@ -64,17 +64,18 @@ class Timeline:
         while now is not None:
             path.append(now)
             cause = _cause(now, ends.get(now.start_ns, []))
-            if cause is None and now.start_ns and now.action.kind in _SENT:
+            if cause is None and now.start_ns and _uses_ports(now):
                 cause = _ahead(now, [wires[key] for key in _wires(now)])
             now = cause
         return tuple(reversed(path))
 
     def busy_ns(self, rank: int) -> int:
-        """Nanoseconds that a rank spends in F and B."""
-        return sum(s.end_ns - s.start_ns for s in self.spans if s.rank == rank and s.action.kind in "FB")
+        """Nanoseconds that a rank spends computing."""
+        return sum(s.end_ns - s.start_ns for s in self.spans if s.rank == rank and s.action.is_a.role == COMPUTE)
 
 
-_SENT = ("SF", "SB", "R")
+def _uses_ports(span: Span) -> bool:
+    return span.action.is_a.role in (SEND, COLLECTIVE)
 
 
 def _wires(span: Span) -> list[tuple[int | None, int | None]]:
@@ -94,7 +95,7 @@ def _ahead(span: Span, wires: Sequence[Sequence[Span]]) -> Span | None:
 
 def _cause(span: Span, ended: list[Span]) -> Span | None:
     """Of the spans that end when this one starts, the one that let it start."""
-    stage, kind = span.action.stage, span.action.kind
-    sends = [s for s in ended if s.action.peer == stage and s.action.kind == f"S{kind}"]
-    own = [s for s in ended if s.rank == span.rank and (kind[0] == "S" or s.action.kind[0] != "S")]
+    stage, kind = span.action.stage, span.action.is_a
+    sends = [s for s in ended if kind.role == COMPUTE and s.action.peer == stage and s.action.kind == SENDS[kind.way]]
+    own = [s for s in ended if s.rank == span.rank and (kind.role == SEND or s.action.is_a.role != SEND)]
     return next(iter([*sends, *own, *ended]), None)

@@ -1,82 +1,59 @@
-"""Routing: which values flow between which stages, and the sends and receives that carry them.
+"""Routing: which values flow between which stages, and the messages and sums that carry them.
 
 Everything here is on the captured graph, so that a plan file can be routed without coarsening anything again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import count
+from collections.abc import Sequence
 
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
-from autopart.ir.program import Action, Edge, Program
-from autopart.passes.program.schedules import order
+from autopart.ir.program import (
+    OPTIMIZER,
+    SUM_REPLICAS,
+    SUM_TIED,
+    Action,
+    Edge,
+    Program,
+    Slot,
+    linked_stages,
+)
+from autopart.passes.program.linearize import linear_order
+from autopart.passes.program.schedules import find, worker_orders
 
-CommTemplate = Mapping[str, tuple[Action, ...]]
 Tied = tuple[tuple[str, tuple[int, ...]], ...]
 """Parameters that several stages use, with those stages."""
 
 
 def route(decision: Decision, graph: Graph) -> Program:
-    """The whole program of one step: computes, messages, and the sums of tied gradients.
+    """The whole program of one step: computes, messages, sums of gradients and the optimizer's step.
 
-    Before: `plan.check_decision(decision, graph)` holds.  After, on the rank of each stage: receives from all sources
-    stand right before the F or B that needs them and sends right behind the one that makes them, peers ascending; T is
-    last.  A
-    directed pair of stages carries activations (to the later stage) or gradients (to the earlier one), never both, in
-    the order of the computes on both ends, so each is one first-in first-out channel.  A stage runs on the first of
-    its ranks.  O(reads + actions).
+    Before: `plan.check_decision(decision, graph)` holds.  After: the computes of each worker stand in the order of the
+    schedule, each as early as it can (`linear_order`); a message stands right behind the compute that makes it, those
+    to several stages with the receivers ascending; behind all of that stand the sums of tied gradients, the sums over
+    replicas and the optimizer's steps.  Raises UsageError for an unknown schedule and ProgramError for one that can
+    never end.  O(reads + actions * log ranks).
     """
+    stages, micros = len(decision.stages), len(decision.micro_rows)
     links, shared = edges(decision, graph), tied(decision, graph)
-    ranks: list[tuple[Action, ...]] = [()] * decision.world
-    orders = order(len(decision.stages), len(decision.micro_rows), decision.schedule)
-    for stage, text, acts in zip(
-        decision.stages, orders, comm_template(len(decision.stages), links, shared), strict=True
-    ):
-        ranks[stage.ranks[0]] = _numbered(text, acts)
-    stage_ranks = tuple(stage.ranks[0] for stage in decision.stages)
-    return Program(len(decision.micro_rows), stage_ranks, tuple(ranks), links, shared)
+    stage_ranks = tuple(stage.ranks for stage in decision.stages)
+    orders = tuple(worker_orders(find(decision.schedule), stages, micros))
+    order = linear_order(decision.schedule, orders, links, stage_ranks, micros)
+    order += [Action(kind, Slot(stage)) for kind, stage in step_end(stage_ranks, shared)]
+    return Program(micros, decision.world, stage_ranks, tuple(order), links, shared)
 
 
-def _numbered(text: str, acts: CommTemplate) -> tuple[Action, ...]:
-    """What a stage does in all: its forwards and backwards in this order, then what comes last."""
-    place = {"F": count(), "B": count()}
-    actions = []
-    for letter in text:
-        micro = next(place[letter])
-        actions += [Action(a.kind, a.stage, micro, a.peer) for a in acts[letter]]
-    return (*actions, *acts["T"])
+def step_end(stage_ranks: Sequence[tuple[int, ...]], shared: Tied) -> list[tuple[str, int]]:
+    """(kind, stage) of what ends a step, in order.
 
-
-def comm_template(stages: int, links: tuple[Edge, ...], shared: Tied) -> tuple[CommTemplate, ...]:
-    """What each stage does for the forward ("F") and for the backward ("B") of micro-batch 0, and after all ("T").
-
-    Receives, the F or B, sends; of several peers in ascending order.  O(stages + edges).
+    Stages that share parameters sum them side by side (they meet there), stages with replicas sum their gradients, and
+    every stage has its optimizer.
     """
-    into: dict[int, list[tuple[int, bool]]] = {s: [] for s in range(stages)}
-    out: dict[int, list[tuple[int, bool]]] = {s: [] for s in range(stages)}
-    for edge in links:  # ascending, so peers are ascending in both lists
-        into[edge.dst].append((edge.src, bool(edge.grads)))
-        out[edge.src].append((edge.dst, bool(edge.grads)))
-    summing = {s for _, users in shared for s in users}
-    return tuple(
-        {
-            "F": (
-                *(Action("RF", s, 0, peer) for peer, _ in into[s]),
-                Action("F", s, 0),
-                *(Action("SF", s, 0, peer) for peer, _ in out[s]),
-            ),
-            "B": (
-                *(Action("RB", s, 0, peer) for peer, grads in out[s] if grads),
-                Action("B", s, 0),
-                *(Action("SB", s, 0, peer) for peer, grads in into[s] if grads),
-            ),
-            "T": (Action("T", s),) if s in summing else (),
-        }
-        for s in range(stages)
-    )
+    sums = [(SUM_TIED, stage) for group in linked_stages(shared) for stage in group]
+    replicas = [(SUM_REPLICAS, stage) for stage, ranks in enumerate(stage_ranks) if len(ranks) > 1]
+    return sums + replicas + [(OPTIMIZER, stage) for stage in range(len(stage_ranks))]
 
 
 def edges(decision: Decision, graph: Graph) -> tuple[Edge, ...]:

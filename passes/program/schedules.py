@@ -1,4 +1,8 @@
-"""Schedules: in which order each stage runs its forwards and backwards.
+"""Schedules: in which order each worker runs its forwards and backwards.
+
+A schedule is a function of the numbers of stages and of micro-batches that returns, for each worker, the order of its
+computes.  What follows from that (messages, one order of everything, what is in flight, how long it takes, whether it
+can ever end) is found from the order itself, so that a schedule of a user needs nothing else.
 
 gpipe, 2 stages, 3 micro-batches        1f1b
 0F0 0F1 0F2 0B0 0B1 0B2                 0F0 0F1 0B0 0F2 0B1 0B2
@@ -7,18 +11,210 @@ gpipe, 2 stages, 3 micro-batches        1f1b
 
 from __future__ import annotations
 
-from autopart.ir.errors import UsageError
-from autopart.ir.plan import ALL_SCHEDULES, in_flight
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from autopart.ir.capabilities import ASYNCHRONOUS
+from autopart.ir.errors import ProgramError, UsageError
+from autopart.ir.program import ACTIONS, BACKWARD, COMPUTE, COMPUTES, FORWARD, Action, parse_action
+
+Turn = tuple[str, int, int]
+"""One compute: its kind, its stage and its micro-batch."""
+Order = Callable[[int, int], Iterable[Iterable[Action | str | Turn]]]
+"""(stages, micro-batches) to the computes of each worker in order: texts like "2F0", actions or turns."""
+Limit = Callable[[int, int, int], int]
+"""(stage, stages, micro-batches) to the micro-batches that the stage may have in flight at most."""
+
+_F, _B = COMPUTES[FORWARD], COMPUTES[BACKWARD]
 
 
-def order(stages: int, micros: int, schedule: str) -> tuple[str, ...]:
-    """For each stage "FFBFBB": its forwards and backwards, both in the order of the micro-batches.
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A named order of computes.
 
-    All schedules are one rule: a backward runs as soon as the stage holds as many micro-batches as it may
-    (`plan.in_flight`).  All of them for GPipe (NeurIPS 2019, section 2.3), min(m, S - s) for 1F1B (DAPPLE, PPoPP 2021,
-    section 3.2), which is PipeDream's order too.  O(stages * micros).
+    synchronous: every step ends with the optimizer; else weights are updated while micro-batches are in flight, each
+    with a copy of the weights that it began with.  limit: what the order promises about micro-batches in flight, which
+    the verifier holds it to; None promises nothing.  warm_up: micro-batches per stage after which the order repeats
+    itself at an even pace; 0 where that is not known.
     """
-    if schedule not in ALL_SCHEDULES:
-        raise UsageError(f"unknown schedule {schedule!r}", fix="use one of " + ", ".join(ALL_SCHEDULES))
-    held = [in_flight(schedule, s, stages, micros) for s in range(stages)]
-    return tuple("F" * most + "BF" * (micros - most) + "B" * most for most in held)
+
+    name: str
+    order: Order
+    synchronous: bool = True
+    limit: Limit | None = None
+    warm_up: int = 0
+
+
+_registered: dict[str, Schedule] = {}
+
+
+def register(schedule: Schedule | Order, name: str = "") -> Schedule:
+    """Make a schedule known under its name, or under `name`; a plain function is known under its own.
+
+    A program is planned and run with what is registered under the name in its plan, so every rank registers the same.
+    Registering a name again replaces what was there.  Raises UsageError for a function without a usable name and for a
+    name of a built-in schedule.
+    """
+    made = schedule if isinstance(schedule, Schedule) else Schedule(name or getattr(schedule, "__name__", ""), schedule)
+    if not made.name.isprintable() or not made.name.strip("<> ") or made.name == "<lambda>":
+        raise UsageError("a schedule needs a name", fix="register(order, name=...), or define it with def")
+    if made.name in ("auto", *(schedule.name for schedule in BUILT_IN)) and made not in BUILT_IN:
+        raise UsageError(f"the name {made.name!r} is taken", fix="give the schedule another name")
+    if made.synchronous == (made.name in ASYNCHRONOUS):
+        raise UsageError(
+            f"schedule {made.name} cannot be registered as asynchronous", fix="end each step with the optimizer"
+        )
+    _registered[made.name] = made
+    return made
+
+
+def find(name: str) -> Schedule:
+    """The schedule of this name.  Raises UsageError that names the known ones."""
+    if name not in _registered:
+        raise UsageError(
+            f"unknown schedule {name!r}",
+            why="a schedule has to be registered on every rank before a plan that uses it is made, read or run",
+            fix=f"use one of {', '.join(names())}, or register it: autopart.register_schedule(my_order)",
+        )
+    return _registered[name]
+
+
+def names() -> tuple[str, ...]:
+    """All known schedules: the built-in ones, of the one that holds least to the one that holds most, then others."""
+    return tuple(_registered)
+
+
+# ---- what follows from an order ------------------------------------------------------------------------------------
+
+
+def worker_orders(schedule: Schedule, stages: int, micros: int) -> Iterator[tuple[Turn, ...]]:
+    """The turns of each worker, one after the other; raises ProgramError for what is not a compute of this pipeline.
+
+    O(stages * micros) for all of them.
+    """
+    try:
+        for worker, order in enumerate(schedule.order(stages, micros)):
+            yield tuple(_turn(item, worker, schedule, stages, micros) for item in order)
+    except (TypeError, ValueError) as error:
+        raise ProgramError(
+            f"schedule {schedule.name} did not return an order of computes for each worker",
+            why=str(error),
+            fix='return a list for each worker, as [["0F0", "0B0"], ["1F0", "1B0"]] for 2 stages and 1 micro-batch',
+        ) from error
+
+
+def _turn(item: Action | str | Turn, worker: int, schedule: Schedule, stages: int, micros: int) -> Turn:
+    if isinstance(item, tuple):
+        kind, stage, micro = item
+    else:
+        action = parse_action(item) if isinstance(item, str) else item
+        kind, stage, micro = action.kind, action.stage, action.micro
+        if action.slot.slice:
+            raise ProgramError(f"schedule {schedule.name}: {action} is a slice, which no plan has")
+    if kind in _COMPUTE_KINDS and 0 <= stage < stages and 0 <= micro < micros:
+        return kind, stage, micro
+    raise ProgramError(
+        f"schedule {schedule.name}: {stage}{kind}{micro} is no compute of {stages} stages and {micros} micro-batches",
+        where=f"worker {worker}",
+        fix=f"return computes alone ({' and '.join(_COMPUTE_KINDS)}); messages and sums follow from them",
+    )
+
+
+_COMPUTE_KINDS = tuple(name for name, kind in ACTIONS.items() if kind.role == COMPUTE)
+
+
+@lru_cache(maxsize=4096)
+def in_flight(schedule: Schedule, stage: int, stages: int, micros: int) -> int:
+    """Micro-batches whose activations a stage holds at most, counted from the order.
+
+    O(stages * micros); O(micros) for an order that is made as it is asked for, and whose first worker runs the stage.
+    """
+    for turns in worker_orders(schedule, stages, micros):
+        change = [1 if kind == _F else -1 for kind, at, _ in turns if at == stage]
+        if change:
+            return max(accumulate(change))
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """An order as the simulator plays it.
+
+    turns: (kind, stage) of each compute of each worker.  orders: the same with micro-batches, when the stages do not
+    all take them in one order; None when they do, so that messages are received in the order in which they are sent.
+    """
+
+    turns: tuple[tuple[tuple[str, int], ...], ...]
+    orders: tuple[tuple[Turn, ...], ...] | None
+
+
+@lru_cache(maxsize=32)
+def pattern(schedule: Schedule, stages: int, micros: int) -> Pattern:
+    """The pattern of a schedule, remembered: candidates of a search share few.  O(stages * micros)."""
+    orders = tuple(turns for turns in worker_orders(schedule, stages, micros) if turns)
+    pairs = {(kind, stage): (kind, stage) for kind in _COMPUTE_KINDS for stage in range(stages)}
+    turns = tuple(tuple([pairs[kind, stage] for kind, stage, _ in own]) for own in orders)
+    return Pattern(turns, None if in_one_order(orders, stages) else orders)
+
+
+def in_one_order(orders: Iterable[Iterable[Turn]], stages: int) -> bool:
+    """Whether all stages take the micro-batches in one order forward, and in one order backward."""
+    micros: dict[tuple[str, int], list[int]] = {}
+    for turns in orders:
+        for kind, stage, micro in turns:
+            micros.setdefault((kind, stage), []).append(micro)
+    return all(
+        micros.get((kind, stage), []) == micros.get((kind, 0), [])
+        for kind in _COMPUTE_KINDS
+        for stage in range(1, stages)
+    )
+
+
+# ---- the built-in schedules ----------------------------------------------------------------------------------------
+
+
+def by_limit(limit: Limit) -> Order:
+    """The order in which a backward runs as soon as the stage holds as many micro-batches as it may.
+
+    One worker for each stage; both ways in the order of the micro-batches.  All built-in schedules are this one rule.
+    """
+
+    def order(stages: int, micros: int) -> Iterator[list[Turn]]:
+        for stage in range(stages):
+            held = limit(stage, stages, micros)
+            forwards = [(_F, stage, micro) for micro in range(micros)]
+            backwards = [(_B, stage, micro) for micro in range(micros)]
+            steady = [turn for pair in zip(backwards, forwards[held:], strict=False) for turn in pair]
+            yield forwards[:held] + steady + backwards[micros - held :]
+
+    return order
+
+
+def _all(stage: int, stages: int, micros: int) -> int:
+    """GPipe (NeurIPS 2019, section 2.3)."""
+    return micros
+
+
+def _depth(stage: int, stages: int, micros: int) -> int:
+    """1F1B (DAPPLE, PPoPP 2021, section 3.2; policy PA), which is PipeDream's order too (SOSP 2019)."""
+    return min(micros, stages - stage)
+
+
+def _twice_the_depth(stage: int, stages: int, micros: int) -> int:
+    """1F1B whose longer warm-up hides slow messages (DAPPLE, section 3.3, policy PB)."""
+    return min(micros, 2 * (stages - stage) - 1)
+
+
+BUILT_IN = (
+    Schedule("1f1b", by_limit(_depth), limit=_depth, warm_up=1),
+    Schedule("1f1b-deep", by_limit(_twice_the_depth), limit=_twice_the_depth, warm_up=2),
+    Schedule("gpipe", by_limit(_all), limit=_all, warm_up=1),
+    Schedule("pipedream", by_limit(_depth), synchronous=False, limit=_depth, warm_up=1),
+)
+AUTOMATIC = tuple(schedule.name for schedule in BUILT_IN if schedule.synchronous)
+"""What the planner compares when the schedule is left open: an asynchronous one computes something else."""
+
+for _schedule in BUILT_IN:
+    register(_schedule)

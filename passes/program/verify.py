@@ -1,228 +1,241 @@
-"""The proof that a program runs: play all ranks at once and watch every rule.
+"""The proof that a program runs: a walk over its one order.
 
-Sends are buffered and never wait; a receive waits for the next message of its channel.  So which rank plays first
-changes nothing: if one order of play ends, all do, and if one is stuck, all are (a Kahn network).
+Every rank plays its part of the order.  So if each action stands behind everything that it needs, then of all actions
+that are not over yet the first has all that it needs, and its ranks have nothing else left to do before it: it can
+run, whatever the transport buffers or blocks.  By induction nothing waits for ever.
+
+Both ends of a channel between two ranks read the messages off the same order (`Program.posts`): receives are posted in
+the order of the sends, so that channels may be first-in first-out, one for each directed pair of ranks, and carry
+messages of any stages on those ranks.  What a compute waits for is its own message (edge and slot), not the next one.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from autopart.ir.errors import ProgramError
-from autopart.ir.plan import in_flight
-from autopart.ir.program import KINDS, Action, Program
+from autopart.ir.program import (
+    ACTIONS,
+    COMPUTE,
+    FORWARD,
+    OPTIMIZER,
+    RECEIVE,
+    SEND,
+    SENDS,
+    SUM_REPLICAS,
+    SUM_TIED,
+    Action,
+    Program,
+    Slot,
+)
+from autopart.passes.program.linearize import receivers
+from autopart.passes.program.schedules import find
 
 
-def check_program(program: Program, schedule: str, *, backward: bool = True) -> Program:
-    """Play the program and return it, or raise ProgramError naming rank, stage and action.
+def check_program(program: Program, schedule: str | None = None, *, backward: bool = True) -> Program:
+    """Walk over the order and return the program, or raise ProgramError naming rank, stage and action.
 
-    1. A stage runs on its own rank alone; actions name micro-batches and stages that exist.
-    2. Every stage does F and B once per micro-batch, F first; every F has all its RF before, every B all its RB.
-    3. Every edge carries its message once per micro-batch: sent after the compute that makes it, received in the
-       order it was sent; nothing is sent that no edge carries, and no message is left over.
-    4. No receive waits for ever.
-    5. F done and B not yet: never more than `plan.in_flight` micro-batches.
-    6. T is the last action of each stage that shares a trainable parameter, and of no other.
-    With backward=False the program is forward only: no B, RB, SB or T, and rule 5 does not apply.
-    O(actions + edges * micros).
+    1. Every stage runs on ranks that exist; edges are single and point to later stages; actions name stages and
+       micro-batches that exist, and messages have an edge.
+    2. Every action stands behind all that it needs (`ir.program.ACTIONS`): a backward behind its forward, a message
+       behind the compute that makes it, a compute behind all messages to it, what ends a step behind all backwards of
+       its stage, the sum of tied gradients behind those of all stages that share them.
+    3. Everything that has to happen stands in the order once: F and B of every stage and micro-batch, every message,
+       the sums of tied gradients and over replicas where there are any, the optimizer of every stage.
+    4. The sums of stages that share parameters stand side by side, since all of them meet there.
+    5. Nothing of a stage stands behind its optimizer.
+    6. F done and B not yet: never more micro-batches than the schedule promises, if one is named and promises any.
+    With backward=False the program is forward only, and rule 6 does not apply.  O(actions).
     """
     _check_frame(program)
-    play = _Play(program, schedule, backward)
-    ready = deque(range(len(program.ranks)))
-    while ready:
-        rank = ready.popleft()
-        actions = program.ranks[rank]
-        while play.done[rank] < len(actions):
-            action = actions[play.done[rank]]
-            try:
-                woken = play.step(action)
-            except ProgramError as error:
-                raise ProgramError(error.what, where=_where(program, rank, play.done[rank]), why=error.why) from None
-            if woken is None:
-                break
-            play.done[rank] += 1
-            ready.extend(woken)
-    _check_stuck(program, play.done)
-    play.finish()
+    walk = _Walk(program, schedule if backward else None, backward)
+    for place, action in enumerate(program.order):
+        problem = walk.step(action)
+        if problem:
+            what, why = problem
+            raise ProgramError(what, where=_where(program, place), why=why)
+    for action in _owed(program, backward):
+        if not walk.is_over(action):
+            raise ProgramError(
+                f"{action} is missing",
+                where=f"rank {program.stage_ranks[action.stage][0]}, stage {action.stage}",
+                why="a whole step has every compute, message and sum once",
+            )
     return program
 
 
 def forward_program(program: Program) -> Program:
-    """The forward half (F, SF, RF) for evaluation: same stages and channels, nothing flows back.  O(actions)."""
-    ranks = tuple(tuple(a for a in actions if a.kind in ("F", "SF", "RF")) for actions in program.ranks)
+    """The forward half, for evaluation: same stages and ranks, nothing flows back or is summed.  O(actions)."""
+    order = tuple(action for action in program.order if ACTIONS[action.kind].way == FORWARD)
     edges = tuple(replace(edge, grads=()) for edge in program.edges)
-    return replace(program, ranks=ranks, edges=edges, tied=())
+    return replace(program, order=order, edges=edges, tied=())
 
 
 def _check_frame(program: Program) -> None:
-    """Rule 1, and edges that point to later stages."""
+    """Rule 1, as far as it is about stages, ranks and edges."""
     stages = len(program.stage_ranks)
-    if len(set(program.stage_ranks)) != stages or not set(program.stage_ranks) <= set(range(len(program.ranks))):
-        raise ProgramError(f"stage_ranks {program.stage_ranks} are not ranks of their own in 0..{len(program.ranks)}")
+    for stage, ranks in enumerate(program.stage_ranks):
+        if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0 or max(ranks) >= program.world:
+            raise ProgramError(
+                f"stage {stage} runs on ranks {list(ranks)}",
+                why=f"it needs at least one, each once, of 0..{program.world - 1}",
+            )
     pairs = [(edge.src, edge.dst) for edge in program.edges]
     if len(set(pairs)) < len(pairs) or any(not 0 <= src < dst < stages for src, dst in pairs):
         raise ProgramError("edges must be single and point to a later stage", where=str(pairs))
-    for rank, actions in enumerate(program.ranks):
-        for place, action in enumerate(actions):
-            problem = ""
-            if action.kind not in KINDS:
-                problem = f"unknown kind {action.kind!r}"
-            elif not 0 <= action.stage < stages or program.stage_ranks[action.stage] != rank:
-                problem = f"rank {rank} does not run stage {action.stage}"
-            elif not (action.micro == -1 if action.kind == "T" else 0 <= action.micro < program.micros):
-                problem = f"there is no micro-batch {action.micro}"
-            elif (len(action.kind) == 2) != (action.peer is not None):
-                problem = "messages have a peer, other actions have none"
-            if problem:
-                raise ProgramError(f"action {action}: {problem}", where=_where(program, rank, place))
+    for name, users in program.tied:
+        if len(set(users)) < max(2, len(users)) or min(users) < 0 or max(users) >= stages:
+            raise ProgramError(f"parameter {name} is tied over stages {list(users)}", why="it needs two stages or more")
 
 
-def _where(program: Program, rank: int, place: int) -> str:
-    actions = program.ranks[rank]
-    around = " ".join(f"[{a}]" if i == place else str(a) for i, a in enumerate(actions) if abs(i - place) <= 5)
-    return f"rank {rank}, stage {actions[place].stage}, action {place}: {around}"
+def _where(program: Program, place: int) -> str:
+    """The rank and stage of an action, and what its rank does before and after it."""
+    action = program.order[place]
+    if not 0 <= action.stage < len(program.stage_ranks):
+        return f"action {place} of the order"
+    rank = program.stage_ranks[action.stage][0]
+    mine = {stage for stage, ranks in enumerate(program.stage_ranks) if rank in ranks}
+    before = [str(a) for a in program.order[:place] if not mine.isdisjoint((a.stage, a.peer))]
+    after = [str(a) for a in program.order[place + 1 :] if not mine.isdisjoint((a.stage, a.peer))]
+    around = " ".join([*before[-5:], f"[{action}]", *after[:5]])
+    return f"rank {rank}, stage {action.stage}, action {place}: {around}"
 
 
-def _check_stuck(program: Program, done: list[int]) -> None:
-    """Rule 4: name the ranks that wait, each for the next, until one that waits already or has ended."""
-    stuck = [rank for rank, actions in enumerate(program.ranks) if done[rank] < len(actions)]
-    if not stuck:
-        return
-    rank, chain, seen = stuck[0], [], set[int]()
-    while rank not in seen and done[rank] < len(program.ranks[rank]):
-        seen.add(rank)
-        action = program.ranks[rank][done[rank]]
-        peer = program.stage_ranks[action.peer or 0]
-        chain.append(f"rank {rank} waits at {action} for rank {peer}")
-        rank = peer
-    chain.append(f"rank {rank} waits already" if rank in seen else f"rank {rank} has ended")
-    raise ProgramError(
-        f"the program deadlocks at {program.ranks[stuck[0]][done[stuck[0]]]}",
-        where=_where(program, stuck[0], done[stuck[0]]),
-        why="; ".join(chain),
-    )
+def _owed(program: Program, backward: bool) -> Iterator[Action]:
+    """Every action of a complete program."""
+    stages = range(len(program.stage_ranks))
+    ways = [(kind.way, name) for name, kind in ACTIONS.items() if kind.role == COMPUTE]
+    for way, name in ways:
+        if way == FORWARD or backward:
+            for stage in stages:
+                for micro in range(program.micros):
+                    yield Action(name, Slot(stage, micro))
+    for (way, source), peers in receivers(program.edges).items():
+        if way == FORWARD or backward:
+            for micro in range(program.micros):
+                yield from (Action(SENDS[way], Slot(source, micro), peer) for peer in peers)
+    if backward:
+        yield from (Action(SUM_TIED, Slot(stage)) for group in program.tied_groups for stage in group)
+        yield from (Action(SUM_REPLICAS, Slot(stage)) for stage in stages if len(program.stage_ranks[stage]) > 1)
+        yield from (Action(OPTIMIZER, Slot(stage)) for stage in stages)
 
 
-@dataclass(slots=True)
-class _Play:
-    """State of the play.  done[r]: actions of rank r that are over.
+Key = tuple[str, int, int, int | None]
+"""Kind, stage, micro-batch and peer."""
+Problem = tuple[str, str]
+"""What is wrong, and why."""
 
-    computed: (F or B, stage, micro) done.  sent, received: messages (kind of the send, source stage, destination
-    stage, micro).  channels: messages under way on each directed pair of stages.  live: micro-batches in flight.
+
+class _Walk:
+    """What is over at one place of the order.
+
+    over: all actions.  computed: by kind and stage, how many micro-batches are done.  live: by stage, those in flight.
+    ended: stages whose optimizer has stepped.  meeting: stages that have yet to join the sum that was begun.
     """
 
-    program: Program
-    schedule: str
-    backward: bool
-    done: list[int] = field(init=False)
-    sources: dict[tuple[str, int], list[int]] = field(init=False)
-    computed: set[tuple[str, int, int]] = field(default_factory=set)
-    sent: set[tuple[str, int, int, int]] = field(default_factory=set)
-    received: set[tuple[str, int, int, int]] = field(default_factory=set)
-    channels: dict[tuple[int, int], deque[tuple[str, int]]] = field(default_factory=dict)
-    live: dict[int, int] = field(default_factory=dict)
-    summed: set[int] = field(default_factory=set)
+    def __init__(self, program: Program, schedule: str | None, backward: bool) -> None:
+        self._program, self._backward = program, backward
+        self._limit = find(schedule).limit if schedule is not None else None
+        self._schedule = schedule
+        self._over: set[Key] = set()
+        self._computed: dict[tuple[str, int], int] = {}
+        self._live: dict[int, int] = {}
+        self._ended: set[int] = set()
+        self._meeting: set[int] = set()
+        self._groups = {stage: group for group in program.tied_groups for stage in group}
+        self._peers = {key: set(peers) for key, peers in receivers(program.edges).items()}
+        self._sources: dict[tuple[str, int], list[int]] = {}
+        for (way, source), peers in receivers(program.edges).items():
+            for peer in peers:
+                self._sources.setdefault((way, peer), []).append(source)
 
-    def __post_init__(self) -> None:
-        self.done = [0] * len(self.program.ranks)
-        self.sources = {}  # (F or B, stage): stages whose messages it needs
-        for edge in self.program.edges:
-            self.sources.setdefault(("F", edge.dst), []).append(edge.src)
-            if edge.grads and self.backward:
-                self.sources.setdefault(("B", edge.src), []).append(edge.dst)
+    def is_over(self, action: Action) -> bool:
+        """Whether it has been played."""
+        return (action.kind, action.stage, action.micro, action.peer) in self._over
 
-    def step(self, action: Action) -> tuple[int, ...] | None:
-        """Do one action: ranks that it may wake, or None when it has to wait."""
-        if action.stage in self.summed:
-            raise ProgramError(f"{action} stands behind T of its stage")
-        if not self.backward and action.kind not in ("F", "SF", "RF"):
-            raise ProgramError(f"{action} stands in a forward program")
-        if action.kind == "T":
-            return self._sum(action)
-        if action.peer is None:
-            return self._compute(action)
-        return self._send(action) if action.kind[0] == "S" else self._receive(action)
+    def step(self, action: Action) -> Problem | None:
+        """Play one action: what is wrong with it, or None."""
+        kind = ACTIONS.get(action.kind)
+        slot = action.slot
+        key = action.kind, slot.stage, slot.micro, action.peer
+        if kind is None or kind.role == RECEIVE:
+            return f"{action.kind!r} is not an action of an order", "a receive follows from its send"
+        problem = self._misplaced(action)
+        if problem is None and key in self._over:
+            problem = f"{action} stands twice", "everything happens once in a step"
+        if problem is None and kind.role == COMPUTE:
+            problem = self._compute(action)
+        elif problem is None and kind.role == SEND:
+            problem = self._send(action)
+        elif problem is None:
+            problem = self._end(action)
+        self._over.add(key)
+        return problem
 
-    def _compute(self, action: Action) -> tuple[int, ...]:
-        kind, stage, micro = action.kind, action.stage, action.micro
-        if (kind, stage, micro) in self.computed:
-            raise ProgramError(f"{action} runs twice")
-        if kind == "B" and ("F", stage, micro) not in self.computed:
-            raise ProgramError(f"{action} runs before its forward")
-        for source in self.sources.get((kind, stage), ()):
-            if (f"S{kind}", source, stage, micro) not in self.received:
-                raise ProgramError(f"{action} runs before it has received from stage {source}")
-        self.computed.add((kind, stage, micro))
-        if self.backward:
-            self.live[stage] = self.live.get(stage, 0) + (1 if kind == "F" else -1)
-            limit = in_flight(self.schedule, stage, len(self.program.stage_ranks), self.program.micros)
-            if self.live[stage] > limit:
-                raise ProgramError(
-                    f"{action} puts {self.live[stage]} micro-batches in flight on stage {stage}",
-                    why=f"schedule {self.schedule} allows {limit}",
-                )
-        return ()
+    def _misplaced(self, action: Action) -> Problem | None:
+        """Rules 1 and 5, and rule 4 for what stands between the sums of a group."""
+        slot, kind = action.slot, ACTIONS[action.kind]
+        if not 0 <= slot.stage < len(self._program.stage_ranks):
+            return f"{action}: there is no stage {slot.stage}", ""
+        if kind.is_per_slot and not 0 <= slot.micro < self._program.micros:
+            return f"{action}: there is no micro-batch {slot.micro}", f"there are {self._program.micros}"
+        if slot.slice or (slot.micro >= 0) != kind.is_per_slot:
+            return f"{action}: there is no {slot}", "only computes and messages have a micro-batch, and none has slices"
+        if kind.is_message != (action.peer is not None):
+            return f"{action}: messages have a peer, other actions have none", ""
+        if not self._backward and kind.way != FORWARD:
+            return f"{action} stands in a forward program", ""
+        if slot.stage in self._ended:
+            return f"{action} stands behind the optimizer of its stage", ""
+        if self._meeting and not (action.kind == SUM_TIED and slot.stage in self._meeting):
+            waiting = ", ".join(map(str, sorted(self._meeting)))
+            return f"{action} stands between sums that meet", f"stages {waiting} have to join them first"
+        return None
 
-    def _send(self, action: Action) -> tuple[int, ...]:
-        peer = action.peer if action.peer is not None else -1
-        message = (action.kind, action.stage, peer, action.micro)
-        if action.stage not in self.sources.get((action.kind[1], peer), ()):
-            raise ProgramError(f"{action} sends what no edge carries")
-        if message in self.sent:
-            raise ProgramError(f"{action} sends twice")
-        if (action.kind[1], action.stage, action.micro) not in self.computed:
-            raise ProgramError(f"{action} sends what is not computed yet")
-        self.sent.add(message)
-        self.channels.setdefault((action.stage, peer), deque()).append((action.kind, action.micro))
-        return (self.program.stage_ranks[peer],)
-
-    def _receive(self, action: Action) -> tuple[int, ...] | None:
-        peer = action.peer if action.peer is not None else -1
-        kind = f"S{action.kind[1]}"
-        message = (kind, peer, action.stage, action.micro)
-        if peer not in self.sources.get((action.kind[1], action.stage), ()):
-            raise ProgramError(f"{action} receives what no edge carries")
-        if message in self.received:
-            raise ProgramError(f"{action} receives twice")
-        channel = self.channels.get((peer, action.stage))
-        if not channel:
+    def _compute(self, action: Action) -> Problem | None:
+        kind, stage, micro = ACTIONS[action.kind], action.stage, action.micro
+        if kind.needs and (kind.needs, stage, micro, None) not in self._over:
+            return f"{action} runs before its {ACTIONS[kind.needs].label}", ""
+        for source in self._sources.get((kind.way, stage), ()):
+            if (SENDS[kind.way], source, micro, stage) not in self._over:
+                return f"{action} runs before it can have received from stage {source}", ""
+        self._computed[action.kind, stage] = self._computed.get((action.kind, stage), 0) + 1
+        live = self._live[stage] = self._live.get(stage, 0) + (-1 if kind.frees else 1)
+        if self._limit is None:
             return None
-        if channel[0] != (kind, action.micro):
-            other = Action(channel[0][0], peer, channel[0][1], action.stage)
-            raise ProgramError(f"{action} meets {other}, which comes first on that channel")
-        channel.popleft()
-        self.received.add(message)
-        return ()
+        allowed = self._limit(stage, len(self._program.stage_ranks), self._program.micros)
+        if live <= allowed:
+            return None
+        return (
+            f"{action} puts {live} micro-batches in flight on stage {stage}",
+            f"schedule {self._schedule} allows {allowed}",
+        )
 
-    def _sum(self, action: Action) -> tuple[int, ...]:
-        if not any(action.stage in stages for _, stages in self.program.tied):
-            raise ProgramError(f"{action}: stage {action.stage} shares no trainable parameter")
-        self.summed.add(action.stage)
-        return ()
+    def _send(self, action: Action) -> Problem | None:
+        kind, stage = ACTIONS[action.kind], action.stage
+        if action.peer not in self._peers.get((kind.way, stage), ()):
+            return f"{action} sends what no edge carries", ""
+        if (kind.needs, stage, action.micro, None) not in self._over:
+            return f"{action} sends what is not computed yet", ""
+        return None
 
-    def finish(self) -> None:
-        """What must have happened once all ranks have ended: all computes, all messages, all sums.
-
-        No message can be left over then: every F and B has run, and none runs before all its messages were received.
-        """
-        ranks = self.program.stage_ranks
-        for action in self._owed():
-            kind, peer = action.kind, action.peer
-            if peer is None and kind != "T" and (kind, action.stage, action.micro) not in self.computed:
-                raise ProgramError(f"{action} never runs", where=f"rank {ranks[action.stage]}")
-            if peer is not None and (kind, action.stage, peer, action.micro) not in self.sent:
-                raise ProgramError(f"{action} is missing", where=f"rank {ranks[action.stage]}")
-            if kind == "T" and action.stage not in self.summed:
-                raise ProgramError(f"{action} is missing", where=f"rank {ranks[action.stage]}")
-
-    def _owed(self) -> Iterator[Action]:
-        """Every F, B, send and T of a complete program."""
-        for micro in range(self.program.micros):
-            for stage in range(len(self.program.stage_ranks)):
-                yield from (Action(kind, stage, micro) for kind in ("FB" if self.backward else "F"))
-            for (kind, stage), sources in self.sources.items():
-                yield from (Action(f"S{kind}", source, micro, stage) for source in sources)
-        if self.backward:
-            yield from (Action("T", stage) for stage in sorted({s for _, stages in self.program.tied for s in stages}))
+    def _end(self, action: Action) -> Problem | None:
+        """What ends a step: sums and the optimizer."""
+        stage, needed = action.stage, ACTIONS[action.kind].needs
+        group: tuple[int, ...] = (stage,)
+        if action.kind == SUM_TIED:
+            if stage not in self._groups:
+                return f"{action}: stage {stage} shares no trainable parameter", ""
+            group = self._groups[stage]
+            self._meeting = (self._meeting or set(group)) - {stage}
+        elif action.kind == SUM_REPLICAS and len(self._program.stage_ranks[stage]) < 2:
+            return f"{action}: stage {stage} has no replicas", ""
+        for member in group:
+            done = self._computed.get((needed, member), 0)
+            if done < self._program.micros:
+                why = f"stage {member} has done {done} of {self._program.micros} micro-batches"
+                return f"{action} stands before the last {ACTIONS[needed].label}", why
+        if action.kind == OPTIMIZER:
+            self._ended.add(stage)
+        return None

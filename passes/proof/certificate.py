@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.graph import Graph
-from autopart.ir.plan import in_flight
+from autopart.passes.program.schedules import find, in_flight
 from autopart.passes.proof.pipeline_model import PipelineModel, critical_path, relaxation_bound_ns
 from autopart.passes.search.evaluation import Evaluation
 from autopart.passes.search.space import PlanRequest, SearchSpace
@@ -85,7 +85,7 @@ def pipeline_model(evaluation: Evaluation) -> PipelineModel:
     times, live_bytes = [], []
     for stage in plan.stages:
         rows = -(-max(plan.micro_rows) // len(stage.ranks))
-        device_types = sorted({costs.kinds.index(costs.cluster.devices[rank]) for rank in stage.ranks})
+        device_types = sorted({costs.device_types.index(costs.cluster.devices[rank]) for rank in stage.ranks})
         of_types = [_block_costs(space, rows, device_type) for device_type in device_types]
         times.append(max((times_ns for times_ns, _ in of_types), key=sum))  # of unlike replicas, the slowest's alone
         live_bytes.append((0,) * len(blocks.ops) if request.may_recompute else of_types[0][1])
@@ -96,7 +96,7 @@ def pipeline_model(evaluation: Evaluation) -> PipelineModel:
         micros=micros,
         static_bytes=_static_bytes(blocks, costs.state_factor),
         live_bytes=tuple(live_bytes),
-        live=tuple(min(in_flight(name, s, count, micros) for name in request.schedules) for s in range(count)),
+        live=tuple(min(in_flight(find(name), s, count, micros) for name in request.schedules) for s in range(count)),
         memory_bytes=tuple(costs.cluster.least_memory_bytes(stage.ranks) for stage in plan.stages),
         tail_ns=(0,) * count,
         forward_only=tuple(edge for edge, has_gradient in edges.items() if not has_gradient),

@@ -24,13 +24,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from autopart.ir.capabilities import ASYNCHRONOUS
 from autopart.ir.cluster import Cluster
-from autopart.ir.plan import ASYNC
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.search.partition import INFEASIBLE
 from autopart.passes.search.relaxation import fastest_times, gradient_edges, is_chain
 from autopart.passes.search.space import SearchSpace
-from autopart.passes.simulation.estimate import optimizer_ns
+from autopart.passes.simulation.stage_costs import optimizer_ns
 
 MOST_WORK = 10_000_000
 """Cells of the chain's bound (devices squared times blocks squared, halved); larger problems get that of the work."""
@@ -58,7 +58,7 @@ def _cheap_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
 def _bound(space: SearchSpace, cheap_bound: int, micro_rows: tuple[int, ...]) -> int:
     devices = most_devices(space, max(micro_rows)) if space.request.may_replicate else 1
     too_large = devices**2 * space.chain.n**2 // 2 > MOST_WORK
-    if space.request.schedule == ASYNC or not is_chain(space) or too_large:
+    if space.request.schedule in ASYNCHRONOUS or not is_chain(space) or too_large:
         return cheap_bound
     return max(cheap_bound, _chain_bound(space, micro_rows))
 
@@ -66,7 +66,7 @@ def _bound(space: SearchSpace, cheap_bound: int, micro_rows: tuple[int, ...]) ->
 def work_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
     """Nanoseconds that all devices together need at least, each of the fastest type."""
     totals = []
-    for device_type in range(len(space.costs.kinds)):
+    for device_type in range(len(space.costs.device_types)):
         costs = space.chain.range_costs(max(micro_rows), device_type)
         totals.append(int((costs.blocks[0] + costs.blocks[1]).sum()))
     return len(micro_rows) * min(totals) // most_devices(space, max(micro_rows))
@@ -126,11 +126,11 @@ def _chain_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
 def _optimistic(space: SearchSpace, replicas: int, share: int) -> tuple[Ints, Ints, Ints]:
     """(forward, backward, what follows) of every range on the fastest type of device at the best place."""
     context, chain = space.costs, space.chain
-    by_type = [chain.range_costs(share, device_type) for device_type in range(len(context.kinds))]
+    by_type = [chain.range_costs(share, device_type) for device_type in range(len(context.device_types))]
     forward = np.min([costs.ranges("fwd_ns") for costs in by_type], axis=0)
     backward = np.min([costs.ranges("bwd_ns") for costs in by_type], axis=0)
     all_reduce = 2 * (replicas - 1) / replicas * 1e9 / _best_rate(context.cluster, replicas)
-    optimizer = min(optimizer_ns(1 << 30, context.state_factor, device) for device in context.kinds) / (1 << 30)
+    optimizer = min(optimizer_ns(1 << 30, context.state_factor, device) for device in context.device_types) / (1 << 30)
     after = np.floor(chain.trained * (all_reduce + optimizer)).astype(np.int64)
     return forward, backward, np.maximum(after - 1, 0)
 

@@ -14,15 +14,8 @@ from autopart.passes.program.routing import edges, tied
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import Partition
 from autopart.passes.search.space import SearchSpace
-from autopart.passes.simulation.estimate import (
-    CostContext,
-    StageContext,
-    message_bytes,
-    seats,
-    simulated_ns,
-    stage_estimate,
-    stage_estimates,
-)
+from autopart.passes.simulation.estimate import message_bytes, simulated_ns, stage_contexts, stage_estimates
+from autopart.passes.simulation.stage_costs import Estimator, StageContext, stage_estimate
 
 
 @dataclass(frozen=True)
@@ -78,7 +71,7 @@ class Evaluator:
 
     def __init__(self, spare_bytes: int = 0) -> None:
         self._spare_bytes = spare_bytes
-        self._contexts: dict[int, CostContext] = {}
+        self._estimators: dict[int, Estimator] = {}
         self._evaluations: dict[tuple[object, ...], Evaluation] = {}
         self._recomputing: dict[tuple[int, StageContext], Stage] = {}
 
@@ -97,35 +90,36 @@ class Evaluator:
         """Candidates evaluated so far."""
         return len(self._evaluations)
 
-    def _context(self, space: SearchSpace) -> CostContext:
-        """Costs of the space's blocks."""
-        if space.chain.n not in self._contexts:
-            self._contexts[space.chain.n] = replace(space.costs, costs_at=space.chain.graph)
-        return self._contexts[space.chain.n]
+    def _estimator(self, space: SearchSpace) -> Estimator:
+        """Estimates over the space's blocks."""
+        if space.chain.n not in self._estimators:
+            costs = replace(space.costs, costs_at=space.chain.graph)
+            self._estimators[space.chain.n] = Estimator(costs, space.loads)
+        return self._estimators[space.chain.n]
 
     def _evaluate(self, space: SearchSpace, candidate: Candidate) -> Evaluation:
-        costs, request, blocks = self._context(space), space.request, space.chain.blocks
+        estimator, request, blocks = self._estimator(space), space.request, space.chain.blocks
         names = [op.name for op in blocks.ops]
         stages = tuple(
             Stage(tuple(names[a:b]), ranks)
             for (a, b, _, _), ranks in zip(candidate.partition.ranges(), candidate.ranks, strict=True)
         )
-        decision = Decision(costs.cluster.world, stages, candidate.micro_rows, candidate.schedule)
+        decision = Decision(space.costs.cluster.world, stages, candidate.micro_rows, candidate.schedule)
         flows, tied_params = edges(decision, blocks), tied(decision, blocks)
         if request.recompute == "all" and request.may_recompute:
             decision = replace(decision, stages=tuple(replace(s, recompute=(s.ops,)) for s in stages))
-        estimates = stage_estimates(decision, flows, costs)
+        estimates = stage_estimates(decision, flows, estimator)
         excess = self._excess_bytes(space, decision, estimates)
         if max(excess) > 0 and request.may_recompute:  # before it is simulated: memory needs no time
-            sizes = message_bytes(flows, costs.book(max(decision.micro_rows), 0))
-            contexts = zip(seats(decision, sizes), excess, strict=True)
+            sizes = message_bytes(flows, estimator.graph(max(decision.micro_rows), 0))
+            contexts = zip(stage_contexts(decision, sizes), excess, strict=True)
             decision = replace(
                 decision,
                 stages=tuple([self._add_recompute(space, c) if over > 0 else c.stage for c, over in contexts]),
             )
-            estimates = stage_estimates(decision, flows, costs)
+            estimates = stage_estimates(decision, flows, estimator)
             excess = self._excess_bytes(space, decision, estimates)
-        step_ns = simulated_ns(decision, estimates, flows, tied_params, costs)
+        step_ns = simulated_ns(decision, estimates, flows, tied_params, estimator)
         worst = max(range(len(excess)), key=lambda s: excess[s])
         return Evaluation(space, candidate, decision, estimates, step_ns, max(0, excess[worst]), worst)
 
@@ -149,9 +143,9 @@ class Evaluator:
         In order of bytes freed per nanosecond of forward (Piper, NeurIPS 2021, section 5.2, chooses so too); how many
         is found by bisection, each time with the stage's own estimate.
         """
-        costs, stage, limit = self._context(space), context.stage, self._limit(space, context.stage)
+        estimator, stage, limit = self._estimator(space), context.stage, self._limit(space, context.stage)
         rows = -(-context.rows // len(stage.ranks))
-        blocks = costs.book(rows, 0).ops
+        blocks = estimator.graph(rows, 0).ops
         crossing = dict(zip(blocks, space.chain.range_costs(rows).crossing.tolist(), strict=False))
         cost = {name: blocks[name].cost for name in stage.ops}
         freed = {name: cost[name].saved_bytes - crossing[name] for name in stage.ops}
@@ -163,7 +157,7 @@ class Evaluator:
             return replace(stage, recompute=tuple((name,) for name in stage.ops if name in chosen))
 
         def fits(count: int) -> bool:
-            return stage_estimate(replace(context, stage=recomputing(count)), costs).peak_bytes <= limit
+            return stage_estimate(replace(context, stage=recomputing(count)), estimator).peak_bytes <= limit
 
         if not order or not fits(len(order)):
             return replace(stage, recompute=(stage.ops,))

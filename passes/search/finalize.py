@@ -11,14 +11,16 @@ from heapq import heapify, heappop, heappush
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.graph import Graph
-from autopart.ir.plan import ASYNC, Decision, Estimate, Report, Stage, check_decision
+from autopart.ir.plan import Decision, Estimate, Report, Stage, check_decision
 from autopart.passes.program.routing import edges, route
+from autopart.passes.program.schedules import find
 from autopart.passes.program.verify import check_program
 from autopart.passes.search.archive import SearchResult
 from autopart.passes.search.diagnostics import alternatives
 from autopart.passes.search.evaluation import Evaluation, Evaluator
 from autopart.passes.search.space import PlanRequest, SearchSpace
-from autopart.passes.simulation.estimate import CostContext, estimate, stage_estimates
+from autopart.passes.simulation.estimate import estimate, stage_estimates
+from autopart.passes.simulation.stage_costs import Estimator
 
 TIGHTER = 3
 """Times that a plan is evaluated again with more memory left free."""
@@ -33,7 +35,7 @@ class Finalized:
     evaluation: Evaluation
 
 
-def finalize(found: SearchResult, graph: Graph, costs: CostContext, space: SearchSpace) -> Finalized | None:
+def finalize(found: SearchResult, graph: Graph, estimator: Estimator, space: SearchSpace) -> Finalized | None:
     """The fastest of the plans found that also fits over captured ops, and whose program is proven.
 
     Before: found.best is set.  space: the blocks that were cut.  None when no plan fits.  O(found * (ops + uses)), and
@@ -46,11 +48,12 @@ def finalize(found: SearchResult, graph: Graph, costs: CostContext, space: Searc
     while queue:
         _, i, spare, turn, evaluation = heappop(queue)
         decision = check_decision(_over_ops(evaluation, graph), graph)
-        estimates = stage_estimates(decision, edges(decision, graph), costs)
-        if _fits(decision, estimates, costs.cluster):  # first, since to route and prove a long program takes longer
+        estimates = stage_estimates(decision, edges(decision, graph), estimator)
+        # First, since to route and to prove a long program takes longer.
+        if _fits(decision, estimates, estimator.context.cluster):
             program = check_program(route(decision, graph), decision.schedule)
             report = replace(
-                estimate(decision, program, costs),
+                estimate(decision, program, estimator),
                 notes=_notes(decision, space.chain.n, space.request, graph),
                 alternatives=alternatives(replace(found, best=evaluation)),
             )
@@ -114,7 +117,7 @@ def _notes(decision: Decision, blocks: int, request: PlanRequest, graph: Graph) 
     writer = graph.writer()
     if any(writer[value] in replicated for _, value in graph.updates):
         notes.append("statistics of BatchNorm are per replica, each of its own rows; so is any buffer the step updates")
-    if decision.schedule == ASYNC:
+    if not find(decision.schedule).synchronous:
         notes.append("asynchronous: gradients are of older weights; the step is its steady state")
     return tuple(notes)
 

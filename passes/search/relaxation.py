@@ -71,5 +71,5 @@ def fastest_sums(space: SearchSpace, rows: int) -> Ints:
 
 def fastest_times(space: SearchSpace, rows: int) -> Ints:
     """Nanoseconds of each block at so many rows, both ways, on its fastest type of device."""
-    by_type = [space.chain.range_costs(rows, device_type) for device_type in range(len(space.costs.kinds))]
+    by_type = [space.chain.range_costs(rows, device_type) for device_type in range(len(space.costs.device_types))]
     return np.asarray(np.min([costs.blocks[0] + costs.blocks[1] for costs in by_type], axis=0))

@@ -5,19 +5,24 @@ from __future__ import annotations
 from autopart.ir.cluster import Cluster
 from autopart.ir.cluster import check as check_cluster
 from autopart.ir.errors import UsageError
-from autopart.ir.plan import ASYNC
+from autopart.passes.program.schedules import find, names
 from autopart.passes.search.space import PlanRequest
 
 
 def check_request(request: PlanRequest, cluster: Cluster) -> None:
     """Everything about a request that can be refused without looking at the model."""
     check_cluster(cluster)
-    known = request.abilities.schedules
-    if request.schedule not in ("auto", *known):
-        raise UsageError(f"unknown schedule {request.schedule!r}", fix="use one of " + ", ".join(("auto", *known)))
-    if request.prove_seconds > 0 and request.schedule == ASYNC:
+    synchronous = request.schedule == "auto" or find(request.schedule).synchronous
+    if not synchronous and not request.abilities.asynchronous:
+        known = ("auto", *(name for name in names() if find(name).synchronous))
         raise UsageError(
-            f"nothing can be proved about schedule {ASYNC!r}",
+            f"schedule {request.schedule!r} cannot be run yet",
+            why="it updates weights while micro-batches are in flight",
+            fix=f"use autopart.plan to plan with it, or one of {', '.join(known)}",
+        )
+    if request.prove_seconds > 0 and not synchronous:
+        raise UsageError(
+            f"nothing can be proved about schedule {request.schedule!r}",
             why="its steps overlap",
             fix="leave prove out or use another schedule",
         )

@@ -12,10 +12,10 @@ import numpy.typing as npt
 from autopart.ir.capabilities import RUNTIME, Capabilities
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import ASYNC
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.cuts import module_span
-from autopart.passes.simulation.estimate import CostContext
+from autopart.passes.program.schedules import AUTOMATIC
+from autopart.passes.simulation.stage_costs import CostContext, LoadMemo
 
 Bools = npt.NDArray[np.bool_]
 Watch = Callable[[str, int, int], None]
@@ -60,7 +60,7 @@ class PlanRequest:
         """Schedules to compare.  An asynchronous one computes something else, so it is never chosen unasked."""
         if self.schedule != "auto":
             return (self.schedule,)
-        return tuple(name for name in self.abilities.schedules if name != ASYNC)
+        return AUTOMATIC
 
     @property
     def may_recompute(self) -> bool:
@@ -90,11 +90,13 @@ class PlanRequest:
 class SearchSpace:
     """A chain of blocks to cut, what it costs on a cluster, and what is asked for.
 
-    fine: the graph that the blocks were made of.  forced: boundaries that must be cuts.
+    loads: of messages and sums on that cluster.  fine: the graph that the blocks were made of.  forced: boundaries that
+    must be cuts.
     """
 
     chain: BlockChain
     costs: CostContext
+    loads: LoadMemo
     request: PlanRequest
     fine: Graph
     forced: tuple[int, ...]

@@ -18,13 +18,14 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from autopart.ir.plan import ASYNC, in_flight
+from autopart.ir.program import MESSAGES_AHEAD
 from autopart.passes.graph.chain import RangeCosts
 from autopart.passes.graph.cuts import Ints
+from autopart.passes.program.schedules import find, in_flight
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import INFEASIBLE, Table, by_length, ends_of
 from autopart.passes.search.space import Bools, SearchSpace
-from autopart.passes.simulation.estimate import copying_ns, optimizer_ns
+from autopart.passes.simulation.stage_costs import copying_ns, optimizer_ns
 from autopart.passes.simulation.traffic import PortLoad
 
 Floats = npt.NDArray[np.float64]
@@ -93,7 +94,7 @@ class StageCostTables:
         self._request = request
         self._space = request.space
         self._layout = request.layout
-        self._schedule = request.schedule
+        self._schedule = find(request.schedule)
         self._memo = TableMemo() if memo is None else memo
         self._rows = max(request.micro_rows)
         self._micros = len(request.micro_rows)
@@ -118,13 +119,21 @@ class StageCostTables:
     def _describe_place(self, start: int, width: int) -> _Place:
         costs, ranks = self._space.costs, self._layout.ranks(start, width)
         devices = [costs.cluster.devices[rank] for rank in ranks]
-        device_types = tuple(sorted({costs.kinds.index(device) for device in devices}))
+        device_types = tuple(sorted({costs.device_types.index(device) for device in devices}))
         memory = INFEASIBLE if self._request.ignore_memory else costs.cluster.least_memory_bytes(ranks)
         arriving = load_into(self._space, self._layout, start, width).pace
-        return _Place(device_types, memory, arriving, costs.ring(ranks).pace)
+        return _Place(device_types, memory, arriving, self._space.loads.ring_allreduce(ranks).pace)
 
     def _live(self, k: int) -> int:
-        return in_flight(self._schedule, 0, k, self._micros)
+        """Micro-batches in flight on the k-th stage from the end.
+
+        Where the number of stages is open, it is taken to be that of the first of k stages: so it is for the built-in
+        schedules, and of others the evaluation has the last word.
+        """
+        stages = self._request.stages
+        if stages is None or k > stages:
+            return in_flight(self._schedule, 0, k, self._micros)
+        return in_flight(self._schedule, stages - k, stages, self._micros)
 
     def _pinned_stage(self, k: int) -> int | None:
         """The number of the stage, where pins make a difference between stages."""
@@ -141,7 +150,8 @@ class StageCostTables:
         stage = self._pinned_stage(k)
         if stage is not None:
             work = np.where(self._legal(self._space.legal_at(stage)), work, INFEASIBLE)
-        steps = self._micros if self._schedule == ASYNC else 1  # asynchronous ones update after every micro-batch
+        # Asynchronous schedules update the weights after every micro-batch.
+        steps = 1 if self._schedule.synchronous else self._micros
         step = self._micros * work + steps * following
         busy = np.minimum(np.where(work < INFEASIBLE, step, INFEASIBLE), INFEASIBLE)
         latency = np.minimum(work + arriving, INFEASIBLE)
@@ -162,7 +172,7 @@ class StageCostTables:
         fit."""
         forward, time = self._times(share, place.device_types)
         costs = self._space.costs
-        if any(costs.kinds[device_type].kind == "cpu" for device_type in place.device_types):
+        if any(costs.device_types[device_type].kind == "cpu" for device_type in place.device_types):
             time = time + self._copying(replicas, place.device_types)
         recomputed = self._recomputed(live, replicas, share, place)
         if recomputed is None:
@@ -190,7 +200,7 @@ class StageCostTables:
 
         def compute() -> Ints:
             costs = self._space.chain.range_costs(self._rows)
-            devices = [self._space.costs.kinds[device_type] for device_type in device_types]
+            devices = [self._space.costs.device_types[device_type] for device_type in device_types]
             leaves = 2 * costs.crossing[ends_of(self._space.chain.n, self._longest)]
             size = (self._by_length(costs.enters) + self._by_length(costs.returns) + leaves) // replicas
             return np.asarray(size * (copying_ns(1 << 30, devices) / (1 << 30))).astype(np.int64)
@@ -213,7 +223,7 @@ class StageCostTables:
         def compute() -> Ints:
             trained = self._by_length(self._space.chain.trained)
             state_factor = self._space.request.state_factor
-            devices = [self._space.costs.kinds[device_type] for device_type in place.device_types]
+            devices = [self._space.costs.device_types[device_type] for device_type in place.device_types]
             slowest = max(optimizer_ns(1 << 30, state_factor, device) for device in devices)
             optimizer = np.asarray(trained * (slowest / (1 << 30))).astype(np.int64)
             return alone_ns(trained, *place.ring) + optimizer
@@ -227,7 +237,7 @@ class StageCostTables:
         request = self._space.request
         memory = self._memory(share, place.device_types, replicas)
         static = memory.static
-        if self._schedule == ASYNC:
+        if not self._schedule.synchronous:
             static = static + (live - 1) * self._by_length(self._space.chain.weights)
         over = static + live * memory.held - place.memory_bytes
         recompute_all = request.recompute == "all" and request.may_recompute
@@ -250,7 +260,7 @@ class StageCostTables:
             chain, costs = self._space.chain, self._space.chain.range_costs(share, device_types[0])
             weights, trained, enters = map(self._by_length, (chain.weights, chain.trained, costs.enters))
             state = (trained * (1 + self._space.request.state_factor)).astype(np.int64)
-            messages = 2 * (enters + costs.crossing[ends_of(chain.n, self._longest)])
+            messages = MESSAGES_AHEAD * (enters + costs.crossing[ends_of(chain.n, self._longest)])
             static = weights + state + self._by_length(costs.scratch) + messages
             static[0] += self._micros * -(-self._batch_bytes() // replicas)
             saved = self._sums(costs, "saved_bytes")
@@ -309,4 +319,4 @@ def load_into(space: SearchSpace, layout: Layout, start: int, width: int) -> Por
         return PortLoad(0, (), (), ())
     before = max(0, start - width)
     senders = layout.ranks(before, start - before)
-    return space.costs.bundle(senders, layout.ranks(start, width))
+    return space.loads.p2p(senders, layout.ranks(start, width))

@@ -1,11 +1,11 @@
 """What a message or a sum of gradients puts on the ports of the cluster.
 
-Replicas share the rows of a micro-batch, so a message between two stages is a bundle: each sender sends each receiver
-the rows that both hold.  A sum of gradients is a ring over the replicas in order of rank (reduce-scatter, then
+Replicas share the rows of a micro-batch, so a message between two stages is several transfers: each sender sends each
+receiver the rows that both hold.  A sum of gradients is a ring over the replicas in order of rank (reduce-scatter, then
 all-gather), in which every hop carries 2 (n - 1) / n of the gradients (Patarasuk and Yuan, 2009).
 
-Assumed, and wrong where: what is sent is cut by rows (constants of a batch are sent whole); a bundle starts on all its
-ports at once; a collective library may choose a tree for small sums.
+Assumed, and wrong where: what is sent is cut by rows (constants of a batch are sent whole); all transfers of a
+message start at once; a collective library may choose a tree for small sums.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopart.ir.cluster import Cluster, Port
+from autopart.ir.program import split_rows
 
 PortUse = tuple[Port, bool]
 """A port and whether it is used inwards."""
@@ -49,24 +50,21 @@ def _ns(size_bytes: float, rate: int) -> int:
     return int(-(-size_bytes * 1_000_000_000 // rate))
 
 
-def bundle(cluster: Cluster, senders: tuple[int, ...], receivers: tuple[int, ...]) -> PortLoad:
+def p2p_load(cluster: Cluster, senders: tuple[int, ...], receivers: tuple[int, ...]) -> PortLoad:
     """What a message from one stage to another keeps busy.  senders, receivers: ranks in order of their rows.
 
-    Sender i holds the rows from i / len(senders) of the whole on.  O(senders + receivers) pairs.
+    Sender i holds the rows from i / len(senders) of the whole on; what stays on its rank takes no time.
+    O(senders + receivers) pairs.
     """
     hops: list[tuple[int, int, float]] = []
-    i = j = 0
-    at, a, b = 0, len(senders), len(receivers)  # in units of 1 / (a * b) of the rows
-    while i < a and j < b:
-        end = min((i + 1) * b, (j + 1) * a)
-        if senders[i] != receivers[j]:
-            hops.append((senders[i], receivers[j], (end - at) / (a * b)))
-        at = end
-        i, j = i + (end == (i + 1) * b), j + (end == (j + 1) * a)
+    for part in split_rows(senders, receivers):
+        if part.src_rank != part.dst_rank:
+            first, end = part.rows
+            hops.append((part.src_rank, part.dst_rank, (end - first) / part.of))
     return _load(cluster, hops, 1)
 
 
-def ring(cluster: Cluster, ranks: tuple[int, ...]) -> PortLoad:
+def ring_allreduce_load(cluster: Cluster, ranks: tuple[int, ...]) -> PortLoad:
     """What a sum over `ranks`, of something that each of them has, keeps busy.  O(ranks)."""
     n = len(ranks)
     if n < 2:

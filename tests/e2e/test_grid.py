@@ -13,7 +13,7 @@ import torch
 from support.step_jobs import compare
 from support.zoo import CASES
 
-from autopart.ir.plan import SCHEDULES
+from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.runtime.launch.local import Workers
 
 STAGES, MICROS = (1, 2, 4), (1, 3, 4)

@@ -6,7 +6,7 @@ import pytest
 from support.peer_models import PEERS
 from support.step_jobs import accumulate, compare, frozen_gradients, lengths, warned
 
-from autopart.ir.plan import SCHEDULES
+from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 
 EXACT = [name for name in PEERS if name != "dropped"]
 

@@ -9,7 +9,7 @@ from support.small_models import SMALL
 from support.step_jobs import compare
 
 from autopart.ir.errors import UsageError
-from autopart.ir.plan import SCHEDULES
+from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 
 MICROS = (1, 2, 4)
 ROWS = 10  # ten rows in four micro-batches: uneven

@@ -92,7 +92,7 @@ def for_the_runtime(cluster: str, **options: Any) -> autopart.Plan:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"schedule": "pipedream"}, ("unknown schedule 'pipedream'", "auto, 1f1b, 1f1b-deep, gpipe")),
+        ({"schedule": "pipedream"}, ("schedule 'pipedream' cannot be run yet", "auto, 1f1b, 1f1b-deep, gpipe")),
         ({"replicas": (2, 1), "stages": 2}, ("cannot be run yet", "autopart.plan")),
         ({"pins": {"2": 3}, "stages": 2}, ("2 is pinned to stage 3, which does not exist", "one of 0 to 1")),
         ({"pins": {"nowhere": 0}}, ("'nowhere'",)),

@@ -121,12 +121,7 @@ BOTH_AGAIN = "decision.stages[0].recompute, decision.stages[1].recompute"
         ('"ranks": [1]', '"ranks": []', "decision.stages[1].ranks", "a stage needs a rank"),
         ('"ranks": [1]', '"ranks": null', "decision.stages[1].ranks", "must be a valid array, not None"),
         ('"b"', '"a"', "decision.stages[0].ops[1]", "op a appears twice in this stage"),
-        (
-            '"schedule": "1f1b"',
-            '"schedule": "zb"',
-            "decision.schedule",
-            "unknown schedule 'zb'; use one of 1f1b, 1f1b-deep, gpipe",
-        ),
+        ('"schedule": "1f1b"', '"schedule": ""', "decision.schedule", "a schedule needs a name"),
         ('"micro_rows": [2, 2]', '"micro_rows": []', "decision.micro_rows", "at least one micro-batch is needed"),
         ('"micro_rows": [2, 2]', '"micro_rows": [1, 0]', "decision.micro_rows[1]", "needs at least 1 row, not 0"),
         (

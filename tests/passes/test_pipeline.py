@@ -13,8 +13,9 @@ from support.graphs import cluster, clusters, graph, graphs, layers, plan_of
 from autopart.ir.capabilities import EVERYTHING, lacking
 from autopart.ir.errors import GraphError, InfeasibleError, UsageError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import SCHEDULES, Estimate, Plan, check
+from autopart.ir.plan import Estimate, Plan, check
 from autopart.passes.program.routing import route
+from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.verify import check_program, forward_program
 from autopart.passes.search import finalize as finish
 from autopart.passes.simulation.estimate import stage_estimates
@@ -91,7 +92,7 @@ def test_stages_beyond_the_cuts_are_cut_by_the_planner() -> None:
 
 def test_one_stage_has_no_messages() -> None:
     p = plan_of(layers(2), cluster(1), micros=2)
-    assert str(route(p.decision, layers(2))) == "0F0 0B0 0F1 0B1" and p.notes == ()
+    assert str(route(p.decision, layers(2))) == "0F0 0B0 0F1 0B1 0O" and p.notes == ()
     (e,) = p.estimates
     assert p.step_ns == 2 * sum(op.cost.total_ns for op in layers(2).ops) + e.optimizer_ns
     assert p.bubble == pytest.approx(e.optimizer_ns / p.step_ns)
@@ -105,7 +106,7 @@ def test_devices_beyond_the_blocks_idle_and_are_noted() -> None:
     p = plan_of(graph("a:1 <- x; b:1 <- a"), cluster(5), stages=2)
     assert len(p.stages) == 2 and p.world == 5
     assert p.notes == ("3 of 5 devices idle: the model has only 2 blocks",)
-    assert len(route(p.decision, graph("a:1 <- x; b:1 <- a")).ranks) == 5
+    assert route(p.decision, graph("a:1 <- x; b:1 <- a")).world == 5
 
 
 def test_devices_that_would_not_help_idle_and_are_noted() -> None:
@@ -212,7 +213,7 @@ def test_estimates_add_up_to_the_graph() -> None:
         ({"stages": 9}, "9 stages need 9 devices.*has 4"),
         ({"stages": 0}, "stages=0"),
         ({"schedule": "zigzag"}, r"zigzag(.|\n)*auto, 1f1b, 1f1b-deep, gpipe"),
-        ({"schedule": "pipedream"}, "unknown schedule 'pipedream'"),
+        ({"schedule": "pipedream"}, "schedule 'pipedream' cannot be run yet"),
         ({"cuts": ("layers.1", "head"), "stages": 2}, "2 cuts make 3 stages, but stages=2"),
         ({"replicas": (2, 1), "stages": 3}, r"2 numbers of replicas are given for 3 stages(.|\n)*stages=2"),
         ({"replicas": (2, 3), "stages": 2}, r"5 replicas need 5 devices, but the cluster has 4(.|\n)*at most 4"),

@@ -14,8 +14,8 @@ from autopart.capture import Captured, capture
 from autopart.capture.batch import flatten
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import SCHEDULES
 from autopart.passes.graph.atoms import free_ops
+from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 
 MICROS, ROWS = 2, 3
 PARTS = list[set[str]]

@@ -15,7 +15,7 @@ from autopart.ir.parse import parse_graph as graph
 from autopart.ir.plan import Plan
 from autopart.passes.pipeline import PlannerInput, build
 from autopart.passes.search.space import PlanRequest
-from autopart.passes.simulation.estimate import device_types
+from autopart.passes.simulation.stage_costs import device_types
 
 # No limit on the time of one example: the tests share their cores with worker processes of other tests.
 settings.register_profile("autopart", deadline=None, max_examples=60)

@@ -18,22 +18,24 @@ from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.cost import Cost
 from autopart.ir.errors import InfeasibleError, PlanError
 from autopart.ir.graph import Graph, Op
-from autopart.ir.plan import SCHEDULES, Decision, Estimate, Plan, Stage, check_decision
+from autopart.ir.plan import Decision, Estimate, Plan, Stage, check_decision
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.coarsen import coarsen
 from autopart.passes.graph.cuts import forced_bounds, module_span
 from autopart.passes.pipeline import PlannerInput, build
 from autopart.passes.program.routing import route
+from autopart.passes.program.schedules import AUTOMATIC
 from autopart.passes.search.evaluation import Candidate, Evaluation, Evaluator
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import Partition
 from autopart.passes.search.space import PlanRequest, SearchSpace
-from autopart.passes.simulation.estimate import CostContext, device_types, estimate
+from autopart.passes.simulation.estimate import estimate
+from autopart.passes.simulation.stage_costs import CostContext, Estimator, LoadMemo, device_types
 from support.graphs import graph
 
 FASTEST = 10**12
-SYNCHRONOUS = replace(EVERYTHING, schedules=SCHEDULES)
+SYNCHRONOUS = replace(EVERYTHING, asynchronous=False)
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,8 @@ class Problem:
         most = max(max(rows) for rows in self.request.micro_rows)
         costs = CostContext(self.cluster, device_types(self.cluster), self.costs_at, self.request.state_factor)
         chain = BlockChain(blocks, captured, self.costs_at, most)
-        return SearchSpace(
-            chain, costs, self.request.normalized(), fine, forced_bounds(blocks, fine, self.request.cuts)
-        )
+        cuts = forced_bounds(blocks, fine, self.request.cuts)
+        return SearchSpace(chain, costs, LoadMemo(self.cluster), self.request.normalized(), fine, cuts)
 
 
 # ---- exhaustive search ---------------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ def fitting_ns(decision: Decision, setting: CostContext) -> int | None:
         check_decision(decision, graph)
     except PlanError:
         return None
-    report = estimate(decision, route(decision, graph), setting)
+    report = estimate(decision, route(decision, graph), Estimator(setting))
     return report.step_ns if fits(decision.stages, report.estimates, setting.cluster) else None
 
 
@@ -298,7 +299,7 @@ def problem(random: Random, kind: Kind = Kind()) -> Problem:
     cluster = machines(random, g, rows, kind)
     request = PlanRequest(
         micro_rows=tuple(split(rows, count) for count in sorted(counts)),
-        schedule=random.choice(["auto", "auto", *SYNCHRONOUS.schedules]),
+        schedule=random.choice(["auto", "auto", *AUTOMATIC]),
         replicas=None if either(random, kind.replicas) else 1,
         recompute="auto" if either(random, kind.recompute) else "off",
         abilities=SYNCHRONOUS,

@@ -8,7 +8,6 @@ from typing import Any
 from hypothesis import strategies as st
 
 from autopart.ir.plan import (
-    ALL_SCHEDULES,
     Alternative,
     Decision,
     Estimate,
@@ -18,6 +17,7 @@ from autopart.ir.plan import (
     Report,
     Stage,
 )
+from autopart.passes.program.schedules import BUILT_IN
 
 SIZES = st.integers(0, 2**62)
 WORDS = st.text(st.characters(codec="utf-8"), max_size=12)
@@ -55,7 +55,7 @@ def decisions(draw: st.DrawFn, words: st.SearchStrategy[str] = WORDS) -> Decisio
         world=len(ranks),
         stages=stages,
         micro_rows=tuple(rows + extra for extra in draw(st.lists(st.integers(0, 1), min_size=1, max_size=5))),
-        schedule=draw(st.sampled_from(ALL_SCHEDULES)),
+        schedule=draw(st.sampled_from([schedule.name for schedule in BUILT_IN])),
     )
 
 

@@ -6,12 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs import cluster, graph, graphs, plan_of
+from support.parts import parts_text
 
-from autopart.ir.errors import PlanError, UsageError
+from autopart.ir.errors import PlanError, ProgramError, UsageError
 from autopart.ir.graph import Graph, Op
-from autopart.ir.plan import SCHEDULES, Decision, Stage
-from autopart.ir.program import Action, Edge, Program, parse_actions
+from autopart.ir.plan import Decision, Stage
+from autopart.ir.program import SEND, Action, Edge, Program, parse_actions
 from autopart.passes.program.routing import edges, route, tied
+from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
+from autopart.passes.program.schedules import find, register, worker_orders
 from autopart.passes.program.verify import check_program
 
 
@@ -24,10 +27,11 @@ def plan(stages: str, *, micros: int = 2, schedule: str = "1f1b", world: int = 0
 
 def test_chain_of_two_stages_as_drawn() -> None:
     program = route(plan("a | b"), graph("a <- x; b <- a"))
-    assert str(program) == "\n".join(
+    assert str(program) == "0F0 0SF0>1 0F1 0SF1>1 1F0 1B0 1SB0>0 0B0 1F1 1B1 1SB1>0 0B1 0O 1O"
+    assert parts_text(program) == "\n".join(
         [
-            "0F0 0SF0>1 0F1 0SF1>1 0RB0<1 0B0 0RB1<1 0B1",
-            "1RF0<0 1F0 1B0 1SB0>0 1RF1<0 1F1 1B1 1SB1>0",
+            "0F0 0SF0>1 0F1 0SF1>1 0RB0<1 0B0 0RB1<1 0B1 0O",
+            "1RF0<0 1F0 1B0 1SB0>0 1RF1<0 1F1 1B1 1SB1>0 1O",
         ]
     )
     assert program.edges == (Edge(0, 1, ("a",), ("a",)),)
@@ -42,7 +46,7 @@ def test_skip_goes_straight_to_the_stage_that_reads_it() -> None:
         Edge(2, 3, ("c",), ("c",)),
     )
     program = check_program(route(plan("a | b | c | d", micros=1), g), "1f1b")
-    assert str(program).splitlines()[0] == "0F0 0SF0>1 0SF0>3 0RB0<1 0RB0<3 0B0"
+    assert parts_text(program).splitlines()[0] == "0F0 0SF0>1 0SF0>3 0RB0<1 0RB0<3 0B0 0O"
 
 
 def test_input_read_late_comes_from_the_first_stage_without_gradient() -> None:
@@ -52,7 +56,7 @@ def test_input_read_late_comes_from_the_first_stage_without_gradient() -> None:
         Edge(0, 2, ("x", "y"), ()),
         Edge(1, 2, ("b",), ("b",)),
     )
-    assert "RB0<2" not in str(route(plan("a | b | c"), g)).splitlines()[0]
+    assert "RB0<2" not in parts_text(route(plan("a | b | c"), g)).splitlines()[0]
 
 
 def test_values_stand_in_order_of_inputs_then_of_writing() -> None:
@@ -68,14 +72,14 @@ def test_value_of_a_clone_is_not_sent() -> None:
 
 def test_value_without_gradient_sends_nothing_back() -> None:
     g = graph("a- <- x; b <- a")
-    assert str(route(plan("a | b", micros=1), g)) == "0F0 0SF0>1 0B0\n1RF0<0 1F0 1B0"
+    assert parts_text(route(plan("a | b", micros=1), g)) == "0F0 0SF0>1 0B0 0O\n1RF0<0 1F0 1B0 1O"
 
 
 def test_stages_that_share_a_parameter_sum_last() -> None:
     g = graph("a +w <- x; b <- a; c +w +v <- b")
     p = plan("a | b | c", micros=1)
     assert tied(p, g) == (("w", (0, 2)),)
-    assert [line.split()[-1] for line in str(route(p, g)).splitlines()] == ["0T", "1SB0>0", "2T"]
+    assert str(route(p, g)).endswith("0B0 0T 2T 0O 1O 2O")
 
 
 def test_frozen_parameter_in_two_stages_is_not_summed() -> None:
@@ -85,7 +89,7 @@ def test_frozen_parameter_in_two_stages_is_not_summed() -> None:
 def test_stages_may_stand_on_any_ranks() -> None:
     p = Decision(4, (Stage(("a",), (3,)), Stage(("b",), (1,))), (1,), "gpipe")
     program = check_program(route(p, graph("a <- x; b <- a")), "gpipe")
-    assert program.stage_ranks == (3, 1) and program.ranks[0] == program.ranks[2] == ()
+    assert program.stage_ranks == ((3,), (1,)) and program.part(0) == program.part(2) == ()
 
 
 @pytest.mark.parametrize(
@@ -140,12 +144,13 @@ class Play:
         self.channels: dict[tuple[int, int], list[dict[str, int]]] = {}
 
     def run(self) -> None:
-        done = [0] * len(self.program.ranks)
-        for _ in range(sum(len(actions) for actions in self.program.ranks)):
-            for rank, actions in enumerate(self.program.ranks):
+        parts = self.program.parts(range(self.program.world))
+        done = [0] * len(parts)
+        for _ in range(sum(map(len, parts))):
+            for rank, actions in enumerate(parts):
                 while done[rank] < len(actions) and self.act(actions[done[rank]]):
                     done[rank] += 1
-        assert done == [len(actions) for actions in self.program.ranks]
+        assert done == [len(actions) for actions in parts]
 
     def act(self, a: Action) -> bool:
         """Do it, or say False when its message is not there yet."""
@@ -157,7 +162,7 @@ class Play:
                 grads[self.g.outputs[0]] = 1
             backward(self.own[a.stage], grads, carried(self.g), self.learned[a.stage])
         elif a.peer is not None:
-            return self.send(a, a.peer) if a.kind[0] == "S" else self.receive(a, a.peer)
+            return self.send(a, a.peer) if a.is_a.role == SEND else self.receive(a, a.peer)
         return True
 
     def send(self, a: Action, peer: int) -> bool:
@@ -232,5 +237,99 @@ def test_split_and_routed_program_computes_what_the_graph_does(g: Graph, data: s
 def test_program_prints_and_parses_back(g: Graph, schedule: str, micros: int) -> None:
     p = most_stages(g, 2, micros, schedule)
     program = route(p, g)
-    used = len(program.stage_ranks)  # a rank that idles prints an empty line
-    assert parse_actions(str(program))[:used] == program.ranks[:used]
+    assert parse_actions(str(program)) == program.order
+    assert parse_actions(parts_text(program)) == sum(program.parts(range(program.world)), ())
+
+
+# ---- what each rank plays ------------------------------------------------------------------------------------------
+
+
+def drawn_parts(p: Decision, g: Graph) -> list[list[str]]:
+    """By definition: receives right before the compute that needs them, sends right behind, peers ascending."""
+    links = edges(p, g)
+    schedule, stages, micros = find(p.schedule), len(p.stages), len(p.micro_rows)
+    parts: list[list[str]] = [[] for _ in range(p.world)]
+    for turns in worker_orders(schedule, stages, micros):
+        for kind, s, i in turns:
+            into = (
+                [e.src for e in links if e.dst == s]
+                if kind == "F"
+                else [e.dst for e in links if e.src == s and e.grads]
+            )
+            out = (
+                [e.dst for e in links if e.src == s]
+                if kind == "F"
+                else [e.src for e in links if e.dst == s and e.grads]
+            )
+            for rank in p.stages[s].ranks:
+                parts[rank] += [f"{s}R{kind}{i}<{peer}" for peer in sorted(into)]
+                parts[rank] += [f"{s}{kind}{i}", *(f"{s}S{kind}{i}>{peer}" for peer in sorted(out))]
+    for s, stage in enumerate(p.stages):
+        for rank in stage.ranks:
+            parts[rank] += [f"{s}T"] * any(s in users for _, users in tied(p, g))
+            parts[rank] += [f"{s}R"] * (len(stage.ranks) > 1) + [f"{s}O"]
+    return parts
+
+
+@given(graphs(least=3), st.data())
+def test_each_rank_plays_what_is_drawn(g: Graph, data: st.DataObject) -> None:
+    micros, schedule = data.draw(st.integers(1, 5)), data.draw(st.sampled_from(SCHEDULES))
+    p = most_stages(g, data.draw(st.integers(1, 5)), micros, schedule)
+    assert parts_text(check_program(route(p, g), schedule)) == "\n".join(map(" ".join, drawn_parts(p, g)))
+
+
+def test_replicas_play_the_same_and_sum_their_gradients() -> None:
+    g = graph("a <- x; b <- a")
+    p = Decision(3, (Stage(("a",), (0, 2)), Stage(("b",), (1,))), (2,), "1f1b")
+    program = check_program(route(p, g), "1f1b")
+    assert str(program) == "0F0 0SF0>1 1F0 1B0 1SB0>0 0B0 0R 0O 1O"
+    assert program.part(0) == program.part(2) and str(program.part(0)[-2]) == "0R"
+    send = program.order[1]
+    assert [(t.src_rank, t.dst_rank, t.rows, t.of) for t in program.transfers(send)] == [
+        (0, 1, (0, 1), 2),
+        (2, 1, (1, 2), 2),
+    ]
+
+
+def test_stages_that_share_parameters_meet_side_by_side() -> None:
+    g = graph("a +w <- x; b +v <- a; c +v <- b; d +w <- c")
+    program = check_program(route(plan("a | b | c | d", micros=1), g), "1f1b")
+    assert program.tied_groups == ((0, 3), (1, 2))
+    assert str(program).endswith("0T 3T 1T 2T 0O 1O 2O 3O")
+
+
+def test_several_stages_on_a_rank_are_one_worker() -> None:
+    g = graph("a <- x; b <- a; c <- b; d <- c")
+    looped = register(
+        lambda stages, micros: [
+            [f"{s}F{i}" for i in range(micros) for s in range(w, stages, 2)]
+            + [f"{s}B{i}" for i in range(micros) for s in reversed(range(w, stages, 2))]
+            for w in range(2)
+        ],
+        name="looped",
+    )
+    p = Decision(2, tuple(Stage((name,), (s % 2,)) for s, name in enumerate("abcd")), (1, 1), looped.name)
+    program = check_program(route(p, g), looped.name)
+    assert program.workers == ((0, 2), (1, 3))
+    assert parts_text(program).splitlines()[0] == (
+        "0F0 0SF0>1 2RF0<1 2F0 2SF0>3 0F1 0SF1>1 2RF1<1 2F1 2SF1>3 "
+        "2RB0<3 2B0 2SB0>1 0RB0<1 0B0 2RB1<3 2B1 2SB1>1 0RB1<1 0B1 0O 2O"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ((0, 1, 2, 3), "runs stages 0 and 2 on one worker.*\n.*ranks"),
+        ((0, 0, 0, 0), "has stage 1 on worker 1"),
+    ],
+)
+def test_workers_of_a_schedule_need_ranks_that_fit(ranks: tuple[int, ...], message: str) -> None:
+    g = graph("a <- x; b <- a; c <- b; d <- c")
+    register(
+        lambda stages, micros: [[f"{s}F0" for s in range(w, 4, 2)] + [f"{s}B0" for s in (w + 2, w)] for w in range(2)],
+        name="two",
+    )
+    p = Decision(4, tuple(Stage((name,), (rank,)) for name, rank in zip("abcd", ranks, strict=True)), (1,), "two")
+    with pytest.raises(ProgramError, match=message):
+        route(p, g)

@@ -6,10 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopart.ir.errors import UsageError
-from autopart.ir.plan import SCHEDULES, in_flight
+from autopart.ir.capabilities import ASYNCHRONOUS
+from autopart.ir.errors import ProgramError, UsageError
 from autopart.ir.program import parse_actions
-from autopart.passes.program.schedules import order
+from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
+from autopart.passes.program.schedules import (
+    BUILT_IN,
+    Order,
+    Schedule,
+    find,
+    in_flight,
+    names,
+    pattern,
+    register,
+    worker_orders,
+)
 
 DRAWN = {
     ("gpipe", 2, 3): """
@@ -35,21 +46,80 @@ DRAWN = {
 @pytest.mark.parametrize("case", DRAWN, ids=str)
 def test_schedule_is_as_drawn(case: tuple[str, int, int]) -> None:
     schedule, stages, micros = case
-    drawn = parse_actions(DRAWN[case].strip())
-    assert order(stages, micros, schedule) == tuple("".join(a.kind for a in actions) for actions in drawn)
+    drawn = [[(a.kind, a.stage, a.micro) for a in parse_actions(line)] for line in DRAWN[case].strip().splitlines()]
+    assert list(map(list, worker_orders(find(schedule), stages, micros))) == drawn
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 9), st.integers(1, 12))
 def test_each_stage_reaches_its_limit_and_never_passes_it(schedule: str, stages: int, micros: int) -> None:
-    for s, kinds in enumerate(order(stages, micros, schedule)):
+    made = find(schedule)
+    for s, turns in enumerate(worker_orders(made, stages, micros)):
         live, peak = 0, 0
-        for kind in kinds:
+        for kind, _, _ in turns:
             live += 1 if kind == "F" else -1
             peak = max(peak, live)
-        assert peak == in_flight(schedule, s, stages, micros)
-        assert kinds.count("F") == kinds.count("B") == micros
+        assert made.limit is not None
+        assert peak == made.limit(s, stages, micros) == in_flight(made, s, stages, micros)
+        assert (
+            [i for kind, _, i in turns if kind == "F"] == [i for kind, _, i in turns if kind == "B"] == [*range(micros)]
+        )
+
+
+def test_the_asynchronous_schedules_are_those_that_a_plan_knows() -> None:
+    assert {schedule.name for schedule in BUILT_IN if not schedule.synchronous} == set(ASYNCHRONOUS)
+
+
+def test_what_is_in_flight_is_counted_on_the_worker_that_runs_the_stage() -> None:
+    looped = Schedule("looped", lambda stages, micros: [["0F0", "2F0", "0F1", "0B0", "2B0", "0B1"], ["1F0", "1B0"]])
+    assert [in_flight(looped, s, 3, 2) for s in range(3)] == [2, 1, 1]
+
+
+def test_a_pattern_knows_whether_messages_arrive_in_the_order_in_which_they_leave() -> None:
+    crossed = Schedule("crossed", lambda stages, micros: [["0F0", "0F1", "0B0", "0B1"], ["1F1", "1B1", "1F0", "1B0"]])
+    assert pattern(crossed, 2, 2).orders is not None
+    assert pattern(find("1f1b"), 2, 2).orders is None
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (lambda stages, micros: [["0F0", "0SF0>1"]], "0SF0 is no compute"),
+        (lambda stages, micros: [["0F0", "5B0"]], "5B0 is no compute of 2 stages and 2 micro-batches"),
+        (lambda stages, micros: [["0F2"]], "0F2 is no compute of 2 stages"),
+        (lambda stages, micros: ["0F0 0B0"], "not an action|no compute"),
+        (lambda stages, micros: 7, "did not return an order"),
+        (lambda stages, micros: [["0F0.1"]], "is a slice"),
+    ],
+)
+def test_what_is_no_order_of_computes_is_refused(order: Order, message: str) -> None:
+    with pytest.raises(ProgramError, match=message):
+        list(worker_orders(Schedule("mine", order), 2, 2))
+
+
+def test_a_plain_function_is_registered_under_its_name_and_can_be_replaced() -> None:
+    def reversed_gpipe(stages: int, micros: int) -> list[list[str]]:
+        backward = [i for i in reversed(range(micros))]
+        return [[f"{s}F{i}" for i in range(micros)] + [f"{s}B{i}" for i in backward] for s in range(stages)]
+
+    assert register(reversed_gpipe) is find("reversed_gpipe")
+    assert "reversed_gpipe" in names()
+    again = register(find("gpipe").order, name="reversed_gpipe")
+    assert find("reversed_gpipe") is again
+
+
+@pytest.mark.parametrize("name", ["auto", "gpipe", "pipedream"])
+def test_names_that_are_taken_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="is taken"):
+        register(lambda stages, micros: [], name=name)
+
+
+def test_a_schedule_without_a_name_is_refused() -> None:
+    with pytest.raises(UsageError, match="needs a name"):
+        register(lambda stages, micros: [])
+    with pytest.raises(UsageError, match="cannot be registered as asynchronous"):
+        register(Schedule("mine", lambda stages, micros: [], synchronous=False))
 
 
 def test_unknown_schedule_names_the_known() -> None:
-    with pytest.raises(UsageError, match=r"zigzag.*\n.*1f1b, 1f1b-deep, gpipe, pipedream"):
-        order(2, 2, "zigzag")
+    with pytest.raises(UsageError, match=r"zigzag[\s\S]*1f1b, 1f1b-deep, gpipe, pipedream[\s\S]*register"):
+        find("zigzag")

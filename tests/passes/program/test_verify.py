@@ -10,73 +10,95 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 from support.graphs import graph
+from support.strict import hangs, issued, received_late
 
 from autopart.ir.errors import ProgramError
-from autopart.ir.plan import SCHEDULES, Decision, Stage, in_flight
-from autopart.ir.program import Action, Program, parse_action, parse_actions
+from autopart.ir.plan import Decision, Stage
+from autopart.ir.program import Action, Program, Slot, parse_action, parse_actions
 from autopart.passes.program.routing import route
+from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
+from autopart.passes.program.schedules import find, register
 from autopart.passes.program.verify import check_program, forward_program
 
 SKIPS = "a +w <- x; b <- a y; c <- b a; d +w <- c b"
 """Four ops with skips, an input read late and a tied parameter."""
 
 
-def program(schedule: str = "1f1b", micros: int = 3, stages: str = "a | b | c | d") -> Program:
+def program(
+    schedule: str = "1f1b",
+    micros: int = 3,
+    stages: str = "a | b | c | d",
+    ranks: tuple[tuple[int, ...], ...] | None = None,
+) -> Program:
     rows = [tuple(names.split()) for names in stages.split("|")]
-    placed = tuple(Stage(names, (s,)) for s, names in enumerate(rows))
-    return route(Decision(len(rows), placed, (1,) * micros, schedule), graph(SKIPS))
+    ranks = ranks or tuple((s,) for s in range(len(rows)))
+    placed = tuple(Stage(names, own) for names, own in zip(rows, ranks, strict=True))
+    world = 1 + max(rank for own in ranks for rank in own)
+    return route(Decision(world, placed, (1,) * micros, schedule), graph(SKIPS))
 
 
 def is_good(p: Program, schedule: str) -> bool:
-    """The same question answered by definition: right actions, right order on each rank, no cycle between ranks."""
-    actions = Counter(a for rank in p.ranks for a in rank)
-    if actions != Counter(wanted(p)):
+    """The same question answered by definition: right actions, each behind what it needs."""
+    if Counter(p.order) != Counter(wanted(p)):
         return False
-    order = nx.DiGraph()
-    for rank in p.ranks:
-        nx.add_path(order, rank)
-    for edge in p.edges:
-        for kind, src, dst in (("F", edge.src, edge.dst), ("B", edge.dst, edge.src)):
-            if kind == "B" and not edge.grads:
-                continue
-            sends = [a for a in p.ranks[src] if (a.kind, a.peer) == (f"S{kind}", dst)]
-            receives = [a for a in p.ranks[dst] if (a.kind, a.peer) == (f"R{kind}", src)]
-            if [a.micro for a in sends] != [a.micro for a in receives]:
-                return False
-            order.add_edges_from(zip(sends, receives, strict=True))
-    return nx.is_directed_acyclic_graph(order) and all(
-        rank_is_good(p.ranks[r], s, p, schedule) for s, r in enumerate(p.stage_ranks)
-    )
+    at = {action: place for place, action in enumerate(p.order)}
+    if any(at[first] > at[then] for first, then in needs(p).edges):
+        return False
+    for group in nx.connected_components(nx.Graph((a, b) for _, users in p.tied for a in users for b in users)):
+        sums = sorted(at[Action("T", Slot(s))] for s in group)
+        if sums[-1] - sums[0] >= len(sums):
+            return False
+    limit = find(schedule).limit
+    assert limit is not None
+    for s in range(len(p.stage_ranks)):
+        live = 0
+        for action in p.order:
+            if action.stage == s and action.kind in ("F", "B"):
+                live += 1 if action.kind == "F" else -1
+                if live > limit(s, len(p.stage_ranks), p.micros):
+                    return False
+    return True
 
 
 def wanted(p: Program) -> list[Action]:
-    result = [Action("T", s) for s in {s for _, stages in p.tied for s in stages}]
+    tied = {s for _, stages in p.tied for s in stages}
+    result = [Action("T", Slot(s)) for s in tied]
+    for s, ranks in enumerate(p.stage_ranks):
+        result += [Action("O", Slot(s))] + [Action("R", Slot(s))] * (len(ranks) > 1)
+        for i in range(p.micros):
+            result += [Action("F", Slot(s, i)), Action("B", Slot(s, i))]
     for i in range(p.micros):
-        result += [Action(kind, s, i) for kind in "FB" for s in range(len(p.stage_ranks))]
         for e in p.edges:
-            result += [Action("SF", e.src, i, e.dst), Action("RF", e.dst, i, e.src)]
+            result.append(Action("SF", Slot(e.src, i), e.dst))
             if e.grads:
-                result += [Action("SB", e.dst, i, e.src), Action("RB", e.src, i, e.dst)]
+                result.append(Action("SB", Slot(e.dst, i), e.src))
     return result
 
 
-def rank_is_good(actions: tuple[Action, ...], s: int, p: Program, schedule: str) -> bool:
-    at = {a: place for place, a in enumerate(actions)}
-    for a in actions:
-        if a.kind in ("RF", "RB") and at[a] > at[Action(a.kind[1], s, a.micro)]:
-            return False
-        if a.kind in ("SF", "SB") and at[a] < at[Action(a.kind[1], s, a.micro)]:
-            return False
-        if a.kind == "B" and at[a] < at[Action("F", s, a.micro)]:
-            return False
-        if a.kind == "T" and at[a] != len(actions) - 1:
-            return False
-    live = 0
-    for a in actions:
-        live += (a.kind == "F") - (a.kind == "B")
-        if live > in_flight(schedule, s, len(p.stage_ranks), p.micros):
-            return False
-    return True
+def needs(p: Program) -> nx.DiGraph:
+    """(first, then) of all that depend on each other."""
+    found = nx.DiGraph()
+    for i in range(p.micros):
+        for s in range(len(p.stage_ranks)):
+            found.add_edge(Action("F", Slot(s, i)), Action("B", Slot(s, i)))
+        for e in p.edges:
+            send = Action("SF", Slot(e.src, i), e.dst)
+            nx.add_path(found, [Action("F", Slot(e.src, i)), send, Action("F", Slot(e.dst, i))])
+            if e.grads:
+                back = Action("SB", Slot(e.dst, i), e.src)
+                nx.add_path(found, [Action("B", Slot(e.dst, i)), back, Action("B", Slot(e.src, i))])
+    for last in [action for action in wanted(p) if action.kind == "O"]:
+        of_stage = [a for a in wanted(p) if a.stage == last.stage and a != last]
+        found.add_edges_from((action, last) for action in of_stage)
+        sums = [a for a in of_stage if a.kind == "R"]
+        found.add_edges_from((action, s) for s in sums for action in of_stage if action.kind == "B")
+    for _, stages in p.tied:
+        group = nx.node_connected_component(nx.Graph((a, b) for _, u in p.tied for a in u for b in u), stages[0])
+        for s in stages:
+            found.add_edges_from(
+                (Action("B", Slot(other, i)), Action("T", Slot(s))) for other in group for i in range(p.micros)
+            )
+    return found
 
 
 def accepted(p: Program, schedule: str) -> bool:
@@ -87,8 +109,8 @@ def accepted(p: Program, schedule: str) -> bool:
     return True
 
 
-def with_rank(p: Program, rank: int, actions: list[Action]) -> Program:
-    return replace(p, ranks=(*p.ranks[:rank], tuple(actions), *p.ranks[rank + 1 :]))
+def with_order(p: Program, actions: list[Action]) -> Program:
+    return replace(p, order=tuple(actions))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -97,27 +119,35 @@ def with_rank(p: Program, rank: int, actions: list[Action]) -> Program:
 def test_generated_programs_are_good(schedule: str, micros: int, stages: str) -> None:
     p = program(schedule, micros, stages)
     assert check_program(p, schedule) is p and is_good(p, schedule)
+    assert hangs(issued(p)) == []
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_action_is_needed_once(schedule: str) -> None:
-    p = program(schedule)
-    for rank, actions in enumerate(p.ranks):
-        for place, action in enumerate(actions):
-            dropped = [*actions[:place], *actions[place + 1 :]]
-            doubled = [*actions[:place], action, *actions[place:]]
-            assert not accepted(with_rank(p, rank, dropped), schedule), f"without {action}"
-            assert not accepted(with_rank(p, rank, doubled), schedule), f"with {action} twice"
+    p = program(schedule, ranks=((0, 4), (1,), (2,), (3,)))
+    for place, action in enumerate(p.order):
+        dropped = [*p.order[:place], *p.order[place + 1 :]]
+        doubled = [*p.order[:place], action, *p.order[place:]]
+        assert not accepted(with_order(p, dropped), schedule), f"without {action}"
+        assert not accepted(with_order(p, doubled), schedule), f"with {action} twice"
+
+
+RANKS = {
+    "a b | c d": ((0,), (1,)),
+    "a | b c | d": ((0, 3), (1,), (2,)),
+    "a | b | c | d": ((0,), (1,), (2,), (3,)),
+}
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.data())
 def test_verdict_on_mutated_programs_is_that_of_the_definition(schedule: str, micros: int, data: st.DataObject) -> None:
-    p = program(schedule, micros, data.draw(st.sampled_from(["a b | c d", "a | b c | d", "a | b | c | d"])))
+    stages = data.draw(st.sampled_from(list(RANKS)))
+    p = program(schedule, micros, stages, RANKS[stages])
     for _ in range(data.draw(st.integers(1, 3))):
-        rank = data.draw(st.integers(0, len(p.ranks) - 1))
-        actions = list(p.ranks[rank])
+        actions = list(p.order)
         one, two = (data.draw(st.integers(0, len(actions) - 1)) for _ in range(2))
-        match data.draw(st.sampled_from(["swap", "near", "move", "micro", "peer", "drop", "double"])):
+        slot = actions[one].slot
+        match data.draw(st.sampled_from(["swap", "near", "move", "micro", "stage", "peer", "drop", "double"])):
             case "swap":
                 actions[one], actions[two] = actions[two], actions[one]
             case "near":
@@ -125,51 +155,58 @@ def test_verdict_on_mutated_programs_is_that_of_the_definition(schedule: str, mi
             case "move":
                 actions.insert(two, actions.pop(one))
             case "micro":
-                actions[one] = replace(actions[one], micro=data.draw(st.integers(0, micros - 1)))
-            case "peer" if actions[one].peer is not None:
-                actions[one] = replace(actions[one], peer=data.draw(st.integers(0, len(p.ranks) - 1)))
+                moved = replace(slot, micro=data.draw(st.integers(-1, micros)))
+                actions[one] = replace(actions[one], slot=moved)
+            case "stage":
+                moved = replace(slot, stage=data.draw(st.integers(0, len(p.stage_ranks))))
+                actions[one] = replace(actions[one], slot=moved)
+            case "peer":
+                actions[one] = replace(actions[one], peer=data.draw(st.none() | st.integers(0, len(p.stage_ranks))))
             case "drop" if len(actions) > 1:
                 actions.pop(one)
             case "double":
                 actions.insert(two, actions[one])
-        p = with_rank(p, rank, actions)
+        p = with_order(p, actions)
     good = is_good(p, schedule)
     event("still good" if good else "broken")
     assert accepted(p, schedule) == good
+    if good:
+        assert hangs(issued(p)) == []
 
 
 def broken(text: str, **changes: object) -> Program:
-    """Two stages with one edge; `text` is their actions."""
+    """Two stages with one edge; `text` is their order."""
     one = route(Decision(2, (Stage(("a",), (0,)), Stage(("b",), (1,))), (1, 1), "1f1b"), graph("a +w <- x; b <- a"))
-    return replace(one, ranks=parse_actions(text.strip()), **changes)  # type: ignore[arg-type]
+    return replace(one, order=parse_actions(text), **changes)  # type: ignore[arg-type]
 
 
-GOOD = """0F0 0SF0>1 0F1 0SF1>1 0RB0<1 0B0 0RB1<1 0B1
-1RF0<0 1F0 1B0 1SB0>0 1RF1<0 1F1 1B1 1SB1>0"""
+GOOD = "0F0 0SF0>1 0F1 0SF1>1 1F0 1B0 1SB0>0 1F1 1B1 1SB1>0 0B0 0B1 0O 1O"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("", "", ""),
-        ("0SF0>1 0F1", "0F1 0SF0>1", ""),  # harmless: sent later, still in order
-        ("1RF1<0 1F1", "1F1 1RF1<0", "1F1 runs before it has received from stage 0"),
-        ("0RB0<1 0B0", "0B0 0RB0<1", "0B0 runs before it has received from stage 1"),
+        ("0SF0>1 0F1", "0F1 0SF0>1", ""),  # harmless: sent later
+        ("0F0 0SF0>1 0F1 0SF1>1 1F0", "0F0 0F1 0SF1>1 1F0 0SF0>1", "1F0 runs before it can have received from stage 0"),
+        ("1SB0>0 1F1 1B1 1SB1>0 0B0", "0B0 1SB0>0 1F1 1B1 1SB1>0", "0B0 runs before it can have received from stage 1"),
         ("0F0 0SF0>1", "0SF0>1 0F0", "0SF0>1 sends what is not computed yet"),
         ("1B0 1SB0>0", "1SB0>0 1B0", "1SB0>0 sends what is not computed yet"),
         ("1F0 1B0", "1B0 1F0", "1B0 runs before its forward"),
-        ("0F1 0SF1>1", "0F1 0F1 0SF1>1", "0F1 runs twice"),
-        ("0SF1>1", "0SF1>1 0SF1>1", "0SF1>1 sends twice"),
-        ("0SF0>1 0F1 0SF1>1", "0F1 0SF1>1 0SF0>1", "1RF0<0 meets 0SF1>1, which comes first on that channel"),
-        ("1B0 1SB0>0 1RF1<0 1F1", "1RF1<0 1F1 1B0 1SB0>0", "1F1 puts 2 micro-batches in flight on stage 1"),
-        ("0SF1>1 0RB0<1", "0RB0<1 0B0 0RB1<1 0SF1>1", "deadlocks"),
-        (" 1B1 1SB1>0", "", "deadlocks"),
-        (" 0RB1<1 0B1", "", "0B1 never runs"),
-        (" 1SB1>0", " 1T", "1T: stage 1 shares no trainable parameter"),
+        ("0F1 0SF1>1", "0F1 0F1 0SF1>1", "0F1 stands twice"),
+        ("0SF1>1", "0SF1>1 0SF1>1", "0SF1>1 stands twice"),
+        ("1F0 1B0 1SB0>0 1F1", "1F0 1F1 1B0 1SB0>0", "1F1 puts 2 micro-batches in flight on stage 1"),
+        (" 0B1", "", "0O stands before the last backward"),
+        (" 1B1 1SB1>0", "", "0B1 runs before it can have received from stage 1"),
+        (" 1O", "", "1O is missing"),
+        (" 1O", " 1T 1O", "1T: stage 1 shares no trainable parameter"),
+        (" 1O", " 1R 1O", "1R: stage 1 has no replicas"),
+        ("0B1 0O", "0O 0B1", "0O stands before the last backward"),
         ("1SB1>0", "1SB1>1", "1SB1>1 sends what no edge carries"),
-        ("1RF1<0", "1RF1<1", "1RF1<1 receives what no edge carries"),
-        ("1F1", "0F1", "rank 1 does not run stage 0"),
         ("1F1", "1F7", "there is no micro-batch 7"),
+        ("1F1", "3F1", "there is no stage 3"),
+        ("1F1", "1F1.2", "there is no stage 1, micro-batch 1, slice 2"),
+        ("1F0", "1RF0<0 1F0", "'RF' is not an action of an order"),
     ],
 )
 def test_each_rule_names_the_action_that_breaks_it(old: str, new: str, message: str) -> None:
@@ -180,66 +217,69 @@ def test_each_rule_names_the_action_that_breaks_it(old: str, new: str, message: 
         return
     with pytest.raises(ProgramError) as caught:
         check_program(p, "1f1b")
-    assert message in str(caught.value) and "rank" in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_deadlock_names_who_waits_for_whom() -> None:
-    p = broken("0RB0<1 0F0 0SF0>1 0B0 0F1 0SF1>1 0RB1<1 0B1\n" + GOOD.splitlines()[1])
+def test_an_error_shows_what_the_rank_does_before_and_after() -> None:
     with pytest.raises(ProgramError) as caught:
-        check_program(p, "1f1b")
-    assert (
-        "rank 0 waits at 0RB0<1 for rank 1; rank 1 waits at 1RF0<0 for rank 0; rank 0 waits already" in caught.value.why
-    )
-    assert "rank 0, stage 0, action 0: [0RB0<1] 0F0" in caught.value.where
+        check_program(broken(GOOD.replace("1F0 1B0", "1B0 1F0")), "1f1b")
+    assert caught.value.where == "rank 1, stage 1, action 4: 0SF0>1 0SF1>1 [1B0] 1F0 1SB0>0 1F1 1B1 1SB1>0"
 
 
-def test_rank_that_ended_is_named_when_another_waits_for_it() -> None:
-    p = broken(GOOD.replace(" 1B1 1SB1>0", ""))
-    with pytest.raises(ProgramError, match="rank 0 waits at 0RB1<1 for rank 1; rank 1 has ended"):
-        check_program(p, "1f1b")
+def test_kinds_that_the_table_does_not_have_are_refused() -> None:
+    p = broken(GOOD)
+    with pytest.raises(ProgramError, match="'X' is not an action"):
+        check_program(with_order(p, [Action("X", Slot(0, 0)), *p.order]), "1f1b")
 
 
-def test_sum_must_be_last_and_present() -> None:
+def test_sums_stand_behind_all_backwards_of_those_that_share_and_side_by_side() -> None:
     p = broken(GOOD, tied=(("w", (0, 1)),))
     with pytest.raises(ProgramError, match="0T is missing"):
         check_program(p, "1f1b")
-    both = GOOD.replace("0B1", "0B1 0T") + " 1T"
-    check_program(replace(p, ranks=parse_actions(both)), "1f1b")
-    with pytest.raises(ProgramError, match="0B1 stands behind T"):
-        check_program(replace(p, ranks=parse_actions(both.replace("0B1 0T", "0T 0B1"))), "1f1b")
+    check_program(replace(p, order=parse_actions(GOOD.replace("0O", "0T 1T 0O"))), "1f1b")
+    for order, message in {
+        GOOD.replace("0B1", "1T 0B1 0T"): "1T stands before the last backward",
+        GOOD.replace("0O 1O", "0T 0O 1T 1O"): "0O stands between sums that meet",
+        GOOD.replace("0O 1O", "0O 0T 1T 1O"): "0T stands behind the optimizer",
+    }.items():
+        with pytest.raises(ProgramError, match=message):
+            check_program(replace(p, order=parse_actions(order)), "1f1b")
 
 
-def test_message_left_over_is_an_error() -> None:
-    p = broken(GOOD)
-    rank_1 = [a for a in p.ranks[1] if str(a) != "1RF1<0"]
-    with pytest.raises(ProgramError, match="1F1 runs before"):
-        check_program(with_rank(p, 1, rank_1), "1f1b")
-    p = replace(broken("0F0 0SF0>1\n1F0"), micros=1, edges=p.edges)
-    with pytest.raises(ProgramError):
-        check_program(p, "1f1b", backward=False)
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [(((0,), (2,)), "stage 1 runs on ranks"), (((0,), ()), "stage 1 runs on ranks"), (((0, 0), (1,)), "stage 0 runs")],
+)
+def test_stages_need_ranks_that_exist(ranks: tuple[tuple[int, ...], ...], message: str) -> None:
+    with pytest.raises(ProgramError, match=message):
+        check_program(replace(broken(GOOD), stage_ranks=ranks), "1f1b")
 
 
 def test_edges_point_to_later_stages() -> None:
     p = broken(GOOD)
     with pytest.raises(ProgramError, match="later stage"):
         check_program(replace(p, edges=(replace(p.edges[0], src=1, dst=0),)), "1f1b")
+    with pytest.raises(ProgramError, match="tied over stages"):
+        check_program(replace(p, tied=(("w", (0,)),)), "1f1b")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_forward_program_has_no_way_back(schedule: str) -> None:
     p = forward_program(program(schedule))
     check_program(p, schedule, backward=False)
-    assert {a.kind for actions in p.ranks for a in actions} == {"F", "SF", "RF"}
+    assert {a.kind for a in p.order} == {"F", "SF"}
     assert p.tied == () and not any(edge.grads for edge in p.edges)
-    with pytest.raises(ProgramError, match="never runs" if schedule == "gpipe" else "in flight"):
+    with pytest.raises(ProgramError, match="is missing" if schedule == "gpipe" else "in flight"):
         check_program(p, schedule)
     with pytest.raises(ProgramError, match="stands in a forward program"):
         check_program(program(schedule), schedule, backward=False)
+    assert hangs(issued(p)) == []
 
 
 def test_actions_print_and_parse_back() -> None:
-    for rank in program().ranks:
-        for action in rank:
+    p = program()
+    for part in p.parts(range(p.world)):
+        for action in part:
             assert parse_action(str(action)) == action
 
 
@@ -248,3 +288,64 @@ def test_thirty_two_stages_are_verified() -> None:
     g = graph("; ".join(f"{n} <- {names[s - 1] if s else 'x'}" for s, n in enumerate(names)))
     placed = tuple(Stage((n,), (s,)) for s, n in enumerate(names))
     check_program(route(Decision(32, placed, (1,) * 256, "1f1b"), g), "1f1b")
+
+
+# ---- on a transport that buffers nothing ---------------------------------------------------------------------------
+
+
+def test_receives_that_are_posted_only_when_needed_hang_where_nothing_is_buffered() -> None:
+    """Why each rank posts a receive where the order has its send: rank 0 sends 0F1 while rank 1 sends 1B0 back."""
+    p = program("1f1b", 4, "a b | c d")
+    assert hangs(issued(p)) == []
+    assert hangs(received_late(p)) != []
+
+
+def test_ranks_that_do_not_follow_one_order_hang() -> None:
+    queues = issued(program("1f1b", 2))
+    messages = [i for i, (_, ranks) in enumerate(queues[1]) if ranks]
+    first, second = messages[:2]
+    queues[1][first], queues[1][second] = queues[1][second], queues[1][first]
+    assert hangs(queues) != []
+
+
+def looped(stages: int, micros: int) -> list[list[str]]:
+    """Two workers with every second stage each (interleaving): all forwards, then all backwards."""
+    return [
+        [f"{s}F{i}" for i in range(micros) for s in range(worker, stages, 2)]
+        + [f"{s}B{i}" for i in range(micros) for s in reversed(range(worker, stages, 2))]
+        for worker in range(2)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [((0,), (1,), (0,), (1,)), ((0, 2), (1, 3), (0, 2), (1, 3))])
+def test_several_stages_on_a_rank_are_verified_and_never_hang(ranks: tuple[tuple[int, ...], ...]) -> None:
+    register(looped)
+    p = check_program(program("looped", 3, ranks=ranks), "looped")
+    assert hangs(issued(p)) == []
+    parts = p.parts(range(p.world))
+    for src in range(p.world):
+        for dst in range(p.world):
+            posts = list(p.posts(src, dst))
+            assert [a for a in parts[src] if a in set(posts)] == posts  # both ends: in the order of the sends
+            assert {post.other_end for post in posts} <= set(parts[dst])
+
+
+@pytest.mark.parametrize(
+    ("order", "message", "why"),
+    [
+        ([["0B0", "0F0"], ["1F0", "1B0"]], "0B0 waits for ever for 0F0", "worker 0 runs it later"),
+        ([["0F0", "0B0"], ["1B0", "1F0"]], "0B0 waits for ever for 1B0", "worker 1 waits at 1B0 for 1F0"),
+        ([["0F0", "0B0"]], "0B0 waits for ever for 1B0", "no worker runs 1B0"),
+    ],
+)
+def test_a_schedule_that_never_ends_is_refused_with_what_waits(order: list[list[str]], message: str, why: str) -> None:
+    register(lambda stages, micros: order, name="wrong")
+    with pytest.raises(ProgramError, match=f"schedule wrong can never end: {message}") as caught:
+        program("wrong", 1, "a b | c d")
+    assert why in (caught.value.why or "")
+
+
+def test_a_schedule_that_leaves_out_a_backward_is_refused() -> None:
+    register(lambda stages, micros: [["0F0"], ["1F0", "1B0"]], name="short")
+    with pytest.raises(ProgramError, match="0T stands before the last backward"):
+        check_program(program("short", 1, "a b | c d"), "short")

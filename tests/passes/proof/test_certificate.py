@@ -14,7 +14,7 @@ from support.graphs import cluster, graph, layers, plan_of, source
 from support.planner_oracle import SYNCHRONOUS, Kind, Problem, assignments, candidates, fitting_ns, planned, problem
 
 from autopart.ir.errors import UsageError
-from autopart.ir.plan import ASYNC, Decision, Stage
+from autopart.ir.plan import Decision, Stage
 from autopart.passes.pipeline import build
 from autopart.passes.proof.certificate import certified, pipeline_model, settles
 from autopart.passes.proof.pipeline_model import lower_bound_ns
@@ -156,7 +156,11 @@ def test_only_the_size_that_is_asked_for_is_proved() -> None:
 def test_nothing_is_proved_about_steps_that_overlap() -> None:
     with pytest.raises(UsageError, match="nothing can be proved about schedule 'pipedream'"):
         plan_of(
-            layers(2), cluster(2), schedule=ASYNC, prove_seconds=1.0, abilities=replace(SYNCHRONOUS, schedules=(ASYNC,))
+            layers(2),
+            cluster(2),
+            schedule="pipedream",
+            prove_seconds=1.0,
+            abilities=replace(SYNCHRONOUS, asynchronous=True),
         )
 
 

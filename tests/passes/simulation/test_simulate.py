@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,14 +13,19 @@ from support.graphs import cluster, clusters, graph, graphs, plan_of, source
 from autopart.ir.cluster import Cluster, Level, Link
 from autopart.ir.errors import ProgramError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import SCHEDULES, Decision, Stage, in_flight
-from autopart.ir.program import Action, Program, parse_actions
+from autopart.ir.plan import Decision, Stage
+from autopart.ir.program import BACKWARD, FORWARD, RECEIVE, SEND, SENDS, Action, Program, Slot, parse_actions
 from autopart.ir.timeline import Span, Timeline
 from autopart.passes.program.routing import route
-from autopart.passes.simulation.estimate import CostContext, device_types, message_bytes, simulated_ns, stage_estimates
+from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
+from autopart.passes.program.schedules import Order, find, in_flight, pattern, register
+from autopart.passes.program.verify import check_program
+from autopart.passes.simulation.estimate import message_bytes, simulated_ns, stage_estimates
 from autopart.passes.simulation.estimate import work_of as work_of_plan
-from autopart.passes.simulation.simulate import Work, simulate, step_ns
-from autopart.passes.simulation.traffic import bundle, ring
+from autopart.passes.simulation.play import Work
+from autopart.passes.simulation.simulate import ordered_ns, simulate, step_ns
+from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
+from autopart.passes.simulation.traffic import p2p_load, ring_allreduce_load
 
 
 def chain(stages: int, micros: int, schedule: str) -> Program:
@@ -31,9 +37,9 @@ def chain(stages: int, micros: int, schedule: str) -> Program:
 
 def work_of(program: Program, fwd_ns: tuple[int, ...], bwd_ns: tuple[int, ...], c: Cluster, size: int = 0) -> Work:
     """Every message has `size` bytes, every micro-batch in flight holds one."""
-    ways = {(a.stage, a.peer, a.kind[1]) for rank in program.ranks for a in rank if a.kind in ("SF", "SB")}
+    ways = {(a.stage, a.peer, a.is_a.way) for a in program.order if a.peer is not None}
     at = program.stage_ranks
-    messages = {(src, dst, kind): (size, bundle(c, (at[src],), (at[dst],))) for src, dst, kind in ways}
+    messages = {(src, dst, way): (size, p2p_load(c, at[src], at[dst])) for src, dst, way in ways}
     return Work(fwd_ns, bwd_ns, (1,) * len(fwd_ns), messages)
 
 
@@ -105,7 +111,7 @@ def test_deep_1f1b_hides_slow_messages_behind_more_micro_batches() -> None:
 
 # ---- ports ---------------------------------------------------------------------------------------------------------
 
-CROSSING = parse_actions("0F0 0SF0>2\n1F0 1SF0>3\n2RF0<0 2F0\n3RF0<1 3F0")
+CROSSING = parse_actions("0F0 0SF0>2 1F0 1SF0>3 2F0 3F0")
 """Ranks 0 and 1 send to ranks 2 and 3 at the same time."""
 
 
@@ -117,55 +123,85 @@ def nodes(bytes_per_s: int = 10**9, latency_ns: int = 3) -> Cluster:
 
 def sent(program: Program, c: Cluster, size: int) -> list[tuple[int, int]]:
     timeline = play(program, (1,) * 4, (0,) * 4, c, size)
-    return [(s.start_ns, s.end_ns) for s in timeline.spans if s.action.kind[0] == "S"]
+    return [(s.start_ns, s.end_ns) for s in timeline.spans if s.action.is_a.role == SEND]
+
+
+def alone(order: tuple[Action, ...], micros: int = 1, stages: int = 1) -> Program:
+    """A program of so many stages, each on a rank of its own."""
+    return Program(micros, stages, tuple((s,) for s in range(stages)), order)
 
 
 def test_messages_through_one_nodes_port_wait_for_each_other() -> None:
-    assert sent(Program(1, (0, 1, 2, 3), CROSSING), nodes(), 10) == [(1, 14), (11, 24)]
+    assert sent(alone(CROSSING, stages=4), nodes(), 10) == [(1, 14), (11, 24)]
 
 
 def test_messages_through_different_ports_do_not_wait() -> None:
-    assert sent(Program(1, (0, 1, 2, 3), CROSSING), cluster(4, latency_ns=3), 10) == [(1, 14), (1, 14)]
+    assert sent(alone(CROSSING, stages=4), cluster(4, latency_ns=3), 10) == [(1, 14), (1, 14)]
 
 
 def test_the_two_directions_of_a_port_do_not_disturb_each_other() -> None:
-    both_ways = parse_actions("0F0 0SF0>2\n1RF0<3 1F0\n2RF0<0 2F0\n3F0 3SF0>1")
-    assert sent(Program(1, (0, 1, 2, 3), both_ways), nodes(), 10) == [(1, 14), (1, 14)]
+    both_ways = parse_actions("0F0 0SF0>2 2F0 3F0 3SF0>1 1F0")
+    assert sent(alone(both_ways, stages=4), nodes(), 10) == [(1, 14), (1, 14)]
 
 
 def test_two_senders_wait_at_the_port_of_their_receiver() -> None:
-    to_one = parse_actions("0F0 0SF0>2\n1F0 1SF0>2\n2RF0<0 2RF0<1 2F0")
-    assert sent(Program(1, (0, 1, 2), to_one), cluster(3), 10) == [(1, 11), (11, 21)]
+    to_one = parse_actions("0F0 0SF0>2 1F0 1SF0>2 2F0")
+    assert sent(alone(to_one, stages=3), cluster(3), 10) == [(1, 11), (11, 21)]
 
 
 def test_messages_inside_a_node_leave_its_port_alone() -> None:
     """Rank 0 sends to its neighbour, rank 1 to the other node: the slow port is used once."""
-    beside = parse_actions("0F0 0SF0>1\n1F0 1SF0>2 1RF0<0\n2RF0<1 2F0")
-    timeline = play(Program(1, (0, 1, 2), beside), (1, 1, 1), (0,) * 3, nodes(), 1000)
+    beside = parse_actions("0F0 0SF0>1 1F1 1SF1>2 1F0 2F1")
+    timeline = play(alone(beside, micros=2, stages=3), (1, 1, 1), (0,) * 3, nodes(), 1000)
     assert [(s.start_ns, s.end_ns) for s in timeline.spans if s.action.kind == "SF"] == [(1, 2), (1, 1004)]
 
 
 def test_replicas_send_their_shares_at_once() -> None:
     """Two to two, each half of the rows over its own port; over one node's port the halves add up."""
-    assert bundle(cluster(4, latency_ns=3), (0, 1), (2, 3)).alone_ns(10) == 3 + 5
-    assert bundle(nodes(), (0, 1), (2, 3)).alone_ns(10) == 3 + 10
+    assert p2p_load(cluster(4, latency_ns=3), (0, 1), (2, 3)).alone_ns(10) == 3 + 5
+    assert p2p_load(nodes(), (0, 1), (2, 3)).alone_ns(10) == 3 + 10
 
 
 # ---- the end of a step ---------------------------------------------------------------------------------------------
 
 
 def test_sum_of_tied_gradients_takes_its_time() -> None:
-    program = Program(1, (0,), parse_actions("0F0 0B0 0T"), tied=(("w", (0,)),))
-    timeline = simulate(program, Work((1,), (2,), (5,), {}, tied_ns=(7,)))
-    assert timeline.step_ns == 10 and timeline.busy_ns(0) == 3 and timeline.peak_bytes == (5,)
+    """It begins when the slower of the stages is there, and takes an all-reduce over their ranks."""
+    program = Program(
+        1, 2, ((0,), (1,)), parse_actions("0F0 0B0 1F0 1B0 0T 1T 0O 1O"), tied=(("w", (0, 1)), ("v", (0, 1)))
+    )
+    load = ring_allreduce_load(cluster(2, latency_ns=1), (0, 1))
+    assert load.alone_ns(20) == 2 + 20
+    tied = (((0, 1), 20, load), ((0, 1), 10, load))
+    timeline = simulate(program, Work((1, 4), (2, 5), (5, 6), {}, tied, (), (3, 1)))
+    assert drawn(timeline)[-4:] == [(0, "0T", 9, 43), (1, "1T", 9, 43), (0, "0O", 43, 46), (1, "1O", 43, 44)]
+    assert timeline.busy_ns(0) == 3 and timeline.peak_bytes == (5, 6)
+    check_path(timeline)
+
+
+def test_sums_of_stages_that_share_nothing_do_not_wait_for_each_other() -> None:
+    order = parse_actions("0F0 0B0 1F0 1B0 2F0 2B0 3F0 3B0 0T 1T 2T 3T")
+    program = Program(1, 4, tuple((s,) for s in range(4)), order, tied=(("w", (0, 1)), ("v", (2, 3))))
+    c = cluster(4)
+    tied = tuple((own, 10, ring_allreduce_load(c, own)) for own in ((0, 1), (2, 3)))
+    timeline = simulate(program, Work((1, 1, 7, 1), (0,) * 4, (1,) * 4, {}, tied))
+    assert [(s.start_ns, s.end_ns) for s in timeline.spans if s.action.kind == "T"] == [(1, 11)] * 2 + [(7, 17)] * 2
+
+
+def test_a_rank_with_both_stages_of_a_sum_comes_once() -> None:
+    order = parse_actions("0F0 0B0 1F0 1B0 0T 1T")
+    program = Program(1, 1, ((0,), (0,)), order, tied=(("w", (0, 1)),))
+    load = ring_allreduce_load(cluster(1), (0,))
+    timeline = simulate(program, Work((1, 1), (2, 2), (3, 4), {}, (((0, 1), 10, load),)))
+    assert timeline.step_ns == 6 and timeline.peak_bytes == (4,)
 
 
 def ending(overlap: bool, optimizer_ns: tuple[int, ...] = (7,)) -> Timeline:
     """Two replicas of one stage, two micro-batches; gradients of 20 bytes, half of which go over each hop twice."""
     c = cluster(2, latency_ns=1)
-    load = ring(c, (0, 1))
+    load = ring_allreduce_load(c, (0, 1))
     assert load.alone_ns(20) == 2 + 20
-    program = Program(2, (0,), parse_actions("0F0 0B0 0F1 0B1"))
+    program = Program(2, 2, ((0, 1),), parse_actions("0F0 0B0 0F1 0B1 0R 0O"))
     return simulate(program, Work((2,), (5,), (1,), {}, (), ((20, load),), optimizer_ns, overlap))
 
 
@@ -178,8 +214,8 @@ def test_a_sum_that_overlaps_starts_with_the_last_backward() -> None:
 
 
 def test_a_sum_shorter_than_the_backward_it_overlaps_costs_nothing() -> None:
-    load = ring(cluster(2), (0, 1))
-    program = Program(1, (0,), parse_actions("0F0 0B0"))
+    load = ring_allreduce_load(cluster(2), (0, 1))
+    program = Program(1, 2, ((0, 1),), parse_actions("0F0 0B0 0R"))
     steps = [step_ns(program, Work((2,), (50,), (1,), {}, (), ((20, load),), (), flag)) for flag in (True, False)]
     assert steps == [52, 72]
 
@@ -187,20 +223,90 @@ def test_a_sum_shorter_than_the_backward_it_overlaps_costs_nothing() -> None:
 def test_sums_of_two_stages_share_the_ports_of_their_nodes() -> None:
     """Replicas of both stages stand on both nodes: one sum waits for the other."""
     c = nodes(latency_ns=0)
-    reduce = tuple((20, ring(c, ranks)) for ranks in ((0, 2), (1, 3)))
-    program = Program(1, (0, 1), parse_actions("0F0 0B0\n1F0 1B0"))
+    ranks = ((0, 2), (1, 3))
+    reduce = tuple((20, ring_allreduce_load(c, own)) for own in ranks)
+    program = Program(1, 4, ranks, parse_actions("0F0 0B0 1F0 1B0 0R 1R"))
     timeline = simulate(program, Work((1, 1), (1, 1), (1, 1), {}, (), reduce))
     assert [(s.start_ns, s.end_ns) for s in timeline.spans if s.action.kind == "R"] == [(2, 22), (22, 42)]
 
 
-def test_no_optimizer_and_no_replicas_leave_no_spans() -> None:
-    timeline = simulate(Program(1, (0,), parse_actions("0F0 0B0")), Work((1,), (1,), (1,), {}))
-    assert [str(s.action) for s in timeline.spans] == ["0F0", "0B0"]
+def test_an_optimizer_of_no_time_ends_the_step_at_once() -> None:
+    timeline = simulate(alone(parse_actions("0F0 0B0 0O")), Work((1,), (1,), (1,), {}))
+    assert [(str(s.action), s.end_ns) for s in timeline.spans] == [("0F0", 1), ("0B0", 2), ("0O", 2)]
 
 
-def test_receive_without_a_send_is_an_error_not_a_hang() -> None:
-    with pytest.raises(ProgramError, match="0RB0<1 waits for ever"):
-        play(Program(1, (0, 1), parse_actions("0F0 0RB0<1 0B0\n1F0 1B0")), (1, 1), (1, 1), cluster(2))
+def test_a_sum_that_not_all_come_to_is_an_error_not_a_hang() -> None:
+    program = replace(alone(parse_actions("0F0 0B0 1F0 1B0 0T"), stages=2), tied=(("w", (0, 1)),))
+    with pytest.raises(ProgramError, match="0T waits for ever"):
+        simulate(program, Work((1, 1), (1, 1), (1, 1), {}))
+
+
+def test_stages_of_a_rank_with_other_replicas_are_refused() -> None:
+    program = Program(1, 2, ((0, 1), (1,)), parse_actions("0F0 0B0 1F0 1B0"))
+    with pytest.raises(ProgramError, match="other replicas"):
+        simulate(program, Work((1, 1), (1, 1), (1, 1), {}))
+
+
+# ---- several stages on a rank, and orders of a user ----------------------------------------------------------------
+
+
+def interleaved(stages: int, micros: int) -> list[list[str]]:
+    """Two workers with every second stage each: all forwards, then all backwards."""
+    return [
+        [f"{s}F{i}" for i in range(micros) for s in range(worker, stages, 2)]
+        + [f"{s}B{i}" for i in range(micros) for s in reversed(range(worker, stages, 2))]
+        for worker in range(2)
+    ]
+
+
+def crossed(stages: int, micros: int) -> list[list[str]]:
+    """Every second stage takes the micro-batches from the last to the first: messages overtake each other."""
+    return [
+        [f"{s}{kind}{i}" for kind in "FB" for i in (range(micros) if s % 2 else reversed(range(micros)))]
+        for s in range(stages)
+    ]
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from([interleaved, crossed]),
+    st.integers(1, 4),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=4, max_size=4),
+    st.integers(0, 9),
+)
+def test_any_order_takes_as_long_made_into_a_program_as_not(
+    order: Order, micros: int, times: list[tuple[int, int]], size: int
+) -> None:
+    schedule = register(order)
+    g = graph("a:1 +w #4 <- x; b:1 #4 <- a; c:1 #4 <- b a; d:1 +w #4 <- c")
+    ranks = tuple((s % 2,) for s in range(4)) if order is interleaved else tuple((s,) for s in range(4))
+    placed = tuple(Stage((name,), own) for name, own in zip("abcd", ranks, strict=True))
+    decision = Decision(4, placed, (1,) * micros, schedule.name)
+    program, c = check_program(route(decision, g), schedule.name), cluster(4, latency_ns=2)
+    fwd_ns, bwd_ns = zip(*times, strict=True)
+    sums = tuple(dict.fromkeys(ranks[0] + ranks[3]))
+    work = replace(
+        work_of(program, fwd_ns, bwd_ns, c, size),
+        tied=(((0, 3), size, ring_allreduce_load(c, sums)),),
+        optimizer_ns=(1, 2, 3, 4),
+    )
+    timeline = simulate(program, work)
+    assert timeline.step_ns == step_ns(program, work)
+    short = ordered_ns(pattern(schedule, 4, micros), program.edges, program.tied, ranks, work)
+    assert short == timeline.step_ns
+    assert len(timeline.spans) == sum(map(len, program.parts(range(4))))
+    check_path(timeline)
+
+
+def test_messages_that_overtake_each_other_are_told_apart() -> None:
+    """Stage 1 waits for 0F1, which is sent behind 0F0."""
+    order = parse_actions("0F0 0SF0>1 0F1 0SF1>1 1F1 1F0")
+    timeline = play(alone(order, micros=2, stages=2), (1, 1), (0, 0), cluster(2), size=10)
+    assert [span for span in drawn(timeline) if span[0] == 1] == [
+        (1, "1RF1<0", 0, 21),
+        (1, "1F1", 21, 22),
+        (1, "1F0", 22, 23),
+    ]
 
 
 # ---- any program ---------------------------------------------------------------------------------------------------
@@ -214,37 +320,36 @@ def test_timeline_obeys_physics(g: Graph, data: st.DataObject) -> None:
     stages = data.draw(st.sampled_from([None, 2]))
     plan = plan_of(g, c, micros=micros, schedule=schedule, stages=stages if len(g.ops) > 5 and not g.updates else None)
     program = route(plan.decision, g)
-    setting = CostContext(c, device_types(c), source(g, c).costs_at)
-    sizes = message_bytes(program.edges, setting.book(max(plan.micro_rows), 0))
-    estimates = stage_estimates(plan.decision, program.edges, setting)
-    work = work_of_plan(plan.decision, estimates, program, setting)
+    estimator = Estimator(CostContext(c, device_types(c), source(g, c).costs_at))
+    sizes = message_bytes(program.edges, estimator.graph(max(plan.micro_rows), 0))
+    estimates = stage_estimates(plan.decision, program.edges, estimator)
+    work = work_of_plan(plan.decision, estimates, program, estimator)
     assert estimates == plan.estimates
     timeline = simulate(program, work)
     assert timeline.step_ns == plan.step_ns == step_ns(program, work)
-    without_a_program = simulated_ns(plan.decision, estimates, program.edges, program.tied, setting)
+    without_a_program = simulated_ns(plan.decision, estimates, program.edges, program.tied, estimator)
     assert timeline.step_ns == without_a_program
-    ends = [s for s in timeline.spans if s.action.kind in ("R", "O")]
-    assert len(timeline.spans) == sum(len(actions) for actions in program.ranks) + len(ends)
+    parts = program.parts(range(program.world))
+    assert len(timeline.spans) == sum(map(len, parts))
     by_key = {(s.rank, str(s.action)): s for s in timeline.spans}
     home = [stage.ranks[0] for stage in plan.stages]
-    for rank, actions in enumerate(program.ranks):
-        own = [by_key[rank, str(a)] for a in actions if a.kind[0] != "S"]
+    for rank, actions in enumerate(parts):
+        own = [by_key[rank, str(a)] for a in actions if a.is_a.role != SEND]
         assert all(one.end_ns <= two.start_ns for one, two in pairwise(own))
-        assert all(span.start_ns >= own[-1].end_ns for span in ends if span.rank == rank)
     for edge in program.edges:
-        for kind, src, dst in (("F", edge.src, edge.dst), ("B", edge.dst, edge.src)):
-            own = program.ranks[home[src]]
-            sends = [by_key[home[src], str(a)] for a in own if (a.kind, a.peer) == (f"S{kind}", dst)]
+        for kind, way, src, dst in (("F", FORWARD, edge.src, edge.dst), ("B", BACKWARD, edge.dst, edge.src)):
+            own = parts[home[src]]
+            sends = [by_key[home[src], str(a)] for a in own if (a.kind, a.peer) == (SENDS[way], dst)]
             assert all(one.start_ns <= two.start_ns and one.end_ns <= two.end_ns for one, two in pairwise(sends))
             for send in sends:
                 micro = send.action.micro
                 assert by_key[home[src], f"{src}{kind}{micro}"].end_ns <= send.start_ns
-                size = sizes[src, dst, kind]
+                size = sizes[src, dst, way]
                 assert send.end_ns - send.start_ns == (c.link(home[src], home[dst]).transfer_ns(size) if size else 0)
                 assert by_key[home[dst], f"{dst}{kind}{micro}"].start_ns >= send.end_ns
     check_ports(timeline, work)
     for s, stage_estimate in enumerate(plan.estimates):
-        live = in_flight(schedule, s, len(plan.stages), micros)
+        live = in_flight(find(schedule), s, len(plan.stages), micros)
         peak = timeline.peak_bytes[home[s]]
         assert peak == live * stage_estimate.activation_bytes
         curve = timeline.memory(home[s], stage_estimate.activation_bytes)
@@ -256,8 +361,8 @@ def check_ports(timeline: Timeline, work: Work) -> None:
     """No port carries two messages at a time in one direction."""
     taken: dict[object, list[tuple[int, int]]] = {}
     for span in timeline.spans:
-        if span.action.kind[0] == "S" and span.end_ns > span.start_ns and span.action.peer is not None:
-            size, load = work.messages[span.action.stage, span.action.peer, span.action.kind[1]]
+        if span.action.is_a.role == SEND and span.end_ns > span.start_ns and span.action.peer is not None:
+            size, load = work.messages[span.action.stage, span.action.peer, span.action.is_a.way]
             for way, busy in zip(load.ways, load.busy_ns(size), strict=True):
                 taken.setdefault(way, []).append((span.start_ns, span.start_ns + busy))
     for intervals in taken.values():
@@ -272,7 +377,7 @@ def check_path(timeline: Timeline) -> None:
         return
     assert path[0].start_ns == 0 and path[-1].end_ns == timeline.step_ns
     assert all(one.end_ns == two.start_ns for one, two in pairwise(path))
-    assert all(span.action.kind not in ("RF", "RB") and span.end_ns > span.start_ns for span in path)
+    assert all(span.action.is_a.role != RECEIVE and span.end_ns > span.start_ns for span in path)
 
 
 # ---- what a timeline says ------------------------------------------------------------------------------------------
@@ -325,4 +430,4 @@ def test_the_critical_path_is_that_of_the_slow_stage() -> None:
 
 def test_nothing_has_no_critical_path() -> None:
     assert Timeline(()).critical_path() == ()
-    assert Timeline((Span(0, Action("F", 0, 0), 0, 0),)).critical_path() == ()
+    assert Timeline((Span(0, Action("F", Slot(0, 0)), 0, 0),)).critical_path() == ()

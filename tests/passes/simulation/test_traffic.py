@@ -12,7 +12,7 @@ from support.graphs import cluster
 from support.planner_oracle import FASTEST
 
 from autopart.ir.cluster import Cluster, Device, Level, Link, Port
-from autopart.passes.simulation.traffic import PortLoad, bundle, ring
+from autopart.passes.simulation.traffic import PortLoad, p2p_load, ring_allreduce_load
 
 Pairs = Counter[tuple[int, int]]
 
@@ -55,7 +55,7 @@ def same(load: PortLoad, expected: dict[tuple[Port, bool], Fraction], c: Cluster
 
 @given(nodes(), groups, groups)
 def test_bundle_loads_ports_with_the_rows_that_pass(c: Cluster, senders: tuple[int, ...], receivers: tuple[int, ...]):
-    load, pairs = bundle(c, senders, receivers), rows_between(senders, receivers)
+    load, pairs = p2p_load(c, senders, receivers), rows_between(senders, receivers)
     same(load, loads(c, pairs), c)
     latencies = [c.link(a, b).latency_ns for a, b in pairs if a != b]
     assert load.latency_ns == max(latencies, default=0)
@@ -66,7 +66,7 @@ def test_bundle_loses_no_byte(senders: tuple[int, ...], receivers: tuple[int, ..
     """On one flat level every rank has a port of its own: it gives and gets exactly its share."""
     if set(senders) & set(receivers):
         return
-    load = bundle(cluster(12), senders, receivers)
+    load = p2p_load(cluster(12), senders, receivers)
     shares = dict(zip(load.ways, load.shares, strict=True))
     assert {port[1]: share for (port, inwards), share in shares.items() if not inwards} == pytest.approx(
         dict.fromkeys(senders, 1 / len(senders))
@@ -78,14 +78,14 @@ def test_bundle_loses_no_byte(senders: tuple[int, ...], receivers: tuple[int, ..
 
 @given(st.integers(1, 6))
 def test_as_many_replicas_on_both_sides_match_one_to_one(n: int) -> None:
-    load = bundle(cluster(12), tuple(range(n)), tuple(range(n, 2 * n)))
+    load = p2p_load(cluster(12), tuple(range(n)), tuple(range(n, 2 * n)))
     assert len(load.ways) == 2 * n and set(load.shares) == {1 / n}
 
 
 @given(nodes(), groups)
 def test_ring_carries_the_known_share_over_every_hop(c: Cluster, ranks: tuple[int, ...]) -> None:
     n, order = len(ranks), sorted(ranks)
-    load = ring(c, ranks)
+    load = ring_allreduce_load(c, ranks)
     if n == 1:
         assert load == PortLoad(0, (), (), ()) and load.alone_ns(100) == 0
         return
@@ -97,15 +97,15 @@ def test_ring_carries_the_known_share_over_every_hop(c: Cluster, ranks: tuple[in
 def test_replicas_of_a_node_share_its_card() -> None:
     """Two nodes of two: both halves of a message leave by one port; a ring inside a node leaves none."""
     c = Cluster((Device("cpu", 1, 1, 1),) * 4, (Level(2, Link(1, 10**9)), Level(4, Link(5, 10**8))))
-    load = bundle(c, (0, 1), (2, 3))
+    load = p2p_load(c, (0, 1), (2, 3))
     assert load.ways == (((1, 0), False), ((1, 1), True)) and load.shares == (1.0, 1.0)
     assert load.alone_ns(100) == 5 + 1000
-    assert {port for port, _ in ring(c, (0, 1)).ways} == {(0, 0), (0, 1)}
+    assert {port for port, _ in ring_allreduce_load(c, (0, 1)).ways} == {(0, 0), (0, 1)}
 
 
 @given(nodes(), groups, groups, st.integers(0, 10**6))
 def test_pace_says_what_a_message_takes(c: Cluster, senders: tuple[int, ...], receivers: tuple[int, ...], size: int):
-    load = bundle(c, senders, receivers)
+    load = p2p_load(c, senders, receivers)
     latency, per_byte = load.pace
     taken = load.alone_ns(size)
     if not size or not load.ways:

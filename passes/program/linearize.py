@@ -1,0 +1,181 @@
+"""Lowering: the orders of all workers become one order in which everything stands behind what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from autopart.ir.errors import ProgramError
+from autopart.ir.program import ACTIONS, BACKWARD, COMPUTE, COMPUTES, FORWARD, SENDS, Action, Edge, Slot
+from autopart.passes.program.schedules import Turn
+
+DURATION = {FORWARD: 1, BACKWARD: 2}
+"""Time of a compute, in the unit in which the order is laid out: a backward is about two forwards."""
+
+
+def receivers(links: Sequence[Edge]) -> dict[tuple[str, int], list[int]]:
+    """(way, stage) to the stages that it sends to on that way: later ones forward, earlier ones backward; ascending."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for edge in links:
+        found.setdefault((FORWARD, edge.src), []).append(edge.dst)
+        if edge.grads:
+            found.setdefault((BACKWARD, edge.dst), []).append(edge.src)
+    return {key: sorted(stages) for key, stages in found.items()}
+
+
+def linear_order(
+    schedule: str,
+    orders: Sequence[Sequence[Turn]],
+    links: Sequence[Edge],
+    stage_ranks: Sequence[tuple[int, ...]],
+    micros: int,
+) -> list[Action]:
+    """All computes, each with its messages right behind it, in the order in which they could start.
+
+    The workers run side by side in virtual time (`DURATION`; messages take none); of those that can start at the same
+    time, the one with the lowest rank comes first (list scheduling).  Any order that keeps each worker's own order and
+    has every compute behind what it needs would be right; this one also keeps messages in the order in which they come
+    about.  schedule: its name, for errors.  Raises ProgramError for workers that no ranks fit, and for orders that can
+    never end.  O(computes * log workers).
+    """
+    _check_workers(schedule, orders, stage_ranks)
+    merge = _Merge(orders, links, stage_ranks)
+    slots = [[Slot(stage, micro) for micro in range(micros)] for stage in range(len(stage_ranks))]
+    sends = {key: [(SENDS[key[0]], peer) for peer in peers] for key, peers in receivers(links).items()}
+    order: list[Action] = []
+    for kind, stage, micro in merge.run():
+        slot = slots[stage][micro]
+        order.append(Action(kind, slot))
+        for send, peer in sends.get((ACTIONS[kind].way, stage), ()):
+            order.append(Action(send, slot, peer))
+    merge.check_ended(schedule)
+    return order
+
+
+def _check_workers(schedule: str, orders: Sequence[Sequence[Turn]], stage_ranks: Sequence[tuple[int, ...]]) -> None:
+    """Each stage has one worker, the stages of a worker stand on the same ranks, and those of two workers do not."""
+    home: dict[int, int] = {}
+    serves: dict[int, int] = {}
+    for worker, turns in enumerate(orders):
+        stages = sorted({stage for _, stage, _ in turns})
+        for stage in stages:
+            if home.setdefault(stage, worker) != worker:
+                raise ProgramError(f"schedule {schedule} runs stage {stage} on workers {home[stage]} and {worker}")
+            if set(stage_ranks[stage]) != set(stage_ranks[stages[0]]):
+                raise ProgramError(
+                    f"schedule {schedule} runs stages {stages[0]} and {stage} on one worker",
+                    why=f"the plan has them on ranks {stage_ranks[stages[0]]} and {stage_ranks[stage]}",
+                    fix="use a schedule with one worker for each stage",
+                )
+            for rank in stage_ranks[stage]:
+                if serves.setdefault(rank, worker) != worker:
+                    raise ProgramError(
+                        f"schedule {schedule} has stage {stage} on worker {worker}",
+                        why=f"the plan has it on rank {rank}, beside stages of worker {serves[rank]}",
+                        fix="use a schedule that orders all stages of a rank as one worker",
+                    )
+
+
+class _Merge:
+    """Workers that play their turns in virtual time.
+
+    at: turns of each worker that are over.  ended: when each turn was over.  waiting: by turn, the workers that cannot
+    go on before it is over.
+    """
+
+    def __init__(
+        self, orders: Sequence[Sequence[Turn]], links: Sequence[Edge], stage_ranks: Sequence[tuple[int, ...]]
+    ) -> None:
+        self._orders = orders
+        self._first_rank = [min((stage_ranks[stage][0] for _, stage, _ in turns), default=0) for turns in orders]
+        self._at = [0] * len(orders)
+        self._clock = [0] * len(orders)
+        self._ended: dict[Turn, int] = {}
+        self._waiting: dict[Turn, list[int]] = {}
+        self._needs = _needs(links, len(stage_ranks))
+        self._ready: list[tuple[int, int, int]] = []
+
+    def run(self) -> list[Turn]:
+        """The turns in order of their start; fewer than all when some can never start."""
+        done: list[Turn] = []
+        for worker in range(len(self._orders)):
+            self._consider(worker)
+        while self._ready:
+            start, _, worker = heappop(self._ready)
+            turn = self._orders[worker][self._at[worker]]
+            end = start + DURATION[ACTIONS[turn[0]].way]
+            done.append(turn)
+            self._at[worker] += 1
+            self._clock[worker] = self._ended[turn] = end
+            for waiter in self._waiting.pop(turn, ()):
+                self._consider(waiter)
+            self._consider(worker)
+        return done
+
+    def _consider(self, worker: int) -> None:
+        """Put the next turn of a worker in the queue, or the worker with those that wait for what it lacks."""
+        if self._at[worker] == len(self._orders[worker]):
+            return
+        kind, stage, micro = self._orders[worker][self._at[worker]]
+        start = self._clock[worker]
+        for needed_kind, needed_stage in self._needs[kind, stage]:
+            need = needed_kind, needed_stage, micro
+            end = self._ended.get(need)
+            if end is None:
+                self._waiting.setdefault(need, []).append(worker)
+                return
+            start = max(start, end)
+        heappush(self._ready, (start, self._first_rank[worker], worker))
+
+    def check_ended(self, schedule: str) -> None:
+        """Raise ProgramError for the first turn that waits for ever, and say for what."""
+        blocked = {worker: need for need, workers in self._waiting.items() for worker in workers}
+        if not blocked:
+            return
+        home = {turn: worker for worker, turns in enumerate(self._orders) for turn in turns[self._at[worker] :]}
+        first = worker = min(blocked)
+        chain: list[str] = []
+        seen: set[int] = set()
+        while worker not in seen:
+            seen.add(worker)
+            need = blocked[worker]
+            chain.append(f"worker {worker} waits at {_text(self._front(worker))} for {_text(need)}")
+            if need not in home:
+                chain.append(f"no worker runs {_text(need)}")
+                break
+            worker = home[need]
+            if worker in seen:
+                chain.append(f"worker {worker} runs it later")
+        waits = f"{_text(self._front(first))} waits for ever for {_text(blocked[first])}"
+        raise ProgramError(
+            f"schedule {schedule} can never end: {waits}",
+            where=f"worker {first}: {self._around(first)}",
+            why="; ".join(chain),
+            fix="order the computes so that each comes after what it needs",
+        )
+
+    def _front(self, worker: int) -> Turn:
+        return self._orders[worker][self._at[worker]]
+
+    def _around(self, worker: int) -> str:
+        at, turns = self._at[worker], self._orders[worker]
+        near = range(max(0, at - 5), min(len(turns), at + 6))
+        return " ".join(f"[{_text(turns[i])}]" if i == at else _text(turns[i]) for i in near)
+
+
+def _needs(links: Sequence[Edge], stages: int) -> dict[tuple[str, int], list[tuple[str, int]]]:
+    """(kind, stage) of a compute to the (kind, stage) of those that have to be over first, on the same micro-batch."""
+    found: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    for name, kind in ACTIONS.items():
+        if kind.role == COMPUTE:
+            for stage in range(stages):
+                found[name, stage] = [(kind.needs, stage)] if kind.needs else []
+    for (way, source), peers in receivers(links).items():
+        for peer in peers:
+            found[COMPUTES[way], peer].append((COMPUTES[way], source))
+    return found
+
+
+def _text(turn: Turn) -> str:
+    kind, stage, micro = turn
+    return str(Action(kind, Slot(stage, micro)))

@@ -1,0 +1,285 @@
+"""The event loop of the simulator: workers, ports and messages in time.
+
+What plays is a worker: the ranks that run the same stages do the same at the same time, each on its share of the rows,
+so they have one clock.  A message between two stages waits until all ports on its way are free, keeps each busy for its
+bytes there, and arrives a latency after the slowest (`traffic`); so do the sums of gradients.  The sums of stages that
+share parameters begin when the last of these stages is there, one parameter after the other.  Ports serve in the order
+of posting.
+
+Assumed, and wrong where: computes take the same time for every micro-batch; a compute and a transfer do not slow each
+other down (on CPU they share cores); replicas with unequal shares wait for the largest; posting takes no time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from autopart.ir.errors import ProgramError
+from autopart.ir.program import ACTIONS, BACKWARD, FORWARD, OPTIMIZER, SUM_REPLICAS, SUM_TIED, Action
+from autopart.ir.timeline import Span
+from autopart.passes.simulation.traffic import PortLoad, PortUse
+
+Message = tuple[int, int, str]
+"""(source stage, destination stage, way)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the simulator has to know of a plan.  Tuples have an entry for each stage.
+
+    fwd_ns, bwd_ns: of F and B.  held_bytes: activations per micro-batch in flight.  messages: bytes and load of each
+    message.  tied: for each tied parameter in order, the stages that share it, its bytes and the load of its sum.
+    reduce: bytes and load of the sum of gradients over replicas.  optimizer_ns: the optimizer's step.  overlap: the sum
+    over replicas may start with the last backward instead of after it.
+    """
+
+    fwd_ns: tuple[int, ...]
+    bwd_ns: tuple[int, ...]
+    held_bytes: tuple[int, ...]
+    messages: Mapping[Message, tuple[int, PortLoad]]
+    tied: tuple[tuple[tuple[int, ...], int, PortLoad], ...] = ()
+    reduce: tuple[tuple[int, PortLoad], ...] = ()
+    optimizer_ns: tuple[int, ...] = ()
+    overlap: bool = False
+
+
+# ---- programs as numbers -------------------------------------------------------------------------------------------
+
+_COMPUTE, _BACKWARD, _SEND, _RECEIVE, _REDUCE, _MEET = range(6)
+Wire = tuple[int, tuple[tuple[int, int], ...]]
+"""(nanoseconds from start to arrival, (way, nanoseconds that it is busy) of each); no ways: it takes no time."""
+Step = tuple[int, int, Wire]
+"""(one of the six above; nanoseconds of a compute, or the number of a channel or meeting; how a message travels)."""
+_NOWHERE: Wire = (0, ())
+
+
+@dataclass(slots=True)
+class Lane:
+    """What a worker does.  actions: the same in words, for spans.
+
+    at: how many of them are done.  clock: when.  last_ns: how long the last backward took.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    steps: list[Step]
+    actions: tuple[Action, ...] = ()
+    at: int = 0
+    clock: int = 0
+    last_ns: int = 0
+
+
+@dataclass(slots=True)
+class Meeting:
+    """Sums of tied gradients of stages that share parameters.
+
+    sums: stages and wire of each parameter, in order.  here: ranks that have come.
+    """
+
+    stages: tuple[int, ...]
+    sums: list[tuple[tuple[int, ...], Wire]] = field(default_factory=list)
+    here: set[int] = field(default_factory=set)
+
+
+class StepCode:
+    """Actions as steps.
+
+    groups: stages that share parameters, which meet.  A channel is a pair of stages where messages are received in the
+    order in which they are sent, else every message is one.
+    """
+
+    def __init__(self, work: Work, groups: Sequence[tuple[int, ...]], *, in_order: bool) -> None:
+        self._work, self._in_order = work, in_order
+        self._wires = _wires(work)
+        self._meetings = {stage: number for number, group in enumerate(groups) for stage in group}
+        self.meetings = [Meeting(group) for group in groups]
+        for place, (stages, _, _) in enumerate(work.tied):
+            sums = self.meetings[self._meetings[stages[0]]].sums
+            sums.append((stages, self._wires.get((SUM_TIED, place), _NOWHERE)))
+        self._channels: dict[tuple[int, int, Hashable], int] = {}
+        self._times = {FORWARD: work.fwd_ns, BACKWARD: work.bwd_ns}
+
+    def local(self, kind: str, stage: int) -> Step:
+        """A compute, a sum or an optimizer's step."""
+        if kind == SUM_TIED:
+            return _MEET, self._meetings[stage], _NOWHERE
+        if kind == SUM_REPLICAS:
+            return _REDUCE, 0, self._wires.get((kind, stage), _NOWHERE)
+        if kind == OPTIMIZER:
+            return _COMPUTE, self._work.optimizer_ns[stage] if self._work.optimizer_ns else 0, _NOWHERE
+        way = ACTIONS[kind].way
+        return _BACKWARD if way == BACKWARD else _COMPUTE, self._times[way][stage], _NOWHERE
+
+    def send(self, message: Message, slot: Hashable) -> Step:
+        """A message leaves.  slot: its micro-batch."""
+        return _SEND, self._channel(message, slot), self._wires.get(message, _NOWHERE)
+
+    def receive(self, message: Message, slot: Hashable) -> Step:
+        """A message is waited for."""
+        return _RECEIVE, self._channel(message, slot), _NOWHERE
+
+    def _channel(self, message: Message, slot: Hashable) -> int:
+        key = message[0], message[1], None if self._in_order else slot
+        return self._channels.setdefault(key, len(self._channels))
+
+
+_Key = Message | tuple[str, int]
+"""A message, or a sum: its kind and its stage or (of tied gradients) its place."""
+
+
+def _wires(work: Work) -> dict[_Key, Wire]:
+    """How each message and each sum of gradients travels, if it takes time.
+
+    Ways that are always busy together and equally long count as one, so replicas cost nothing.  O(ways of all loads).
+    """
+    loads: list[tuple[_Key, tuple[int, PortLoad]]] = [*work.messages.items()]
+    loads += [((SUM_REPLICAS, stage), load) for stage, load in enumerate(work.reduce)]
+    loads += [((SUM_TIED, place), (size, load)) for place, (_, size, load) in enumerate(work.tied)]
+    users: dict[PortUse, list[tuple[_Key, int]]] = {}
+    latency: dict[_Key, int] = {}
+    for key, (size, load) in loads:
+        if size and load.ways:
+            latency[key] = load.latency_ns
+            for way, taken in zip(load.ways, load.busy_ns(size), strict=True):
+                users.setdefault(way, []).append((key, taken))
+    found: dict[_Key, list[tuple[int, int]]] = {key: [] for key in latency}
+    for number, used in enumerate(dict.fromkeys(map(tuple, users.values()))):
+        for key, taken in used:
+            found[key].append((number, taken))
+    return {key: (latency[key] + max([taken for _, taken in ways]), tuple(ways)) for key, ways in found.items()}
+
+
+# ---- the play ------------------------------------------------------------------------------------------------------
+
+
+class Play:
+    """Clocks of the workers, when each way is free, and when the messages under way arrive."""
+
+    def __init__(self, lanes: list[Lane], code: StepCode, *, overlap: bool, spans: list[Span] | None = None) -> None:
+        """spans: where to note them, if at all."""
+        self._lanes = {lane.rank: lane for lane in lanes}
+        self._meetings, self._overlap, self._spans = code.meetings, overlap, spans
+        self._free: defaultdict[int, int] = defaultdict(int)
+        self._end = 0
+        self._rank_of = {stage: lane.rank for lane in lanes for stage in lane.stages}
+
+    def run(self) -> int:
+        """The end of the step in nanoseconds.  The rank whose clock is behind acts next: so ports serve in order.
+
+        A rank acts on without a turn through the queue as long as it would be the next in it.
+        """
+        lanes, spans = self._lanes, self._spans
+        arrivals: defaultdict[int, deque[int]] = defaultdict(deque)
+        parked: dict[int, Lane] = {}  # by channel: who waits for a message that was not sent
+        queue = [(0, rank) for rank in sorted(lanes)]
+        while queue:
+            now, rank = heappop(queue)
+            lane = lanes[rank]
+            steps, at = lane.steps, lane.at
+            while at < len(steps):
+                kind, what, wire = steps[at]
+                begin = now
+                if kind == _SEND:
+                    begin, end = self._occupy(wire, now) if wire[1] else (now, now)
+                    other = parked.pop(what, None)
+                    if other is None:
+                        arrivals[what].append(end)
+                    else:  # it waits since an earlier time, so it would be the next: it receives at once
+                        heappush(queue, (self._resumed(other, end), other.rank))
+                elif kind == _RECEIVE:
+                    if not arrivals[what]:
+                        parked[what] = lane
+                        break
+                    end = now = max(now, arrivals[what].popleft())
+                elif kind <= _BACKWARD:
+                    end = now = now + what
+                    if kind == _BACKWARD:
+                        lane.last_ns = what
+                else:
+                    lane.at, lane.clock = at, now
+                    span = self._sum(lane, queue)
+                    if span is None:
+                        break
+                    begin, end = span
+                    now = end
+                self._end = max(self._end, end)
+                if spans is not None:
+                    spans.append(Span(rank, lane.actions[at], begin, end))
+                at += 1
+                if queue and queue[0] < (now, rank):
+                    heappush(queue, (now, rank))
+                    break
+            lane.at, lane.clock = at, now
+        self._check_ended()
+        return self._end
+
+    def _check_ended(self) -> None:
+        for lane in self._lanes.values():
+            if lane.at < len(lane.steps):
+                stuck = lane.actions[lane.at] if lane.actions else f"stage {lane.stages[0]}"
+                raise ProgramError(f"{stuck} waits for ever", where=f"rank {lane.rank}", why="verify it first")
+
+    def _resumed(self, lane: Lane, when: int) -> int:
+        """A rank that waited goes on behind what it waited for, which is there at `when`: its clock."""
+        begin, lane.clock = lane.clock, max(lane.clock, when)
+        self._note(lane, begin)
+        return lane.clock
+
+    def _occupy(self, wire: Wire, now: int) -> tuple[int, int]:
+        """(start, arrival) of what is posted now."""
+        free, start = self._free, now
+        for way, _ in wire[1]:
+            if free[way] > start:
+                start = free[way]
+        for way, taken in wire[1]:
+            free[way] = start + taken
+        return start, start + wire[0]
+
+    def _sum(self, lane: Lane, queue: list[tuple[int, int]]) -> tuple[int, int] | None:
+        """(start, end) of the sum that a rank has come to, or None when it has to wait for others."""
+        kind, what, wire = lane.steps[lane.at]
+        if kind == _REDUCE:
+            return self._reduce(lane, wire, lane.clock)
+        meeting = self._meetings[what]
+        ranks = {self._rank_of[stage] for stage in meeting.stages}
+        if meeting.here != ranks:
+            meeting.here.add(lane.rank)
+            if meeting.here != ranks:
+                return None
+            began = self._meet(meeting, [self._lanes[rank] for rank in sorted(ranks)])
+            for other in sorted(ranks - {lane.rank}):
+                self._note(self._lanes[other], began[other])
+                heappush(queue, (self._lanes[other].clock, other))
+            return began[lane.rank], lane.clock
+        return lane.clock, lane.clock  # a rank with several of the stages comes once, and all its sums are over then
+
+    def _reduce(self, lane: Lane, wire: Wire, now: int) -> tuple[int, int]:
+        """(start, end) of a sum over replicas that may begin with the last backward."""
+        if not wire[1]:
+            return now, now
+        start, end = self._occupy(wire, now - lane.last_ns if self._overlap else now)
+        return start, max(now, end)
+
+    def _meet(self, meeting: Meeting, lanes: list[Lane]) -> dict[int, int]:
+        """All that share parameters are there: their sums, one after the other, and when each rank's first began."""
+        began: dict[int, int] = {}
+        for stages, wire in meeting.sums:
+            users = [self._lanes[self._rank_of[stage]] for stage in stages]
+            start = max(user.clock for user in users)
+            end = start
+            if wire[1]:
+                start, end = self._occupy(wire, start)
+            for user in users:
+                user.clock = end
+                began.setdefault(user.rank, start)
+        return {lane.rank: began.get(lane.rank, lane.clock) for lane in lanes}
+
+    def _note(self, lane: Lane, begin: int) -> None:
+        """What a rank waited for is over, at its clock."""
+        self._end = max(self._end, lane.clock)
+        if self._spans is not None:
+            self._spans.append(Span(lane.rank, lane.actions[lane.at], begin, lane.clock))
+        lane.at += 1

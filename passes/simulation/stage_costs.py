@@ -1,0 +1,217 @@
+"""What one stage needs and takes: memory and times of one of its devices.
+
+Memory of a device of stage s with r replicas, live = `schedules.in_flight`:
+
+    weights + gradients + optimizer state                      of the parameters that the stage uses, each once
+    + live * (saved for the backward + received)               of the largest share of a micro-batch, rows / r
+    + workspace                                                largest of one op, and of one recomputed group
+    + MESSAGES_AHEAD * (received + sent)                       messages under way, and receives posted ahead
+    + (live - 1) * weights                                     asynchronous schedules alone: a version per micro-batch
+    + the whole batch's inputs                                 on the first stage
+
+A recomputed group keeps what enters and leaves it and pays its forward a second time.
+
+Assumed, and wrong where: times and saved bytes of a stage are the sums of its ops'; weights, gradients and optimizer
+state stay allocated; what the allocator wastes is left out.  Optimizer: reads weights, gradients and state, writes
+weights and state, at memory speed.  Clones count in every stage that runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopart.ir.cluster import Cluster, Device
+from autopart.ir.graph import Graph, Op
+from autopart.ir.plan import Estimate, Stage
+from autopart.ir.program import MESSAGES_AHEAD
+from autopart.passes.ops.cost_model import CostsAt
+from autopart.passes.simulation.traffic import PortLoad, p2p_load, ring_allreduce_load
+
+
+@dataclass(frozen=True)
+class GraphIndex:
+    """A graph by name.  params, trained, values: bytes of parameters, of the trainable ones and of values."""
+
+    graph: Graph
+    ops: dict[str, Op]
+    params: dict[str, int]
+    trained: dict[str, int]
+    values: dict[str, int]
+
+    @staticmethod
+    def of(graph: Graph) -> GraphIndex:
+        """O(ops + values + parameters)."""
+        return GraphIndex(
+            graph,
+            graph.op_map(),
+            {p.name: p.size_bytes for p in graph.params},
+            {p.name: p.size_bytes for p in graph.params if p.trainable},
+            {v.name: v.size_bytes for v in graph.values},
+        )
+
+    def trained_bytes(self, stage: Stage) -> int:
+        """Bytes of the trainable parameters of a stage, each once."""
+        used = {name for op in stage.ops for name in self.ops[op].params}
+        return sum([self.trained.get(name, 0) for name in used])
+
+
+@dataclass(frozen=True, slots=True)
+class CostContext:
+    """What estimates are made from.
+
+    device_types: distinct devices of the cluster.  costs_at: (rows, number of a device type) to the graph whose ops the
+    plan names.  state_factor: bytes of optimizer state per byte of trainable parameter.  overlap: gradients are summed
+    while the last backward runs.
+    """
+
+    cluster: Cluster
+    device_types: tuple[Device, ...]
+    costs_at: CostsAt
+    state_factor: float = 2.0
+    overlap: bool = False
+
+
+class LoadMemo:
+    """The loads of messages and sums on one cluster, each computed once and remembered here."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._messages: dict[tuple[tuple[int, ...], tuple[int, ...]], PortLoad] = {}
+        self._sums: dict[tuple[int, ...], PortLoad] = {}
+
+    def p2p(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> PortLoad:
+        """`traffic.p2p_load` on this cluster."""
+        key = senders, receivers
+        if key not in self._messages:
+            self._messages[key] = p2p_load(self._cluster, senders, receivers)
+        return self._messages[key]
+
+    def ring_allreduce(self, ranks: tuple[int, ...]) -> PortLoad:
+        """`traffic.ring_allreduce_load` on this cluster."""
+        if ranks not in self._sums:
+            self._sums[ranks] = ring_allreduce_load(self._cluster, ranks)
+        return self._sums[ranks]
+
+
+class Estimator:
+    """Estimates in one context.  It remembers what it was asked: graphs by name, stages, and loads.
+
+    loads: shared with other estimators of the same cluster, where there are any.
+    """
+
+    def __init__(self, context: CostContext, loads: LoadMemo | None = None) -> None:
+        self.context = context
+        self.loads = loads or LoadMemo(context.cluster)
+        self._graphs: dict[tuple[int, int], GraphIndex] = {}
+        self._stages: dict[StageContext, Estimate] = {}
+
+    def graph(self, rows: int, device_type: int) -> GraphIndex:
+        """Costs at this number of rows on this type of device."""
+        key = rows, device_type
+        if key not in self._graphs:
+            self._graphs[key] = GraphIndex.of(self.context.costs_at(rows, device_type))
+        return self._graphs[key]
+
+    def stage(self, stage: StageContext) -> Estimate:
+        """`stage_estimate` in this context."""
+        if stage not in self._stages:
+            self._stages[stage] = stage_estimate(stage, self)
+        return self._stages[stage]
+
+
+def device_types(cluster: Cluster) -> tuple[Device, ...]:
+    """Distinct devices; that of rank 0 comes first."""
+    return tuple(dict.fromkeys(cluster.devices))
+
+
+def optimizer_ns(trained_bytes: int, state_factor: float, device: Device) -> int:
+    """Nanoseconds of an optimizer's step over parameters of trained_bytes."""
+    return int(trained_bytes * (3 + 2 * state_factor) * 1e9 / device.mem_bytes_per_s)
+
+
+def copying_ns(size_bytes: int, devices: Sequence[Device]) -> int:
+    """Nanoseconds that messages of size_bytes take from the work of the slowest of these devices.
+
+    A GPU's messages pass beside its work.  On a CPU the cores that compute copy each of them twice, to or from the
+    socket, and read and write it each time.
+    """
+    rates = [device.mem_bytes_per_s for device in devices if device.kind == "cpu"]
+    return int(4 * size_bytes * 1e9 / min(rates)) if rates else 0
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """All that the estimate of a stage depends on.  rows: of the largest micro-batch.  live: micro-batches in flight.
+    first: it is given the whole batch.  versions: copies of its weights.  in_bytes, out_bytes: of a whole micro-batch;
+    back_bytes: of the gradients that come and go for it.
+    """
+
+    stage: Stage
+    rows: int
+    micros: int
+    live: int
+    first: bool
+    versions: int
+    in_bytes: int
+    out_bytes: int
+    back_bytes: int
+
+
+def stage_estimate(context: StageContext, estimator: Estimator) -> Estimate:
+    """The estimate, in bytes and nanoseconds, of the slowest device of a stage.  O(uses)."""
+    stage, replicas = context.stage, len(context.stage.ranks)
+    rows = -(-context.rows // replicas)
+    setting = estimator.context
+    kinds = sorted({setting.device_types.index(setting.cluster.devices[rank]) for rank in stage.ranks})
+    whole, share = estimator.graph(context.rows, 0), estimator.graph(rows, kinds[0])
+    costed = [[index.ops[name].cost for name in stage.ops] for index in (estimator.graph(rows, kind) for kind in kinds)]
+    kept, group_bytes = _kept(stage, share)
+    again = {name for group in stage.recompute for name in group}
+    redone = [[cost.fwd_ns for name, cost in zip(stage.ops, costs, strict=True) if name in again] for costs in costed]
+    recompute_ns = max(map(sum, redone))
+    param_bytes = sum([whole.params[name] for name in {name for op in stage.ops for name in whole.ops[op].params}])
+    trained = whole.trained_bytes(stage)
+    optimizer_bytes = int(trained * setting.state_factor)
+    state_bytes = trained + optimizer_bytes + (context.versions - 1) * param_bytes
+    received, sent = -(-context.in_bytes // replicas), -(-context.out_bytes // replicas)
+    devices = [setting.device_types[kind] for kind in kinds]
+    activation_bytes = kept + received
+    workspace = max([cost.scratch_bytes for cost in costed[0]], default=0) + group_bytes
+    buffers = MESSAGES_AHEAD * (received + sent)
+    peak_bytes = param_bytes + state_bytes + context.live * activation_bytes + workspace + buffers
+    if context.first:
+        peak_bytes += context.micros * -(-sum(whole.values[name] for name in whole.graph.inputs) // replicas)
+    return Estimate(
+        fwd_ns=max(sum([cost.fwd_ns for cost in costs]) for costs in costed) + copying_ns(received + sent, devices),
+        bwd_ns=max(sum([cost.bwd_ns for cost in costs]) for costs in costed)
+        + recompute_ns
+        + copying_ns(-(-context.back_bytes // replicas), devices),
+        flops=sum([cost.flops for cost in costed[0]]),
+        param_bytes=param_bytes,
+        state_bytes=state_bytes,
+        activation_bytes=activation_bytes,
+        in_bytes=context.in_bytes,
+        out_bytes=context.out_bytes,
+        peak_bytes=peak_bytes,
+        live=context.live,
+        optimizer_bytes=optimizer_bytes,
+        workspace_bytes=workspace,
+        buffer_bytes=buffers,
+        recompute_ns=recompute_ns,
+        reduce_ns=estimator.loads.ring_allreduce(stage.ranks).alone_ns(trained),
+        optimizer_ns=max(optimizer_ns(trained, setting.state_factor, device) for device in devices),
+    )
+
+
+def _kept(stage: Stage, index: GraphIndex) -> tuple[int, int]:
+    """(bytes kept per micro-batch, bytes of the largest recomputed group), for a device's share of the rows."""
+    saved = {name: index.ops[name].cost.saved_bytes for name in stage.ops}
+    if not stage.recompute:
+        return sum(saved.values()), 0
+    ops = [index.ops[name] for name in stage.ops]
+    again = {name: place for place, group in enumerate(stage.recompute) for name in group}
+    maker = {w: again.get(op.name, -1) for op in ops for w in op.writes}  # the group that writes it, -1: none
+    edges = {r for op in ops for r in op.reads if r in maker and maker[r] != again.get(op.name, -1)}
+    kept = sum([amount for name, amount in saved.items() if name not in again]) + sum([index.values[n] for n in edges])
+    return kept, max([sum([saved[name] for name in group]) for group in stage.recompute])

@@ -1,0 +1,70 @@
+"""NCCL at its strictest: one queue per rank, nothing is buffered, and whoever is at a message or a sum blocks there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopart.ir.program import COLLECTIVE, COMPUTE, LOCAL, RECEIVE, SEND, SUM_TIED, Action, Program
+
+Item = tuple[str, tuple[int, ...]]
+"""What is done, and the ranks that have to be at it at the same time."""
+
+
+def issued(program: Program) -> list[list[Item]]:
+    """What each rank issues: everything where it stands in the order, at both ends."""
+    return _queues(program, [program.order] * program.world)
+
+
+def received_late(program: Program) -> list[list[Item]]:
+    """The same, with each receive posted only where its message is needed."""
+    return _queues(program, program.parts(range(program.world)))
+
+
+def _queues(program: Program, orders: Sequence[Sequence[Action]]) -> list[list[Item]]:
+    late = any(action.is_a.role == RECEIVE for order in orders for action in order)
+    queues: list[list[Item]] = []
+    for rank, order in enumerate(orders):
+        queue: list[Item] = []
+        for action in order:
+            item = _item(program, action)
+            own = rank in program.stage_ranks[action.stage]
+            if action.is_a.role == SEND and late and not own:
+                continue
+            if rank in item[1] and (own or action.is_a.role == SEND) and item not in queue[-1:]:
+                queue.append(item)
+        queues.append(queue)
+    return queues
+
+
+def _item(program: Program, action: Action) -> Item:
+    """A rank that runs both ends of a message hands it over; one with several stages of a sum is at it once."""
+    ranks = program.stage_ranks
+    role = action.is_a.role
+    if role in (SEND, RECEIVE):
+        send = action if role == SEND else action.other_end
+        parts = [(part.src_rank, part.dst_rank) for part in program.transfers(send)]
+        return str(send), tuple(sorted({rank for pair in parts if pair[0] != pair[1] for rank in pair}))
+    if action.kind == SUM_TIED:
+        group = next(group for group in program.tied_groups if action.stage in group)
+        return f"sum of stages {group}", tuple(sorted({rank for stage in group for rank in ranks[stage]}))
+    assert role in (COMPUTE, COLLECTIVE, LOCAL)
+    return str(action), ranks[action.stage] if role == COLLECTIVE else ()
+
+
+def hangs(queues: list[list[Item]]) -> list[str]:
+    """Where the ranks hang: what stands at the front of each queue in the end; nothing when all is played."""
+    at = [0] * len(queues)
+
+    def front(rank: int) -> Item | None:
+        return queues[rank][at[rank]] if at[rank] < len(queues[rank]) else None
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(len(queues)):
+            item = front(rank)
+            while item is not None and all(front(other) == item for other in item[1]):
+                for other in set(item[1]) | {rank}:
+                    at[other] += 1
+                moved, item = True, front(rank)
+    return [str(item[0]) for item in map(front, range(len(queues))) if item is not None]

@@ -30,6 +30,7 @@ from trained import MODELS
 import autopart
 from autopart.capture.batch import flatten
 from autopart.costs.profiler import profile_costs
+from autopart.ir.program import Slot
 from autopart.passes.simulation.estimate import stage_estimates, work_of
 from autopart.passes.simulation.simulate import step_ns
 from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
@@ -161,9 +162,9 @@ def held_bytes(pipe: autopart.Pipe, batch: Any) -> int:
     held = Held(pipe.parameters())
     plain = StageRunner.forward
 
-    def watched(runner: StageRunner, micro: int, *args: Any, **kwargs: Any) -> Any:
-        outputs = plain(runner, micro, *args, **kwargs)
-        for leaf in runner._kept[micro].leaves.values():
+    def watched(runner: StageRunner, slot: Slot, *args: Any, **kwargs: Any) -> Any:
+        outputs = plain(runner, slot, *args, **kwargs)
+        for leaf in runner._kept[slot].leaves.values():
             held.take(leaf.untyped_storage())
             weakref.finalize(leaf, held.give, leaf.untyped_storage())
         return outputs

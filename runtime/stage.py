@@ -1,4 +1,4 @@
-"""Forward and backward of one stage for one micro-batch.
+"""Forward and backward of one stage for one micro-batch (or slice of it).
 
 Between the two it keeps the leaves (received values that need a gradient) and the roots (results a gradient comes
 back for); autograd holds the rest.  Both are dropped as soon as the backward has run.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autopart.ir.program import Slot
 from autopart.rng import micro_key
 from autopart.runtime.stage_module import StageModule
 
@@ -39,22 +40,26 @@ class StageRunner:
         self._tensors = tensors
         self._grad_inputs = grad_inputs
         self._grad_outputs = grad_outputs
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[Slot, _Kept] = {}
         self._fresh: dict[str, torch.Tensor] = {}  # new values of buffers in this step
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches whose backward is still to come."""
+        """Slots whose backward is still to come."""
         return len(self._kept)
 
     def code(self, rows: int) -> StageModule:
         """The code for a micro-batch of `rows` rows."""
         return self._codes[rows]
 
+    def makes(self, value: str) -> bool:
+        """Whether this stage computes a value that leaves it."""
+        return any(value in code.outputs for code in self._codes.values())
+
     def forward(
-        self, micro: int, rows: int, values: Mapping[str, torch.Tensor], key: tuple[int, int], *, train: bool
+        self, slot: Slot, rows: int, values: Mapping[str, torch.Tensor], key: tuple[int, int], *, train: bool
     ) -> dict[str, torch.Tensor]:
-        """Run the stage on one micro-batch; `key` is (seed, step).
+        """Run the stage on the `rows` rows of one slot; `key` is (seed, step).
 
         The next micro-batch sees the updated buffers; the buffers themselves change at `finish`, because a backward
         still to come may have kept the old ones.
@@ -65,13 +70,13 @@ class StageRunner:
         }
         args = code.arguments({**self._tensors, **self._fresh} if self._fresh else self._tensors)
         args += [leaves.get(name, values[name]) for name in code.inputs]
-        with torch.set_grad_enabled(train), micro_key(*key, micro):
+        with torch.set_grad_enabled(train), micro_key(*key, slot.micro):
             results = code.module(*args)
         del args
         outputs = dict(zip(code.outputs, results, strict=False))
         self._fresh.update((n, t.detach()) for n, t in zip(code.updates, results[len(code.outputs) :], strict=True))
         if train:
-            self._kept[micro] = _Kept(leaves, {n: t for n, t in outputs.items() if n in self._grad_outputs})
+            self._kept[slot] = _Kept(leaves, {n: t for n, t in outputs.items() if n in self._grad_outputs})
         return outputs
 
     def finish(self) -> None:
@@ -81,18 +86,18 @@ class StageRunner:
                 self._tensors[name].copy_(tensor)
         self._fresh.clear()
 
-    def backward(self, micro: int, grads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def backward(self, slot: Slot, grads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Gradients of the received values, from the gradients of the results.  Parameters accumulate theirs.
 
         A value whose path to the loss has no derivative gets zeros: the receiver waits for it.
         """
-        kept = self._kept.pop(micro)
+        kept = self._kept.pop(slot)
         roots = [(t, grads[name]) for name, t in kept.roots.items() if name in grads and t.requires_grad]
         if roots:
             torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
         return {n: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for n, leaf in kept.leaves.items()}
 
     def clear(self) -> None:
-        """Forget every micro-batch, after a step that failed: buffers stay as they were before it."""
+        """Forget every slot, after a step that failed: buffers stay as they were before it."""
         self._kept.clear()
         self._fresh.clear()

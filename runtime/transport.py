@@ -1,14 +1,15 @@
 """Messages between stages: one first-in first-out channel per directed pair of ranks, Gloo or NCCL.
 
 All values that one stage sends another for one micro-batch travel as one message.  A single contiguous tensor is
-sent as it lies; several, or one that is not contiguous, are packed.  Sends are posted and never waited for where that
-could block: a send is known to be complete once the peer's later message shows that it has consumed it.
+sent as it lies; several, or one that is not contiguous, are packed.  During a step a send is waited for only when a
+later message of the peer has shown that it was consumed, so that no rank blocks in a send; the end of the step waits
+for what is left.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from autopart.ir.errors import WorkerError
+from autopart.ir.program import MESSAGES_AHEAD
 
 _ALIGN = 64
 
@@ -71,73 +73,82 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Outbox:
-    """Sends on one channel.  `acknowledge(n)`: the peer has consumed the first n messages of this step."""
+    """Sends on one channel, in order.  Messages are told apart by a key of the caller's."""
 
     def __init__(self, peer: int, group: dist.ProcessGroup) -> None:
-        self._peer, self._group = peer, group
-        self._pending: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
-        self._done = 0
+        self._peer = peer
+        self._group = group
+        self._pending: dict[Hashable, tuple[dist.Work | None, torch.Tensor]] = {}
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> None:
+    def send(self, tensors: Sequence[torch.Tensor], key: Hashable = None) -> None:
         """Post one message; returns at once."""
         buffer = pack(tensors)
         work = None
         if buffer.numel():
             with _peer_errors(self._peer):
                 work = dist.isend(buffer, self._peer, group=self._group)
-        self._pending.append((work, buffer))
+        self._pending[key] = work, buffer
 
-    def acknowledge(self, count: int) -> None:
-        """Release the buffers of the first `count` messages of the step."""
-        while self._done < count:
-            self._finish()
+    def acknowledge(self, keys: Iterable[Hashable]) -> None:
+        """The peer has consumed these messages: their buffers are released, without waiting."""
+        for key in keys:
+            self._finish(key)
 
     def flush(self) -> None:
-        """Wait for all sends of the step."""
-        while self._pending:
-            self._finish()
-        self._done = 0
+        """Wait for all sends that are still pending."""
+        for key in list(self._pending):
+            self._finish(key)
 
-    def _finish(self) -> None:
-        work, _ = self._pending.popleft()
-        self._done += 1
+    def _finish(self, key: Hashable) -> None:
+        work, _ = self._pending.pop(key)
         if work is not None:
             with _peer_errors(self._peer):
                 work.wait()
 
 
 class Inbox:
-    """Receives on one channel, posted ahead: at most `window` buffers wait for messages at a time."""
+    """Receives on one channel, posted in the order in which the peer sends, up to `ahead` of what was taken.
 
-    def __init__(self, peer: int, group: dist.ProcessGroup, device: torch.device, window: int = 2) -> None:
-        self._peer, self._group, self._device, self._window = peer, group, device, window
-        self._expected: deque[tuple[Spec, ...]] = deque()
-        self._posted: deque[tuple[dist.Work | None, torch.Tensor, tuple[Spec, ...]]] = deque()
+    A message may be taken before one that was sent earlier: then more are posted, and the earlier one waits here.
+    """
 
-    def expect(self, messages: Sequence[tuple[Spec, ...]]) -> None:
-        """The messages of one step, in order; the first of them are posted."""
+    def __init__(self, peer: int, group: dist.ProcessGroup, device: torch.device, ahead: int = MESSAGES_AHEAD) -> None:
+        self._peer = peer
+        self._group = group
+        self._device = device
+        self._ahead = ahead
+        self._expected: deque[tuple[Hashable, tuple[Spec, ...]]] = deque()
+        self._posted: dict[Hashable, tuple[dist.Work | None, torch.Tensor, tuple[Spec, ...]]] = {}
+
+    def expect(self, messages: Iterable[tuple[Hashable, tuple[Spec, ...]]]) -> None:
+        """Messages to come, in order, by key; the first of them are posted."""
         self._expected.extend(messages)
-        self._post()
+        self._post_ahead()
 
-    def receive(self) -> list[torch.Tensor]:
-        """The tensors of the next message; waits for it."""
-        work, buffer, specs = self._posted.popleft()
+    def receive(self, key: Hashable = None) -> list[torch.Tensor]:
+        """The tensors of a message that was announced by `expect`; waits for it."""
+        while key not in self._posted:
+            self._post()
+        work, buffer, specs = self._posted.pop(key)
         if work is not None:
             with _peer_errors(self._peer):
                 work.wait()
-        self._post()
+        self._post_ahead()
         return unpack(buffer, specs)
 
+    def _post_ahead(self) -> None:
+        while self._expected and len(self._posted) < self._ahead:
+            self._post()
+
     def _post(self) -> None:
-        while self._expected and len(self._posted) < self._window:
-            specs = self._expected.popleft()
-            _, total = offsets(specs)
-            buffer = torch.empty(total, dtype=torch.uint8, device=self._device)
-            work = None
-            if total:
-                with _peer_errors(self._peer):
-                    work = dist.irecv(buffer, self._peer, group=self._group)
-            self._posted.append((work, buffer, specs))
+        key, specs = self._expected.popleft()
+        _, total = offsets(specs)
+        buffer = torch.empty(total, dtype=torch.uint8, device=self._device)
+        work = None
+        if total:
+            with _peer_errors(self._peer):
+                work = dist.irecv(buffer, self._peer, group=self._group)
+        self._posted[key] = work, buffer, specs
 
 
 class _peer_errors:

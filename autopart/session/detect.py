@@ -277,5 +277,5 @@ class _Player:
 
     def _receive(self, like: torch.Tensor) -> torch.Tensor:
         """Posted only now: with NCCL a first receive waits on the host until the peer sends."""
-        self._inbox.expect([(Spec(tuple(like.shape), like.dtype),)])
+        self._inbox.expect([(None, (Spec(tuple(like.shape), like.dtype),))])
         return self._inbox.receive()[0]

@@ -268,9 +268,10 @@ class Executor:
             program = self.program(micros)
             if self._runner is None:
                 self._runner = self._stage_runner(program)
+            runners = {self._stage: self._runner} if self._stage is not None else {}
             ops = self.graph.op_map()
             loss = None if self._mode is Mode.PREDICT else self.graph.outputs[0]
-            self._engines[micros] = Engine(self._world, program, self._runner, self._code.specs, ops, loss)
+            self._engines[micros] = Engine(self._world, program, runners, self._code.specs, ops, loss)
         return self._engines[micros]
 
     def _stage_runner(self, program: Program) -> StageRunner:

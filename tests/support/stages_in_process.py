@@ -18,7 +18,7 @@ from autopart.capture import Captured
 from autopart.capture.batch import flatten
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Plan, Provenance, Stage, check
-from autopart.ir.program import Program
+from autopart.ir.program import Program, Slot
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
 from autopart.runtime.stage import StageRunner
@@ -94,7 +94,7 @@ def _one(
         for edge in program.edges:
             if edge.dst == s:
                 given.update({name: made[edge.src][name].detach().clone() for name in edge.values})
-        made.append({**given, **runner.forward(micro, graph.rows, given, (0, 0), train=True)})
+        made.append({**given, **runner.forward(Slot(s, micro), graph.rows, given, (0, 0), train=True)})
     loss = next(m[graph.outputs[0]] for m in made if graph.outputs[0] in m)
     back: list[dict[str, torch.Tensor]] = [{} for _ in runners]
     for s in reversed(range(len(runners))):
@@ -104,7 +104,7 @@ def _one(
         for edge in program.edges:
             for name in edge.grads if edge.src == s else ():
                 grads[name] = grads[name] + back[edge.dst][name] if name in grads else back[edge.dst][name]
-        back[s] = runners[s].backward(micro, grads)
+        back[s] = runners[s].backward(Slot(s, micro), grads)
     return loss.detach()
 
 

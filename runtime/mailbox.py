@@ -1,0 +1,105 @@
+"""The messages of one rank in a step: which channel each takes, and when the buffers of what was sent are released."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from autopart.ir.program import RECEIVE, SEND, Action, Program
+from autopart.runtime.transport import Inbox, Outbox, Spec
+from autopart.runtime.world import World
+
+
+class Mailbox:
+    """One channel for each directed pair of ranks that exchange messages; first in, first out, in the order of the
+    program.  Between two stages on this rank a message is handed over as it is.
+
+    specs: shape and dtype of every value, by rows of the micro-batch and by name.  Making one is collective: every
+    rank opens every channel, in the same order.
+    """
+
+    def __init__(self, world: World, program: Program, specs: Mapping[int, Mapping[str, Spec]]) -> None:
+        self._rank = world.rank
+        self._specs = specs
+        self._rank_of = [ranks[0] for ranks in program.stage_ranks]
+        self._names = {}
+        for edge in program.edges:
+            self._names[edge.src, edge.dst] = edge.values
+            self._names[edge.dst, edge.src] = edge.grads
+        self._outboxes: dict[int, Outbox] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        for src, dst in _rank_pairs(program):
+            channel = world.channel(src, dst)
+            if src == world.rank:
+                self._outboxes[dst] = Outbox(dst, channel)
+            elif dst == world.rank:
+                self._inboxes[src] = Inbox(src, channel, world.device)
+        self._coming = {peer: tuple(program.posts(peer, world.rank)) for peer in self._inboxes}
+        self._consumed = {peer: _consumed_by(program, peer, world.rank) for peer in self._outboxes}
+        self._handed: dict[Action, list[torch.Tensor]] = {}
+
+    def begin(self, rows: tuple[int, ...]) -> None:
+        """A step begins, with micro-batches of so many rows: receives are posted."""
+        for peer, inbox in self._inboxes.items():
+            inbox.expect([(send, self._expected(send, rows[send.micro])) for send in self._coming[peer]])
+
+    def _expected(self, send: Action, rows: int) -> tuple[Spec, ...]:
+        assert send.peer is not None
+        specs = self._specs[rows]
+        return tuple(specs[name] for name in self._names[send.stage, send.peer])
+
+    def send(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
+        """Post a message; returns at once."""
+        assert action.peer is not None
+        peer = self._rank_of[action.peer]
+        if peer == self._rank:
+            self._handed[action] = [tensor.detach() for tensor in tensors]
+        else:
+            self._outboxes[peer].send(tensors, action)
+
+    def receive(self, action: Action) -> list[torch.Tensor]:
+        """The tensors of a message; waits for it."""
+        assert action.peer is not None
+        peer, send = self._rank_of[action.peer], action.other_end
+        if peer == self._rank:
+            return self._handed.pop(send)
+        tensors = self._inboxes[peer].receive(send)
+        if peer in self._outboxes:
+            self._outboxes[peer].acknowledge(self._consumed[peer].get(send, ()))
+        return tensors
+
+    def flush(self) -> None:
+        """The step ends: wait until every message has left."""
+        for outbox in self._outboxes.values():
+            outbox.flush()
+
+
+def _rank_pairs(program: Program) -> list[tuple[int, int]]:
+    """Directed pairs of ranks between which messages pass, in order of the first."""
+    pairs: dict[tuple[int, int], None] = {}
+    for edge in program.edges:
+        src, dst = program.stage_ranks[edge.src][0], program.stage_ranks[edge.dst][0]
+        if src != dst:
+            pairs[src, dst] = None
+            if edge.grads:
+                pairs[dst, src] = None
+    return list(pairs)
+
+
+def _consumed_by(program: Program, peer: int, me: int) -> dict[Action, tuple[Action, ...]]:
+    """For each message from `peer` to `me`: those of mine that the peer has consumed since the one before.
+
+    Known before the run, from the peer's own part: so sends are released without ever waiting for one.
+    """
+    found: dict[Action, tuple[Action, ...]] = {}
+    fresh: list[Action] = []
+    for action in program.part(peer):
+        if action.peer is None or program.stage_ranks[action.peer][0] != me:
+            continue
+        if action.is_a.role == RECEIVE:
+            fresh.append(action.other_end)
+        elif action.is_a.role == SEND:
+            found[action] = tuple(fresh)
+            fresh = []
+    return found

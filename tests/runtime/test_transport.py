@@ -1,0 +1,47 @@
+"""Messages: packing, and channels between two processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.message_jobs import COUNT, taken_in_order
+
+from autopart.runtime.launch.local import Workers
+from autopart.runtime.transport import Spec, offsets, pack, unpack
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool)
+shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with Workers(2, timeout=100) as pool:
+        yield pool
+
+
+@given(st.lists(st.tuples(shapes, st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=5))
+def test_what_is_packed_is_unpacked_bit_by_bit(parts: list[tuple[tuple[int, ...], torch.dtype, bool]]) -> None:
+    tensors = [torch.randint(0, 2, shape).to(dtype) for shape, dtype, _ in parts]
+    tensors = [
+        t.transpose(0, -1) if turned and t.dim() > 1 else t for t, (_, _, turned) in zip(tensors, parts, strict=True)
+    ]
+    specs = [Spec(tuple(t.shape), t.dtype) for t in tensors]
+    buffer = pack(tensors)
+    assert buffer.dtype == torch.uint8 and buffer.numel() == offsets(specs)[1]
+    for sent, found in zip(tensors, unpack(buffer, specs), strict=True):
+        assert found.dtype == sent.dtype and torch.equal(found, sent)
+
+
+def test_a_single_contiguous_tensor_is_not_copied() -> None:
+    tensor = torch.arange(6.0)
+    assert pack([tensor]).data_ptr() == tensor.data_ptr()
+
+
+@pytest.mark.parametrize("keys", [tuple(range(COUNT)), (3, 0, 5, 1, 2, 4), tuple(reversed(range(COUNT)))])
+def test_messages_are_taken_by_key_in_any_order(workers: Workers, keys: tuple[int, ...]) -> None:
+    _, found = workers.run(taken_in_order, keys)
+    assert found == [[float(key)] * 3 for key in keys]

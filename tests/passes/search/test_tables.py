@@ -21,6 +21,7 @@ from autopart.passes.search.partition import INFEASIBLE, Partition
 from autopart.passes.search.space import PlanRequest, SearchSpace
 from autopart.passes.search.tables import StageCostTables, TableMemo, TableRequest
 from autopart.passes.simulation.estimate import estimate
+from autopart.passes.simulation.stage_costs import Estimator
 
 PLAIN = Kind(least=2, replicas=False, recompute=False, mixed=False, roomy=True)
 
@@ -110,8 +111,8 @@ def test_one_stage_on_all_devices_takes_what_the_table_says(p: Problem) -> None:
             names = tuple(op.name for op in space.chain.blocks.ops)
             graph = space.chain.graph(max(micro_rows))
             decision = Decision(p.cluster.world, (Stage(names, ranks),), micro_rows, "1f1b")
-            costs = replace(space.costs, costs_at=space.chain.graph)
-            report = estimate(decision, route(decision, graph), costs)
+            estimator = Estimator(replace(space.costs, costs_at=space.chain.graph))
+            report = estimate(decision, route(decision, graph), estimator)
             assert table[0][0, space.chain.n] == pytest.approx(report.step_ns, abs=2)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.cuda_jobs import train_on_cuda
 
-from autopart.ir.plan import SCHEDULES
+from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.runtime.launch.local import launch
 
 DEVICES = torch.cuda.device_count()

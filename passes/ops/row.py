@@ -94,8 +94,8 @@ class OpRow:
 
 
 def check(row: OpRow) -> OpRow:
-    """Check a row and return it: known words, and every letter of an op that is not linear that its result lacks is
-    said to be mixed.  Raises UsageError."""
+    """Check a row and return it: known words; and of an op that is not linear, nor a loss that averages, every letter
+    that the result lacks is said to be mixed.  Raises UsageError."""
     for column, allowed in (("family", FAMILIES), ("linear", LINEAR), ("saves", SAVES)):
         value = getattr(row, column)
         if value not in allowed:
@@ -106,7 +106,7 @@ def check(row: OpRow) -> OpRow:
         before, _, after = form.partition("->")
         letters = {letter for letter in before.split(":")[-1] if letter.isalpha()}
         lost = letters - set(after) - set(row.mixes + row.may_mix)
-        if lost and not row.linear:
+        if lost and not (row.linear or row.averages):
             raise _error(
                 row,
                 f"axis {min(lost)} of its operands is not in the result",

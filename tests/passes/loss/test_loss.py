@@ -25,6 +25,10 @@ from autopart.ir.graph import Graph, LossReduction
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
 
 ROWS, TOLERANCE = sum(MICRO_ROWS), 1e-9
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:forward\\(\\) keeps a tensor in attribute lstm:autopart.CaptureWarning",
+    "ignore:forward\\(\\) keeps a tensor in attribute gru:autopart.CaptureWarning",
+)
 
 
 def data(rows: int = ROWS) -> tuple[torch.Tensor, ...]:

@@ -82,7 +82,7 @@ def cases() -> Iterator[tuple[str, str]]:
             yield name, axis
 
 
-@pytest.mark.parametrize(("name", "axis"), cases())
+@pytest.mark.parametrize(("name", "axis"), list(cases()))
 def test_sharding_along_a_letter_does_what_the_row_says(mesh: DeviceMesh, name: str, axis: str) -> None:
     """Kept: sharded without communication.  Summed over: a partial sum.  Mixed: the shards must meet."""
     call, row = CALLS[name], row_of(CALLS[name].target)

@@ -28,6 +28,7 @@ ROWS, TOLERANCE = sum(MICRO_ROWS), 1e-9
 pytestmark = pytest.mark.filterwarnings(
     "ignore:forward\\(\\) keeps a tensor in attribute lstm:autopart.CaptureWarning",
     "ignore:forward\\(\\) keeps a tensor in attribute gru:autopart.CaptureWarning",
+    "ignore::UserWarning",  # torch's advice about reductions and broadcast targets, which these losses are made to have
 )
 
 

@@ -245,7 +245,7 @@ def test_a_loss_that_couples_rows_is_refused_with_its_reason_and_place(refused: 
     with pytest.raises(CoupledLossError) as error:
         refused.weight(list(REFUSED).index(name))
     assert REFUSED[name][0] in error.value.why
-    assert "test_loss.py" in error.value.where or "truth.py" in error.value.where
+    assert "test_loss.py" in error.value.where or "loss_oracle.py" in error.value.where
     assert error.value.fix
 
 

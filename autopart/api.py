@@ -47,7 +47,8 @@ def compile(model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None
     recompute       "auto" (as much as the memory demands), "off", "all"; of use in `plan` alone
     optimizer       whose state the memory has to hold: a class or function of the parameters, a torch optimizer, or
                     "sgd", "momentum", "adam", "adamw", also with "+masters"; None is charged as Adam, and said so
-    costs           times of ops: "auto", "measured" on this machine, "analytic" from operations and bytes
+    costs           times of ops: "auto", "measured" on this machine, "analytic" from operations and bytes, or a
+                    function of your own (`autopart.costs.sources.CostSource`)
     prove           seconds that CP-SAT may take to bound the step of the chosen stages; 0 for no such proof
     cache           False plans anew instead of reading the plan that was made for the same question before
     watch           watch(what is done, best step so far in ns or 0, lower bound in ns or 0), called during the search

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopart.capture.export import LossFn
+from autopart.costs.sources import COST_SOURCES, CostSource
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
 from autopart.passes.program.schedules import names
 from autopart.passes.search.space import Watch
 
 REDUCTIONS = ("auto", "mean", "sum", "token-mean")
-COSTS = ("auto", "measured", "analytic")
 RECOMPUTE = ("auto", "off", "all")
 
 
@@ -31,7 +31,7 @@ class Options:
     cuts: tuple[str, ...] = ()
     plan: Plan | str | os.PathLike[str] | None = None
     seed: int = 0
-    costs: str = "auto"
+    costs: str | CostSource = "auto"
     optimizer: Any = None
     replicas: int | tuple[int, ...] | None = None
     recompute: str = "auto"
@@ -60,7 +60,7 @@ def read_options(**given: Any) -> Options:
     _one_of("schedule", options.schedule, ("auto", *names()))
     _one_of("recompute", options.recompute, RECOMPUTE)
     _one_of("loss_reduction", options.loss_reduction, REDUCTIONS)
-    _one_of("costs", options.costs, COSTS)
+    _cost_source(options.costs)
     _count("stages", options.stages)
     _count("micro_batches", options.micro_batches)
     if not isinstance(options.seed, int):
@@ -113,6 +113,16 @@ def _replicas(replicas: Any) -> int | tuple[int, ...] | None:
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise UsageError(f"unknown {name} {value!r}", fix=f"use one of {', '.join(known)}")
+
+
+def _cost_source(costs: object) -> None:
+    if isinstance(costs, str):
+        _one_of("costs", costs, tuple(COST_SOURCES))
+    elif not callable(costs):
+        known = ", ".join(COST_SOURCES)
+        raise UsageError(
+            f"costs is a {type(costs).__name__}", fix=f"use one of {known}, or a function (captured, device) -> costs"
+        )
 
 
 def _count(name: str, value: int | None) -> None:

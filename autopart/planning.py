@@ -2,43 +2,53 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from importlib import metadata
 
 import torch
 
 from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch import Batch, split_rows
-from autopart.capture.infer_size import infer_other_size, prime_batch_size
+from autopart.capture.family import ProgramFamily, another_size, capture_family
+from autopart.capture.gc_pause import gc_paused
 from autopart.capture.probe import prove_rows
-from autopart.capture.rows import mark_rows, require_same_program
-from autopart.costs.measure import measure_costs
+from autopart.capture.rows import mark_rows
 from autopart.costs.optimizer_state import state_factor
-from autopart.costs.profiler import profile_costs
-from autopart.files.plan_cache import PlanCache
-from autopart.files.plans import load_plan, match_plan
+from autopart.costs.sources import CostedGraph, costed
+from autopart.files.plan_cache import find_plan, keep_plan, planner_digest
+from autopart.files.plans import VERSION, load_plan, match_plan
 from autopart.ir.capabilities import RUNTIME, Capabilities, lacking
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import CaptureError, PlanError, RefusedError, UsageError
+from autopart.ir.errors import AutopartError, CaptureError, PlanError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
-from autopart.ir.plan import Plan
+from autopart.ir.plan import Plan, Provenance
+from autopart.ir.plan import check as check_plan
+from autopart.ir.size import Size
 from autopart.options import Options
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
-from autopart.passes.ops.analytic_costs import analytic_costs
-from autopart.passes.ops.cost_model import sheets
-from autopart.passes.ops.resize import is_affine, resize
+from autopart.passes.ops.cost_model import ExtrapolatedCosts
+from autopart.passes.ops.table import registered
 from autopart.passes.pipeline import PlannerInput, build
+from autopart.passes.program.schedules import BUILT_IN
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
 
 WHOLE = LossReduction("any")
 
+Splits = tuple[tuple[int, ...], ...]
+"""Ways to split a batch, each the rows of its micro-batches."""
+
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, the capture it was made from, and how the losses of micro-batches combine."""
+    """A plan, the captured program that it was made from, and how the losses of micro-batches combine.
+
+    captured: at the size of the plan's largest micro-batch; of a model on the meta device it may be at another.
+    """
 
     plan: Plan
     captured: Captured
@@ -46,7 +56,7 @@ class Planned:
 
 
 def make_plan(
-    capturer: CaptureCache, batch: Batch, cluster: Cluster, options: Options, abilities: Capabilities = RUNTIME
+    captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, abilities: Capabilities = RUNTIME
 ) -> Planned:
     """Plan a model for batches like `batch` on `cluster`, with what `abilities` has.
 
@@ -54,91 +64,83 @@ def make_plan(
     """
     given = read_plan(options)
     if given:
-        return _given(given, capturer, batch, cluster, options, abilities)
-    ways = microbatch_options(batch, cluster, options)
-    first, other = _captures(capturer, batch, ways, _first_rows(ways, batch, cluster, options))
-    many = any(len(rows) > 1 for rows in ways)
-    weight = _weight(first, other, batch, options) if many and other is not None else WHOLE
+        return _given(given, captures, batch, cluster, options, abilities)
+    # The program at every size that micro-batches may have, from captures at two of them.
+    splits = microbatch_options(batch, options)
+    family = capture_family(captures, batch, _first_size(splits, batch, cluster, options), _other_sizes(splits, batch))
+    # How the losses of micro-batches combine to the batch's, or a refusal.
+    reduction = loss_reduction(family, splits, options)
+    # What every op costs at the size of the base; the cost model extends it to where the program is known.
+    problem = _problem(family, splits, cluster, options, abilities)
+    costs = _costs(problem)
+    # The fastest plan under these costs.
+    plan = _built(problem, costs)
+    # What was chosen has to be the program that will run, with the costs of its own size.
+    return _settled(problem, costs, plan, reduction)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What to plan.  family: its base is the program whose costs are taken; splits: to choose from; notes: what to say
+    about that choice."""
+
+    family: ProgramFamily
+    splits: Splits
+    cluster: Cluster
+    options: Options
+    abilities: Capabilities
     notes: tuple[str, ...] = ()
-    if other is not None and not _grows_evenly(first, other, ways, abilities):
-        ways, options, notes = _at_one_size(first, ways, options, abilities)
-        first = capturer(batch, max(ways[0]))
-    plan = _planned(first, other, cluster, options, ways, abilities)
-    if other is not None and min(plan.micro_rows) == 1:
-        larger = tuple(rows for rows in ways if min(rows) > 1)
-        if not _same_on_one_row(capturer, batch, first, strict=not larger):
-            plan = _planned(first, other, cluster, options, larger, abilities)
-            notes += ("micro-batches of one row were left out: on a single row the model runs other operations",)
-    rows = max(plan.micro_rows)
-    captured = first
-    if rows != first.graph.rows and other is not None:
-        if _on_meta(first) and rows > 1:
-            infer_other_size = resize(first.graph, other.graph, rows)
-            assert infer_other_size is not None
-            plan = _made_for(plan, infer_other_size)
-        else:  # what will run is captured and measured at its own size, and planned once more
-            captured = other if other.graph.rows == rows else capturer(batch, rows)
-            require_same_program(first.graph, captured.graph)
-            if _on_meta(first):
-                plan = _made_for(plan, captured.graph)
-            else:
-                plan = _planned(captured, first, cluster, options, (plan.micro_rows,), abilities)
-    weight = weight if len(plan.micro_rows) > 1 else WHOLE
-    return Planned(plan.with_notes(*notes), captured, weight)
 
 
-def _made_for(plan: Plan, graph: Graph) -> Plan:
-    """The plan as one for the same model at the size of this graph."""
-    return replace(plan, provenance=replace(plan.provenance, graph_digest=graph.shape_digest()))
+def _problem(
+    family: ProgramFamily, splits: Splits, cluster: Cluster, options: Options, abilities: Capabilities
+) -> _Problem:
+    """With all splits where the program, and so its costs, is known at all their sizes; else with those of one size."""
+    sizes = {Size(max(micro_rows)) for micro_rows in splits}
+    shares = {Size(1)} if abilities.replicas else set()
+    if family.other is None or family.known(sizes | shares):
+        return _Problem(family, splits, cluster, options, abilities)
+    kept, options, note = _at_one_size(family.base.graph.size, splits, options, abilities)
+    return _Problem(family.alone(Size(max(kept[0]))), kept, cluster, options, abilities, (note,))
 
 
-def _captures(
-    capturer: CaptureCache, batch: Batch, ways: tuple[tuple[int, ...], ...], rows: int
-) -> tuple[Captured, Captured | None]:
-    """The model at two numbers of rows, the first wanted at `rows`; of a batch without rows, or of one, once.
-
-    A model on the meta device, whose plan is not run here, is captured once if the other can be told from that.
-    """
-    if batch.rows in (None, 1):
-        return capturer(batch, rows), None
-    telling = prime_batch_size(capturer.model, batch) if any(p.is_meta for p in capturer.model.parameters()) else None
-    if telling is not None:
-        with suppress(CaptureError, RefusedError):  # if it was not for the number, it comes again
-            first = capturer(batch, telling)
-            second = _second(telling, ways, least=2)
-            return first, infer_other_size(first, second) or capturer(batch, second)
-    first = capturer(batch, rows)
-    return first, capturer(batch, _second(rows, ways, least=2))
-
-
-def _given(
-    given: Plan, capturer: CaptureCache, batch: Batch, cluster: Cluster, options: Options, abilities: Capabilities
-) -> Planned:
-    """The user's own plan, for this model, with what can be run."""
-    if missing := lacking(given, abilities):
-        raise PlanError(
-            f"the plan cannot be run yet: it needs {' and '.join(missing)}",
-            fix='plan with what compile can run: compile without plan=, or replicas=1 and recompute="off"',
+def _at_one_size(size: Size, splits: Splits, options: Options, abilities: Capabilities) -> tuple[Splits, Options, str]:
+    """What can be planned with costs at one size alone: the splits that have it, without replicas, and a note on it."""
+    if abilities.replicas and options.replicas not in (None, 1):
+        raise UsageError(
+            "replicas cannot be planned for this model",
+            why="its program does not grow evenly with the rows, so the costs of a share of them are not known",
+            fix="use replicas=1",
         )
-    captured = capturer(batch, max(given.micro_rows))
-    match_plan(given, captured.graph, torch_version=torch.__version__, world=cluster.world)
-    return Planned(given, captured, loss_weight(capturer, batch, captured, given.micro_rows, options))
+    kept = tuple(micro_rows for micro_rows in splits if max(micro_rows) == size.rows) or splits[-1:]
+    what = f"only micro-batches of {Size(max(kept[0]))}"
+    if abilities.replicas and options.replicas is None:
+        what, options = f"{what} and no replicas", replace(options, replicas=1)
+    return kept, options, f"{what} were tried: the program does not grow evenly with the rows"
 
 
-def _planned(
-    captured: Captured,
-    other: Captured | None,
-    cluster: Cluster,
-    options: Options,
-    ways: tuple[tuple[int, ...], ...],
-    abilities: Capabilities,
-) -> Plan:
-    """The plan for one of these ways to cut the batch, from the costs at the captured number of rows."""
-    graph, source, notes = _costs(captured, cluster, options)
-    item = min((p.size_bytes // max(1, math.prod(p.shape)) for p in graph.params if p.trainable), default=4)
-    factor, said = state_factor(options.optimizer, item)
+def _costs(problem: _Problem) -> CostedGraph:
+    return costed(problem.family.base, problem.cluster.devices[0], problem.options.costs)
+
+
+def _built(problem: _Problem, costs: CostedGraph) -> Plan:
+    """The plan for one of the splits, kept from before or new."""
+    resizable = problem.family.resizable(costs.graph)
+    request, notes = _request(problem, costs.graph)
+    cost_model = ExtrapolatedCosts(resizable, device_types(problem.cluster))
+    asked = PlannerInput(costs.graph, cost_model, torch.__version__, costs.source)
+    plan = _found_or_built(asked, resizable.other, problem.cluster, request, problem.options)
+    return plan.with_notes(*costs.notes, *notes)
+
+
+def _request(problem: _Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, ...]]:
+    """What is asked of the passes, and what to say about the optimizer."""
+    options = problem.options
+    item_bytes = [p.size_bytes // max(1, math.prod(p.shape)) for p in graph.params if p.trainable]
+    factor, notes = state_factor(options.optimizer, min(item_bytes, default=4))
+    final = problem.family.other is None or problem.family.on_meta  # else it is planned once more at its own size
     request = PlanRequest(
-        micro_rows=ways,
+        micro_rows=problem.splits,
         stages=options.stages,
         schedule=options.schedule,
         cuts=options.cuts,
@@ -147,23 +149,142 @@ def _planned(
         replicas=options.replicas,
         recompute=options.recompute,
         state_factor=factor,
-        abilities=abilities,
+        abilities=problem.abilities,
         prove_seconds=options.prove,
-        prove_rows=None if other is None or _on_meta(captured) else graph.rows,  # else it is planned once more
+        prove_rows=None if final else graph.rows,
     )
-    also = other.graph if other is not None else None
-    asked = PlannerInput(graph, sheets(graph, also, device_types(cluster)), torch.__version__, source)
-    cache = PlanCache(asked, also, cluster, request) if options.cache else None
-    plan = cache.get() if cache else None
-    if plan is None:
+    return request, notes
+
+
+def _settled(problem: _Problem, costs: CostedGraph, plan: Plan, reduction: LossReduction) -> Planned:
+    """The plan for what runs: captured at its own size, and planned once more with costs of that size.
+
+    A model without values is not measured: of its plan only the digest is that of its own size.
+    """
+    family, notes = problem.family, problem.notes
+    if min(plan.micro_rows) == 1 and not _runs_on_one_row(problem):
+        larger = tuple(micro_rows for micro_rows in problem.splits if min(micro_rows) > 1)
+        plan = _built(replace(problem, splits=larger), costs)
+        notes += ("micro-batches of one row were left out: on a single row the model runs other operations",)
+    size = Size(max(plan.micro_rows))
+    captured = family.base
+    if family.other is not None and size != captured.graph.size:
+        if not family.on_meta:
+            own = replace(problem, family=family.based_at(size), splits=(plan.micro_rows,))
+            plan, captured = _built(own, _costs(own)), own.family.base
+        elif size.rows > 1:
+            plan = _made_for(plan, family.at(size))
+        else:
+            captured = family.captured(size)
+            plan = _made_for(plan, captured.graph)
+    return Planned(plan.with_notes(*notes), captured, reduction if len(plan.micro_rows) > 1 else WHOLE)
+
+
+def _runs_on_one_row(problem: _Problem) -> bool:
+    """Whether a single row runs the program of several.  Raises the reason why not when there is no larger split."""
+    if problem.family.base.graph.size == Size(1):
+        return True
+    try:
+        problem.family.captured(Size(1))
+    except (CaptureError, RefusedError):
+        if all(min(micro_rows) == 1 for micro_rows in problem.splits):
+            raise
+        return False
+    return True
+
+
+def _made_for(plan: Plan, graph: Graph) -> Plan:
+    """The plan as one for the same model at the size of this graph."""
+    return replace(plan, provenance=replace(plan.provenance, graph_digest=graph.shape_digest()))
+
+
+def _given(
+    given: Plan, captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, abilities: Capabilities
+) -> Planned:
+    """The user's own plan, for this model, with what can be run."""
+    if missing := lacking(given, abilities):
+        raise PlanError(
+            f"the plan cannot be run yet: it needs {' and '.join(missing)}",
+            fix='plan with what compile can run: compile without plan=, or replicas=1 and recompute="off"',
+        )
+    captured = captures(batch, Size(max(given.micro_rows)))
+    match_plan(given, captured.graph, torch_version=torch.__version__, world=cluster.world)
+    other = None
+    if len(given.micro_rows) > 1:
+        sizes = [Size(rows) for rows in sorted(set(given.micro_rows))]
+        other = captures(batch, another_size(captured.graph.size, sizes))
+    family = ProgramFamily(captures, batch, captured, other)
+    return Planned(given, captured, loss_reduction(family, (given.micro_rows,), options))
+
+
+def _found_or_built(
+    asked: PlannerInput, other: Graph | None, cluster: Cluster, request: PlanRequest, options: Options
+) -> Plan:
+    """The plan that was made for exactly this before, else a new one, which is kept.
+
+    A schedule of the user's is a function, which may be another one under the same name: its plans are not kept.
+    """
+    ours = {schedule.name for schedule in BUILT_IN}
+    kept = options.cache and ours.issuperset(request.schedules)
+    key = plan_key(asked, other, cluster, request) if kept else None
+    found = find_plan(key) if key else None
+    if found is not None and _answers(found, asked, cluster, request):
+        return found
+    with gc_paused():
         plan = build(asked, cluster, request, options.watch)
-        if cache:
-            cache.put(plan)
-    return plan.with_notes(*notes, *said)
+    if key:
+        keep_plan(key, plan)
+    return plan
 
 
-def _on_meta(captured: Captured) -> bool:
-    return any(tensor.is_meta for tensor in captured.tensors.values())
+def plan_key(source: PlannerInput, other: Graph | None, cluster: Cluster, request: PlanRequest) -> str:
+    """A fingerprint of everything that a plan follows from, so that a plan is never older than its planner.
+
+    It covers the graph with its costs, the capture that says how it grows (other), cluster, request, the version of
+    torch, the planner's own source and the ops that users taught it.
+    """
+    texts = [
+        f"plan {VERSION}, autopart {_release()} {planner_digest()}, torch {source.torch_version}, costs {source.costs}",
+        _fingerprint(source.graph),
+        _fingerprint(other) if other is not None else "one capture",
+        repr(cluster),
+        repr(request),
+        repr(registered()),
+    ]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+
+def _fingerprint(graph: Graph) -> str:
+    """Shapes and connections, and what `shape_digest` leaves out but the planner reads."""
+    ops = [(op.module, op.random, op.parts, astuple(op.cost)) for op in graph.ops]
+    values = [(v.size_bytes, v.rows_axis) for v in graph.values]
+    rest = json.dumps([ops, values, [p.size_bytes for p in graph.params]], separators=(",", ":"))
+    return f"{graph.shape_digest()} {hashlib.sha256(rest.encode()).hexdigest()}"
+
+
+def _release() -> str:
+    try:
+        return metadata.version("autopart")
+    except metadata.PackageNotFoundError:
+        return "as source"
+
+
+def _answers(plan: Plan, asked: PlannerInput, cluster: Cluster, request: PlanRequest) -> bool:
+    """Whether a kept file holds what its name says, as far as that can be seen; anyone may have written to it."""
+    try:
+        check_plan(plan, asked.graph)
+    except AutopartError:
+        return False
+    graph = asked.graph
+    made_for = Provenance(graph.shape_digest(), graph.structure_digest(), asked.torch_version, asked.costs)
+    return (
+        plan.provenance == made_for
+        and plan.world == cluster.world
+        and plan.micro_rows in request.micro_rows
+        and plan.schedule in request.schedules
+        and request.stages in (None, len(plan.stages))
+        and not lacking(plan, request.abilities)
+    )
 
 
 def read_plan(options: Options) -> Plan | None:
@@ -175,8 +296,8 @@ def read_plan(options: Options) -> Plan | None:
     return options.plan
 
 
-def microbatch_options(batch: Batch, cluster: Cluster, options: Options) -> tuple[tuple[int, ...], ...]:
-    """The ways to cut a batch that are tried, each the rows of its micro-batches, largest micro-batches first.
+def microbatch_options(batch: Batch, options: Options) -> Splits:
+    """The splits of a batch that are tried, each the rows of its micro-batches, largest micro-batches first.
 
     What the user says; else the divisors of the number of rows, and powers of two where there are few divisors.
     """
@@ -200,101 +321,56 @@ def micro_counts(rows: int) -> tuple[int, ...]:
     return tuple(divisors if len(divisors) >= min(4, len(powers)) else sorted({*divisors, *powers}))
 
 
-def _first_rows(ways: tuple[tuple[int, ...], ...], batch: Batch, cluster: Cluster, options: Options) -> int:
-    """The rows to capture first: four micro-batches a stage is a fair guess (a fifth of bubble, GPipe section 2.3).
+def _first_size(splits: Splits, batch: Batch, cluster: Cluster, options: Options) -> Size:
+    """The size to capture first: four micro-batches a stage is a fair guess (a fifth of bubble, GPipe section 2.3).
 
     Never one row where there are more: a program of one row may lack what others have, such as an `expand`.
     """
     if batch.rows in (None, 1):
-        return 1
+        return Size(1)
     stages = options.stages or cluster.world
     wanted = 4 * stages if stages > 1 else 1
-    several = [rows for rows in ways if max(rows) > 1]
+    several = [micro_rows for micro_rows in splits if max(micro_rows) > 1]
     if not several:
-        return 2
-    nearest = min(range(len(several)), key=lambda i: abs(len(several[i]) - wanted))
-    return max(several[nearest])
+        return Size(2)
+    nearest = min(several, key=lambda micro_rows: abs(len(micro_rows) - wanted))
+    return Size(max(nearest))
 
 
-def _grows_evenly(first: Captured, other: Captured, ways: tuple[tuple[int, ...], ...], abilities: Capabilities) -> bool:
-    """Whether the program, and so its costs, is known at every number of rows: its sizes lie on a line."""
-    sizes = {max(rows) for rows in ways} | ({1} if abilities.replicas else set())
-    return is_affine(first.graph, other.graph, sizes)
+def _other_sizes(splits: Splits, batch: Batch) -> list[Size] | None:
+    """The sizes of several rows that micro-batches may have, in the order of the splits; None of a batch that cannot be
+    split."""
+    if batch.rows in (None, 1):
+        return None
+    return [Size(rows) for micro_rows in splits for rows in sorted(set(micro_rows)) if rows > 1]
 
 
-def _at_one_size(
-    first: Captured, ways: tuple[tuple[int, ...], ...], options: Options, abilities: Capabilities
-) -> tuple[tuple[tuple[int, ...], ...], Options, tuple[str, ...]]:
-    """What can be planned with costs at one number of rows alone: the ways that have it, without replicas."""
-    if abilities.replicas and options.replicas not in (None, 1):
-        raise UsageError(
-            "replicas cannot be planned for this model",
-            why="its program does not grow evenly with the rows, so the costs of a share of them are not known",
-            fix="use replicas=1",
-        )
-    known = tuple(rows for rows in ways if max(rows) == first.graph.rows) or ways[-1:]
-    without = " and no replicas" if abilities.replicas and options.replicas is None else ""
-    size = f"{max(known[0])} row{'s' * (max(known[0]) > 1)}"
-    note = f"only micro-batches of {size}{without} were tried: the program does not grow evenly with the rows"
-    return known, replace(options, replicas=1) if without else options, (note,)
-
-
-def _same_on_one_row(capturer: CaptureCache, batch: Batch, first: Captured, *, strict: bool) -> bool:
-    """Whether a single row runs the program of several.  strict: raise the reason when it does not."""
-    try:
-        require_same_program(first.graph, capturer(batch, 1).graph)
-    except (CaptureError, RefusedError):
-        if strict:
-            raise
-        return False
-    return True
-
-
-def loss_weight(
-    capturer: CaptureCache, batch: Batch, captured: Captured, micro_rows: tuple[int, ...], options: Options
-) -> LossReduction:
+def loss_reduction(family: ProgramFamily, splits: Splits, options: Options) -> LossReduction:
     """How the losses of micro-batches combine.  One needs no rule; more need one that is proven exact.
 
     Raises CoupledLossError when the whole loss is no combination of theirs.
     """
-    if len(micro_rows) == 1:
+    base, other = family.base, family.other
+    if other is None or all(len(micro_rows) == 1 for micro_rows in splits):
         return WHOLE
-    other = capturer(batch, _second(max(micro_rows), (micro_rows,)))
-    return _weight(captured, other, batch, options)
-
-
-def _weight(captured: Captured, other: Captured, batch: Batch, options: Options) -> LossReduction:
-    graph = mark_rows(captured.graph, other.graph)
+    graph = mark_rows(base.graph, other.graph)
     stated = None if options.loss_reduction == "auto" else options.loss_reduction
     try:
-        return derive_loss_weight(graph, other.graph, stated=stated)
+        with gc_paused():
+            return derive_loss_weight(graph, other.graph, stated=stated)
     except UnprovenRows as unproven:
-        proven = _prove(captured, other, unproven.names, batch)
+        proven = _prove(family, unproven.names)
     try:
-        return derive_loss_weight(graph, other.graph, stated=stated, proven=proven)
+        with gc_paused():
+            return derive_loss_weight(graph, other.graph, stated=stated, proven=proven)
     except UnprovenRows as unproven:
         raise unproven.refusal from None
 
 
-def _second(rows: int, ways: tuple[tuple[int, ...], ...], least: int = 1) -> int:
-    """Another number of rows to compare with: one that may be run anyway, if there is one of at least `least`."""
-    sizes = (size for way in ways for size in sorted(set(way)))
-    return next((size for size in sizes if size != rows and size >= least), rows + 1)
-
-
-def _prove(captured: Captured, other: Captured, names: frozenset[str], batch: Batch) -> frozenset[str]:
-    if _on_meta(captured):
-        return names  # planning only: compile checks again, with weights
-    small, large = sorted((captured, other), key=lambda c: c.graph.rows)
-    return prove_rows(small, large, names, batch)
-
-
-def _costs(captured: Captured, cluster: Cluster, options: Options) -> tuple[Graph, str, tuple[str, ...]]:
-    """The graph with costs, where they come from, and what to say about them."""
-    meta = _on_meta(captured)
-    here = cluster.kind == "cpu" or torch.cuda.is_available()
-    if options.costs == "analytic" or (options.costs == "auto" and (meta or not here)):
-        return analytic_costs(captured.graph, cluster.devices[0]), "analytic", ()
-    device = cluster.devices[0]
-    graph, notes = profile_costs(captured, device) or measure_costs(captured, device)
-    return graph, "measured", notes
+def _prove(family: ProgramFamily, names: frozenset[str]) -> frozenset[str]:
+    """Those of the values that are slices of the whole batch's, as numbers show."""
+    assert family.other is not None
+    if family.on_meta:
+        return names  # planning only: compile checks again, with values
+    small, large = sorted((family.base, family.other), key=lambda captured: captured.graph.rows)
+    return prove_rows(small, large, names, family.batch)

@@ -24,12 +24,14 @@ from common import write
 
 from autopart.capture import capture
 from autopart.capture.batch import flatten
+from autopart.capture.gc_pause import gc_paused
 from autopart.files.clusters import parse_cluster
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.coarsen import coarsen
 from autopart.passes.ops.analytic_costs import analytic_costs
-from autopart.passes.ops.cost_model import sheets
+from autopart.passes.ops.cost_model import ExtrapolatedCosts
+from autopart.passes.ops.resize import ResizableGraph
 from autopart.passes.pipeline import BLOCKS, PlannerInput, build, search
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
@@ -74,13 +76,13 @@ def passes(layers: int, runs: int) -> dict[str, float]:
     fine = timed("atoms", lambda: atoms(graph))
     blocks = timed("coarsen", lambda: coarsen(fine, blocks=BLOCKS))
     kinds = device_types(cluster)
-    costs_at = sheets(graph, None, kinds)  # at the captured rows alone: they are fixed below
+    cost_model = ExtrapolatedCosts(ResizableGraph(graph), kinds)  # at the captured rows alone: they are fixed below
     request = PlanRequest(((2,) * MICROS,), stages=STAGES, replicas=1)
 
     def space() -> SearchSpace:
         return SearchSpace(
-            BlockChain(blocks, graph, costs_at, 2),
-            CostContext(cluster, kinds, costs_at),
+            BlockChain(blocks, graph, cost_model, 2),
+            CostContext(cluster, kinds, cost_model),
             LoadMemo(cluster),
             request,
             fine,
@@ -89,8 +91,9 @@ def passes(layers: int, runs: int) -> dict[str, float]:
 
     timed("search", lambda: search(SearchSpaces(space(), space())))
     timed("bound", lambda: lower_bound(space()))
-    source = PlannerInput(graph, costs_at, torch.__version__)
-    plan = timed("build (all passes)", lambda: build(source, cluster, request))
+    source = PlannerInput(graph, cost_model, torch.__version__)
+    with gc_paused():
+        plan = timed("build (all passes)", lambda: build(source, cluster, request))
     program = timed("route", lambda: route(plan.decision, graph))
     timed("verify", lambda: check_program(program, plan.schedule))
     return {"layers": layers, "ops": len(graph.ops), "blocks": len(blocks.ops), **seconds}

@@ -28,20 +28,22 @@ import torch
 from common import RESULTS, write
 
 from autopart import planning
-from autopart.capture import CaptureCache, Captured
+from autopart.capture import CaptureCache, Captured, family
 from autopart.capture.batch import Batch, flatten
+from autopart.costs import sources
 from autopart.files.clusters import parse_cluster
 from autopart.ir.capabilities import EVERYTHING
+from autopart.ir.size import Size
 from autopart.options import read_options
 from autopart.passes import pipeline
 from autopart.passes.search import finalize
 
 STEPS = (  # names that the compiler's own modules hold, and the pass whose time they are
-    (planning, "infer_other_size", "capture"),
+    (family, "infer_other_size", "capture"),
     (planning, "derive_loss_weight", "loss"),
     (planning, "mark_rows", "loss"),
-    (planning, "analytic_costs", "costs"),
-    (planning, "sheets", "costs"),
+    (sources, "analytic_costs", "costs"),
+    (planning, "ExtrapolatedCosts", "costs"),
     (pipeline, "atoms", "atoms"),
     (pipeline, "coarsen", "coarsen"),
     (pipeline, "BlockChain", "chain"),
@@ -127,14 +129,14 @@ def timed_passes(clock: Clock) -> Iterator[None]:
 
 
 class _Clocked(CaptureCache):
-    """A capturer whose captures are timed."""
+    """A cache whose captures are timed."""
 
     def __init__(self, capturer: CaptureCache, clock: Clock) -> None:
         self.__dict__.update(vars(capturer))
         self._clock = clock
 
-    def __call__(self, batch: Batch, rows: int, mode: str = "step") -> Captured:
-        return self._clock.wrap("capture", super().__call__)(batch, rows, mode)  # type: ignore[no-any-return]
+    def __call__(self, batch: Batch, size: Size, mode: str = "step") -> Captured:
+        return self._clock.wrap("capture", super().__call__)(batch, size, mode)  # type: ignore[no-any-return]
 
 
 def result(case: Case, profile: int = 0) -> dict[str, Any]:

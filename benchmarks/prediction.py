@@ -31,6 +31,7 @@ import autopart
 from autopart.capture.batch import flatten
 from autopart.costs.profiler import profile_costs
 from autopart.ir.program import Slot
+from autopart.ir.size import Size
 from autopart.passes.simulation.estimate import stage_estimates, work_of
 from autopart.passes.simulation.simulate import step_ns
 from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
@@ -145,7 +146,7 @@ def compiled(case: Case, cluster: autopart.Cluster) -> autopart.Pipe:
 
 def predicted(pipe: autopart.Pipe, batch: Any) -> float:
     """Seconds of the simulated step, without the optimizer, from costs measured now."""
-    captured = pipe.session.captures(flatten(batch), max(pipe.plan.micro_rows))
+    captured = pipe.session.captures(flatten(batch), Size(max(pipe.plan.micro_rows)))
     dist.barrier()
     with tempfile.TemporaryDirectory() as folder:
         found = profile_costs(captured, pipe.cluster.devices[0], cache_path=Path(folder) / "costs.json", budget_s=5)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import InfeasibleError, UsageError
-from autopart.ir.gc_pause import gc_paused
 from autopart.ir.graph import Graph
 from autopart.ir.graph import check as check_graph
 from autopart.ir.plan import Optimality, Plan, Provenance, Report
@@ -15,7 +14,7 @@ from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.coarsen import coarsen, nested
 from autopart.passes.graph.cuts import forced_bounds, module_span
-from autopart.passes.ops.cost_model import CostsAt
+from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.proof.certificate import certified, settles
 from autopart.passes.proof.lower_bound import lower_bound
 from autopart.passes.search.archive import Archive, SearchResult
@@ -43,17 +42,16 @@ BLOCKS, MOST_BLOCKS = 64, 192
 class PlannerInput:
     """What a plan is for.
 
-    graph: captured, with costs.  costs_at: its costs at other rows and on other devices.  torch_version, costs: noted
-    in the plan.
+    graph: captured, with costs.  cost_model: its costs at other sizes and on other devices.  torch_version, costs:
+    noted in the plan.
     """
 
     graph: Graph
-    costs_at: CostsAt
+    cost_model: CostModel
     torch_version: str
     costs: str = "analytic"
 
 
-@gc_paused()
 def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: Watch | None = None) -> Plan:
     """The plan with the shortest simulated step, which says how far from the best one it can be.
 
@@ -120,7 +118,9 @@ def _with_bounds(final: Finalized, spaces: SearchSpaces, watch: Watch | None) ->
 
 
 def _costs(source: PlannerInput, cluster: Cluster, request: PlanRequest) -> CostContext:
-    return CostContext(cluster, device_types(cluster), source.costs_at, request.state_factor, request.abilities.overlap)
+    return CostContext(
+        cluster, device_types(cluster), source.cost_model, request.state_factor, request.abilities.overlap
+    )
 
 
 def _spaces(source: PlannerInput, fine: Graph, cluster: Cluster, request: PlanRequest) -> SearchSpaces:
@@ -133,7 +133,7 @@ def _spaces(source: PlannerInput, fine: Graph, cluster: Cluster, request: PlanRe
     most_rows = max(max(rows) for rows in request.micro_rows)
 
     def space(blocks: Graph) -> SearchSpace:
-        chain = BlockChain(blocks, source.graph, source.costs_at, most_rows)
+        chain = BlockChain(blocks, source.graph, source.cost_model, most_rows)
         return SearchSpace(chain, costs, loads, request, fine, forced_bounds(blocks, fine, request.cuts))
 
     whole = space(many)

@@ -16,6 +16,7 @@ from autopart.files.plans import match_plan
 from autopart.ir.capabilities import EVERYTHING, RUNTIME
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.errors import CoupledLossError, RefusedError, UsageError
+from autopart.ir.size import Size
 from autopart.options import read_options
 from autopart.planning import Planned, _at_one_size, make_plan
 
@@ -63,9 +64,9 @@ class Counted(CaptureCache):
 
     rows: list[int]
 
-    def __call__(self, batch: Any, rows: int, mode: str = "step") -> Any:
-        self.rows = [*getattr(self, "rows", []), rows]
-        return super().__call__(batch, rows, mode)
+    def __call__(self, batch: Any, size: Size, mode: str = "step") -> Any:
+        self.rows = [*getattr(self, "rows", []), size.rows]
+        return super().__call__(batch, size, mode)
 
 
 def planned(
@@ -77,7 +78,8 @@ def planned(
     capturer = Counted(model, F.mse_loss)
     read = read_options(costs="analytic", loss_fn=F.mse_loss, optimizer="sgd", **options)
     made = make_plan(capturer, flatten(data, with_target=True), SLOW, read, RUNTIME if runtime else EVERYTHING)
-    fresh = CaptureCache(model, F.mse_loss)(flatten(data, with_target=True), max(made.plan.micro_rows))
+    size = Size(max(made.plan.micro_rows))
+    fresh = CaptureCache(model, F.mse_loss)(flatten(data, with_target=True), size)
     match_plan(made.plan, fresh.graph, torch_version=torch.__version__, world=4)
     return made, capturer.rows
 
@@ -131,10 +133,9 @@ def test_replicas_of_such_a_program_are_refused() -> None:
 
 
 def test_of_uneven_growth_the_captured_size_is_left_or_the_only_one_asked_for() -> None:
-    first = CaptureCache(Layers(), F.mse_loss)(flatten((torch.ones(8, 16), torch.ones(8, 16)), with_target=True), 2)
-    for ways in (((8,), (2,) * 4, (1,) * 8), ((1,) * 8,)):
-        known, _, (note,) = _at_one_size(first, ways, read_options(), RUNTIME)
-        assert known == (((2,) * 4,) if len(ways) > 1 else ways) and f"of {known[0][0]} row" in note
+    for splits in (((8,), (2,) * 4, (1,) * 8), ((1,) * 8,)):
+        kept, _, note = _at_one_size(Size(2), splits, read_options(), RUNTIME)
+        assert kept == (((2,) * 4,) if len(splits) > 1 else splits) and f"of {kept[0][0]} row" in note
 
 
 def contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

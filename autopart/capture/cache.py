@@ -1,4 +1,4 @@
-"""One model's captures, each made once: by mode, shape of the batch and number of rows."""
+"""One model's captures, each made once: by mode, shape of the batch and size."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from autopart.capture.batch import Batch
 from autopart.capture.capture import Captured, capture
 from autopart.capture.export import LossFn
 from autopart.capture.guards import check_model
+from autopart.ir.size import Size
 
 _KEEP = 32  # captures; a batch of a new shape every step must not fill the memory
 
@@ -21,14 +22,14 @@ class CaptureCache:
         self._flags = [(module, module.training) for module in model.modules()]
         self._made: dict[tuple[object, ...], Captured] = {}
 
-    def __call__(self, batch: Batch, rows: int, mode: str = "step") -> Captured:
-        """The capture for micro-batches of `rows` rows shaped like `batch`; modes as in `capture`."""
-        key = (mode, rows, batch.signature())
+    def __call__(self, batch: Batch, size: Size, mode: str = "step") -> Captured:
+        """The capture for micro-batches of `size` shaped like `batch`; modes as in `capture`."""
+        key = (mode, size, batch.signature())
         if key not in self._made:
             now = [(module, module.training) for module in self.model.modules()]
             _set(self._flags)
             try:
-                self._made[key] = capture(self.model, batch, rows=rows, loss_fn=self._loss_fn, mode=mode)
+                self._made[key] = capture(self.model, batch, size=size, loss_fn=self._loss_fn, mode=mode)
             finally:
                 _set(now)
             if len(self._made) > _KEEP:

@@ -11,13 +11,14 @@ from torch.export.graph_signature import OutputKind
 
 from autopart.capture.batch import Batch
 from autopart.capture.export import LossFn, OutputSpec, Wrapper, explained, export, quiet
+from autopart.capture.gc_pause import gc_paused
 from autopart.capture.guards import check_aliased_buffers, check_autocast
 from autopart.capture.lower import lower
 from autopart.capture.names import Names, read_names
 from autopart.capture.to_graph import read_graph
 from autopart.ir.errors import AutopartError
-from autopart.ir.gc_pause import gc_paused
 from autopart.ir.graph import Graph
+from autopart.ir.size import Size
 
 _one_at_a_time = threading.RLock()
 """Tracing patches classes of torch for as long as it lasts.  Another thread that captures waits; one that only uses
@@ -39,11 +40,16 @@ class Captured:
         """The model's own parameters and buffers, and lifted constants, by name."""
         return self.names.tensors
 
+    @property
+    def on_meta(self) -> bool:
+        """Whether the model has shapes and no values: it can be planned and not be run."""
+        return any(tensor.is_meta for tensor in self.tensors.values())
+
 
 def capture(
-    model: nn.Module, batch: Batch, *, rows: int | None = None, loss_fn: LossFn | None = None, mode: str = "step"
+    model: nn.Module, batch: Batch, *, size: Size | None = None, loss_fn: LossFn | None = None, mode: str = "step"
 ) -> Captured:
-    """Capture a model for micro-batches of `rows` rows shaped like `batch`.
+    """Capture a model for micro-batches of `size` shaped like `batch`; None is the size of the batch itself.
 
     mode: "step" (loss and gradients, with the training flags the model has), "loss" (loss in eval mode) or "predict"
     (what the model returns, in eval mode).  The model is left as it was; `check_model` has passed it, before
@@ -52,7 +58,7 @@ def capture(
     meta = any(p.is_meta for p in model.parameters())
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     check_autocast(device.type if not meta else "cpu")
-    sample = batch.with_rows(rows if rows is not None else batch.rows or 1)
+    sample = batch.with_rows(size.rows if size is not None else batch.rows or 1)
     sample = sample.to(device)
     wrapper = Wrapper(model, sample, loss_fn, wants_outputs=mode == "predict")
     with _one_at_a_time, gc_paused():
@@ -61,7 +67,7 @@ def capture(
         outputs = _outputs_by_ops(program, module)
         names = read_names(program, module, wrapper, sample)
         check_aliased_buffers(model, names.updates.keys())
-        graph = read_graph(module, names, outputs, sample.rows or 1, backward=mode == "step")
+        graph = read_graph(module, names, outputs, Size(sample.rows or 1), backward=mode == "step")
     return Captured(module, graph, names, wrapper.outputs)
 
 

@@ -1,6 +1,6 @@
 """A capture at another number of rows without capturing again, for planning models that hold no weights.
 
-The first capture is made at a telling number of rows: a prime that divides no size of the model and of its inputs.  A
+The first capture is made at a prime number of rows that divides no size of the model and of its inputs.  A
 size or argument that it divides can then only come from the rows, and is put at the other number; torch says what
 shapes follow, once for calls that are alike, and they have to be those that the same rule predicts.  Where anything
 may mean the rows in another way (a number near a multiple, a share such as 1/rows, rows against rows) there is no
@@ -26,6 +26,7 @@ from autopart.capture.batch import Batch
 from autopart.capture.call_signature import Unsure, call_key, tensor_kind
 from autopart.capture.capture import Captured
 from autopart.ir.graph import Graph, Literal
+from autopart.ir.size import Size
 from autopart.rng import keyed
 
 _FROM, _TO = 61, 400
@@ -36,14 +37,16 @@ _HUGE = 1 << 40
 """What is larger is no size: `x[a:]` has the end 2**63 - 1."""
 
 
-class _Untold(Exception):
+class _Ambiguous(Exception):
     """A number may or may not come from the rows."""
 
 
 def prime_batch_size(model: nn.Module, batch: Batch) -> int | None:
     """A number of rows that no other size of the model and its inputs can be mistaken for, if there is one."""
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
-    sizes |= {size for leaf in batch.tensors for size in leaf.shape[batch.is_split(leaf) :]}
+    for leaf in batch.tensors:
+        own_axes = leaf.shape[1:] if batch.is_split(leaf) else leaf.shape  # the first axis of a split leaf is the rows
+        sizes.update(own_axes)
     primes = (p for p in range(_FROM, _TO) if all(p % q for q in range(2, math.isqrt(p) + 1)))
     return next((p for p in primes if not any(_near(size, p) for size in sizes)), None)
 
@@ -53,12 +56,12 @@ def _near(number: int, rows: int) -> bool:
     return number >= rows - _NEAR and min(number % rows, -number % rows) <= _NEAR
 
 
-def infer_other_size(captured: Captured, rows: int) -> Captured | None:
-    """The capture as it would be at `rows` rows, None where that cannot be told.  Its module stays the old one.
+def infer_other_size(captured: Captured, size: Size) -> Captured | None:
+    """The capture as it would be at another size, None where that cannot be told.  Its module stays the old one.
 
-    Before: captured at `telling_rows`.  O(nodes), and one call on fake tensors for each kind of call.
+    Before: captured at `prime_batch_size` rows.  O(nodes), and one call on fake tensors for each kind of call.
     """
-    change = _Change(captured.graph.rows, rows)
+    change = _Change(captured.graph.rows, size.rows)
     try:
         shapes = _shapes(captured, change)
         graph = _resized(captured.graph, shapes, change)
@@ -75,25 +78,25 @@ class _Change:
     new: int
 
     def number(self, number: int) -> int:
-        """A size or an argument after the change.  Raises _Untold."""
+        """A size or an argument after the change.  Raises _Ambiguous."""
         if abs(number) > _HUGE:
             return number
         share, rest = divmod(abs(number), self.old)
         if share and not rest:
             if not share % self.old:
-                raise _Untold  # rows against rows
+                raise _Ambiguous  # rows against rows
             return share * self.new * (1 if number > 0 else -1)
         if _near(abs(number), self.old):
-            raise _Untold
+            raise _Ambiguous
         return number
 
     def share(self, number: float) -> float:
-        """A number that is no integer.  Raises _Untold when it may be a multiple or a share of the rows."""
+        """A number that is no integer.  Raises _Ambiguous when it may be a multiple or a share of the rows."""
         whole = number * self.old
         if number and not number.is_integer() and math.isclose(whole, round(whole), rel_tol=1e-9):
-            raise _Untold
+            raise _Ambiguous
         if number.is_integer() and abs(number) < _HUGE and _near(abs(int(number)), self.old):
-            raise _Untold
+            raise _Ambiguous
         return number
 
     def literal(self, value: Any) -> Any:
@@ -110,7 +113,7 @@ class _Change:
 
 
 def _shapes(captured: Captured, change: _Change) -> dict[str, tuple[int, ...]]:
-    """The shape of every value after the change, as torch says.  Raises _Untold when it is not the predicted one."""
+    """The shape of every value after the change, as torch says.  Raises _Ambiguous when it is not the predicted one."""
     nodes = list(captured.module.graph.nodes)
     mode = detect_fake_mode([node.meta.get("val") for node in nodes])
     env: dict[fx.Node, Any] = {}
@@ -137,7 +140,7 @@ def _given(node: fx.Node, captured: Captured, change: _Change) -> torch.Tensor:
     if node.name in captured.names.inputs:
         shape = change.shape(shape)
     elif change.shape(shape) != shape:
-        raise _Untold  # a constant that was made of the rows
+        raise _Ambiguous  # a constant that was made of the rows
     return torch.empty(shape, dtype=value.dtype, device=value.device)
 
 
@@ -167,7 +170,7 @@ def _plain(value: Any) -> Any:
 def _compare(old: Any, new: Any, change: _Change) -> None:
     for before, after in zip(pytree.tree_leaves(old), pytree.tree_leaves(new), strict=True):
         if change.shape(before.shape) != tuple(after.shape) or before.dtype != after.dtype:
-            raise _Untold
+            raise _Ambiguous
 
 
 def _resized(graph: Graph, shapes: dict[str, tuple[int, ...]], change: _Change) -> Graph:
@@ -184,4 +187,4 @@ def _resized(graph: Graph, shapes: dict[str, tuple[int, ...]], change: _Change) 
         for v in graph.values
     )
     ops = tuple(replace(op, attrs=tuple((name, attr(value)) for name, value in op.attrs)) for op in graph.ops)
-    return replace(graph, rows=change.new, values=values, ops=ops)
+    return replace(graph, size=Size(change.new), values=values, ops=ops)

@@ -16,19 +16,13 @@ def mark_rows(graph: Graph, other: Graph) -> Graph:
     """`graph` with `Value.rows_axis` set, by comparison with the same model captured at another number of rows.
 
     Holds before: both graphs have the same structure.  A value whose two shapes differ in several axes (every row
-    against every row) keeps None; `coupled_values` lists those.  O(values).
+    against every row) keeps None.  O(values).
     Raises RefusedError when the two captures are different programs.
     """
     require_same_program(graph, other)
     shapes = other.value_map()
     values = tuple(replace(v, rows_axis=_axis(v, shapes[v.name])) for v in graph.values)
     return replace(graph, values=values)
-
-
-def coupled_values(graph: Graph, other: Graph) -> tuple[str, ...]:
-    """Values that grow in more than one axis with the batch: every row meets every other row in them."""
-    shapes = other.value_map()
-    return tuple(v.name for v in graph.values if len(_differing(v, shapes[v.name])) > 1)
 
 
 def require_same_program(graph: Graph, other: Graph) -> None:
@@ -52,9 +46,6 @@ def require_same_program(graph: Graph, other: Graph) -> None:
 
 
 def _axis(a: Value, b: Value) -> int | None:
-    differing = _differing(a, b)
+    """The axis in which the shapes differ, if it is the only one."""
+    differing = [axis for axis, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y]
     return differing[0] if len(differing) == 1 else None
-
-
-def _differing(a: Value, b: Value) -> list[int]:
-    return [axis for axis, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y]

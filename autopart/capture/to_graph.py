@@ -14,10 +14,11 @@ from autopart.capture.names import Names, strip
 from autopart.capture.source_location import user_line_of_text
 from autopart.ir.errors import CaptureError
 from autopart.ir.graph import Graph, Literal, Op, Param, Value, check
+from autopart.ir.size import Size
 from autopart.rng import keyed
 
 
-def read_graph(module: fx.GraphModule, names: Names, outputs: list[fx.Node], rows: int, *, backward: bool) -> Graph:
+def read_graph(module: fx.GraphModule, names: Names, outputs: list[fx.Node], size: Size, *, backward: bool) -> Graph:
     """Read a lowered graph.  outputs: the nodes of the user outputs, the loss first.  backward: mark the values that
     a gradient flows through.  O(nodes)."""
     grads = _gradients(module, names, outputs) if backward else set()
@@ -26,7 +27,7 @@ def read_graph(module: fx.GraphModule, names: Names, outputs: list[fx.Node], row
     results = [node for call in calls for node in results_of(call)]
     return check(
         Graph(
-            rows=rows,
+            size=size,
             values=tuple(_value(n, names, n.name in grads) for n in input_nodes + results),
             params=_params(names),
             ops=tuple(_op(call, names) for call in calls),

@@ -23,6 +23,7 @@ from autopart import api
 from autopart.cli.cluster import app as cluster_app
 from autopart.cli.demo.models import BUILTIN
 from autopart.cli.model_loader import load_model
+from autopart.costs.sources import COST_SOURCES
 from autopart.files.plans import diff_plans, load_plan, plan_to_json, save_plan
 from autopart.ir.errors import AutopartError, RunError, UsageError
 from autopart.report.plan_table import stage_table
@@ -58,14 +59,6 @@ class Recompute(StrEnum):
     ALL = "all"
 
 
-class Costs(StrEnum):
-    """Where the times of ops come from."""
-
-    AUTO = "auto"
-    MEASURED = "measured"
-    ANALYTIC = "analytic"
-
-
 ModelName = Annotated[
     str, typer.Argument(help=f"{', '.join(BUILTIN)}, or module:function or file.py:function -> (model, batch)")
 ]
@@ -79,7 +72,12 @@ Cuts = Annotated[
     list[str] | None, typer.Option("--cuts", help="Module path at which a stage begins; repeat, or separate by commas")
 ]
 Seed = Annotated[int, typer.Option(help="Of the weights and of dropout")]
-CostsName = Annotated[Costs, typer.Option(help="Times of ops: measured on this machine, or from FLOPs and bytes")]
+CostsName = Annotated[
+    str,
+    typer.Option(
+        metavar=f"[{'|'.join(COST_SOURCES)}]", help="Times of ops: measured on this machine, or from FLOPs and bytes"
+    ),
+]
 Optimizer = Annotated[
     str | None, typer.Option(help="sgd, momentum, adam or adamw, each also with +masters; decides the memory")
 ]
@@ -120,7 +118,7 @@ def make_plan(
     schedule: ScheduleName = Schedule.AUTO,
     cuts: Cuts = None,
     seed: Seed = 0,
-    costs: CostsName = Costs.AUTO,
+    costs: CostsName = "auto",
     optimizer: Optimizer = None,
     replicas: Replicas = None,
     recompute: Annotated[Recompute, typer.Option(help="Compute activations again to save memory")] = Recompute.AUTO,
@@ -195,7 +193,7 @@ def verify(
     schedule: ScheduleName = Schedule.AUTO,
     cuts: Cuts = None,
     seed: Seed = 0,
-    costs: CostsName = Costs.AUTO,
+    costs: CostsName = "auto",
     plan: PlanFile = None,
     tolerance: Annotated[
         float | None, typer.Option(min=0.0, help="Largest relative error; by default 1e-5 in fp32, 1e-10 in fp64")
@@ -234,14 +232,14 @@ def _options(
     schedule: Schedule,
     cuts: list[str] | None,
     seed: int,
-    costs: Costs,
+    costs: str,
     plan: Path | None,
 ) -> dict[str, Any]:
     """Keywords of `compile`, as plain data."""
     paths = tuple(path.strip() for text in cuts or () for path in text.split(","))
     return {
         "stages": stages, "micro_batches": micro_batches, "schedule": schedule.value, "cuts": paths, "seed": seed,
-        "costs": costs.value, "plan": None if plan is None else str(plan),
+        "costs": costs, "plan": None if plan is None else str(plan),
     }  # fmt: skip
 
 

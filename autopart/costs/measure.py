@@ -6,18 +6,16 @@ layers are measured once.  Operands are made up from their shapes: no weights ar
 What this assumes and where it is wrong: an op takes as long alone as among others (caches are warmer here, memory is
 less fragmented, and on a GPU nothing overlaps); its time does not depend on the data (lookups hit row 0; experts of a
 mixture get all tokens or none); the number of threads is this process's.  Views and creation of constants are not
-measured.  Saved bytes and operations are counted, not measured (`passes.rules`).
+measured.  Saved bytes and operations are computed, not measured (`passes.ops.analytic_costs`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from autopart.capture import Captured
 from autopart.capture.names import Names
+from autopart.files.cost_cache import CostCache, OpTimes, default_cost_path
 from autopart.ir.cluster import Device
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, Op, Param, Value
@@ -42,10 +41,6 @@ _MEMORY_SHARE = 4
 """An op whose operands and results need more than 1/4 of the device's memory is not measured."""
 _LEAST_NS = 1_000
 """A backward takes at least this long, whatever the clock says."""
-_VERSION = 1
-
-Entry = tuple[int, int]
-"""Nanoseconds of forward and backward."""
 
 
 def measure_costs(
@@ -54,16 +49,16 @@ def measure_costs(
     """The captured graph with measured costs, and notes on where they come from.
 
     cache_path: file of the cache (default: costs.json in $AUTOPART_CACHE, else in the user's cache folder).  budget_s:
-    seconds to spend; the ops that cost most by count of operations come first, and what is left takes its analytic
-    cost, scaled by how far the analytic costs of the measured ops were off.
+    seconds to spend; the ops with the largest analytic costs come first, and what is left keeps its analytic cost,
+    rescaled by how far the analytic costs of the measured ops were off.
     """
     graph = analytic_costs(captured.graph, device)
-    cache = Cache(cache_path or default_cache_path(), environment(device))
+    cache = CostCache(cache_path or default_cost_path(), environment(device))
     samples = _samples(captured, graph, torch.device(device.kind))
-    found: dict[str, Entry] = {}
+    found: dict[str, OpTimes] = {}
     deadline = time.monotonic() + budget_s
     counts = {"measured": 0, "known": 0, "failed": 0, "late": 0}
-    for sample in sorted(samples, key=lambda s: -s.weight_ns):
+    for sample in sorted(samples, key=lambda s: -s.analytic_ns):
         known = cache.get(sample.key)
         if known is None and time.monotonic() > deadline:
             counts["late"] += 1
@@ -83,36 +78,38 @@ def measure_costs(
 def _notes(counts: Mapping[str, int]) -> tuple[str, ...]:
     notes = [f"costs: {counts['measured']} distinct ops measured, {counts['known']} known from earlier runs"]
     if counts["failed"]:
-        notes.append(f"costs: {counts['failed']} distinct ops cannot be measured alone; theirs are counted")
+        notes.append(f"costs: {counts['failed']} distinct ops cannot be measured alone; their costs were estimated")
     if counts["late"]:
-        notes.append(f"costs: no time to measure {counts['late']} distinct ops; theirs are counted, and scaled")
+        notes.append(
+            f"costs: no time to measure {counts['late']} distinct ops; their costs were estimated and rescaled"
+        )
     return tuple(notes)
 
 
-def _with_costs(graph: Graph, keys: Mapping[str, str], found: Mapping[str, Entry]) -> Graph:
+def _with_costs(graph: Graph, keys: Mapping[str, str], found: Mapping[str, OpTimes]) -> Graph:
     """Measured times where there are some, else analytic ones scaled by the mean error of those that were measured."""
-    done = [(op.cost, found[keys[op.name]]) for op in graph.ops if keys.get(op.name) in found]
-    forward = _ratio(sum(e[0] for _, e in done), sum(c.fwd_ns for c, _ in done))
-    backward = _ratio(sum(e[1] for _, e in done), sum(c.bwd_ns for c, _ in done))
+    pairs = [(op.cost, found[keys[op.name]]) for op in graph.ops if keys.get(op.name) in found]
+    forward = _ratio(sum(measured[0] for _, measured in pairs), sum(analytic.fwd_ns for analytic, _ in pairs))
+    backward = _ratio(sum(measured[1] for _, measured in pairs), sum(analytic.bwd_ns for analytic, _ in pairs))
 
     def cost(op: Op) -> Cost:
-        entry = found.get(keys.get(op.name, ""))
-        if entry is not None:
-            return replace(op.cost, fwd_ns=entry[0], bwd_ns=entry[1])
+        times = found.get(keys.get(op.name, ""))
+        if times is not None:
+            return replace(op.cost, fwd_ns=times[0], bwd_ns=times[1])
         if op.name not in keys:
-            return op.cost  # views and constants: a launch
+            return op.cost  # views and constants cost a launch
         return replace(op.cost, fwd_ns=int(op.cost.fwd_ns * forward), bwd_ns=int(op.cost.bwd_ns * backward))
 
     return replace(graph, ops=tuple(replace(op, cost=cost(op)) for op in graph.ops))
 
 
-def _ratio(measured: int, counted: int) -> float:
-    return measured / counted if measured and counted else 1.0
+def _ratio(measured_ns: int, analytic_ns: int) -> float:
+    return measured_ns / analytic_ns if measured_ns and analytic_ns else 1.0
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """An operand to make up."""
+    """The description of an operand, from which one with made-up values is made."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -147,7 +144,7 @@ def made_up(example: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Sample:
-    """One distinct op: how to call it, the ops it stands for, and what all of them cost by count (ns)."""
+    """One distinct op: how to call it, the ops it stands for, and the analytic cost of all of them in nanoseconds."""
 
     key: str
     target: Callable[..., Any]
@@ -155,7 +152,7 @@ class _Sample:
     kwargs: dict[str, Any]
     grad: bool
     ops: tuple[str, ...]
-    weight_ns: int
+    analytic_ns: int
 
 
 def _samples(captured: Captured, graph: Graph, device: torch.device) -> list[_Sample]:
@@ -171,7 +168,7 @@ def _samples(captured: Captured, graph: Graph, device: torch.device) -> list[_Sa
         text = json.dumps([op.target, op.random, grad, _text(args), _text(kwargs)])
         key = hashlib.sha256(text.encode()).hexdigest()[:24]
         before = samples.get(key)
-        weight = op.cost.total_ns + (before.weight_ns if before else 0)
+        weight = op.cost.total_ns + (before.analytic_ns if before else 0)
         target: Any = node.target
         samples[key] = _Sample(key, target, args, kwargs, grad, (*(before.ops if before else ()), op.name), weight)
     return list(samples.values())
@@ -194,13 +191,13 @@ def _described(
 
 
 def _text(value: Any) -> str:
-    """A text that is equal for equal arguments; the number of a random op plays no role."""
+    """A text that is equal for equal arguments; the number that tells random ops apart is left out."""
     if isinstance(value, tuple) and len(value) > 1 and isinstance(value[0], torch._ops.OpOverload):
         value = (value[0], *value[2:])
     return str(pytree.tree_map(str, value))
 
 
-def _measured(sample: _Sample, device: Device) -> Entry | None:
+def _measured(sample: _Sample, device: Device) -> OpTimes | None:
     """Forward and backward of one op, or None when it cannot run alone."""
     described = [x for x in pytree.tree_leaves((sample.args, sample.kwargs)) if isinstance(x, _Tensor)]
     if sum(t.extent * t.dtype.itemsize for t in described) > device.memory_bytes // _MEMORY_SHARE:
@@ -213,7 +210,7 @@ def _measured(sample: _Sample, device: Device) -> Entry | None:
         with torch.set_grad_enabled(sample.grad):
             forward = _median_ns(lambda: sample.target(*args, **kwargs), where)
             backward = _backward_ns(sample.target(*args, **kwargs), (args, kwargs), where) if sample.grad else 0
-    except Exception:  # any op of any library may dislike made-up operands; its cost is then counted
+    except Exception:  # any op of any library may refuse made-up operands; its cost is then estimated
         return None
     return forward, backward
 
@@ -228,7 +225,7 @@ def _backward_ns(result: Any, operands: Any, device: torch.device) -> int:
 
 
 def _median_ns(call: Callable[[], Any], device: torch.device) -> int:
-    """Median of several runs, each waited for."""
+    """Median nanoseconds of several runs; of each the end on the device is waited for."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -256,69 +253,3 @@ def environment(device: Device) -> str:
     else:
         name = f"{platform.machine()} {platform.processor() or platform.node()} {torch.get_num_threads()} threads"
     return f"torch {torch.__version__}, {name}"
-
-
-def default_cache_path() -> Path:
-    """costs.json in $AUTOPART_CACHE, else in autopart/ of the user's cache folder."""
-    own = os.environ.get("AUTOPART_CACHE")
-    if own:
-        return Path(own) / "costs.json"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "autopart" / "costs.json"
-
-
-class Cache:
-    """Measured times on disk: {"version", "times": {environment: {key: [forward ns, backward ns]}}}.
-
-    What cannot be read is ignored and written anew; a folder that cannot be written to is no error.
-    """
-
-    def __init__(self, path: Path, environment: str) -> None:
-        self._path, self._environment = path, environment
-        self._times = _read(path).get(environment, {})
-        self._new: dict[str, Entry] = {}
-
-    def get(self, key: str) -> Entry | None:
-        """Times of an op measured in this environment before."""
-        return self._times.get(key)
-
-    def put(self, key: str, entry: Entry) -> None:
-        """Remember the times of an op."""
-        if self._times.get(key) != entry:
-            self._times[key] = self._new[key] = entry
-
-    def save(self) -> None:
-        """Add what is new to the file, at once and whole."""
-        if not self._new:
-            return
-        everything = _read(self._path)  # another process may have written since
-        everything.setdefault(self._environment, {}).update(self._new)
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self._path.parent, suffix=".tmp")
-            with os.fdopen(handle, "w") as file:
-                json.dump({"version": _VERSION, "times": everything}, file)
-            os.replace(name, self._path)
-        except OSError:
-            return
-
-
-def _read(path: Path) -> dict[str, dict[str, Entry]]:
-    """The valid entries of a cache file; nothing when it is missing or broken."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    if (
-        not isinstance(content, dict)
-        or content.get("version") != _VERSION
-        or not isinstance(content.get("times"), dict)
-    ):
-        return {}
-    return {place: dict(_valid(entries)) for place, entries in content["times"].items() if isinstance(entries, dict)}
-
-
-def _valid(entries: dict[str, Any]) -> Iterator[tuple[str, Entry]]:
-    for key, entry in entries.items():
-        if isinstance(entry, list) and len(entry) == 2 and all(type(n) is int and n >= 0 for n in entry):
-            yield key, (entry[0], entry[1])

@@ -1,9 +1,9 @@
 """Costs of ops inside the step: the captured program is run as it is, and each op timed where it stands.
 
 An op that is measured alone finds its operands in the cache and memory that was just given back.  Here one micro-batch
-goes forward op by op and backward node by node of autograd, gradients accumulating as in a step; then the same program
-runs unwatched, and all times are scaled by one factor for the forward and one for the backward, so that they add up
-(what the engine and the allocator do between ops is spread over them).
+goes forward op by op and backward node by node of autograd, gradients accumulating as in a step.  Then the same program
+runs without timers, and all times are scaled by one factor for the forward and one for the backward, so that they add
+up to its time: what the engine and the allocator do between ops is spread over them.
 
 Wrong where the inputs matter: integers are 0, floats around 1.  A program that is too large or too slow for this
 process, or that does not run on such inputs, is left to `measure`.
@@ -24,13 +24,14 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autopart.capture import Captured
-from autopart.costs.measure import Cache, Entry, default_cache_path, environment, made_up
+from autopart.costs.measure import environment, made_up
+from autopart.files.cost_cache import CostCache, OpTimes, default_cost_path
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph
 from autopart.passes.ops.analytic_costs import analytic_costs
 
 _RUNS = 5
-"""Runs of each kind at most, after one for warming up; medians count."""
+"""Runs with timers and without at most, each after one for warming up; medians count."""
 _MEMORY_SHARE = 3
 """A program that needs more than a third of the device's memory is not run whole."""
 
@@ -44,15 +45,16 @@ def profile_costs(
     parameters are read, never changed, and get no gradients.
     """
     graph = analytic_costs(captured.graph, device)
-    cache = Cache(cache_path or default_cache_path(), environment(device))
+    cache = CostCache(cache_path or default_cost_path(), environment(device))
     keys = {op.name: f"{graph.shape_digest()[:16]} {i}" for i, op in enumerate(graph.ops)}
     known = {name: entry for name, key in keys.items() if (entry := cache.get(key))}
     if len(known) < len(keys):
         if not _affordable(graph, device, budget_s):
             return None
-        known = _profiled(captured, torch.device(device.kind), budget_s) or {}
-        if len(known) < len(keys):
+        profiled = _profiled(captured, torch.device(device.kind), budget_s)
+        if profiled is None or len(profiled) < len(keys):
             return None
+        known = profiled
         for name, key in keys.items():
             cache.put(key, known[name])
         cache.save()
@@ -62,27 +64,27 @@ def profile_costs(
 
 
 def _affordable(graph: Graph, device: Device, budget_s: float) -> bool:
-    held = sum(p.size_bytes for p in graph.params) * 2 + sum(op.cost.saved_bytes for op in graph.ops)
+    held_bytes = sum(p.size_bytes for p in graph.params) * 2 + sum(op.cost.saved_bytes for op in graph.ops)
     expected_s = sum(op.cost.total_ns for op in graph.ops) * 1e-9
-    return held * _MEMORY_SHARE <= device.memory_bytes and expected_s <= budget_s / 4
+    return held_bytes * _MEMORY_SHARE <= device.memory_bytes and expected_s <= budget_s / 4
 
 
-def _profiled(captured: Captured, where: torch.device, budget_s: float) -> dict[str, Entry] | None:
+def _profiled(captured: Captured, where: torch.device, budget_s: float) -> dict[str, OpTimes] | None:
     """Nanoseconds of forward and backward of each op, or None when the program does not run with made-up inputs."""
     deadline = time.monotonic() + budget_s
-    watched, whole = [], []
+    by_op, whole = [], []
     try:
         program = _Program(captured, where)
         for turn in range(_RUNS + 1):
             whole.append(program.run())
-            watched.append(program.watch())
+            by_op.append(program.run_timed())
             if turn and time.monotonic() > deadline:
                 break
-    except Exception:  # whatever an op dislikes about made-up inputs
+    except Exception:  # any op may refuse made-up inputs
         return None
     names = [node.name for node in captured.module.graph.nodes if node.op == "call_function"]
     times = [
-        {name: statistics.median(run[phase].get(name, 0) for run in watched[1:]) for name in names} for phase in (0, 1)
+        {name: statistics.median(run[phase].get(name, 0) for run in by_op[1:]) for name in names} for phase in (0, 1)
     ]
     totals = [statistics.median(run[phase] for run in whole[1:]) for phase in (0, 1)]
     factors = [total / max(1.0, sum(part.values())) for total, part in zip(totals, times, strict=True)]
@@ -109,21 +111,21 @@ class _Program:
         leaf = tensor.detach()
         return leaf.requires_grad_(names.kinds[name] == "param" and tensor.requires_grad)
 
-    def run(self) -> Entry:
-        """Nanoseconds of the forward and of the backward, nothing watched."""
+    def run(self) -> OpTimes:
+        """Nanoseconds of the whole forward and of the whole backward."""
         forward, results = self._clocked(partial(self._module, *self._inputs))
         backward, _ = self._clocked(results[self._loss_at].backward)
         return forward, backward
 
-    def watch(self) -> tuple[dict[str, int], dict[str, int]]:
+    def run_timed(self) -> tuple[dict[str, int], dict[str, int]]:
         """Nanoseconds of each op, forward and backward."""
-        watch = _Watch(self._module, self._where)
+        timed = _TimedRun(self._module, self._where)
         try:
-            results = watch.run(*self._inputs)
+            results = timed.run(*self._inputs)
             results[self._loss_at].backward()
         finally:
-            watch.release()
-        return watch.forward, watch.backward
+            timed.release()
+        return timed.forward, timed.backward
 
     def _clocked(self, call: Callable[[], Any]) -> tuple[int, Any]:
         _wait(self._where)
@@ -138,8 +140,8 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class _Watch(fx.Interpreter):
-    """Runs a module op by op; what it times is in `forward` and, after a backward, in `backward`, by op."""
+class _TimedRun(fx.Interpreter):
+    """Runs a module op by op.  forward and, after a backward, backward: nanoseconds by op."""
 
     def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
         super().__init__(module)

@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from autopart.files.reading import SHOWN, brief, listed, parse_json, problems_of, read_text
+from autopart.files.storage import write_whole
 from autopart.ir import plan as plan_ir
 from autopart.ir.cluster import torchrun_line
 from autopart.ir.errors import PlanError, PlanFileError
@@ -95,17 +96,10 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """
     text = plan_to_json(plan_ir.check(plan))
     target = Path(path)
-    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with open(draft, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, target)
+        write_whole(target, text)
     except OSError as error:
         raise PlanFileError(f"cannot write the plan to {target}", why=str(error)) from error
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

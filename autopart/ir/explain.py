@@ -11,7 +11,7 @@ from autopart.ir.capabilities import lacking
 if TYPE_CHECKING:  # a plan explains itself with this module
     from autopart.ir.plan import Estimate, Plan
 
-COST_SOURCES = {
+COST_DESCRIPTIONS = {
     "analytic": "op costs are analytic: FLOPs and bytes against peak rates",
     "measured": "op costs were measured on the device",
 }
@@ -110,7 +110,7 @@ def footer(plan: Plan) -> list[str]:
     if plan.estimates:
         lines.append("memory in MiB; GFLOP, ms, in and out for one micro-batch")
         costs = plan.provenance.costs
-        lines.append(COST_SOURCES.get(costs, f"op costs: {costs}"))
+        lines.append(COST_DESCRIPTIONS.get(costs, f"op costs: {costs}"))
     for other in plan.alternatives:
         time = f"{_ms(other.step_ns)} ms, " if other.step_ns else ""
         lines.append(f"alternative, {other.name}: {time}{other.why}")

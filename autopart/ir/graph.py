@@ -1,4 +1,4 @@
-"""What is computed: a straight line of ops over named values, at a fixed number of rows (one micro-batch).
+"""What is computed: a straight line of ops over named values, at a fixed size (that of one micro-batch).
 
 A captured op that returns several tensors and the places that pick one of them are ONE op here, so that no cut can
 fall between them.  `Op.parts` lists the captured ops that an op stands for: coarsening makes fewer, heavier ops and
@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 from autopart.ir.cost import Cost
 from autopart.ir.errors import GraphError
+from autopart.ir.size import Size
+from autopart.ir.size import check as check_size
 from autopart.ir.text import graph_text
 
 Literal = None | bool | int | float | str | tuple["Literal", ...]
@@ -88,13 +90,13 @@ class LossReduction:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Ops in topological order.  rows: rows of the micro-batch it was captured with.
+    """Ops in topological order.  size: of the micro-batch that the shapes are for.
 
     inputs: tensor inputs in the order of the flattened batch.  outputs: what the caller gets, the loss first when
     there is one.  updates: (buffer name, value that replaces it) after each micro-batch.
     """
 
-    rows: int
+    size: Size
     values: tuple[Value, ...]
     params: tuple[Param, ...]
     ops: tuple[Op, ...]
@@ -104,6 +106,11 @@ class Graph:
 
     def __str__(self) -> str:
         return graph_text(self)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the micro-batch."""
+        return self.size.rows
 
     def value_map(self) -> dict[str, Value]:
         """Values by name."""
@@ -125,7 +132,7 @@ class Graph:
         """Fingerprint of everything but costs and source lines: the same model at the same shapes."""
         return _digest(
             [
-                self.rows,
+                self.rows if self.size.tokens is None else (self.rows, self.size.tokens),
                 [(v.name, v.shape, v.dtype, v.grad) for v in self.values],
                 [(p.name, p.shape, p.dtype, p.trainable, p.kind, p.same_as) for p in self.params],
                 [(o.name, o.target, o.reads, o.writes, o.params, o.attrs) for o in self.ops],
@@ -158,9 +165,10 @@ def check(graph: Graph) -> Graph:
     1. Names of values, of parameters and of ops are unique.
     2. Every value is an input or written by exactly one op, before its first use.
     3. Every read, parameter, output and update names something that exists.
-    4. Sizes are not negative.
+    4. There is a row at least, and no value has negative bytes.
     Raises GraphError with the ops around the first break.
     """
+    check_size(graph.size)
     _unique("value", (v.name for v in graph.values))
     _unique("parameter", (p.name for p in graph.params))
     _unique("op", (o.name for o in graph.ops))

@@ -10,6 +10,7 @@ from autopart.ir.cost import Cost
 from autopart.ir.errors import GraphError, PlanError
 from autopart.ir.graph import Graph, Op, Param, Value, check
 from autopart.ir.plan import Decision, Stage
+from autopart.ir.size import Size
 from autopart.ir.text import DEFAULT_BYTES, DEFAULT_DTYPE, DEFAULT_TARGET, PARAM_SIGNS
 
 _SIZE = re.compile(r"(\d+)(?::([^\[\]]+)\[((?:\d+\*?(?:,\d+\*?)*)?)\])?$")
@@ -26,6 +27,7 @@ class _Draft:
 
     input_bytes: int
     rows: int = 1
+    tokens: int | None = None
     inputs: dict[str, Value] = field(default_factory=dict)
     written: dict[str, Value] = field(default_factory=dict)
     params: dict[str, Param] = field(default_factory=dict)
@@ -52,7 +54,7 @@ def parse_graph(text: str, *, input_bytes: int = DEFAULT_BYTES) -> Graph:
     last = draft.ops[-1].writes[:1] if draft.ops else ()
     return check(
         Graph(
-            rows=draft.rows,
+            size=Size(draft.rows, draft.tokens),
             values=(*draft.inputs.values(), *draft.written.values()),
             params=tuple(draft.params.values()),
             ops=tuple(draft.ops),
@@ -67,6 +69,8 @@ def _statement(draft: _Draft, words: list[str]) -> None:
     first = words[0]
     if first == "rows" and len(words) == 2 and words[1].isdigit():
         draft.rows = int(words[1])
+    elif first == "tokens" and len(words) == 2 and words[1].isdigit():
+        draft.tokens = int(words[1])
     elif first == "<-":
         draft.inputs |= {v.name: v for v in _values(words[1:], draft.input_bytes, grad=False)}
     elif first == "->":

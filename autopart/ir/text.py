@@ -23,6 +23,7 @@ where they are first named: `+w:100:float32[5,5]`.  What is read but never writt
 op's value is the output.  Statements of their own, where these defaults do not do:
 
     rows 4                      the graph was captured at 4 rows (1)
+    tokens 128                  and at 128 tokens of each (whole sequences)
     +w:8 ~mean +v:8=w           parameters in this order; v is tied to w
     =mean c                     the value c replaces the buffer mean
 
@@ -65,6 +66,8 @@ def _statements(graph: Graph) -> Iterator[str]:
     values, params = graph.value_map(), graph.param_map()
     if graph.rows != 1:
         yield f"rows {graph.rows}"
+    if graph.size.tokens is not None:
+        yield f"tokens {graph.size.tokens}"
     if graph.inputs:
         yield "<- " + " ".join(_sized(values[name]) for name in graph.inputs)
     new = {p.name for p in graph.params}

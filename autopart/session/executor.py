@@ -25,6 +25,7 @@ from autopart.ir.errors import BatchError, RunError
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Decision
 from autopart.ir.program import Program
+from autopart.ir.size import Size
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program, forward_program
 from autopart.runtime.engine import Engine, StepInput, StepResult
@@ -222,7 +223,7 @@ class Executor:
                 self._add(self._capture(batch, rows))
 
     def _capture(self, batch: Batch, rows: int) -> Captured:
-        captured = self._captures(batch, rows, self._mode.value)
+        captured = self._captures(batch, Size(rows), self._mode.value)
         require_same_program(captured.graph, self.graph)
         return captured
 

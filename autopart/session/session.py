@@ -23,6 +23,7 @@ from autopart.ir.errors import PlanError, UsageError
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
+from autopart.ir.size import Size
 from autopart.options import Options
 from autopart.passes.program.projection import project_plan
 from autopart.planning import WHOLE, Planned, make_plan, read_plan
@@ -107,7 +108,7 @@ class Session:
         with together(self.world, "capturing the model"):
             if mine is None:
                 plan = plan_from_json(content["plan"], "plan of rank 0")
-                captured = self.captures(self._batch, max(plan.micro_rows))
+                captured = self.captures(self._batch, Size(max(plan.micro_rows)))
                 mine = Planned(plan, captured, LossReduction(**content["weight"]))
             fingerprint = f"{mine.captured.graph.shape_digest()} {mine.plan.digest()} {options.seed}"
         self._require_same_everywhere(fingerprint)
@@ -192,7 +193,7 @@ class Session:
         self.require_healthy()
         if mode not in self._executors:
             with together(self.world, "capturing the model for evaluation"):
-                captured = self.captures(batch, batch.rows or 1, mode.value)
+                captured = self.captures(batch, Size(batch.rows or 1), mode.value)
                 stages = project_plan(captured.graph, self.graph, self.plan.decision)
                 context = RankContext(self.world, self.captures, self.tensors, self._health)
                 decision = replace(self.plan.decision, stages=stages)

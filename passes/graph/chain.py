@@ -1,4 +1,4 @@
-"""A chain of blocks, and what every range [a, b) of it costs, at any number of rows on any type of device.
+"""A chain of blocks, and what every range [a, b) of it costs, at any size on any type of device.
 
 Times, saved bytes and operations of a range are differences of prefix sums; what enters a range and what it holds are
 matrices with each value and each parameter counted once (`cuts`).  Equal blocks need no pass of their own: the cost
@@ -19,8 +19,9 @@ import numpy as np
 
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph
+from autopart.ir.size import Size
 from autopart.passes.graph.cuts import Ints, crossing_bytes, entering_bytes, holding_bytes
-from autopart.passes.ops.cost_model import FIELDS, CostsAt, table_of
+from autopart.passes.ops.cost_model import FIELDS, CostModel
 
 EXACT_OPS = 1200
 """Programs of at most so many ops are costed at every number of rows, larger ones at powers of two."""
@@ -28,7 +29,7 @@ EXACT_OPS = 1200
 
 @dataclass(frozen=True)
 class RangeCosts:
-    """Costs of the blocks at one number of rows on one type of device.
+    """Costs of the blocks at one size on one type of device.
 
     blocks: a row for each of `FIELDS`.  sizes: bytes of each value between blocks.  enters, returns: [a, b] is the
     bytes into the range and of their gradients back.  crossing: bytes over each boundary, forward.
@@ -77,73 +78,73 @@ def largest(amounts: Ints) -> Ints:
 
 
 class BlockChain:
-    """A chain of blocks that knows what its ranges cost; each number of rows and device type is worked out once.
+    """A chain of blocks that knows what its ranges cost; each size and device type is worked out once.
 
     blocks: from `coarsen`, in order.  n: how many.  weights, trained: [a, b] is the bytes of all parameters and of the
     trainable ones that the range uses.
     """
 
-    def __init__(self, blocks: Graph, captured: Graph, costs_at: CostsAt, most_rows: int) -> None:
-        """costs_at: of the captured graph that the blocks were made of.  most_rows: of any micro-batch."""
+    def __init__(self, blocks: Graph, captured: Graph, cost_model: CostModel, most_rows: int) -> None:
+        """cost_model: of the captured graph that the blocks were made of.  most_rows: of any micro-batch."""
         self.blocks = blocks
         self.n = len(blocks.ops)
         self.weights = holding_bytes(blocks, 1.0)
         self.trained = np.asarray(holding_bytes(blocks, 2.0) - self.weights)
-        self._costs_at = costs_at
+        self._cost_model = cost_model
         self._most_rows = most_rows
         self._at_powers_of_two = len(captured.ops) > EXACT_OPS
         self._block_of_op = _block_of_op(blocks, captured)
-        self._range_costs: dict[tuple[int, int], RangeCosts] = {}
-        self._graphs: dict[tuple[int, int], Graph] = {}
+        self._range_costs: dict[tuple[Size, int], RangeCosts] = {}
+        self._graphs: dict[tuple[Size, int], Graph] = {}
 
-    def range_costs(self, rows: int, device_type: int = 0) -> RangeCosts:
-        """Costs (nanoseconds, bytes, FLOPs) at this number of rows on this type of device."""
-        key = rows, device_type
+    def range_costs(self, size: Size, device_type: int = 0) -> RangeCosts:
+        """Costs (nanoseconds, bytes, FLOPs) at this size on this type of device."""
+        key = size, device_type
         if key not in self._range_costs:
-            self._range_costs[key] = self._compute(rows, device_type)
+            self._range_costs[key] = self._compute(size, device_type)
         return self._range_costs[key]
 
-    def graph(self, rows: int, device_type: int = 0) -> Graph:
+    def graph(self, size: Size, device_type: int = 0) -> Graph:
         """The blocks as a graph with these costs and sizes; shapes are not changed."""
-        key = rows, device_type
+        key = size, device_type
         if key not in self._graphs:
-            self._graphs[key] = self._with_costs(rows, self.range_costs(rows, device_type))
+            self._graphs[key] = self._with_costs(size, self.range_costs(size, device_type))
         return self._graphs[key]
 
-    def _with_costs(self, rows: int, costs: RangeCosts) -> Graph:
+    def _with_costs(self, size: Size, costs: RangeCosts) -> Graph:
         columns = costs.blocks.T.tolist()
         ops = tuple(replace(op, cost=Cost(*column)) for op, column in zip(self.blocks.ops, columns, strict=True))
         sizes = costs.sizes.tolist()
         values = tuple(replace(v, size_bytes=size) for v, size in zip(self.blocks.values, sizes, strict=True))
-        return replace(self.blocks, rows=rows, ops=ops, values=values)
+        return replace(self.blocks, size=size, ops=ops, values=values)
 
-    def _compute(self, rows: int, device_type: int) -> RangeCosts:
+    def _compute(self, size: Size, device_type: int) -> RangeCosts:
         if not self._at_powers_of_two:
-            return self._exact(rows, device_type)
-        low, high = _around(rows, self._most_rows)
-        if rows in (low, high):
-            return self._exact(rows, device_type)
-        return self._between(low, high, rows, device_type)
+            return self._exact(size, device_type)
+        low, high = _around(size.rows, self._most_rows)
+        if size.rows in (low, high):
+            return self._exact(size, device_type)
+        return self._between(replace(size, rows=low), replace(size, rows=high), size, device_type)
 
-    def _exact(self, rows: int, device_type: int) -> RangeCosts:
-        table, size = table_of(self._costs_at, rows, device_type)
-        sums = np.stack([np.bincount(self._block_of_op, weights=row, minlength=self.n) for row in table])
+    def _exact(self, size: Size, device_type: int) -> RangeCosts:
+        table = self._cost_model.table(size, device_type)
+        sums = np.stack([np.bincount(self._block_of_op, weights=row, minlength=self.n) for row in table.columns])
         scratch = FIELDS.index("scratch_bytes")
         sums[scratch] = 0.0
-        np.maximum.at(sums[scratch], self._block_of_op, table[scratch])
-        values = tuple(replace(v, size_bytes=size[v.name]) for v in self.blocks.values)
+        np.maximum.at(sums[scratch], self._block_of_op, table.columns[scratch])
+        values = tuple(replace(v, size_bytes=table.value_bytes[v.name]) for v in self.blocks.values)
         resized = replace(self.blocks, values=values)
         enters, returns = entering_bytes(resized)
         sizes = np.array([v.size_bytes for v in values], dtype=np.int64)
         forward = replace(resized, values=tuple(replace(v, grad=False) for v in values))
         return RangeCosts(sums.astype(np.int64), sizes, enters, returns, crossing_bytes(forward))
 
-    def _between(self, low: int, high: int, rows: int, device_type: int) -> RangeCosts:
+    def _between(self, low: Size, high: Size, size: Size, device_type: int) -> RangeCosts:
         """On the line between two numbers of rows."""
         a, b = self.range_costs(low, device_type), self.range_costs(high, device_type)
 
         def between(x: Ints, y: Ints) -> Ints:
-            return np.asarray(x + (y - x) * (rows - low) // (high - low))
+            return np.asarray(x + (y - x) * (size.rows - low.rows) // (high.rows - low.rows))
 
         return RangeCosts(
             between(a.blocks, b.blocks),

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autopart.ir.errors import CoupledLossError, LossError, UsageError
-from autopart.ir.gc_pause import gc_paused
 from autopart.ir.graph import Graph, LossReduction, Op
 from autopart.passes.loss.analysis import Analysis
 from autopart.passes.ops.placement import CONSTANT, COUPLED, PARTIAL, REPLICATE, UNPROVEN, Count, Placement
@@ -49,7 +48,6 @@ class UnprovenRows(Exception):
         )
 
 
-@gc_paused()
 def derive_loss_weight(
     graph: Graph, other: Graph, *, proven: frozenset[str] = frozenset(), stated: str | None = None
 ) -> LossReduction:

@@ -22,6 +22,7 @@ from dataclasses import replace
 from autopart.ir.cluster import Device
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, Literal, Op, Param, Value
+from autopart.ir.size import Size
 from autopart.passes.ops.flops import backward_flops, flops, operands, shape_of
 from autopart.passes.ops.letters import added_operands
 from autopart.passes.ops.op_classes import first_of, op_classes
@@ -37,13 +38,13 @@ _FLOATING = ("float", "bfloat", "complex")
 def analytic_costs(graph: Graph, device: Device) -> Graph:
     """`graph` with a Cost on every op: roofline times on `device`, saved bytes, operations.  O(ops + values)."""
     pricing = Pricing(graph, graph)
-    costs = pricing.costs(graph.rows, device)
+    costs = pricing.costs(graph.size, device)
     assert costs is not None
     return replace(graph, ops=pricing.put(costs, graph.ops))
 
 
 class Pricing:
-    """Analytic costs of one model at any number of rows, each class of ops that are `alike` priced once.
+    """Analytic costs of one model at any size, each class of ops that are `alike` priced once.
 
     classes: the number of the class of each op.
     """
@@ -64,9 +65,9 @@ class Pricing:
         )
         self._params = graph.param_map()
 
-    def costs(self, rows: int, device: Device) -> list[Cost] | None:
-        """The cost of an op of each class; None where the program is not known at so many rows."""
-        few = self._few if rows == self._few.rows else resize(self._few, self._twins, rows)
+    def costs(self, size: Size, device: Device) -> list[Cost] | None:
+        """The cost of an op of each class; None where the program is not known at this size."""
+        few = resize(self._few, self._twins, size)
         if few is None:
             return None
         values = few.value_map()

@@ -1,59 +1,99 @@
-"""The same program at another number of rows, from two captures.
+"""The same program at another size, from two sizes at which it is known.
 
-Every size in the program (shapes, and numbers among the arguments) is taken to grow along a line through the two
-captures; where that gives no whole number the model is no such program, and None is returned.  Wrong only for sizes
-that depend on the rows in another way (rows against rows): two points cannot show that, so whoever runs a plan
-compares it with a real capture (`files.match_plan`).
+Every number in the program (of shapes, and among the arguments) is taken to grow along a line through the two; where
+that gives no whole number the program is not known there.  Wrong only for numbers that depend on the rows in another
+way (rows against rows): two points cannot show that, so whoever runs a plan compares it with a real capture
+(`files.plans.match_plan`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopart.ir.errors import GraphError
 from autopart.ir.graph import Graph, Literal, Op, Value
+from autopart.ir.size import Size
 
 
 class _NoLine(Exception):
     pass
 
 
-def resize(graph: Graph, other: Graph, rows: int) -> Graph | None:
-    """`graph` at `rows` rows; None when its sizes do not lie on a line.
+@dataclass(frozen=True, slots=True)
+class ResizableGraph:
+    """A graph, and the same program at another size, which shows how it grows; without one only its own size is known.
+
+    Holds before: both have equal structure.  Costs are those of `graph` and do not change with the size.
+    """
+
+    graph: Graph
+    other: Graph | None = None
+
+    def at(self, size: Size) -> Graph:
+        """`graph` at this size.  O(ops + values).  Raises GraphError where it is not known."""
+        if size == self.graph.size:
+            return self.graph
+        found = resize(self.graph, self.other, size) if self.other is not None else None
+        if found is None:
+            raise GraphError(f"the program of {size} is not known from that of {self.graph.size}")
+        return found
+
+    def known(self, sizes: Iterable[Size]) -> bool:
+        """Whether `at` has an answer at each of these sizes."""
+        if self.other is not None:
+            return is_affine(self.graph, self.other, sizes)
+        return all(size == self.graph.size for size in sizes)
+
+    def bare(self) -> ResizableGraph:
+        """Without ops, for when only values are wanted: quicker to resize."""
+        other = None if self.other is None else replace(self.other, ops=())
+        return ResizableGraph(replace(self.graph, ops=()), other)
+
+
+def resize(graph: Graph, other: Graph, size: Size) -> Graph | None:
+    """`graph` at `size`; None when its numbers do not lie on a line.
 
     Before: both are captures of one model, with equal structure, at different numbers of rows; costs are those of
     `graph` and are not changed.  O(ops + values).
     """
-    if rows == graph.rows:
+    if size == graph.size:
         return graph
+    _check_rows_alone(graph.size, other.size, size)
     if graph.rows == other.rows:
-        raise GraphError(f"two captures at {graph.rows} rows do not show how the model grows")
-    scale = _Scale(graph.rows, other.rows, rows)
+        raise GraphError(f"two captures of {graph.size} do not show how the model grows")
+    scale = _Scale(graph.rows, other.rows, size.rows)
     try:
         values = tuple([scale.value(a, b) for a, b in zip(graph.values, other.values, strict=True)])
         ops = tuple([scale.op(op, twin) for op, twin in zip(graph.ops, other.ops, strict=True)])
     except (_NoLine, ValueError):
         return None
-    return replace(graph, rows=rows, values=values, ops=ops)
+    return replace(graph, size=size, values=values, ops=ops)
 
 
-def is_affine(graph: Graph, other: Graph, sizes: Iterable[int]) -> bool:
-    """Whether `at_rows` has an answer at each of these numbers of rows.  O(ops + values + sizes * distinct numbers)."""
+def is_affine(graph: Graph, other: Graph, sizes: Iterable[Size]) -> bool:
+    """Whether `resize` has an answer at each of these sizes.  O(ops + values + sizes * distinct numbers)."""
     pairs = _Pairs(graph.rows, other.rows)
     try:
         for a, b in zip(graph.values, other.values, strict=True):
             pairs.value(a, b)
         for op, twin in zip(graph.ops, other.ops, strict=True):
             pairs.op(op, twin)
-        for rows in sizes:
-            scale = _Scale(graph.rows, other.rows, rows)
+        for size in sizes:
+            _check_rows_alone(graph.size, other.size, size)
+            scale = _Scale(graph.rows, other.rows, size.rows)
             for low, high in pairs.found:
                 scale.number(low, high)
     except (_NoLine, ValueError):
         return False
     return True
+
+
+def _check_rows_alone(*sizes: Size) -> None:
+    """A line has one axis: sizes may differ in their rows alone."""
+    if len({size.tokens for size in sizes}) > 1:
+        raise GraphError(f"a program is resized along its rows, not its tokens: {', '.join(map(str, sizes))}")
 
 
 class _Scale:

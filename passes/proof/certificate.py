@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.graph import Graph
+from autopart.ir.size import Size
 from autopart.passes.program.schedules import find, in_flight
 from autopart.passes.proof.pipeline_model import PipelineModel, critical_path, relaxation_bound_ns
 from autopart.passes.search.evaluation import Evaluation
@@ -111,7 +112,7 @@ def _block_costs(space: SearchSpace, rows: int, device_type: int) -> tuple[tuple
             owner.setdefault(part, i)
     times = [0] * space.chain.n
     saved = [0] * space.chain.n
-    for op in space.costs.costs_at(rows, device_type).ops:
+    for op in space.costs.cost_model.graph(Size(rows), device_type).ops:
         times[owner[op.name]] += op.cost.total_ns
         saved[owner[op.name]] += op.cost.saved_bytes
     return tuple(times), tuple(saved)

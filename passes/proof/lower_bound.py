@@ -26,6 +26,7 @@ import numpy as np
 
 from autopart.ir.capabilities import ASYNCHRONOUS
 from autopart.ir.cluster import Cluster
+from autopart.ir.size import Size
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.search.partition import INFEASIBLE
 from autopart.passes.search.relaxation import fastest_times, gradient_edges, is_chain
@@ -67,7 +68,7 @@ def work_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
     """Nanoseconds that all devices together need at least, each of the fastest type."""
     totals = []
     for device_type in range(len(space.costs.device_types)):
-        costs = space.chain.range_costs(max(micro_rows), device_type)
+        costs = space.chain.range_costs(Size(max(micro_rows)), device_type)
         totals.append(int((costs.blocks[0] + costs.blocks[1]).sum()))
     return len(micro_rows) * min(totals) // most_devices(space, max(micro_rows))
 
@@ -126,7 +127,7 @@ def _chain_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
 def _optimistic(space: SearchSpace, replicas: int, share: int) -> tuple[Ints, Ints, Ints]:
     """(forward, backward, what follows) of every range on the fastest type of device at the best place."""
     context, chain = space.costs, space.chain
-    by_type = [chain.range_costs(share, device_type) for device_type in range(len(context.device_types))]
+    by_type = [chain.range_costs(Size(share), device_type) for device_type in range(len(context.device_types))]
     forward = np.min([costs.ranges("fwd_ns") for costs in by_type], axis=0)
     backward = np.min([costs.ranges("bwd_ns") for costs in by_type], axis=0)
     all_reduce = 2 * (replicas - 1) / replicas * 1e9 / _best_rate(context.cluster, replicas)

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from autopart.ir.plan import Decision, Estimate, Stage
+from autopart.ir.size import Size
 from autopart.passes.program.routing import edges, tied
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import Partition
@@ -93,7 +94,7 @@ class Evaluator:
     def _estimator(self, space: SearchSpace) -> Estimator:
         """Estimates over the space's blocks."""
         if space.chain.n not in self._estimators:
-            costs = replace(space.costs, costs_at=space.chain.graph)
+            costs = replace(space.costs, cost_model=space.chain)
             self._estimators[space.chain.n] = Estimator(costs, space.loads)
         return self._estimators[space.chain.n]
 
@@ -111,7 +112,7 @@ class Evaluator:
         estimates = stage_estimates(decision, flows, estimator)
         excess = self._excess_bytes(space, decision, estimates)
         if max(excess) > 0 and request.may_recompute:  # before it is simulated: memory needs no time
-            sizes = message_bytes(flows, estimator.graph(max(decision.micro_rows), 0))
+            sizes = message_bytes(flows, estimator.graph(Size(max(decision.micro_rows)), 0))
             contexts = zip(stage_contexts(decision, sizes), excess, strict=True)
             decision = replace(
                 decision,
@@ -145,8 +146,8 @@ class Evaluator:
         """
         estimator, stage, limit = self._estimator(space), context.stage, self._limit(space, context.stage)
         rows = -(-context.rows // len(stage.ranks))
-        blocks = estimator.graph(rows, 0).ops
-        crossing = dict(zip(blocks, space.chain.range_costs(rows).crossing.tolist(), strict=False))
+        blocks = estimator.graph(Size(rows), 0).ops
+        crossing = dict(zip(blocks, space.chain.range_costs(Size(rows)).crossing.tolist(), strict=False))
         cost = {name: blocks[name].cost for name in stage.ops}
         freed = {name: cost[name].saved_bytes - crossing[name] for name in stage.ops}
         worthwhile = [name for name in stage.ops if freed[name] > 0]

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from autopart.ir.size import Size
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.space import SearchSpace
@@ -28,7 +29,7 @@ def gradient_edges(space: SearchSpace, rows: int | None = None) -> Ints:
     """
     ops, n = space.chain.blocks.ops, space.chain.n
     values = space.chain.blocks.values
-    sizes = [1] * len(values) if rows is None else space.chain.range_costs(rows).sizes.tolist()
+    sizes = [1] * len(values) if rows is None else space.chain.range_costs(Size(rows)).sizes.tolist()
     grad = {v.name for v, size in zip(values, sizes, strict=True) if v.grad and size}
     writer = {w: i for i, op in enumerate(ops) for w in op.writes}
     found = np.zeros((n + 1, n + 1), dtype=np.int64)
@@ -71,5 +72,5 @@ def fastest_sums(space: SearchSpace, rows: int) -> Ints:
 
 def fastest_times(space: SearchSpace, rows: int) -> Ints:
     """Nanoseconds of each block at so many rows, both ways, on its fastest type of device."""
-    by_type = [space.chain.range_costs(rows, device_type) for device_type in range(len(space.costs.device_types))]
+    by_type = [space.chain.range_costs(Size(rows), device_type) for device_type in range(len(space.costs.device_types))]
     return np.asarray(np.min([costs.blocks[0] + costs.blocks[1] for costs in by_type], axis=0))

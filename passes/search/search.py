@@ -18,6 +18,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from autopart.ir.size import Size
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.search.archive import Archive
 from autopart.passes.search.evaluation import Candidate
@@ -153,7 +154,7 @@ def _with_even_cuts(candidate: Candidate, space: SearchSpace) -> Candidate | Non
     if space.request.pins or len(widths) > space.chain.n:
         return None
     rows = max(candidate.micro_rows)
-    sums, crossing = fastest_sums(space, rows), space.chain.range_costs(rows).crossing
+    sums, crossing = fastest_sums(space, rows), space.chain.range_costs(Size(rows)).crossing
     devices, bounds = sum(widths), [0]
     for done in accumulate(widths[:-1]):
         first = bounds[-1] + 1  # the boundaries that are left

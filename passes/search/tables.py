@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopart.ir.program import MESSAGES_AHEAD
+from autopart.ir.size import Size
 from autopart.passes.graph.chain import RangeCosts
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.program.schedules import find, in_flight
@@ -184,7 +185,7 @@ class StageCostTables:
         """(forward, both ways; INFEASIBLE where the stage may not be) of every range."""
 
         def compute() -> tuple[Ints, Ints]:
-            by_type = [self._space.chain.range_costs(share, device_type) for device_type in device_types]
+            by_type = [self._space.chain.range_costs(Size(share), device_type) for device_type in device_types]
             forwards = [self._sums(costs, "fwd_ns") for costs in by_type]
             both_ways = [
                 forward + self._sums(costs, "bwd_ns") for forward, costs in zip(forwards, by_type, strict=True)
@@ -199,7 +200,7 @@ class StageCostTables:
         both ways."""
 
         def compute() -> Ints:
-            costs = self._space.chain.range_costs(self._rows)
+            costs = self._space.chain.range_costs(Size(self._rows))
             devices = [self._space.costs.device_types[device_type] for device_type in device_types]
             leaves = 2 * costs.crossing[ends_of(self._space.chain.n, self._longest)]
             size = (self._by_length(costs.enters) + self._by_length(costs.returns) + leaves) // replicas
@@ -211,7 +212,7 @@ class StageCostTables:
         """Messages into the stage, both ways, each alone on its ports."""
 
         def compute() -> Ints:
-            costs = self._space.chain.range_costs(self._rows)
+            costs = self._space.chain.range_costs(Size(self._rows))
             activations, gradients = self._by_length(costs.enters), self._by_length(costs.returns)
             return alone_ns(activations, latency_ns, ns_per_byte) + alone_ns(gradients, latency_ns, ns_per_byte)
 
@@ -257,7 +258,7 @@ class StageCostTables:
 
     def _memory(self, share: int, device_types: tuple[int, ...], replicas: int) -> _Memory:
         def compute() -> _Memory:
-            chain, costs = self._space.chain, self._space.chain.range_costs(share, device_types[0])
+            chain, costs = self._space.chain, self._space.chain.range_costs(Size(share), device_types[0])
             weights, trained, enters = map(self._by_length, (chain.weights, chain.trained, costs.enters))
             state = (trained * (1 + self._space.request.state_factor)).astype(np.int64)
             messages = MESSAGES_AHEAD * (enters + costs.crossing[ends_of(chain.n, self._longest)])
@@ -272,12 +273,12 @@ class StageCostTables:
         """The most bytes that one block of a range saves."""
 
         def compute() -> Ints:
-            return self._by_length(self._space.chain.range_costs(share, device_type).heaviest)
+            return self._by_length(self._space.chain.range_costs(Size(share), device_type).heaviest)
 
         return _remembered(self._memo.heaviest, (self._longest, share, device_type), compute)
 
     def _batch_bytes(self) -> int:
-        costs = self._space.chain.range_costs(self._rows)
+        costs = self._space.chain.range_costs(Size(self._rows))
         names = [value.name for value in self._space.chain.blocks.values]
         size = dict(zip(names, costs.sizes.tolist(), strict=True))
         return sum(size[name] for name in self._space.chain.blocks.inputs)

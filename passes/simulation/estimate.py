@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopart.ir.plan import Decision, Estimate, Report
 from autopart.ir.program import BACKWARD, FORWARD, Edge, Program
+from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
 from autopart.passes.program.routing import Tied
 from autopart.passes.program.schedules import find, in_flight, pattern
@@ -36,7 +37,7 @@ def estimate(decision: Decision, program: Program, estimator: Estimator) -> Repo
 
 def stage_estimates(decision: Decision, links: tuple[Edge, ...], estimator: Estimator) -> Estimates:
     """The estimate of each stage (bytes and nanoseconds); links: its edges (`routing.edges`).  O(uses)."""
-    sizes = message_bytes(links, estimator.graph(max(decision.micro_rows), 0))
+    sizes = message_bytes(links, estimator.graph(Size(max(decision.micro_rows)), 0))
     return tuple([estimator.stage(context) for context in stage_contexts(decision, sizes)])
 
 
@@ -97,7 +98,7 @@ def _work(
     decision: Decision, estimates: Estimates, links: tuple[Edge, ...], shared: Tied, estimator: Estimator
 ) -> Work:
     ranks, loads = [stage.ranks for stage in decision.stages], estimator.loads
-    index = estimator.graph(max(decision.micro_rows), 0)
+    index = estimator.graph(Size(max(decision.micro_rows)), 0)
     return Work(
         fwd_ns=tuple(e.fwd_ns for e in estimates),
         bwd_ns=tuple(e.bwd_ns for e in estimates),

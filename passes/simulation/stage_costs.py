@@ -25,7 +25,8 @@ from autopart.ir.cluster import Cluster, Device
 from autopart.ir.graph import Graph, Op
 from autopart.ir.plan import Estimate, Stage
 from autopart.ir.program import MESSAGES_AHEAD
-from autopart.passes.ops.cost_model import CostsAt
+from autopart.ir.size import Size
+from autopart.passes.ops.cost_model import GraphCosts
 from autopart.passes.simulation.traffic import PortLoad, p2p_load, ring_allreduce_load
 
 
@@ -60,14 +61,14 @@ class GraphIndex:
 class CostContext:
     """What estimates are made from.
 
-    device_types: distinct devices of the cluster.  costs_at: (rows, number of a device type) to the graph whose ops the
-    plan names.  state_factor: bytes of optimizer state per byte of trainable parameter.  overlap: gradients are summed
-    while the last backward runs.
+    device_types: distinct devices of the cluster.  cost_model: costs of the graph whose ops the plan names.
+    state_factor: bytes of optimizer state per byte of trainable parameter.  overlap: gradients are summed while the
+    last backward runs.
     """
 
     cluster: Cluster
     device_types: tuple[Device, ...]
-    costs_at: CostsAt
+    cost_model: GraphCosts
     state_factor: float = 2.0
     overlap: bool = False
 
@@ -103,14 +104,14 @@ class Estimator:
     def __init__(self, context: CostContext, loads: LoadMemo | None = None) -> None:
         self.context = context
         self.loads = loads or LoadMemo(context.cluster)
-        self._graphs: dict[tuple[int, int], GraphIndex] = {}
+        self._graphs: dict[tuple[Size, int], GraphIndex] = {}
         self._stages: dict[StageContext, Estimate] = {}
 
-    def graph(self, rows: int, device_type: int) -> GraphIndex:
-        """Costs at this number of rows on this type of device."""
-        key = rows, device_type
+    def graph(self, size: Size, device_type: int) -> GraphIndex:
+        """Costs at this size on this type of device."""
+        key = size, device_type
         if key not in self._graphs:
-            self._graphs[key] = GraphIndex.of(self.context.costs_at(rows, device_type))
+            self._graphs[key] = GraphIndex.of(self.context.cost_model.graph(size, device_type))
         return self._graphs[key]
 
     def stage(self, stage: StageContext) -> Estimate:
@@ -161,11 +162,11 @@ class StageContext:
 def stage_estimate(context: StageContext, estimator: Estimator) -> Estimate:
     """The estimate, in bytes and nanoseconds, of the slowest device of a stage.  O(uses)."""
     stage, replicas = context.stage, len(context.stage.ranks)
-    rows = -(-context.rows // replicas)
+    size = Size(-(-context.rows // replicas))
     setting = estimator.context
     kinds = sorted({setting.device_types.index(setting.cluster.devices[rank]) for rank in stage.ranks})
-    whole, share = estimator.graph(context.rows, 0), estimator.graph(rows, kinds[0])
-    costed = [[index.ops[name].cost for name in stage.ops] for index in (estimator.graph(rows, kind) for kind in kinds)]
+    whole, share = estimator.graph(Size(context.rows), 0), estimator.graph(size, kinds[0])
+    costed = [[index.ops[name].cost for name in stage.ops] for index in (estimator.graph(size, kind) for kind in kinds)]
     kept, group_bytes = _kept(stage, share)
     again = {name for group in stage.recompute for name in group}
     redone = [[cost.fwd_ns for name, cost in zip(stage.ops, costs, strict=True) if name in again] for costs in costed]

@@ -22,6 +22,7 @@ from autopart.capture.batch import flatten
 from autopart.capture.functional import functional_graph
 from autopart.capture.guards import CaptureWarning
 from autopart.ir.errors import RefusedError
+from autopart.ir.size import Size
 from autopart.rng import keyed
 
 
@@ -250,7 +251,7 @@ def test_the_flags_at_compile_count_not_those_at_the_first_step():
     model = Two(batch_norm)
     capturer = CaptureCache(model)
     model.eval()
-    assert capturer(flatten(rows()), 3).graph.updates
+    assert capturer(flatten(rows()), Size(3)).graph.updates
     assert not model.training
 
 
@@ -302,7 +303,7 @@ def test_single_row_micro_batches_run_the_program_of_larger_ones():
     model = Two(lambda m, x: m.second(m.first(x)).mean())
     capturer = CaptureCache(model)
     batch = flatten(rows(4))
-    one, two = capturer(batch, 1), capturer(batch, 2)
+    one, two = capturer(batch, Size(1)), capturer(batch, Size(2))
     assert one.graph.structure_digest() == two.graph.structure_digest()
     assert one.graph.rows == 1
 

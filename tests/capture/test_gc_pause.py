@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from autopart.ir.gc_pause import gc_paused
+from autopart.capture.gc_pause import gc_paused
 
 
 @pytest.fixture(params=[True, False])

@@ -13,13 +13,15 @@ from torch.nn import functional as F
 from autopart.capture import Captured, capture
 from autopart.capture.batch import Batch, flatten
 from autopart.capture.infer_size import infer_other_size, prime_batch_size
+from autopart.ir.size import Size
 
 
 def told(model: nn.Module, batch: Batch, rows: int) -> tuple[Captured | None, Captured]:
     """What is told of `rows` rows by the capture at a telling number, and the real capture."""
     telling = prime_batch_size(model, batch)
     assert telling is not None
-    return infer_other_size(capture(model, batch, rows=telling), rows), capture(model, batch, rows=rows)
+    inferred = infer_other_size(capture(model, batch, size=Size(telling)), Size(rows))
+    return inferred, capture(model, batch, size=Size(rows))
 
 
 FEW = ("gpt2", "t5", "resnet", "mixtral")

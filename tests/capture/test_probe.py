@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from autopart.capture import Captured, capture
 from autopart.capture.batch import Batch, flatten
 from autopart.capture.probe import prove_rows, resampled, run
+from autopart.ir.size import Size
 
 Loss = Callable[..., torch.Tensor]
 
@@ -34,7 +35,7 @@ class Model(nn.Module):
 def both(f: Loss, *inputs: torch.Tensor, rows: tuple[int, int] = (2, 5)) -> tuple[Captured, Captured, Batch]:
     torch.manual_seed(3)
     model, batch = Model(f), flatten(tuple(inputs))
-    small, large = (capture(model, batch, rows=n) for n in rows)
+    small, large = (capture(model, batch, size=Size(n)) for n in rows)
     return small, large, batch
 
 
@@ -129,7 +130,7 @@ def test_constants_are_compared() -> None:
 
 def test_nothing_is_proven_without_weights() -> None:
     model, batch = Model(routed).to("meta"), flatten(data())
-    small, large = (capture(model, batch, rows=n) for n in (2, 3))
+    small, large = (capture(model, batch, size=Size(n)) for n in (2, 3))
     assert prove_rows(small, large, [v.name for v in large.graph.values], batch) == frozenset()
 
 

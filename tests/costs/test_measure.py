@@ -12,7 +12,7 @@ from torch import nn
 
 from autopart.capture import Captured, capture
 from autopart.capture.batch import flatten
-from autopart.costs.measure import Cache, default_cache_path, environment, measure_costs
+from autopart.costs.measure import environment, measure_costs
 from autopart.ir.cluster import Device
 from autopart.ir.cost import check
 from autopart.ir.graph import Graph
@@ -108,60 +108,11 @@ def test_what_is_left_is_scaled_like_what_was_measured(path: Path) -> None:
     assert other.cost.fwd_ns == int(before[other.name][0] * factor)
 
 
-BROKEN: dict[str, Any] = {
-    "empty": "",
-    "truncated": '{"version": 1, "times": {',
-    "a list": [],
-    "no version": {"times": {}},
-    "later version": {"version": 99, "times": {}},
-    "times is a list": {"version": 1, "times": []},
-    "place is a list": {"version": 1, "times": {"here": []}},
-    "odd entries": {"version": 1, "times": {"here": {"a": [1], "b": [1.5, 2], "c": [-1, 2], "d": [True, 1], "e": "x"}}},
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_cache_is_ignored_and_written_anew(path: Path, name: str) -> None:
-    content = BROKEN[name]
-    path.parent.mkdir()
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    cache = Cache(path, "here")
-    assert not any(cache.get(key) for key in "abcde")
-    cache.put("good", (3, 4))
-    cache.save()
-    assert Cache(path, "here").get("good") == (3, 4)
-
-
-def test_binary_rubbish_is_no_cache(path: Path) -> None:
-    path.parent.mkdir()
-    path.write_bytes(b"\xff\xfe\x00rubbish")
-    assert Cache(path, "here").get("a") is None
-
-
-def test_two_processes_add_to_one_cache(path: Path) -> None:
-    one, two = Cache(path, "here"), Cache(path, "here")
-    one.put("a", (1, 2))
-    two.put("b", (3, 4))
-    one.save()
-    two.save()
-    assert Cache(path, "here").get("a") == (1, 2) and Cache(path, "here").get("b") == (3, 4)
-    assert Cache(path, "elsewhere").get("a") is None
-
-
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     graph, _ = measure_costs(net(layers=1), DEVICE, cache_path=blocked / "costs.json", budget_s=60)
     assert all(op.cost.fwd_ns for op in graph.ops)
-
-
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("AUTOPART_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert default_cache_path() == tmp_path / "xdg" / "autopart" / "costs.json"
-    monkeypatch.setenv("AUTOPART_CACHE", str(tmp_path / "own"))
-    assert default_cache_path() == tmp_path / "own" / "costs.json"
-    assert str(torch.__version__) in environment(DEVICE)
 
 
 def test_a_model_without_weights_is_measured_and_random_state_is_left_alone(path: Path) -> None:

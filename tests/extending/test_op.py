@@ -12,6 +12,7 @@ from autopart.capture import Captured, capture
 from autopart.capture.batch import flatten
 from autopart.capture.rows import mark_rows
 from autopart.ir.graph import LossReduction
+from autopart.ir.size import Size
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
 from autopart.passes.ops.analytic_costs import saved_values
 from autopart.passes.ops.flops import flops
@@ -21,7 +22,7 @@ from autopart.runtime.launch.local import Workers
 @pytest.fixture(scope="module")
 def captures() -> tuple[Captured, Captured]:
     batch, model = flatten(own_op.batch()), own_op.Projections()
-    return capture(model, batch, rows=3), capture(model, batch, rows=2)
+    return capture(model, batch, size=Size(3)), capture(model, batch, size=Size(2))
 
 
 def test_a_row_makes_an_op_known_to_the_loss_analysis_and_to_costs(captures: tuple[Captured, Captured]) -> None:

@@ -17,6 +17,7 @@ from autopart.files.plans import diff_plans, load_plan, match_plan, plan_from_js
 from autopart.ir.errors import PlanError, PlanFileError
 from autopart.ir.graph import Graph, Op, Value
 from autopart.ir.plan import Alternative, Decision, Estimate, Optimality, Plan, Provenance, Report, Stage, check
+from autopart.ir.size import Size
 
 
 def example() -> Plan:
@@ -248,7 +249,7 @@ def small_graph(rows: int = 2, dtype: str = "float32", target: str = "t") -> Gra
     ops = tuple(
         Op(name, target, reads=(read,), writes=("v" + name,)) for name, read in (("a", "x"), ("b", "va"), ("c", "vb"))
     )
-    return Graph(rows, values, (), ops, ("x",), ("vc",))
+    return Graph(Size(rows), values, (), ops, ("x",), ("vc",))
 
 
 def matching(graph: Graph) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,20 @@ from support.plans import changed
 from torch import nn
 
 import autopart
+from autopart import planning
 from autopart.cli.main import main
 from autopart.files import plan_cache
-from autopart.files.plan_cache import PlanCache
+from autopart.files.plan_cache import digest_of_sources, find_plan, keep_plan, plan_path, planner_digest
 from autopart.files.plans import load_plan, save_plan
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
+from autopart.ir.size import Size
 from autopart.passes import pipeline
 from autopart.passes.pipeline import PlannerInput, build
+from autopart.passes.program import schedules
 from autopart.passes.search.space import PlanRequest
+from autopart.planning import _answers, plan_key
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +71,21 @@ def test_what_was_planned_is_not_searched_again(searches: list[int], folder: Pat
     assert plan(watch=lambda *told: None) == first and len(searches) == count
 
 
+def backward_at_once(stages: int, micro_batches: int) -> list[list[str]]:
+    return [[f"{s}{kind}{m}" for m in range(micro_batches) for kind in "FB"] for s in range(stages)]
+
+
+def test_a_users_schedule_is_planned_anew_as_it_may_have_changed(
+    searches: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedules, "_registered", dict(schedules._registered))
+    schedules.register(backward_at_once)
+    first = plan(schedule="backward_at_once")
+    count = len(searches)
+    assert plan(schedule="backward_at_once") == first and len(searches) == 2 * count
+    assert not folder.exists()
+
+
 def test_without_the_cache_nothing_is_read_or_kept(searches: list[int], folder: Path) -> None:
     first = plan(cache=False)
     count = len(searches)
@@ -105,8 +125,8 @@ def test_anything_else_is_planned_anew(searches: list[int], change: dict[str, An
 REQUEST = PlanRequest(((1,) * 4,))
 
 
-def place(asked: PlannerInput, *, c: Cluster | None = None, request: PlanRequest = REQUEST, other: Any = None) -> Path:
-    return PlanCache(asked, other, c or cluster(2), request).path
+def key(asked: PlannerInput, *, c: Cluster | None = None, request: PlanRequest = REQUEST, other: Any = None) -> str:
+    return plan_key(asked, other, c or cluster(2), request)
 
 
 def test_the_key_covers_costs_modules_captures_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,31 +136,56 @@ def test_the_key_covers_costs_modules_captures_and_versions(monkeypatch: pytest.
     dearer = replace(g, ops=(g.ops[0], replace(op, cost=replace(op.cost, scratch_bytes=7)), *g.ops[2:]))
     moved = replace(g, ops=(g.ops[0], replace(op, module="elsewhere"), *g.ops[2:]))
     elsewhere = replace(g, ops=(g.ops[0], replace(op, where="model.py:7"), *g.ops[2:]))
-    paths = [
-        place(known),
-        place(replace(known, graph=dearer)),
-        place(replace(known, graph=moved)),
-        place(replace(known, torch_version="3")),
-        place(replace(known, costs="measured")),
-        place(known, other=replace(g, rows=2)),
-        place(known, c=cluster(2, latency_ns=1)),
-        place(known, request=replace(REQUEST, state_factor=6.0)),
+    keys = [
+        key(known),
+        key(replace(known, graph=dearer)),
+        key(replace(known, graph=moved)),
+        key(replace(known, torch_version="3")),
+        key(replace(known, costs="measured")),
+        key(known, other=replace(g, size=Size(2))),
+        key(known, c=cluster(2, latency_ns=1)),
+        key(known, request=replace(REQUEST, state_factor=6.0)),
     ]
-    assert len(set(paths)) == len(paths)
-    assert place(replace(known, graph=elsewhere)) == paths[0] == place(source(g, cluster(2)))
-    monkeypatch.setattr(plan_cache, "_planner", lambda: "another planner")
-    assert place(known) not in paths
+    assert len(set(keys)) == len(keys)
+    assert key(replace(known, graph=elsewhere)) == keys[0] == key(source(g, cluster(2)))
+    monkeypatch.setattr(planning, "planner_digest", lambda: "another planner")
+    assert key(known) not in keys
+
+
+def test_a_change_in_any_file_of_the_planner_changes_the_key(tmp_path: Path) -> None:
+    rooms = tmp_path / "home" / "ir", tmp_path / "home" / "passes"
+    shutil.copytree(Path(autopart.__file__).parent / "ir", rooms[0])
+    shutil.copytree(Path(autopart.__file__).parent / "passes", tmp_path / "elsewhere")
+    rooms[1].symlink_to(tmp_path / "elsewhere")
+    known = digest_of_sources(*rooms)
+    assert known == planner_digest()
+    nested = [path for path in (tmp_path / "elsewhere").rglob("*.py") if path.parent != tmp_path / "elsewhere"]
+    assert len({path.parent for path in nested}) >= 6
+    for path in [*rooms[0].glob("*.py"), *nested]:
+        text = path.read_text()
+        path.write_text(text + "#")
+        assert digest_of_sources(*rooms) != known, path
+        path.write_text(text)
+    nested[0].rename(nested[0].with_name("renamed.py"))
+    assert digest_of_sources(*rooms) != known
 
 
 @pytest.fixture
-def kept() -> tuple[PlanCache, Plan]:
-    """A place and its plan, which is there."""
+def kept() -> tuple[str, Plan]:
+    """A key and its plan, which is there."""
     asked = source(layers(3), cluster(2))
-    cache, made = PlanCache(asked, None, cluster(2), REQUEST), build(asked, cluster(2), REQUEST)
-    assert cache.get() is None
-    cache.put(made)
-    assert cache.get() == made
-    return cache, made
+    made = build(asked, cluster(2), REQUEST)
+    assert find_plan(key(asked)) is None
+    keep_plan(key(asked), made)
+    assert found() == made
+    return key(asked), made
+
+
+def found() -> Plan | None:
+    """The plan that planning would take from the cache."""
+    asked = source(layers(3), cluster(2))
+    plan = find_plan(key(asked))
+    return plan if plan is not None and _answers(plan, asked, cluster(2), REQUEST) else None
 
 
 def reversed_stages(text: str) -> str:
@@ -162,14 +207,14 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_file_that_is_no_plan_for_the_graph_is_ignored(kept: tuple[PlanCache, Plan], name: str) -> None:
-    cache, made = kept
-    text = cache.path.read_text()
+def test_a_file_that_is_no_plan_for_the_graph_is_ignored(kept: tuple[str, Plan], name: str) -> None:
+    key, made = kept
+    text = plan_path(key).read_text()
     assert BROKEN[name](text) != text
-    cache.path.write_text(BROKEN[name](text))
-    assert cache.get() is None
-    cache.put(made)
-    assert cache.get() == made
+    plan_path(key).write_text(BROKEN[name](text))
+    assert found() is None
+    keep_plan(key, made)
+    assert found() == made
 
 
 @pytest.mark.parametrize(
@@ -180,10 +225,10 @@ def test_a_file_that_is_no_plan_for_the_graph_is_ignored(kept: tuple[PlanCache, 
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
-def test_a_plan_for_something_else_is_ignored(kept: tuple[PlanCache, Plan], change: dict[str, Any]) -> None:
-    cache, made = kept
-    save_plan(changed(made, **change), cache.path)
-    assert cache.get() is None
+def test_a_plan_for_something_else_is_ignored(kept: tuple[str, Plan], change: dict[str, Any]) -> None:
+    key, made = kept
+    save_plan(changed(made, **change), plan_path(key))
+    assert found() is None
 
 
 def test_a_broken_file_is_planned_anew_and_replaced(searches: list[int], folder: Path) -> None:
@@ -195,15 +240,15 @@ def test_a_broken_file_is_planned_anew_and_replaced(searches: list[int], folder:
     assert all(load_plan(path) for path in folder.iterdir())
 
 
-def test_the_newest_are_kept(kept: tuple[PlanCache, Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, made = kept
-    monkeypatch.setattr(plan_cache, "MOST", 3)
+def test_the_newest_are_kept(kept: tuple[str, Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    key, made = kept
+    monkeypatch.setattr(plan_cache, "MOST_PLANS", 3)
     for i in range(5):
-        path = cache.path.with_name(f"{i}.json")
+        path = plan_path(key).with_name(f"{i}.json")
         path.write_text("{}")
         os.utime(path, ns=(i, i))
-    cache.put(made)
-    assert sorted(path.name for path in cache.path.parent.iterdir()) == sorted(["3.json", "4.json", cache.path.name])
+    keep_plan(key, made)
+    assert sorted(path.name for path in plan_path(key).parent.iterdir()) == sorted(["3.json", "4.json", f"{key}.json"])
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from autopart.ir.errors import GraphError, PlanError
 from autopart.ir.graph import Graph, Op, Param, Value, check
 from autopart.ir.parse import parse_decision, parse_graph
 from autopart.ir.plan import Decision, Stage
+from autopart.ir.size import Size
 
 SMALL = st.integers(0, 30)
 KINDS = st.sampled_from([("param", True), ("param", False), ("buffer", False), ("constant", False)])
@@ -79,7 +80,7 @@ def covered_graphs(draw: st.DrawFn) -> Graph:
         updates = st.lists(pairs, max_size=2, unique_by=lambda pair: pair[0])
     return check(
         Graph(
-            rows=draw(st.integers(1, 4)),
+            size=Size(draw(st.integers(1, 4)), draw(st.none() | st.integers(1, 4))),
             values=tuple(held),
             params=tuple(every),
             ops=tuple(ops),

@@ -14,6 +14,7 @@ from autopart.ir.capabilities import EVERYTHING, lacking
 from autopart.ir.errors import GraphError, InfeasibleError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Estimate, Plan, check
+from autopart.ir.size import Size
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.verify import check_program, forward_program
@@ -243,7 +244,7 @@ def test_uneven_micro_batches_differ_by_one_row_at_most() -> None:
 def test_broken_graph_is_our_bug_and_said_so() -> None:
     g = layers(1)
     with pytest.raises(GraphError):
-        plan_of(Graph(1, g.values, g.params, g.ops[::-1], g.inputs, g.outputs), cluster(2))
+        plan_of(Graph(Size(1), g.values, g.params, g.ops[::-1], g.inputs, g.outputs), cluster(2))
 
 
 @pytest.mark.parametrize(

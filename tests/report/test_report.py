@@ -13,6 +13,7 @@ from support.plans import changed
 from autopart.ir.graph import Graph, Op, Param
 from autopart.ir.plan import Alternative, Decision, Estimate, Optimality, Plan, Provenance, Report, Stage
 from autopart.ir.program import parse_action
+from autopart.ir.size import Size
 from autopart.ir.timeline import Span, Timeline
 from autopart.report.chrome_trace import chrome_trace
 from autopart.report.plan_table import module_range, stage_table
@@ -30,7 +31,7 @@ def graph() -> Graph:
     ops.append(Op("head", "t", params=("emb.weight",), module="head"))
     params = [Param("emb.weight", (100, 10), "float32", 4000), Param("scale", (5,), "float32", 20, kind="buffer")]
     params += [Param(f"h.{i}.{k}", (10, 10), "float32", 400) for i in range(4) for k in ("up", "down")]
-    return Graph(2, (), tuple(params), tuple(ops), (), ())
+    return Graph(Size(2), (), tuple(params), tuple(ops), (), ())
 
 
 def plan() -> Plan:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import settings
@@ -13,6 +14,8 @@ from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph
 from autopart.ir.parse import parse_graph as graph
 from autopart.ir.plan import Plan
+from autopart.ir.size import Size
+from autopart.passes.ops.cost_model import CostTable, table_of
 from autopart.passes.pipeline import PlannerInput, build
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
@@ -51,6 +54,19 @@ def layers(count: int, *, size: int = 8) -> Graph:
 # ---- planning ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class ComputedCosts:
+    """A cost model from a function of (rows, device type) to the graph with these costs."""
+
+    at: Callable[[int, int], Graph]
+
+    def graph(self, size: Size, device_type: int) -> Graph:
+        return self.at(size.rows, device_type)
+
+    def table(self, size: Size, device_type: int) -> CostTable:
+        return table_of(self.graph(size, device_type))
+
+
 def source(g: Graph, c: Cluster) -> PlannerInput:
     """What `build` plans for: times, saved bytes and values grow with the rows, times shrink with a device's rate."""
     kinds = device_types(c)
@@ -65,9 +81,9 @@ def source(g: Graph, c: Cluster) -> PlannerInput:
             kept, scratch = (int(b * size) for b in (op.cost.saved_bytes, op.cost.scratch_bytes))
             ops.append(replace(op, cost=Cost(fwd_ns, bwd_ns, kept, scratch, int(op.cost.flops * size))))
         values = tuple(replace(v, size_bytes=int(v.size_bytes * size)) for v in g.values)
-        return replace(g, rows=rows, ops=tuple(ops), values=values)
+        return replace(g, size=Size(rows), ops=tuple(ops), values=values)
 
-    return PlannerInput(g, costs_at, torch_version="2")
+    return PlannerInput(g, ComputedCosts(costs_at), torch_version="2")
 
 
 def plan_of(g: Graph, c: Cluster, *, micros: int = 4, rows: tuple[int, ...] | None = None, **request: Any) -> Plan:

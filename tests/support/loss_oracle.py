@@ -19,6 +19,7 @@ from autopart.capture.batch import Batch, flatten
 from autopart.capture.probe import prove_rows, run
 from autopart.capture.rows import mark_rows, require_same_program
 from autopart.ir.graph import Graph, LossReduction
+from autopart.ir.size import Size
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
 
 MICRO_ROWS = (3, 2)
@@ -85,7 +86,7 @@ class Bench:
     def __init__(self, terms: Sequence[Term], inputs: Sequence[torch.Tensor], **modules: nn.Module) -> None:
         self.model, self.inputs = Terms(terms, modules), tuple(inputs)
         self.parts = flatten(self.inputs)
-        self.captures = [capture(self.model, self.parts, rows=rows) for rows in MICRO_ROWS]
+        self.captures = [capture(self.model, self.parts, size=Size(rows)) for rows in MICRO_ROWS]
         for captured in self.captures:
             require_same_program(captured.graph, self.captures[0].graph)
 

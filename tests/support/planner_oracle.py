@@ -19,6 +19,7 @@ from autopart.ir.cost import Cost
 from autopart.ir.errors import InfeasibleError, PlanError
 from autopart.ir.graph import Graph, Op
 from autopart.ir.plan import Decision, Estimate, Plan, Stage, check_decision
+from autopart.ir.size import Size
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.coarsen import coarsen
@@ -32,7 +33,7 @@ from autopart.passes.search.partition import Partition
 from autopart.passes.search.space import PlanRequest, SearchSpace
 from autopart.passes.simulation.estimate import estimate
 from autopart.passes.simulation.stage_costs import CostContext, Estimator, LoadMemo, device_types
-from support.graphs import graph
+from support.graphs import ComputedCosts, graph
 
 FASTEST = 10**12
 SYNCHRONOUS = replace(EVERYTHING, asynchronous=False)
@@ -52,7 +53,12 @@ class Problem:
         slower = FASTEST // device_types(self.cluster)[kind].flops_per_s
         values = tuple(replace(v, size_bytes=v.size_bytes * rows) for v in self.model.values)
         ops = tuple(replace(op, cost=self._cost(op.cost, rows, slower)) for op in self.model.ops)
-        return replace(self.model, rows=rows, values=values, ops=ops)
+        return replace(self.model, size=Size(rows), values=values, ops=ops)
+
+    @property
+    def cost_model(self) -> ComputedCosts:
+        """`costs_at` as the planner asks for it."""
+        return ComputedCosts(self.costs_at)
 
     def _cost(self, one: Cost, rows: int, slower: int) -> Cost:
         times = [slower * (self.launch + rows * t) if t else 0 for t in (one.fwd_ns, one.bwd_ns)]
@@ -62,7 +68,7 @@ class Problem:
     def source(self) -> PlannerInput:
         """What `build` plans for: a capture at the largest number of rows that is asked for."""
         rows = max(self.request.micro_rows[0])
-        return PlannerInput(self.costs_at(rows, 0), self.costs_at, torch_version="")
+        return PlannerInput(self.costs_at(rows, 0), self.cost_model, torch_version="")
 
     @property
     def space(self) -> SearchSpace:
@@ -72,8 +78,8 @@ class Problem:
         ends = {place for paths in self.request.keep_together() for place in module_span(fine, paths)} - {len(fine.ops)}
         blocks = coarsen(fine, blocks=64, cuts=self.request.cuts, also=tuple(sorted(ends)))
         most = max(max(rows) for rows in self.request.micro_rows)
-        costs = CostContext(self.cluster, device_types(self.cluster), self.costs_at, self.request.state_factor)
-        chain = BlockChain(blocks, captured, self.costs_at, most)
+        costs = CostContext(self.cluster, device_types(self.cluster), self.cost_model, self.request.state_factor)
+        chain = BlockChain(blocks, captured, self.cost_model, most)
         cuts = forced_bounds(blocks, fine, self.request.cuts)
         return SearchSpace(chain, costs, LoadMemo(self.cluster), self.request.normalized(), fine, cuts)
 
@@ -158,7 +164,7 @@ def assignments(blocks: Graph, stages: int) -> Iterator[tuple[tuple[str, ...], .
 
 def fastest_assignment(space: SearchSpace) -> int | None:
     """The shortest step over all assignments of blocks to stages on single devices that fit, on ranks in order."""
-    setting = replace(space.costs, costs_at=space.chain.graph)
+    setting = replace(space.costs, cost_model=space.chain)
     world = setting.cluster.world
     steps = [
         fitting_ns(Decision(world, own, micro_rows, schedule), setting)
@@ -173,7 +179,7 @@ def fastest_assignment(space: SearchSpace) -> int | None:
 
 def fitting_ns(decision: Decision, setting: CostContext) -> int | None:
     """The simulated step of a decision, None where it may not be or does not fit."""
-    graph = setting.costs_at(max(decision.micro_rows), 0)
+    graph = setting.cost_model.graph(Size(max(decision.micro_rows)), 0)
     try:
         check_decision(decision, graph)
     except PlanError:

@@ -9,12 +9,14 @@ from support.planner_oracle import Problem, problems
 from autopart.capture import CaptureCache
 from autopart.capture.batch import flatten
 from autopart.ir.cluster import Device
+from autopart.ir.size import Size
 from autopart.passes.graph import chain as line_module
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.coarsen import coarsen
 from autopart.passes.ops.analytic_costs import analytic_costs
-from autopart.passes.ops.cost_model import sheets
+from autopart.passes.ops.cost_model import ExtrapolatedCosts
+from autopart.passes.ops.resize import ResizableGraph
 
 
 def ranges(n: int) -> list[tuple[int, int]]:
@@ -26,7 +28,7 @@ def ranges(n: int) -> list[tuple[int, int]]:
 def test_ranges_are_sums_over_the_blocks(p: Problem) -> None:
     rows = max(p.request.micro_rows[0])
     space, graph = p.space, p.costs_at(rows, 0)
-    costs, blocks = space.chain.range_costs(rows), space.chain.blocks
+    costs, blocks = space.chain.range_costs(Size(rows)), space.chain.blocks
     size = {v.name: v.size_bytes for v in graph.values}
     cost = {op.name: op.cost for op in graph.ops}
     for a, b in ranges(space.chain.n):
@@ -49,7 +51,7 @@ def test_ranges_are_sums_over_the_blocks(p: Problem) -> None:
 def test_line_as_a_graph_has_the_costs_of_its_blocks(p: Problem) -> None:
     line = p.space.chain
     for rows in {max(rows) for rows in p.request.micro_rows}:
-        graph = line.graph(rows)
+        graph = line.graph(Size(rows))
         assert sum(op.cost.total_ns for op in graph.ops) == sum(op.cost.total_ns for op in p.costs_at(rows, 0).ops)
         sizes = {v.name: v.size_bytes for v in p.costs_at(rows, 0).values}
         assert all(v.size_bytes == sizes[v.name] for v in graph.values)
@@ -62,15 +64,15 @@ def test_between_powers_of_two_costs_lie_on_the_line(monkeypatch: pytest.MonkeyP
     case = CASES["gpt2"]
     capturer, batch = CaptureCache(case.model()), flatten(case.data(16))
     device = Device("cpu", 1 << 34, 10**11, 10**10)
-    first, other = capturer(batch, 2).graph, capturer(batch, 4).graph
+    first, other = capturer(batch, Size(2)).graph, capturer(batch, Size(4)).graph
     graph = analytic_costs(first, device)
-    costs_at = sheets(graph, other, (device,))
+    cost_model = ExtrapolatedCosts(ResizableGraph(graph, other), (device,))
     blocks = coarsen(atoms(graph), blocks=64)
-    exact = BlockChain(blocks, graph, costs_at, 16)
+    exact = BlockChain(blocks, graph, cost_model, 16)
     monkeypatch.setattr(line_module, "EXACT_OPS", 0)
-    between = BlockChain(blocks, graph, costs_at, 16)
+    between = BlockChain(blocks, graph, cost_model, 16)
     for rows in (3, 5, 6, 7, 9, 11, 13, 15):
-        one, two = exact.range_costs(rows), between.range_costs(rows)
+        one, two = exact.range_costs(Size(rows)), between.range_costs(Size(rows))
         assert (one.sizes == two.sizes).all() and (one.enters == two.enters).all()
         for field in ("fwd_ns", "bwd_ns"):
             total = one.sums(field)[-1]

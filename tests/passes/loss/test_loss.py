@@ -22,6 +22,7 @@ from autopart.capture.batch import Batch, flatten
 from autopart.capture.rows import mark_rows
 from autopart.ir.errors import CaptureError, CoupledLossError, LossError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
+from autopart.ir.size import Size
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
 
 ROWS, TOLERANCE = sum(MICRO_ROWS), 1e-9
@@ -302,7 +303,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_buffer_that_changes_may_not_reach_the_loss(reads: bool) -> None:
     parts, model = flatten(torch.randn(5, 4)), Counting(reads)
-    first, second = (capture(model, parts, rows=rows) for rows in MICRO_ROWS)
+    first, second = (capture(model, parts, size=Size(rows)) for rows in MICRO_ROWS)
     if not reads:
         assert derive(first, second, parts) == LossReduction("rows")
         return
@@ -324,7 +325,7 @@ FAST = ("bert", "t5", "mixtral")
 @cache
 def captures(name: str) -> tuple[Captured, Captured, Batch]:
     parts, model = flatten(CASES[name].data(4)), CASES[name].model()
-    first, second = (capture(model, parts, rows=rows) for rows in MICRO_ROWS)
+    first, second = (capture(model, parts, size=Size(rows)) for rows in MICRO_ROWS)
     return first, second, parts
 
 

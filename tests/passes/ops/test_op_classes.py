@@ -11,9 +11,11 @@ from support.graphs import graph
 from autopart.ir.cluster import Device
 from autopart.ir.errors import GraphError
 from autopart.ir.graph import Graph, Literal
+from autopart.ir.size import Size
 from autopart.passes.ops.analytic_costs import analytic_costs
-from autopart.passes.ops.cost_model import FIELDS, Sheets, sheets, table_of
+from autopart.passes.ops.cost_model import FIELDS, ExtrapolatedCosts, table_of
 from autopart.passes.ops.op_classes import first_of, op_classes
+from autopart.passes.ops.resize import ResizableGraph
 
 DEVICE = Device("cpu", 1 << 34, 10**12, 10**10)
 
@@ -49,14 +51,14 @@ def test_measured_costs_are_the_same_as_table_and_as_graph() -> None:
     g = analytic_costs(graph("a #4 <- x; b #4 <- a; c #4 <- b"), DEVICE)
     measured = replace(g, ops=tuple(replace(op, cost=replace(op.cost, fwd_ns=7 * i)) for i, op in enumerate(g.ops)))
     for known in (g, measured):
-        costs_at = sheets(known, None, (DEVICE, replace(DEVICE, flops_per_s=10**9, mem_bytes_per_s=10**8)))
-        assert isinstance(costs_at, Sheets)
-        for kind in (0, 1):
-            table, sizes = costs_at.table(known.rows, kind)
-            made = costs_at(known.rows, kind)
-            assert np.array_equal(table, [[getattr(op.cost, f) for op in made.ops] for f in FIELDS])
-            assert sizes == {v.name: v.size_bytes for v in made.values}
-            again = table_of(lambda rows, kind, made=made: made, known.rows, kind)  # type: ignore[misc]
-            assert np.array_equal(again[0], table) and again[1] == sizes
-    with pytest.raises(GraphError, match="not known"):
-        costs_at(known.rows + 1, 0)
+        devices = (DEVICE, replace(DEVICE, flops_per_s=10**9, mem_bytes_per_s=10**8))
+        costs = ExtrapolatedCosts(ResizableGraph(known), devices)
+        for device_type in (0, 1):
+            table, made = costs.table(known.size, device_type), costs.graph(known.size, device_type)
+            assert np.array_equal(table.columns, [[getattr(op.cost, f) for op in made.ops] for f in FIELDS])
+            assert table.value_bytes == {v.name: v.size_bytes for v in made.values}
+            again = table_of(made)
+            assert np.array_equal(again.columns, table.columns) and again.value_bytes == table.value_bytes
+        for ask in (costs.graph, costs.table):
+            with pytest.raises(GraphError, match="the program of 2 rows is not known from that of 1 row"):
+                ask(Size(2), 0)

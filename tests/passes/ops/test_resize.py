@@ -9,6 +9,7 @@ from support.graphs import graph
 
 from autopart.ir.errors import GraphError
 from autopart.ir.graph import Graph, Literal
+from autopart.ir.size import Size
 from autopart.passes.ops.resize import resize
 
 DEFAULT = ("gpt2", "convnext")
@@ -24,9 +25,9 @@ def check(name: str) -> None:
 
     case = CASES[name]
     capturer, batch = CaptureCache(case.model()), flatten(case.data(12))
-    made = {rows: capturer(batch, rows).graph for rows in (2, 4, 5)}
+    made = {rows: capturer(batch, Size(rows)).graph for rows in (2, 4, 5)}
     for one, two, wanted in ((2, 5, 4), (5, 2, 4), (2, 4, 5)):
-        grown = resize(made[one], made[two], wanted)
+        grown = resize(made[one], made[two], Size(wanted))
         assert grown is not None
         assert grown.shape_digest() == made[wanted].shape_digest()
         assert plain(grown) == plain(made[wanted])
@@ -55,18 +56,18 @@ def program(rows: int, size: int, attr: Literal = None) -> Graph:
     """One op whose value has `size` elements of four bytes."""
     g = graph("a <- x")
     values = tuple(replace(v, shape=(size, 3), size_bytes=12 * size) if v.name == "a" else v for v in g.values)
-    return replace(g, rows=rows, values=values, ops=(replace(g.ops[0], attrs=(("arg", attr),)),))
+    return replace(g, size=Size(rows), values=values, ops=(replace(g.ops[0], attrs=(("arg", attr),)),))
 
 
 def test_sizes_and_numbers_among_the_arguments_grow_along_a_line() -> None:
     one, two = program(2, 7, (2, ("%x", 10))), program(4, 13, (4, ("%x", 10)))
-    assert resize(one, two, 3) == program(3, 10, (3, ("%x", 10)))
-    assert resize(one, two, 10) == program(10, 31, (10, ("%x", 10)))
-    assert resize(one, two, 2) is one
+    assert resize(one, two, Size(3)) == program(3, 10, (3, ("%x", 10)))
+    assert resize(one, two, Size(10)) == program(10, 31, (10, ("%x", 10)))
+    assert resize(one, two, Size(2)) is one
 
 
 def test_negative_numbers_may_grow_too() -> None:
-    assert resize(program(2, 1, -2), program(4, 1, -4), 3) == program(3, 1, -3)
+    assert resize(program(2, 1, -2), program(4, 1, -4), Size(3)) == program(3, 1, -3)
 
 
 @pytest.mark.parametrize(
@@ -85,16 +86,16 @@ def test_negative_numbers_may_grow_too() -> None:
     ids=["half", "nothing", "negative", "text", "truth", "fraction", "length", "kind", "argument"],
 )
 def test_what_grows_along_no_line_is_no_program(one: Graph, two: Graph, rows: int) -> None:
-    assert resize(one, two, rows) is None
+    assert resize(one, two, Size(rows)) is None
 
 
 def test_other_ops_or_axes_are_no_program() -> None:
     one, two = program(2, 2), program(4, 4)
     flat = replace(two, values=tuple(replace(v, shape=(12,)) if v.name == "a" else v for v in two.values))
-    assert resize(one, flat, 3) is None
-    assert resize(one, replace(two, ops=two.ops * 2), 3) is None
+    assert resize(one, flat, Size(3)) is None
+    assert resize(one, replace(two, ops=two.ops * 2), Size(3)) is None
 
 
 def test_two_captures_at_the_same_rows_show_nothing() -> None:
     with pytest.raises(GraphError, match="2 rows"):
-        resize(program(2, 2), program(2, 2), 3)
+        resize(program(2, 2), program(2, 2), Size(3))

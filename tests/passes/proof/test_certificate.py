@@ -36,7 +36,7 @@ def steps(evaluation: Evaluation) -> list[int]:
     """Simulated steps of all placements of the evaluation's blocks on its stages that fit, under each schedule, without
     recomputation and with all of it."""
     space, plan = evaluation.space, evaluation.decision
-    setting = replace(space.costs, costs_at=space.chain.graph)
+    setting = replace(space.costs, cost_model=space.chain)
     found = []
     for ops in assignments(space.chain.blocks, len(plan.stages)):
         for again in (False, True)[: 1 + space.request.may_recompute]:

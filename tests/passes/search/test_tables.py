@@ -14,6 +14,7 @@ from support.planner_oracle import FASTEST, SYNCHRONOUS, Kind, Problem, problem,
 
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.plan import Decision, Estimate, Stage
+from autopart.ir.size import Size
 from autopart.passes.program.routing import route
 from autopart.passes.search.evaluation import Candidate, Evaluator
 from autopart.passes.search.layout import Layout
@@ -71,7 +72,7 @@ def test_table_never_lets_in_what_the_estimate_turns_away(p: Problem) -> None:
     own, estimates, partition, micro_rows, schedule = random_stages(p, Random(p.model.shape_digest()))
     for s, (a, b) in enumerate(pairwise(partition.bounds)):
         k, peak = partition.stages - s, estimates[s].peak_bytes
-        crossing = own.chain.range_costs(max(micro_rows)).crossing[b]
+        crossing = own.chain.range_costs(Size(max(micro_rows))).crossing[b]
         if peak > 1 and estimates[s].out_bytes <= crossing:
             space = with_memory(p, peak - 1)
             layout = Layout(1, space.costs.cluster.world, 1, tuple(range(space.costs.cluster.world)))
@@ -109,9 +110,9 @@ def test_one_stage_on_all_devices_takes_what_the_table_says(p: Problem) -> None:
             table = StageCostTables(TableRequest(space, layout, micro_rows, "1f1b"))(1, width, width)
             assert table is not None
             names = tuple(op.name for op in space.chain.blocks.ops)
-            graph = space.chain.graph(max(micro_rows))
+            graph = space.chain.graph(Size(max(micro_rows)))
             decision = Decision(p.cluster.world, (Stage(names, ranks),), micro_rows, "1f1b")
-            estimator = Estimator(replace(space.costs, costs_at=space.chain.graph))
+            estimator = Estimator(replace(space.costs, cost_model=space.chain))
             report = estimate(decision, route(decision, graph), estimator)
             assert table[0][0, space.chain.n] == pytest.approx(report.step_ns, abs=2)
 

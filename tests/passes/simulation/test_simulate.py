@@ -15,6 +15,7 @@ from autopart.ir.errors import ProgramError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import BACKWARD, FORWARD, RECEIVE, SEND, SENDS, Action, Program, Slot, parse_actions
+from autopart.ir.size import Size
 from autopart.ir.timeline import Span, Timeline
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
@@ -320,8 +321,8 @@ def test_timeline_obeys_physics(g: Graph, data: st.DataObject) -> None:
     stages = data.draw(st.sampled_from([None, 2]))
     plan = plan_of(g, c, micros=micros, schedule=schedule, stages=stages if len(g.ops) > 5 and not g.updates else None)
     program = route(plan.decision, g)
-    estimator = Estimator(CostContext(c, device_types(c), source(g, c).costs_at))
-    sizes = message_bytes(program.edges, estimator.graph(max(plan.micro_rows), 0))
+    estimator = Estimator(CostContext(c, device_types(c), source(g, c).cost_model))
+    sizes = message_bytes(program.edges, estimator.graph(Size(max(plan.micro_rows)), 0))
     estimates = stage_estimates(plan.decision, program.edges, estimator)
     work = work_of_plan(plan.decision, estimates, program, estimator)
     assert estimates == plan.estimates

@@ -1,5 +1,9 @@
-"""Capture and passes run without the cyclic garbage collector: they make very many objects and hardly a cycle, and
-every full collection looks again at all that capture left in memory, a quarter of the time of planning a large model.
+"""The cyclic garbage collector, paused while a model is captured and planned.
+
+Both make very many objects and hardly a cycle, and every full collection looks again at all that capture left in
+memory: a quarter of the time of planning a large model.  The passes do not do this themselves, as they are pure
+functions and change nothing about the process; who calls them (`planning`, benchmarks) pauses the collector around
+them, and capture is the lowest room that needs it.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ TWICE = (Stage(("a", "b", "a"), (0,)), Stage(("c",), (0, 7)))
     ("change", "paths"),
     [
         ({"world": 0}, ["world", "stages[0].ranks[0]", "stages[1].ranks[0]"]),
-        ({"schedule": "zigzag"}, ["schedule"]),
+        ({"schedule": ""}, ["schedule"]),
         ({"stages": ()}, ["stages"]),
         ({"micro_rows": ()}, ["micro_rows"]),
         ({"micro_rows": (1, 0)}, ["micro_rows[1]"]),
@@ -84,7 +84,7 @@ def test_everything_wrong_with_a_decision_is_found_with_its_place(change: dict[s
 @pytest.mark.parametrize(
     ("change", "path"),
     [
-        ({"schedule": "zigzag"}, "decision.schedule"),
+        ({"schedule": ""}, "decision.schedule"),
         ({"step_ns": -1}, "report.step_ns"),
         ({"bubble": 1.5}, "report.bubble"),
         ({"estimates": example().estimates[:1]}, "report.estimates"),

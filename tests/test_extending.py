@@ -5,27 +5,15 @@ from __future__ import annotations
 import pytest
 from support.graphs import cluster, graph, plan_of
 from support.strict import hangs, issued
+from support.user_schedules import eager_first_stage, train_eagerly
 
 from autopart.ir.errors import ProgramError, UsageError
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import register
 from autopart.passes.program.verify import check_program
+from autopart.runtime.launch.local import Workers
 
 MODEL = graph("a:3 +w #4 <- x; b:3 +v #4 <- a; c:3 +u #4 <- b; d:3 +t #4 <- c")
-
-
-def eager_first_stage(stages: int, micro_batches: int) -> list[list[str]]:
-    """1F1B, but the first stage runs all its forwards at once."""
-    orders = []
-    for stage in range(stages):
-        forward = [f"{stage}F{i}" for i in range(micro_batches)]
-        backward = [f"{stage}B{i}" for i in range(micro_batches)]
-        ahead = micro_batches if stage == 0 else min(micro_batches, stages - stage)
-        order = forward[:ahead]
-        for i in range(micro_batches):
-            order += backward[i : i + 1] + forward[ahead + i : ahead + i + 1]
-        orders.append(order)
-    return orders
 
 
 def test_a_schedule_of_a_user_is_planned_verified_and_simulated_like_ours() -> None:
@@ -36,6 +24,12 @@ def test_a_schedule_of_a_user_is_planned_verified_and_simulated_like_ours() -> N
     program = check_program(route(plan.decision, MODEL), plan.schedule)
     assert [str(a) for a in program.part(0) if a.kind in ("F", "B")] == eager_first_stage(2, 4)[0]
     assert hangs(issued(program)) == []
+
+
+def test_a_schedule_of_a_user_trains_as_one_process_does(workers: Workers) -> None:
+    _, difference, stages = workers.run(train_eagerly, "gpt2", 2, 4)[0]
+    assert stages == 2
+    assert difference.within(), difference
 
 
 def test_a_wrong_schedule_is_refused_with_what_waits_for_ever() -> None:

@@ -1,110 +1,217 @@
-"""The front door: compile, plan, verify, launch."""
+"""The front door: compile, plan, simulate, verify, launch."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
 from autopart.capture import CaptureCache
 from autopart.capture.batch import flatten
+from autopart.capture.export import LossFn
+from autopart.costs.sources import CostSource
 from autopart.files.clusters import parse_cluster
 from autopart.ir.capabilities import EVERYTHING
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
-from autopart.options import read_options
+from autopart.ir.timeline import Timeline
+from autopart.options import Options, read_options
+from autopart.passes.program.schedules import Order, Schedule
+from autopart.passes.search.space import Watch
 from autopart.planning import Planned, make_plan
 from autopart.runtime.launch.local import launch as _launch
 from autopart.session.compare import Verification, verify_step
 from autopart.session.pipe import Pipe
+from autopart.session.simulated import simulate_plan
 
 ClusterLike = Cluster | str | os.PathLike[str] | None
+"""A cluster, a YAML, TOML or JSON file, a text such as "cpu:2", or None: what the launcher and the devices say."""
+PlanLike = Plan | str | os.PathLike[str]
+LossReductionName = Literal["auto", "mean", "sum", "token-mean"]
+Recompute = Literal["auto", "off", "all"]
+OptimizerLike = str | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def compile(model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None, **options: Any) -> Pipe:
-    """Turn an unmodified model into a running training pipeline.
-
-    model: any torch.nn.Module.  cluster: an `autopart.Cluster`, a YAML/TOML file, a text such as "cpu:2", or None for
-    what the launcher's environment and the visible devices say.  sample: a batch as the model takes it (a mapping, a
-    tuple, a pair of both, a tensor; with loss_fn a pair of inputs and target); without one the model is captured at
-    the first step.
-
-    Options; None, empty or "auto" leaves the choice to the planner:
-
-    loss_fn         loss_fn(output, target) -> scalar, where the model returns no loss
-    loss_reduction  how losses of rows combine, if you want it checked: "auto", "mean", "sum", "token-mean"
-    stages          number of stages
-    micro_batches   number of micro-batches
-    schedule        "auto", "1f1b", "1f1b-deep", "gpipe"; in `plan` also "pipedream", which is taken only when named
-    cuts            module paths at which a stage begins
-    together        module paths, or groups of them, between whose first and last op no stage begins
-    pins            {module path: number of the stage that it stands in}
-    replicas        devices of every stage, or a number for each; more than 1 in `plan` alone
-    recompute       "auto" (as much as the memory demands), "off", "all"; of use in `plan` alone
-    optimizer       whose state the memory has to hold: a class or function of the parameters, a torch optimizer, or
-                    "sgd", "momentum", "adam", "adamw", also with "+masters"; None is charged as Adam, and said so
-    costs           times of ops: "auto", "measured" on this machine, "analytic" from operations and bytes, or a
-                    function of your own (`autopart.costs.sources.CostSource`)
-    prove           seconds that CP-SAT may take to bound the step of the chosen stages; 0 for no such proof
-    cache           False plans anew instead of reading the plan that was made for the same question before
-    watch           watch(what is done, best step so far in ns or 0, lower bound in ns or 0), called during the search
-    plan            a Plan or the path of a plan file, instead of the options that it settles
-    seed            of dropout
-
-    Call it on every rank.  Before any data is sent it raises UsageError (BatchError, ClusterError), CaptureError,
-    RefusedError, PlanError (InfeasibleError when no plan fits the memory or the wishes).  What the runtime does not
-    have (`ir.abilities`) is not planned.
-    """
-    read = read_options(**options)
-    return Pipe(CaptureCache(model, read.loss_fn), _cluster(cluster), read, sample)
+def _with_options(function: F) -> F:
+    """Put the documentation of the options, which stands once, behind that of a function."""
+    function.__doc__ = f"{function.__doc__}\n\n    {Options.__doc__}"
+    return function
 
 
-def plan(model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None, **options: Any) -> Plan:
-    """The plan alone: no process group, no weights needed (the model may be on the meta device).
-
-    sample is required; options are those of `compile`.  All that can be simulated is searched, replicas and
-    recomputation included; the report says what the runtime lacks for the plan.  In the result times are nanoseconds
-    and sizes bytes: `step_ns`, `estimates` of each stage, `optimality` (lower bound and gap), `alternatives`, `notes`.
-    Raises UsageError, CaptureError, RefusedError, PlanError, InfeasibleError.
-    """
-    return planned(model, cluster, sample=sample, **options).plan
-
-
-def planned(model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None, **options: Any) -> Planned:
-    """As `plan`, with the captured graph that the plan is for."""
-    read = read_options(**options)
-    batch = flatten(_given(sample, "plan"), with_target=read.loss_fn is not None)
-    return make_plan(CaptureCache(model, read.loss_fn), batch, _cluster(cluster), read, EVERYTHING)
-
-
-def verify(
+@_with_options
+def compile(
     model: nn.Module,
     cluster: ClusterLike = None,
     *,
     sample: Any = None,
+    loss_fn: LossFn | None = None,
+    loss_reduction: LossReductionName = "auto",
+    stages: int | None = None,
+    micro_batches: int | None = None,
+    schedule: str | Order | Schedule = "auto",
+    cuts: str | Iterable[str] = (),
+    together: str | Iterable[str | Iterable[str]] = (),
+    pins: Mapping[str, int] | None = None,
+    replicas: int | Sequence[int] | None = None,
+    recompute: Recompute = "auto",
+    optimizer: OptimizerLike | None = None,
+    costs: str | CostSource = "auto",
+    prove: float = 0.0,
+    cache: bool = True,
+    watch: Watch | None = None,
+    plan: PlanLike | None = None,
+    seed: int = 0,
+) -> Pipe:
+    """Turn an unmodified model into a running training pipeline.  Call it on every rank.
+
+    model: any torch.nn.Module.  cluster: an `autopart.Cluster`, a YAML, TOML or JSON file, a text such as "cpu:2", or
+    None for what the launcher's environment and the visible devices say.  sample: a batch as the model takes it (a
+    mapping, a tuple, a pair of both, a tensor; with loss_fn a pair of inputs and target); without one the model is
+    captured at the first step.  Only what the runtime can run is planned.
+
+    Before any data is sent it raises UsageError (BatchError, ClusterError), CaptureError, RefusedError, PlanError
+    (InfeasibleError when no plan fits the memory or the constraints).
+    """
+    options = read_options(
+        loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
+        cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
+        costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed,
+    )  # fmt: skip
+    return Pipe(CaptureCache(model, loss_fn), _cluster(cluster), options, sample)
+
+
+@_with_options
+def plan(
+    model: nn.Module,
+    cluster: ClusterLike = None,
+    *,
+    sample: Any,
+    loss_fn: LossFn | None = None,
+    loss_reduction: LossReductionName = "auto",
+    stages: int | None = None,
+    micro_batches: int | None = None,
+    schedule: str | Order | Schedule = "auto",
+    cuts: str | Iterable[str] = (),
+    together: str | Iterable[str | Iterable[str]] = (),
+    pins: Mapping[str, int] | None = None,
+    replicas: int | Sequence[int] | None = None,
+    recompute: Recompute = "auto",
+    optimizer: OptimizerLike | None = None,
+    costs: str | CostSource = "auto",
+    prove: float = 0.0,
+    cache: bool = True,
+    watch: Watch | None = None,
+    plan: PlanLike | None = None,
+    seed: int = 0,
+) -> Plan:
+    """The plan alone: needs no process group and no weights (the model may be on the meta device).
+
+    sample is required.  All that can be simulated is searched, replicas and recomputation included; the plan's table
+    says what the runtime lacks for it.  In the result times are nanoseconds and sizes bytes.  Raises UsageError,
+    CaptureError, RefusedError, PlanError, InfeasibleError.
+    """
+    options = read_options(
+        loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
+        cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
+        costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed,
+    )  # fmt: skip
+    return planned(model, cluster, sample, options).plan
+
+
+@_with_options
+def verify(
+    model: nn.Module,
+    cluster: ClusterLike = None,
+    *,
+    sample: Any,
     tolerance: float | None = None,
-    **options: Any,
+    loss_fn: LossFn | None = None,
+    loss_reduction: LossReductionName = "auto",
+    stages: int | None = None,
+    micro_batches: int | None = None,
+    schedule: str | Order | Schedule = "auto",
+    cuts: str | Iterable[str] = (),
+    together: str | Iterable[str | Iterable[str]] = (),
+    pins: Mapping[str, int] | None = None,
+    replicas: int | Sequence[int] | None = None,
+    recompute: Recompute = "auto",
+    optimizer: OptimizerLike | None = None,
+    costs: str | CostSource = "auto",
+    prove: float = 0.0,
+    cache: bool = True,
+    watch: Watch | None = None,
+    plan: PlanLike | None = None,
+    seed: int = 0,
 ) -> Verification:
     """One training step of the pipeline against the same step in one process, on copies of the model.
 
     tolerance: largest relative error of the loss, of each gradient and of each buffer; None for 1e-10 in fp64 and
-    1e-5 in fp32 (by the coarsest type that a gradient flows through).  Options as in `compile`.
-    Call it on every rank, as `compile`; every rank gets the same result: `.ok`, `.table()`, `.gradients`.
+    1e-5 in fp32 (by the coarsest type that a gradient flows through).  Call it on every rank, as `compile`; every
+    rank gets the same result: `.ok`, `.table()`, `.gradients`.  Raises what `compile` and `Pipe.step` raise.
     """
-    read = read_options(**options)
-    return verify_step(model, _cluster(cluster), _given(sample, "verify"), read, tolerance)
+    options = read_options(
+        loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
+        cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
+        costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed,
+    )  # fmt: skip
+    return checked(model, cluster, sample, options, tolerance)
+
+
+def simulate(
+    plan: PlanLike,
+    model: nn.Module,
+    cluster: ClusterLike = None,
+    *,
+    sample: Any,
+    loss_fn: LossFn | None = None,
+    optimizer: OptimizerLike | None = None,
+    costs: str | None = None,
+) -> Timeline:
+    """One step of a plan as the simulator sees it, action by action, in nanoseconds and bytes.
+
+    plan: a Plan or the path of a plan file.  model, cluster, sample, loss_fn, optimizer: what it was made for; the
+    model may be on the meta device.  costs: as in `plan`; None for the source that the plan
+    names.  Of replicas the
+    first rank is shown; of an asynchronous schedule one step by itself.  `save_trace` writes it for a viewer.  Raises
+    UsageError, CaptureError, and PlanError for a plan of another model, shape, torch release or number of ranks.
+    """
+    options = read_options(plan=plan, loss_fn=loss_fn, optimizer=optimizer, costs=costs or "auto")
+    return simulated(model, cluster, sample, options)[1]
 
 
 def launch(fn: Callable[..., Any], cluster: ClusterLike = None, *args: Any, timeout: float | None = None) -> list[Any]:
     """Run fn(*args) on every rank of a cluster in local processes and return the results by rank.
 
     Under torchrun this process is one of the ranks and fn is simply called.  timeout: seconds, None for no limit.
+    Raises WorkerError with the first cause when a process dies or runs out of time, and what fn raised on a rank.
     """
     return _launch(fn, _cluster(cluster).world, *args, timeout=timeout)
+
+
+def planned(model: nn.Module, cluster: ClusterLike, sample: Any, options: Options) -> Planned:
+    """As `plan`, with the captured graph that the plan is for."""
+    batch = flatten(_given(sample, "plan"), with_target=options.loss_fn is not None)
+    return make_plan(CaptureCache(model, options.loss_fn), batch, _cluster(cluster), options, EVERYTHING)
+
+
+def simulated(model: nn.Module, cluster: ClusterLike, sample: Any, options: Options) -> tuple[Planned, Timeline]:
+    """As `planned`, with the simulated step."""
+    capturer, machines = CaptureCache(model, options.loss_fn), _cluster(cluster)
+    batch = flatten(_given(sample, "simulate"), with_target=options.loss_fn is not None)
+    made = make_plan(capturer, batch, machines, options, EVERYTHING)
+    return made, simulate_plan(made, capturer, batch, machines, options)
+
+
+def checked(
+    model: nn.Module, cluster: ClusterLike, sample: Any, options: Options, tolerance: float | None
+) -> Verification:
+    """As `verify`, with options that are read already."""
+    return verify_step(model, _cluster(cluster), _given(sample, "verify"), options, tolerance)
 
 
 def _given(sample: Any, what: str) -> Any:

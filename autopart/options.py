@@ -1,4 +1,4 @@
-"""The keywords of `compile` and `plan`, validated before any work."""
+"""What may be asked of `compile`, `plan`, `simulate` and `verify`: a record, validated before any work."""
 
 from __future__ import annotations
 
@@ -12,16 +12,38 @@ from autopart.capture.export import LossFn
 from autopart.costs.sources import COST_SOURCES, CostSource
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
-from autopart.passes.program.schedules import names
+from autopart.passes.program.schedules import Order, Schedule, names, register
 from autopart.passes.search.space import Watch
 
-REDUCTIONS = ("auto", "mean", "sum", "token-mean")
+LOSS_REDUCTIONS = ("auto", "mean", "sum", "token-mean")
 RECOMPUTE = ("auto", "off", "all")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Options:
-    """Validated options; None means that the planner chooses."""
+    """Options; None, empty or "auto" leaves the choice to the planner.
+
+    loss_fn         loss_fn(output, target) -> scalar, where the model returns no loss
+    loss_reduction  how the losses of rows combine, if you want that checked: "auto", "mean", "sum", "token-mean"
+    stages          number of stages
+    micro_batches   number of micro-batches
+    schedule        "auto", "1f1b", "1f1b-deep", "gpipe", or a function of your own: (stages, micro-batches) to the
+                    computes of each worker in order; "pipedream" in `plan` alone, and never chosen unasked
+    cuts            module paths at which a stage begins
+    together        module paths, or groups of them, between whose first and last op no stage begins
+    pins            {module path: number of the stage that runs it}
+    replicas        devices of every stage, or a number for each stage; more than 1 in `plan` alone
+    recompute       "auto" (as much as the memory demands), "off", "all"; of use in `plan` alone
+    optimizer       whose state the memory has to hold: an optimizer class, a function of the parameters, an
+                    optimizer, or "sgd", "momentum", "adam", "adamw", each also with "+masters"; None charges Adam,
+                    and the plan says so
+    costs           times of ops: "auto", "measured" on this machine, "analytic" from operations and bytes
+    prove           seconds that CP-SAT may take to bound the step of the chosen stages; 0 for no such proof
+    cache           False plans anew instead of reading the plan that answered the same question before
+    watch           watch(what is done, best step so far in ns or 0, lower bound in ns or 0), called while searching
+    plan            a Plan or the path of a plan file, instead of the options that it settles
+    seed            of dropout
+    """
 
     loss_fn: LossFn | None = None
     loss_reduction: str = "auto"
@@ -29,37 +51,32 @@ class Options:
     micro_batches: int | None = None
     schedule: str = "auto"
     cuts: tuple[str, ...] = ()
-    plan: Plan | str | os.PathLike[str] | None = None
-    seed: int = 0
-    costs: str | CostSource = "auto"
-    optimizer: Any = None
-    replicas: int | tuple[int, ...] | None = None
-    recompute: str = "auto"
     together: tuple[tuple[str, ...], ...] = ()
     pins: Mapping[str, int] = field(default_factory=dict)
+    replicas: int | tuple[int, ...] | None = None
+    recompute: str = "auto"
+    optimizer: Any = None
+    costs: str | CostSource = "auto"
     prove: float = 0.0
     cache: bool = True
     watch: Watch | None = None
+    plan: Plan | str | os.PathLike[str] | None = None
+    seed: int = 0
 
 
 def read_options(**given: Any) -> Options:
-    """Options from keywords; raises UsageError for an unknown or impossible value, naming the known ones."""
-    unknown = set(given) - set(Options.__dataclass_fields__)
-    if unknown:
-        raise UsageError(
-            f"unknown option {sorted(unknown)[0]!r}",
-            fix="options are: sample, " + ", ".join(Options.__dataclass_fields__),
-        )
+    """The record of what was given, in one form: raises UsageError for an impossible value, naming the possible ones,
+    and TypeError for a name that is not an option's."""
     read = {
         "cuts": _paths("cut", given.get("cuts", ())),
         "together": _groups(given.get("together", ())),
         "pins": _pins(given.get("pins")),
         "replicas": _replicas(given.get("replicas")),
+        "schedule": _schedule(given.get("schedule", "auto")),
     }
     options = Options(**{**given, **read})
-    _one_of("schedule", options.schedule, ("auto", *names()))
     _one_of("recompute", options.recompute, RECOMPUTE)
-    _one_of("loss_reduction", options.loss_reduction, REDUCTIONS)
+    _one_of("loss_reduction", options.loss_reduction, LOSS_REDUCTIONS)
     _cost_source(options.costs)
     _count("stages", options.stages)
     _count("micro_batches", options.micro_batches)
@@ -73,6 +90,14 @@ def read_options(**given: Any) -> Options:
     if options.plan is not None:
         _no_conflict(options)
     return options
+
+
+def _schedule(schedule: str | Order | Schedule) -> str:
+    """The name of a schedule; one that is given itself is registered under its own."""
+    if callable(schedule) or isinstance(schedule, Schedule):
+        return register(schedule).name
+    _one_of("schedule", schedule, ("auto", *names()))
+    return schedule
 
 
 def _paths(what: str, paths: Iterable[str] | str | None) -> tuple[str, ...]:

@@ -136,8 +136,7 @@ def _built(problem: _Problem, costs: CostedGraph) -> Plan:
 def _request(problem: _Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, ...]]:
     """What is asked of the passes, and what to say about the optimizer."""
     options = problem.options
-    item_bytes = [p.size_bytes // max(1, math.prod(p.shape)) for p in graph.params if p.trainable]
-    factor, notes = state_factor(options.optimizer, min(item_bytes, default=4))
+    factor, notes = state_factor(options.optimizer, narrowest_bytes(graph))
     final = problem.family.other is None or problem.family.on_meta  # else it is planned once more at its own size
     request = PlanRequest(
         micro_rows=problem.splits,
@@ -348,7 +347,7 @@ def _other_sizes(splits: Splits, batch: Batch) -> list[Size] | None:
 def loss_reduction(family: ProgramFamily, splits: Splits, options: Options) -> LossReduction:
     """How the losses of micro-batches combine.  One needs no rule; more need one that is proven exact.
 
-    Raises CoupledLossError when the whole loss is no combination of theirs.
+    Raises CoupledLossError when the whole loss is not a combination of theirs.
     """
     base, other = family.base, family.other
     if other is None or all(len(micro_rows) == 1 for micro_rows in splits):
@@ -374,3 +373,8 @@ def _prove(family: ProgramFamily, names: frozenset[str]) -> frozenset[str]:
         return names  # planning only: compile checks again, with values
     small, large = sorted((family.base, family.other), key=lambda captured: captured.graph.rows)
     return prove_rows(small, large, names, family.batch)
+
+
+def narrowest_bytes(graph: Graph) -> int:
+    """Bytes of one number of the narrowest trainable parameter."""
+    return min((p.size_bytes // max(1, math.prod(p.shape)) for p in graph.params if p.trainable), default=4)

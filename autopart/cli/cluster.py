@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from autopart.files.clusters import cluster_to_yaml, parse_cluster, require_yaml, save_cluster
+from autopart.cli.flags import Json
+from autopart.cli.output import print_json, prints_results
+from autopart.files.clusters import cluster_to_dict, cluster_to_yaml, parse_cluster, require_yaml, save_cluster
 from autopart.files.presets import NODES
 from autopart.ir.cluster import Cluster
 from autopart.report.cluster_table import cluster_table
@@ -28,30 +29,32 @@ def detect(
         int | None, typer.Option(min=1, help="Local processes; by default one for each GPU, without a GPU two")
     ] = None,
     out: Out = None,
+    as_json: Json = False,
 ) -> None:
     """Measure devices and links of this machine, or under torchrun of all; the table, and the cluster as YAML."""
     if out is not None:
         require_yaml(out)
     found = detect_cluster(ranks)
-    if os.environ.get("RANK", "0") == "0":
-        _tell(found, out)
+    if prints_results():
+        _print_cluster(found, out, as_json)
 
 
 @app.command()
-def show(
-    cluster: Described,
-    out: Out = None,
-) -> None:
+def show(cluster: Described, out: Out = None, as_json: Json = False) -> None:
     """A preset, a short description or a file, checked; the table, and the cluster as YAML."""
-    if os.environ.get("RANK", "0") == "0":
-        _tell(parse_cluster(cluster), out)
+    if prints_results():
+        _print_cluster(parse_cluster(cluster), out, as_json)
 
 
-def _tell(cluster: Cluster, out: Path | None) -> None:
-    if out is None:
-        typer.echo(cluster_table(cluster), err=True)
-        typer.echo(cluster_to_yaml(cluster), nl=False)
-    else:
+def _print_cluster(cluster: Cluster, out: Path | None, as_json: bool) -> None:
+    """The table and the YAML; or the cluster as JSON, in the form that cluster files have."""
+    if out is not None:
         save_cluster(cluster, out)
-        typer.echo(cluster_table(cluster))
-        typer.echo(f"cluster written to {out}")
+    if as_json:
+        print_json(cluster_to_dict(cluster))
+    else:
+        typer.echo(cluster_table(cluster), err=out is None)
+    if out is not None:
+        typer.echo(f"cluster written to {out}", err=as_json)
+    elif not as_json:
+        typer.echo(cluster_to_yaml(cluster), nl=False)

@@ -259,9 +259,9 @@ def _device(entry: _DeviceEntry, base: Device) -> Device:
     return Device(entry.kind, memory, other, bandwidth, entry.name, rates)
 
 
-def cluster_to_yaml(cluster: Cluster) -> str:
-    """The file that `parse_cluster` reads as this cluster."""
-    lines = ["devices:"]
+def cluster_to_dict(cluster: Cluster) -> dict[str, object]:
+    """The content of a file that `parse_cluster` reads as this cluster."""
+    devices = []
     for device, same in itertools.groupby(cluster.devices):
         entry: dict[str, object] = {"kind": device.kind, "count": len(list(same))}
         if device.name:
@@ -269,11 +269,20 @@ def cluster_to_yaml(cluster: Cluster) -> str:
         entry["memory"] = device.memory_bytes
         entry["flops"] = {_DEFAULT: device.flops_per_s, **dict(device.rates)} if device.rates else device.flops_per_s
         entry["memory_bandwidth"] = device.mem_bytes_per_s
-        lines.append(_yaml_item(entry))
-    lines.append("levels:")
-    for level in cluster.levels:
-        latency_us = level.link.latency_ns / 1000
-        lines.append(_yaml_item({"size": level.size, "latency_us": latency_us, "bandwidth": level.link.bytes_per_s}))
+        devices.append(entry)
+    levels = [
+        {"size": level.size, "latency_us": level.link.latency_ns / 1000, "bandwidth": level.link.bytes_per_s}
+        for level in cluster.levels
+    ]
+    return {"devices": devices, "levels": levels}
+
+
+def cluster_to_yaml(cluster: Cluster) -> str:
+    """The file that `parse_cluster` reads as this cluster."""
+    lines = []
+    for part, entries in cluster_to_dict(cluster).items():
+        assert isinstance(entries, list)
+        lines += [f"{part}:", *map(_yaml_item, entries)]
     return "\n".join(lines) + "\n"
 
 
@@ -294,7 +303,7 @@ def save_cluster(cluster: Cluster, path: str | os.PathLike[str]) -> None:
 def require_yaml(path: str | os.PathLike[str]) -> None:
     """Raises ClusterError for a file name that is not one of YAML."""
     if _READERS.get(Path(path).suffix.lower()) is not _read_yaml:
-        raise ClusterError(f"{os.fspath(path)!r} is no name for a YAML file", fix="let it end in .yaml")
+        raise ClusterError(f"{os.fspath(path)!r} is not the name of a YAML file", fix="let it end in .yaml")
 
 
 class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]
@@ -316,14 +325,14 @@ def _read_yaml(text: str, source: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         why = getattr(error, "problem", None) or str(error)
-        raise ClusterError(f"{source} is no valid YAML", where=where, why=why) from error
+        raise ClusterError(f"{source} is not valid YAML", where=where, why=why) from error
 
 
 def _read_toml(text: str, source: str) -> Any:
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-        raise ClusterError(f"{source} is no valid TOML", why=str(error)) from error
+        raise ClusterError(f"{source} is not valid TOML", why=str(error)) from error
 
 
 def _read_json(text: str, source: str) -> Any:

@@ -147,7 +147,7 @@ def _check_rates(rank: int, device: Device) -> None:
     for name, rate in device.rates:
         if not _DTYPE.fullmatch(name):
             raise ClusterError(
-                f"device {rank} has a rate for {name!r}, which is no dtype",
+                f"device {rank} has a rate for {name!r}, which is not a dtype",
                 fix='write it as torch does, without "torch.": "bfloat16", "float16", "float32", "float64"',
             )
         if rate <= 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 from autopart.ir.capabilities import lacking
@@ -22,7 +22,7 @@ WORDS = ("stage", "ranks", "modules")
 def explain(plan: Plan) -> str:
     """What a plan decides and what it would take, as plain text; `Plan.explain` says what the columns mean."""
     grid = stage_grid([stage_row(plan, s) for s in range(len(plan.stages))], total_row(plan))
-    return "\n".join([*table_lines(grid, left=sum(name in WORDS for name in grid[0])), *footer(plan)]) + "\n"
+    return "\n".join([*table_lines(grid, word_columns(grid[0])), *footer(plan)]) + "\n"
 
 
 def stage_grid(rows: list[dict[str, str]], total: dict[str, str]) -> list[list[str]]:
@@ -34,18 +34,26 @@ def stage_grid(rows: list[dict[str, str]], total: dict[str, str]) -> list[list[s
     return grid
 
 
-def table_lines(grid: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Lines of a table whose first row is the header and whose first `left` columns hold words."""
+def table_lines(grid: Sequence[Sequence[str]], words: Container[int]) -> list[str]:
+    """Lines of a table whose first row is the header; words: numbers of the columns that do not hold numbers.
+
+    Every table of ours is drawn here.
+    """
     widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
     lines = []
     for row in grid:
         cells = [
-            cell.ljust(width) if column < left else cell.rjust(width)
+            cell.ljust(width) if column in words else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append(" " + "  ".join(cells).rstrip())
     rule = " " + "─" * (sum(widths) + 2 * (len(widths) - 1))
     return [lines[0], rule, *lines[1:]]
+
+
+def word_columns(header: Sequence[str]) -> list[int]:
+    """The columns of the table of stages that hold words."""
+    return [column for column, name in enumerate(header) if name in WORDS]
 
 
 def stage_row(plan: Plan, s: int) -> dict[str, str]:

@@ -197,12 +197,12 @@ def _op_problems(op: Op, known: set[str], params: set[str], ready: set[str]) -> 
             yield f"reads {read} before it is written"
     for write in op.writes:
         if write not in known:
-            yield f"writes {write}, which is no value"
+            yield f"writes {write}, which is not a value"
         if write in ready:
             yield f"writes {write} a second time"
     for param in op.params:
         if param not in params:
-            yield f"uses {param}, which is no parameter"
+            yield f"uses {param}, which is not a parameter"
 
 
 def _unique(what: str, names: Iterable[str]) -> None:

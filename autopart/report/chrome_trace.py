@@ -1,4 +1,4 @@
-"""A timeline as a Chrome trace (chrome://tracing, ui.perfetto.dev): a process per rank, a lane for its compute."""
+"""A timeline in the trace event format, which chrome://tracing and ui.perfetto.dev open."""
 
 from __future__ import annotations
 
@@ -7,22 +7,12 @@ from collections.abc import Mapping
 
 from autopart.ir.timeline import Span, Timeline
 
-KINDS = {
-    "F": "forward",
-    "B": "backward",
-    "SF": "send activations",
-    "RF": "receive activations",
-    "SB": "send gradients",
-    "RB": "receive gradients",
-    "T": "sum tied gradients",
-}
-
 
 def chrome_trace(timeline: Timeline, *, name: str = "autopart", labels: Mapping[int, str] | None = None) -> str:
     """JSON in the trace event format, times in microseconds.
 
-    Messages run beside compute, so each rank has lane 0 for compute and as many more as messages overlap.  name: of
-    the run, as "simulated"; labels: text per rank, as "stage 1".
+    Messages run beside what a rank does itself, so each rank has lane 0 for its own work and as many more as messages
+    overlap.  name: of the run, as "simulated"; labels: text per rank, as "stage 1".
     """
     events: list[dict[str, object]] = []
     ranks = sorted({span.rank for span in timeline.spans})
@@ -42,11 +32,12 @@ def chrome_trace(timeline: Timeline, *, name: str = "autopart", labels: Mapping[
 
 
 def _lanes(spans: list[Span]) -> list[int]:
-    """Lane 0 for compute, else the first lane that is free: spans of one lane never overlap."""
+    """Lane 0 for what the rank does itself, for a message the first other that is free: messages of a lane never
+    overlap."""
     free_at: list[int] = []
     lanes = []
     for span in spans:
-        if len(span.action.kind) == 1:
+        if not span.action.is_a.is_message:
             lanes.append(0)
             continue
         lane = next((i for i, end in enumerate(free_at) if end <= span.start_ns), len(free_at))
@@ -59,14 +50,18 @@ def _lanes(spans: list[Span]) -> list[int]:
 
 def _event(span: Span, lane: int) -> dict[str, object]:
     action = span.action
-    facts = {"stage": action.stage, "micro": action.micro, "peer": action.peer}
+    facts: dict[str, object] = {"stage": action.stage}
+    if action.is_a.is_per_slot:
+        facts |= {"micro": action.micro, "slice": action.slot.slice}
+    if action.peer is not None:
+        facts["peer"] = action.peer
     return {
         "name": str(action),
-        "cat": KINDS[action.kind],
+        "cat": action.is_a.label,
         "ph": "X",
         "ts": span.start_ns / 1000,
         "dur": (span.end_ns - span.start_ns) / 1000,
         "pid": span.rank,
         "tid": lane,
-        "args": {key: value for key, value in facts.items() if value is not None},
+        "args": facts,
     }

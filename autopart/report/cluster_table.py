@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from autopart.ir.cluster import Cluster, Device, Level
+from autopart.ir.explain import table_lines
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
@@ -24,20 +25,7 @@ def cluster_table(cluster: Cluster) -> str:
     for index, level in enumerate(cluster.levels):
         links.append(_level_row(index, level, inner))
         inner = level.size
-    return "\n".join([*_aligned(grid), "", *_aligned(links)]) + "\n"
-
-
-def _aligned(grid: list[list[str]]) -> list[str]:
-    """Two columns of words, the others of numbers."""
-    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
-    rows = [
-        [
-            cell.ljust(width) if c < 2 else cell.rjust(width)
-            for c, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in grid
-    ]
-    return ["  ".join(row).rstrip() for row in rows]
+    return "\n".join([*table_lines(grid, (0, 1)), "", *table_lines(links, (0, 1))]) + "\n"
 
 
 def _device_row(rank: int, count: int, device: Device, dtypes: list[str]) -> list[str]:

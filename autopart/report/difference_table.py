@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from autopart.ir.explain import table_lines
 
-TITLES = ("name", "of", "stage", "norm", "relative error", "verdict")
+TITLES = ["name", "of", "stage", "norm", "relative error", "verdict"]
 WORDS = ("name", "of", "verdict")
 
 
@@ -29,12 +26,8 @@ class DifferenceRow:
 
 def difference_lines(rows: Iterable[DifferenceRow]) -> list[str]:
     """The lines of the table, its header first."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in TITLES:
-        table.add_column(title, justify="left" if title in WORDS else "right", no_wrap=True)
+    grid = [TITLES]
     for row in rows:
         stage = str(row.stage) if row.stage >= 0 else "-"
-        table.add_row(row.name, row.of, stage, f"{row.norm:.3e}", f"{row.error:.1e}", row.verdict)
-    text = io.StringIO()
-    Console(file=text, width=1000, color_system=None, highlight=False, emoji=False, markup=False).print(table)
-    return [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
+        grid.append([row.name, row.of, stage, f"{row.norm:.3e}", f"{row.error:.1e}", row.verdict])
+    return table_lines(grid, [TITLES.index(title) for title in WORDS])

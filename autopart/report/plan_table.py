@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from autopart.ir.explain import WORDS, footer, stage_grid, stage_row, table_lines, total_row
+from autopart.ir.explain import footer, stage_grid, stage_row, table_lines, total_row, word_columns
 from autopart.ir.graph import Graph, Op
 from autopart.ir.plan import Plan
 
@@ -24,9 +24,9 @@ def stage_table(plan: Plan, graph: Graph | None = None, *, width: int = NATURAL_
         rows = [_with_graph(row, plan, s, graph) for s, row in enumerate(rows)]
         total |= {"ops": str(len(graph.ops)), "params": _count(parameter_count(graph, {op.name for op in graph.ops}))}
     grid = stage_grid(rows, total)
-    lines = table_lines(grid, left=sum(name in WORDS for name in grid[0]))
+    lines = table_lines(grid, word_columns(grid[0]))
     if max(map(len, lines)) > width:
-        lines = table_lines([list(column) for column in zip(*grid, strict=True)], left=1)
+        lines = table_lines([list(column) for column in zip(*grid, strict=True)], [0])
     return "\n".join([*lines, *footer(plan)]) + "\n"
 
 

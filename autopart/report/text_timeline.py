@@ -6,15 +6,20 @@ rank 1 |....F0--B0======F1--B1======F2--B2======....|
 
 from __future__ import annotations
 
+from autopart.ir.program import BACKWARD, COMPUTE, FORWARD, Action
 from autopart.ir.timeline import Timeline
 
-IDLE, FILL = ".", {"F": "-", "B": "=", "T": "+"}
+IDLE, ONCE_A_STEP = ".", "+"
+FILL = {FORWARD: "-", BACKWARD: "="}
+"""What follows the label of a compute, by its way."""
 
 
-def schedule_text(timeline: Timeline, width: int = 100) -> str:
-    """Forwards (F), backwards (B) and sums over tied parameters (T) of each rank, to scale; a dot is an idle moment.
+def timeline_text(timeline: Timeline, width: int = 100) -> str:
+    """What each rank does but for messages, to scale: F forward and B backward with their micro-batch, T and R sums of
+    gradients (of tied parameters, over replicas), O the optimizer's step; a dot is an idle moment.
 
-    width: characters for the whole step.  A span gets at least one character, at the cost of what follows it.
+    A rank that runs several stages has the stage before each letter: 2F0.  width: characters for the whole step.  A
+    span gets at least one character, at the cost of what follows it.
     """
     if width < 1:
         raise ValueError(f"width is {width}, must be at least 1")
@@ -23,14 +28,20 @@ def schedule_text(timeline: Timeline, width: int = 100) -> str:
     for rank in sorted({span.rank for span in timeline.spans}):
         cells = [IDLE] * width
         done = 0
-        for span in sorted((s for s in timeline.spans if s.rank == rank), key=lambda s: (s.start_ns, s.end_ns)):
-            kind = span.action.kind
-            if kind not in FILL:
-                continue
+        own = [span for span in timeline.spans if span.rank == rank and not span.action.is_a.is_message]
+        several = len({span.action.stage for span in own}) > 1
+        for span in sorted(own, key=lambda s: (s.start_ns, s.end_ns)):
             start = min(max(done, span.start_ns * width // step), width - 1)
             done = min(max(start + 1, span.end_ns * width // step), width)
-            label = kind if kind == "T" else f"{kind}{span.action.micro}"
-            label = label if len(label) <= done - start else kind  # no room for the number
-            cells[start:done] = label.ljust(done - start, FILL[kind])
+            cells[start:done] = _label(span.action, several, done - start)
         lines.append(f"rank {rank} |{''.join(cells)}|")
     return "\n".join(lines) + "\n" if lines else ""
+
+
+def _label(action: Action, several: bool, room: int) -> str:
+    """As much of the action as there is room for, filled up to it."""
+    fill = FILL[action.is_a.way] if action.is_a.role == COMPUTE else ONCE_A_STEP
+    micro = str(action.micro) if action.micro >= 0 else ""
+    full = f"{action.stage if several else ''}{action.kind}{micro}"
+    label = full if len(full) <= room else action.kind[:room]
+    return label.ljust(room, fill)

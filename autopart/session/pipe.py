@@ -19,10 +19,12 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.errors import BatchError, UsageError
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
+from autopart.ir.timeline import Timeline
 from autopart.options import Options
 from autopart.report.plan_table import stage_table
 from autopart.runtime.trace import Trace
 from autopart.session.executor import Mode
+from autopart.session.measured import gather_timeline
 from autopart.session.session import Session
 from autopart.session.state import clip_gradients, gather_gradients, gather_state, load_state
 
@@ -117,6 +119,18 @@ class Pipe:
     def program(self) -> Program:
         """What every rank does in one training step, action by action."""
         return self.session.program()
+
+    def timeline(self, *args: Any, **kwargs: Any) -> Timeline:
+        """Run a training step as `step` does, and return what every rank did in it, in nanoseconds, on every rank.
+
+        Times count from the start of the step on each rank.  `autopart.save_trace` writes it for a viewer, and
+        `autopart.simulate` returns the same for the plan.  Raises what `step` raises.
+        """
+        if self._session is None:
+            self._bring_up(self._flatten(_one_batch(args, kwargs)))
+        with self.traced() as trace:
+            self.step(*args, **kwargs)
+        return gather_timeline(self.session.world, trace.timeline)
 
     @property
     def rank(self) -> int:

@@ -164,7 +164,7 @@ def _unproven_sources(graph: Graph, placements: dict[str, Placement], loss: str)
 
 def _refusal(graph: Graph, op: str, why: str) -> CoupledLossError:
     return CoupledLossError(
-        "the loss of the whole batch is no combination of the losses of micro-batches",
+        "the loss of the whole batch is not a combination of the losses of micro-batches",
         where=_where(graph, op),
         why=why,
         fix=_ONE,

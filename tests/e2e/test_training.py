@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from support.step_jobs import ALL
@@ -12,6 +14,7 @@ from support.training_jobs import (
     dropout,
     evaluated,
     from_file,
+    measured,
     optimize,
     predicted,
     reloaded,
@@ -151,3 +154,16 @@ def test_ranks_that_disagree_are_told_before_data_is_sent(workers, what, kind, w
 def test_ranks_that_built_other_weights_use_those_of_rank_0(workers):
     difference = workers.run(different_weights)[0]
     assert difference.within(), difference
+
+
+def test_a_measured_step_has_every_action_of_every_rank_on_every_rank(workers):
+    results = workers.run(measured, "tied")
+    assert all(result["spans"] == results[0]["spans"] for result in results)
+    spans = results[0]["spans"]
+    starts = [start for _, _, start, _ in spans]
+    assert starts == sorted(starts)
+    for rank, actions in enumerate(results[0]["actions"]):
+        own = sorted((start, end, action) for who, action, start, end in spans if who == rank)
+        assert [action for _, _, action in own] == actions
+        assert all(0 <= start <= end for start, end, _ in own)
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(own))

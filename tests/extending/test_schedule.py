@@ -1,31 +1,20 @@
-"""What users add from outside, each in a few lines: here it is planned, verified, simulated and refused like ours."""
+"""A schedule from outside, in a few lines: planned, verified, simulated, run and refused like ours."""
 
 from __future__ import annotations
 
 import pytest
+from support import own_schedule
 from support.graphs import cluster, graph, plan_of
+from support.own_schedule import eager_first_stage
 from support.strict import hangs, issued
 
 from autopart.ir.errors import ProgramError, UsageError
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import register
 from autopart.passes.program.verify import check_program
+from autopart.runtime.launch.local import Workers
 
 MODEL = graph("a:3 +w #4 <- x; b:3 +v #4 <- a; c:3 +u #4 <- b; d:3 +t #4 <- c")
-
-
-def eager_first_stage(stages: int, micro_batches: int) -> list[list[str]]:
-    """1F1B, but the first stage runs all its forwards at once."""
-    orders = []
-    for stage in range(stages):
-        forward = [f"{stage}F{i}" for i in range(micro_batches)]
-        backward = [f"{stage}B{i}" for i in range(micro_batches)]
-        ahead = micro_batches if stage == 0 else min(micro_batches, stages - stage)
-        order = forward[:ahead]
-        for i in range(micro_batches):
-            order += backward[i : i + 1] + forward[ahead + i : ahead + i + 1]
-        orders.append(order)
-    return orders
 
 
 def test_a_schedule_of_a_user_is_planned_verified_and_simulated_like_ours() -> None:
@@ -36,6 +25,11 @@ def test_a_schedule_of_a_user_is_planned_verified_and_simulated_like_ours() -> N
     program = check_program(route(plan.decision, MODEL), plan.schedule)
     assert [str(a) for a in program.part(0) if a.kind in ("F", "B")] == eager_first_stage(2, 4)[0]
     assert hangs(issued(program)) == []
+
+
+def test_a_schedule_of_a_user_is_run_and_gives_the_gradients_of_one_process() -> None:
+    with Workers(2, timeout=240) as pool:
+        assert pool.run(own_schedule.verified) == [(True, eager_first_stage(2, 4)[0])] * 2
 
 
 def test_a_wrong_schedule_is_refused_with_what_waits_for_ever() -> None:

@@ -36,7 +36,6 @@ from autopart.planning import make_plan
     ("options", "words"),
     [
         ({"schedule": "zigzag"}, ("schedule 'zigzag'", "1f1b, 1f1b-deep, gpipe")),
-        ({"stage": 2}, ("unknown option 'stage'", "stages")),
         ({"stages": 0}, ("stages is 0",)),
         ({"stages": 1.5}, ("stages is 1.5",)),
         ({"stages": True}, ("stages is True",)),
@@ -165,7 +164,7 @@ def test_using_a_pipe_before_it_is_planned_says_how_to():
     with refused(BatchError, "without a batch"):
         pipe.step()
     with refused(UsageError, "sample"):
-        autopart.plan(Body(), "cpu:1")
+        autopart.plan(Body(), "cpu:1", sample=None)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def test_mistakes_in_files_are_named_by_their_place(tmp_path: Path, text: str, w
     [
         ("devices: [{kind: cpu}, {kind: cuda}]", "c.yaml: the cluster mixes cpu and cuda"),
         ("devices: [{kind: cpu, count: 65536}, {kind: cpu}]", "c.yaml: 65537 devices"),
-        ("devices: [{kind: cpu, flops: {half: 1}}]", "c.yaml: device 0 has a rate for 'half', which is no dtype"),
+        ("devices: [{kind: cpu, flops: {half: 1}}]", "c.yaml: device 0 has a rate for 'half', which is not a dtype"),
         ('devices: [{kind: cpu, name: "a\\nb"}]', "c.yaml: the name of device 0"),
         ("devices: [{kind: cpu, count: 3}]\nlevels: [{size: 2, latency_us: 1, bandwidth: 1}]", "joins 2 devices of 3"),
     ],
@@ -195,12 +195,12 @@ def test_clusters_that_make_no_sense_are_refused_by_file(tmp_path: Path, text: s
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("c.yaml", "devices: [\n", "no valid YAML\n  where: line 2, column 1"),
+        ("c.yaml", "devices: [\n", "not valid YAML\n  where: line 2, column 1"),
         ("c.yaml", "devices: [{kind: cpu, kind: cuda}]", "key 'kind' stands twice"),
-        ("c.yaml", "!!python/object:os.system {}", "no valid YAML"),
-        ("c.yaml", "{[a]: 2}", "no valid YAML"),
-        ("c.yaml", "[" * 10_000, "no valid YAML"),
-        ("c.toml", "devices = [", "no valid TOML"),
+        ("c.yaml", "!!python/object:os.system {}", "not valid YAML"),
+        ("c.yaml", "{[a]: 2}", "not valid YAML"),
+        ("c.yaml", "[" * 10_000, "not valid YAML"),
+        ("c.toml", "devices = [", "not valid TOML"),
         ("c.json", '{"devices": [}', "not valid JSON\n  where: line 1, column 14"),
         ("c.json", "NaN", "not valid JSON"),
     ],
@@ -233,8 +233,8 @@ def test_a_device_has_a_rate_for_each_dtype_and_one_for_the_rest() -> None:
 @pytest.mark.parametrize(
     ("rates", "says"),
     [
-        ((("fp16", 1),), "no dtype"),
-        ((("torch.float16", 1),), "no dtype"),
+        ((("fp16", 1),), "not a dtype"),
+        ((("torch.float16", 1),), "not a dtype"),
         ((("float16", 0),), "not positive"),
         ((("float16", 1), ("float16", 2)), "two rates for float16"),
     ],

@@ -17,7 +17,7 @@ from autopart.ir.size import Size
 from autopart.ir.timeline import Span, Timeline
 from autopart.report.chrome_trace import chrome_trace
 from autopart.report.plan_table import module_range, stage_table
-from autopart.report.text_timeline import schedule_text
+from autopart.report.text_timeline import timeline_text
 
 MIB = 2**20
 
@@ -150,16 +150,21 @@ STEP = timeline(
 
 
 def test_the_picture_is_to_scale() -> None:
-    assert schedule_text(STEP, 60).splitlines() == [
+    assert timeline_text(STEP, 60).splitlines() == [
         "rank 0 |F0--------F1--------.........................B0===========T+|",
         "rank 1 |...............F0--------B0==================...............|",
     ]
 
 
+def test_a_rank_of_several_stages_has_them_named() -> None:
+    step = timeline((0, "0F0", 0, 10), (0, "2F0", 10, 20), (0, "2O", 20, 30))
+    assert timeline_text(step, 30) == "rank 0 |0F0-------2F0-------2O++++++++|\n"
+
+
 def test_the_picture_of_nothing_is_empty() -> None:
-    assert schedule_text(Timeline(())) == ""
+    assert timeline_text(Timeline(())) == ""
     with pytest.raises(ValueError, match="width"):
-        schedule_text(STEP, 0)
+        timeline_text(STEP, 0)
 
 
 @st.composite
@@ -168,7 +173,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
     spans = []
     for rank in range(draw(st.integers(1, 3))):
         now = 0
-        for text in draw(st.lists(st.sampled_from(["F0", "F11", "B0", "SF0>3", "RB1<3", "T"]), max_size=12)):
+        for text in draw(st.lists(st.sampled_from(["F0", "F11", "B0", "SF0>3", "RB1<3", "T", "R", "O"]), max_size=12)):
             start, length = now + draw(st.integers(0, 20)), draw(st.integers(0, 20))
             action = parse_action(f"{rank}{text}")
             spans.append(Span(rank, action, start, start + length))
@@ -179,7 +184,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
 @settings(deadline=None)
 @given(timelines(), st.integers(1, 120))
 def test_the_picture_always_fits(steps: Timeline, width: int) -> None:
-    lines = schedule_text(steps, width).splitlines()
+    lines = timeline_text(steps, width).splitlines()
     assert len(lines) == len({span.rank for span in steps.spans})
     assert all(len(line) == len(f"rank 0 |{'.' * width}|") for line in lines)
 
@@ -191,7 +196,9 @@ def test_a_trace_holds_every_span_and_lanes_do_not_overlap(steps: Timeline) -> N
     drawn = [e for e in events if e["ph"] == "X"]
     found = sorted((e["pid"], e["name"], round(e["ts"] * 1000), round((e["ts"] + e["dur"]) * 1000)) for e in drawn)
     assert found == sorted((s.rank, str(s.action), s.start_ns, s.end_ns) for s in steps.spans)
-    assert all((e["tid"] == 0) == (e["name"].lstrip("0123456789")[0] in "FBT") for e in drawn)
+    assert all(
+        (e["tid"] == 0) == (e["name"].lstrip("0123456789")[0] in "FBTO" or e["name"].endswith("R")) for e in drawn
+    )
     lanes: dict[tuple[int, int], int] = {}
     for e in sorted(drawn, key=lambda e: (e["ts"], e["dur"])):
         assert round(e["ts"] * 1000) >= lanes.get((e["pid"], e["tid"]), 0)
@@ -204,4 +211,6 @@ def test_a_trace_names_its_ranks() -> None:
     assert names == ["rank 0", "rank 1 (stage 1)"]
     assert trace["otherData"] == {"name": "simulated", "step_ns": 60, "peak_bytes": [7, 8]}
     sent = next(e for e in trace["traceEvents"] if e["name"] == "0SF0>1")
-    assert sent["args"] == {"stage": 0, "micro": 0, "peer": 1} and sent["cat"] == "send activations"
+    assert sent["args"] == {"stage": 0, "micro": 0, "slice": 0, "peer": 1} and sent["cat"] == "sending activations"
+    summed = next(e for e in trace["traceEvents"] if e["name"] == "0T")
+    assert summed["args"] == {"stage": 0} and summed["cat"] == "summing tied gradients"

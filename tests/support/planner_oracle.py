@@ -208,7 +208,7 @@ def planned(p: Problem) -> Plan | None:
 
 
 def compare(p: Problem) -> float | None:
-    """Check a problem's plan against exhaustive search: how much longer its step is, None where there is no plan."""
+    """Check a problem's plan against exhaustive search: how much longer its step is, None where there is not a plan."""
     plan, best = planned(p), exhaustive(p.space)
     if plan is None or best is None:
         assert plan is None, "a plan where there is none"

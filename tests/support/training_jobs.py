@@ -198,3 +198,12 @@ def different_weights() -> Any:
     loss = pipe.step(case.batch(8))
     reference = case.model()
     return compared(pipe, loss, plain_step(case, reference, case.batch(8), 2), reference)
+
+
+def measured(name: str) -> dict[str, Any]:
+    """A pipe's measured step, as this rank gets it, and the actions of the program that it is of, by rank."""
+    case = ALL[name]
+    pipe = compiled(case, fresh(name), case.batch(8), stages=4, micro_batches=2)
+    step = pipe.timeline(case.batch(8))
+    spans = [(span.rank, str(span.action), span.start_ns, span.end_ns) for span in step.spans]
+    return {"spans": spans, "actions": [[str(action) for action in pipe.program.part(rank)] for rank in range(4)]}

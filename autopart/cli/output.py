@@ -1,0 +1,47 @@
+"""What commands print: results on stdout of rank 0, progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+
+import typer
+
+
+def prints_results() -> bool:
+    """Whether this process prints results: always, but under a launcher on rank 0 alone."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def print_json(content: Mapping[str, object]) -> None:
+    """A result for programs: one JSON object on stdout; null for a number that JSON does not have."""
+    typer.echo(json.dumps(_finite(content), indent=1))
+
+
+def _finite(content: object) -> object:
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+class Progress:
+    """Says on stderr what a search does that takes longer than a second."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.monotonic()
+
+    def __call__(self, what: str, best_ns: int, bound_ns: int) -> None:
+        """A line at most every half second: what is being done, the best step so far, the lower bound."""
+        now = time.monotonic()
+        if now - self._began < 1.0 or now - self._last < 0.5:
+            return
+        self._last = now
+        best = f", best step {best_ns / 1e6:.2f} ms" if best_ns else ""
+        bound = f", lower bound {bound_ns / 1e6:.2f} ms" if bound_ns else ""
+        print(f"{now - self._began:6.1f} s  {what}{best}{bound}", file=sys.stderr)

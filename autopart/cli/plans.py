@@ -1,0 +1,116 @@
+"""The commands that need no process but this one: plan, explain, diff."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopart import api
+from autopart.cli.flags import ClusterName, Json, ModelName, PlanFlags, Seed, TraceFile, takes_plan_flags
+from autopart.cli.model_loader import Subject, load_model
+from autopart.cli.output import Progress, print_json, prints_results
+from autopart.files.plans import diff_plans, load_plan, plan_to_json, save_plan
+from autopart.ir.capabilities import ASYNCHRONOUS
+from autopart.ir.errors import UsageError
+from autopart.ir.plan import Plan
+from autopart.ir.timeline import Timeline
+from autopart.options import Options, read_options
+from autopart.planning import Planned
+from autopart.report.plan_facts import plan_facts
+from autopart.report.plan_table import stage_table
+from autopart.report.traces import save_trace
+
+PlanPath = Annotated[Path, typer.Argument(help="A plan file")]
+
+
+@takes_plan_flags
+def plan(
+    model: ModelName,
+    flags: PlanFlags,
+    cluster: ClusterName = "cpu:2",
+    out: Annotated[Path | None, typer.Option(help="Write the plan here; without it the JSON goes to stdout")] = None,
+    trace: TraceFile = None,
+    as_json: Json = False,
+) -> None:
+    """Plan a model, without running it: the stage table, what else was considered, and the plan as JSON.
+
+    With --json the table is JSON on stdout, and the plan is written to --out alone.
+    """
+    if not prints_results():
+        return
+    subject = load_model(model, flags.seed)
+    options = flags.options(loss_fn=subject.loss_fn, watch=Progress())
+    made, step = _planned(subject, cluster, options, simulate=trace is not None)
+    if as_json:
+        print_json(plan_facts(made.plan, made.captured.graph))
+    else:
+        typer.echo(stage_table(made.plan, made.captured.graph), err=out is None)
+    if out is not None:
+        save_plan(made.plan, out)
+        typer.echo(f"plan written to {out}", err=as_json)
+    elif not as_json:
+        typer.echo(plan_to_json(made.plan), nl=False)
+    _write_trace(step, made.plan, trace)
+
+
+def explain(
+    plan: PlanPath,
+    model: Annotated[
+        str | None, typer.Option(help="The model it is for, by name: adds module paths and parameter counts")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="The cluster it is for, as in `plan`; of use with --trace")
+    ] = None,
+    optimizer: Annotated[str | None, typer.Option(help="As in `plan`; of use with --trace")] = None,
+    trace: TraceFile = None,
+    as_json: Json = False,
+    seed: Seed = 0,
+) -> None:
+    """The stage table of a plan file.  With --model also module paths; with --trace the simulated step too."""
+    if not prints_results():
+        return
+    found = load_plan(plan)
+    graph, step = None, None
+    if model is not None:
+        subject = load_model(model, seed)
+        options = read_options(plan=found, loss_fn=subject.loss_fn, optimizer=optimizer)
+        made, step = _planned(subject, cluster or f"cpu:{found.world}", options, simulate=trace is not None)
+        graph = made.captured.graph
+    elif trace is not None:
+        raise UsageError(
+            "--trace needs the model", why="a plan file names ops and does not hold them", fix="add --model"
+        )
+    if as_json:
+        print_json(plan_facts(found, graph))
+    else:
+        typer.echo(stage_table(found, graph))
+    _write_trace(step, found, trace)
+
+
+def diff(before: PlanPath, after: Annotated[Path, typer.Argument(help="Another one")]) -> None:
+    """What changes from one plan file to another.  Exit code 1 when they differ."""
+    if not prints_results():
+        return
+    old, new = load_plan(before), load_plan(after)
+    typer.echo(diff_plans(old, new))
+    raise typer.Exit(0 if old == new else 1)
+
+
+def _planned(subject: Subject, cluster: str, options: Options, *, simulate: bool) -> tuple[Planned, Timeline | None]:
+    if simulate:
+        return api.simulated(subject.model, cluster, subject.batch, options)
+    return api.planned(subject.model, cluster, subject.batch, options), None
+
+
+def _write_trace(step: Timeline | None, plan: Plan, path: Path | None) -> None:
+    """Write the simulated step, and say when it is not the one that the plan was chosen for."""
+    if step is None or path is None:
+        return
+    save_trace(step, path, name="simulated")
+    typer.echo(f"simulated step written to {path}", err=True)
+    if step.step_ns != plan.step_ns and plan.schedule not in ASYNCHRONOUS:
+        here, said = (f"{ns / 1e6:.2f} ms" for ns in (step.step_ns, plan.step_ns))
+        reason = "it was made for another cluster, optimizer or costs"
+        typer.echo(f"note: this step takes {here}, the plan says {said}: {reason}", err=True)

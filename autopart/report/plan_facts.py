@@ -1,0 +1,43 @@
+"""The stage table and its footer as data, for programs that read what a command prints."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from autopart.ir.capabilities import lacking
+from autopart.ir.graph import Graph
+from autopart.ir.plan import Plan
+from autopart.report.plan_table import module_range, parameter_count
+
+
+def plan_facts(plan: Plan, graph: Graph | None = None) -> dict[str, object]:
+    """What `stage_table` shows, in nanoseconds, bytes and numbers that are not rounded.
+
+    graph: the captured graph the plan is for; adds the modules and the number of parameters of each stage.
+    """
+    return {
+        "schedule": plan.schedule,
+        "micro_rows": plan.micro_rows,
+        "world": plan.world,
+        "copies": plan.decision.copies,
+        "stages": [_stage(plan, s, graph) for s in range(len(plan.stages))],
+        "step_ns": plan.step_ns,
+        "bubble": plan.bubble,
+        "costs": plan.provenance.costs,
+        "optimality": asdict(plan.optimality) if plan.optimality is not None else None,
+        "alternatives": [asdict(other) for other in plan.alternatives],
+        "notes": plan.notes,
+        "lacking": lacking(plan),
+    }
+
+
+def _stage(plan: Plan, s: int, graph: Graph | None) -> dict[str, object]:
+    stage = plan.stages[s]
+    facts: dict[str, object] = {"stage": s, "ranks": stage.ranks, "ops": len(stage.ops)}
+    if graph is not None:
+        facts["modules"] = module_range(plan, s, graph)
+        facts["params"] = parameter_count(graph, set(stage.ops))
+    facts["recomputed"] = sum(map(len, stage.recompute))
+    if plan.estimates:
+        facts |= asdict(plan.estimates[s])
+    return facts

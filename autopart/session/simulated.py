@@ -1,0 +1,43 @@
+"""A plan simulated: what a step of it would take, action by action, without a process."""
+
+from __future__ import annotations
+
+from autopart.capture import CaptureCache
+from autopart.capture.batch import Batch
+from autopart.capture.family import ProgramFamily, another_size
+from autopart.costs.optimizer_state import state_factor
+from autopart.costs.sources import COST_SOURCES, costed
+from autopart.ir.cluster import Cluster
+from autopart.ir.size import Size
+from autopart.ir.timeline import Timeline
+from autopart.options import Options
+from autopart.passes.ops.cost_model import ExtrapolatedCosts
+from autopart.passes.program.routing import route
+from autopart.passes.program.verify import check_program
+from autopart.passes.simulation.estimate import timeline_of
+from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
+from autopart.planning import Planned, narrowest_bytes
+
+
+def simulate_plan(
+    planned: Planned, captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options
+) -> Timeline:
+    """One step of a plan, action by action, in nanoseconds and bytes, with costs from the source that the plan names
+    unless the options name one.  Raises what `make_plan` raises."""
+    plan, captured = planned.plan, planned.captured
+    source = options.costs
+    if source == "auto" and plan.provenance.costs in COST_SOURCES:
+        source = plan.provenance.costs
+    graph = costed(captured, cluster.devices[0], source).graph
+    rows = max(plan.micro_rows)
+    sizes = {Size(rows)} | {Size(-(-rows // len(stage.ranks))) for stage in plan.stages}
+    other = None
+    if sizes != {graph.size}:
+        several = sorted((size for size in sizes if size.rows > 1), key=lambda size: size.rows)
+        other = captures(batch, another_size(graph.size, several))
+    devices = device_types(cluster)
+    factor, _ = state_factor(options.optimizer, narrowest_bytes(graph))
+    family = ProgramFamily(captures, batch, captured, other)
+    cost_model = ExtrapolatedCosts(family.resizable(graph), devices)
+    program = check_program(route(plan.decision, graph), plan.schedule)
+    return timeline_of(plan.decision, program, Estimator(CostContext(cluster, devices, cost_model, factor)))

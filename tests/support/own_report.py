@@ -1,0 +1,15 @@
+"""A report of a user's: how long each rank of a step does not compute."""
+
+from __future__ import annotations
+
+from autopart.ir.explain import table_lines
+from autopart.ir.timeline import Timeline
+
+
+def idle_table(step: Timeline) -> str:
+    """A line for each rank: milliseconds of the step in which it does not compute, and their share of it."""
+    grid = [["rank", "idle ms", "share"]]
+    for rank in sorted({span.rank for span in step.spans}):
+        idle_ns = step.step_ns - step.busy_ns(rank)
+        grid.append([str(rank), f"{idle_ns / 1e6:.2f}", f"{idle_ns / step.step_ns:.0%}"])
+    return "\n".join(table_lines(grid, words=[0])) + "\n"

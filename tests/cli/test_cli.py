@@ -184,7 +184,9 @@ def test_verify_runs_a_pipeline_and_fails_when_out_of_tolerance(command):
 def test_verify_chooses_its_reference_by_the_model(command, tmp_path, source, reference):
     path = tmp_path / "subject.py"
     path.write_text(PLAIN + source)
-    code, out, err = command("verify", f"{path}:make", "--micro-batches", "3", "--costs", "analytic")
+    code, out, err = command(
+        "verify", f"{path}:make", "--cluster", "cpu:1", "--micro-batches", "3", "--costs", "analytic"
+    )
     assert code == 0, out + err
     assert reference in out
 

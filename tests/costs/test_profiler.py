@@ -51,7 +51,10 @@ def profiled(captured: Captured, path: Path, **options: Any) -> tuple[Graph, tup
     return found
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "resnet", "mixtral"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "mixtral")]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet", *SLOW])
 def test_every_op_of_a_real_model_gets_a_cost(name: str, path: Path) -> None:
     model = CASES[name].model(dropout=0.1)
     captured = capture(model, flatten(CASES[name].data(4)))

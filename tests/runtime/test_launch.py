@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -44,17 +45,14 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_results_come_back_by_rank() -> None:
-    results = launch(jobs.double, 3, 21, timeout=100)
-    assert [r[:2] for r in results] == [(0, 42), (1, 42), (2, 42)]
-    assert all(gone(pid) for _, _, pid in results)
-
-
-def test_environment_is_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_come_back_by_rank_from_the_environment_that_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     before = dict(os.environ)
-    first, second = launch(jobs.environment, 2, timeout=100)
+    results = launch(jobs.double_with_environment, 2, 21, timeout=100)
+    assert [r[:2] for r, _ in results] == [(0, 42), (1, 42)]
+    assert all(gone(pid) for (_, _, pid), _ in results)
+    first, second = (seen for _, seen in results)
     assert (first["RANK"], second["RANK"]) == ("0", "1")
     assert (first["LOCAL_RANK"], second["LOCAL_RANK"]) == ("0", "1")
     assert first["WORLD_SIZE"] == first["LOCAL_WORLD_SIZE"] == "2"
@@ -64,11 +62,15 @@ def test_environment_is_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> N
     assert dict(os.environ) == before
 
 
-def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_shared_out_and_close_ends_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    with Workers(2, timeout=100) as pool:
-        threads = {int(seen["OMP_NUM_THREADS"]) for seen in pool.run(jobs.environment)}
+    pool = Workers(2, timeout=100)
+    threads = {int(seen["OMP_NUM_THREADS"]) for seen in pool.run(jobs.environment)}
     assert threads == {max(1, len(os.sched_getaffinity(0)) // 2)}
+    pids = pool.pids
+    pool.close()
+    pool.close()  # the second time there is nothing to do
+    assert len(pids) == 2 and all(gone(pid) for pid in pids)
 
 
 def test_workers_live_on(workers: Workers) -> None:
@@ -95,44 +97,48 @@ def test_the_store_changes_when_all_have_left_the_group(workers: Workers) -> Non
 DIED = "rank 1 (stage 1) died: killed by signal 9 (SIGKILL)"
 
 
-@pytest.mark.parametrize(
-    ("kind", "wait", "error", "says"),
-    [
-        ("kill", "gloo", WorkerError, DIED),
-        pytest.param("kill", "event", WorkerError, DIED, marks=pytest.mark.slow),
-        ("kill", "spin", WorkerError, DIED),
-        ("exit", "gloo", WorkerError, "rank 1 (stage 1) died: exited with code 7"),
-        ("stage", "gloo", StageError, "op boom raised"),
-        ("value", "spin", WorkerError, "rank 1 (stage 1) raised ValueError: boom"),
-        pytest.param("sys.exit", "event", WorkerError, "rank 1 (stage 1) raised SystemExit: 3", marks=pytest.mark.slow),
-    ],
-)
-def test_a_failure_ends_all(
-    workers: Workers, tmp_path: Path, kind: str, wait: str, error: type[AutopartError], says: str
-) -> None:
+def fail(workers: Workers, tmp_path: Path, kind: str, wait: str) -> AutopartError:
+    """Rank 1 fails while rank 0 waits in a way; returns what is raised, by when all processes have ended."""
     pids = [r[2] for r in workers.run(jobs.double, 1)]
     stamp = tmp_path / "stamp"
-    with pytest.raises(error) as caught:
+    with pytest.raises(AutopartError) as caught:
         workers.run(jobs.fail_on, 1, kind, wait, str(stamp))
     assert time.monotonic() - float(stamp.read_text()) <= 5
     assert all(gone(pid) for pid in pids) and workers.pids == []
-    assert type(caught.value) is error
-    assert caught.value.what.startswith(says)
     assert "1F0 forward of micro-batch 0" in caught.value.where
+    return caught.value
 
 
-def test_our_errors_keep_their_parts(workers: Workers, tmp_path: Path) -> None:
-    with pytest.raises(StageError) as caught:
-        workers.run(jobs.fail_on, 1, "stage", "event", str(tmp_path / "stamp"))
-    error = caught.value
+@pytest.mark.parametrize(
+    ("kind", "wait", "says"),
+    [
+        ("kill", "gloo", DIED),
+        pytest.param("kill", "event", DIED, marks=pytest.mark.slow),
+        pytest.param("kill", "spin", DIED, marks=pytest.mark.slow),
+        ("exit", "gloo", "rank 1 (stage 1) died: exited with code 7"),
+        pytest.param("sys.exit", "event", "rank 1 (stage 1) raised SystemExit: 3", marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_that_ends_ends_all(workers: Workers, tmp_path: Path, kind: str, wait: str, says: str) -> None:
+    error = fail(workers, tmp_path, kind, wait)
+    assert type(error) is WorkerError
+    assert error.what.startswith(says)
+
+
+def test_one_of_our_errors_ends_all_and_keeps_its_parts(workers: Workers, tmp_path: Path) -> None:
+    error = fail(workers, tmp_path, "stage", "gloo")
+    assert type(error) is StageError
+    assert error.what == "op boom raised"
     assert error.where == "model.3, rank 1 (stage 1), 1F0 forward of micro-batch 0"
     assert (error.why, error.fix) == ("because", "do not")
     assert "_fail" in error.__notes__[0]
 
 
-def test_foreign_errors_carry_their_traceback(workers: Workers, tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match=r"launch_jobs\.py.*in _fail"):
-        workers.run(jobs.fail_on, 0, "value", "event", str(tmp_path / "stamp"))
+def test_another_error_ends_all_and_carries_its_traceback(workers: Workers, tmp_path: Path) -> None:
+    error = fail(workers, tmp_path, "value", "spin")  # nothing but a signal ends the other rank
+    assert type(error) is WorkerError
+    assert error.what.startswith("rank 1 (stage 1) raised ValueError: boom")
+    assert re.search(r"launch_jobs\.py.*in _fail", str(error))
 
 
 def test_the_cause_wins_over_its_effects(workers: Workers) -> None:
@@ -199,7 +205,7 @@ def test_timeout_covers_the_start() -> None:
         launch(jobs.double, 2, 1, timeout=0.01)
 
 
-@pytest.mark.parametrize("what", [lambda: None, test_results_come_back_by_rank.__get__(threading.Lock())])
+@pytest.mark.parametrize("what", [lambda: None, gone.__get__(threading.Lock())])
 def test_functions_that_cannot_be_sent(what: object) -> None:
     with pytest.raises(UsageError, match=r"top level of a file") as caught:
         launch(what, 2)  # type: ignore[arg-type]
@@ -225,14 +231,6 @@ def test_results_that_cannot_be_sent(workers: Workers) -> None:
 def test_world_must_be_a_count(world: object) -> None:
     with pytest.raises(UsageError, match="the number of ranks"):
         Workers(world)  # type: ignore[arg-type]
-
-
-def test_close_ends_the_processes_and_is_idempotent() -> None:
-    pool = Workers(2, timeout=100)
-    pids = [r[2] for r in pool.run(jobs.double, 1)]
-    pool.close()
-    pool.close()
-    assert all(gone(pid) for pid in pids)
 
 
 def test_under_torchrun_the_function_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:

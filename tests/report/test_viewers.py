@@ -1,0 +1,39 @@
+"""What the simulator says of a whole step can be drawn: sums over replicas and ties, and the optimizer, too."""
+
+from __future__ import annotations
+
+import json
+
+from support.graphs import cluster, graph, source
+
+from autopart.ir.plan import Decision, Stage
+from autopart.ir.program import ACTIONS
+from autopart.ir.timeline import Timeline
+from autopart.passes.program.routing import route
+from autopart.passes.simulation.estimate import timeline_of
+from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
+from autopart.report.chrome_trace import chrome_trace
+from autopart.report.text_timeline import timeline_text
+
+
+def whole_step() -> Timeline:
+    """A step of two stages that share a parameter, the first of them on two ranks; every kind of action is in it."""
+    g = graph("a:30 #8 +tied:64 +w:4096 <- x; b:40 #8 +tied:64 <- a")
+    c = cluster(3, latency_ns=5)
+    decision = Decision(3, (Stage(("a",), (0, 1)), Stage(("b",), (2,))), (1, 1, 1), "1f1b")
+    costs = CostContext(c, device_types(c), source(g, c).cost_model)
+    return timeline_of(decision, route(decision, g), Estimator(costs))
+
+
+def test_the_trace_of_a_simulated_step_has_every_kind_of_action() -> None:
+    step = whole_step()
+    assert {span.action.kind for span in step.spans} == set(ACTIONS)
+    drawn = [event for event in json.loads(chrome_trace(step))["traceEvents"] if event["ph"] == "X"]
+    assert sorted(event["name"] for event in drawn) == sorted(str(span.action) for span in step.spans)
+    assert {event["cat"] for event in drawn} == {kind.label for kind in ACTIONS.values()}
+
+
+def test_the_picture_of_a_simulated_step_has_a_line_for_each_stage() -> None:
+    lines = timeline_text(whole_step()).splitlines()
+    assert [line.split("|")[0].strip() for line in lines] == ["rank 0", "rank 2"]  # the first rank of each
+    assert all("-" in line and "=" in line for line in lines)

@@ -237,13 +237,14 @@ class Program:
         arrived: dict[tuple[int, int, int, str], list[Action]] = {}
         for action in self.order:
             kind, slot = ACTIONS[action.kind], action.slot
-            if kind.role == SEND:
-                received = action.other_end
-                arrived.setdefault((received.stage, slot.micro, slot.slice, kind.way), []).append(received)
-            elif kind.role == COMPUTE:
+            if kind.role == SEND and action.peer is not None and players[action.peer]:
+                received = Action(RECEIVES[kind.way], slot.on(action.peer), slot.stage)
+                arrived.setdefault((action.peer, slot.micro, slot.slice, kind.way), []).append(received)
+            elif kind.role == COMPUTE and players[slot.stage]:
                 messages = arrived.pop((slot.stage, slot.micro, slot.slice, kind.way), [])
+                messages.sort(key=_peer)
                 for part in players[slot.stage]:
-                    part.extend(sorted(messages, key=_peer))
+                    part.extend(messages)
             for part in players[slot.stage]:
                 part.append(action)
         return tuple(tuple(parts[rank]) for rank in ranks)

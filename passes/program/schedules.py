@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, count
 
 from autopart.ir.capabilities import ASYNCHRONOUS
 from autopart.ir.errors import ProgramError, UsageError
@@ -22,12 +22,30 @@ from autopart.ir.program import ACTIONS, BACKWARD, COMPUTE, COMPUTES, FORWARD, A
 
 Turn = tuple[str, int, int]
 """One compute: its kind, its stage and its micro-batch."""
+
+_F, _B = COMPUTES[FORWARD], COMPUTES[BACKWARD]
+_COMPUTE_KINDS = tuple(name for name, kind in ACTIONS.items() if kind.role == COMPUTE)
+
+
+@dataclass(frozen=True, slots=True)
+class Ascending:
+    """The order of a worker with one stage that takes the micro-batches in ascending order, forward and backward.
+
+    kinds: of its computes, as "FFBFBB"; the k-th of a kind is that of micro-batch k.  Short to write, fast to count.
+    """
+
+    stage: int
+    kinds: str
+
+    def __iter__(self) -> Iterator[Turn]:
+        micros = {kind: count() for kind in _COMPUTE_KINDS}
+        return ((kind, self.stage, next(micros[kind])) for kind in self.kinds)
+
+
 Order = Callable[[int, int], Iterable[Iterable[Action | str | Turn]]]
 """(stages, micro-batches) to the computes of each worker in order: texts like "2F0", actions or turns."""
 Limit = Callable[[int, int, int], int]
 """(stage, stages, micro-batches) to the micro-batches that the stage may have in flight at most."""
-
-_F, _B = COMPUTES[FORWARD], COMPUTES[BACKWARD]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +114,10 @@ def worker_orders(schedule: Schedule, stages: int, micros: int) -> Iterator[tupl
     """
     try:
         for worker, order in enumerate(schedule.order(stages, micros)):
-            yield tuple(_turn(item, worker, schedule, stages, micros) for item in order)
+            if isinstance(order, Ascending) and schedule in BUILT_IN:
+                yield tuple(order)
+            else:
+                yield tuple(_turn(item, worker, schedule, stages, micros) for item in order)
     except (TypeError, ValueError) as error:
         raise ProgramError(
             f"schedule {schedule.name} did not return an order of computes for each worker",
@@ -122,20 +143,30 @@ def _turn(item: Action | str | Turn, worker: int, schedule: Schedule, stages: in
     )
 
 
-_COMPUTE_KINDS = tuple(name for name, kind in ACTIONS.items() if kind.role == COMPUTE)
+def in_flight(schedule: Schedule, stage: int, stages: int, micros: int) -> int:
+    """Micro-batches whose activations a stage holds at most, counted from the order."""
+    return _all_in_flight(schedule, stages, micros)[stage]
 
 
 @lru_cache(maxsize=4096)
-def in_flight(schedule: Schedule, stage: int, stages: int, micros: int) -> int:
-    """Micro-batches whose activations a stage holds at most, counted from the order.
+def _all_in_flight(schedule: Schedule, stages: int, micros: int) -> tuple[int, ...]:
+    """`in_flight` of every stage.  O(stages * micros)."""
+    kinds = [""] * stages
+    orders = list(schedule.order(stages, micros))
+    short = [order for order in orders if isinstance(order, Ascending)]
+    for order in short:
+        kinds[order.stage] = order.kinds
+    if len(short) < len(orders):
+        for turns in worker_orders(schedule, stages, micros):
+            for stage in {stage for _, stage, _ in turns}:
+                kinds[stage] = "".join([kind for kind, at, _ in turns if at == stage])
+    return tuple(map(_most_in_flight, kinds))
 
-    O(stages * micros); O(micros) for an order that is made as it is asked for, and whose first worker runs the stage.
-    """
-    for turns in worker_orders(schedule, stages, micros):
-        change = [1 if kind == _F else -1 for kind, at, _ in turns if at == stage]
-        if change:
-            return max(accumulate(change))
-    return 0
+
+@lru_cache(maxsize=4096)
+def _most_in_flight(kinds: str) -> int:
+    """Of forwards and backwards in this order.  Many stages and schedules have the same."""
+    return max(accumulate(1 if kind == _F else -1 for kind in kinds), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +212,11 @@ def by_limit(limit: Limit) -> Order:
     One worker for each stage; both ways in the order of the micro-batches.  All built-in schedules are this one rule.
     """
 
-    def order(stages: int, micros: int) -> Iterator[list[Turn]]:
-        for stage in range(stages):
-            held = limit(stage, stages, micros)
-            forwards = [(_F, stage, micro) for micro in range(micros)]
-            backwards = [(_B, stage, micro) for micro in range(micros)]
-            steady = [turn for pair in zip(backwards, forwards[held:], strict=False) for turn in pair]
-            yield forwards[:held] + steady + backwards[micros - held :]
+    def order(stages: int, micros: int) -> list[Ascending]:
+        held = [limit(stage, stages, micros) for stage in range(stages)]
+        return [
+            Ascending(stage, _F * most + (_B + _F) * (micros - most) + _B * most) for stage, most in enumerate(held)
+        ]
 
     return order
 

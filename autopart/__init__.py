@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from autopart.api import compile, launch, plan, simulate, verify
 from autopart.capture.guards import CaptureWarning
+from autopart.costs.sources import register_cost_source
 from autopart.files.plans import load_plan, save_plan
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.errors import AutopartError, CaptureError, PlanError, RefusedError, RunError, UsageError
@@ -43,6 +44,7 @@ __all__ = [
     "launch",
     "load_plan",
     "plan",
+    "register_cost_source",
     "register_op",
     "register_schedule",
     "save_plan",

@@ -170,7 +170,7 @@ def simulate(
     sample: Any,
     loss_fn: LossFn | None = None,
     optimizer: OptimizerLike | None = None,
-    costs: str | None = None,
+    costs: str | CostSource | None = None,
 ) -> Timeline:
     """One step of a plan as the simulator sees it, action by action, in nanoseconds and bytes.
 

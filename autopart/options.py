@@ -37,7 +37,8 @@ class Options:
     optimizer       whose state the memory has to hold: an optimizer class, a function of the parameters, an
                     optimizer, or "sgd", "momentum", "adam", "adamw", each also with "+masters"; None charges Adam,
                     and the plan says so
-    costs           times of ops: "auto", "measured" on this machine, "analytic" from operations and bytes
+    costs           times of ops: "auto", "measured" on this machine, "analytic" from operations and bytes, or a
+                    function of your own (`autopart.costs.sources.CostSource`)
     prove           seconds that CP-SAT may take to bound the step of the chosen stages; 0 for no such proof
     cache           False plans anew instead of reading the plan that answered the same question before
     watch           watch(what is done, best step so far in ns or 0, lower bound in ns or 0), called while searching

@@ -18,7 +18,7 @@ from autopart.report.text_timeline import timeline_text
 
 def whole_step() -> Timeline:
     """A step of two stages that share a parameter, the first of them on two ranks; every kind of action is in it."""
-    g = graph("a:30 #8 +tied:64 +w:4096 <- x; b:40 #8 +tied:64 <- a")
+    g = graph("a:300 #8 +tied:64 +w:128 <- x; b:400 #8 +tied:64 <- a")
     c = cluster(3, latency_ns=5)
     decision = Decision(3, (Stage(("a",), (0, 1)), Stage(("b",), (2,))), (1, 1, 1), "1f1b")
     costs = CostContext(c, device_types(c), source(g, c).cost_model)
@@ -36,4 +36,4 @@ def test_the_trace_of_a_simulated_step_has_every_kind_of_action() -> None:
 def test_the_picture_of_a_simulated_step_has_a_line_for_each_stage() -> None:
     lines = timeline_text(whole_step()).splitlines()
     assert [line.split("|")[0].strip() for line in lines] == ["rank 0", "rank 2"]  # the first rank of each
-    assert all("-" in line and "=" in line for line in lines)
+    assert all({"F", "-", "B", "=", "+"} <= set(line) for line in lines)

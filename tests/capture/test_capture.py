@@ -21,7 +21,6 @@ from autopart.capture import CaptureCache, capture, lower
 from autopart.capture.batch import flatten
 from autopart.capture.functional import functional_graph
 from autopart.capture.guards import CaptureWarning
-from autopart.ir.errors import RefusedError
 from autopart.ir.size import Size
 from autopart.rng import keyed
 
@@ -393,17 +392,3 @@ def test_an_assignment_into_a_view_keeps_the_gradient_of_what_is_assigned():
         return m.second(hidden).pow(2).sum()
 
     assert_exact(body, rows())
-
-
-def test_an_op_without_a_derivative_is_refused():
-    def body(m, x):
-        return m.second(torch.ops.autopart_tests.opaque(m.first(x))).sum()
-
-    with pytest.raises(RefusedError, match="no derivative"):
-        capture(Two(body), flatten(rows()))
-
-
-_library = torch.library.Library("autopart_tests", "FRAGMENT")
-_library.define("opaque(Tensor x) -> Tensor")
-_library.impl("opaque", lambda x: x.sin(), "CompositeExplicitAutograd")
-_library.impl("opaque", lambda x: torch.empty_like(x), "Meta")

@@ -29,7 +29,7 @@ class Net(nn.Module):
         if self.unlike_at_one and x.shape[0] > 1:
             shift = shift.expand(x.shape[0], -1)
         if self.bent:
-            shift = shift * torch.ones(x.shape[0] ** 2).sum()
+            shift = shift * torch.ones(x.shape[0] // 2).sum()
         return self.layer(x + shift)
 
 

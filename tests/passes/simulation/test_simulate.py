@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.graphs import cluster, clusters, graph, graphs, plan_of, source
+from support.simulated import chain, check_path, drawn, ending, play, work_of
 
 from autopart.ir.cluster import Cluster, Level, Link
 from autopart.ir.errors import ProgramError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
-from autopart.ir.program import BACKWARD, FORWARD, RECEIVE, SEND, SENDS, Action, Program, Slot, parse_actions
+from autopart.ir.program import BACKWARD, FORWARD, SEND, SENDS, Action, Program, parse_actions
 from autopart.ir.size import Size
-from autopart.ir.timeline import Span, Timeline
+from autopart.ir.timeline import Timeline
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.schedules import Order, find, in_flight, pattern, register
@@ -27,29 +28,6 @@ from autopart.passes.simulation.play import Work
 from autopart.passes.simulation.simulate import ordered_ns, simulate, step_ns
 from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
 from autopart.passes.simulation.traffic import p2p_load, ring_allreduce_load
-
-
-def chain(stages: int, micros: int, schedule: str) -> Program:
-    """One op a stage, in a row."""
-    g = graph("; ".join(f"v{s}:1 #4 <- {f'v{s - 1}' if s else 'x'}" for s in range(stages)))
-    plan = Decision(stages, tuple(Stage((f"v{s}",), (s,)) for s in range(stages)), (1,) * micros, schedule)
-    return route(plan, g)
-
-
-def work_of(program: Program, fwd_ns: tuple[int, ...], bwd_ns: tuple[int, ...], c: Cluster, size: int = 0) -> Work:
-    """Every message has `size` bytes, every micro-batch in flight holds one."""
-    ways = {(a.stage, a.peer, a.is_a.way) for a in program.order if a.peer is not None}
-    at = program.stage_ranks
-    messages = {(src, dst, way): (size, p2p_load(c, at[src], at[dst])) for src, dst, way in ways}
-    return Work(fwd_ns, bwd_ns, (1,) * len(fwd_ns), messages)
-
-
-def play(program: Program, fwd_ns: tuple[int, ...], bwd_ns: tuple[int, ...], c: Cluster, size: int = 0) -> Timeline:
-    return simulate(program, work_of(program, fwd_ns, bwd_ns, c, size))
-
-
-def drawn(timeline: Timeline) -> list[tuple[int, str, int, int]]:
-    return [(s.rank, str(s.action), s.start_ns, s.end_ns) for s in timeline.spans if s.start_ns < s.end_ns]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -195,15 +173,6 @@ def test_a_rank_with_both_stages_of_a_sum_comes_once() -> None:
     load = ring_allreduce_load(cluster(1), (0,))
     timeline = simulate(program, Work((1, 1), (2, 2), (3, 4), {}, (((0, 1), 10, load),)))
     assert timeline.step_ns == 6 and timeline.peak_bytes == (4,)
-
-
-def ending(overlap: bool, optimizer_ns: tuple[int, ...] = (7,)) -> Timeline:
-    """Two replicas of one stage, two micro-batches; gradients of 20 bytes, half of which go over each hop twice."""
-    c = cluster(2, latency_ns=1)
-    load = ring_allreduce_load(c, (0, 1))
-    assert load.alone_ns(20) == 2 + 20
-    program = Program(2, 2, ((0, 1),), parse_actions("0F0 0B0 0F1 0B1 0R 0O"))
-    return simulate(program, Work((2,), (5,), (1,), {}, (), ((20, load),), optimizer_ns, overlap))
 
 
 def test_gradients_are_summed_behind_the_last_backward_and_then_comes_the_optimizer() -> None:
@@ -368,67 +337,3 @@ def check_ports(timeline: Timeline, work: Work) -> None:
                 taken.setdefault(way, []).append((span.start_ns, span.start_ns + busy))
     for intervals in taken.values():
         assert all(one[1] <= two[0] for one, two in pairwise(sorted(intervals)))
-
-
-def check_path(timeline: Timeline) -> None:
-    """From the start to the end of the step without a gap."""
-    path = timeline.critical_path()
-    if not timeline.step_ns:
-        assert path == ()
-        return
-    assert path[0].start_ns == 0 and path[-1].end_ns == timeline.step_ns
-    assert all(one.end_ns == two.start_ns for one, two in pairwise(path))
-    assert all(span.action.is_a.role != RECEIVE and span.end_ns > span.start_ns for span in path)
-
-
-# ---- what a timeline says ------------------------------------------------------------------------------------------
-
-
-def test_memory_is_held_from_the_start_of_a_forward_to_the_end_of_its_backward() -> None:
-    timeline = play(chain(1, 2, "gpipe"), (2,), (3,), cluster(1))
-    assert timeline.memory(0, 10) == ((0, 0), (0, 10), (2, 20), (7, 10), (10, 0))
-    assert timeline.memory(1, 10) == ((0, 0),)
-
-
-def test_memory_never_counts_a_new_forward_before_the_backward_that_ends_then() -> None:
-    timeline = play(chain(1, 3, "1f1b"), (2,), (3,), cluster(1))
-    assert max(held for _, held in timeline.memory(0, 10)) == 10 == 10 * timeline.peak_bytes[0]
-
-
-def test_the_critical_path_follows_the_messages() -> None:
-    timeline = play(chain(2, 1, "1f1b"), (2, 2), (3, 3), cluster(2, latency_ns=1), size=4)
-    path = [str(s.action) for s in timeline.critical_path()]
-    assert path == ["0F0", "0SF0>1", "1F0", "1B0", "1SB0>0", "0B0"]
-    check_path(timeline)
-
-
-def test_the_critical_path_goes_through_a_busy_port() -> None:
-    """Each message leaves when the one before it has left, before that has arrived: it counts up to there."""
-    timeline = play(chain(2, 3, "gpipe"), (1, 1), (1, 1), cluster(2, latency_ns=4), size=10)
-    path = timeline.critical_path()
-    assert [(str(s.action), s.start_ns, s.end_ns) for s in path[:5]] == [
-        ("0F0", 0, 1),
-        ("0SF0>1", 1, 11),
-        ("0SF1>1", 11, 21),
-        ("0SF2>1", 21, 35),
-        ("1F2", 35, 36),
-    ]
-    check_path(timeline)
-
-
-def test_the_critical_path_ends_with_the_sum_and_the_optimizer() -> None:
-    path = [str(s.action) for s in ending(overlap=False).critical_path()]
-    assert path == ["0F0", "0B0", "0F1", "0B1", "0R", "0O"]
-    check_path(ending(overlap=False))
-    check_path(ending(overlap=True, optimizer_ns=()))
-
-
-def test_the_critical_path_is_that_of_the_slow_stage() -> None:
-    timeline = play(chain(3, 4, "1f1b"), (1, 9, 1), (1, 9, 1), cluster(3))
-    assert sum(s.end_ns - s.start_ns for s in timeline.critical_path() if s.rank == 1) == 4 * 18
-    check_path(timeline)
-
-
-def test_nothing_has_no_critical_path() -> None:
-    assert Timeline(()).critical_path() == ()
-    assert Timeline((Span(0, Action("F", Slot(0, 0)), 0, 0),)).critical_path() == ()

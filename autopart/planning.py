@@ -33,7 +33,7 @@ from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
 from autopart.passes.ops.cost_model import ExtrapolatedCosts
 from autopart.passes.ops.table import registered
 from autopart.passes.pipeline import PlannerInput, build
-from autopart.passes.program.schedules import BUILT_IN
+from autopart.passes.program.schedules import BUILT_IN, find
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
 
@@ -287,12 +287,14 @@ def _answers(plan: Plan, asked: PlannerInput, cluster: Cluster, request: PlanReq
 
 
 def read_plan(options: Options) -> Plan | None:
-    """The plan that the user gave, loaded and validated, or None."""
-    if isinstance(options.plan, (str, os.PathLike)):
-        return load_plan(options.plan)
-    if options.plan is not None and not isinstance(options.plan, Plan):
-        raise UsageError(f"plan is a {type(options.plan).__name__}", fix="pass an autopart.Plan or the path of a file")
-    return options.plan
+    """The plan that the user gave, loaded and validated, or None.  Raises UsageError for an unknown schedule."""
+    plan = load_plan(options.plan) if isinstance(options.plan, (str, os.PathLike)) else options.plan
+    if plan is None:
+        return None
+    if not isinstance(plan, Plan):
+        raise UsageError(f"plan is a {type(plan).__name__}", fix="pass an autopart.Plan or the path of a file")
+    find(plan.schedule)
+    return plan
 
 
 def microbatch_options(batch: Batch, options: Options) -> Splits:

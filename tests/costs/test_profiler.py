@@ -95,7 +95,7 @@ def test_the_model_is_left_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch
     def still_watched(*_: Any) -> None:
         raise AssertionError("a hook was left behind")
 
-    monkeypatch.setattr(profiler._Watch, "_end", still_watched)
+    monkeypatch.setattr(profiler._TimedRun, "_end", still_watched)
     model(**case.data(4)).loss.backward()
 
 

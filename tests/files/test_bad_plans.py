@@ -226,7 +226,7 @@ def _lost(text: str) -> str:
         (lambda text: "\x00\x01", ("JSON",)),
         (_changed(version=99), ("version 99",)),
         (_changed(version=2), ("version 2", "reads version 3", "make the plan again")),
-        (_changed("decision", schedule="zigzag"), ("decision.schedule", "zigzag")),
+        (_changed("decision", schedule=""), ("decision.schedule", "name")),
         (_changed("decision", world="two"), ("decision.world",)),
         (_changed("decision", stages=[]), ("decision.stages",)),
         (_changed(surprise=1), ("surprise",)),

@@ -29,9 +29,10 @@ class Small:
     coupled: bool = False
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """The same weights at every call, in training mode."""
+        """The same weights at every call, in training mode; in fp32 as they are made, for some mix precisions."""
         torch.manual_seed(11)
-        return self.make().to(dtype).train()
+        model = self.make()
+        return (model if dtype == torch.float32 else model.to(dtype)).train()
 
     def data(self, rows: int, dtype: torch.dtype = torch.float32) -> Any:
         """A batch with the floating tensors in dtype."""

@@ -32,6 +32,7 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from autopart.capture.call_signature import Unsure, call_key, tensor_kind
+from autopart.capture.composite_ops import composite_ops_remembered
 from autopart.passes.ops.row import ASSERTION
 from autopart.passes.ops.table import row_of
 
@@ -191,7 +192,8 @@ def _answers(calls: list[_Call]) -> dict[Hashable, _Answer]:
         node.meta = dict(call.node.meta)
         results.append(_results(graph, node))
     graph.output(tuple(node for nodes in results for node in nodes))
-    made = _program(graph).run_decompositions({}).graph_module.graph
+    with composite_ops_remembered():
+        made = _program(graph).run_decompositions({}).graph_module.graph
     return _read(made, list(distinct), [len(own) for own in operands], [len(nodes) for nodes in results])
 
 

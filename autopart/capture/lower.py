@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from autopart.capture.composite_ops import composite_ops_remembered
 from autopart.capture.export import uncompiled
 from autopart.capture.functional import functional_graph
 from autopart.capture.source_location import user_line_of_text
@@ -57,7 +58,8 @@ def _functional(program: ExportedProgram) -> tuple[ExportedProgram, fx.Graph]:
     """A program with the signature, and the graph, of the functional form of `program`."""
     graph = functional_graph(program)
     if graph is None:
-        program = program.run_decompositions({})
+        with composite_ops_remembered():
+            program = program.run_decompositions({})
         graph = program.graph_module.graph
     return program, graph
 

@@ -46,7 +46,7 @@ def fail(workers: Workers, job, *args) -> RunError:
     [
         pytest.param("forward", 2, "2F1: forward of micro-batch 1", marks=pytest.mark.slow),
         ("backward", 5, "2B0: backward of micro-batch 0"),
-        ("idle", 1, "between steps"),
+        pytest.param("idle", 1, "between steps", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_worker_takes_all_down_in_seconds_and_is_named(workers, tmp_path, phase, calls, words, capfd):
@@ -82,6 +82,7 @@ def test_an_op_that_raises_is_told_once_with_stage_micro_batch_and_module(worker
     assert Path(__file__).parents[1].joinpath("support/failing_jobs.py").name in text
 
 
+@pytest.mark.slow
 def test_an_op_that_raises_in_the_backward_is_told_with_stage_and_micro_batch(workers):
     error = fail(workers, struck, "backward", "raise", 2, "")
     assert type(error) is StageError

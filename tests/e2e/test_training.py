@@ -85,7 +85,7 @@ def test_evaluation_is_the_plain_models_and_leaves_no_trace(workers, name, stage
         assert result["training"]
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("bert", marks=pytest.mark.slow), "resnet"])
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "resnet"))])
 def test_predict_returns_what_the_model_returns(workers, name):
     for result in workers.run(predicted, name):
         assert result["kind"][0] == result["kind"][1]

@@ -65,9 +65,8 @@ def train(steps: int = 3) -> tuple[autopart.Plan, list[float], bool]:
         return pipe.plan, losses, ok
 
 
-def test_a_users_cost_source_is_verified_and_trained_with() -> None:
-    with Workers(2, timeout=240) as workers:
-        results = workers.run(train)
+def test_a_users_cost_source_is_verified_and_trained_with(pair: Workers) -> None:
+    results = pair.run(train)
     model, (x, y) = net(), batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = []

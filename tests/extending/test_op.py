@@ -43,8 +43,7 @@ def test_a_row_makes_an_op_known_to_the_loss_analysis_and_to_costs(captures: tup
         derive_loss_weight(*unknown)
 
 
-def test_a_model_of_an_own_op_is_planned_simulated_and_run_as_in_one_process() -> None:
+def test_a_model_of_an_own_op_is_planned_simulated_and_run_as_in_one_process(pair: Workers) -> None:
     plan = autopart.plan(own_op.Projections(), "cpu:2", sample=own_op.batch(), costs="analytic", stages=2)
     assert len(plan.stages) == 2 and plan.step_ns > 0
-    with Workers(2, timeout=240) as pool:
-        assert pool.run(own_op.verified, 2) == [(True, 2, 4)] * 2
+    assert pair.run(own_op.verified, 2) == [(True, 2, 4)] * 2

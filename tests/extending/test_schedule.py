@@ -27,9 +27,8 @@ def test_a_schedule_of_a_user_is_planned_verified_and_simulated_like_ours() -> N
     assert hangs(issued(program)) == []
 
 
-def test_a_schedule_of_a_user_is_run_and_gives_the_gradients_of_one_process() -> None:
-    with Workers(2, timeout=240) as pool:
-        assert pool.run(own_schedule.verified) == [(True, eager_first_stage(2, 4)[0])] * 2
+def test_a_schedule_of_a_user_is_run_and_gives_the_gradients_of_one_process(pair: Workers) -> None:
+    assert pair.run(own_schedule.verified) == [(True, eager_first_stage(2, 4)[0])] * 2
 
 
 def test_a_wrong_schedule_is_refused_with_what_waits_for_ever() -> None:

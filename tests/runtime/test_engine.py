@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from support.engine_jobs import step
 
@@ -12,21 +10,15 @@ from autopart.runtime.launch.local import Workers
 MICROS = 3
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(2, timeout=100) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize(
     ("stage_ranks", "schedule"),
     [((0, 1, 0, 1), "interleaved"), ((1, 0, 1, 0), "interleaved")],
     ids=["stages in turn", "the other way round"],
 )
 def test_several_stages_on_a_rank_give_the_gradients_of_one_process(
-    workers: Workers, stage_ranks: tuple[int, ...], schedule: str
+    pair: Workers, stage_ranks: tuple[int, ...], schedule: str
 ) -> None:
-    found = workers.run(step, stage_ranks, schedule, MICROS)
+    found = pair.run(step, stage_ranks, schedule, MICROS)
     assert sum(f["loss"] for f in found) == pytest.approx(found[0]["expected"], rel=1e-6)
     assert max(f["gradients"] for f in found) < 1e-5, [f["worst"] for f in found]
     buffers = [pair for f in found for pair in f["buffers"].values()]

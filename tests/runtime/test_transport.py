@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given
@@ -15,12 +13,6 @@ from autopart.runtime.transport import Spec, offsets, pack, unpack
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool)
 shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(2, timeout=100) as pool:
-        yield pool
 
 
 @given(st.lists(st.tuples(shapes, st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=5))
@@ -42,6 +34,6 @@ def test_a_single_contiguous_tensor_is_not_copied() -> None:
 
 
 @pytest.mark.parametrize("keys", [tuple(range(COUNT)), (3, 0, 5, 1, 2, 4), tuple(reversed(range(COUNT)))])
-def test_messages_are_taken_by_key_in_any_order(workers: Workers, keys: tuple[int, ...]) -> None:
-    _, found = workers.run(taken_in_order, keys)
+def test_messages_are_taken_by_key_in_any_order(pair: Workers, keys: tuple[int, ...]) -> None:
+    _, found = pair.run(taken_in_order, keys)
     assert found == [[float(key)] * 3 for key in keys]

@@ -23,7 +23,7 @@ from autopart.runtime.rendezvous import launchers_store
 from autopart.runtime.tensors import broadcast_weights_if_different
 from autopart.runtime.world import World
 from support.one_process import plain_step
-from support.step_jobs import ALL, compiled
+from support.step_jobs import ALL, compiled, fresh
 from support.training_jobs import relative
 
 ROWS = 8
@@ -46,7 +46,7 @@ def trained(name: str, first: autopart.Plan, adoptions: Adoptions, steps: int, r
     renew: make a new optimizer after an adoption, as the documentation asks for.
     """
     case = ALL[name]
-    with compiled(case, case.model(), case.batch(ROWS), plan=first, costs="auto") as pipe:
+    with compiled(case, fresh(name), case.batch(ROWS), plan=first, costs="auto") as pipe:
         optimizer = sgd(pipe.parameters())
         losses, held = [], []
         for step in range(steps):
@@ -78,8 +78,8 @@ def trained_alone(name: str, micros: Mapping[int, int], steps: int) -> Any:
 def accumulated(name: str, first: autopart.Plan, second: autopart.Plan) -> Any:
     """Errors of gradients that were accumulated under two plans, and whether only holders have one."""
     case = ALL[name]
-    model, reference = case.model(), case.model()
-    with compiled(case, model, case.batch(ROWS), plan=first, costs="auto") as pipe:
+    captures, reference = fresh(name), case.model()
+    with compiled(case, captures, case.batch(ROWS), plan=first, costs="auto") as pipe:
         pipe.step(case.batch(ROWS))
         before = pipe.gradients()
         pipe.adopt(second)
@@ -89,7 +89,7 @@ def accumulated(name: str, first: autopart.Plan, second: autopart.Plan) -> Any:
     for _ in range(2):
         plain_step(case, reference, case.batch(ROWS), 1)
     same = all(torch.equal(moved[n], g) for n, g in before.items() if g is not None)
-    left = [n for n, p in model.named_parameters() if n not in held and p.grad is not None]
+    left = [n for n, p in captures.model.named_parameters() if n not in held and p.grad is not None]
     errors = {n: relative(found[n], p.grad) for n, p in reference.named_parameters() if p.grad is not None}
     return same, left, max(errors.values())
 
@@ -97,7 +97,7 @@ def accumulated(name: str, first: autopart.Plan, second: autopart.Plan) -> Any:
 def refused_plan(name: str, first: autopart.Plan, other: autopart.Plan) -> Any:
     """What adopting a plan for something else raises, and the loss of the next step."""
     case = ALL[name]
-    with compiled(case, case.model(), case.batch(ROWS), plan=first, costs="auto") as pipe:
+    with compiled(case, fresh(name), case.batch(ROWS), plan=first, costs="auto") as pipe:
         try:
             pipe.adopt(other)
             error = None
@@ -135,7 +135,7 @@ def failing_capture(bad: int, ours: bool) -> BaseException | None:
 def failing_later(bad: int) -> Any:
     """What a step raises when one rank cannot prepare its batch, and the loss of the next one."""
     case = ALL["stack"]
-    with compiled(case, case.model(), case.batch(ROWS), stages=2, micro_batches=2) as pipe:
+    with compiled(case, fresh("stack"), case.batch(ROWS), stages=2, micro_batches=2) as pipe:
         rows = 1 if rank() == bad else 6
         try:
             pipe.step(case.batch(rows))
@@ -158,7 +158,7 @@ def refused() -> bool:
 def one_step(leave_open: bool) -> float:
     """The loss of a step of a new pipe, which is closed or left open."""
     case = ALL["stack"]
-    pipe = compiled(case, case.model(), case.batch(ROWS), stages=2, micro_batches=2)
+    pipe = compiled(case, fresh("stack"), case.batch(ROWS), stages=2, micro_batches=2)
     loss = pipe.step(case.batch(ROWS)).item()
     if not leave_open:
         pipe.close()
@@ -168,7 +168,7 @@ def one_step(leave_open: bool) -> float:
 def two_at_once() -> tuple[float, float, bool]:
     """Losses before and after a pipe beside it was closed, and whether the group is gone after the last."""
     case = ALL["stack"]
-    first = compiled(case, case.model(), case.batch(ROWS), stages=2, micro_batches=2)
+    first = compiled(case, fresh("stack"), case.batch(ROWS), stages=2, micro_batches=2)
     second = compiled(case, case.model(), case.batch(ROWS), stages=1, micro_batches=2)
     before = second.step(case.batch(ROWS)).item()
     first.close()

@@ -356,6 +356,7 @@ def test_whatever_is_accepted_is_exact(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # fifty times twenty programs
 @once(50)
 @given(st.integers(10_000, 10_000_000))
 def test_whatever_is_accepted_is_exact_at_length(seed: int) -> None:

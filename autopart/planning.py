@@ -15,8 +15,8 @@ from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch import Batch, split_rows
 from autopart.capture.family import ProgramFamily, another_size, capture_family
 from autopart.capture.gc_pause import gc_paused
-from autopart.capture.probe import prove_rows
-from autopart.capture.rows import mark_rows
+from autopart.capture.gradients import require_something_to_train
+from autopart.capture.reduction import WHOLE, loss_reduction
 from autopart.costs.optimizer_state import state_factor
 from autopart.costs.sources import CostedGraph, costed
 from autopart.files.plan_cache import find_plan, keep_plan, planner_digest
@@ -29,15 +29,12 @@ from autopart.ir.plan import Plan, Provenance
 from autopart.ir.plan import check as check_plan
 from autopart.ir.size import Size
 from autopart.options import Options
-from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
 from autopart.passes.ops.cost_model import ExtrapolatedCosts
 from autopart.passes.ops.table import registered
 from autopart.passes.pipeline import PlannerInput, build
 from autopart.passes.program.schedules import BUILT_IN, find
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
-
-WHOLE = LossReduction("any")
 
 Splits = tuple[tuple[int, ...], ...]
 """Ways to split a batch, each the rows of its micro-batches."""
@@ -68,8 +65,9 @@ def make_plan(
     # The program at every size that micro-batches may have, from captures at two of them.
     splits = microbatch_options(batch, options)
     family = capture_family(captures, batch, _first_size(splits, batch, cluster, options), _other_sizes(splits, batch))
+    require_something_to_train(family.base.graph)
     # How the losses of micro-batches combine to the batch's, or a refusal.
-    reduction = loss_reduction(family, splits, options)
+    reduction = loss_reduction(family, splits, options.loss_reduction)
     # What every op costs at the size of the base; the cost model extends it to where the program is known.
     problem = _problem(family, splits, cluster, options, abilities)
     costs = _costs(problem)
@@ -207,13 +205,14 @@ def _given(
             fix='plan with what compile can run: compile without plan=, or replicas=1 and recompute="off"',
         )
     captured = captures(batch, Size(max(given.micro_rows)))
+    require_something_to_train(captured.graph)
     match_plan(given, captured.graph, torch_version=torch.__version__, world=cluster.world)
     other = None
     if len(given.micro_rows) > 1:
-        sizes = [Size(rows) for rows in sorted(set(given.micro_rows))]
+        sizes = [Size(sum(given.micro_rows)), *(Size(rows) for rows in sorted(set(given.micro_rows)))]
         other = captures(batch, another_size(captured.graph.size, sizes))
     family = ProgramFamily(captures, batch, captured, other)
-    return Planned(given, captured, loss_reduction(family, (given.micro_rows,), options))
+    return Planned(given, captured, loss_reduction(family, (given.micro_rows,), options.loss_reduction))
 
 
 def _found_or_built(
@@ -343,38 +342,8 @@ def _other_sizes(splits: Splits, batch: Batch) -> list[Size] | None:
     split."""
     if batch.rows in (None, 1):
         return None
-    return [Size(rows) for micro_rows in splits for rows in sorted(set(micro_rows)) if rows > 1]
-
-
-def loss_reduction(family: ProgramFamily, splits: Splits, options: Options) -> LossReduction:
-    """How the losses of micro-batches combine.  One needs no rule; more need one that is proven exact.
-
-    Raises CoupledLossError when the whole loss is not a combination of theirs.
-    """
-    base, other = family.base, family.other
-    if other is None or all(len(micro_rows) == 1 for micro_rows in splits):
-        return WHOLE
-    graph = mark_rows(base.graph, other.graph)
-    stated = None if options.loss_reduction == "auto" else options.loss_reduction
-    try:
-        with gc_paused():
-            return derive_loss_weight(graph, other.graph, stated=stated)
-    except UnprovenRows as unproven:
-        proven = _prove(family, unproven.names)
-    try:
-        with gc_paused():
-            return derive_loss_weight(graph, other.graph, stated=stated, proven=proven)
-    except UnprovenRows as unproven:
-        raise unproven.refusal from None
-
-
-def _prove(family: ProgramFamily, names: frozenset[str]) -> frozenset[str]:
-    """Those of the values that are slices of the whole batch's, as numbers show."""
-    assert family.other is not None
-    if family.on_meta:
-        return names  # planning only: compile checks again, with values
-    small, large = sorted((family.base, family.other), key=lambda captured: captured.graph.rows)
-    return prove_rows(small, large, names, family.batch)
+    # The whole batch first: the model's Python may take another branch for it than for a micro-batch.
+    return [Size(batch.rows), *(Size(rows) for micro_rows in splits for rows in sorted(set(micro_rows)) if rows > 1)]
 
 
 def narrowest_bytes(graph: Graph) -> int:

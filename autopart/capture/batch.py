@@ -8,8 +8,8 @@ one of these forms.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,60 +24,71 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 class Batch:
     """A batch taken apart.
 
-    leaves: every leaf in order; names: a readable name for each; spec: how to put (args, kwargs, target) together.
-    rows: the common size of axis 0, or None when no tensor has an axis.
+    leaves: every leaf in order; keys: where each stands; names: a readable name for each; splits: whether each is a
+    tensor that is cut along axis 0; spec: how to put (args, kwargs, target) together.  rows: the common size of axis 0
+    of those that are cut, or None when there is none.
     """
 
     leaves: tuple[Any, ...]
+    keys: tuple[str, ...]
     names: tuple[str, ...]
+    splits: tuple[bool, ...]
     spec: Any
     rows: int | None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensor leaves, in order."""
-        return tuple(x for x in self.leaves if isinstance(x, torch.Tensor))
+        return tuple(tensor for tensor, _ in self.tensors_and_splits())
 
-    def is_split(self, leaf: Any) -> bool:
-        """True when the leaf is cut along axis 0 with the batch."""
-        return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.rows
+    def tensors_and_splits(self) -> Iterator[tuple[torch.Tensor, bool]]:
+        """The tensor leaves, in order, each with whether it is cut along axis 0."""
+        for leaf, split in zip(self.leaves, self.splits, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf, split
 
     def signature(self) -> tuple[Any, ...]:
         """Everything a captured program depends on but the number of rows: hashable, equal on every rank."""
-        return (str(self.spec), tuple(self._leaf_signature(x) for x in self.leaves))
+        leaves = zip(self.leaves, self.splits, strict=True)
+        return (str(self.spec), tuple(_leaf_signature(leaf, split) for leaf, split in leaves))
 
-    def _leaf_signature(self, leaf: Any) -> tuple[Any, ...]:
-        if not isinstance(leaf, torch.Tensor):
-            return ("value", type(leaf).__name__, repr(leaf))
-        split = self.is_split(leaf)
-        return ("split" if split else "whole", tuple(leaf.shape[1:] if split else leaf.shape), str(leaf.dtype))
+    def changed(self, change: Callable[[torch.Tensor, bool], torch.Tensor], rows: int | None) -> Batch:
+        """The same with other tensors.  change: from a tensor, and whether it is cut, to the one in its place."""
+        leaves = tuple(
+            change(leaf, split) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf, split in zip(self.leaves, self.splits, strict=True)
+        )
+        return replace(self, leaves=leaves, rows=rows)
 
     def with_rows(self, rows: int) -> Batch:
         """A batch of another number of rows for tracing: rows repeat, and no two leaves share memory."""
 
-        def resize(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            if not self.is_split(leaf) or self.rows == rows:
-                return leaf.detach().clone()
+        def resize(tensor: torch.Tensor, split: bool) -> torch.Tensor:
+            if not split or self.rows == rows:
+                return tensor.detach().clone()
             assert self.rows is not None
-            return leaf.detach()[torch.arange(rows, device=leaf.device) % self.rows].clone()
+            return tensor.detach()[torch.arange(rows, device=tensor.device) % self.rows].clone()
 
-        return Batch(tuple(map(resize, self.leaves)), self.names, self.spec, rows if self.rows else None)
+        return self.changed(resize, rows if self.rows else None)
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device."""
-        leaves = tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in self.leaves)
-        return Batch(leaves, self.names, self.spec, self.rows)
+        return self.changed(lambda tensor, _: tensor.to(device), self.rows)
 
     def micro(self, micro_rows: tuple[int, ...]) -> list[tuple[torch.Tensor, ...]]:
         """The tensor leaves of each micro-batch; what has no rows goes to all of them whole."""
         pieces: list[list[torch.Tensor]] = [[] for _ in micro_rows]
-        for leaf in self.tensors:
-            parts = torch.split(leaf, list(micro_rows)) if self.is_split(leaf) else [leaf] * len(micro_rows)
+        for tensor, split in self.tensors_and_splits():
+            parts = torch.split(tensor, list(micro_rows)) if split else [tensor] * len(micro_rows)
             for piece, part in zip(pieces, parts, strict=True):
                 piece.append(part)
         return [tuple(piece) for piece in pieces]
+
+
+def _leaf_signature(leaf: Any, split: bool) -> tuple[Any, ...]:
+    if not isinstance(leaf, torch.Tensor):
+        return ("value", type(leaf).__name__, repr(leaf))
+    return ("split" if split else "whole", tuple(leaf.shape[1:] if split else leaf.shape), str(leaf.dtype))
 
 
 def split_rows(rows: int, micros: int) -> tuple[int, ...]:
@@ -95,28 +106,93 @@ def split_rows(rows: int, micros: int) -> tuple[int, ...]:
     return (small + 1,) * extra + (small,) * (micros - extra)
 
 
+class BatchReader:
+    """Takes batches apart, and remembers which of their tensors have rows.
+
+    In the first batch the rows are the size of axis 0 that most tensors have, and every tensor of that size is cut.  A
+    tensor that comes again, under its key, is cut or left whole as before: that a mask has as many rows as a later
+    batch is a coincidence.
+    """
+
+    def __init__(self) -> None:
+        self._splits: dict[str, bool] = {}
+        self._order: Any = None
+
+    def read(self, batch: Any, *, with_target: bool = False) -> Batch:
+        """Take a batch of any of the accepted forms apart.  Raises BatchError for what cannot be cut or captured."""
+        target: Any = None
+        if with_target:
+            batch, target = _pair(batch)
+        args, kwargs = _arguments(batch)
+        tree = _in_order_of((args, kwargs, _plain_containers(target)), self._order)
+        paths, spec = pytree.tree_flatten_with_path(tree)
+        leaves = tuple(leaf for _, leaf in paths)
+        keys = tuple(pytree.keystr(path) for path, _ in paths)
+        names = tuple(_name(path) for path, _ in paths)
+        for name, leaf in zip(names, leaves, strict=True):
+            _check_leaf(name, leaf)
+        rows = self._rows(keys, names, leaves)
+        splits = tuple(self._is_split(key, leaf, rows) for key, leaf in zip(keys, leaves, strict=True))
+        for key, leaf, split in zip(keys, leaves, splits, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                self._splits[key] = split
+        if self._order is None:
+            self._order = pytree.tree_unflatten([None] * len(leaves), spec)
+        return Batch(leaves, keys, names, splits, spec, rows)
+
+    def _is_split(self, key: str, leaf: Any, rows: int | None) -> bool:
+        if not isinstance(leaf, torch.Tensor):
+            return False
+        return self._splits.get(key, leaf.dim() > 0 and leaf.shape[0] == rows)
+
+    def _rows(self, keys: Sequence[str], names: Sequence[str], leaves: Sequence[Any]) -> int | None:
+        """The rows of a batch: those of the tensors that had rows before, else the size that most have."""
+        found: dict[str, int] = {}
+        for key, name, leaf in zip(keys, names, leaves, strict=True):
+            if isinstance(leaf, torch.Tensor) and self._splits.get(key):
+                if leaf.dim() == 0:
+                    raise BatchError(f"input {name} is a single number", why="in an earlier batch it had rows")
+                found[name] = leaf.shape[0]
+        if not found:
+            return _most_common_rows(leaf for key, leaf in zip(keys, leaves, strict=True) if key not in self._splits)
+        first = next(iter(found))
+        for name, rows in found.items():
+            if rows != found[first]:
+                raise BatchError(
+                    f"inputs {first} and {name} have {found[first]} and {rows} rows",
+                    why="both were cut into micro-batches along their first axis before",
+                    fix="give both as many rows; to pass what one of them was not before, compile anew",
+                )
+        return found[first]
+
+
 def flatten(batch: Any, *, with_target: bool = False) -> Batch:
-    """Flatten a batch of any of the accepted forms.  Raises BatchError for what cannot be cut or captured."""
-    target: Any = None
-    if with_target:
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise BatchError(
-                "with a loss_fn, a batch is a pair (inputs, target)",
-                why=f"got {_describe(batch)}",
-                fix="call step((inputs, target)), where inputs is a tensor, a tuple or a dict",
-            )
-        batch, target = batch
-    args, kwargs = _arguments(batch)
-    paths, spec = pytree.tree_flatten_with_path((args, kwargs, _plain_containers(target)))
-    leaves = tuple(leaf for _, leaf in paths)
-    names = tuple(_name(path) for path, _ in paths)
-    for name, leaf in zip(names, leaves, strict=True):
-        _check_leaf(name, leaf)
-    return Batch(leaves, names, spec, _rows(leaves))
+    """Take a batch apart that none came before; see `BatchReader.read`."""
+    return BatchReader().read(batch, with_target=with_target)
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise BatchError(
+        "with a loss_fn, a batch is a pair (inputs, target)",
+        why=f"got {_describe(batch)}",
+        fix="call step((inputs, target)), where inputs is a tensor, a tuple or a dict",
+    )
+
+
+def _in_order_of(tree: Any, earlier: Any) -> Any:
+    """The same, with the keys of its dicts in the order that they had earlier: the order of keys says nothing."""
+    if type(tree) is dict and isinstance(earlier, dict):
+        keys = [key for key in earlier if key in tree] + [key for key in tree if key not in earlier]
+        return {key: _in_order_of(tree[key], earlier.get(key)) for key in keys}
+    if type(tree) in (tuple, list) and isinstance(earlier, (tuple, list)) and len(tree) == len(earlier):
+        return type(tree)(_in_order_of(part, before) for part, before in zip(tree, earlier, strict=True))
+    return tree
 
 
 def unflatten(leaves: tuple[Any, ...], spec: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """The inverse of `take_apart`: (args, kwargs, target)."""
+    """The inverse of `flatten`: (args, kwargs, target)."""
     args, kwargs, target = pytree.tree_unflatten(list(leaves), spec)
     return args, kwargs, target
 
@@ -151,7 +227,7 @@ def _plain_containers(tree: Any) -> Any:
     return tree
 
 
-def _rows(leaves: tuple[Any, ...]) -> int | None:
+def _most_common_rows(leaves: Iterable[Any]) -> int | None:
     sizes = [x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim() > 0]
     if not sizes:
         return None

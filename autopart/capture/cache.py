@@ -1,6 +1,9 @@
-"""One model's captures, each made once: by mode, shape of the batch and size."""
+"""One model's captures, each made once: by mode, shape of the batch and size; and whether the model is still theirs."""
 
 from __future__ import annotations
+
+import hashlib
+from typing import Any
 
 from torch import nn
 
@@ -8,35 +11,48 @@ from autopart.capture.batch import Batch
 from autopart.capture.capture import Captured, capture
 from autopart.capture.export import LossFn
 from autopart.capture.guards import check_model
+from autopart.capture.watch import Watch
 from autopart.ir.size import Size
 
 _KEEP = 32  # captures; a batch of a new shape every step must not fill the memory
 
 
 class CaptureCache:
-    """Captures of `model` with the training flags that it has now, whatever they are set to later."""
+    """Captures of `model` as it stands; `refresh` says whether they still are of it.
+
+    version: a digest of every change that was seen, equal on ranks whose models changed alike.
+    """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None = None) -> None:
         self.model = check_model(model)
+        self.version = ""
         self._loss_fn = loss_fn
-        self._flags = [(module, module.training) for module in model.modules()]
+        self._reads: dict[tuple[nn.Module, str], Any] = {}
+        self._watch: Watch | None = None
         self._made: dict[tuple[object, ...], Captured] = {}
 
     def __call__(self, batch: Batch, size: Size, mode: str = "step") -> Captured:
         """The capture for micro-batches of `size` shaped like `batch`; modes as in `capture`."""
         key = (mode, size, batch.signature())
         if key not in self._made:
-            now = [(module, module.training) for module in self.model.modules()]
-            _set(self._flags)
-            try:
-                self._made[key] = capture(self.model, batch, size=size, loss_fn=self._loss_fn, mode=mode)
-            finally:
-                _set(now)
+            captured = capture(self.model, batch, size=size, loss_fn=self._loss_fn, mode=mode)
+            self._made[key] = captured
+            self._reads.update(captured.observed.read)
+            self._watch = Watch(self.model, self._reads, [self._loss_fn] if self._loss_fn is not None else [])
             if len(self._made) > _KEEP:
                 del self._made[next(iter(self._made))]
         return self._made[key]
 
+    def refresh(self, *, training: bool) -> list[str]:
+        """Forget all captures when the model is not what was captured any more; returns what changed, in words.
 
-def _set(flags: list[tuple[nn.Module, bool]]) -> None:
-    for module, flag in flags:
-        module.training = flag
+        training: whether training flags count; evaluation sets its own.  Raises RefusedError for what captures cannot
+        follow, such as a parameter that is another object.  Some 0.2 ms for 1,000 modules.
+        """
+        changes = self._watch.changes(training=training) if self._watch is not None else []
+        if changes:
+            self._made.clear()
+            self._reads.clear()
+            self._watch = None
+            self.version = hashlib.blake2b("\n".join([self.version, *changes]).encode(), digest_size=8).hexdigest()
+        return changes

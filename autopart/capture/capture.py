@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx, nn
@@ -15,8 +15,10 @@ from autopart.capture.gc_pause import gc_paused
 from autopart.capture.guards import check_aliased_buffers, check_autocast
 from autopart.capture.lower import lower
 from autopart.capture.names import Names, read_names
+from autopart.capture.observed import Observed
+from autopart.capture.restored import left_as_it_was
 from autopart.capture.to_graph import read_graph
-from autopart.ir.errors import AutopartError
+from autopart.ir.errors import AutopartError, RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.size import Size
 
@@ -28,12 +30,14 @@ torch is not affected, as the patches let it through."""
 @dataclass(frozen=True)
 class Captured:
     """A model at one shape.  module: the flat fx graph; graph: the same as data; names: which node is which;
-    outputs: how a `predict` program's results become what the model returns, None for a loss program."""
+    outputs: how a `predict` program's results become what the model returns, None for a loss program; observed: what
+    forward() read of the modules' attributes."""
 
     module: fx.GraphModule
     graph: Graph
     names: Names
     outputs: OutputSpec | None
+    observed: Observed = field(default_factory=Observed)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -55,20 +59,33 @@ def capture(
     (what the model returns, in eval mode).  The model is left as it was; `check_model` has passed it, before
     its library could install hooks of its own while it is traced.  Raises CaptureError, RefusedError.
     """
+    first = _capture(model, batch, size, loss_fn, mode)
+    if not first.observed.changed:
+        return first
+    # A first call may settle something for good, as a configuration that is completed.  Then a second one changes
+    # nothing more, and is the same program.
+    second = _capture(model, batch, size, loss_fn, mode)
+    if second.observed.changed or second.graph.shape_digest() != first.graph.shape_digest():
+        raise first.observed.changed[0]
+    return second
+
+
+def _capture(model: nn.Module, batch: Batch, size: Size | None, loss_fn: LossFn | None, mode: str) -> Captured:
     meta = any(p.is_meta for p in model.parameters())
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     check_autocast(device.type if not meta else "cpu")
     sample = batch.with_rows(size.rows if size is not None else batch.rows or 1)
     sample = sample.to(device)
     wrapper = Wrapper(model, sample, loss_fn, wants_outputs=mode == "predict")
-    with _one_at_a_time, gc_paused():
+    with _one_at_a_time, gc_paused(), left_as_it_was(model):
         with quiet(), _flags(wrapper, model, evaluate=mode != "step"):
             program, module = _lowered(model, export(wrapper, sample))
+        _refuse_changed_parameters(program)
         outputs = _outputs_by_ops(program, module)
         names = read_names(program, module, wrapper, sample)
         check_aliased_buffers(model, names.updates.keys())
         graph = read_graph(module, names, outputs, Size(sample.rows or 1), backward=mode == "step")
-    return Captured(module, graph, names, wrapper.outputs)
+    return Captured(module, graph, names, wrapper.outputs, wrapper.observed)
 
 
 def _lowered(
@@ -98,6 +115,18 @@ class _flags:
     def __exit__(self, *_: object) -> None:
         for module, flag in self._saved:
             module.training = flag
+
+
+def _refuse_changed_parameters(program: torch.export.ExportedProgram) -> None:
+    for spec in program.graph_signature.output_specs:
+        if spec.kind is OutputKind.PARAMETER_MUTATION:
+            raise RefusedError(
+                f"forward() changes parameter {(spec.target or '').removeprefix('model.')} in place",
+                why="every micro-batch would change it anew, and its gradient belongs to the value before; an "
+                "embedding with max_norm= does so",
+                fix="change it between steps, under torch.no_grad(): for an embedding leave out max_norm= and "
+                "renormalise its weight after optimizer.step()",
+            )
 
 
 def _outputs_by_ops(program: torch.export.ExportedProgram, module: fx.GraphModule) -> list[fx.Node]:

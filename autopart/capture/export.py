@@ -24,6 +24,8 @@ from torch.utils import _pytree as pytree
 from autopart.capture.batch import Batch, unflatten
 from autopart.capture.guards import tracing
 from autopart.capture.module_state import assignments, check_replaced
+from autopart.capture.observed import Observed, observing
+from autopart.capture.randomness import no_random_numbers
 from autopart.capture.source_location import user_place
 from autopart.ir.errors import AutopartError, CaptureError, ControlFlowError, LossError
 
@@ -49,6 +51,7 @@ class _Sink:
 
     def __init__(self) -> None:
         self.replaced: dict[str, torch.Tensor | None] = {}
+        self.observed = Observed()
 
 
 class Wrapper(nn.Module):
@@ -61,11 +64,17 @@ class Wrapper(nn.Module):
         self._batch = batch
         self._wants_outputs = wants_outputs
         self._sink = _Sink()
+        self._watched = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
 
     @property
     def outputs(self) -> OutputSpec | None:
         """What the model returned while it was traced, or None for a loss."""
         return self._sink.outputs
+
+    @property
+    def observed(self) -> Observed:
+        """What forward() and the loss function read of their modules' attributes while they were traced."""
+        return self._sink.observed
 
     @property
     def replaced(self) -> Mapping[str, torch.Tensor | None]:
@@ -76,13 +85,14 @@ class Wrapper(nn.Module):
         queue = iter(tensors)
         leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in self._batch.leaves)
         args, kwargs, target = unflatten(leaves, self._batch.spec)
-        with assignments(self.model, self._sink.replaced):
-            result = self.model(*args, **kwargs)
-        if self._wants_outputs:
-            return self._outputs_of(result)
-        if self.loss_fn is not None:
-            return scalar(self.loss_fn(result, target), "loss_fn")
-        return loss_of(result)
+        with no_random_numbers(), observing(self._watched, self._sink.observed):
+            with assignments(self.model, self._sink.replaced):
+                result = self.model(*args, **kwargs)
+            if self._wants_outputs:
+                return self._outputs_of(result)
+            if self.loss_fn is not None:
+                return scalar(self.loss_fn(result, target), "loss_fn")
+            return loss_of(result)
 
     def _outputs_of(self, result: Any) -> tuple[torch.Tensor, ...]:
         kind = None

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from autopart.capture.call_signature import Unsure, call_key, tensor_kind
 from autopart.capture.source_location import user_line_of_text
 from autopart.ir.errors import RefusedError
+from autopart.ir.graph import Graph
 from autopart.rng import keyed
 
 
@@ -89,3 +90,20 @@ def _reaching(loss: fx.Node, needs: set[str]) -> set[str]:
         found.add(node.name)
         queue.extend(node.all_input_nodes)
     return found
+
+
+def require_something_to_train(graph: Graph) -> None:
+    """Raises RefusedError when no gradient flows from the loss to any parameter: plain torch fails in backward()."""
+    loss = graph.value_map()[graph.outputs[0]]
+    if loss.grad:
+        return
+    frozen = not any(param.trainable for param in graph.params if param.kind == "param")
+    raise RefusedError(
+        "there is nothing to train: no gradient flows from the loss to any parameter",
+        why="every parameter that it depends on has requires_grad=False"
+        if frozen
+        else "it is computed under torch.no_grad(), or from what is detached",
+        fix="set requires_grad_(True) on the parameters to train"
+        if frozen
+        else "compute the loss with gradients enabled in forward()",
+    )

@@ -28,6 +28,9 @@ class CaptureWarning(UserWarning):
     """Something of the model is not carried over; results stay exact."""
 
 
+EMPTIED = "_autopart_emptied"
+"""Attribute of a tensor whose trained values stayed on another rank."""
+
 _HOOKS = {
     "_forward_hooks": "forward hook",
     "_forward_pre_hooks": "forward pre-hook",
@@ -46,6 +49,24 @@ def check_model(model: object) -> nn.Module:
             f"the model is a {type(model).__name__}, not a torch.nn.Module",
             fix="pass an instance of the model, not its class or its output",
         )
+    _check_emptied(model)
+    check_hooks(model)
+    _check_shared_storage(model)
+    return model
+
+
+def _check_emptied(model: nn.Module) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if getattr(tensor, EMPTIED, False) and tensor.numel() == 0:
+            raise UsageError(
+                f"{name} is empty: its trained values stayed on another rank when a pipe was closed",
+                why="the pipe was closed with sync=False, or after a failure",
+                fix="build the model anew, and load a state that was saved before",
+            )
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raises RefusedError for a hook on a module or a parameter that would run at capture alone."""
     for path, module in model.named_modules():
         for attribute, kind in _HOOKS.items():
             for hook in getattr(module, attribute).values():
@@ -58,8 +79,6 @@ def check_model(model: object) -> nn.Module:
                     fix="remove it (handle.remove()) before compile, or do its work in forward()",
                 )
     _check_parameter_hooks(model)
-    _check_shared_storage(model)
-    return model
 
 
 def _of_its_library(hook: object, module: nn.Module) -> bool:
@@ -163,7 +182,6 @@ def tracing(model: nn.Module) -> Iterator[None]:
     warned: set[str] = set()
     tracer = threading.get_ident()
     original = torch.autograd.Function.__dict__["apply"].__func__
-    register_hook: Any = torch.Tensor.register_hook
 
     def refuse(cls: Any, *args: Any, **kwargs: Any) -> Any:
         registered_op = cls.__module__.startswith("torch._")  # how torch.library carries an op's own backward
@@ -198,9 +216,20 @@ def tracing(model: nn.Module) -> Iterator[None]:
             )
         return inner(*args, **kwargs)
 
+    with (
+        _gradient_modes(tracer),
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)),
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", noted),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _gradient_modes(tracer: int) -> Iterator[None]:
+    """While thread `tracer` traces: inference mode, which torch.export does not see, is no_grad, which it sees and
+    which gives the same gradients; backward(), and hooks on tensors, are refused."""
+
     def refuse_hook(tensor: torch.Tensor, hook: Any) -> Any:
-        if threading.get_ident() != tracer:
-            return register_hook(tensor, hook)
         raise RefusedError(
             f"a gradient hook is registered on a tensor in forward(): {getattr(hook, '__qualname__', repr(hook))}",
             where=user_line(traceback.extract_stack()),
@@ -208,9 +237,35 @@ def tracing(model: nn.Module) -> Iterator[None]:
             fix="take the hook out of forward(), or register an op with its own backward (torch.library.custom_op)",
         )
 
-    with (
-        mock.patch.object(torch.Tensor, "register_hook", refuse_hook),
-        mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)),
-        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", noted),
-    ):
+    def refuse_backward(*_: Any, **__: Any) -> None:
+        raise RefusedError(
+            "backward() is called in forward()",
+            where=user_line(traceback.extract_stack()),
+            why="the gradients that it leaves are not part of the captured program",
+            fix="return the sum of the losses; the step takes the gradient of it",
+        )
+
+    def enter_no_grad(region: Any) -> None:
+        region._autopart_region = torch.no_grad() if region.mode else contextlib.nullcontext()
+        region._autopart_region.__enter__()
+
+    def leave_no_grad(region: Any, *error: Any) -> None:
+        region._autopart_region.__exit__(*error)
+
+    def traced(patched: Any, otherwise: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (patched if threading.get_ident() == tracer else otherwise)(*args, **kwargs)
+
+        return call
+
+    replacements: list[tuple[Any, str, Any]] = [
+        (torch.inference_mode, "__enter__", enter_no_grad),
+        (torch.inference_mode, "__exit__", leave_no_grad),
+        (torch.autograd, "backward", refuse_backward),
+        (torch.Tensor, "backward", refuse_backward),
+        (torch.Tensor, "register_hook", refuse_hook),
+    ]
+    with contextlib.ExitStack() as patches:
+        for home, name, patched in replacements:
+            patches.enter_context(mock.patch.object(home, name, traced(patched, getattr(home, name))))
         yield

@@ -44,9 +44,8 @@ class _Ambiguous(Exception):
 def prime_batch_size(model: nn.Module, batch: Batch) -> int | None:
     """A number of rows that no other size of the model and its inputs can be mistaken for, if there is one."""
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
-    for leaf in batch.tensors:
-        own_axes = leaf.shape[1:] if batch.is_split(leaf) else leaf.shape  # the first axis of a split leaf is the rows
-        sizes.update(own_axes)
+    for tensor, split in batch.tensors_and_splits():
+        sizes.update(tensor.shape[1:] if split else tensor.shape)  # the first axis of what is split is the rows
     primes = (p for p in range(_FROM, _TO) if all(p % q for q in range(2, math.isqrt(p) + 1)))
     return next((p for p in primes if not any(_near(size, p) for size in sizes)), None)
 

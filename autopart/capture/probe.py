@@ -79,10 +79,9 @@ def resampled(batch: Batch, rows: int, seed: int) -> Batch:
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def change(leaf: Any) -> Any:
-        if not batch.is_split(leaf):
+    def change(leaf: torch.Tensor, split: bool) -> torch.Tensor:
+        if not split:
             return leaf
-        assert isinstance(leaf, torch.Tensor)
         picked = leaf[torch.randint(len(leaf), (rows,), generator=generator).to(leaf.device)]
         if leaf.is_floating_point():
             noise = torch.randn(picked.shape, generator=generator).to(picked)
@@ -92,7 +91,7 @@ def resampled(batch: Batch, rows: int, seed: int) -> Batch:
         pool = leaf.reshape(-1)
         return pool[torch.randint(len(pool), picked.shape, generator=generator).to(leaf.device)]
 
-    return Batch(tuple(map(change, batch.leaves)), batch.names, batch.spec, rows)
+    return batch.changed(change, rows)
 
 
 class _Trial:
@@ -187,8 +186,7 @@ class _Trial:
         return [torch.zeros_like(p) if g is None else g for p, g in zip(trainable, gradients, strict=True)]
 
     def _inputs(self, place: int, rows: int) -> list[torch.Tensor]:
-        split = self._batch.is_split
-        return [t.narrow(0, place, rows).clone() if split(t) else t for t in self._batch.tensors]
+        return [t.narrow(0, place, rows).clone() if split else t for t, split in self._batch.tensors_and_splits()]
 
     def _slice(self, name: str, value: torch.Tensor, place: int) -> torch.Tensor:
         axis, block = self._axis_and_block(name)

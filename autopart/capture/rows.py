@@ -49,3 +49,9 @@ def _axis(a: Value, b: Value) -> int | None:
     """The axis in which the shapes differ, if it is the only one."""
     differing = [axis for axis, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y]
     return differing[0] if len(differing) == 1 else None
+
+
+def program_key(graph: Graph) -> tuple[object, ...]:
+    """Equal for captures that are one program at several sizes, and let gradients flow through the same values."""
+    trainable = tuple(param.name for param in graph.params if param.trainable)
+    return graph.structure_digest(), hash(tuple(value.grad for value in graph.values)), hash(trainable)

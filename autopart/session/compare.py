@@ -133,7 +133,7 @@ def verify_step(
         if any(op.random for op in graph.ops):
             reference = RANDOM
             alone = _captured_alone(model, cluster, sample, options, len(micro_rows))
-        elif graph.updates:
+        elif graph.updates or _couples_rows(graph):
             reference = BUFFERS
         else:
             reference = PLAIN
@@ -160,6 +160,11 @@ class _Outcome:
     loss: float
     gradients: Tensors
     buffers: Tensors
+
+
+def _couples_rows(graph: Graph) -> bool:
+    """Whether batch statistics are taken, also where no running ones are kept."""
+    return any("batch_norm" in op.target and ("training", True) in op.attrs for op in graph.ops)
 
 
 def _fresh(model: nn.Module) -> nn.Module:

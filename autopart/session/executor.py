@@ -6,7 +6,6 @@ cuts this rank's stage out of it and plays the plan's program.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from torch import nn
 from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch import Batch, split_rows
 from autopart.capture.export import rebuild_outputs
-from autopart.capture.guards import check_autocast
+from autopart.capture.reduction import WHOLE, reduction_of_batch
 from autopart.capture.rows import require_same_program
 from autopart.ir.errors import BatchError, RunError
 from autopart.ir.graph import Graph, LossReduction
@@ -69,6 +68,11 @@ class Health:
             self._failure = f"{doing}: {type(error).__name__}: {first_line}"
             raise
 
+    @property
+    def good(self) -> bool:
+        """Whether nothing has failed."""
+        return not self._failure
+
     def require(self) -> None:
         """Raises RunError when something has failed."""
         if self._failure:
@@ -87,15 +91,17 @@ class RankContext:
     captures: CaptureCache
     tensors: LocalTensors
     health: Health
+    loss_reduction: str = "auto"
 
 
 class Executor:
     """Runs a model in one mode along the stages of a plan.  Every method that runs something is collective."""
 
     def __init__(
-        self, mode: Mode, context: RankContext, planned: Captured, decision: Decision, weight: LossReduction
+        self, mode: Mode, context: RankContext, planned: Captured, decision: Decision, weight: LossReduction | None
     ) -> None:
-        """planned: the capture, in this mode, that `decision` is for; weight: how losses of micro-batches combine."""
+        """planned: the capture, in this mode, that `decision` is for; weight: how losses of micro-batches combine in
+        the first batch that is prepared, None where that has to be derived."""
         self._mode = mode
         self._world = context.world
         self._captures = context.captures
@@ -103,7 +109,10 @@ class Executor:
         self._health = context.health
         self._planned = planned
         self._decision = decision
-        self._weight = weight
+        self._planned_weight = weight
+        self._weight = weight or WHOLE
+        self._weights: dict[object, LossReduction] = {}
+        self._stated = context.loss_reduction
         self._stage = decision.stage_of_rank(context.world.rank)
         self._code = StageCode(context.tensors, context.world.device)
         self._signature: object = None
@@ -128,10 +137,11 @@ class Executor:
 
         Raises BatchError and RefusedError on all ranks before anything is sent, StageError and WorkerError after.
         """
-        shares = self.agree(batch)
+        micro_rows = self.micro_rows(batch)
+        shares = self.agree(batch, micro_rows)
         output = self.graph.outputs[0]
         with self._health.watched("a step failed"):
-            losses = self._run(batch, self.micro_rows(batch), shares, key).losses
+            losses = self._run(batch, micro_rows, shares, key).losses
             total = torch.zeros((), dtype=torch.float64)
             for micro, share in enumerate(shares):
                 if losses and share != 0.0:  # a micro-batch without a valid target may have a loss of 0/0
@@ -141,8 +151,8 @@ class Executor:
 
     def predict(self, batch: Batch, key: Key) -> Any:
         """What the model returns, on every rank, on the CPU."""
-        self.agree(batch)
         rows = batch.rows or 1
+        self.agree(batch, (rows,))
         with self._health.watched("a prediction failed"):
             outputs = self._run(batch, (rows,), [1.0], key).results.get(0, {})
             collected = tuple(self._collect(name, outputs, self._code.specs[rows][name]) for name in self.graph.outputs)
@@ -170,57 +180,49 @@ class Executor:
 
     def micro_rows(self, batch: Batch) -> tuple[int, ...]:
         """Rows of each micro-batch of this batch.  Evaluation takes a batch whole, which is exact for any model."""
-        micros = len(self._decision.micro_rows) if self.train else 1
-        if batch.rows is not None:
-            return split_rows(batch.rows, micros)
-        if micros > 1:
-            raise BatchError(
-                f"the batch has no rows to cut into {micros} micro-batches",
-                why="none of its tensors has an axis",
-                fix="pass a batch like the sample that was planned for",
-            )
-        return (1,)
+        return micro_rows_of(batch, self._decision.micro_rows if self.train else (1,))
 
-    def agree(self, batch: Batch) -> list[float]:
-        """Make the code for this batch and agree with all ranks on its shape.  Collective.
+    def agree(self, batch: Batch, micro_rows: tuple[int, ...]) -> list[float]:
+        """Make the code for this batch, on which all ranks agree already.  Collective.
 
         Returns the share of each micro-batch's loss in the whole loss, as the rank of the first stage counts it.
         Raises on all ranks what any rank finds wrong.
         """
-        self._health.require()
-        micros = len(self._decision.micro_rows) if self.train else 1
         failure: BaseException | None = None
-        mark, shares = 0.0, [0.0] * micros
+        shares = [0.0] * len(micro_rows)
         try:
-            check_autocast(self._world.device.type)
-            micro_rows = self.micro_rows(batch)
             self.prepare(batch, micro_rows)
-            mark = float(zlib.crc32(repr((batch.signature(), micro_rows)).encode()))
             shares = self._shares(batch, micro_rows)
         except FAILURES as error:
             failure = error
-        rows = self._world.gather_numbers([float(failure is not None), mark, float(batch.rows or 0), *shares])
+        rows = self._world.gather_numbers([float(failure is not None), *shares])
         if any(row[0] for row in rows):
             raise_first(self._world, failure, "preparing the batch")
-        for rank, row in enumerate(rows):
-            if row[1:3] != rows[0][1:3]:
-                raise BatchError(
-                    f"ranks 0 and {rank} were given batches of different shapes",
-                    why=f"{int(rows[0][2])} and {int(row[2])} rows, or other inputs",
-                    fix="give every rank the same batch; rank 0's data is what is used",
-                )
-        return rows[self._decision.stages[0].ranks[0]][3:]
+        return rows[self._decision.stages[0].ranks[0]][1:]
 
     def prepare(self, batch: Batch, micro_rows: Sequence[int]) -> None:
         """Make the code for every number of rows.  Local; raises RefusedError when the model runs another program at
         these shapes than the one that was planned."""
-        signature = batch.signature()
+        signature = (self._captures.version, batch.signature())
         if signature != self._signature:
             self._code.clear()
             self._signature = signature
+            self._weight = self._weight_of(batch, micro_rows, signature)
         for rows in sorted(set(micro_rows), reverse=True):
             if not self._code.has(rows):
                 self._add(self._capture(batch, rows))
+
+    def _weight_of(self, batch: Batch, micro_rows: Sequence[int], signature: object) -> LossReduction:
+        """How losses of micro-batches combine; only the rank of the first stage, which counts, has to know.  A Python
+        value or a length in the batch may choose another loss than that of the batch that was planned for."""
+        if self._stage != 0 or len(self._decision.micro_rows) == 1 or not self.train:
+            return WHOLE
+        if not self._weights and self._planned_weight is not None:
+            self._weights[signature] = self._planned_weight
+        if signature not in self._weights:
+            several = micro_rows if len(micro_rows) > 1 else [*micro_rows, *micro_rows]
+            self._weights[signature] = reduction_of_batch(self._captures, batch, several, self._stated)
+        return self._weights[signature]
 
     def _capture(self, batch: Batch, rows: int) -> Captured:
         captured = self._captures(batch, Size(rows), self._mode.value)
@@ -238,7 +240,7 @@ class Executor:
         """Share of each micro-batch's loss in the whole loss, on the rank of the first stage; elsewhere zeros."""
         if self._stage != 0:
             return [0.0] * len(micro_rows)
-        if self._weight.kind == "sum":
+        if len(micro_rows) == 1 or self._weight.kind == "sum":
             return [1.0] * len(micro_rows)
         if self._weight.value is None:
             return [rows / sum(micro_rows) for rows in micro_rows]
@@ -284,3 +286,18 @@ class Executor:
         """The rank that computes a value."""
         writer = self.graph.writer()[value]
         return next(stage.ranks[0] for stage in self._decision.stages if writer in stage.ops)
+
+
+def micro_rows_of(batch: Batch, planned: Sequence[int]) -> tuple[int, ...]:
+    """Rows of each micro-batch: as many micro-batches as planned, and of a batch with fewer rows than that, as the last
+    of an epoch may be, as many as it takes with the planned rows.  Raises BatchError for a batch without rows."""
+    micros = len(planned)
+    if batch.rows is not None:
+        return split_rows(batch.rows, micros if batch.rows >= micros else -(-batch.rows // max(planned)))
+    if micros > 1:
+        raise BatchError(
+            f"the batch has no rows to cut into {micros} micro-batches",
+            why="none of its tensors has an axis",
+            fix="pass a batch like the sample that was planned for",
+        )
+    return (1,)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autopart.capture import CaptureCache
-from autopart.capture.batch import Batch, flatten
+from autopart.capture.batch import Batch, BatchReader
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import BatchError, UsageError
 from autopart.ir.plan import Plan
@@ -26,7 +26,16 @@ from autopart.runtime.trace import Trace
 from autopart.session.executor import Mode
 from autopart.session.measured import gather_timeline
 from autopart.session.session import Session
-from autopart.session.state import clip_gradients, gather_gradients, gather_state, load_state
+from autopart.session.state import (
+    clip_gradients,
+    empty_foreign,
+    gather_gradients,
+    gather_state,
+    load_state,
+    steps_of,
+    sync_state,
+    with_steps,
+)
 
 
 class Pipe:
@@ -40,9 +49,11 @@ class Pipe:
         self._captures = captures
         self._cluster = cluster
         self._options = options
+        self._reader = BatchReader()
         self._session: Session | None = None
         self._placeholder = nn.Parameter(torch.empty(0))
         self._steps = 0
+        self._closed = False
         if sample is not None:
             self._bring_up(self._flatten(sample))
 
@@ -53,7 +64,7 @@ class Pipe:
         return session
 
     def _flatten(self, batch: Any) -> Batch:
-        return flatten(batch, with_target=self._options.loss_fn is not None)
+        return self._reader.read(batch, with_target=self._options.loss_fn is not None)
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -64,22 +75,26 @@ class Pipe:
         the loss of the whole batch (0-dim, detached) on every rank.  Raises BatchError before anything is sent,
         StageError and WorkerError while running.
         """
-        batch = self._flatten(_one_batch(args, kwargs))
-        session = self._session or self._bring_up(batch)
-        loss = session.loss(Mode.TRAIN, batch, self._steps)
+
+        def read() -> Batch:
+            return self._flatten(_one_batch(args, kwargs))
+
+        self._require_open()
+        session = self._session or self._bring_up(read())
+        loss = session.loss(Mode.TRAIN, read, self._steps)
         self._steps += 1
         return loss
 
     def eval_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The loss of a batch with the model in eval mode, through the same stages, without gradients."""
-        return self.session.loss(Mode.LOSS, self._flatten(_one_batch(args, kwargs)))
+        return self.session.loss(Mode.LOSS, lambda: self._flatten(_one_batch(args, kwargs)))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns in eval mode for this batch, on every rank, on the CPU, through the same stages.
 
         The batch holds no target.  Caches and other objects that are no tensors are left out of the result.
         """
-        return self.session.predict(flatten(_one_batch(args, kwargs)))
+        return self.session.predict(lambda: self._reader.read(_one_batch(args, kwargs)))
 
     def adopt(self, plan: Plan | str | os.PathLike[str]) -> None:
         """Go on under another plan for the same model, batch and number of ranks: other cuts, micro-batches, schedule.
@@ -90,6 +105,7 @@ class Pipe:
         stays on the rank where it was.  A plan that cannot be taken raises PlanError or UsageError, and nothing has
         changed.
         """
+        self.session.enter("adopt")
         self.session.adopt(plan)
 
     # -- what it is ----------------------------------------------------------------------------------------------
@@ -97,6 +113,7 @@ class Pipe:
     @property
     def session(self) -> Session:
         """What this rank runs on, for tools and checks.  Raises UsageError before the pipeline has been planned."""
+        self._require_open()
         if self._session is None:
             raise UsageError(
                 "the pipeline has not been planned yet",
@@ -126,10 +143,12 @@ class Pipe:
         Times count from the start of the step on each rank.  `autopart.save_trace` writes it for a viewer, and
         `autopart.simulate` returns the same for the plan.  Raises what `step` raises.
         """
+        self._require_open()
         if self._session is None:
             self._bring_up(self._flatten(_one_batch(args, kwargs)))
         with self.traced() as trace:
             self.step(*args, **kwargs)
+        self.session.enter("timeline")
         return gather_timeline(self.session.world, trace.timeline)
 
     @property
@@ -175,38 +194,83 @@ class Pipe:
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """The gradient of every trainable parameter by original name (tied ones once), on every rank, on the CPU;
         None where there is none.  Sends the size of the model: meant for checks."""
+        self.session.enter("gradients")
         return gather_gradients(self.session)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm over all stages is at most max_norm; tied parameters count
         once.  Returns the norm before, on every rank, as torch.nn.utils.clip_grad_norm_ does."""
+        self.session.enter("clip_grad_norm_")
         return clip_gradients(self.session, max_norm, norm_type)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's state under its original names, buffers included, on every rank, on the CPU; the plain
-        model's load_state_dict takes it."""
-        return gather_state(self.session)
+        model's load_state_dict takes it.  It remembers `steps`, as long as it is kept by torch.save."""
+        self.session.enter("state_dict")
+        return with_steps(gather_state(self.session), self._steps)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over a state of the plain model, given alike on every rank.  Nothing changes when a name or a shape
-        does not fit (UsageError)."""
+        """Take over a state of the plain model, given alike on every rank, and `steps` where it is remembered.
+        Nothing changes when a name or a shape does not fit (UsageError)."""
+        self._require_open()
         load_state(self._captures.model, self._session, state)
+        steps = steps_of(state)
+        if steps is not None:
+            self._steps = steps
+
+    def sync_model(self) -> None:
+        """Bring the trained values to the model that was compiled, on every rank, in place: then `model.state_dict()`
+        and `model.save_pretrained(...)` have them.  Collective; `close` does it too."""
+        self.session.enter("sync_model")
+        sync_state(self.session)
+
+    @property
+    def steps(self) -> int:
+        """Training steps taken: what random numbers such as dropout's follow.  Set it to go on where another run
+        stopped, where a state does not remember it."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise UsageError(f"steps is {count!r}", fix="use the number of steps that were taken, an integer")
+        self._steps = count
 
     # -- ending --------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Leave the process group, when no other pipe of this process uses it.  The model keeps its weights."""
-        if self._session is not None:
-            self._session.close()
-        self._session = None
+    def close(self, *, sync: bool = True) -> None:
+        """Bring the trained values to the model (`sync_model`) and leave the process group.  Collective, unless it is
+        closed already or has failed.
+
+        sync: False where a rank cannot hold the whole model.  Then, and after a failure, parameters and buffers that
+        other ranks trained are emptied in the model, so that nobody saves or trains stale values.
+        """
+        session, self._session, self._closed = self._session, None, True
+        if session is None:
+            return
+        try:
+            if sync and session.healthy:
+                session.enter("close")
+                sync_state(session)
+            elif self._steps:
+                empty_foreign(session)
+        finally:
+            session.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError(
+                "the pipe is closed",
+                fix="compile the model again: it holds the trained values, so that training goes on from there",
+            )
 
     def __enter__(self) -> Pipe:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close(sync=kind is None)  # what was raised here was perhaps raised here alone
 
 
 def _one_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

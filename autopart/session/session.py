@@ -7,7 +7,7 @@ the plan while the processes live: weights move to where the new plan wants them
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,7 +16,9 @@ from torch import nn
 
 from autopart.capture import CaptureCache
 from autopart.capture.batch import Batch
-from autopart.capture.guards import tied_names
+from autopart.capture.guards import check_autocast, tied_names
+from autopart.capture.reduction import WHOLE
+from autopart.capture.rows import program_key
 from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import PlanError, UsageError
@@ -25,15 +27,19 @@ from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.size import Size
 from autopart.options import Options
-from autopart.passes.program.projection import project_plan
-from autopart.planning import WHOLE, Planned, make_plan, read_plan
+from autopart.passes.program.projection import check_gradients_stay, project_plan
+from autopart.planning import Planned, make_plan, read_plan
 from autopart.runtime.activity import set_rank_label
 from autopart.runtime.tensors import LocalTensors, broadcast_weights_if_different
 from autopart.runtime.trace import Trace
 from autopart.runtime.world import World
 from autopart.session.agreement import FAILURES, broadcast_result, together
-from autopart.session.executor import Executor, Health, Mode, RankContext
+from autopart.session.calls import Calls, Given
+from autopart.session.executor import Executor, Health, Mode, RankContext, micro_rows_of
 from autopart.session.placement import Placement, placement_of, relocate
+
+_CALLS = {Mode.TRAIN: "step", Mode.LOSS: "eval_loss", Mode.PREDICT: "predict"}
+_KEEP = 32  # kinds of batches whose executor is remembered
 
 
 class Session:
@@ -51,12 +57,15 @@ class Session:
         self._options = options
         self._batch = batch
         self._health = Health()
-        self._executors: dict[Mode, Executor] = {}
+        self._executors: dict[object, Executor] = {}
+        self._chosen: dict[object, Executor] = {}
+        self._training: Executor | None = None
         self._planned: Planned | None = None
         self._placement = Placement({}, {})
         self._trace: Trace | None = None
         self.tied: Mapping[str, str] = {}
         self.world = World(cluster.kind, cluster.world)
+        self._calls = Calls(self.world)
         self.tensors = LocalTensors(self.world.device)
 
     # -- getting there ---------------------------------------------------------------------------------------------
@@ -127,8 +136,7 @@ class Session:
 
     def _executor_of(self, planned: Planned, tensors: LocalTensors) -> Executor:
         """What trains under a plan; holds this rank's share of the model in `tensors`.  Collective."""
-        context = RankContext(self.world, self.captures, tensors, self._health)
-        executor = Executor(Mode.TRAIN, context, planned.captured, planned.plan.decision, planned.weight)
+        executor = Executor(Mode.TRAIN, self._context(tensors), planned.captured, planned.plan.decision, planned.weight)
         with together(self.world, "making the stages"):
             executor.prepare(self._batch, (max(planned.plan.micro_rows),))
         return executor
@@ -138,7 +146,9 @@ class Session:
         self._planned = planned
         self._placement = _placed(planned)
         self.tensors = tensors
-        self._executors = {Mode.TRAIN: executor}
+        self._executors = {(Mode.TRAIN, program_key(planned.captured.graph)): executor}
+        self._chosen.clear()
+        self._training = executor
         executor.trace = self._trace
         stage = planned.plan.decision.stage_of_rank(self.world.rank)
         set_rank_label(f"stage {stage}" if stage is not None else "idle")
@@ -164,42 +174,102 @@ class Session:
 
     def program(self) -> Program:
         """What every rank does in one training step."""
-        return self._executors[Mode.TRAIN].program(len(self.plan.micro_rows))
+        assert self._training is not None
+        return self._training.program(len(self.plan.micro_rows))
 
     def trace_steps(self, trace: Trace | None) -> None:
         """Record the training steps to come in `trace`, or no more."""
         self._trace = trace
-        self._executors[Mode.TRAIN].trace = trace
+        for executor in self._executors.values():
+            executor.trace = trace if executor.train else None
 
     # -- running ---------------------------------------------------------------------------------------------------
 
-    def loss(self, mode: Mode, batch: Batch, step: int = 0) -> torch.Tensor:
+    def enter(self, call: str, failure: BaseException | None = None) -> None:
+        """Go on once every rank makes this call.  Collective; raises on all ranks when they do not."""
+        self.require_healthy()
+        self._calls.enter(call, failure=failure)
+
+    def take(self, mode: Mode, read: Callable[[], Batch], call: str | None = None) -> Batch:
+        """The batch that every rank was given, once all have read theirs and hold the same model.  Collective.
+
+        read: takes the batch apart; what it raises is raised on all ranks.
+        """
+        self.require_healthy()
+        batch: Batch | None = None
+        given, failure = Given(), None
+        try:
+            batch = read()
+            check_autocast(self.world.device.type)
+            if self.captures.refresh(training=mode is Mode.TRAIN):
+                self._follow_flags()
+            given = Given(repr(batch.signature()), self.captures.version, batch.rows or 0)
+        except FAILURES as error:
+            failure = error
+        self._calls.enter(call or _CALLS[mode], given, failure)
+        assert batch is not None
+        return batch
+
+    def loss(self, mode: Mode, read: Callable[[], Batch], step: int = 0) -> torch.Tensor:
         """The loss of a batch on every rank; when training, gradients are accumulated.  step: for random numbers.
         Collective."""
+        batch = self.take(mode, read)
         return self._executor(mode, batch).loss(batch, (self._options.seed, step))
 
-    def predict(self, batch: Batch) -> Any:
+    def predict(self, read: Callable[[], Batch]) -> Any:
         """What the model returns in eval mode, on every rank, on the CPU.  Collective."""
+        batch = self.take(Mode.PREDICT, read)
         return self._executor(Mode.PREDICT, batch).predict(batch, (self._options.seed, 0))
 
     def loss_shares(self, batch: Batch) -> tuple[tuple[int, ...], list[float]]:
         """The rows of each micro-batch in a training step, and the share of its loss in the whole.  Collective."""
-        executor = self._executor(Mode.TRAIN, batch)
-        shares = executor.agree(batch)
-        return executor.micro_rows(batch), shares
+        executor = self._executor(Mode.TRAIN, self.take(Mode.TRAIN, lambda: batch, "verify"))
+        micro_rows = executor.micro_rows(batch)
+        return micro_rows, executor.agree(batch, micro_rows)
 
     def _executor(self, mode: Mode, batch: Batch) -> Executor:
-        """What runs this mode; for evaluation made at first use, along the stages of the training plan.  Collective."""
-        self.require_healthy()
-        if mode not in self._executors:
-            with together(self.world, "capturing the model for evaluation"):
-                captured = self.captures(batch, Size(batch.rows or 1), mode.value)
-                stages = project_plan(captured.graph, self.graph, self.plan.decision)
-                context = RankContext(self.world, self.captures, self.tensors, self._health)
-                decision = replace(self.plan.decision, stages=stages)
-                executor = Executor(mode, context, captured, decision, WHOLE)
-            self._executors[mode] = executor
-        return self._executors[mode]
+        """What runs this mode for such batches; made at first use, along the stages of the training plan.  Collective.
+
+        A batch of another kind, or a model that was changed, may run another program than the one that was planned.
+        """
+        key = (mode, self.captures.version, batch.signature())
+        if key not in self._chosen:
+            with together(self.world, "capturing the model"):
+                self._chosen[key] = self._find_executor(mode, batch)
+            if len(self._chosen) > _KEEP:
+                del self._chosen[next(iter(self._chosen))]
+        return self._chosen[key]
+
+    def _find_executor(self, mode: Mode, batch: Batch) -> Executor:
+        size = Size(batch.rows or 1)
+        if mode is Mode.TRAIN:
+            size = Size(max(micro_rows_of(batch, self.plan.micro_rows)))
+        captured = self.captures(batch, size, mode.value)
+        program = mode, program_key(captured.graph)
+        if program not in self._executors:
+            stages = project_plan(captured.graph, self.graph, self.plan.decision)
+            if mode is Mode.TRAIN:
+                check_gradients_stay(captured.graph, stages, self.graph, self.plan.decision)
+            decision = replace(self.plan.decision, stages=stages)
+            weight = None if mode is Mode.TRAIN else WHOLE
+            self._executors[program] = Executor(mode, self._context(self.tensors), captured, decision, weight)
+            self._executors[program].trace = self._trace if mode is Mode.TRAIN else None
+        return self._executors[program]
+
+    def _context(self, tensors: LocalTensors) -> RankContext:
+        return RankContext(self.world, self.captures, tensors, self._health, self._options.loss_reduction)
+
+    def _follow_flags(self) -> None:
+        """Copies of parameters on another device require gradients as the model's own do."""
+        for name, parameter in self.captures.model.named_parameters():
+            held = self.tensors.held.get(name)
+            if held is not None and held.requires_grad != parameter.requires_grad:
+                held.requires_grad_(parameter.requires_grad)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing failed here while ranks were running."""
+        return self._health.good
 
     def require_healthy(self) -> None:
         """Raises RunError when something failed here while ranks were running."""
@@ -210,6 +280,7 @@ class Session:
     def close(self) -> None:
         """Leave the process group.  The model keeps the weights that this rank holds."""
         self._executors.clear()
+        self._chosen.clear()
         self.world.close()
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
+from autopart.capture.guards import EMPTIED
 from autopart.ir.errors import UsageError
 from autopart.runtime.tensors import gather_tensors
 from autopart.session.session import Session
+
+_STEPS = "autopart"
 
 
 def gather_state(session: Session) -> dict[str, torch.Tensor]:
@@ -31,6 +35,44 @@ def gather_state(session: Session) -> dict[str, torch.Tensor]:
         assert tensor is not None
         state[name] = tensor
     return state
+
+
+def sync_state(session: Session) -> None:
+    """Bring what other ranks hold to this rank's model, in place.  Collective.  Bytes sent: the size of the model."""
+    state = gather_state(session)
+    own = session.captures.model.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, tensor in state.items():
+            if own[name].shape == tensor.shape:
+                own[name].copy_(tensor)
+
+
+def empty_foreign(session: Session) -> None:
+    """Empty the parameters and updated buffers of this rank's model that other ranks trained: their values here are
+    old, and must be neither saved nor trained on."""
+    model, held, tied = session.captures.model, session.tensors.held, session.tied
+    updated = {buffer for buffer, _ in session.graph.updates}
+    trained = {param.name for param in session.graph.params if param.trainable} | updated
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            first = tied.get(name, name)
+            if first in trained and held.get(first) is not tensor:
+                tensor.data = tensor.data.new_empty(0)
+                setattr(tensor, EMPTIED, True)
+
+
+def with_steps(state: dict[str, torch.Tensor], steps: int) -> dict[str, torch.Tensor]:
+    """The state with the number of steps in its metadata, where torch keeps the versions of modules."""
+    kept = OrderedDict(state)
+    kept._metadata = {_STEPS: {"steps": steps}}  # type: ignore[attr-defined]
+    return kept
+
+
+def steps_of(state: Mapping[str, torch.Tensor]) -> int | None:
+    """The number of steps that a state remembers, if it does."""
+    metadata = getattr(state, "_metadata", None)
+    steps = metadata.get(_STEPS, {}).get("steps") if isinstance(metadata, Mapping) else None
+    return steps if isinstance(steps, int) and steps >= 0 else None
 
 
 def load_state(model: nn.Module, session: Session | None, state: Mapping[str, torch.Tensor]) -> None:

@@ -76,3 +76,27 @@ def _stage(block: Op, earliest: int, holders: Mapping[str, list[int]], modules: 
         )
     wanted = modules.get(block.module, possible[0])
     return wanted if wanted in possible else possible[0]
+
+
+def check_gradients_stay(graph: Graph, stages: tuple[Stage, ...], trained: Graph, plan: Decision) -> None:
+    """Raises PlanError when a training step of `graph` in `stages` would leave a parameter wrong under a plan that was
+    made for `trained`: one that no rank holds, or one that several hold and that only some of them would sum.
+    O(ops)."""
+    planned = _holders(trained, plan)
+    ops = graph.op_map()
+    users: dict[str, list[int]] = {}
+    for index, stage in enumerate(stages):
+        for name in dict.fromkeys(p for op in stage.ops for p in ops[op].params):
+            users.setdefault(name, []).append(index)
+    for param in graph.params:
+        if not param.trainable or param.name not in users:
+            continue
+        held = planned.get(param.name, [])
+        if not held or (len(held) > 1 and users[param.name] != held):
+            raise PlanError(
+                f"batches of this kind train parameter {param.name} elsewhere than the plan holds it",
+                why="no rank holds it"
+                if not held
+                else f"stages {held} hold it, and stages {users[param.name]} use it here",
+                fix="compile with a sample that uses all parameters, or a second pipe for these batches",
+            )

@@ -1,0 +1,156 @@
+"""What forward() reads, and changes, of the Python around its tensors while it is traced.
+
+A capture freezes every number, text and container that the model's Python read.  What was read is noted, so that a
+change of it can be seen before a step (`watch`); what forward() itself changes from one call to the next cannot be
+frozen, and is refused.  Attributes that are never read cost nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopart.capture.fingerprint import described, fingerprint, is_plain
+from autopart.ir.errors import RefusedError
+
+_OWN = frozenset(vars(nn.Module()))
+"""What every module has: parameters, buffers, hooks, its training flag.  They are looked at in other ways."""
+
+
+@dataclass
+class Observed:
+    """Attributes of modules that forward() read before it wrote them.
+
+    read: module and name, with what stands there; absent ones too, as `hasattr` reads them.  changed: the refusals of
+    those that it left changed.
+    """
+
+    read: dict[tuple[nn.Module, str], Any] = field(default_factory=dict)
+    changed: list[RefusedError] = field(default_factory=list)
+
+
+ABSENT = object()
+
+
+class _Seen:
+    """first: what stood at the first read; written: what was written before it was read."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self.paths = {id(module): (path, module) for model in models for path, module in model.named_modules()}
+        self.first: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self.written: set[tuple[int, str]] = set()
+        self.contents: list[tuple[Any, Any]] = []
+
+    def put_back(self) -> None:
+        """Give the containers that were read their entries again: what was added while tracing is no tensor of use."""
+        for container, before in self.contents:
+            if type(container) is list:
+                container[:] = before
+            else:
+                container.clear()
+                container.update(before)
+
+    def note(self, module: nn.Module, name: str) -> None:
+        """A read."""
+        key = (id(module), name)
+        if key in self.first or key in self.written or name in _OWN or key[0] not in self.paths:
+            return
+        if hasattr(nn.Module, name):
+            return
+        held = object.__getattribute__(module, "__dict__")
+        if name in held:
+            value = held[name]
+            self.first[key] = value, fingerprint(value)
+            if type(value) in (list, dict, set):
+                self.contents.append((value, copy.copy(value)))
+        elif is_plain(inherited := getattr(type(module), name, ABSENT)):
+            self.first[key] = inherited, fingerprint(inherited)
+        elif inherited is ABSENT and not any(name in held[kind] for kind in _TENSORS):
+            self.first[key] = ABSENT, None
+
+
+_TENSORS = ("_parameters", "_buffers", "_modules")
+
+
+@contextlib.contextmanager
+def observing(models: Sequence[nn.Module], observed: Observed) -> Iterator[None]:
+    """Note in `observed` what the body, which runs forward(), reads of the modules of a model and of a loss function.
+
+    On this thread alone; one thread at a time.
+    """
+    seen = _Seen(models)
+    try:
+        with _intercepted(seen):
+            yield
+        _compare(seen, observed)
+    finally:
+        seen.put_back()
+
+
+def _compare(seen: _Seen, observed: Observed) -> None:
+    """What was read, and what of it is other than it was then."""
+    for (place, name), (value, before) in seen.first.items():
+        path, module = seen.paths[place]
+        now = vars(module).get(name, getattr(type(module), name, ABSENT))
+        if now is ABSENT and value is ABSENT:
+            observed.read[module, name] = ABSENT
+            continue
+        if _is_tensor_state(value, now):
+            continue  # `module_state` has a better word for it
+        if now is ABSENT or value is ABSENT or fingerprint(now) != before:
+            observed.changed.append(_changed(path, module, name, value, now))
+        observed.read[module, name] = value
+
+
+def _is_tensor_state(value: Any, now: Any) -> bool:
+    return isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
+
+
+def _changed(path: str, module: nn.Module, name: str, value: Any, now: Any) -> RefusedError:
+    full = f"{path}.{name}" if path else name
+    became = described(now) if now is not ABSENT else "nothing"
+    was = described(value) if value is not ABSENT else "absent"
+    kept = isinstance(now, torch.Tensor) or value is ABSENT or value is None
+    return RefusedError(
+        f"forward() reads attribute {full} and then changes it",
+        where=f"module {path or '(the model itself)'} ({type(module).__name__})",
+        why=f"it was {was} and becomes {became if became != was else 'something else'}; a pipeline runs the program "
+        "that was captured once, in which it would stay as it was",
+        fix="call the model once on a batch before compile, if it is only filled at the first call; state that changes "
+        "with every call belongs into a buffer (register_buffer)"
+        if kept
+        else "keep it in a buffer (register_buffer) and change that in place, or count in the training loop and pass "
+        "the number with the batch",
+    )
+
+
+@contextlib.contextmanager
+def _intercepted(seen: _Seen) -> Iterator[None]:
+    tracer = threading.get_ident()
+    look_up, assign = object.__getattribute__, nn.Module.__setattr__
+
+    def read(self: nn.Module, name: str) -> Any:
+        if name[:2] != "__" and threading.get_ident() == tracer:
+            seen.note(self, name)
+        return look_up(self, name)
+
+    def write(self: nn.Module, name: str, value: Any) -> None:
+        key = (id(self), name)
+        if threading.get_ident() == tracer and key not in seen.first:
+            seen.written.add(key)
+        assign(self, name, value)
+
+    nn.Module.__getattribute__ = read  # type: ignore[method-assign,assignment]
+    nn.Module.__setattr__ = write  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del nn.Module.__getattribute__
+        nn.Module.__setattr__ = assign  # type: ignore[method-assign]

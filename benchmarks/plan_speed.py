@@ -28,7 +28,7 @@ import torch
 from common import RESULTS, write
 
 from autopart import planning
-from autopart.capture import CaptureCache, Captured, family
+from autopart.capture import CaptureCache, Captured, family, reduction
 from autopart.capture.batch import Batch, flatten
 from autopart.costs import sources
 from autopart.files.clusters import parse_cluster
@@ -40,8 +40,8 @@ from autopart.passes.search import finalize
 
 STEPS = (  # names that the compiler's own modules hold, and the pass whose time they are
     (family, "infer_other_size", "capture"),
-    (planning, "derive_loss_weight", "loss"),
-    (planning, "mark_rows", "loss"),
+    (reduction, "derive_loss_weight", "loss"),
+    (reduction, "mark_rows", "loss"),
     (sources, "analytic_costs", "costs"),
     (planning, "ExtrapolatedCosts", "costs"),
     (pipeline, "atoms", "atoms"),

@@ -226,12 +226,11 @@ def test_arguments_that_the_model_does_not_take_are_told_as_python_does():
         compiled(Body(), torch.randn(8, 5))
 
 
-def test_a_batch_smaller_than_the_micro_batches_is_refused_at_compile_and_at_the_step():
+def test_a_batch_smaller_than_the_micro_batches_is_refused_at_compile_and_runs_later_as_the_last_of_an_epoch():
     with refused(BatchError, "2 rows", "4 micro-batches", "micro_batches=2"):
         compiled(net(), batch(2), loss_fn=F.cross_entropy, micro_batches=4)
     pipe = compiled(net(), batch(8), loss_fn=F.cross_entropy, micro_batches=4)
-    with refused(BatchError, "2 rows", "4 micro-batches"):
-        pipe.step(batch(2))
+    assert torch.isfinite(pipe.step(batch(2)))
     assert torch.isfinite(pipe.step(batch(8)))  # and the pipe still works
 
 

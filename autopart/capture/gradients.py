@@ -93,11 +93,14 @@ def _reaching(loss: fx.Node, needs: set[str]) -> set[str]:
 
 
 def require_something_to_train(graph: Graph) -> None:
-    """Raises RefusedError when no gradient flows from the loss to any parameter: plain torch fails in backward()."""
-    loss = graph.value_map()[graph.outputs[0]]
-    if loss.grad:
+    """Raises RefusedError when no gradient flows from the loss to any parameter: plain torch fails in backward().
+
+    A model that has no parameters is let through: nobody expects it to learn.
+    """
+    parameters = [param for param in graph.params if param.kind == "param"]
+    if graph.value_map()[graph.outputs[0]].grad or not parameters:
         return
-    frozen = not any(param.trainable for param in graph.params if param.kind == "param")
+    frozen = not any(param.trainable for param in parameters)
     raise RefusedError(
         "there is nothing to train: no gradient flows from the loss to any parameter",
         why="every parameter that it depends on has requires_grad=False"

@@ -62,8 +62,8 @@ class _Seen:
         key = (id(module), name)
         if key in self.first or key in self.written or name in _OWN or key[0] not in self.paths:
             return
-        if hasattr(nn.Module, name):
-            return
+        if hasattr(nn.Module, name) or (name[0] == "_" and type(module).__module__.startswith("torch.nn.")):
+            return  # torch's own affairs
         held = object.__getattribute__(module, "__dict__")
         if name in held:
             value = held[name]

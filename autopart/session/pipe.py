@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,10 +55,10 @@ class Pipe:
         self._steps = 0
         self._closed = False
         if sample is not None:
-            self._bring_up(self._flatten(sample))
+            self._bring_up(lambda: self._flatten(sample))
 
-    def _bring_up(self, batch: Batch) -> Session:
-        session = Session(self._captures, self._cluster, self._options, batch)
+    def _bring_up(self, read: Callable[[], Batch]) -> Session:
+        session = Session(self._captures, self._cluster, self._options, read)
         session.bring_up()
         self._session = session
         return session
@@ -80,7 +80,7 @@ class Pipe:
             return self._flatten(_one_batch(args, kwargs))
 
         self._require_open()
-        session = self._session or self._bring_up(read())
+        session = self._session or self._bring_up(read)
         loss = session.loss(Mode.TRAIN, read, self._steps)
         self._steps += 1
         return loss
@@ -145,7 +145,7 @@ class Pipe:
         """
         self._require_open()
         if self._session is None:
-            self._bring_up(self._flatten(_one_batch(args, kwargs)))
+            self._bring_up(lambda: self._flatten(_one_batch(args, kwargs)))
         with self.traced() as trace:
             self.step(*args, **kwargs)
         self.session.enter("timeline")

@@ -23,7 +23,7 @@ from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import PlanError, UsageError
 from autopart.ir.graph import Graph, LossReduction
-from autopart.ir.plan import Plan
+from autopart.ir.plan import Plan, Stage
 from autopart.ir.program import Program
 from autopart.ir.size import Size
 from autopart.options import Options
@@ -49,13 +49,13 @@ class Session:
     tied: every other name of a tensor to its first.  Ready for use after `bring_up`.
     """
 
-    def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options, batch: Batch) -> None:
-        """Join the process group.  Collective.  batch: what is planned for; kept, for other plans capture the model
-        at other sizes.  Raises ClusterError when the processes that run are not those of the cluster."""
+    def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options, read: Callable[[], Batch]) -> None:
+        """Join the process group.  Collective.  read: takes the batch apart that is planned for.  Raises ClusterError
+        when the processes that run are not those of the cluster."""
         self.captures = captures
         self._cluster = cluster
         self._options = options
-        self._batch = batch
+        self._read = read
         self._health = Health()
         self._executors: dict[object, Executor] = {}
         self._chosen: dict[object, Executor] = {}
@@ -77,6 +77,7 @@ class Session:
         """
         try:
             with together(self.world, "reading the model and the plan"):
+                self._batch = self._read()  # kept, for other plans capture the model at other sizes
                 read_plan(self._options)
                 _refuse_meta(self.captures.model)
                 self.tied = tied_names(self.captures.model)
@@ -247,7 +248,7 @@ class Session:
         captured = self.captures(batch, size, mode.value)
         program = mode, program_key(captured.graph)
         if program not in self._executors:
-            stages = project_plan(captured.graph, self.graph, self.plan.decision)
+            stages = self._stages_of(captured.graph, mode)
             if mode is Mode.TRAIN:
                 check_gradients_stay(captured.graph, stages, self.graph, self.plan.decision)
             decision = replace(self.plan.decision, stages=stages)
@@ -255,6 +256,13 @@ class Session:
             self._executors[program] = Executor(mode, self._context(self.tensors), captured, decision, weight)
             self._executors[program].trace = self._trace if mode is Mode.TRAIN else None
         return self._executors[program]
+
+    def _stages_of(self, graph: Graph, mode: Mode) -> tuple[Stage, ...]:
+        """The plan's stages for a program that it was not made for; its own where only gradients flow differently."""
+        same = [(op.name, op.target) for op in graph.ops] == [(op.name, op.target) for op in self.graph.ops]
+        if same and mode is Mode.TRAIN:
+            return self.plan.decision.stages
+        return project_plan(graph, self.graph, self.plan.decision)
 
     def _context(self, tensors: LocalTensors) -> RankContext:
         return RankContext(self.world, self.captures, tensors, self._health, self._options.loss_reduction)

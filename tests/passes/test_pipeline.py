@@ -13,13 +13,13 @@ from support.graphs import cluster, clusters, graph, graphs, layers, plan_of
 from autopart.ir.capabilities import EVERYTHING, lacking
 from autopart.ir.errors import GraphError, InfeasibleError, UsageError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import Estimate, Plan, check
+from autopart.ir.plan import Decision, Estimate, Plan, Report, check
 from autopart.ir.size import Size
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.verify import check_program, forward_program
 from autopart.passes.search import finalize as finish
-from autopart.passes.simulation.estimate import stage_estimates
+from autopart.passes.simulation.estimate import estimate, stage_estimates
 
 
 def ops(p: Plan) -> list[str]:
@@ -282,6 +282,26 @@ def test_a_plan_that_its_blocks_flatter_gets_more_recomputation(monkeypatch: pyt
     p = plan_of(g, cluster(2, memory=limit), **options)
     assert max(e.peak_bytes for e in p.estimates) <= limit - 60
     assert 0 < sum(len(stage.recompute) for stage in p.stages) < 8  # no more than it takes
+
+
+def test_a_plan_that_is_slower_over_ops_than_its_blocks_said_makes_room_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    g, c = layers(8, size=64), cluster(4)
+    known = plan_of(g, c, micros=8)
+    assert len(known.stages) == 4
+    others = {a.name: a.step_ns for a in known.alternatives}
+
+    def dearer(decision: Decision, *args: Any) -> Report:
+        report = estimate(decision, *args)
+        return replace(report, step_ns=report.step_ns + (10**6 if len(decision.stages) == 4 else 0))
+
+    monkeypatch.setattr(finish, "estimate", dearer)
+    p = plan_of(g, c, micros=8)
+    assert len(p.stages) != 4
+    assert p.step_ns <= others["3 stages"] < known.step_ns + 10**6
+    for alternative in p.alternatives:  # what it was compared with over ops is told as it is there
+        assert alternative.step_ns >= p.step_ns or alternative.why.startswith("does not fit")
 
 
 def test_the_cores_of_a_cpu_copy_messages_and_a_gpu_does_not() -> None:

@@ -10,17 +10,6 @@ import torch
 from autopart.runtime.launch.local import Workers
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one pool, or else of one file, run in one of pytest's processes: what they share is made once."""
-    for item in items:
-        shared = [name for name in ("workers", "pair") if _is_from_here(item, name)]
-        item.add_marker(pytest.mark.xdist_group(shared[0] if shared else str(item.path)))
-
-
-def _is_from_here(item: pytest.Item, fixture: str) -> bool:
-    return isinstance(item, pytest.Function) and fixture in item.fixturenames and not hasattr(item.module, fixture)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Never the user's.  Worker processes inherit it.  One thread: the cores are taken by pytest's processes."""

@@ -28,11 +28,11 @@ _OWN = frozenset(vars(nn.Module()))
 class Observed:
     """Attributes of modules that forward() read before it wrote them.
 
-    read: module and name, with what stands there; absent ones too, as `hasattr` reads them.  changed: the refusals of
-    those that it left changed.
+    read: module and name; absent ones too, as `hasattr` reads them.  changed: the refusals of those that it left
+    changed.
     """
 
-    read: dict[tuple[nn.Module, str], Any] = field(default_factory=dict)
+    read: set[tuple[nn.Module, str]] = field(default_factory=set)
     changed: list[RefusedError] = field(default_factory=list)
 
 
@@ -99,18 +99,11 @@ def _compare(seen: _Seen, observed: Observed) -> None:
     for (place, name), (value, before) in seen.first.items():
         path, module = seen.paths[place]
         now = vars(module).get(name, getattr(type(module), name, ABSENT))
-        if now is ABSENT and value is ABSENT:
-            observed.read[module, name] = ABSENT
-            continue
-        if _is_tensor_state(value, now):
+        if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
             continue  # `module_state` has a better word for it
-        if now is ABSENT or value is ABSENT or fingerprint(now) != before:
+        if (now is ABSENT) != (value is ABSENT) or (now is not ABSENT and fingerprint(now) != before):
             observed.changed.append(_changed(path, module, name, value, now))
-        observed.read[module, name] = value
-
-
-def _is_tensor_state(value: Any, now: Any) -> bool:
-    return isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
+        observed.read.add((module, name))
 
 
 def _changed(path: str, module: nn.Module, name: str, value: Any, now: Any) -> RefusedError:

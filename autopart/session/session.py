@@ -186,10 +186,10 @@ class Session:
 
     # -- running ---------------------------------------------------------------------------------------------------
 
-    def enter(self, call: str, failure: BaseException | None = None) -> None:
+    def enter(self, call: str) -> None:
         """Go on once every rank makes this call.  Collective; raises on all ranks when they do not."""
         self.require_healthy()
-        self._calls.enter(call, failure=failure)
+        self._calls.enter(call)
 
     def take(self, mode: Mode, read: Callable[[], Batch], call: str | None = None) -> Batch:
         """The batch that every rank was given, once all have read theirs and hold the same model.  Collective.

@@ -234,29 +234,6 @@ def test_capture_leaves_parameters_buffers_flags_and_attributes_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_each_modules_own_training_flag_is_captured():
-    model = Two(batch_norm)
-    model.norm.eval()
-    assert capture(model, flatten(rows())).graph.updates == ()
-    model.norm.train()
-    assert {name for name, _ in capture(model, flatten(rows())).graph.updates} == {
-        "norm.running_mean",
-        "norm.running_var",
-        "norm.num_batches_tracked",
-    }
-
-
-def test_training_flags_are_followed_and_evaluation_does_not_ask_for_them():
-    model = Two(batch_norm)
-    capturer = CaptureCache(model)
-    assert capturer(flatten(rows()), Size(3)).graph.updates
-    model.eval()
-    assert capturer.refresh(training=False) == []
-    assert "the model.training is False" in capturer.refresh(training=True)
-    assert not capturer(flatten(rows()), Size(3)).graph.updates
-    assert not model.training
-
-
 # -- inputs ------------------------------------------------------------------------------------------------------
 
 

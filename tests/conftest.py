@@ -10,6 +10,10 @@ import torch
 from autopart.runtime.launch.local import Workers
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-golden", action="store_true", help="keep the plans of this run as those to compare with")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Never the user's.  Worker processes inherit it.  One thread: the cores are taken by pytest's processes."""

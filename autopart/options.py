@@ -33,7 +33,7 @@ class Options:
     together        module paths, or groups of them, between whose first and last op no stage begins
     pins            {module path: number of the stage that runs it}
     replicas        devices of every stage, or a number for each stage; more than 1 in `plan` alone
-    recompute       "auto" (as much as the memory demands), "off", "all"; of use in `plan` alone
+    recompute       "auto" (as much as the memory demands), "off", "all"
     optimizer       whose state the memory has to hold: an optimizer class, a function of the parameters, an
                     optimizer, or "sgd", "momentum", "adam", "adamw", each also with "+masters"; None charges Adam,
                     and the plan says so

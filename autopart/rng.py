@@ -28,6 +28,11 @@ def micro_key(seed: int, step: int, micro: int) -> Iterator[None]:
         _key.reset(token)
 
 
+def current_key() -> tuple[int, int, int]:
+    """(seed, step, micro-batch) whose numbers are drawn now."""
+    return _key.get()
+
+
 def derive(*parts: int) -> int:
     """A 63-bit seed from integers; the same on every machine."""
     text = ",".join(map(str, parts)).encode()

@@ -47,17 +47,19 @@ class Case:
     schedule: str
     micros: int
     cut: int | None = None
+    recompute: str = "off"
 
     def __str__(self) -> str:
         where = "planned cut" if self.cut is None else f"cut at layer {self.cut}"
-        return f"{self.model}, {self.schedule}, {self.micros} micro-batches, {where}"
+        again = ", all recomputed" if self.recompute == "all" else ""
+        return f"{self.model}, {self.schedule}, {self.micros} micro-batches, {where}{again}"
 
 
 CASES = (
     Case("gpt2", "1f1b", 8), Case("gpt2", "gpipe", 4), Case("gpt2", "1f1b", 8, 2), Case("gpt2", "1f1b", 2),
     Case("gpt2, vocabulary 50257", "1f1b", 4), Case("gpt2, vocabulary 50257", "1f1b", 4, 4), Case("llama", "1f1b", 8),
     Case("llama", "1f1b", 4, 7), Case("bert", "gpipe", 8), Case("vit", "1f1b", 4), Case("vit", "gpipe", 4, 2),
-    Case("convnext", "1f1b", 4),
+    Case("convnext", "1f1b", 4), Case("gpt2", "1f1b", 8, 2, "all"), Case("bert", "gpipe", 8, None, "all"),
 )  # fmt: skip
 
 
@@ -140,7 +142,7 @@ def compiled(case: Case, cluster: autopart.Cluster) -> autopart.Pipe:
     cuts = () if case.cut is None else (f"{model.layers}.{case.cut}",)
     return autopart.compile(
         model.model(), cluster, sample=model.batch(), stages=2, micro_batches=case.micros, schedule=case.schedule,
-        cuts=cuts, costs="measured", optimizer="sgd",
+        cuts=cuts, recompute=case.recompute, costs="measured", optimizer="sgd",
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ class Capabilities:
     overlap: bool
 
 
-RUNTIME = Capabilities(asynchronous=False, replicas=False, recompute=False, overlap=False)
+RUNTIME = Capabilities(asynchronous=False, replicas=False, recompute=True, overlap=False)
 EVERYTHING = Capabilities(asynchronous=True, replicas=True, recompute=True, overlap=False)
 
 

@@ -231,7 +231,7 @@ class Executor:
 
     def _add(self, captured: Captured) -> None:
         if self._stage is not None:
-            self._code.add_stage(captured, self.program(1), self._stage, self._decision.stages[self._stage].ops)
+            self._code.add_stage(captured, self.program(1), self._stage, self._decision.stages[self._stage])
         if self._stage == 0 and self._weight.value is not None:
             self._code.add_counter(captured, self._weight.value)
         self._code.add_specs(captured)

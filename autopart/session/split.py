@@ -1,13 +1,13 @@
 """Captured + Plan + rank -> that rank's stage code: the inverse of capture.
 
-The flat graph is cut directly: the nodes of a stage's ops are copied, in captured order, into a graph of their own.
-Devices that were baked in as constants become the stage's device.
+The flat graph is cut directly: the nodes of a stage's ops are copied, in captured order, into a graph of their own
+(`stage_graph`).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import fx
@@ -15,21 +15,22 @@ from torch import fx
 from autopart.capture import Captured
 from autopart.capture.to_graph import results_of
 from autopart.ir.graph import Graph
+from autopart.ir.plan import Stage
 from autopart.ir.program import Program
 from autopart.runtime.stage_module import StageModule
+from autopart.session.stage_graph import stage_graph
 
 
-def stage_module(
-    captured: Captured, program: Program, stage: int, ops: Collection[str], device: torch.device
-) -> StageModule:
-    """The code of `stage`, which runs `ops` and exchanges values along the edges of `program`.  O(nodes)."""
+def stage_module(captured: Captured, program: Program, stage: int, planned: Stage, device: torch.device) -> StageModule:
+    """The code of `stage`, which runs the ops of `planned` and exchanges values along the edges of `program`.
+    O(nodes * (1 + recomputed groups))."""
     graph = captured.graph
-    chosen = set(ops)
+    chosen = set(planned.ops)
     written = {value for op in graph.ops if op.name in chosen for value in op.writes}
     sent = {value for edge in program.edges if edge.src == stage for value in edge.values}
     wanted = (sent | set(graph.outputs)) & written
     outputs = [v.name for v in graph.values if v.name in wanted]
-    return cut(captured, chosen, outputs, device, updates=own_updates(graph, chosen))
+    return cut(captured, chosen, outputs, device, updates=own_updates(graph, chosen), groups=planned.recompute)
 
 
 def own_updates(graph: Graph, ops: Collection[str]) -> tuple[str, ...]:
@@ -55,8 +56,12 @@ def cut(
     device: torch.device,
     *,
     updates: tuple[str, ...] = (),
+    groups: Sequence[Collection[str]] = (),
 ) -> StageModule:
-    """Code that runs `ops` and returns `outputs`; reads whatever those ops do not make themselves."""
+    """Code that runs `ops` and returns `outputs`; reads whatever those ops do not make themselves.
+
+    groups: of `ops` that are run again in the backward, instead of keeping what autograd needs of them.
+    """
     names = captured.names
     calls = [node for node in captured.module.graph.nodes if node.op == "call_function" and node.name in ops]
     inside = set(calls)
@@ -65,19 +70,12 @@ def cut(
     outside = _outside(captured, inside)
     params = [node for node in outside if node.name in names.params]
     inputs = [node for node in outside if node.name not in names.params]
-    graph = fx.Graph()
-    env = {node: graph.placeholder(node.name) for node in params + inputs}
-    for node in captured.module.graph.nodes:
-        if node in inside:
-            env[node] = graph.node_copy(node, env.__getitem__)
-            _move(env[node], device)
     by_value = {names.value(result): result for call in calls for result in results_of(call)}
     by_name = {node.name: node for node in inside}
     results = [by_value[name] for name in outputs] + [by_name[names.updates[buffer]] for buffer in updates]
-    graph.output(tuple(env[node] for node in results))
-    module = fx.GraphModule({}, graph)
+    ordered = [node for node in captured.module.graph.nodes if node in inside]
     return StageModule(
-        module,
+        stage_graph(ordered, params + inputs, results, groups, device),
         tuple(names.params[node.name] for node in params),
         tuple(names.value(node) for node in inputs),
         tuple(outputs),
@@ -94,11 +92,3 @@ def _outside(captured: Captured, inside: Collection[fx.Node]) -> list[fx.Node]:
     """Nodes that `inside` reads and does not hold, in captured order."""
     read = {arg for node in inside for arg in node.all_input_nodes} - set(inside)
     return [node for node in captured.module.graph.nodes if node in read]
-
-
-def _move(node: fx.Node, device: torch.device) -> None:
-    def moved(arg: object) -> object:
-        return device if isinstance(arg, torch.device) else arg
-
-    node.args = fx.node.map_aggregate(node.args, moved)  # type: ignore[arg-type]
-    node.kwargs = fx.node.map_aggregate(node.kwargs, moved)  # type: ignore[arg-type]

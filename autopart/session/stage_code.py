@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from autopart.capture import Captured
 from autopart.ir.graph import LossReduction
+from autopart.ir.plan import Stage
 from autopart.ir.program import Program
 from autopart.runtime.stage_module import StageModule
 from autopart.runtime.tensors import LocalTensors
@@ -41,9 +42,9 @@ class StageCode:
             value.name: Spec(value.shape, getattr(torch, value.dtype)) for value in captured.graph.values
         }
 
-    def add_stage(self, captured: Captured, program: Program, stage: int, ops: Collection[str]) -> None:
+    def add_stage(self, captured: Captured, program: Program, stage: int, planned: Stage) -> None:
         """Cut the stage out of `captured` and hold the tensors that it uses."""
-        module = stage_module(captured, program, stage, ops, self._device)
+        module = stage_module(captured, program, stage, planned, self._device)
         self._tensors.hold(module.held, captured.tensors)
         self.modules[captured.graph.rows] = module
 

@@ -34,9 +34,15 @@ def project_plan(graph: Graph, trained: Graph, plan: Decision) -> tuple[Stage, .
         parts[stage].extend(block.parts)
     place = {op.name: index for index, op in enumerate(graph.ops)}
     return tuple(
-        Stage(tuple(sorted(set(names), key=place.__getitem__)), stage.ranks)
+        Stage(tuple(sorted(set(names), key=place.__getitem__)), stage.ranks, _kept_groups(stage, set(names)))
         for names, stage in zip(parts, plan.stages, strict=True)
     )
+
+
+def _kept_groups(stage: Stage, names: set[str]) -> tuple[tuple[str, ...], ...]:
+    """The recomputed groups of a stage, as far as ops of the same names stand in it: exact whatever these are."""
+    groups = (tuple(name for name in group if name in names) for group in stage.recompute)
+    return tuple(group for group in groups if group)
 
 
 def _holders(trained: Graph, plan: Decision) -> dict[str, list[int]]:

@@ -108,7 +108,8 @@ class Evaluator:
         decision = Decision(space.costs.cluster.world, stages, candidate.micro_rows, candidate.schedule)
         flows, tied_params = edges(decision, blocks), tied(decision, blocks)
         if request.recompute == "all" and request.may_recompute:
-            decision = replace(decision, stages=tuple(replace(s, recompute=(s.ops,)) for s in stages))
+            each = (replace(s, recompute=tuple((name,) for name in s.ops)) for s in stages)
+            decision = replace(decision, stages=tuple(each))
         estimates = stage_estimates(decision, flows, estimator)
         excess = self._excess_bytes(space, decision, estimates)
         if max(excess) > 0 and request.may_recompute:  # before it is simulated: memory needs no time

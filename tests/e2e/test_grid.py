@@ -22,12 +22,14 @@ SUBSET = [(name, *_SPREAD[i % len(_SPREAD)]) for i, name in enumerate(CASES)]
 FOUR = ("gpt2", "resnet")
 TWO = ("llama_tied", "bert", "t5", "mixtral")
 """By default: a decoder and batch statistics in four stages; tied weights, an encoder, both, and experts in two."""
+AGAIN = ("llama_tied", "mixtral")
+"""By default these two compute all activations again."""
 DOUBLE = [name for name, case in CASES.items() if case.double]
 
 
-def _check(workers: Workers, *case: object, dtype: str = "float32") -> None:
+def _check(workers: Workers, *case: object, dtype: str = "float32", recompute: str = "auto") -> None:
     name, stages, schedule, micros = case
-    _, difference, ran = workers.run(compare, name, stages, schedule, micros, 12, dtype)[0]
+    _, difference, ran = workers.run(compare, name, stages, schedule, micros, 12, dtype, (), recompute)[0]
     assert ran == stages
     assert difference.parameters > 5
     assert difference.within(getattr(torch, dtype)), difference
@@ -40,7 +42,7 @@ def test_a_real_model_in_four_stages_trains_as_in_one_process(workers, name, sch
 
 @pytest.mark.parametrize(("name", "schedule", "micros"), [case for case in SUBSET if case[0] in TWO])
 def test_a_real_model_in_two_stages_trains_as_in_one_process(pair, name, schedule, micros):
-    _check(pair, name, 2, schedule, micros)
+    _check(pair, name, 2, schedule, micros, recompute="all" if name in AGAIN else "auto")
 
 
 @pytest.mark.parametrize("name", [pytest.param("t5", marks=pytest.mark.slow), "vit"])
@@ -52,6 +54,12 @@ def test_in_double_precision_the_error_is_rounding_alone(pair, name):
 @pytest.mark.parametrize(("name", "stages", "schedule", "micros"), GRID)
 def test_the_whole_grid_equals_one_process(workers, name, stages, schedule, micros):
     _check(workers, name, stages, schedule, micros)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "stages"), list(itertools.product(CASES, (1, 2, 4))))
+def test_all_activations_computed_again_give_what_one_process_gives(workers, name, stages):
+    _check(workers, name, stages, "1f1b", 3, recompute="all")
 
 
 @pytest.mark.slow

@@ -103,12 +103,12 @@ def test_state_goes_into_a_running_pipe_and_a_bad_one_does_not(workers, name):
     assert results[0]["difference"].within(), results[0]["difference"]
 
 
-def test_dropout_is_the_same_for_any_number_of_stages_and_differs_between_steps_and_seeds(workers):
+def test_dropout_is_the_same_for_any_number_of_stages_recomputed_or_not_and_differs_between_steps_and_seeds(workers):
     losses, gradients, untouched = workers.run(dropout, 1, "1f1b", 5)[0]
     assert len(set(losses)) == 3
     assert untouched
-    for stages, schedule in ((2, "gpipe"), (4, "1f1b")):
-        for found, grads, alone in workers.run(dropout, stages, schedule, 5):
+    for stages, schedule, recompute in ((2, "gpipe", "off"), (4, "1f1b", "all")):
+        for found, grads, alone in workers.run(dropout, stages, schedule, 5, 3, recompute):
             assert found == losses
             assert alone
             assert all(torch.allclose(grads[n], gradients[n], rtol=1e-5, atol=1e-8) for n in gradients)

@@ -109,7 +109,6 @@ def test_what_the_planner_or_the_runtime_cannot_do_is_refused(options, words):
     [
         (lambda p: changed(p, schedule="pipedream"), "schedule pipedream"),
         (lambda p: changed(p, stages=(replace(p.stages[0], ranks=(0, 1)),)), "replicas of a stage"),
-        (lambda p: changed(p, stages=(replace(p.stages[0], recompute=(p.stages[0].ops,)),)), "recomputation"),
         (lambda p: changed(p, schedule="pipedream", stages=(replace(p.stages[0], ranks=(1, 0)),)),
          "schedule pipedream and replicas of a stage"),
     ],

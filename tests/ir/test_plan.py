@@ -140,7 +140,6 @@ def test_a_plan_explains_itself() -> None:
         "op costs were measured on the device",
         "alternative, 1 stage: 25.00 ms, +25.0%",
         "note: rank 1 idles",
-        "this plan cannot be run yet: the runtime lacks recomputation",
     ]
 
 

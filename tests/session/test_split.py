@@ -46,7 +46,9 @@ def scattered(draw: st.DrawFn, graph: Graph) -> PARTS:
     return parts
 
 
-def check_equal(program: tuple, captured: Captured, parts: PARTS, schedule: str) -> None:
+def check_equal(
+    program: tuple, captured: Captured, parts: PARTS, schedule: str, recompute: dict[int, PARTS] | None = None
+) -> None:
     """Stages against the plain module over the same micro-batches: loss, gradients, buffers."""
     plain = Random(program)
     batches = [batch_of(ROWS, seed) for seed in range(MICROS)]
@@ -55,9 +57,8 @@ def check_equal(program: tuple, captured: Captured, parts: PARTS, schedule: str)
         part = plain(**batch)
         part.backward()
         loss = loss + part.detach()
-    found = replay(
-        captured, plan_for(captured.graph, parts, MICROS, schedule), [inputs_of(captured, b) for b in batches]
-    )
+    plan = plan_for(captured.graph, parts, MICROS, schedule, recompute)
+    found = replay(captured, plan, [inputs_of(captured, b) for b in batches])
     torch.testing.assert_close(found.loss, loss, rtol=1e-5, atol=1e-5)
     expected = gradients_of(plain)
     error, worst = gradient_error({name: found.gradients.get(name) for name in expected}, expected)
@@ -65,6 +66,16 @@ def check_equal(program: tuple, captured: Captured, parts: PARTS, schedule: str)
     buffers = dict(plain.named_buffers())
     for name, value in found.buffers.items():
         torch.testing.assert_close(value, buffers[name], rtol=1e-5, atol=1e-6)
+
+
+@st.composite
+def recomputed(draw: st.DrawFn, parts: PARTS) -> dict[int, PARTS]:
+    """Any groups of ops of each stage, connected or not: those that cannot run as one op leave some of theirs out."""
+    groups: dict[int, PARTS] = {}
+    for stage, ops in enumerate(parts):
+        group_of = {op: draw(st.integers(-1, 2)) for op in sorted(ops)}
+        groups[stage] = [{op for op, group in group_of.items() if group == number} for number in range(3)]
+    return groups
 
 
 def quiet(examples: int) -> settings:
@@ -93,7 +104,8 @@ def anywhere(data: st.DataObject, program: tuple) -> None:
     captured = captured_model(program)
     assume(any(v.grad for v in captured.graph.values))
     for _ in range(WAYS):
-        check_equal(program, captured, data.draw(scattered(captured.graph)), "1f1b")
+        parts = data.draw(scattered(captured.graph))
+        check_equal(program, captured, parts, "1f1b", data.draw(recomputed(parts)))
 
 
 @quiet(4)
@@ -104,7 +116,7 @@ def test_cut_at_arbitrary_places_it_equals_the_plain_module(data, program):
 
 @quiet(4)
 @given(data=st.data(), program=steps())
-def test_scattered_over_stages_with_repeated_ops_it_equals_the_plain_module(data, program):
+def test_scattered_over_stages_with_repeated_and_recomputed_ops_it_equals_the_plain_module(data, program):
     anywhere(data, program)
 
 
@@ -132,7 +144,9 @@ def test_random_numbers_do_not_depend_on_the_cuts(data, program):
     micros = [inputs_of(captured, batch_of(ROWS, seed)) for seed in range(MICROS)]
     whole = replay(captured, plan_for(captured.graph, slices(captured.graph, []), MICROS), micros)
     for _ in range(WAYS):
-        found = replay(captured, plan_for(captured.graph, data.draw(scattered(captured.graph)), MICROS), micros)
+        parts = data.draw(scattered(captured.graph))
+        again = data.draw(recomputed(parts))
+        found = replay(captured, plan_for(captured.graph, parts, MICROS, recompute=again), micros)
         assert torch.equal(found.loss, whole.loss)
         error, worst = gradient_error(found.gradients, whole.gradients)
         assert error <= 1e-5, worst

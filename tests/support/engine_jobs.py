@@ -112,7 +112,7 @@ def _play(
     decision = Decision(world.size, stages, (ROWS,) * micros, schedule)
     program = check_program(route(decision, graph), schedule)
     mine = [stage for stage, rank in enumerate(stage_ranks) if rank == world.rank]
-    codes = {s: stage_module(captured, program, s, stages[s].ops, world.device) for s in mine}
+    codes = {s: stage_module(captured, program, s, stages[s], world.device) for s in mine}
     tensors: dict[str, torch.Tensor] = {}
     for code in codes.values():
         for name in code.held:

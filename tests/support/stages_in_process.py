@@ -6,7 +6,7 @@ program carry passes from one to another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -37,10 +37,21 @@ class Replayed:
     program: Program
 
 
-def plan_for(graph: Graph, parts: Sequence[Sequence[str]], micros: int = 1, schedule: str = "1f1b") -> Plan:
-    """A checked plan with these ops in each stage."""
+def plan_for(
+    graph: Graph,
+    parts: Sequence[Iterable[str]],
+    micros: int = 1,
+    schedule: str = "1f1b",
+    recompute: Mapping[int, Sequence[Iterable[str]]] | None = None,
+) -> Plan:
+    """A checked plan with these ops in each stage; recompute: groups of them, by stage."""
     place = {op.name: i for i, op in enumerate(graph.ops)}
-    stages = tuple(Stage(tuple(sorted(set(ops), key=place.__getitem__)), (s,)) for s, ops in enumerate(parts))
+
+    def ordered(ops: Iterable[str]) -> tuple[str, ...]:
+        return tuple(sorted(set(ops), key=place.__getitem__))
+
+    groups = recompute or {}
+    stages = tuple(Stage(ordered(ops), (s,), tuple(map(ordered, groups.get(s, ())))) for s, ops in enumerate(parts))
     provenance = Provenance(graph.shape_digest(), graph.structure_digest(), torch.__version__)
     return check(Plan(provenance, Decision(len(stages), stages, (graph.rows,) * micros, schedule)), graph)
 
@@ -77,7 +88,7 @@ def _own_copies(captured: Captured) -> dict[str, torch.Tensor]:
 def _runner(
     captured: Captured, program: Program, stage: int, plan: Plan, tensors: Mapping[str, torch.Tensor]
 ) -> StageRunner:
-    code = stage_module(captured, program, stage, plan.stages[stage].ops, CPU)
+    code = stage_module(captured, program, stage, plan.stages[stage], CPU)
     back = frozenset(name for e in program.edges if e.dst == stage for name in e.grads)
     out = frozenset(name for e in program.edges if e.src == stage for name in e.grads)
     held = {name: tensors[name] for name in code.held}  # nothing else can be reached

@@ -75,7 +75,14 @@ def _expected(name: str, dtype: torch.dtype, rows: int, micros: int) -> Expected
 
 
 def compare(
-    name: str, stages: int | None, schedule: str, micros: int, rows: int, dtype_name: str = "float32", cuts: Any = ()
+    name: str,
+    stages: int | None,
+    schedule: str,
+    micros: int,
+    rows: int,
+    dtype_name: str = "float32",
+    cuts: Any = (),
+    recompute: str = "auto",
 ) -> tuple[float, Difference | None, int]:
     """One training step against one process.  Every rank returns its loss and the number of stages, rank 0 how far
     off the step was."""
@@ -83,7 +90,8 @@ def compare(
     case = EVERY[name]
     batch = case.data(rows, dtype)
     options = {"stages": stages, "schedule": schedule, "micro_batches": micros, "cuts": cuts}
-    with compiled(case, fresh(name, dtype), batch, **options) as pipe:
+    with compiled(case, fresh(name, dtype), batch, recompute=recompute, **options) as pipe:
+        assert recompute != "all" or all(stage.recompute for stage in pipe.plan.stages)
         loss, ran = pipe.step(batch).item(), len(pipe.plan.stages)
         found, state, leads = pipe.gradients(), pipe.state_dict(), pipe.rank == 0
     if not leads:

@@ -136,10 +136,10 @@ def reloaded(name: str) -> dict[str, Any]:
     return {"refusal": refusal, "kept": kept, "same": same, "difference": found}
 
 
-def dropout(stages: int, schedule: str, seed: int, micros: int = 3) -> Any:
+def dropout(stages: int, schedule: str, seed: int, micros: int = 3, recompute: str = "off") -> Any:
     """Losses of three steps on the same batch and the summed gradients."""
     case = ALL["dropped"]
-    options = {"stages": stages, "schedule": schedule, "micro_batches": micros, "seed": seed}
+    options = {"stages": stages, "schedule": schedule, "micro_batches": micros, "seed": seed, "recompute": recompute}
     pipe = compiled(case, fresh("dropped"), case.batch(9), **options)
     torch.manual_seed(int(os.environ.get("RANK", "0")))  # what the user does with the generator does not matter
     losses = [pipe.step(case.batch(9)).item() for _ in range(3)]

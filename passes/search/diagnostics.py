@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from autopart.ir.cluster import Cluster
@@ -101,12 +101,14 @@ def infeasible_error(found: SearchResult, space: SearchSpace, retry: Retry) -> I
     e = nearest.estimates[stage]
     limit = cluster.least_memory_bytes(plan.stages[stage].ranks)
     a, b, _, _ = nearest.candidate.partition.ranges()[stage]
-    first, last = space.chain.blocks.ops[a], space.chain.blocks.ops[b - 1]
+    blocks = nearest.space.chain.blocks.ops  # the numbers of its ranges count the blocks that it was searched over
+    modules = {part: op.module for op in space.fine.ops for part in op.parts or (op.name,)}
+    first, last = _place(blocks[a], 0, modules), _place(blocks[b - 1], -1, modules)
     again = ", with recomputation" if any(s.recompute for s in plan.stages) else ""
     return InfeasibleError(
         f"no plan fits: stage {stage} of {len(plan.stages)} needs {mib(e.peak_bytes)} and may use {mib(limit)}, "
         f"{mib(nearest.over_bytes)} too much",
-        where=f"{_place(first, 0)} to {_place(last, -1)}, in the plan that comes nearest ({plan.schedule}, "
+        where=f"{first} to {last}, in the plan that comes nearest ({plan.schedule}, "
         f"{len(plan.micro_rows)} micro-batches{again})",
         why=f"weights {mib(e.param_bytes)}, gradients and optimizer state {mib(e.state_bytes)}, activations "
         f"{e.live} x {mib(e.activation_bytes)}, workspace {mib(e.workspace_bytes)}, messages {mib(e.buffer_bytes)}",
@@ -171,8 +173,10 @@ def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tup
         yield f"use devices with {mib(need)}", request, replace(cluster, devices=larger)
 
 
-def _place(block: Op, part: int) -> str:
-    return block.module or (block.parts or (block.name,))[part]
+def _place(block: Op, end: int, modules: Mapping[str, str]) -> str:
+    """The module of the first or the last op in a block, or the op where it has none."""
+    part = (block.parts or (block.name,))[end]
+    return modules.get(part) or block.module or part
 
 
 def mib(size_bytes: int) -> str:

@@ -9,11 +9,12 @@ from random import Random
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.graphs import cluster, graph
+from support.graphs import cluster, graph, layers
 from support.planner_oracle import SYNCHRONOUS, Kind, Problem, fits, problem
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import InfeasibleError
+from autopart.passes import pipeline
 from autopart.passes.pipeline import build
 from autopart.passes.search.diagnostics import mib
 from autopart.passes.search.space import PlanRequest
@@ -104,6 +105,18 @@ def test_message_names_modules_and_all_kinds_of_memory() -> None:
     assert "enc.0 to enc.1" in error.where
     for part in ("weights 50 bytes", "gradients and optimizer state 150 bytes", "activations 1 x 100 bytes"):
         assert part in error.why
+
+
+def test_message_names_the_modules_of_its_stage_whatever_blocks_it_was_searched_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    p = Problem(layers(80), cluster(3), PlanRequest(((1,) * 4,), abilities=SYNCHRONOUS))
+    stages, ops = build(p.source, p.cluster, p.request).stages, p.model.op_map()
+    monkeypatch.setattr(pipeline, "finalize", lambda *given: None)  # as where no plan fits over captured ops
+    error = failure(p)
+    assert error is not None
+    stage = stages[int(error.what.split("stage ")[1].split()[0])]
+    assert error.where.startswith(f"{ops[stage.ops[0]].module} to {ops[stage.ops[-1]].module}, "), error.where
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ from autopart.passes.search.space import PlanRequest, SearchSpace
 from autopart.passes.simulation.estimate import estimate, stage_estimates
 from autopart.passes.simulation.stage_costs import Estimator
 
+_Known = dict[tuple[object, ...], int | None]
+"""Steps over captured ops, of the plans that took their turn; None of those that do not fit there."""
+
 TIGHTER = 3
 """Times that a plan is evaluated again with more memory left free."""
 
@@ -47,7 +50,7 @@ def finalize(found: SearchResult, graph: Graph, estimator: Estimator, space: Sea
     queue = [(evaluation.step_ns, i, 0, 0, evaluation) for i, evaluation in enumerate(evaluations.values())]
     heapify(queue)
     best: Finalized | None = None
-    known_ns: dict[tuple[object, ...], int] = {}
+    known_ns: _Known = {}
     while queue and (best is None or queue[0][0] < best.report.step_ns):
         _, i, spare, turn, evaluation = heappop(queue)
         decision = check_decision(_over_ops(evaluation, graph), graph)
@@ -59,7 +62,9 @@ def finalize(found: SearchResult, graph: Graph, estimator: Estimator, space: Sea
             known_ns[evaluation.key] = report.step_ns
             if best is None or report.step_ns < best.report.step_ns:
                 best = Finalized(decision, report, evaluation)
-        elif space.request.may_recompute and turn < TIGHTER:
+            continue
+        known_ns.setdefault(evaluation.key, None)
+        if space.request.may_recompute and turn < TIGHTER:
             spare = _unsaid_bytes(estimates, evaluation.estimates)  # more than the last time, since it was not enough
             again = Evaluator(spare)(evaluation.space, evaluation.candidate)
             if again.fits:
@@ -70,12 +75,13 @@ def finalize(found: SearchResult, graph: Graph, estimator: Estimator, space: Sea
 def _explained(
     taken: Finalized,
     found: SearchResult,
-    known_ns: dict[tuple[object, ...], int],
+    known_ns: _Known,
     graph: Graph,
     space: SearchSpace,
 ) -> Finalized:
-    """With notes and alternatives.  known_ns: steps over captured ops, of the plans that took their turn."""
-    seen = tuple(replace(e, step_ns=known_ns.get(e.key, e.step_ns)) for e in found.seen if e is not taken.evaluation)
+    """With notes and alternatives, of which none is listed that is known not to fit."""
+    steps = [(e, known_ns.get(e.key, e.step_ns)) for e in found.seen if e is not taken.evaluation]
+    seen = tuple(replace(e, step_ns=step_ns) for e, step_ns in steps if step_ns is not None)
     report = replace(
         taken.report,
         notes=_notes(taken.decision, space.chain.n, space.request, graph),

@@ -252,7 +252,6 @@ def test_broken_graph_is_our_bug_and_said_so() -> None:
     [
         ({"replicas": 2}, "replicas of a stage cannot be run yet"),
         ({"replicas": (2, 1), "stages": 2}, "replicas of a stage cannot be run yet"),
-        ({"recompute": "all"}, "recomputation cannot be run yet"),
     ],
 )
 def test_what_the_runtime_lacks_is_refused_where_a_plan_is_to_be_run(options: dict[str, Any], said: str) -> None:
@@ -302,6 +301,20 @@ def test_a_plan_that_is_slower_over_ops_than_its_blocks_said_makes_room_for_the_
     assert p.step_ns <= others["3 stages"] < known.step_ns + 10**6
     for alternative in p.alternatives:  # what it was compared with over ops is told as it is there
         assert alternative.step_ns >= p.step_ns or alternative.why.startswith("does not fit")
+
+
+def test_a_plan_that_does_not_fit_over_ops_is_no_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
+    g, c = layers(8, size=64), cluster(4)
+    assert "3 stages" in {a.name for a in plan_of(g, c, micros=8, stages=None).alternatives}
+
+    def more(decision: Decision, *args: Any) -> tuple[Estimate, ...]:
+        extra = 0 if len(decision.stages) == 2 else 1 << 40
+        return tuple(replace(e, peak_bytes=e.peak_bytes + extra) for e in stage_estimates(decision, *args))
+
+    monkeypatch.setattr(finish, "stage_estimates", more)
+    p = plan_of(g, c, micros=8)
+    assert len(p.stages) == 2
+    assert all(a.step_ns >= p.step_ns or a.why.startswith("does not fit") for a in p.alternatives), p.alternatives
 
 
 def test_the_cores_of_a_cpu_copy_messages_and_a_gpu_does_not() -> None:

@@ -21,7 +21,7 @@ ACTIONS_PER_STAGE = 6
 
 def enumerate_all(space: SearchSpace) -> list[Candidate] | None:
     """Every candidate that the request allows, each plan once; None when evaluating all would take long."""
-    all_layouts = list(layouts(space.costs.cluster, replicas=space.request.may_replicate))
+    all_layouts = list(layouts(space.costs.cluster, replicas=space.request.may_replicate, wanted=space.request.copies))
     if _about_actions(space) * len(all_layouts) > MOST_ACTIONS * 10:
         return None
     found: dict[tuple[object, ...], Candidate] = {}

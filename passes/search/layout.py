@@ -52,10 +52,11 @@ class Layout:
         return tuple(range(1, self.depth + 1)) if self.wide and self.depth <= SMALL else (1,)
 
 
-def layouts(cluster: Cluster, *, replicas: bool) -> Iterator[Layout]:
+def layouts(cluster: Cluster, *, replicas: bool, wanted: int = 1) -> Iterator[Layout]:
     """Layouts worth a search, the deepest pipelines first.
 
-    Numbers of pipelines: all up to 16 devices, beyond that the divisors of the number of devices.  inner: all of them,
+    Numbers of pipelines: all up to 16 devices, beyond that the divisors of the number of devices, and `wanted`, of
+    which some devices may be left over.  inner: all of them,
     one, and as many as keep neighbours of a pipeline inside a node.  Devices of several types are laid out in every
     order that differs in them, or where there are too many in their own order and backwards; where a link between
     groups of devices is better than the one inside them, also dealt out so that neighbours are in different groups.
@@ -66,7 +67,7 @@ def layouts(cluster: Cluster, *, replicas: bool) -> Iterator[Layout]:
     orders = list(dict.fromkeys((*plain, *dealt)))
     counts = [1]
     if replicas:
-        counts = [count for count in range(1, world + 1) if world <= SMALL or world % count == 0]
+        counts = [count for count in range(1, world + 1) if world <= SMALL or world % count == 0 or count == wanted]
     sizes = [level.size for level in cluster.levels[:-1]]
     for order in orders:
         for count in counts:

@@ -144,7 +144,7 @@ def _layout_tasks(spaces: SearchSpaces, micro_rows: tuple[int, ...]) -> list[_La
     their bounds."""
     tasks = []
     request, cluster = spaces.coarse.request, spaces.coarse.costs.cluster
-    for place, layout in enumerate(layouts(cluster, replicas=request.may_replicate)):
+    for place, layout in enumerate(layouts(cluster, replicas=request.may_replicate, wanted=request.copies)):
         if layout.inner == layout.pipeline_replicas <= max(micro_rows):
             space = spaces.fine if layout.depth > SMALL else spaces.coarse
             bound = layout_bound(space, layout, micro_rows, request.stages or MOST_STAGES)

@@ -136,7 +136,7 @@ def _variants(space: SearchSpace, candidate: Candidate) -> Iterator[Candidate]:
     request, partition = space.request, candidate.partition
     same_shape = [
         layout
-        for layout in layouts(space.costs.cluster, replicas=request.may_replicate)
+        for layout in layouts(space.costs.cluster, replicas=request.may_replicate, wanted=request.copies)
         if layout.pipeline_replicas == candidate.layout.pipeline_replicas and layout.order == candidate.layout.order
     ]
     schedules = request.schedules if partition.stages > 1 else request.schedules[:1]

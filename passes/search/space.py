@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -71,6 +72,11 @@ class PlanRequest:
     def may_replicate(self) -> bool:
         """Whether stages may have several devices."""
         return self.abilities.replicas and self.replicas != 1
+
+    @property
+    def copies(self) -> int:
+        """Copies of the pipeline that give every stage the replicas asked for: 1 where none are."""
+        return math.gcd(*self.replicas) if isinstance(self.replicas, tuple) else self.replicas or 1
 
     def replicas_of(self, stages: int) -> tuple[int, ...] | None:
         """What the user fixed for each of so many stages, or None."""

@@ -163,13 +163,14 @@ HELD = graph("a:1 ^100 #4 <- x; b:1 ^100 #0 <- a", input_bytes=0)
 
 
 def test_activations_in_flight_decide_between_the_schedules() -> None:
-    p = plan_of(HELD, cluster(2, memory=(208, 112)), micros=8, stages=2, recompute="off")
+    options: dict[str, Any] = {"micros": 8, "stages": 2, "recompute": "off"}
+    p = plan_of(HELD, cluster(2, memory=(208, 112)), **options)
     assert p.schedule == "1f1b" and [e.live for e in p.estimates] == [2, 1]
     assert [e.peak_bytes for e in p.estimates] == [2 * 100 + 2 * 4, 100 + 4 + 2 * 4]
     with pytest.raises(InfeasibleError):
-        plan_of(HELD, cluster(2, memory=(208, 112)), micros=8, stages=2, schedule="gpipe")
+        plan_of(HELD, cluster(2, memory=(208, 112)), schedule="gpipe", **options)
     with pytest.raises(InfeasibleError):
-        plan_of(HELD, cluster(2, memory=(208, 111)), micros=8, stages=2)
+        plan_of(HELD, cluster(2, memory=(208, 111)), **options)
 
 
 def test_one_stage_goes_to_the_device_that_has_room_for_it() -> None:
@@ -258,6 +259,13 @@ def test_what_the_runtime_lacks_is_refused_where_a_plan_is_to_be_run(options: di
     with pytest.raises(UsageError, match=said):
         plan_of(layers(4), cluster(4), rows=(4, 4), **options)
     assert plan_of(layers(4), cluster(4), rows=(4, 4), abilities=EVERYTHING, **options).stages
+
+
+@pytest.mark.parametrize("replicas", [3, (3,) * 20])
+def test_replicas_that_do_not_divide_the_devices_leave_some_idle(replicas: int | tuple[int, ...]) -> None:
+    p = plan_of(layers(30), cluster(64), rows=(6,) * 4, stages=20, replicas=replicas, abilities=EVERYTHING)
+    assert [len(stage.ranks) for stage in p.stages] == [3] * 20
+    assert any("4 of 64 devices idle: 20 stages" in note for note in p.notes)
 
 
 def test_a_wish_that_no_division_satisfies_is_told_with_a_way_out() -> None:

@@ -111,7 +111,8 @@ def check(cluster: Cluster) -> Cluster:
     if not cluster.devices:
         raise ClusterError("the cluster has no devices", fix='name at least one, for example "cpu:2"')
     for rank, device in enumerate(cluster.devices):
-        _check_device(rank, device)
+        if rank == 0 or device is not cluster.devices[rank - 1]:  # equal neighbours mostly are one object
+            _check_device(rank, device)
     if len({d.kind for d in cluster.devices}) > 1:
         raise ClusterError("the cluster mixes cpu and cuda devices", fix="use one kind")
     _check_levels(cluster)
@@ -143,7 +144,7 @@ def _check_device(rank: int, device: Device) -> None:
 
 
 def _check_rates(rank: int, device: Device) -> None:
-    names = [name for name, _ in device.rates]
+    seen: set[str] = set()
     for name, rate in device.rates:
         if not _DTYPE.fullmatch(name):
             raise ClusterError(
@@ -152,8 +153,9 @@ def _check_rates(rank: int, device: Device) -> None:
             )
         if rate <= 0:
             raise ClusterError(f"device {rank} has a rate for {name} that is not positive", where=repr(device))
-        if names.count(name) > 1:
+        if name in seen:
             raise ClusterError(f"device {rank} has two rates for {name}", where=repr(device))
+        seen.add(name)
 
 
 def torchrun_line(world: int, argv: Sequence[str] | None = None) -> str:

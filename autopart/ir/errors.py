@@ -23,16 +23,18 @@ Every message has the same order: what failed, where (module path, file:line), w
 
 from __future__ import annotations
 
+from autopart.ir.printable import printable
+
 
 class AutopartError(Exception):
     """Base of all errors raised on purpose.
 
     what: one line, no full stop; where: module path and user file:line; why: the reason; fix: a remedy that can be
-    pasted or typed.
+    pasted or typed.  Whatever a file or a model says in them, a terminal shows as it stands (`ir.printable`).
     """
 
     def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
-        self.what, self.where, self.why, self.fix = what, where, why, fix
+        self.what, self.where, self.why, self.fix = (printable(text, keep="\n\t") for text in (what, where, why, fix))
         super().__init__(self._text())
 
     def _text(self) -> str:

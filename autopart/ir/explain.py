@@ -7,6 +7,7 @@ from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 from autopart.ir.capabilities import lacking
+from autopart.ir.printable import printable
 
 if TYPE_CHECKING:  # a plan explains itself with this module
     from autopart.ir.plan import Estimate, Plan
@@ -39,6 +40,7 @@ def table_lines(grid: Sequence[Sequence[str]], words: Container[int]) -> list[st
 
     Every table of ours is drawn here.
     """
+    grid = [[printable(cell) for cell in row] for row in grid]
     widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
     lines = []
     for row in grid:
@@ -125,7 +127,7 @@ def footer(plan: Plan) -> list[str]:
     lines += [f"note: {note}" for note in plan.notes]
     if missing := lacking(plan):
         lines.append(f"this plan cannot be run yet: the runtime lacks {' and '.join(missing)}")
-    return lines
+    return [printable(line) for line in lines]
 
 
 def _summary(plan: Plan) -> str:

@@ -11,6 +11,7 @@ from math import gcd
 from autopart.ir.errors import PlanError
 from autopart.ir.explain import explain
 from autopart.ir.graph import Graph
+from autopart.ir.printable import printable
 from autopart.ir.text import decision_text
 
 AGAIN = "make the plan again: autopart.plan(model, cluster, sample=...)"
@@ -303,15 +304,17 @@ def _rank_problems(decision: Decision) -> Iterator[Problem]:
         for i, rank in enumerate(stage.ranks):
             if not 0 <= rank < decision.world:
                 yield f"stages[{s}].ranks[{i}]", f"rank {rank} is outside 0..{decision.world - 1}"
-            elif taken.setdefault(rank, s) != s or rank in stage.ranks[:i]:
+            elif rank in taken:
                 yield f"stages[{s}].ranks[{i}]", f"rank {rank} already runs stage {taken[rank]}"
+            else:
+                taken[rank] = s
 
 
 def _op_problems(s: int, stage: Stage) -> Iterator[Problem]:
     seen: set[str] = set()
     for i, name in enumerate(stage.ops):
         if name in seen:
-            yield f"stages[{s}].ops[{i}]", f"op {name} appears twice in this stage"
+            yield f"stages[{s}].ops[{i}]", f"op {printable(name)} appears twice in this stage"
         seen.add(name)
     again = [name for group in stage.recompute for name in group]
     if len(again) > len(set(again)) or not seen.issuperset(again):
@@ -330,6 +333,15 @@ def _report_problems(plan: Plan) -> Iterator[Problem]:
         yield "step_ns", f"must not be negative, not {report.step_ns}"
     if not 0 <= report.bubble <= 1:
         yield "bubble", f"must be a share between 0 and 1, not {report.bubble}"
+    if report.optimality is not None:
+        bound = report.optimality
+        if min(bound.objective, bound.lower_bound) < 0:
+            yield "optimality", f"must not be negative, not {min(bound.objective, bound.lower_bound)}"
+        if not 0 <= bound.gap <= 1:
+            yield "optimality.gap", f"must be a share between 0 and 1, not {bound.gap}"
+    for i, other in enumerate(report.alternatives):
+        if other.step_ns < 0:
+            yield f"alternatives[{i}].step_ns", f"must not be negative, not {other.step_ns}"
 
 
 def _some(numbers: tuple[int, ...], most: int = 20) -> str:
@@ -351,7 +363,7 @@ def _check_ops(decision: Decision, graph: Graph) -> None:
     have = [set(stage.ops) for stage in decision.stages]
     names = {op.name for op in graph.ops}
     for extra in set(where) - names:
-        raise PlanError(f"the plan names op {extra}, which the graph does not have", fix=AGAIN)
+        raise PlanError(f"the plan names op {printable(extra)}, which the graph does not have", fix=AGAIN)
     for missing in sorted(names - set(where)):
         raise PlanError(f"op {missing} of the graph is in no stage", fix=AGAIN)
     _check_updates(graph, have)

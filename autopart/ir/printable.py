@@ -1,0 +1,12 @@
+"""Text that a terminal shows as it stands: names and notes come from files, and may hold escape sequences."""
+
+from __future__ import annotations
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """The text with every character that is not printable (control characters, marks that turn the direction of
+    writing, lone surrogates) as Python's `\\x1b` or `\\u202e`; those in `keep` stay."""
+    if text.isprintable():
+        return text
+    shown = (c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(shown)

@@ -25,25 +25,27 @@ import itertools
 import math
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from autopart.files.documents import PARSERS, parse_yaml, read_document
+from autopart.files.limits import MAX_INTEGER, MAX_LEVELS, MAX_RANKS, MAX_RATES, SHOWN
 from autopart.files.presets import DEVICES, NODES, several
-from autopart.files.reading import SHOWN, brief, listed, parse_json, problems_of, read_text
+from autopart.files.reading import Source, brief, listed
+from autopart.files.validation import problems_of
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
+from autopart.ir.plan import Problem
 
 FORMS = (
     f'write "cpu:2", "cuda:8", a preset ({", ".join(NODES)}; "h200x8:4" is four nodes), the path of a .yaml, .toml or '
     ".json file, or pass an autopart.Cluster"
 )
-MAX_DEVICES = 1 << 16
 
 CPU_FLOPS_PER_CORE = 5e10  # per second, fp32, one core with 8-wide FMA under load
 CPU_BANDWIDTH = 10**10  # bytes/s of memory, per process
@@ -103,7 +105,7 @@ def parse_cluster(
         return _preset(name, count) if name in NODES else _uniform(name, count, facts)
     if not isinstance(what, str | os.PathLike):
         raise ClusterError(f"a cluster cannot be read from {brief(what)}", fix=FORMS)
-    if Path(what).suffix.lower() not in _READERS:
+    if Path(what).suffix.lower() not in PARSERS:
         raise ClusterError(f"cluster {os.fspath(what)!r} is not understood", fix=FORMS)
     return _from_file(Path(what), facts)
 
@@ -122,7 +124,7 @@ class _Facts:
 
 
 def _preset(name: str, nodes: int) -> Cluster:
-    _check_count(nodes, "nodes", MAX_DEVICES // NODES[name].count)
+    _check_count(nodes, "nodes", MAX_RANKS // NODES[name].count)
     return check(several(NODES[name], nodes))
 
 
@@ -132,7 +134,7 @@ def _check_count(count: int, what: str, most: int) -> None:
 
 
 def _uniform(kind: str, count: int, facts: _Facts, local: int | None = None) -> Cluster:
-    _check_count(count, "devices", MAX_DEVICES)
+    _check_count(count, "devices", MAX_RANKS)
     local = min(local or _local(kind, count), count)
     return check(Cluster((facts.device(kind, local),) * count, _levels(kind, count, local)))
 
@@ -187,7 +189,8 @@ def _many_rates(given: object) -> object:
     return given if isinstance(given, Mapping) else {}
 
 
-Amount = Annotated[int, BeforeValidator(_amount), Field(gt=0, lt=10**30)]
+_THE_SAME_KEY = Field(alias="flops", max_length=MAX_RATES)
+Amount = Annotated[int, BeforeValidator(_amount), Field(gt=0, le=MAX_INTEGER)]
 
 
 class _Entry(BaseModel):
@@ -196,11 +199,11 @@ class _Entry(BaseModel):
 
 class _DeviceEntry(_Entry):
     kind: Literal["cpu", "cuda"]
-    count: Annotated[int, Field(ge=1, le=MAX_DEVICES)] = 1
+    count: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
     name: Annotated[str, Field(max_length=100)] = ""
     memory: Amount | None = None
     flops: Annotated[Amount | None, BeforeValidator(_one_rate)] = None
-    rates: Annotated[dict[str, Amount], BeforeValidator(_many_rates), Field(alias="flops")] = {}  # the same key
+    rates: Annotated[dict[str, Amount], BeforeValidator(_many_rates), _THE_SAME_KEY] = {}
     memory_bandwidth: Amount | None = None
 
 
@@ -211,18 +214,17 @@ class _LevelEntry(_Entry):
 
 
 class _ClusterFile(_Entry):
-    devices: Annotated[list[_DeviceEntry], Field(min_length=1)]
-    levels: list[_LevelEntry] | None = None
+    devices: Annotated[list[_DeviceEntry], Field(min_length=1, max_length=MAX_RANKS)]
+    levels: Annotated[list[_LevelEntry] | None, Field(max_length=MAX_LEVELS)] = None
 
 
 def _from_file(path: Path, facts: _Facts) -> Cluster:
-    text = read_text(path, ClusterError)
     source = os.fspath(path)
-    document = _READERS[path.suffix.lower()](text, source)
+    document = read_document(source, path.suffix.lower(), ClusterError, _SCHEMA)
     try:
         described = _ClusterFile.model_validate(document)
     except ValidationError as error:
-        problems = [(path or "the file", message) for path, message in problems_of(error)]
+        problems = [(path or "the file", message) for path, message in _problems(error, document)]
         why = listed(f"{path}: {message}" for path, message in problems)
         where = ", ".join(path for path, _ in problems[:SHOWN])
         raise ClusterError(f"{source} describes no cluster", where=where, why=why, fix=_SCHEMA) from None
@@ -232,11 +234,16 @@ def _from_file(path: Path, facts: _Facts) -> Cluster:
         raise ClusterError(f"{source}: {error.what}", where=error.where, why=error.why, fix=error.fix) from error
 
 
+def _problems(error: ValidationError, document: object) -> list[Problem]:
+    known = frozenset(name for entry in (_ClusterFile, _DeviceEntry, _LevelEntry) for name in entry.model_fields)
+    return problems_of(error, document, _ClusterFile.model_validate, known)
+
+
 def _built(described: _ClusterFile, facts: _Facts) -> Cluster:
     count = sum(entry.count for entry in described.devices)
     kind = described.devices[0].kind
-    if count > MAX_DEVICES:
-        raise ClusterError(f"{count} devices", where="devices", why=f"at most {MAX_DEVICES} are supported")
+    if count > MAX_RANKS:
+        raise ClusterError(f"{count} devices", where="devices", why=f"at most {MAX_RANKS} are supported")
     levels = tuple(
         Level(entry.size, Link(round(entry.latency_us * 1000), entry.bandwidth)) for entry in described.levels or ()
     )
@@ -292,54 +299,23 @@ def _yaml_item(entry: Mapping[str, object]) -> str:
 
 
 def save_cluster(cluster: Cluster, path: str | os.PathLike[str]) -> None:
-    """Write a cluster as YAML.  Raises ClusterError when the file cannot be written, or would not be read as YAML."""
+    """Write a cluster as YAML.  Raises ClusterError when the file cannot be written, or would not be read again."""
     require_yaml(path)
+    text = cluster_to_yaml(check(cluster))
+    fix = "let equal devices be neighbours, so that they share a line, or write JSON"
+    parse_yaml(text, Source(f"{os.fspath(path)}, to be written,", ClusterError, fix))
     try:
-        Path(path).write_text(cluster_to_yaml(check(cluster)), encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ClusterError(f"cannot write {os.fspath(path)}", why=error.strerror or str(error)) from error
 
 
 def require_yaml(path: str | os.PathLike[str]) -> None:
     """Raises ClusterError for a file name that is not one of YAML."""
-    if _READERS.get(Path(path).suffix.lower()) is not _read_yaml:
+    if PARSERS.get(Path(path).suffix.lower()) is not parse_yaml:
         raise ClusterError(f"{os.fspath(path)!r} is not the name of a YAML file", fix="let it end in .yaml")
 
 
-class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Safe YAML in which no key stands twice: a setting must not be ignored in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", node.start_mark)
-        table: dict[Any, Any] = super().construct_mapping(node, deep)
-        return table
-
-
-def _read_yaml(text: str, source: str) -> Any:
-    try:
-        return yaml.load(text, _StrictLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        why = getattr(error, "problem", None) or str(error)
-        raise ClusterError(f"{source} is not valid YAML", where=where, why=why) from error
-
-
-def _read_toml(text: str, source: str) -> Any:
-    try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-        raise ClusterError(f"{source} is not valid TOML", why=str(error)) from error
-
-
-def _read_json(text: str, source: str) -> Any:
-    return parse_json(text, source, ClusterError)
-
-
-_READERS = {".yaml": _read_yaml, ".yml": _read_yaml, ".toml": _read_toml, ".json": _read_json}
 _SCHEMA = (
     "devices: list of {kind, count, name, memory, flops, memory_bandwidth}; "
     "levels: list of {size, latency_us, bandwidth}, innermost first"

@@ -15,13 +15,17 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from autopart.files.reading import SHOWN, brief, listed, parse_json, problems_of, read_text
+from autopart.files.json_text import parse_json
+from autopart.files.limits import MAX_BYTES, MAX_RANKS, MAX_ROWS, MOST_PROBLEMS, SHOWN
+from autopart.files.reading import Source, brief, listed, read_text, source_of
 from autopart.files.storage import write_whole
+from autopart.files.validation import problems_of
 from autopart.ir import plan as plan_ir
 from autopart.ir.cluster import torchrun_line
 from autopart.ir.errors import PlanError, PlanFileError
@@ -38,6 +42,7 @@ from autopart.ir.plan import (
     Report,
     Stage,
 )
+from autopart.ir.printable import printable
 
 VERSION = 3
 """Of the format.  Version 2 was the same without sections; version 1 had no groups of recomputed ops."""
@@ -58,6 +63,11 @@ _CHECKED: tuple[Any, ...] = (_Document, Provenance, Decision, Report, Stage, Est
 for _class in _CHECKED:
     _class.__pydantic_config__ = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 _DOCUMENT = TypeAdapter(_Document)
+_KEYS = frozenset(field.name for each in _CHECKED for field in fields(each))
+
+
+def _validate(document: Any) -> object:
+    return _DOCUMENT.validate_json(json.dumps(document), strict=True)
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -77,14 +87,15 @@ def plan_from_json(text: str, source: str = "<plan>") -> Plan:
 
     Raises PlanFileError naming the line (not JSON) or every JSON path (JSON that is not a valid plan).
     """
-    _check_version(parse_json(text, source, PlanFileError), source)
+    parsed = parse_json(text, Source(source, PlanFileError, AGAIN))
+    _check_version(parsed, source)
     try:
         document = _DOCUMENT.validate_json(text, strict=True)
     except ValidationError as error:
-        raise _refused(source, problems_of(error)) from error
+        raise _refused(source, problems_of(error, parsed, _validate, _KEYS)) from error
     plan = Plan(document.provenance, document.decision, document.report)
-    problems = list(plan_ir.problems(plan))
-    if problems:
+    found = chain(_out_of_range(document.decision), plan_ir.problems(plan))
+    if problems := list(islice(found, MOST_PROBLEMS)):
         raise _refused(source, problems)
     return plan
 
@@ -96,6 +107,8 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """
     text = plan_to_json(plan_ir.check(plan))
     target = Path(path)
+    if len(text) > MAX_BYTES:
+        raise PlanFileError(f"cannot write the plan to {target}", why=f"at most {MAX_BYTES >> 10} KiB are read again")
     try:
         write_whole(target, text)
     except OSError as error:
@@ -104,7 +117,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read and check a plan file.  Raises PlanFileError."""
-    return plan_from_json(read_text(path, PlanFileError), os.fspath(path))
+    return plan_from_json(read_text(path, source_of(path, PlanFileError)), os.fspath(path))
 
 
 def match_plan(plan: Plan, graph: Graph, *, torch_version: str, world: int) -> None:
@@ -118,7 +131,7 @@ def match_plan(plan: Plan, graph: Graph, *, torch_version: str, world: int) -> N
     if problems:
         only_world = plan.world != world and len(problems) == 1
         fix = torchrun_line(plan.world) if only_world else AGAIN
-        raise PlanError("the plan was made for something else", why=listed(problems), fix=fix)
+        raise PlanError("the plan was made for something else", why=listed(map(printable, problems)), fix=fix)
     plan_ir.check(plan, graph)
 
 
@@ -150,7 +163,7 @@ def diff_plans(a: Plan, b: Plan) -> str:
         *_changes(a.report, b.report, leave_out=tuple(_LONG)),
         *(f"{what} differ" for name, what in _LONG.items() if getattr(a.report, name) != getattr(b.report, name)),
     ]
-    return "\n".join(lines or ["the same ops in another order"])
+    return "\n".join(map(printable, lines)) or "the same ops in another order"
 
 
 _LONG = {"estimates": "estimates", "notes": "notes", "optimality": "lower bounds", "alternatives": "alternatives"}
@@ -214,9 +227,9 @@ def _span(names: list[str]) -> str:
 
 def _check_version(document: object, source: str) -> None:
     if not isinstance(document, dict):
-        raise PlanFileError(f"{source} is not a plan", why="a plan is a JSON object")
+        raise PlanFileError(f"{source} is not a plan", why="a plan is a JSON object", fix=AGAIN)
     if "version" not in document:
-        raise PlanFileError(f"{source} is not a plan", where="version", why="the key is missing")
+        raise PlanFileError(f"{source} is not a plan", where="version", why="the key is missing", fix=AGAIN)
     version = document["version"]
     if type(version) is not int or version != VERSION:
         raise PlanFileError(
@@ -227,12 +240,24 @@ def _check_version(document: object, source: str) -> None:
         )
 
 
+def _out_of_range(decision: Decision) -> Iterator[Problem]:
+    """What no machine has: whoever plays or draws a plan makes tables of so many entries."""
+    if decision.world > MAX_RANKS:
+        yield "decision.world", f"at most {MAX_RANKS} ranks are supported, not {decision.world}"
+    for i, rows in enumerate(decision.micro_rows):
+        if rows > MAX_ROWS:
+            yield f"decision.micro_rows[{i}]", f"a micro-batch has at most {MAX_ROWS} rows, not {rows}"
+
+
+_MEND = f"mend what is named, or {AGAIN}"
+
+
 def _refused(source: str, problems: list[Problem]) -> PlanFileError:
     if len(problems) == 1:
-        return PlanFileError(f"{source} is not a valid plan", where=problems[0][0], why=problems[0][1])
+        return PlanFileError(f"{source} is not a valid plan", where=problems[0][0], why=problems[0][1], fix=_MEND)
     where = ", ".join(path for path, _ in problems[:SHOWN])
     why = listed(f"{path}: {message}" for path, message in problems)
-    return PlanFileError(f"{source} is not a valid plan: {len(problems)} problems", where=where, why=why)
+    return PlanFileError(f"{source} is not a valid plan: {len(problems)} problems", where=where, why=why, fix=_MEND)
 
 
 def _layout(node: object, indent: str) -> str:

@@ -1,98 +1,151 @@
-"""Reading files that anyone may have written: limited in size, strict, every problem with its place."""
+"""Bytes of files that anyone may have written, and messages about what they say: every problem with its place."""
 
 from __future__ import annotations
 
-import json
 import os
 import reprlib
+import stat
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
 
-from pydantic import ValidationError
-
+from autopart.files.limits import MAX_BYTES, SHOWN, SHOWN_CHARACTERS
 from autopart.ir.errors import AutopartError
-from autopart.ir.plan import Problem
+from autopart.ir.printable import printable
 
-MAX_BYTES = 256 * 2**20  # of any file we read; a plan of 100 000 ops has 4 MiB
-SHOWN = 20  # problems and differences printed at most
+_OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def read_text(path: str | os.PathLike[str], kind: type[AutopartError]) -> str:
-    """A whole UTF-8 file; raises `kind` when it cannot be read, is not text, or is too large."""
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a text comes from.  name: what messages call it; kind: of its errors; fix: the remedy that they give."""
+
+    name: str
+    kind: type[AutopartError]
+    fix: str = ""
+
+    def error(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> AutopartError:
+        """That something is wrong with it."""
+        return self.kind(f"{self.name} {what}", where=where, why=why, fix=fix or self.fix)
+
+
+def source_of(path: str | os.PathLike[str], kind: type[AutopartError], fix: str = "") -> Source:
+    """A file as a source."""
+    return Source(os.fspath(path), kind, fix)
+
+
+def read_text(path: str | os.PathLike[str], source: Source, *, most_bytes: int = MAX_BYTES) -> str:
+    """A whole UTF-8 file.
+
+    Raises the source's error when it cannot be read, is no regular file (a pipe or a device is opened, but never
+    waited for), is too large, or is not text.
+    """
+    return _text(_opened(path, source), source, most_bytes)
+
+
+def read_own_text(path: str | os.PathLike[str], source: Source, *, most_bytes: int = MAX_BYTES) -> str | None:
+    """A whole UTF-8 file that nobody but this user can have written; None when there is none.
+
+    The file and its folder must be this user's, writable by no one else, and no links.  Raises the source's error.
+    """
+    folder, name = os.path.split(os.fspath(path))
     try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_BYTES + 1)
-        if len(raw) > MAX_BYTES:
-            raise _too_large(os.fspath(path), kind)
-        return raw.decode("utf-8-sig")
+        opened = os.open(folder or ".", _OPEN | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
     except OSError as error:
-        raise kind(f"cannot read {os.fspath(path)}", why=error.strerror or str(error)) from error
-    except UnicodeDecodeError as error:
-        raise kind(f"{os.fspath(path)} is not UTF-8 text", where=f"byte {error.start}") from error
-
-
-def _too_large(source: str, kind: type[AutopartError]) -> AutopartError:
-    return kind(f"{source} is too large", why=f"the limit is {MAX_BYTES >> 20} MiB")
-
-
-def parse_json(text: str, source: str, kind: type[AutopartError]) -> Any:
-    """Strict JSON: no NaN or Infinity, no key twice.  Raises `kind` with line and column."""
-    if len(text) > MAX_BYTES:
-        raise _too_large(source, kind)
+        raise _unreadable(source, error, "the folder of a cache is a folder, not a link to one") from error
     try:
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise kind(f"{source} is not valid JSON", where=where, why=error.msg) from error
-    except (ValueError, RecursionError) as error:
-        raise kind(f"{source} is not valid JSON", why=str(error)) from error
+        _check_own(os.fstat(opened), source, f"its folder {folder or '.'}")
+        found = _opened(name, source, in_folder=opened)
+    except FileNotFoundError:
+        return None
+    finally:
+        os.close(opened)
+    return _text(found, source, most_bytes, own=True)
 
 
-def problems_of(error: ValidationError) -> list[Problem]:
-    """What pydantic found, as (path, message) with paths like stages[1].ranks[0]."""
-    return [(path_of(e["loc"]), _message(e["msg"], e["type"], e["input"])) for e in error.errors(include_url=False)]
+def check_own_folder(folder: str | os.PathLike[str], source: Source) -> None:
+    """Raises the source's error unless nobody but this user can write into the folder."""
+    try:
+        found = os.lstat(folder)
+    except OSError as error:
+        raise _unreadable(source, error) from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise source.error("cannot be written", why=f"{os.fspath(folder)} is no folder")
+    _check_own(found, source, f"its folder {os.fspath(folder)}")
+
+
+def _opened(path: str | os.PathLike[str], source: Source, in_folder: int | None = None) -> int:
+    """A descriptor.  in_folder: the folder of one of our own files, in which links are not followed."""
+    try:
+        if in_folder is None:
+            return os.open(path, _OPEN)
+        return os.open(path, _OPEN | os.O_NOFOLLOW, dir_fd=in_folder)
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        if in_folder is not None and isinstance(error, FileNotFoundError):
+            raise
+        raise _unreadable(source, error) from error
+
+
+def _text(descriptor: int, source: Source, most_bytes: int, *, own: bool = False) -> str:
+    """What an open file holds; closes it.  The descriptor is looked at, not the path: that may change in between."""
+    try:
+        with open(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise source.error("cannot be read", why="it is not a regular file")
+            if own:
+                _check_own(found, source, "it")
+            raw = file.read(most_bytes + 1)
+    except OSError as error:
+        raise _unreadable(source, error) from error
+    if len(raw) > most_bytes:
+        raise source.error("is too large", why=f"at most {most_bytes >> 10} KiB are read")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise source.error("is not UTF-8 text", where=f"byte {error.start}") from error
+
+
+def _check_own(found: os.stat_result, source: Source, what: str) -> None:
+    if found.st_uid != os.geteuid():
+        raise source.error("is not read", why=f"{what} belongs to another user", fix="set AUTOPART_CACHE to your own")
+    if found.st_mode & _OTHERS_WRITE:
+        why = f"{what} can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+        raise source.error("is not read", why=why, fix="take their right with chmod go-w, or set AUTOPART_CACHE")
+
+
+def _unreadable(source: Source, error: OSError | ValueError, why: str = "") -> AutopartError:
+    reason = why or getattr(error, "strerror", None) or str(error)
+    missing = isinstance(error, FileNotFoundError)
+    return source.kind(f"cannot read {source.name}", why=reason, fix="check the path" if missing else source.fix)
+
+
+# ---- messages ------------------------------------------------------------------------------------------------------
 
 
 def path_of(location: Iterable[str | int]) -> str:
     """('stages', 1, 'ranks', 0) as stages[1].ranks[0]."""
     path = ""
     for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+        path += f"[{part}]" if isinstance(part, int) else f".{_short(part)}" if path else _short(part)
     return path
 
 
-def _message(text: str, kind: str, found: object) -> str:
-    if kind in ("missing", "json_invalid"):
-        return text
-    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        return "unknown key"
-    if kind == "value_error":
-        return text.removeprefix("Value error, ")
-    if kind in ("model_type", "dataclass_type"):
-        text = "must be a table of keys and values"
-    return f"{text.replace('Input should be', 'must be')}, not {brief(found)}"
+def _short(key: str) -> str:
+    shown = printable(key[: SHOWN_CHARACTERS + 1])
+    return shown if len(shown) <= SHOWN_CHARACTERS else shown[: SHOWN_CHARACTERS - 3] + "..."
 
 
 def brief(found: object) -> str:
     """What was found, in at most 60 characters, whatever it is."""
     shown = _BRIEF.repr(found)
-    return shown if len(shown) <= 60 else shown[:57] + "..."
+    return shown if len(shown) <= SHOWN_CHARACTERS else shown[: SHOWN_CHARACTERS - 3] + "..."
 
 
 _BRIEF = reprlib.Repr()
-_BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxdict, _BRIEF.maxstring = 1, 3, 3, 60
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(k for k in keys if keys.count(k) > 1)!r} appears twice in one object")
-    return table
+_BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxdict, _BRIEF.maxstring = 1, 3, 3, SHOWN_CHARACTERS
 
 
 def listed(lines: Iterable[str]) -> str:

@@ -152,9 +152,8 @@ def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tup
     if request.stages is not None and not request.cuts:
         yield "leave stages to the planner", replace(request, stages=None, pins={}, replicas=None), cluster
     rows = sum(request.micro_rows[0])
-    finest = (1,) * rows
-    if finest not in request.micro_rows and 1 < rows <= 4096:
-        yield f"use micro_batches={rows}", replace(request, micro_rows=(finest,)), cluster
+    if 1 < rows <= 4096 and (1,) * rows not in request.micro_rows:
+        yield f"use micro_batches={rows}", replace(request, micro_rows=((1,) * rows,)), cluster
     if request.cuts or request.pins or request.together:
         free = replace(request, cuts=(), pins={}, together=(), stages=None, replicas=None)
         yield "drop cuts, pins and what is kept together", free, cluster

@@ -23,19 +23,20 @@ from autopart.files.plan_cache import find_plan, keep_plan, planner_digest
 from autopart.files.plans import VERSION, load_plan, match_plan
 from autopart.ir.capabilities import RUNTIME, Capabilities, lacking
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import AutopartError, CaptureError, PlanError, RefusedError, UsageError
+from autopart.ir.errors import CaptureError, PlanError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
-from autopart.ir.plan import Plan, Provenance
-from autopart.ir.plan import check as check_plan
+from autopart.ir.plan import Plan
 from autopart.ir.size import Size
 from autopart.options import Options
 from autopart.passes.ops.cost_model import ExtrapolatedCosts
 from autopart.passes.ops.table import registered
-from autopart.passes.pipeline import PlannerInput, build
+from autopart.passes.pipeline import PlannerInput, build, recheck
 from autopart.passes.program.schedules import BUILT_IN, find
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
 
+MOST_MICRO_BATCHES = 1 << 16
+"""That the planner chooses by itself: each is an entry of a plan."""
 Splits = tuple[tuple[int, ...], ...]
 """Ways to split a batch, each the rows of its micro-batches."""
 
@@ -225,8 +226,8 @@ def _found_or_built(
     ours = {schedule.name for schedule in BUILT_IN}
     kept = options.cache and ours.issuperset(request.schedules)
     key = plan_key(asked, other, cluster, request) if kept else None
-    found = find_plan(key) if key else None
-    if found is not None and _answers(found, asked, cluster, request):
+    found = find_plan(key, lambda plan: recheck(plan, asked, cluster, request)) if key else None
+    if found is not None:
         return found
     with gc_paused():
         plan = build(asked, cluster, request, options.watch)
@@ -267,24 +268,6 @@ def _release() -> str:
         return "as source"
 
 
-def _answers(plan: Plan, asked: PlannerInput, cluster: Cluster, request: PlanRequest) -> bool:
-    """Whether a kept file holds what its name says, as far as that can be seen; anyone may have written to it."""
-    try:
-        check_plan(plan, asked.graph)
-    except AutopartError:
-        return False
-    graph = asked.graph
-    made_for = Provenance(graph.shape_digest(), graph.structure_digest(), asked.torch_version, asked.costs)
-    return (
-        plan.provenance == made_for
-        and plan.world == cluster.world
-        and plan.micro_rows in request.micro_rows
-        and plan.schedule in request.schedules
-        and request.stages in (None, len(plan.stages))
-        and not lacking(plan, request.abilities)
-    )
-
-
 def read_plan(options: Options) -> Plan | None:
     """The plan that the user gave, loaded and validated, or None.  Raises UsageError for an unknown schedule."""
     plan = load_plan(options.plan) if isinstance(options.plan, (str, os.PathLike)) else options.plan
@@ -316,8 +299,9 @@ def microbatch_options(batch: Batch, options: Options) -> Splits:
 
 def micro_counts(rows: int) -> tuple[int, ...]:
     """Numbers of micro-batches worth trying, ascending: the divisors, or also powers of two where those are few."""
-    divisors = [count for count in range(1, rows + 1) if rows % count == 0]
-    powers = [1 << i for i in range(rows.bit_length()) if 1 << i <= rows]
+    most = min(rows, MOST_MICRO_BATCHES)
+    divisors = [count for count in range(1, most + 1) if rows % count == 0]
+    powers = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
     return tuple(divisors if len(divisors) >= min(4, len(powers)) else sorted({*divisors, *powers}))
 
 

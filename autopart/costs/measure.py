@@ -212,7 +212,7 @@ def _measured(sample: _Sample, device: Device) -> OpTimes | None:
             backward = _backward_ns(sample.target(*args, **kwargs), (args, kwargs), where) if sample.grad else 0
     except Exception:  # any op of any library may refuse made-up operands; its cost is then estimated
         return None
-    return forward, backward
+    return max(1, forward), backward
 
 
 def _backward_ns(result: Any, operands: Any, device: torch.device) -> int:

@@ -88,7 +88,8 @@ def _profiled(captured: Captured, where: torch.device, budget_s: float) -> dict[
     ]
     totals = [statistics.median(run[phase] for run in whole[1:]) for phase in (0, 1)]
     factors = [total / max(1.0, sum(part.values())) for total, part in zip(totals, times, strict=True)]
-    return {name: (round(times[0][name] * factors[0]), round(times[1][name] * factors[1])) for name in names}
+    forward, backward = ({name: round(times[phase][name] * factors[phase]) for name in names} for phase in (0, 1))
+    return {name: (max(1, forward[name]), backward[name]) for name in names}  # every op takes time
 
 
 class _Program:

@@ -1,24 +1,25 @@
 """Plans made before, on disk: <cache folder>/plans/<key>.json.
 
-The key is made by whoever plans, from everything that a plan follows from (`planning.plan_key`).  A file is read and
-validated like any plan file, and one that is not valid is not found; a folder that cannot be written to is no error.
+The key is made by whoever plans, from everything that a plan follows from (`planning.plan_key`).  A file is sealed
+(`kept`), validated like any plan file, and checked against its question by whoever asks; one that fails is ignored
+with a warning.  A folder that cannot be written to is no error.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from autopart.files.plans import load_plan, save_plan
+from autopart.files.kept import read_kept, warn_ignored, write_kept
+from autopart.files.limits import MOST_PLANS
+from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.files.storage import cache_folder
 from autopart.ir.errors import AutopartError
 from autopart.ir.plan import Plan
-
-MOST_PLANS = 200
-"""Files that are kept, the newest."""
 
 
 def plan_path(key: str) -> Path:
@@ -26,21 +27,27 @@ def plan_path(key: str) -> Path:
     return cache_folder() / "plans" / f"{key}.json"
 
 
-def find_plan(key: str) -> Plan | None:
-    """The plan that was kept under this key, if there is a valid file.  Anyone may have written to it: whether it
-    answers the question behind the key is for the caller to check."""
+def find_plan(key: str, check: Callable[[Plan], object]) -> Plan | None:
+    """The plan that was kept under this key and passes `check`, which raises AutopartError unless it answers the
+    question behind the key.  One that does not is ignored with a warning."""
+    path = plan_path(key)
     try:
-        return load_plan(plan_path(key))
-    except AutopartError:
+        text = read_kept(path)
+        if text is None:
+            return None
+        plan = plan_from_json(text, os.fspath(path))
+        check(plan)
+    except AutopartError as error:
+        warn_ignored(path, error)
         return None
+    return plan
 
 
 def keep_plan(key: str, plan: Plan) -> None:
     """Keep a plan under this key, and of all plans the newest."""
     path = plan_path(key)
     with suppress(AutopartError, OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_plan(plan, path)
+        write_kept(path, plan_to_json(plan))
         _remove_oldest(path.parent)
 
 

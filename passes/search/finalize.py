@@ -56,7 +56,7 @@ def finalize(found: SearchResult, graph: Graph, estimator: Estimator, space: Sea
         decision = check_decision(_over_ops(evaluation, graph), graph)
         estimates = stage_estimates(decision, edges(decision, graph), estimator)
         # First, since to route and to prove a long program takes longer.
-        if _fits(decision, estimates, estimator.context.cluster):
+        if fits(decision, estimates, estimator.context.cluster):
             program = check_program(route(decision, graph), decision.schedule)
             report = estimate(decision, program, estimator)
             known_ns[evaluation.key] = report.step_ns
@@ -84,7 +84,7 @@ def _explained(
     seen = tuple(replace(e, step_ns=step_ns) for e, step_ns in steps if step_ns is not None)
     report = replace(
         taken.report,
-        notes=_notes(taken.decision, space.chain.n, space.request, graph),
+        notes=notes_of(taken.decision, space.chain.n, space.request, graph),
         alternatives=alternatives(replace(found, best=taken.evaluation, seen=(taken.evaluation, *seen))),
     )
     return replace(taken, report=report)
@@ -96,7 +96,7 @@ def _over_ops(evaluation: Evaluation, graph: Graph) -> Decision:
     return replace(over_blocks, stages=lower_to_ops(over_blocks.stages, evaluation.space.chain.blocks, graph))
 
 
-def _fits(decision: Decision, estimates: tuple[Estimate, ...], cluster: Cluster) -> bool:
+def fits(decision: Decision, estimates: tuple[Estimate, ...], cluster: Cluster) -> bool:
     """Whether no device is asked for more memory than it has."""
     return all(
         e.peak_bytes <= cluster.least_memory_bytes(stage.ranks)
@@ -129,7 +129,7 @@ def lower_to_ops(over_blocks: tuple[Stage, ...], blocks: Graph, captured: Graph)
     return tuple(stages)
 
 
-def _notes(decision: Decision, blocks: int, request: PlanRequest, graph: Graph) -> tuple[str, ...]:
+def notes_of(decision: Decision, blocks: int, request: PlanRequest, graph: Graph) -> tuple[str, ...]:
     """What the user should know about the plan.  blocks: that could stand apart."""
     notes = []
     used = sum(len(stage.ranks) for stage in decision.stages)

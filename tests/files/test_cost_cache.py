@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from autopart.files import storage
+from autopart.files import cost_cache, storage
 from autopart.files.cost_cache import CostCache, default_cost_path
+from autopart.files.kept import CacheWarning, write_kept
 from autopart.files.storage import cache_folder
 
 
@@ -28,26 +29,65 @@ BROKEN: dict[str, Any] = {
     "later version": {"version": 99, "times": {}},
     "times is a list": {"version": 1, "times": []},
     "place is a list": {"version": 1, "times": {"here": []}},
-    "odd entries": {"version": 1, "times": {"here": {"a": [1], "b": [1.5, 2], "c": [-1, 2], "d": [True, 1], "e": "x"}}},
+    "an entry of one": {"version": 1, "times": {"here": {"a": [1]}}},
+    "a fraction": {"version": 1, "times": {"here": {"a": [1.5, 2]}}},
+    "negative": {"version": 1, "times": {"here": {"a": [-1, 2]}}},
+    "negative backward": {"version": 1, "times": {"here": {"a": [1, -2]}}},
+    "true": {"version": 1, "times": {"here": {"a": [True, 1]}}},
+    "a text": {"version": 1, "times": {"here": {"a": "x"}}},
+    "all zero": {"version": 1, "times": {"here": {"a": [0, 0], "b": [0, 0]}}},
+    "a day": {"version": 1, "times": {"here": {"a": [86400 * 10**9, 1]}}},
+    "400 digits": '{"version": 1, "times": {"here": {"a": [1%s, 1]}}}' % ("0" * 400),
+    "infinite": '{"version": 1, "times": {"here": {"a": [Infinity, 1]}}}',
+    "deep": "[" * 100_000,
+    "deep and closed": "[" * 100_000 + "]" * 100_000,
+    "an escape sequence": '{"version": 1, "times": {"\\u001b[2J": {"\\u001b]0;x": [0, 0]}}}',
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_cache_is_ignored_and_written_anew(path: Path, name: str) -> None:
     content = BROKEN[name]
-    path.parent.mkdir()
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    text = content if isinstance(content, str) else json.dumps(content)
+    write_kept(path, text)
+    sealed = path.read_text()
+    for found in (sealed, text):  # with a seal, which does not make it right, and without
+        path.write_text(found)
+        with pytest.warns(CacheWarning, match="ignored") as told:
+            cache = CostCache(path, "here")
+        assert all(str(each.message).replace("\n", "").isprintable() for each in told)
+        assert not any(cache.get(key) for key in "ab")
+        cache.put("good", (3, 4))
+        with pytest.warns(CacheWarning):
+            cache.save()
+        assert CostCache(path, "here").get("good") == (3, 4)
+
+
+def test_times_that_no_op_takes_are_not_kept(path: Path) -> None:
     cache = CostCache(path, "here")
-    assert not any(cache.get(key) for key in "abcde")
-    cache.put("good", (3, 4))
+    for key, times in {"zero": (0, 0), "negative": (1, -1), "long": (10**19, 1)}.items():
+        cache.put(key, times)
+        assert cache.get(key) is None
     cache.save()
-    assert CostCache(path, "here").get("good") == (3, 4)
+    assert not path.exists()
+
+
+def test_the_newest_times_are_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_cache, "MOST_COSTS", 3)
+    for place, keys in (("here", "ab"), ("there", "cd"), ("here", "e")):
+        cache = CostCache(path, place)
+        for key in keys:
+            cache.put(key, (1, 1))
+        cache.save()
+    here, there = CostCache(path, "here"), CostCache(path, "there")
+    assert [key for key in "abcde" if here.get(key) or there.get(key)] == ["b", "d", "e"]
 
 
 def test_binary_rubbish_is_no_cache(path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(b"\xff\xfe\x00rubbish")
-    assert CostCache(path, "here").get("a") is None
+    with pytest.warns(CacheWarning, match="not UTF-8"):
+        assert CostCache(path, "here").get("a") is None
 
 
 def test_two_processes_add_to_one_cache(path: Path) -> None:
@@ -67,7 +107,7 @@ def add_entries(path: Path, writer: int, everyone: Any) -> None:
     everyone.wait()
     for i in range(ENTRIES):
         cache = CostCache(path, f"place {writer % 2}")
-        cache.put(f"{writer}.{i}", (writer, i))
+        cache.put(f"{writer}.{i}", (1 + writer, i))
         cache.save()
 
 
@@ -83,7 +123,7 @@ def test_processes_that_save_at_the_same_time_lose_nothing(path: Path) -> None:
     places = [CostCache(path, f"place {i}") for i in range(2)]
     for writer in range(WRITERS):
         for i in range(ENTRIES):
-            assert places[writer % 2].get(f"{writer}.{i}") == (writer, i)
+            assert places[writer % 2].get(f"{writer}.{i}") == (1 + writer, i)
 
 
 def test_a_failed_save_leaves_the_old_file_and_no_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +138,7 @@ def test_a_failed_save_leaves_the_old_file_and_no_other(path: Path, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(storage.os, "fsync", full)
         cache.save()
-    assert sorted(os.listdir(path.parent)) == ["costs.json", "costs.json.lock"]
+    assert sorted(os.listdir(path.parent)) == [".secret", "costs.json", "costs.json.lock"]
     assert CostCache(path, "here").get("a") == (1, 2) and CostCache(path, "here").get("b") is None
     cache.save()
     assert CostCache(path, "here").get("b") == (3, 4)

@@ -28,7 +28,7 @@ def problems_of(
     try:
         again(_shortened(document, known))
     except ValidationError as fewer:
-        return [*_told(fewer), ("and more", f"there are {count} problems in all")]
+        return [*_told(fewer)[: SHOWN - 1], ("and more", f"there are {count} problems in all")]
     return [("the file", f"{count} values are wrong, all behind the first {SHOWN} of long lists")]
 
 

@@ -10,24 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.plans import changed, plans
+from support.plans import changed, example, plans
 
 from autopart.files import json_text
 from autopart.files.plans import diff_plans, load_plan, match_plan, plan_from_json, plan_to_json, save_plan
 from autopart.ir.errors import PlanError, PlanFileError
 from autopart.ir.graph import Graph, Op, Value
-from autopart.ir.plan import Alternative, Decision, Estimate, Optimality, Plan, Provenance, Report, Stage, check
+from autopart.ir.plan import Alternative, Optimality, Plan, Stage, check
 from autopart.ir.size import Size
-
-
-def example() -> Plan:
-    """Two stages on two ranks, with everything filled in."""
-    estimate = Estimate(*range(1, 10))
-    return Plan(
-        Provenance("g", "s", "2.13.0+cpu"),
-        Decision(2, (Stage(("a", "b"), (0,)), Stage(("c",), (1,))), (2, 2), "1f1b"),
-        Report(estimates=(estimate, estimate), notes=("made by hand",)),
-    )
 
 
 @settings(deadline=None)

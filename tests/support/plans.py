@@ -33,6 +33,16 @@ def changed(plan: Plan, **changes: Any) -> Plan:
     return plan
 
 
+def example() -> Plan:
+    """Two stages on two ranks, with everything filled in."""
+    estimate = Estimate(*range(1, 10))
+    return Plan(
+        Provenance("g", "s", "2.13.0+cpu"),
+        Decision(2, (Stage(("a", "b"), (0,)), Stage(("c",), (1,))), (2, 2), "1f1b"),
+        Report(estimates=(estimate, estimate), notes=("made by hand",)),
+    )
+
+
 @st.composite
 def _stages(draw: st.DrawFn, ops: tuple[str, ...], ranks: tuple[int, ...]) -> Stage:
     """A stage on one rank or on all of these, that recomputes up to two groups of its ops."""

@@ -1,0 +1,144 @@
+"""What is kept between runs is read from files that nobody but this user can have written, and it stops nobody."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autopart.files import storage
+from autopart.files.cost_cache import CostCache
+from autopart.files.kept import CacheWarning, read_kept, write_kept
+from autopart.files.storage import locked
+from autopart.ir.errors import AutopartError
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Of a kept file, in a folder that is not there yet."""
+    return tmp_path / "cache" / "plans" / "a.json"
+
+
+def test_what_is_kept_is_read_and_replaced(path: Path) -> None:
+    assert read_kept(path) is None
+    for text in ("one", "other\nlines \u2026\n", ""):
+        write_kept(path, text)
+        assert read_kept(path) == text
+
+
+def test_nobody_else_may_write_whatever_the_umask(path: Path) -> None:
+    before = os.umask(0)
+    try:
+        write_kept(path, "text")
+        with locked(path):
+            pass
+    finally:
+        os.umask(before)
+    for made in (path.parents[1], path.parent, *path.parent.iterdir()):
+        assert made.stat().st_mode & 0o077 == 0, made
+    assert read_kept(path) == "text"
+
+
+def _link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def _link_folder(path: Path) -> None:
+    path.parent.rename(path.parents[1] / "elsewhere")
+    path.parent.symlink_to("elsewhere")
+
+
+def _instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def spoil(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return spoil
+
+
+SPOILED: dict[str, Callable[[Path], object]] = {
+    "writable by the group": lambda path: path.chmod(0o620),
+    "writable by others": lambda path: path.chmod(0o602),
+    "in a folder of the group": lambda path: path.parent.chmod(0o770),
+    "in a folder of all": lambda path: path.parent.chmod(0o1777),
+    "a link": _link,
+    "in a folder that is a link": _link_folder,
+    "a link to itself": _instead(lambda path: path.symlink_to(path.name)),
+    "a pipe": _instead(os.mkfifo),
+    "a device": _instead(lambda path: path.symlink_to("/dev/zero")),
+    "a folder": _instead(Path.mkdir),
+    "without a seal": lambda path: path.write_text("text"),
+    "empty": lambda path: path.write_text(""),
+    "with another seal": lambda path: path.write_text(f"sealed {'0' * 64}\ntext"),
+    "edited": lambda path: path.write_text(path.read_text() + " "),
+    "no text": lambda path: path.write_bytes(b"\xff"),
+    "without the secret": lambda path: path.with_name(".secret").unlink(),
+    "with a secret of all": lambda path: path.with_name(".secret").chmod(0o606),
+    "with a secret that is none": lambda path: path.with_name(".secret").write_text("z" * 64),
+    "with a secret that is a pipe": lambda path: _instead(os.mkfifo)(path.with_name(".secret")),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_what_others_can_have_written_is_not_believed_and_is_replaced_where_it_can_be(path: Path, name: str) -> None:
+    write_kept(path, "text")
+    SPOILED[name](path)
+    with pytest.raises(AutopartError, match=f"{path}"):
+        read_kept(path)
+    if "folder" in name:
+        with pytest.raises((AutopartError, OSError)):
+            write_kept(path, "new")
+    else:
+        write_kept(path, "new")
+        assert read_kept(path) == "new"
+
+
+def test_what_belongs_to_another_user_is_not_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_kept(path, "text")
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    with pytest.raises(AutopartError, match="belongs to another user"):
+        read_kept(path)
+    with pytest.raises(AutopartError, match="belongs to another user"):
+        write_kept(path, "new")
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_times_of_ops_are_measured_again_whatever_stands_in_their_place(path: Path, name: str) -> None:
+    cache = CostCache(path, "here")
+    cache.put("a", (1, 2))
+    cache.save()
+    SPOILED[name](path)
+    with pytest.warns(CacheWarning, match="is ignored and made anew"):
+        cache = CostCache(path, "here")
+        assert cache.get("a") is None
+        cache.put("a", (3, 4))
+        cache.save()
+    if "folder" not in name:
+        assert CostCache(path, "here").get("a") == (3, 4)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("elsewhere")])
+def test_a_lock_that_is_no_file_is_no_lock(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    make(tmp_path / "a.lock")
+    with pytest.raises(OSError), locked(tmp_path / "a"):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_lock_that_a_stopped_process_holds_is_not_waited_for_for_ever(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "LOCK_SECONDS", 0.05)
+    cache = CostCache(path, "here")
+    cache.put("a", (1, 2))
+    path.parent.mkdir(parents=True)
+    with open(path.with_name("a.json.lock"), "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        cache.save()
+    assert not path.exists()
+    cache.save()
+    assert CostCache(path, "here").get("a") == (1, 2)

@@ -1,0 +1,51 @@
+"""Running something that must end soon and in little memory: in a forked process with limits."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+SECONDS, BYTES = 2.0, 200 * 2**20
+"""Of processor time, and of memory beyond what this process has already."""
+
+
+def bounded(works: Iterable[Callable[[], str]], *, patience_s: float = 60.0) -> list[tuple[str, float]]:
+    """What each work returns, run one after the other in one forked process, and its seconds of processor time.
+
+    A work that raises, or takes all memory, has "failed: ..." instead; one that hangs ends the list with "hung".
+    """
+    fork = multiprocessing.get_context("fork")
+    results, mine = fork.Pipe(duplex=False)
+    child = fork.Process(target=_run, args=(list(works), mine), daemon=True)
+    child.start()
+    mine.close()
+    found: list[tuple[str, float]] = []
+    try:
+        while True:
+            if not results.poll(patience_s):
+                found.append(("hung", patience_s))
+                break
+            found.append(results.recv())
+    except EOFError:
+        pass
+    finally:
+        child.kill()
+        child.join()
+    return found
+
+
+def _run(works: list[Callable[[], str]], results: Any) -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, used + BYTES))
+    for work in works:
+        start = time.process_time()
+        try:
+            said = work()
+        except BaseException as error:  # whatever it is, it must not end the others
+            said = f"failed: {type(error).__name__}: {str(error)[:200]}"
+        results.send((said, time.process_time() - start))

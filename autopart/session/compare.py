@@ -122,18 +122,18 @@ def verify_step(
 ) -> Verification:
     """One training step both ways.  Collective: call it on every rank of the cluster; every rank gets the result."""
     batch = flatten(sample, with_target=options.loss_fn is not None)
-    mine = _fresh(model)
+    mine = fresh_copy(model)
     with Pipe(CaptureCache(mine, options.loss_fn), cluster, options, sample) as pipe:
         found = _outcome(pipe, mine, sample)
         session = pipe.session
         graph, decision = session.graph, pipe.plan.decision
         micro_rows, shares = session.loss_shares(batch)
         home = decision.stages[0].ranks[0]
-        alone: _Outcome | None = None
+        alone: Outcome | None = None
         if any(op.random for op in graph.ops):
             reference = RANDOM
             alone = _captured_alone(model, cluster, sample, options, len(micro_rows))
-        elif graph.updates or _couples_rows(graph):
+        elif graph.updates or couples_rows(graph):
             reference = BUFFERS
         else:
             reference = PLAIN
@@ -144,17 +144,17 @@ def verify_step(
             try:
                 expected = alone
                 if expected is None:
-                    plain = _fresh(model).to(session.world.device)
-                    expected = _plain(plain, batch, options.loss_fn, micro_rows, shares)
+                    plain = fresh_copy(model).to(session.world.device)
+                    expected = plain_outcome(plain, batch, options.loss_fn, micro_rows, shares)
                 stages = {name: decision.stage_of_rank(rank) for name, rank in session.owners.items()}
-                content = asdict(_compare(found, expected, stages, _precision(graph), tolerance, reference))
+                content = asdict(compared(found, expected, stages, precision_of(graph), tolerance, reference))
             except FAILURES as error:
                 failure = error
         return _from_json(broadcast_result(session.world, content, failure, "running the model in one process", home))
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class Outcome:
     """What one training step leaves, by original names, on the CPU."""
 
     loss: float
@@ -162,37 +162,37 @@ class _Outcome:
     buffers: Tensors
 
 
-def _couples_rows(graph: Graph) -> bool:
+def couples_rows(graph: Graph) -> bool:
     """Whether batch statistics are taken, also where no running ones are kept."""
     return any("batch_norm" in op.target and ("training", True) in op.attrs for op in graph.ops)
 
 
-def _fresh(model: nn.Module) -> nn.Module:
+def fresh_copy(model: nn.Module) -> nn.Module:
     """A copy of the model without gradients."""
     other = copy.deepcopy(model)
     other.zero_grad(set_to_none=True)
     return other
 
 
-def _outcome(pipe: Pipe, model: nn.Module, sample: Any) -> _Outcome:
+def _outcome(pipe: Pipe, model: nn.Module, sample: Any) -> Outcome:
     """One step of a pipeline of `model`.  Collective."""
     loss = pipe.step(sample)
     state = pipe.state_dict()
     buffers = {name: state[name] for name, _ in model.named_buffers() if name in state}
-    return _Outcome(loss.item(), pipe.gradients(), buffers)
+    return Outcome(loss.item(), pipe.gradients(), buffers)
 
 
-def _captured_alone(model: nn.Module, cluster: Cluster, sample: Any, options: Options, micros: int) -> _Outcome:
+def _captured_alone(model: nn.Module, cluster: Cluster, sample: Any, options: Options, micros: int) -> Outcome:
     """The captured program in one stage, over as many micro-batches.  Collective."""
     alone = replace(options, stages=1, micro_batches=micros, cuts=(), plan=None, costs="analytic")
-    mine = _fresh(model)
+    mine = fresh_copy(model)
     with Pipe(CaptureCache(mine, options.loss_fn), cluster, alone, sample) as pipe:
         return _outcome(pipe, mine, sample)
 
 
-def _plain(
+def plain_outcome(
     model: nn.Module, batch: Batch, loss_fn: LossFn | None, micro_rows: tuple[int, ...], weights: Sequence[float]
-) -> _Outcome:
+) -> Outcome:
     """The plain model over micro-batches, in order."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     total = 0.0
@@ -206,23 +206,25 @@ def _plain(
             (loss * weight).backward()  # type: ignore[no-untyped-call]
             total += loss.item() * weight
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    return _Outcome(total, gradients, dict(model.named_buffers()))
+    return Outcome(total, gradients, dict(model.named_buffers()))
 
 
-def _precision(graph: Graph) -> str:
+def precision_of(graph: Graph) -> str:
     """The coarsest floating type that a gradient flows through: it bounds what can be expected."""
     used = {v.dtype for v in graph.values if v.grad and v.dtype in TOLERANCE}
     return max(used, key=lambda dtype: TOLERANCE[dtype], default="float32")
 
 
-def _compare(
-    found: _Outcome,
-    expected: _Outcome,
+def compared(
+    found: Outcome,
+    expected: Outcome,
     stages: Mapping[str, int | None],
     precision: str,
     tolerance: float | None,
     reference: str,
 ) -> Verification:
+    """Every gradient, buffer and the loss of one step against another.  stages: where each tensor is, by name;
+    precision, tolerance: what can be expected; reference: what the other step ran."""
     limit = tolerance if tolerance is not None else TOLERANCE[precision]
     whole = math.hypot(*(_norm(g) for g in expected.gradients.values() if g is not None))
     return Verification(

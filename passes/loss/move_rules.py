@@ -169,14 +169,14 @@ def is_zero(context: OpContext) -> bool:
 
 
 def arange(context: OpContext) -> Placement:
-    """arange(rows) counts the rows; any other range that grows with the batch is unknown."""
+    """arange(k * rows) counts the rows, k numbers to each; any other range that grows with the batch is unknown."""
     if context.out.rows_axis is None:
         if any(context.differs(key) for key in ("start", "end", "step")):
             raise coupled("its numbers change with the size of the batch")
         return Placement(REPLICATE)
     if "int" not in context.out.dtype:
         raise coupled("it makes numbers that grow with the batch")
-    if context.out.shape != (context.rows,) or context.arg("start", 0) != 0 or context.arg("step", 1) != 1:
+    if context.out.shape[0] % context.rows or context.arg("start", 0) != 0 or context.arg("step", 1) != 1:
         raise unproven("it makes numbers that grow with the batch")
     return Placement(INDEX, axis=0, stride_factor=1)
 
@@ -207,7 +207,7 @@ def index(context: OpContext) -> Placement:
     names = [str(axis) for axis in range(ndim)]
     by_row_number = placement.tag == SHARD and placement.axis in axes
     if by_row_number:
-        _check_row_number(context, placement, found[placement.axis])
+        _check_row_number(context, placement, used[placement.axis])
         found = {a: replace(p, tag=SHARD) if p.tag == INDEX else p for a, p in found.items()}
     if any(p.tag == INDEX for p in found.values()):
         raise unproven("it looks up by the number of the row in the micro-batch")
@@ -232,10 +232,10 @@ def _picks(context: OpContext, ndim: int) -> dict[int, str]:
     return {axis: pick for axis, pick in enumerate(picks) if isinstance(pick, str)}
 
 
-def _check_row_number(context: OpContext, placement: Placement, number: Placement) -> None:
-    """x[arange(rows), ...]: the row number must index exactly the rows."""
-    rows = context.shape(context.arg("self"))[placement.axis]
-    if number.tag != INDEX or placement.stride_factor > 1 or rows != context.rows:
+def _check_row_number(context: OpContext, placement: Placement, pick: str) -> None:
+    """x[arange(n), ...], with n the size of the axis of the rows: as many numbers as there are places."""
+    size, number = context.shape(context.arg("self"))[placement.axis], context.placement(pick)
+    if number.tag != INDEX or placement.stride_factor > 1 or context.shape(pick)[number.axis] != size:
         raise unproven("it reorders the rows of the batch by an index")
 
 

@@ -1,8 +1,9 @@
 """What torch.export loses without a word, found before or while it traces.
 
-Refused: forward and backward hooks, gradient hooks on activations, an autocast entered outside, custom
-autograd.Function (its backward is dropped), parameters and changed buffers that share memory without being the same
-object.  Warned of: gradient checkpointing inside the model (exact, but its memory saving is not carried over).
+Refused: forward and backward hooks, gradient hooks on activations, an autocast entered outside, parameters and changed
+buffers that share memory without being the same object.  Kept: the backward of a custom autograd.Function
+(`custom_functions`).  Warned of: gradient checkpointing inside the model (exact, but its memory saving is not carried
+over).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from autopart.capture.custom_functions import applied
 from autopart.capture.source_location import user_line
 from autopart.ir.errors import CaptureError, RefusedError, UsageError
 
@@ -174,7 +176,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 @contextlib.contextmanager
 def tracing(model: nn.Module) -> Iterator[None]:
-    """While the model is traced: stop at a custom autograd.Function, warn of gradient checkpointing.
+    """While the model is traced: keep the backward of a custom autograd.Function, warn of gradient checkpointing.
 
     The classes of torch are patched for the whole process, and act on the thread that traces alone; one thread may
     trace at a time.
@@ -194,12 +196,7 @@ def tracing(model: nn.Module) -> Iterator[None]:
                 why="its backward cannot be captured",
                 fix="turn it off (model.gradient_checkpointing_disable()); recomputation is the plan's to decide",
             )
-        raise RefusedError(
-            f"custom autograd.Function {cls.__module__}.{cls.__qualname__} is used in forward()",
-            where=user_line(traceback.extract_stack()),
-            why="export keeps its forward and silently drops its backward: gradients would be wrong",
-            fix="register it as an op: torch.library.custom_op(...) with register_autograd(...), which is kept exactly",
-        )
+        return applied(cls, args)
 
     from torch.utils import checkpoint
 

@@ -26,7 +26,7 @@ class Square(torch.autograd.Function):
 
 
 def use_torch(found: dict[str, Any]) -> None:
-    """What a capture refuses in the model and defers in itself, in code that is not captured."""
+    """What a capture changes in the model and defers in itself, in code that is not captured."""
     x = torch.tensor(3.0, requires_grad=True)
     y = Square.apply(x)
     y.register_hook(lambda grad: grad * 2)
@@ -63,7 +63,8 @@ def test_another_thread_uses_torch_as_ever_while_a_model_is_captured() -> None:
 
 class Refused(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Square.apply(x).mean()
+        x.register_hook(lambda grad: grad)
+        return x.mean()
 
 
 def test_threads_capture_at_once_and_each_gets_its_own_answer() -> None:

@@ -224,7 +224,7 @@ def tracing(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _gradient_modes(tracer: int) -> Iterator[None]:
     """While thread `tracer` traces: inference mode, which torch.export does not see, is no_grad, which it sees and
-    which gives the same gradients; backward(), and hooks on tensors, are refused."""
+    which gives the same gradients; backward(), and hooks on tensors, are refused; a mask is a mask, causal or not."""
 
     def refuse_hook(tensor: torch.Tensor, hook: Any) -> Any:
         raise RefusedError(
@@ -249,6 +249,10 @@ def _gradient_modes(tracer: int) -> Iterator[None]:
     def leave_no_grad(region: Any, *error: Any) -> None:
         region._autopart_region.__exit__(*error)
 
+    def as_it_is_hinted(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        """torch's transformers look into a mask to see whether it is causal, and take it as it is otherwise."""
+        return is_causal is True
+
     def traced(patched: Any, otherwise: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             return (patched if threading.get_ident() == tracer else otherwise)(*args, **kwargs)
@@ -261,6 +265,7 @@ def _gradient_modes(tracer: int) -> Iterator[None]:
         (torch.autograd, "backward", refuse_backward),
         (torch.Tensor, "backward", refuse_backward),
         (torch.Tensor, "register_hook", refuse_hook),
+        (torch.nn.modules.transformer, "_detect_is_causal_mask", as_it_is_hinted),
     ]
     with contextlib.ExitStack() as patches:
         for home, name, patched in replacements:

@@ -107,6 +107,9 @@ def _reductions() -> Iterator[OpRow]:
     yield OpRow("cosine_similarity", REDUCTION, "...D, ...D -> ...", named_by="dim=1", saves="both", **pair)
     yield OpRow("pairwise_distance", REDUCTION, "...D, ...D -> ...", named_by="dim=-1", **pair)
     yield from along("softmax _softmax _safe_softmax log_softmax _log_softmax", saves="output")
+    yield OpRow(
+        "diff", REDUCTION, "...D, ...D, ...D -> ...D", named_by="dim=-1", mixes="D", saves="nothing", flops="read"
+    )
     yield from along("cumsum", mixes="", may_mix="D", saves="nothing")
     yield from along("logcumsumexp", saves="nothing")
     yield from along("cumprod", saves="both")

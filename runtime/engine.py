@@ -34,12 +34,16 @@ class StepInput:
 
     rows: rows of each micro-batch.  micros: on the rank of stage 0 the model's inputs by value name for each
     micro-batch, elsewhere empty.  weights: share of each micro-batch's loss in the whole loss.  key: (seed, step).
+    numbers: of each micro-batch, what stage code takes of them (`StageModule.numbers`).  idle: by micro-batch, values
+    that carry no weight in the loss, as where every target is ignored: no gradient goes back from them.
     """
 
     rows: tuple[int, ...]
     micros: Sequence[Mapping[str, torch.Tensor]]
     weights: Sequence[float]
     key: tuple[int, int]
+    numbers: Sequence[Sequence[float]] = ()
+    idle: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,9 @@ class Engine:
             values.update(given.micros[slot.micro])
         runner = self._runners[slot.stage]
         try:
-            outputs = runner.forward(slot, given.rows[slot.micro], values, given.key, train=state.train)
+            numbers = given.numbers[slot.micro] if given.numbers else ()
+            rows = given.rows[slot.micro]
+            outputs = runner.forward(slot, rows, values, given.key, train=state.train, numbers=numbers)
         except Exception as error:
             raise self._told(error, action) from error
         if self._loss is not None and self._loss in outputs:
@@ -169,6 +175,8 @@ class Engine:
             weight, loss = state.given.weights[slot.micro], state.losses[slot.micro]
             # No valid target here: its loss may be 0/0, its gradient is nothing.
             grads = grads | {self._loss: torch.full_like(loss, weight)} if weight else {}
+        idle = state.given.idle.get(slot.micro, frozenset())  # may be 0/0: even a gradient of 0 would be NaN there
+        grads = {name: grad for name, grad in grads.items() if name not in idle}
         try:
             back = runner.backward(slot, grads)
         except Exception as error:

@@ -6,7 +6,7 @@ back for); autograd holds the rest.  Both are dropped as soon as the backward ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,9 +57,16 @@ class StageRunner:
         return any(value in code.outputs for code in self._codes.values())
 
     def forward(
-        self, slot: Slot, rows: int, values: Mapping[str, torch.Tensor], key: tuple[int, int], *, train: bool
+        self,
+        slot: Slot,
+        rows: int,
+        values: Mapping[str, torch.Tensor],
+        key: tuple[int, int],
+        *,
+        train: bool,
+        numbers: Sequence[float] = (),
     ) -> dict[str, torch.Tensor]:
-        """Run the stage on the `rows` rows of one slot; `key` is (seed, step).
+        """Run the stage on the `rows` rows of one slot; `key` is (seed, step); numbers: of this micro-batch.
 
         The next micro-batch sees the updated buffers; the buffers themselves change at `finish`, because a backward
         still to come may have kept the old ones.
@@ -70,8 +77,9 @@ class StageRunner:
         }
         args = code.arguments({**self._tensors, **self._fresh} if self._fresh else self._tensors)
         args += [leaves.get(name, values[name]) for name in code.inputs]
+        numbered = [numbers[place] for place in code.numbers]
         with torch.set_grad_enabled(train), micro_key(*key, slot.micro):
-            results = code.module(*args)
+            results = code.module(*args, *numbered)
         del args
         outputs = dict(zip(code.outputs, results, strict=False))
         self._fresh.update((n, t.detach()) for n, t in zip(code.updates, results[len(code.outputs) :], strict=True))

@@ -11,9 +11,10 @@ from torch import fx
 
 @dataclass(frozen=True)
 class StageModule:
-    """module(*params, *inputs) returns the outputs, then the new values of the updated buffers.
+    """module(*params, *inputs, *numbers) returns the outputs, then the new values of the updated buffers.
 
     params: names of parameters, buffers and constants; inputs, outputs: names of values; updates: names of buffers.
+    numbers: places of those that it takes of the numbers of a micro-batch, which are known before the step.
     constants: tensors lifted out of forward(), which may depend on the number of rows, by name.
     """
 
@@ -23,6 +24,7 @@ class StageModule:
     outputs: tuple[str, ...]
     updates: tuple[str, ...]
     constants: Mapping[str, torch.Tensor]
+    numbers: tuple[int, ...] = ()
 
     @property
     def held(self) -> tuple[str, ...]:
@@ -32,3 +34,13 @@ class StageModule:
     def arguments(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """What `module` takes first: this code's parameters, buffers and constants."""
         return [self.constants[name] if name in self.constants else tensors[name] for name in self.params]
+
+
+def weighed(term: torch.Tensor, weight: float) -> torch.Tensor:
+    """A term of the loss times its weight.  Without weight it is nothing, and no gradient flows: it may be 0/0."""
+    return term * weight if weight else torch.zeros_like(term)
+
+
+def of_whole_batch(value: torch.Tensor, number: float) -> torch.Tensor:
+    """What stands for `value` of one micro-batch: the number that it is for the whole batch."""
+    return torch.full_like(value, number)

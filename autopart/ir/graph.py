@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from autopart.ir.cost import Cost
 from autopart.ir.errors import GraphError
@@ -78,14 +79,41 @@ class Op:
 class LossReduction:
     """How the losses of micro-batches combine to the loss of the whole batch.
 
-    kind: "sum" (add them), "rows" (mean weighted by rows), "tokens" (mean weighted by the value `value`, a count
-    that depends on inputs alone), "any" (the loss does not depend on the batch).  `ignore`: when not None, the weight
-    is the number of elements of `value` that differ from it, else the sum of `value`.
+    kind: "sum" (add them), "rows" (mean weighted by rows), "tokens" (mean weighted by a count that depends on inputs
+    alone), "any" (the loss does not depend on the batch).  The count: of the elements of `value` those that differ from
+    `ignore`, or where that is None its sum; with `classes`, a vector, each element counts what it picks from it.
+    smoothed: what is divided need not be 0 where those counts are.
+    adjusted: for a loss that is a sum of several terms, and for numbers of the whole batch in it: what the program of a
+    micro-batch reads otherwise than it was captured, so that its losses combine like this.
     """
 
     kind: str
     value: str | None = None
     ignore: int | None = None
+    classes: str | None = None
+    smoothed: bool = False
+    adjusted: tuple[Adjusted, ...] = ()
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> LossReduction:
+        """What `dataclasses.asdict` made a dictionary of."""
+        adjusted = tuple(
+            Adjusted(item["value"], cls.from_json(item["weight"]), item["reader"]) for item in content["adjusted"]
+        )
+        return cls(**content | {"adjusted": adjusted})
+
+
+@dataclass(frozen=True, slots=True)
+class Adjusted:
+    """A value that a micro-batch's program reads otherwise than it computed it.
+
+    weight: how the values of the micro-batches combine to that of the whole batch.  reader: the op that reads it times
+    its own share in that; None: every op reads the value of the whole batch, which depends on inputs alone.
+    """
+
+    value: str
+    weight: LossReduction
+    reader: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

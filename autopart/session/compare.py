@@ -6,7 +6,8 @@ What one process runs:
 - when the model updates buffers in training (batch statistics couple the rows of a micro-batch): the user's own
   model over the same micro-batches, in order, each loss weighted as the pipeline weighs it;
 - when the model draws random numbers (dropout): the captured program in one stage, over the same micro-batches and
-  with the same keys, for no other program draws the same masks.
+  with the same keys, for no other program draws the same masks; the same when it updates buffers and terms of its loss
+  are weighed by themselves.
 
 The pipeline and the reference each work on a copy of the model; the user's stays as it is.
 """
@@ -37,6 +38,9 @@ NEGLIGIBLE = {"float64": 1e-14, "float32": 1e-7, "float16": 1e-4, "bfloat16": 1e
 
 PLAIN = "the model itself, on the whole batch"
 BUFFERS = "the model itself, over the same micro-batches (it updates buffers while it trains)"
+TERMS = (
+    "the captured program in one stage, over the same micro-batches (it updates buffers, and weighs terms of its loss)"
+)
 RANDOM = "the captured program in one stage, with the same random keys (the model draws random numbers)"
 
 Tensors = Mapping[str, torch.Tensor | None]
@@ -127,13 +131,15 @@ def verify_step(
         found = _outcome(pipe, mine, sample)
         session = pipe.session
         graph, decision = session.graph, pipe.plan.decision
-        micro_rows, shares = session.loss_shares(batch)
+        micro_rows, weights = session.loss_weights(batch)
+        shares = weights.shares
         home = decision.stages[0].ranks[0]
         alone: Outcome | None = None
-        if any(op.random for op in graph.ops):
-            reference = RANDOM
+        random, couples = any(op.random for op in graph.ops), bool(graph.updates) or couples_rows(graph)
+        if random or (couples and any(weights.numbers)):
+            reference = RANDOM if random else TERMS
             alone = _captured_alone(model, cluster, sample, options, len(micro_rows))
-        elif graph.updates or couples_rows(graph):
+        elif couples:
             reference = BUFFERS
         else:
             reference = PLAIN

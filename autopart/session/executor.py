@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -25,6 +25,7 @@ from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Decision
 from autopart.ir.program import Program
 from autopart.ir.size import Size
+from autopart.passes.loss.terms import without_weight
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program, forward_program
 from autopart.runtime.engine import Engine, StepInput, StepResult
@@ -33,7 +34,8 @@ from autopart.runtime.tensors import LocalTensors
 from autopart.runtime.trace import Trace
 from autopart.runtime.transport import Spec
 from autopart.runtime.world import World
-from autopart.session.agreement import FAILURES, raise_first
+from autopart.session.agreement import FAILURES, broadcast_result, raise_first
+from autopart.session.batch_counts import BatchCounts
 from autopart.session.stage_code import StageCode
 
 Key = tuple[int, int]
@@ -84,6 +86,24 @@ class Health:
 
 
 @dataclass(frozen=True, slots=True)
+class Weights:
+    """By micro-batch: shares, of its loss in the whole loss; numbers, of the values that its program reads adjusted."""
+
+    shares: list[float]
+    numbers: list[list[float]]
+
+    def flat(self) -> list[float]:
+        """All of them, to be sent."""
+        return [*self.shares, *(number for numbers in self.numbers for number in numbers)]
+
+    @classmethod
+    def read(cls, flat: Sequence[float], micros: int) -> Weights:
+        """The inverse of `flat`."""
+        each = len(flat) // micros - 1
+        return cls(list(flat[:micros]), [list(flat[micros + each * m :][:each]) for m in range(micros)])
+
+
+@dataclass(frozen=True, slots=True)
 class RankContext:
     """What all executors of one rank share."""
 
@@ -111,10 +131,12 @@ class Executor:
         self._decision = decision
         self._planned_weight = weight
         self._weight = weight or WHOLE
-        self._weights: dict[object, LossReduction] = {}
+        self._reductions: dict[object, LossReduction] = {}
         self._stated = context.loss_reduction
         self._stage = decision.stage_of_rank(context.world.rank)
+        self._first_rank = decision.stages[0].ranks[0]
         self._code = StageCode(context.tensors, context.world.device)
+        self._counts = BatchCounts(context.tensors, context.world.device)
         self._signature: object = None
         self._engines: dict[int, Engine] = {}
         self._runner: StageRunner | None = None
@@ -138,12 +160,12 @@ class Executor:
         Raises BatchError and RefusedError on all ranks before anything is sent, StageError and WorkerError after.
         """
         micro_rows = self.micro_rows(batch)
-        shares = self.agree(batch, micro_rows)
+        weights = self.agree(batch, micro_rows)
         output = self.graph.outputs[0]
         with self._health.watched("a step failed"):
-            losses = self._run(batch, micro_rows, shares, key).losses
+            losses = self._run(batch, micro_rows, weights, key).losses
             total = torch.zeros((), dtype=torch.float64)
-            for micro, share in enumerate(shares):
+            for micro, share in enumerate(weights.shares):
                 if losses and share != 0.0:  # a micro-batch without a valid target may have a loss of 0/0
                     total = total + losses[micro].double().cpu() * share
             self._world.broadcast(total, self._rank_of(output))
@@ -154,7 +176,7 @@ class Executor:
         rows = batch.rows or 1
         self.agree(batch, (rows,))
         with self._health.watched("a prediction failed"):
-            outputs = self._run(batch, (rows,), [1.0], key).results.get(0, {})
+            outputs = self._run(batch, (rows,), Weights([1.0], [[]]), key).results.get(0, {})
             collected = tuple(self._collect(name, outputs, self._code.specs[rows][name]) for name in self.graph.outputs)
         form = self._capture(batch, rows).outputs
         assert form is not None
@@ -169,12 +191,25 @@ class Executor:
             data = torch.empty(spec.shape, dtype=spec.dtype)
         return self._world.broadcast(data, owner)
 
-    def _run(self, batch: Batch, micro_rows: tuple[int, ...], shares: Sequence[float], key: Key) -> StepResult:
+    def _run(self, batch: Batch, micro_rows: tuple[int, ...], weights: Weights, key: Key) -> StepResult:
         engine = self._engine(len(micro_rows))
         inputs = self._inputs(batch, micro_rows) if self._stage == 0 else ()
         parameters = {name: t for name, t in self._tensors.held.items() if isinstance(t, nn.Parameter)}
         engine.trace = self.trace
-        return engine.step(StepInput(micro_rows, inputs, shares, key), parameters, train=self.train)
+        given = StepInput(micro_rows, inputs, weights.shares, key, weights.numbers, self._idle(weights))
+        return engine.step(given, parameters, train=self.train)
+
+    def _idle(self, weights: Weights) -> dict[int, frozenset[str]]:
+        """The values that carry no weight, of micro-batches where there are any."""
+        found = {}
+        for micro, (share, numbers) in enumerate(zip(weights.shares, weights.numbers, strict=True)):
+            terms = zip(self._weight.adjusted, numbers, strict=False)
+            dropped = frozenset((a.reader, a.value) for a, number in terms if a.reader is not None and number == 0.0)
+            if share == 0.0:
+                found[micro] = frozenset(self.graph.value_map())
+            elif dropped:
+                found[micro] = without_weight(self.graph, dropped)
+        return found
 
     # -- before anything is sent -----------------------------------------------------------------------------------
 
@@ -182,47 +217,69 @@ class Executor:
         """Rows of each micro-batch of this batch.  Evaluation takes a batch whole, which is exact for any model."""
         return micro_rows_of(batch, self._decision.micro_rows if self.train else (1,))
 
-    def agree(self, batch: Batch, micro_rows: tuple[int, ...]) -> list[float]:
+    def agree(self, batch: Batch, micro_rows: tuple[int, ...]) -> Weights:
         """Make the code for this batch, on which all ranks agree already.  Collective.
 
-        Returns the share of each micro-batch's loss in the whole loss, as the rank of the first stage counts it.
-        Raises on all ranks what any rank finds wrong.
+        Returns what weighs each micro-batch's loss, as the rank of the first stage counts it.  Raises on all ranks what
+        any rank finds wrong.
         """
+        self._agree_on_reduction(batch, micro_rows)
         failure: BaseException | None = None
-        shares = [0.0] * len(micro_rows)
+        mine = Weights([0.0] * len(micro_rows), [[0.0] * len(self._weight.adjusted) for _ in micro_rows])
         try:
             self.prepare(batch, micro_rows)
-            shares = self._shares(batch, micro_rows)
+            if self._stage == 0:
+                mine = self._weights_of(batch, micro_rows)
         except FAILURES as error:
             failure = error
-        rows = self._world.gather_numbers([float(failure is not None), *shares])
+        rows = self._world.gather_numbers([float(failure is not None), *mine.flat()])
         if any(row[0] for row in rows):
             raise_first(self._world, failure, "preparing the batch")
-        return rows[self._decision.stages[0].ranks[0]][1:]
+        return Weights.read(rows[self._first_rank][1:], len(micro_rows))
+
+    def _agree_on_reduction(self, batch: Batch, micro_rows: Sequence[int]) -> None:
+        """How losses of micro-batches combine, as the rank of the first stage derives it.  Collective where batches of
+        this kind come for the first time: a Python value or a length in the batch may choose another loss than that of
+        the batch that was planned for."""
+        signature = self._signature_of(batch)
+        if signature != self._signature and not self._knows_reduction(signature):
+            content, failure = None, None
+            if self._world.rank == self._first_rank:
+                several = micro_rows if len(micro_rows) > 1 else [*micro_rows, *micro_rows]
+                try:
+                    content = asdict(reduction_of_batch(self._captures, batch, several, self._stated))
+                except FAILURES as error:
+                    failure = error
+            content = broadcast_result(self._world, content, failure, "preparing the batch", self._first_rank)
+            self._reductions[signature] = LossReduction.from_json(content)
+        self._take(signature)
+
+    def _knows_reduction(self, signature: object) -> bool:
+        if len(self._decision.micro_rows) == 1 or not self.train:
+            self._reductions[signature] = WHOLE
+        elif not self._reductions and self._planned_weight is not None:
+            self._reductions[signature] = self._planned_weight
+        return signature in self._reductions
+
+    def _signature_of(self, batch: Batch) -> object:
+        return self._captures.version, batch.signature()
+
+    def _take(self, signature: object) -> None:
+        """Make ready for batches of this kind, whose reduction is known."""
+        if signature != self._signature:
+            self._code.clear()
+            self._counts.clear()
+            self._signature, self._weight = signature, self._reductions[signature]
 
     def prepare(self, batch: Batch, micro_rows: Sequence[int]) -> None:
         """Make the code for every number of rows.  Local; raises RefusedError when the model runs another program at
         these shapes than the one that was planned."""
-        signature = (self._captures.version, batch.signature())
-        if signature != self._signature:
-            self._code.clear()
-            self._signature = signature
-            self._weight = self._weight_of(batch, micro_rows, signature)
+        signature = self._signature_of(batch)
+        assert self._knows_reduction(signature)
+        self._take(signature)
         for rows in sorted(set(micro_rows), reverse=True):
             if not self._code.has(rows):
                 self._add(self._capture(batch, rows))
-
-    def _weight_of(self, batch: Batch, micro_rows: Sequence[int], signature: object) -> LossReduction:
-        """How losses of micro-batches combine; only the rank of the first stage, which counts, has to know.  A Python
-        value or a length in the batch may choose another loss than that of the batch that was planned for."""
-        if self._stage != 0 or len(self._decision.micro_rows) == 1 or not self.train:
-            return WHOLE
-        if not self._weights and self._planned_weight is not None:
-            self._weights[signature] = self._planned_weight
-        if signature not in self._weights:
-            several = micro_rows if len(micro_rows) > 1 else [*micro_rows, *micro_rows]
-            self._weights[signature] = reduction_of_batch(self._captures, batch, several, self._stated)
-        return self._weights[signature]
 
     def _capture(self, batch: Batch, rows: int) -> Captured:
         captured = self._captures(batch, Size(rows), self._mode.value)
@@ -231,24 +288,16 @@ class Executor:
 
     def _add(self, captured: Captured) -> None:
         if self._stage is not None:
-            self._code.add_stage(captured, self.program(1), self._stage, self._decision.stages[self._stage])
-        if self._stage == 0 and self._weight.value is not None:
-            self._code.add_counter(captured, self._weight.value)
+            planned = self._decision.stages[self._stage]
+            self._code.add_stage(captured, self.program(1), self._stage, planned, self._weight.adjusted)
+        if self._stage == 0:
+            self._counts.add(captured, self._weight)
         self._code.add_specs(captured)
 
-    def _shares(self, batch: Batch, micro_rows: tuple[int, ...]) -> list[float]:
-        """Share of each micro-batch's loss in the whole loss, on the rank of the first stage; elsewhere zeros."""
-        if self._stage != 0:
-            return [0.0] * len(micro_rows)
-        if len(micro_rows) == 1 or self._weight.kind == "sum":
-            return [1.0] * len(micro_rows)
-        if self._weight.value is None:
-            return [rows / sum(micro_rows) for rows in micro_rows]
-        inputs = self._inputs(batch, micro_rows)
-        counts = [self._code.count(self._weight, rows, given) for rows, given in zip(micro_rows, inputs, strict=True)]
-        total = sum(counts)
-        # No counted token in the whole batch: equal shares give what one process gives, 0/0 or a floor's 0.
-        return [count / total if total else 1 / len(counts) for count in counts]
+    def _weights_of(self, batch: Batch, micro_rows: tuple[int, ...]) -> Weights:
+        """What weighs each micro-batch; on the rank of the first stage."""
+        counts, reduction, inputs = self._counts, self._weight, self._inputs(batch, micro_rows)
+        return Weights(counts.shares(reduction, micro_rows, inputs), counts.numbers(reduction, micro_rows, inputs))
 
     def _inputs(self, batch: Batch, micro_rows: tuple[int, ...]) -> list[Mapping[str, torch.Tensor]]:
         """The model's inputs for each micro-batch, by value name, on this rank's device."""

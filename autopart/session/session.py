@@ -35,7 +35,7 @@ from autopart.runtime.trace import Trace
 from autopart.runtime.world import World
 from autopart.session.agreement import FAILURES, broadcast_result, together
 from autopart.session.calls import Calls, Given
-from autopart.session.executor import Executor, Health, Mode, RankContext, micro_rows_of
+from autopart.session.executor import Executor, Health, Mode, RankContext, Weights, micro_rows_of
 from autopart.session.placement import Placement, placement_of, relocate
 
 _CALLS = {Mode.TRAIN: "step", Mode.LOSS: "eval_loss", Mode.PREDICT: "predict"}
@@ -119,7 +119,7 @@ class Session:
             if mine is None:
                 plan = plan_from_json(content["plan"], "plan of rank 0")
                 captured = self.captures(self._batch, Size(max(plan.micro_rows)))
-                mine = Planned(plan, captured, LossReduction(**content["weight"]))
+                mine = Planned(plan, captured, LossReduction.from_json(content["weight"]))
             fingerprint = f"{mine.captured.graph.shape_digest()} {mine.plan.digest()} {options.seed}"
         self._require_same_everywhere(fingerprint)
         return mine
@@ -222,8 +222,8 @@ class Session:
         batch = self.take(Mode.PREDICT, read)
         return self._executor(Mode.PREDICT, batch).predict(batch, (self._options.seed, 0))
 
-    def loss_shares(self, batch: Batch) -> tuple[tuple[int, ...], list[float]]:
-        """The rows of each micro-batch in a training step, and the share of its loss in the whole.  Collective."""
+    def loss_weights(self, batch: Batch) -> tuple[tuple[int, ...], Weights]:
+        """The rows of each micro-batch in a training step, and what weighs its loss.  Collective."""
         executor = self._executor(Mode.TRAIN, self.take(Mode.TRAIN, lambda: batch, "verify"))
         micro_rows = executor.micro_rows(batch)
         return micro_rows, executor.agree(batch, micro_rows)

@@ -7,30 +7,41 @@ The flat graph is cut directly: the nodes of a stage's ops are copied, in captur
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import fx
 
 from autopart.capture import Captured
 from autopart.capture.to_graph import results_of
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Adjusted, Graph
 from autopart.ir.plan import Stage
 from autopart.ir.program import Program
-from autopart.runtime.stage_module import StageModule
-from autopart.session.stage_graph import stage_graph
+from autopart.runtime.stage_module import StageModule, of_whole_batch, weighed
+from autopart.session.stage_graph import Number, numbers_of, stage_graph
 
 
-def stage_module(captured: Captured, program: Program, stage: int, planned: Stage, device: torch.device) -> StageModule:
+def stage_module(
+    captured: Captured,
+    program: Program,
+    stage: int,
+    planned: Stage,
+    device: torch.device,
+    adjusted: Sequence[Adjusted] = (),
+) -> StageModule:
     """The code of `stage`, which runs the ops of `planned` and exchanges values along the edges of `program`.
-    O(nodes * (1 + recomputed groups))."""
+
+    adjusted: values that it reads otherwise than they were made; their numbers are those of a micro-batch.
+    O(nodes * (1 + recomputed groups)).
+    """
     graph = captured.graph
     chosen = set(planned.ops)
     written = {value for op in graph.ops if op.name in chosen for value in op.writes}
     sent = {value for edge in program.edges if edge.src == stage for value in edge.values}
     wanted = (sent | set(graph.outputs)) & written
     outputs = [v.name for v in graph.values if v.name in wanted]
-    return cut(captured, chosen, outputs, device, updates=own_updates(graph, chosen), groups=planned.recompute)
+    updates = own_updates(graph, chosen)
+    return cut(captured, chosen, outputs, device, updates=updates, groups=planned.recompute, adjusted=adjusted)
 
 
 def own_updates(graph: Graph, ops: Collection[str]) -> tuple[str, ...]:
@@ -57,6 +68,7 @@ def cut(
     *,
     updates: tuple[str, ...] = (),
     groups: Sequence[Collection[str]] = (),
+    adjusted: Sequence[Adjusted] = (),
 ) -> StageModule:
     """Code that runs `ops` and returns `outputs`; reads whatever those ops do not make themselves.
 
@@ -70,12 +82,13 @@ def cut(
     outside = _outside(captured, inside)
     params = [node for node in outside if node.name in names.params]
     inputs = [node for node in outside if node.name not in names.params]
+    reads = _adjusted_reads(captured, calls, adjusted)
     by_value = {names.value(result): result for call in calls for result in results_of(call)}
     by_name = {node.name: node for node in inside}
     results = [by_value[name] for name in outputs] + [by_name[names.updates[buffer]] for buffer in updates]
     ordered = [node for node in captured.module.graph.nodes if node in inside]
     return StageModule(
-        stage_graph(ordered, params + inputs, results, groups, device),
+        stage_graph(ordered, params + inputs, results, device, groups, reads),
         tuple(names.params[node.name] for node in params),
         tuple(names.value(node) for node in inputs),
         tuple(outputs),
@@ -85,7 +98,27 @@ def cut(
             for name in dict.fromkeys(names.params[node.name] for node in params)
             if names.kinds[name] == "constant"
         },
+        numbers_of(ordered, reads),
     )
+
+
+_ADJUST: dict[bool, Callable[..., torch.Tensor]] = {False: weighed, True: of_whole_batch}
+
+
+def _adjusted_reads(
+    captured: Captured, calls: Iterable[fx.Node], adjusted: Sequence[Adjusted]
+) -> dict[tuple[fx.Node, fx.Node], Number]:
+    """For each read, (op, what it reads), that is adjusted: how, and by which number."""
+    names = captured.names
+    places = {(item.value, item.reader): place for place, item in enumerate(adjusted)}
+    found = {}
+    for call in calls if places else ():
+        for arg in call.all_input_nodes:
+            value = names.params.get(arg.name, names.value(arg))
+            place = places.get((value, call.name), places.get((value, None)))
+            if place is not None:
+                found[call, arg] = Number(place, _ADJUST[adjusted[place].reader is None])
+    return found
 
 
 def _outside(captured: Captured, inside: Collection[fx.Node]) -> list[fx.Node]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import networkx as nx  # type: ignore[import-untyped, unused-ignore]
 import torch
@@ -48,30 +50,55 @@ def _reached(steps: Mapping[str, set[str]], start: Collection[str]) -> set[str]:
     return seen
 
 
+@dataclass(frozen=True, slots=True)
+class Number:
+    """How an op reads a value otherwise than it was made: adjust(value, the number at `place` of those of a
+    micro-batch)."""
+
+    place: int
+    adjust: Callable[..., torch.Tensor]
+
+
+Reads = Mapping[tuple[fx.Node, fx.Node], Number]
+"""For each read, (op, what it reads), that is adjusted: how."""
+
+
+def numbers_of(nodes: Iterable[fx.Node], reads: Reads) -> tuple[int, ...]:
+    """Places of the numbers that these nodes take, ascending."""
+    chosen = set(nodes)
+    return tuple(sorted({number.place for (node, _), number in reads.items() if node in chosen}))
+
+
 def stage_graph(
     inside: Sequence[fx.Node],
     outside: Sequence[fx.Node],
     results: Sequence[fx.Node],
-    groups: Sequence[Collection[str]],
     device: torch.device,
+    groups: Sequence[Collection[str]] = (),
+    adjusted: Reads = MappingProxyType({}),
 ) -> fx.GraphModule:
-    """Code that takes `outside` and returns `results`, made of copies of the nodes `inside`, in captured order.
+    """Code that takes `outside` and numbers and returns `results`, made of copies of the nodes `inside`, in captured
+    order.
 
-    groups: names of nodes whose results are computed again in the backward.  Devices that were baked in as constants
-    become `device`.  O(nodes), with groups O(groups * nodes).
+    groups: names of nodes whose results are computed again in the backward.  adjusted: reads that take a number; the
+    code takes those of `numbers_of`, in order.  Devices that were baked in as constants become `device`.  O(nodes),
+    with groups O(groups * nodes).
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in outside}
+    numbers = {place: graph.placeholder(f"number_{place}") for place in numbers_of(inside, adjusted)}
     bodies: dict[str, RecomputedGroup] = {}
     for unit, nodes in _units(inside, groups):
         if not unit:
-            _copy(nodes, graph, env, device)
+            for node in nodes:
+                _copy(node, graph, env, numbers, adjusted, device)
             continue
         made = set(nodes)
         reads = list(dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in made))
         writes = [node for node in nodes if node in results or not made.issuperset(node.users)]
-        bodies[unit] = RecomputedGroup(stage_graph(nodes, reads, writes, (), device))
-        call = graph.call_module(unit, tuple(env[node] for node in reads))
+        bodies[unit] = RecomputedGroup(stage_graph(nodes, reads, writes, device, adjusted=adjusted))
+        given = [env[node] for node in reads] + [numbers[place] for place in numbers_of(nodes, adjusted)]
+        call = graph.call_module(unit, tuple(given))
         env |= {node: graph.call_function(operator.getitem, (call, place)) for place, node in enumerate(writes)}
     graph.output(tuple(env[node] for node in results))
     return fx.GraphModule(nn.ModuleDict(bodies), graph)
@@ -113,11 +140,21 @@ def _op_of(node: fx.Node) -> str:
     return node.name
 
 
-def _copy(nodes: Iterable[fx.Node], graph: fx.Graph, env: dict[fx.Node, fx.Node], device: torch.device) -> None:
+def _copy(
+    node: fx.Node,
+    graph: fx.Graph,
+    env: dict[fx.Node, fx.Node],
+    numbers: Mapping[int, fx.Node],
+    adjusted: Reads,
+    device: torch.device,
+) -> None:
+    def read(arg: fx.Node) -> fx.Node:
+        number = adjusted.get((node, arg))
+        return env[arg] if number is None else graph.call_function(number.adjust, (env[arg], numbers[number.place]))
+
     def moved(arg: object) -> object:
         return device if isinstance(arg, torch.device) else arg
 
-    for node in nodes:
-        copy = env[node] = graph.node_copy(node, env.__getitem__)
-        copy.args = fx.node.map_aggregate(copy.args, moved)  # type: ignore[arg-type]
-        copy.kwargs = fx.node.map_aggregate(copy.kwargs, moved)  # type: ignore[arg-type]
+    copy = env[node] = graph.node_copy(node, read)
+    copy.args = fx.node.map_aggregate(copy.args, moved)  # type: ignore[arg-type]
+    copy.kwargs = fx.node.map_aggregate(copy.kwargs, moved)  # type: ignore[arg-type]

@@ -10,9 +10,11 @@ from dataclasses import replace
 from fractions import Fraction
 
 from autopart.ir.graph import Graph, Value
+from autopart.passes.loss.batch_numbers import of_inputs_alone
 from autopart.passes.loss.masks import Masks
 from autopart.passes.loss.move_rules import MOVE_RULES, NO_RULE, create, is_zero
 from autopart.passes.loss.term_rules import averaged
+from autopart.passes.loss.terms import of_terms
 from autopart.passes.ops.context import OpContext
 from autopart.passes.ops.placement import (
     CONSTANT,
@@ -20,6 +22,7 @@ from autopart.passes.ops.placement import (
     PARTIAL,
     REPLICATE,
     SHARD,
+    TERMS,
     UNPROVEN,
     Count,
     Placement,
@@ -40,14 +43,21 @@ def analyse(graph: Graph, other: Graph, proven: frozenset[str] = frozenset()) ->
 
 class Analysis:
     """`analyse` of one model under several sets of what is proven: an op is looked at again only where the placements
-    of its operands are others than the last time."""
+    of its operands are others than the last time.
 
-    def __init__(self, graph: Graph, other: Graph) -> None:
-        """O(ops)."""
+    of_batch: of the last call, sums and means over the batch that every micro-batch is given as they are for the whole
+    batch, and which are constants then; with what they were found to be.
+    """
+
+    def __init__(self, graph: Graph, other: Graph, given: frozenset[str] = frozenset()) -> None:
+        """given: values that are `of_batch` where they are a sum or a mean.  O(ops)."""
         self.graph, self.other = graph, other
+        self.of_batch: dict[str, Placement] = {}
+        self._given_whole = given
         self._values, self._other_values = graph.value_map(), other.value_map()
         self._params = graph.param_map()
         self._masks = Masks()
+        self._countable = of_inputs_alone(graph)
         for op in graph.ops:
             self._masks.see(op, self._values)
         self._given: dict[str, Placement] = {}
@@ -66,15 +76,34 @@ class Analysis:
 
     def __call__(self, proven: frozenset[str]) -> dict[str, Placement]:
         """The placement of every value.  proven: see `derive_loss_weight`."""
+        self.of_batch.clear()
         settled = self._constants & proven
         placements = {name: placement for name, placement in self._given.items() if name not in settled}
         for number, (op, other_op) in enumerate(zip(self.graph.ops, self.other.ops, strict=True)):
             sizes = self.graph.rows, self.other.rows
             context = OpContext(op, other_op, *sizes, self._values, self._other_values, self._params, placements)
             found = _masked_mean(context, self._masks) or self._placements_of(number, context)
+            found = [self._counted(context, placement) for placement in found]
             for written, placement in zip(op.writes, found, strict=True):
-                placements[written] = _settled(context, written, placement, proven)
+                placements[written] = self._whole(written, _settled(context, written, placement, proven))
         return placements
+
+    def _counted(self, context: OpContext, placement: Placement) -> Placement:
+        """x / count tells x only of micro-batches that count something: in the others x has to be 0."""
+        above, below = context.arg("self"), context.arg("other")
+        if placement.count is None or not isinstance(above, str) or not isinstance(below, str):
+            return placement
+        if context.placement(below).tag != PARTIAL or below[1:] not in self._countable:
+            return placement
+        if self._masks.empty_with(above[1:], below[1:]) or self._masks.count_behind(above[1:], below[1:]):
+            return placement
+        return Placement(COUPLED, why="what it divides need not be 0 in a micro-batch where it divides by 0")
+
+    def _whole(self, name: str, placement: Placement) -> Placement:
+        if name not in self._given_whole or placement.tag != PARTIAL:
+            return placement
+        self.of_batch[name] = placement
+        return CONSTANT
 
     def _placements_of(self, number: int, context: OpContext) -> list[Placement]:
         operands = [context.placements.get(name, CONSTANT) for name in context.op.reads + context.op.params]
@@ -135,7 +164,8 @@ def _placements_of(context: OpContext) -> list[Placement]:
     if any(_growing_axes(context, written) > 1 for written in context.op.writes):
         return [Placement(COUPLED, why="it combines every row of the batch with every other")] * count
     try:
-        found = _apply(context, operands)
+        sums = context.row.family != CREATION and any(placement.tag == TERMS for placement in operands)
+        found = of_terms(context) if sums else _apply(context, operands)
     except RuleExit as end:
         found = end.placement
     return found if isinstance(found, list) else [found] * count

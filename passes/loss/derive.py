@@ -15,12 +15,15 @@ Where the rules do not know an op they say so, and a numeric test (`capture.prob
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from autopart.ir.errors import CoupledLossError, LossError, UsageError
-from autopart.ir.graph import Graph, LossReduction, Op
+from autopart.ir.graph import Adjusted, Graph, LossReduction, Op
 from autopart.passes.loss.analysis import Analysis
-from autopart.passes.ops.placement import CONSTANT, COUPLED, PARTIAL, REPLICATE, UNPROVEN, Count, Placement
+from autopart.passes.loss.batch_numbers import numbers_of_inputs
+from autopart.passes.loss.terms import Misread, summands
+from autopart.passes.ops.placement import CONSTANT, COUPLED, PARTIAL, REPLICATE, TERMS, UNPROVEN, Count, Placement
 from autopart.passes.ops.table import op_name
 
 _ONE = "use micro_batches=1, or write the loss as a mean or a sum over rows, or over tokens"
@@ -60,35 +63,51 @@ def derive_loss_weight(
 
     Raises CoupledLossError, LossError, UsageError (contradiction) and UnprovenRows.  O(ops).
     """
+    try:
+        return _derived(Analysis(graph, other), proven, stated)
+    except CoupledLossError as refusal:
+        numbers = numbers_of_inputs(graph)
+        if not numbers:
+            raise
+        try:  # with these as they are for the whole batch
+            return _derived(Analysis(graph, other, numbers), proven, stated)
+        except CoupledLossError:
+            raise refusal from None
+
+
+def _derived(analysis: Analysis, proven: frozenset[str], stated: str | None) -> LossReduction:
+    graph = analysis.graph
     constants = frozenset(p.name for p in graph.params if p.kind == "constant")
     loss = graph.outputs[0]
-    analysis = Analysis(graph, other)
     best = analysis(constants.union(v.name for v in graph.values))[loss]
     if best.tag == COUPLED:  # whatever a test may show
         raise _refusal(graph, best.op, best.why)
+    strictly = analysis(proven)
     placements = analysis(proven | constants)
-    found = placements[loss]
+    found, strict = placements[loss], strictly[loss]
     if found.tag == UNPROVEN:
         names = _to_test(graph, placements, loss)
         if not names and stated in _STATED:
             return _STATED[stated]
-        raise UnprovenRows(names | _open_constants(graph, analysis(proven)), _where(graph, found.op), found.why)
+        raise UnprovenRows(names | _open_constants(graph, strictly), _where(graph, found.op), found.why)
     if found.tag == COUPLED:
         raise _refusal(graph, found.op, found.why)
-    if found.tag not in (REPLICATE, PARTIAL):
+    if found.tag not in (REPLICATE, PARTIAL, TERMS):
         raise LossError("the loss is one number per row, not one number", where=_where(graph, graph.writer()[loss]))
-    strictly = analysis(proven)
-    strict = strictly[loss]
     if strict.tag == UNPROVEN:
         raise UnprovenRows(_open_constants(graph, strictly), _where(graph, strict.op), strict.why)
-    return agree(_weight(graph, found, loss), stated)
+    if found.tag == TERMS:
+        reduction = LossReduction("sum", adjusted=_terms(graph, placements, loss, stated))
+    else:
+        reduction = agree(_weight(graph, found, graph.writer()[loss]), None if analysis.of_batch else stated)
+    return replace(reduction, adjusted=(*reduction.adjusted, *_given_whole(analysis, loss)))
 
 
 _STATED = {"mean": LossReduction("rows"), "sum": LossReduction("sum")}
 
 
-def _weight(graph: Graph, found: Placement, loss: str) -> LossReduction:
-    writer = graph.writer()[loss]
+def _weight(graph: Graph, found: Placement, op: str) -> LossReduction:
+    """How a value combines.  op: where it is used, for the refusal."""
     if found.tag == REPLICATE and found.plain:
         return LossReduction("any")
     if found.tag == PARTIAL and found.plain:
@@ -96,11 +115,43 @@ def _weight(graph: Graph, found: Placement, loss: str) -> LossReduction:
     if found.tag == PARTIAL and found.factor == (-1, None):
         return LossReduction("rows")
     if found.tag != PARTIAL or found.count is None or found.scale:
-        raise _refusal(graph, writer, "the loss depends on how many rows the batch has, not as a mean or a sum does")
+        raise _refusal(graph, op, "the loss depends on how many rows the batch has, not as a mean or a sum does")
     reason = count_problem(graph, found.count)
     if reason:
-        raise _refusal(graph, writer, reason)
-    return LossReduction("tokens", found.count.value, found.count.ignore)
+        raise _refusal(graph, op, reason)
+    count = found.count
+    return LossReduction("tokens", count.value, count.ignore, count.classes, count.smoothed)
+
+
+def _terms(graph: Graph, placements: Mapping[str, Placement], loss: str, stated: str | None) -> tuple[Adjusted, ...]:
+    """The terms of a sum with what weighs each."""
+    try:
+        found = summands(graph, placements, loss)
+    except Misread as misread:
+        raise _refusal(graph, misread.op, misread.why) from None
+    return tuple(
+        Adjusted(value, agree(_weight(graph, placements.get(value, CONSTANT), op), stated), op) for op, value in found
+    )
+
+
+def _given_whole(analysis: Analysis, loss: str) -> tuple[Adjusted, ...]:
+    """Those numbers of the whole batch that the loss needs."""
+    if not analysis.of_batch:
+        return ()
+    graph = analysis.graph
+    writers = {written: op for op in graph.ops for written in op.writes}
+    queue, seen, found = [loss], set[str](), list[Adjusted]()
+    while queue:
+        name = queue.pop()
+        if name in seen or name not in writers:
+            continue
+        seen.add(name)
+        op = writers[name]
+        if name in analysis.of_batch:
+            found.append(Adjusted(name, _weight(graph, analysis.of_batch[name], op.name)))
+        else:
+            queue.extend(op.reads)
+    return tuple(found)
 
 
 def agree(weight: LossReduction, stated: str | None) -> LossReduction:
@@ -118,9 +169,12 @@ def agree(weight: LossReduction, stated: str | None) -> LossReduction:
 
 def count_problem(graph: Graph, count: Count) -> str:
     """Why a count cannot be taken before the step, from the batch alone; "" when it can."""
-    ops, params = {w: op for op in graph.ops for w in op.writes}, graph.param_map()
-    updated = {buffer for buffer, _ in graph.updates}
-    queue, seen = [count.value], set[str]()
+    params, updated = graph.param_map(), {buffer for buffer, _ in graph.updates}
+    classes = params.get(count.classes or "")
+    if classes is not None and (classes.trainable or classes.name in updated):
+        return f"the class weights {classes.name} that it divides by change in the step"
+    ops = {w: op for op in graph.ops for w in op.writes}
+    queue, seen = [count.value, *([count.classes] if count.classes else [])], set[str]()
     while queue:
         op = ops.get(queue.pop())
         if op is None or op.name in seen:

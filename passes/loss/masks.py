@@ -27,7 +27,8 @@ class Masks:
 
     number: equal for values that are computed alike.  vanishes: numbers of values that make this one all zero when
     they are.  flags: numbers of values that are 0 or 1.  counts: for a sum over all of a flag, the flag's number.
-    floors: for a clamped count, the count and the flag's number.
+    floors: for a clamped count, the count and the flag's number.  summed: for a sum or mean of some value's elements,
+    that value's number.
     """
 
     number: dict[str, str] = field(default_factory=dict)
@@ -35,6 +36,7 @@ class Masks:
     flags: set[str] = field(default_factory=set)
     counts: dict[str, str] = field(default_factory=dict)
     floors: dict[str, tuple[str, str]] = field(default_factory=dict)
+    summed: dict[str, str] = field(default_factory=dict)
 
     def see(self, op: Op, values: Mapping[str, Value]) -> None:
         """Learn about the results of an op; ops come in order."""
@@ -47,6 +49,8 @@ class Masks:
             if values[written].dtype == "bool":
                 self.flags.add(self.number[written])
             self.vanishes[written] = self._vanishing(row, attrs, refs)
+            if refs and (same or name in ("sum", "mean")):
+                self.summed[written] = self.summed.get(first, self.of(first))
         if first in values and values[first].dtype == "bool":
             self.flags.add(self.of(first))
         if name == "sum" and first and not values[op.writes[0]].shape and self.of(first) in self.flags:
@@ -66,6 +70,10 @@ class Masks:
         """For above / below with below a clamped count that above vanishes with: the count before it was clamped."""
         count, flag = self.floors.get(below, ("", ""))
         return count if count and flag in self.vanishes.get(above, frozenset()) else None
+
+    def empty_with(self, above: str, below: str) -> bool:
+        """Whether `above` is all 0 where `below`, the sum or mean of a mask, is: a mask has no negative elements."""
+        return self.summed.get(below) in self.vanishes.get(above, frozenset())
 
     def _fresh(self, op: Op, place: int) -> str:
         if op.random:

@@ -35,7 +35,7 @@ def cross_entropy(context: OpContext) -> Placement:
         raise coupled("its classes are the rows of the batch")
     numbers = shape != target_shape or "int" in context.dtype(context.arg("target"))
     reduction = context.number("reduction", MEAN)
-    _check_class_weights(context, numbers and reduction == MEAN)
+    _check_class_weights(context)
     operands = [Operand(logits, names, shape), Operand(target, others if numbers else names, target_shape)]
     found = combined(operands, others if reduction == NONE else ())
     if reduction != MEAN:
@@ -46,17 +46,16 @@ def cross_entropy(context: OpContext) -> Placement:
         raise unproven("its targets do not depend on the batch")
     name = context.arg("target")
     assert isinstance(name, str)
-    return Placement(PARTIAL, 0, Count(name[1:], context.number("ignore_index", -100)))
+    weight, smoothing = context.arg("weight"), context.arg("label_smoothing", 0.0)
+    classes_weighed = weight[1:] if isinstance(weight, str) else None
+    smoothed = classes_weighed is not None and smoothing != 0
+    return Placement(PARTIAL, 0, Count(name[1:], context.number("ignore_index", -100), classes_weighed, smoothed))
 
 
-def _check_class_weights(context: OpContext, averaged: bool) -> None:
+def _check_class_weights(context: OpContext) -> None:
     weight = context.arg("weight")
     if not context.is_tensor(weight):
         return
     need_plain([context.placement(weight)])
     if context.placement(weight).tag != REPLICATE:
         raise unproven("its class weights depend on the batch")
-    if averaged:
-        raise coupled(
-            "it averages with class weights, and what the weights of a micro-batch add up to is not in the graph"
-        )

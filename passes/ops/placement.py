@@ -5,6 +5,7 @@ R is the number of rows of the (micro-)batch.  With f = R^-scale, times `count` 
     REPLICATE  f*v is the same for every micro-batch (a parameter, a mask, a number in the program)
     SHARD      f*v of a micro-batch is a slice of f*v of the whole batch, along `axis`
     PARTIAL    f*v of the whole batch is the sum of those of the micro-batches
+    TERMS      a linear combination of values of the three kinds above with different factors, each weighed by itself
     INDEX      v holds the number of the row, counted from the start of the micro-batch
     UNPROVEN   an op that the rules do not know; a numeric test may show that the value is SHARD
     COUPLED    it depends on rows of other micro-batches, or on how many there are, in no way that can be undone
@@ -20,15 +21,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-REPLICATE, SHARD, PARTIAL, INDEX, UNPROVEN, COUPLED = "const", "rows", "add", "index", "unproven", "coupled"
+REPLICATE, SHARD, PARTIAL, TERMS = "const", "rows", "add", "terms"
+INDEX, UNPROVEN, COUPLED = "index", "unproven", "coupled"
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A divisor that depends on the batch: elements of `value` that differ from `ignore`, or (None) its sum."""
+    """A divisor that depends on the batch: elements of `value` that differ from `ignore`, or (None) its sum.
+
+    classes, smoothed: as in `LossReduction`.
+    """
 
     value: str
     ignore: int | None = None
+    classes: str | None = None
+    smoothed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +137,10 @@ def added(terms: list[Placement]) -> Placement:
     first = next(term for term in terms if term.tag == PARTIAL)
     for term in terms:
         if term.tag == PARTIAL and term.factor != first.factor:
-            raise coupled("it adds terms that are averaged over different things")
+            return Placement(TERMS)
         if term.tag != REPLICATE or term.zero:
             continue
         grows = term.factor == (first.scale + (1 if first.count is None else 0), None)
         if not (grows or term.factor == (first.scale + 1, first.count)):
-            raise coupled("it adds a term that does not depend on the batch to a sum over the batch")
+            return Placement(TERMS)
     return Placement(PARTIAL, first.scale, first.count)

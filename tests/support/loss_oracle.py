@@ -21,8 +21,10 @@ from autopart.capture.rows import mark_rows, require_same_program
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.size import Size
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
+from autopart.session.split import ancestors, cut
 
 MICRO_ROWS = (3, 2)
+CPU = torch.device("cpu")
 Term = Callable[..., torch.Tensor]
 
 
@@ -45,7 +47,7 @@ def derive(
 
 
 class Terms(nn.Module):
-    """The sum of several losses of the same inputs; w, k and v are parameters they may use."""
+    """The sum of several losses of the same inputs; w, k and v are parameters they may use, c a buffer."""
 
     def __init__(self, terms: Sequence[Term], modules: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -53,6 +55,7 @@ class Terms(nn.Module):
         self.w = nn.Parameter(torch.randn(4, generator=generator, dtype=torch.float64))
         self.k = nn.Parameter(torch.randn(4, 4, generator=generator, dtype=torch.float64))
         self.v = nn.Parameter(torch.randn((), generator=generator, dtype=torch.float64))
+        self.register_buffer("c", torch.tensor([0.5, 1.0, 2.0, 0.25], dtype=torch.float64))
         for name, module in modules.items():
             setattr(self, name, module.double())
         self.terms = terms
@@ -109,20 +112,52 @@ class Bench:
 
     def combined(self, index: int, weight: LossReduction) -> Outcome:
         """Captured programs on the micro-batches, combined; a micro-batch that carries no weight is left out."""
-        pieces = self.parts.micro(MICRO_ROWS)
+        pieces = list(zip(self.captures, self.parts.micro(MICRO_ROWS), strict=True))
+        numbers = [_shares(item.weight, pieces) for item in weight.adjusted]
+        for place, item in enumerate(weight.adjusted):
+            if item.reader is None:
+                values = [float(run(c, list(piece), {item.value})[item.value]) for c, piece in pieces]
+                numbers[place] = [sum(s * v for s, v in zip(numbers[place], values, strict=True) if s)] * len(pieces)
         with torch.enable_grad():
             losses = [
-                run(captured, list(piece), {self.names[index]})[self.names[index]]
-                for captured, piece in zip(self.captures, pieces, strict=True)
+                self._loss(index, *pieces[micro], weight, [column[micro] for column in numbers])
+                for micro in range(len(pieces))
             ]
-        amounts = [amount(c, piece, weight) for c, piece in zip(self.captures, pieces, strict=True)]
-        total = 1.0 if weight.kind == "sum" else sum(amounts)
-        used = [(a / total, _outcome(self.model, x)) for a, x in zip(amounts, losses, strict=True) if a]
+        shares = _shares(weight, pieces)
+        used = [(a, _outcome(self.model, x)) for a, x in zip(shares, losses, strict=True) if a]
         zero = torch.zeros((), dtype=torch.float64)
         return Outcome(
             sum((share * o.loss for share, o in used), zero),
             {n: sum((share * o.gradients[n] for share, o in used), zero) for n, _ in self.model.named_parameters()},
         )
+
+    def _loss(
+        self,
+        index: int,
+        captured: Captured,
+        piece: Sequence[torch.Tensor],
+        weight: LossReduction,
+        numbers: Sequence[float],
+    ) -> torch.Tensor:
+        """One loss of a micro-batch, by the captured program or, where it reads adjusted values, by stage code."""
+        name = self.names[index]
+        if not weight.adjusted:
+            return run(captured, list(piece), {name})[name]
+        code = cut(captured, ancestors(captured.graph, name), [name], CPU, adjusted=weight.adjusted)
+        inputs = dict(zip(captured.graph.inputs, piece, strict=True))
+        arguments = [*code.arguments(captured.tensors), *(inputs[n] for n in code.inputs)]
+        found: torch.Tensor = code.module(*arguments, *(numbers[place] for place in code.numbers))[0]
+        return found
+
+
+Pieces = Sequence[tuple[Captured, Sequence[torch.Tensor]]]
+
+
+def _shares(weight: LossReduction, pieces: Pieces) -> list[float]:
+    """The share of each micro-batch; as in one process where nothing is counted in any of them."""
+    amounts = [amount(captured, piece, weight) for captured, piece in pieces]
+    total = 1.0 if weight.kind == "sum" else sum(amounts)
+    return [a / total if total else 1 / len(amounts) for a in amounts]
 
 
 def amount(captured: Captured, piece: Sequence[torch.Tensor], weight: LossReduction) -> float:
@@ -132,6 +167,10 @@ def amount(captured: Captured, piece: Sequence[torch.Tensor], weight: LossReduct
     if weight.value is None:
         return float(captured.graph.rows)
     value = run(captured, list(piece), {weight.value})[weight.value].double()
+    if weight.classes is not None:
+        classes = captured.tensors.get(weight.classes)
+        classes = run(captured, list(piece), {weight.classes})[weight.classes] if classes is None else classes
+        return float(sum(classes[int(t)] for t in value.flatten() if t != weight.ignore))
     return float(value.sum() if weight.ignore is None else (value != weight.ignore).sum())
 
 

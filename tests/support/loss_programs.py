@@ -97,6 +97,7 @@ BINARY: dict[str, Op] = {
     "over batch": lambda s, n, a, b: torch.einsum("b...,b...->...", a, b),
     "attention": lambda s, n, a, b: F.scaled_dot_product_attention(a, b, b),
     "cross entropy": lambda s, n, a, b: F.cross_entropy(a, b, ignore_index=1),
+    "cross entropy, weighed": lambda s, n, a, b: F.cross_entropy(a, b, weight=s.c, ignore_index=1),
     "cross entropy, none": lambda s, n, a, b: F.cross_entropy(a, b, reduction="none"),
     "cross entropy, sum": lambda s, n, a, b: F.cross_entropy(a, b, reduction="sum"),
     "mse": lambda s, n, a, b: F.mse_loss(a, b),
@@ -131,6 +132,11 @@ ENDS: dict[str, Op] = {
     "sum / rows": lambda s, n, z, q: z.sum() / n,
     "masked mean": lambda s, n, z, q: (z * q).sum() / q.sum(),
     "mean of masked": lambda s, n, z, q: (z * q.double()).mean() / q.double().mean(),
+    "sum by count": lambda s, n, z, q: z.sum() / q.sum(),
+    "floored": lambda s, n, z, q: (z * q).sum() / q.sum().clamp(min=2),
+    "sum + mean": lambda s, n, z, q: (z.sum() + z.mean() * 0.5) / 3,
+    "sum + masked mean": lambda s, n, z, q: 0.1 * z.square().sum() + (z * q).sum() / q.sum() - s.v,
+    "stack": lambda s, n, z, q: torch.stack([z.sum(), z.mean(), s.v, q.double().mean()]).mean(),
 }
 
 
@@ -163,9 +169,9 @@ class Program:
 
 
 def program(source: random.Random, data: tuple[torch.Tensor, ...]) -> Program:
-    """A program that runs, and whose loss is finite, on the whole batch and on each micro-batch."""
+    """A program that runs on the whole batch, where its loss is finite, and on each micro-batch."""
     model = Terms([], {})
-    batches = [data, *zip(*(tensor.split(list(MICRO_ROWS)) for tensor in data), strict=True)]
+    pieces = list(zip(*(tensor.split(list(MICRO_ROWS)) for tensor in data), strict=True))
     made = Program((), source.choice(list(ENDS)), source.randrange(4))
     wanted = source.randint(1, 6)
     for _ in range(40 * wanted):
@@ -174,16 +180,18 @@ def program(source: random.Random, data: tuple[torch.Tensor, ...]) -> Program:
         places = len(made.steps) + 4
         operands = tuple(places - 1 if source.random() < 0.6 else source.randrange(places) for _ in range(count))
         longer = Program((*made.steps, (name, operands)), made.end, made.mask)
-        if all(_runs(longer, model, batch) for batch in batches):
+        if _runs(longer, model, data, finite=True) and all(_runs(longer, model, piece) for piece in pieces):
             made = longer
         if len(made.steps) == wanted:
             break
     return made
 
 
-def _runs(candidate: Program, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> bool:
+def _runs(candidate: Program, model: nn.Module, inputs: tuple[torch.Tensor, ...], *, finite: bool = False) -> bool:
     try:
         loss = candidate.term(model, *inputs)
     except (RuntimeError, IndexError, ValueError, TypeError):
         return False
-    return loss.dim() == 0 and bool(loss.isfinite()) and candidate.values(model, inputs)[-1].numel() < 2000
+    return (
+        loss.dim() == 0 and (not finite or bool(loss.isfinite())) and candidate.values(model, inputs)[-1].numel() < 2000
+    )

@@ -12,8 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopart
-from support.silent_models import ROWS, SCRIPTS, WIDTH, Annealed, Net
+from support import silent_models
+from support.loss_models import LOSSES
+from support.mask_models import MASKED
+from support.silent_models import ROWS, WIDTH, Annealed, Net
 from support.step_jobs import cluster
+
+SCRIPTS = silent_models.SCRIPTS | LOSSES | MASKED
 
 
 def alone(name: str) -> tuple[list[float], list[dict[str, torch.Tensor]]]:

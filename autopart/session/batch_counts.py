@@ -1,0 +1,113 @@
+"""What the rank of the first stage counts of a batch before a step: the weights of losses, and of their terms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from autopart.capture import Captured
+from autopart.ir.errors import BatchError
+from autopart.ir.graph import LossReduction
+from autopart.runtime.stage_module import StageModule
+from autopart.runtime.tensors import LocalTensors
+from autopart.session.split import ancestors, cut
+
+Inputs = Mapping[str, torch.Tensor]
+
+
+class BatchCounts:
+    """Counts and sums that follow from the inputs alone, computed by ops cut out of the captured program.
+
+    rows of a micro-batch and its inputs by value name are what every method takes of each micro-batch.
+    """
+
+    def __init__(self, tensors: LocalTensors, device: torch.device) -> None:
+        self._tensors = tensors
+        self._device = device
+        self._code: dict[tuple[int, str], StageModule] = {}
+        self._constants: dict[tuple[int, str], torch.Tensor] = {}
+
+    def clear(self) -> None:
+        """Forget everything: a batch of another signature comes."""
+        self._code.clear()
+        self._constants.clear()
+
+    def add(self, captured: Captured, reduction: LossReduction) -> None:
+        """Cut out what computes the values that this reduction counts, at the rows of `captured`."""
+        graph = captured.graph
+        kinds = {param.name: param.kind for param in graph.params}
+        for name in sorted(set(_counted(reduction))):
+            key = graph.rows, name
+            if kinds.get(name) == "constant":
+                self._constants[key] = captured.tensors[name].to(self._device)
+            elif name in kinds:
+                self._tensors.hold([name], captured.tensors)
+            elif name not in graph.inputs:
+                module = cut(captured, ancestors(graph, name), [name], self._device)
+                self._tensors.hold(module.held, captured.tensors)
+                self._code[key] = module
+
+    def shares(self, reduction: LossReduction, micro_rows: Sequence[int], inputs: Sequence[Inputs]) -> list[float]:
+        """The share of each micro-batch's value in that of the whole batch."""
+        if len(micro_rows) == 1 or reduction.kind == "sum":
+            return [1.0] * len(micro_rows)
+        if reduction.value is None:
+            return [rows / sum(micro_rows) for rows in micro_rows]
+        counts = [self._count(reduction, rows, given) for rows, given in zip(micro_rows, inputs, strict=True)]
+        total = sum(counts)
+        # No counted token in the whole batch: equal shares give what one process gives, 0/0 or a floor's 0.
+        return [count / total if total else 1 / len(counts) for count in counts]
+
+    def numbers(
+        self, reduction: LossReduction, micro_rows: Sequence[int], inputs: Sequence[Inputs]
+    ) -> list[list[float]]:
+        """For each micro-batch, the number of each value that is adjusted."""
+        columns = []
+        for item in reduction.adjusted:
+            column = self.shares(item.weight, micro_rows, inputs)
+            if item.reader is None:
+                parts = zip(column, micro_rows, inputs, strict=True)
+                values = [share * float(self._value(item.value, rows, one)) for share, rows, one in parts if share]
+                column = [sum(values)] * len(micro_rows)
+            columns.append(column)
+        return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in micro_rows]
+
+    def _value(self, name: str, rows: int, inputs: Inputs) -> torch.Tensor:
+        """A value of one micro-batch."""
+        if name in inputs:
+            return inputs[name]
+        module = self._code.get((rows, name))
+        if module is None:
+            constant = self._constants.get((rows, name))
+            return self._tensors.held[name] if constant is None else constant
+        arguments = module.arguments(self._tensors.held)
+        with torch.no_grad():
+            found: torch.Tensor = module.module(*arguments, *(inputs[value] for value in module.inputs))[0]
+        return found
+
+    def _count(self, weight: LossReduction, rows: int, inputs: Inputs) -> float:
+        """What one micro-batch counts."""
+        assert weight.value is not None
+        result = self._value(weight.value, rows, inputs)
+        if weight.ignore is not None:
+            counted = result != weight.ignore
+            if weight.classes is None:
+                return float(counted.sum(dtype=torch.float64))
+            result = self._value(weight.classes, rows, inputs).detach()[result[counted]]
+            if weight.smoothed and result.numel() and not result.any():
+                raise BatchError(
+                    "all targets of a micro-batch are of classes that weigh 0",
+                    why="with label smoothing the loss of such targets is not 0, and there is no mean of it",
+                    fix="use fewer micro_batches, or ignore_index in place of a weight of 0",
+                )
+        return float(result.sum(dtype=torch.float64))
+
+
+def _counted(reduction: LossReduction) -> Iterator[str]:
+    """The values that have to be known of each micro-batch."""
+    yield from (name for name in (reduction.value, reduction.classes) if name is not None)
+    for item in reduction.adjusted:
+        yield from _counted(item.weight)
+        if item.reader is None:
+            yield item.value

@@ -1,0 +1,104 @@
+"""Losses that are sums of terms with different reductions: two token means, a sum and a mean, a sum and a regulariser.
+
+A value is TERMS when it is a linear combination, with constant factors, of values that each combine in their own way.
+Each summand is then weighed by its own share where it is added, and the sums of the micro-batches just add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopart.ir.graph import Graph, Op
+from autopart.passes.ops.context import OpContext
+from autopart.passes.ops.letters import added_operands
+from autopart.passes.ops.placement import CONSTANT, PARTIAL, REPLICATE, TERMS, Placement, coupled
+from autopart.passes.ops.table import op_name, row_of
+
+_JOINS = ("cat", "stack")
+_FLOATING = ("float", "bfloat", "complex")
+
+
+def of_terms(context: OpContext) -> Placement:
+    """The placement of the results of an op with an operand that is TERMS: TERMS where it is linear, else COUPLED."""
+    differs = any(context.differs(key) for key, _ in context.op.attrs)
+    if differs or not _is_linear(context):
+        raise coupled("it is not linear in a sum of terms that are averaged over different things")
+    return Placement(TERMS)
+
+
+def _is_linear(context: OpContext) -> bool:
+    row, refs = context.row, context.tensors()
+    placements = [context.placement(ref) for ref in refs]
+    others = [placement for placement in placements if placement.tag != TERMS]
+    if _adds(context.op):
+        return all(placement.tag in (PARTIAL, REPLICATE) for placement in others)
+    constant = len(others) == len(refs) - 1 and all(p.tag == REPLICATE and p.plain for p in others)
+    if context.name in ("div", "true_divide"):
+        divided = context.placement(context.arg("self")).tag == TERMS
+        return constant and divided and context.arg("rounding_mode") is None
+    if row.linear == "product":
+        return constant and not added_operands(row)
+    if row.linear in ("each", "mean") or row.same_elements:
+        return constant and placements[0].tag == TERMS and context.out.dtype.startswith(_FLOATING)
+    return False
+
+
+def _adds(op: Op) -> bool:
+    return op_name(op.target) in _JOINS or row_of(op.target).linear == "sum"
+
+
+class Misread(Exception):
+    """A sum of terms is used in a way that weighing them would change.  op: where; why: how."""
+
+    def __init__(self, op: str, why: str) -> None:
+        self.op, self.why = op, why
+        super().__init__(why)
+
+
+def summands(graph: Graph, placements: Mapping[str, Placement], loss: str) -> list[tuple[str, str]]:
+    """What the loss, a value that is TERMS, adds up: (op that adds, value or parameter that it adds).
+
+    Raises Misread.  O(ops).
+    """
+    writers = {written: op for op in graph.ops for written in op.writes}
+    queue, found, sums = [loss], dict[tuple[str, str], None](), set[str]()
+    while queue:
+        name = queue.pop()
+        if name in sums:
+            continue
+        sums.add(name)
+        op = writers[name]
+        if _adds(op) and any(_is_number(value) for key, value in op.attrs if key in ("self", "other")):
+            raise Misread(op.name, "it adds a term that does not depend on the batch to a sum over the batch")
+        for operand in (*op.reads, *op.params):
+            if placements.get(operand, CONSTANT).tag == TERMS:
+                queue.append(operand)
+            elif _adds(op):
+                found[op.name, operand] = None
+    for op in graph.ops:
+        if not sums.isdisjoint(op.reads):
+            sums.update(op.writes)
+    for buffer, value in graph.updates:
+        if value in sums:
+            why = f"buffer {buffer} keeps a sum of terms that are averaged over different things"
+            raise Misread(writers[value].name, why)
+    return list(found)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and value != 0
+
+
+def without_weight(graph: Graph, dropped: frozenset[tuple[str, str]]) -> frozenset[str]:
+    """The values that do not reach the loss when these reads, (op, value), count for nothing.  O(reads)."""
+    writers = {written: op for op in graph.ops for written in op.writes}
+    queue, reached = [graph.outputs[0]], set[str]()
+    while queue:
+        name = queue.pop()
+        if name in reached:
+            continue
+        reached.add(name)
+        op = writers.get(name)
+        if op is not None:
+            queue.extend(read for read in op.reads if (op.name, read) not in dropped)
+    return frozenset(value.name for value in graph.values) - reached

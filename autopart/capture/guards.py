@@ -80,7 +80,18 @@ def check_hooks(model: nn.Module) -> None:
                     why="hooks would run once while the model is captured and never again",
                     fix="remove it (handle.remove()) before compile, or do its work in forward()",
                 )
+    _check_global_hooks()
     _check_parameter_hooks(model)
+
+
+def _check_global_hooks() -> None:
+    for attribute, kind in _HOOKS.items():
+        for hook in getattr(nn.modules.module, f"_global{attribute}").values():
+            raise RefusedError(
+                f"a {kind} for all modules is registered: {getattr(hook, '__qualname__', repr(hook))}",
+                why="hooks would run once while the model is captured and never again",
+                fix="remove it (handle.remove()) before compile, or do its work in forward()",
+            )
 
 
 def _of_its_library(hook: object, module: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from autopart.capture.fingerprint import described, fingerprint, is_plain
+from autopart.capture.snapshot import ABSENT
 from autopart.ir.errors import RefusedError
 
 _OWN = frozenset(vars(nn.Module()))
@@ -36,7 +38,8 @@ class Observed:
     changed: list[RefusedError] = field(default_factory=list)
 
 
-ABSENT = object()
+_INHERITED = (types.FunctionType, dict, list, set)
+"""What modules may have of their class, next to plain values, that an attribute of their own would hide."""
 
 
 class _Seen:
@@ -70,7 +73,7 @@ class _Seen:
             self.first[key] = value, fingerprint(value)
             if type(value) in (list, dict, set):
                 self.contents.append((value, copy.copy(value)))
-        elif is_plain(inherited := getattr(type(module), name, ABSENT)):
+        elif is_plain(inherited := getattr(type(module), name, ABSENT)) or isinstance(inherited, _INHERITED):
             self.first[key] = inherited, fingerprint(inherited)
         elif inherited is ABSENT and not any(name in held[kind] for kind in _TENSORS):
             self.first[key] = ABSENT, None

@@ -1,0 +1,163 @@
+"""What forward() read is compared before every step: each way to change it is seen, and what is the same is not."""
+
+from __future__ import annotations
+
+import random
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from support import settings
+from torch import nn
+
+from autopart.capture import CaptureCache
+from autopart.capture.batch import flatten
+from autopart.ir.errors import RefusedError
+from autopart.ir.size import Size
+
+CONFIG = {"alpha": 0.5}
+
+
+class Settings:
+    beta = 0.5
+
+
+class Schedule:
+    """Called, and holds a number."""
+
+    __slots__ = ("level",)
+
+    def __init__(self, level: float) -> None:
+        self.level = level
+
+    def __call__(self) -> float:
+        return self.level
+
+
+class Model(nn.Module):
+    kinds: tuple[float, ...] = (1.0, 2.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.empty = nn.Linear(4, 4), nn.Linear(4, 4), nn.Identity()
+        self.scalar = nn.Parameter(torch.ones(1))
+        self.config = types.SimpleNamespace(depth={"a": [1.0, {"b": 2.0}]}, same=3)
+        self.schedule = Schedule(0.5)
+        self.array = numpy.ones(3)
+        self.flag = True
+        level = 0.5
+        self.closure: Callable[[], float] = lambda: level
+        self.scaled = types.MethodType(_scaled, self.schedule)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+    @classmethod
+    def kind(cls) -> float:
+        return 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = self.config.depth["a"][1]["b"] * self.schedule() * float(self.array[0]) * self.closure() * self.kind()
+        factor *= CONFIG["alpha"] * Settings.beta * settings.gamma * self.kinds[0] * self.scaled() * (2 - self.flag)
+        bonus = getattr(self, "bonus", None)
+        return self.run(x).square().mean() * factor + (0.0 if bonus is None else bonus)
+
+
+def _scaled(schedule: Schedule) -> float:
+    return schedule.level
+
+
+def _cell(model: Any) -> None:
+    model.closure.__closure__[0].cell_contents = 0.25
+
+
+def _swap(model: Any) -> None:
+    model.first.weight, model.second.weight = model.second.weight, model.first.weight
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "deep in a configuration": (lambda m: m.config.depth["a"][1].update(b=3.0), "config"),
+    "an object with slots that is called": (lambda m: setattr(m.schedule, "level", 0.7), "schedule"),
+    "an array in place": (lambda m: m.array.fill(2), "array"),
+    "a variable of a closure": (_cell, "level"),
+    "a global dictionary": (lambda m: CONFIG.update(alpha=0.25), "CONFIG"),
+    "an attribute of a class": (lambda m: setattr(Settings, "beta", 0.25), "Settings.beta"),
+    "a variable of a module": (lambda m: setattr(settings, "gamma", 0.25), "settings.gamma"),
+    "an attribute that hides the class's": (lambda m: setattr(m, "kinds", (3.0,)), "kinds"),
+    "the class's own": (lambda m: setattr(Model, "kinds", (4.0, 2.0)), "kinds"),
+    "a method of the object": (lambda m: setattr(m, "run", lambda x: m.first(x)), "run"),
+    "a method of the class": (lambda m: setattr(Model, "run", lambda self, x: self.first(x)), "Model.run"),
+    "a class method": (lambda m: setattr(Model, "kind", classmethod(lambda cls: 2.0)), "Model.kind"),
+    "True becomes 1": (lambda m: setattr(m, "flag", 1), "flag"),
+    "an attribute that was absent": (lambda m: setattr(m, "bonus", 1.0), "bonus"),
+    "a module that was absent": (lambda m: setattr(m, "bonus", nn.Identity()), "bonus"),
+    "a module in an empty one": (lambda m: m.empty.add_module("inner", nn.Identity()), "empty.inner"),
+    "frozen": (lambda m: m.first.bias.requires_grad_(False), "first.bias.requires_grad"),
+    "forward of the class": (lambda m: setattr(Model, "forward", lambda self, x: self.run(x).sum()), "Model.forward"),
+    "forward of a module": (lambda m: setattr(m.first, "forward", lambda x: x), "first.forward"),
+}
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "two parameters change places": (_swap, "first.weight was replaced"),
+    "a parameter with one element": (
+        lambda m: setattr(m, "scalar", nn.Parameter(m.scalar.detach().clone())), "scalar was replaced"
+    ),
+    "a parameter that was absent": (lambda m: setattr(m, "bonus", nn.Parameter(torch.ones(()))), "bonus was added"),
+    "a buffer in an empty module": (
+        lambda m: m.empty.register_buffer("table", torch.ones(3)), "empty.table was added"
+    ),
+    "a parameter becomes None": (lambda m: setattr(m.first, "bias", None), "first.bias was removed"),
+    "a hook for all modules": (
+        lambda m: nn.modules.module.register_module_forward_hook(lambda module, given, result: result), "forward hook"
+    ),
+}  # fmt: skip
+SAME: dict[str, Callable[[Any], Any]] = {
+    "an equal number": lambda m: setattr(m.config, "same", int("3")),
+    "an equal tuple": lambda m: setattr(m, "kinds", tuple([1.0, 2.0])),
+    "what nobody read": lambda m: setattr(m, "unread", random.random()),
+    "values in place": lambda m: m.first.weight.data.mul_(2),
+}
+
+
+@pytest.fixture
+def watched():
+    model = Model()
+    saved = [(home, dict(vars(home))) for home in (Model, Settings, settings)]
+    alpha = CONFIG["alpha"]
+    captures = CaptureCache(model)
+    captures(flatten(torch.ones(2, 4)), Size(2))
+    assert captures.refresh(training=True) == []
+    yield model, captures
+    for home, before in saved:
+        for name, value in before.items():
+            if vars(home).get(name) is not value:
+                setattr(home, name, value)
+    CONFIG["alpha"] = alpha
+    nn.modules.module._global_forward_hooks.clear()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_seen_and_named(watched, name):
+    model, captures = watched
+    change, words = CHANGES[name]
+    change(model)
+    assert any(words in told for told in captures.refresh(training=True))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_capture_can_follow_is_refused_by_name(watched, name):
+    model, captures = watched
+    change, words = REFUSED[name]
+    change(model)
+    with pytest.raises(RefusedError, match=words):
+        captures.refresh(training=True)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_stays_the_same_is_not_captured_anew(watched, name):
+    model, captures = watched
+    SAME[name](model)
+    assert captures.refresh(training=True) == []
+    assert captures.refresh(training=True) == []

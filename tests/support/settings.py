@@ -1,0 +1,3 @@
+"""A module of Python that models read numbers from."""
+
+gamma = 0.5

@@ -13,7 +13,7 @@ from autopart.ir.plan import Optimality, Plan, Provenance, Report
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.coarsen import coarsen, nested
-from autopart.passes.graph.cuts import forced_bounds, module_span
+from autopart.passes.graph.cuts import check_own_ops, forced_bounds, module_span
 from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.proof.certificate import certified, settles
 from autopart.passes.proof.lower_bound import lower_bound
@@ -140,6 +140,8 @@ def _costs(source: PlannerInput, cluster: Cluster, request: PlanRequest) -> Cost
 def _spaces(source: PlannerInput, fine: Graph, cluster: Cluster, request: PlanRequest) -> SearchSpaces:
     """A chain of few blocks and one of more, which can be cut at the same places and at others."""
     most_stages = request.stages or cluster.world
+    together = [path for paths in request.keep_together() for path in paths]
+    check_own_ops(source.graph, fine, [*request.cuts, *together])
     ends = {place for paths in request.keep_together() for place in module_span(fine, paths)} - {len(fine.ops)}
     most_blocks = max(MOST_BLOCKS, most_stages)
     many = check_graph(coarsen(fine, blocks=most_blocks, cuts=request.cuts, also=tuple(sorted(ends))))

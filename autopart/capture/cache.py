@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 
+import torch
 from torch import nn
 
 from autopart.capture.batch import Batch
 from autopart.capture.capture import Captured, capture
 from autopart.capture.export import LossFn
 from autopart.capture.guards import check_model
-from autopart.capture.watch import Watch
+from autopart.capture.watch import Watch, check_tensors, tensors_of
 from autopart.ir.size import Size
 
 _KEEP = 32  # captures; a batch of a new shape every step must not fill the memory
@@ -29,6 +30,7 @@ class CaptureCache:
         self._reads: set[tuple[nn.Module, str]] = set()
         self._flags: list[bool] | None = None
         self._watch: Watch | None = None
+        self._tensors: dict[str, tuple[str, torch.Tensor]] = {}
         self._made: dict[tuple[object, ...], Captured] = {}
 
     def __call__(self, batch: Batch, size: Size, mode: str = "step") -> Captured:
@@ -36,6 +38,7 @@ class CaptureCache:
         key = (mode, size, batch.signature())
         if key not in self._made:
             captured = capture(self.model, batch, size=size, loss_fn=self._loss_fn, mode=mode)
+            self._tensors = self._tensors or tensors_of(self.model)
             self._made[key] = captured
             self._reads.update(captured.observed.read)
             if mode == "step":
@@ -53,9 +56,20 @@ class CaptureCache:
         follow, such as a parameter that is another object.  Costs what `Watch.changes` costs.
         """
         changes = self._watch.changes(training=training) if self._watch is not None else []
+        if self._watch is None:  # what was captured last could not be
+            self.check_tensors()
         if changes:
             self._made.clear()
             self._reads.clear()
             self._flags = self._watch = None
             self.version = hashlib.blake2b("\n".join([self.version, *changes]).encode(), digest_size=8).hexdigest()
         return changes
+
+    def check_tensors(self) -> None:
+        """Raises RefusedError when parameters or buffers are other objects than those of the first capture."""
+        if self._tensors:
+            check_tensors(self.model, self._tensors)
+
+    def is_own(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a parameter or buffer is the one that was captured first; a later one is the user's affair."""
+        return name not in self._tensors or self._tensors[name][1] is tensor

@@ -45,7 +45,7 @@ class Watch:
         modules = list(model.modules())
         self._held = [vars(module) for module in modules]
         self._parameters = list(model.parameters())
-        self._tensors = _tensors(model)
+        self._tensors = tensors_of(model)
         classes = list(dict.fromkeys(map(type, modules)))
         self._patches = [Reading(vars(module), "forward", _place(self._names, module, "forward")) for module in modules]
         attributes = [Attribute(module, name, _place(self._names, module, name)) for module, name in reads]
@@ -74,6 +74,7 @@ class Watch:
             and self._snapshot.holds()
         ):
             return []
+        check_tensors(self._model, self._tensors)
         told = list(self._told(flags))
         if not told:  # other objects of the same value
             self._snapshot = self._taken(list(self._model.modules()))
@@ -101,7 +102,6 @@ class Watch:
         return Snapshot(wholes, unordered, keys, attributes, states)
 
     def _told(self, flags: Sequence[bool] | None) -> Iterator[str]:
-        self._refuse_other_tensors()
         modules = dict(self._model.named_modules())
         for place, (path, module) in enumerate(modules.items()):
             if self._names.get(id(module)) != path:
@@ -109,34 +109,37 @@ class Watch:
             elif flags is not None and place < len(flags) and module.training != flags[place]:
                 yield f"{path or 'the model'}.training is {module.training}"
         yield from (f"{path} is gone" for path in self._names.values() if path not in modules)
-        for (name, parameter), before in zip(self._model.named_parameters(), self._grads, strict=True):
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        for parameter, before in zip(self._parameters, self._grads, strict=True):
             if parameter.requires_grad != before:
-                yield f"{name}.requires_grad is {parameter.requires_grad}"
+                yield f"{names.get(id(parameter), 'a parameter')}.requires_grad is {parameter.requires_grad}"
         for reading in (*self._patches, *self._readings):
             if reading.changed():
                 yield f"{reading.place} was {described(reading.value)} and is {described(reading.now())}"
 
-    def _refuse_other_tensors(self) -> None:
-        found = _tensors(self._model)
-        for name, (kind, tensor) in found.items():
-            if name not in self._tensors or self._tensors[name][1] is not tensor:
-                became = "replaced" if name in self._tensors else "added"
-                raise RefusedError(
-                    f"{kind} {name} was {became} after the model was compiled",
-                    why="the pipeline, and the optimizer made for it, hold what was there before",
-                    fix="change its values in place (parameter.data.copy_(...), pipe.load_state_dict(...)), or "
-                    "close the pipe and compile the model anew",
-                )
-        for name, (kind, _) in self._tensors.items():
-            if name not in found:
-                raise RefusedError(
-                    f"{kind} {name} was removed after the model was compiled",
-                    why="the pipeline, and the optimizer made for it, still hold it",
-                    fix="close the pipe and compile the model anew",
-                )
+
+def check_tensors(model: nn.Module, before: Mapping[str, tuple[str, torch.Tensor]]) -> None:
+    """Raises RefusedError when the model has other parameters or buffers than `tensors_of` found before.  O(them)."""
+    found = tensors_of(model)
+    for name, (kind, tensor) in found.items():
+        if name not in before or before[name][1] is not tensor:
+            became = "replaced" if name in before else "added"
+            raise RefusedError(
+                f"{kind} {name} was {became} after the model was compiled",
+                why="the pipeline, and the optimizer made for it, hold what was there before",
+                fix="change its values in place (parameter.data.copy_(...), pipe.load_state_dict(...)), or "
+                "close the pipe and compile the model anew",
+            )
+    for name, (kind, _) in before.items():
+        if name not in found:
+            raise RefusedError(
+                f"{kind} {name} was removed after the model was compiled",
+                why="the pipeline, and the optimizer made for it, still hold it",
+                fix="close the pipe and compile the model anew",
+            )
 
 
-def _tensors(model: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
+def tensors_of(model: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
     """Parameters and buffers under all their names, with which of the two each is."""
     named = {name: ("parameter", tensor) for name, tensor in model.named_parameters(remove_duplicate=False)}
     return {**named, **{name: ("buffer", tensor) for name, tensor in model.named_buffers(remove_duplicate=False)}}

@@ -27,6 +27,14 @@ def state_factor(optimizer: Any, param_bytes: int = 4) -> tuple[float, tuple[str
         return ADAM, ("no optimizer was named: memory is charged for Adam; pass optimizer=torch.optim.SGD or the like",)
     if isinstance(optimizer, str):
         return _named(optimizer, param_bytes), ()
+    kind = type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    if isinstance(kind, type) and needs_closure(kind):
+        raise UsageError(
+            f"optimizer {kind.__name__} needs a closure",
+            why="it looks at all parameters at once and runs the model as often as it likes; each rank of a pipeline "
+            "holds its own part of them",
+            fix="use an optimizer that takes each parameter by itself, such as torch.optim.AdamW",
+        )
     if isinstance(optimizer, torch.optim.Optimizer):
         kind, options = type(optimizer), _arguments(type(optimizer), optimizer.defaults)
         return _tried(lambda params: kind(params, **options)), ()
@@ -35,6 +43,12 @@ def state_factor(optimizer: Any, param_bytes: int = 4) -> tuple[float, tuple[str
     raise UsageError(
         f"optimizer is a {type(optimizer).__name__}", fix='use a class such as torch.optim.AdamW, or "adamw"'
     )
+
+
+def needs_closure(kind: type) -> bool:
+    """Whether the step of an optimizer cannot be called without a function that runs the model."""
+    closure = inspect.signature(kind.step).parameters.get("closure") if hasattr(kind, "step") else None
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _named(name: str, param_bytes: int) -> float:

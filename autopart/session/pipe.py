@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ from autopart.session.state import (
     sync_state,
     with_steps,
 )
+from autopart.session.torch_habits import watch_optimizers, without_backward
 
 
 class Pipe:
@@ -54,6 +55,7 @@ class Pipe:
         self._placeholder = nn.Parameter(torch.empty(0))
         self._steps = 0
         self._closed = False
+        self._unwatch: Callable[[], None] = lambda: None
         if sample is not None:
             self._bring_up(lambda: self._flatten(sample))
 
@@ -61,6 +63,8 @@ class Pipe:
         session = Session(self._captures, self._cluster, self._options, read)
         session.bring_up()
         self._session = session
+        if session.world.size > 1:
+            self._unwatch = watch_optimizers(self.parameters)
         return session
 
     def _flatten(self, batch: Any) -> Batch:
@@ -72,8 +76,8 @@ class Pipe:
         """One training step: every micro-batch, forward and backward; gradients are added to `.grad`.
 
         Takes a batch as described in `capture.batch`, or the model's own positional and keyword arguments.  Returns
-        the loss of the whole batch (0-dim, detached) on every rank.  Raises BatchError before anything is sent,
-        StageError and WorkerError while running.
+        the loss of the whole batch (0-dim, its backward done) on every rank.  Raises BatchError before anything is
+        sent, StageError and WorkerError while running.
         """
 
         def read() -> Batch:
@@ -83,11 +87,11 @@ class Pipe:
         session = self._session or self._bring_up(read)
         loss = session.loss(Mode.TRAIN, read, self._steps)
         self._steps += 1
-        return loss
+        return without_backward(loss)
 
     def eval_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The loss of a batch with the model in eval mode, through the same stages, without gradients."""
-        return self.session.loss(Mode.LOSS, lambda: self._flatten(_one_batch(args, kwargs)))
+        return without_backward(self.session.loss(Mode.LOSS, lambda: self._flatten(_one_batch(args, kwargs))))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns in eval mode for this batch, on every rank, on the CPU, through the same stages.
@@ -95,6 +99,14 @@ class Pipe:
         The batch holds no target.  Caches and other objects that are no tensors are left out of the result.
         """
         return self.session.predict(lambda: self._reader.read(_one_batch(args, kwargs)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises UsageError: calling the model says neither whether to train nor what comes back."""
+        raise UsageError(
+            "a pipe is not called like a model",
+            why="forward and backward of all micro-batches run together, so there is no output to call backward() on",
+            fix="pipe.step(batch) trains, pipe.eval_loss(batch) and pipe.predict(inputs) evaluate",
+        )
 
     def adopt(self, plan: Plan | str | os.PathLike[str]) -> None:
         """Go on under another plan for the same model, batch and number of ranks: other cuts, micro-batches, schedule.
@@ -169,6 +181,40 @@ class Pipe:
     def explain(self) -> str:
         """The stage table: what runs where, with simulated times and memory."""
         return stage_table(self.plan, self.session.graph)
+
+    # -- as of a module ------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was compiled.  What other ranks train is old in it until `sync_model` or `close`."""
+        return self._captures.model
+
+    def train(self, mode: bool = True) -> Pipe:
+        """Set the training flags of the model, as its own train() does; the next step follows them.  Call it on every
+        rank.  `eval_loss` and `predict` need no eval(): they run in eval mode."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> Pipe:
+        """`train(False)`."""
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of this rank's parameters, as the optimizer's zero_grad() does."""
+        for parameter in self.parameters():
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.detach_().zero_()
+
+    def to(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises UsageError: where and in which precision a pipeline runs is settled when it is compiled."""
+        raise UsageError(
+            "a pipe cannot be moved or converted",
+            why="its plan says which device runs what, and its program in which precision",
+            fix="convert the model before compile (model.to(torch.bfloat16)), and name the devices there: "
+            'autopart.compile(model, "cuda:4")',
+        )
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
@@ -247,6 +293,7 @@ class Pipe:
         sync: False where a rank cannot hold the whole model.  Then, and after a failure, parameters and buffers that
         other ranks trained are emptied in the model, so that nobody saves or trains stale values.
         """
+        self._unwatch()
         session, self._session, self._closed = self._session, None, True
         if session is None:
             return

@@ -6,6 +6,7 @@ the plan while the processes live: weights move to where the new plan wants them
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -21,7 +22,7 @@ from autopart.capture.reduction import WHOLE
 from autopart.capture.rows import program_key
 from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import PlanError, UsageError
+from autopart.ir.errors import PlanError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Plan, Stage
 from autopart.ir.program import Program
@@ -39,6 +40,7 @@ from autopart.session.executor import Executor, Health, Mode, RankContext, Weigh
 from autopart.session.placement import Placement, placement_of, relocate
 
 _CALLS = {Mode.TRAIN: "step", Mode.LOSS: "eval_loss", Mode.PREDICT: "predict"}
+_dtype = operator.attrgetter("dtype")
 _KEEP = 32  # kinds of batches whose executor is remembered
 
 
@@ -63,6 +65,7 @@ class Session:
         self._planned: Planned | None = None
         self._placement = Placement({}, {})
         self._trace: Trace | None = None
+        self._dtypes: list[torch.dtype] = []
         self.tied: Mapping[str, str] = {}
         self.world = World(cluster.kind, cluster.world)
         self._calls = Calls(self.world)
@@ -144,6 +147,7 @@ class Session:
 
     def _install(self, planned: Planned, tensors: LocalTensors, executor: Executor) -> None:
         tensors.forget_earlier()
+        self._dtypes = list(map(_dtype, tensors.held.values()))
         self._planned = planned
         self._placement = _placed(planned)
         self.tensors = tensors
@@ -187,9 +191,16 @@ class Session:
     # -- running ---------------------------------------------------------------------------------------------------
 
     def enter(self, call: str) -> None:
-        """Go on once every rank makes this call.  Collective; raises on all ranks when they do not."""
+        """Go on once every rank makes this call.  Collective; raises on all ranks when they do not, and RefusedError
+        when the model has other tensors than the pipeline; closing goes on all the same."""
         self.require_healthy()
-        self._calls.enter(call)
+        failure: BaseException | None = None
+        try:
+            if call != "close":
+                self.captures.check_tensors()
+        except FAILURES as error:
+            failure = error
+        self._calls.enter(call, failure=failure)
 
     def take(self, mode: Mode, read: Callable[[], Batch], call: str | None = None) -> Batch:
         """The batch that every rank was given, once all have read theirs and hold the same model.  Collective.
@@ -202,6 +213,7 @@ class Session:
         try:
             batch = read()
             check_autocast(self.world.device.type)
+            self._check_dtypes()
             if self.captures.refresh(training=mode is Mode.TRAIN):
                 self._follow_flags()
             given = Given(repr(batch.signature()), self.captures.version, batch.rows or 0)
@@ -210,6 +222,19 @@ class Session:
         self._calls.enter(call or _CALLS[mode], given, failure)
         assert batch is not None
         return batch
+
+    def _check_dtypes(self) -> None:
+        """Raises RefusedError when what this rank holds was converted in place, as model.to(dtype) does."""
+        held = self.tensors.held
+        found = list(map(_dtype, held.values()))
+        if found[: len(self._dtypes)] != self._dtypes:
+            name, old, new = next(row for row in zip(held, self._dtypes, found, strict=False) if row[1] != row[2])
+            raise RefusedError(
+                f"{name} is of {new}, and was of {old} when the model was compiled",
+                why="the program, and what it sends between ranks, is of that type",
+                fix="convert the model before compile; to go on in another precision, close the pipe and compile anew",
+            )
+        self._dtypes = found
 
     def loss(self, mode: Mode, read: Callable[[], Batch], step: int = 0) -> torch.Tensor:
         """The loss of a batch on every rank; when training, gradients are accumulated.  step: for random numbers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -18,10 +19,11 @@ _STEPS = "autopart"
 
 
 def gather_state(session: Session) -> dict[str, torch.Tensor]:
-    """The model's state_dict on every rank, on the CPU.  Collective."""
+    """The model's state_dict on every rank, on the CPU, without what was put into the model since.  Collective."""
     session.require_healthy()
     held, tied = session.tensors.held, session.tied
-    whole = session.captures.model.state_dict(keep_vars=True)
+    captures = session.captures
+    whole = {n: t for n, t in captures.model.state_dict(keep_vars=True).items() if captures.is_own(n, t)}
     first = {tied.get(name, name): name for name in reversed(whole)}
     gathered = gather_tensors(
         session.world,
@@ -126,7 +128,8 @@ def clip_gradients(session: Session, max_norm: float, norm_type: float) -> torch
     if scale < 1.0:
         for gradient in gradients.values():
             gradient.mul_(scale)
-    return torch.tensor(total)
+    dtypes = [p.dtype for p in session.captures.model.parameters() if p.requires_grad and p.is_floating_point()]
+    return torch.tensor(total, dtype=functools.reduce(torch.promote_types, dtypes, torch.float32))
 
 
 def _check_state(own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:

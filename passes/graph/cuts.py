@@ -122,6 +122,22 @@ def module_span(graph: Graph, paths: Sequence[str]) -> tuple[int, int]:
     return min(places), max(places) + 1
 
 
+def check_own_ops(captured: Graph, fine: Graph, paths: Sequence[str]) -> None:
+    """Raises UsageError for a module whose ops were all cloned into those that need them: none is its own in `fine`,
+    which was made of `captured`.  O(ops * paths)."""
+    for path in paths:
+        inside = f"{path}."
+        cloned = [op for op in captured.ops if f"{op.module}.".startswith(inside)]
+        if cloned and not any(f"{op.module}.".startswith(inside) for op in fine.ops):
+            raise UsageError(
+                f"module {path!r} has no op of its own, so no stage can begin or stay there",
+                where=f"{cloned[0].target} at {cloned[0].where}",
+                why="what it runs is cheap, and depends on nothing that is trained: it is run again wherever its "
+                "result is needed, instead of being sent",
+                fix="name the module before or after it",
+            )
+
+
 def _no_module(graph: Graph, cut: str) -> UsageError:
     paths: dict[str, None] = {}
     for op in graph.ops:

@@ -214,3 +214,14 @@ def caches_after_a_capture() -> Any:
     except autopart.AutopartError:
         pass
     return [type(t).__name__ for t in (*CACHE.values(), _table(WIDTH))], model(ROWS).item()
+
+
+def closure_optimizer() -> autopart.AutopartError | None:
+    """What is raised when an optimizer with a closure drives a rank's parameters."""
+    with opened(Net()) as pipe:
+        optimizer = torch.optim.LBFGS(pipe.parameters())
+        try:
+            optimizer.step(lambda: pipe.step(ROWS))
+        except autopart.AutopartError as error:
+            return error
+    return None

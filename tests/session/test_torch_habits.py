@@ -1,0 +1,119 @@
+"""What scripts for plain torch call on a pipe: it works as in torch, or an error says what to call instead."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from support import silent_jobs as jobs
+from support.silent_models import ROWS, WIDTH, Net, Normed
+from torch import nn
+
+import autopart
+from autopart.ir.errors import AutopartError, RefusedError, UsageError
+from autopart.runtime.launch.local import Workers
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    with autopart.compile(Normed(), "cpu:1", sample=ROWS, micro_batches=1, costs="analytic") as pipe:
+        yield pipe
+
+
+def test_backward_on_a_loss_says_that_the_step_did_it(pipe: autopart.Pipe) -> None:
+    loss = pipe.step(ROWS)
+    for tensor in (loss, loss / 4):
+        with pytest.raises(UsageError, match="backward") as caught:
+            tensor.backward()
+        assert "pipe.step(batch)" in caught.value.fix
+    file = io.BytesIO()
+    torch.save({"loss": loss}, file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=True)["loss"]) is torch.Tensor
+
+
+def test_a_pipe_is_not_called_and_not_moved(pipe: autopart.Pipe) -> None:
+    with pytest.raises(UsageError, match="not called") as caught:
+        pipe(ROWS)
+    assert "pipe.step(batch)" in caught.value.fix
+    with pytest.raises(UsageError, match="moved") as caught:
+        pipe.to(torch.bfloat16)
+    assert "before compile" in caught.value.fix
+
+
+def test_train_eval_and_zero_grad_work_as_those_of_a_module(pipe: autopart.Pipe) -> None:
+    assert pipe.eval() is pipe and not pipe.model.training
+    before = pipe.state_dict()["norm.running_mean"]
+    pipe.step(ROWS)
+    assert pipe.state_dict()["norm.running_mean"].equal(before)
+    assert pipe.train().model.training
+    pipe.step(ROWS)
+    assert not pipe.state_dict()["norm.running_mean"].equal(before)
+    pipe.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in pipe.parameters())
+    pipe.zero_grad()
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+def test_converting_the_model_afterwards_is_refused_unless_it_changes_nothing() -> None:
+    model = Net()
+    with autopart.compile(model, "cpu:1", sample=ROWS, micro_batches=2, costs="analytic") as pipe:
+        model.float()
+        pipe.step(ROWS)
+        model.double()
+        with pytest.raises(RefusedError, match=r"is of torch.float64, and was of torch.float32"):
+            pipe.step(ROWS)
+        model.float()
+        pipe.step(ROWS)
+
+
+def test_what_was_put_into_the_model_is_neither_reported_as_trained_nor_overwritten() -> None:
+    model = Net()
+    pipe = autopart.compile(model, "cpu:1", sample=ROWS, micro_batches=2, costs="analytic")
+    model.l[1].weight = nn.Parameter(torch.full((WIDTH, WIDTH), 3.0))
+    for call in (pipe.state_dict, pipe.sync_model, pipe.gradients):
+        with pytest.raises(RefusedError, match=r"parameter l.1.weight was replaced"):
+            call()
+    pipe.close()
+    assert (model.l[1].weight == 3.0).all()
+
+
+def test_the_norm_of_gradients_has_their_precision() -> None:
+    model = Net().double()
+    with autopart.compile(model, "cpu:1", sample=ROWS.double(), micro_batches=2, costs="analytic") as pipe:
+        pipe.step(ROWS.double())
+        assert pipe.clip_grad_norm_(1.0).dtype == torch.float64
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused(pair: Workers) -> None:
+    with pytest.raises(AutopartError, match="LBFGS needs a closure"):
+        autopart.compile(Net(), "cpu:1", sample=ROWS, optimizer=torch.optim.LBFGS, costs="analytic")
+    for error in pair.run(jobs.closure_optimizer):
+        assert type(error) is UsageError and "LBFGS cannot drive" in error.what
+
+
+def test_a_cut_at_a_module_without_an_op_of_its_own_says_so() -> None:
+    with pytest.raises(UsageError, match="module 'positions' has no op of its own"):
+        autopart.plan(Placed(), "cpu:2", sample=torch.randn(8, 4), cuts=["positions"], costs="analytic")
+
+
+class Positions(nn.Module):
+    """Its result depends on nothing that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.linspace(0, 1, 4))
+
+    def forward(self) -> torch.Tensor:
+        return torch.cos(self.table)
+
+
+class Placed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.positions, self.last = nn.Linear(4, 4), Positions(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x) + self.positions()).square().mean()

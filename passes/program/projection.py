@@ -21,9 +21,20 @@ def project_plan(graph: Graph, trained: Graph, plan: Decision) -> tuple[Stage, .
     Holds after: every op stands in a stage, no value flows back, and every trainable or updated tensor is read only on
     stages that hold it under the plan.  Raises PlanError when that cannot be.
     """
+    try:
+        return _projected(graph, atoms(graph), trained, plan)
+    except PlanError as error:
+        # A cheap op that reads a buffer of one stage was cloned into one that reads a parameter of another.
+        try:
+            return _projected(graph, graph, trained, plan)
+        except PlanError:
+            raise error from None
+
+
+def _projected(graph: Graph, blocks: Graph, trained: Graph, plan: Decision) -> tuple[Stage, ...]:
+    """As `project_plan`.  blocks: the ops that are placed as a whole, of those of `graph`."""
     holders = _holders(trained, plan)
     modules = _module_stages(trained, plan)
-    blocks = atoms(graph)
     parts: list[list[str]] = [[] for _ in plan.stages]
     stage_of: dict[str, int] = {}
     for block in blocks.ops:
@@ -31,7 +42,7 @@ def project_plan(graph: Graph, trained: Graph, plan: Decision) -> tuple[Stage, .
         stage = _stage(block, earliest, holders, modules)
         for value in block.writes:
             stage_of[value] = stage
-        parts[stage].extend(block.parts)
+        parts[stage].extend(block.parts or (block.name,))
     place = {op.name: index for index, op in enumerate(graph.ops)}
     return tuple(
         Stage(tuple(sorted(set(names), key=place.__getitem__)), stage.ranks, _kept_groups(stage, set(names)))

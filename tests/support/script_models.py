@@ -1,0 +1,280 @@
+"""Small models put together from parts that read Python in every way a model may, for random training scripts.
+
+Every part maps features to features of the same width, in double precision.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+WIDTH = 4
+ALPHA = 0.5
+CONFIG: dict[str, Any] = {"alpha": 0.5, "steps": [1.0, 2.0]}
+
+
+class Settings:
+    beta = 0.5
+
+
+def helper() -> float:
+    return ALPHA * 2
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.activation = nn.Tanh()
+        self.gain = 1.0
+
+    def forward(self, h: torch.Tensor, mask: Any) -> torch.Tensor:
+        return self.activation(self.linear(h)) * self.gain
+
+
+class Twice(Dense):
+    """One module called twice."""
+
+    def forward(self, h: torch.Tensor, mask: Any) -> torch.Tensor:
+        return h + super().forward(super().forward(h, mask), mask)
+
+
+class Tied(Dense):
+    """Its weight is that of another part, see `Scripted`."""
+
+
+class Norm(nn.Module):
+    def __init__(self, running: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, track_running_stats=running)
+
+    def forward(self, h: torch.Tensor, mask: Any) -> torch.Tensor:
+        return self.norm(h.transpose(1, -1)).transpose(1, -1) if h.dim() > 2 else self.norm(h)
+
+
+class Layered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.0)
+
+    def forward(self, h: torch.Tensor, mask: Any) -> torch.Tensor:
+        return h + self.drop(self.norm(h))
+
+
+class Scaled(nn.Module):
+    gamma = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = 0.5
+        self.flag = True
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, h: torch.Tensor, mask: Any) -> torch.Tensor:
+        h = h * self.beta * self.gamma + self.weight
+        return torch.tanh(h) if self.flag else torch.sin(h)
+
+
+class Helper:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def apply(self, h: torch.Tensor) -> torch.Tensor:
+        return h * self.scale
+
+
+class Configured(nn.Module):
+    """Reads containers and objects, one of which all such parts share."""
+
+    def __init__(self, shared: Any) -> None:
+        super().__init__()
+        self.shared = shared
+        self.config: Any = {"scale": [1.0, 2.0], "deep": {"er": {"act": "tanh"}}}
+        self.helper = Helper(0.5)
+
+    def forward(self, h: torch.Tensor, mask: Any) -> torch.Tensor:
+        h = self.helper.apply(h) * self.config["scale"][1] + sum(self.config["scale"]) * self.shared.alpha
+        return getattr(torch, self.config["deep"]["er"]["act"])(h)
+
+
+class Surrounded(nn.Module):
+    """Reads globals, an attribute of a class, and a variable of a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        level = 0.5
+        self.scale: Callable[[torch.Tensor], torch.Tensor] = lambda h: h * level
+
+    def factor(self) -> float:
+        return 1.5
+
+    def forward(self, h: torch.Tensor, mask: Any) -> torch.Tensor:
+        return torch.tanh(self.scale(h) * ALPHA + CONFIG["alpha"] * Settings.beta * self.factor() + helper())
+
+
+class Counting(nn.Module):
+    """Keeps a counter and an average in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.decay = 0.5
+
+    def forward(self, h: torch.Tensor, mask: Any) -> torch.Tensor:
+        if self.training:
+            self.count.add_(1)
+            self.average.mul_(self.decay).add_(h.detach().reshape(-1, WIDTH).mean(0) * (1 - self.decay))
+        return h * (1 + 0.01 * self.count) - self.average
+
+
+class Optional(nn.Module):
+    """Reads what may not be there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("shift", None)
+        self.register_buffer("table", torch.linspace(0.5, 1.0, WIDTH), persistent=False)
+
+    def forward(self, h: torch.Tensor, mask: Any) -> torch.Tensor:
+        h = h * self.table
+        if self.shift is not None:
+            h = h + self.shift
+        bonus = getattr(self, "bonus", None)
+        return h if bonus is None else h + bonus
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.dim = -1
+
+    def forward(self, h: torch.Tensor, mask: Any) -> torch.Tensor:
+        if h.dim() < 3:
+            return h * self.query(h).softmax(self.dim)
+        scores = self.query(h) @ h.transpose(-1, -2)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -1e9)
+        return h + scores.softmax(self.dim) @ h
+
+
+class Several(nn.Module):
+    """A list of modules beside a list of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+        self.weights = [0.5, 0.25]
+
+    def forward(self, h: torch.Tensor, mask: Any) -> torch.Tensor:
+        return sum(torch.tanh(part(h)) * weight for part, weight in zip(self.parts, self.weights, strict=False)) + h
+
+
+PARTS = (
+    "dense", "dense", "twice", "tied", "norm", "norm alone", "layered", "scaled", "configured", "surrounded",
+    "counting", "optional", "attention", "several",
+)  # fmt: skip
+COUPLED = ("norm", "norm alone", "counting")
+"""Parts for which one process has to play the same micro-batches."""
+
+
+class Scripted(nn.Module):
+    """Parts in a row and a loss.
+
+    kind: "rows" (features) or "tokens" (ids); loss: "class", "square" or "token".
+    """
+
+    def __init__(self, parts: Sequence[str], kind: str, loss: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.loss = kind, loss
+        self.temperature = 1.0
+        self.shared = types.SimpleNamespace(alpha=0.25)
+        if kind == "tokens":
+            self.embedding = nn.Embedding(WIDTH, WIDTH)
+        self.parts = nn.ModuleList([self._part(name) for name in parts])
+        self.head = nn.Linear(WIDTH, WIDTH)
+        for part in self.parts:
+            if isinstance(part, Tied):
+                part.linear.weight = self.head.weight
+        self.double()
+
+    def _part(self, name: str) -> nn.Module:
+        makers: dict[str, Callable[[], nn.Module]] = {
+            "dense": Dense, "twice": Twice, "tied": Tied, "norm": lambda: Norm(True), "norm alone": lambda: Norm(False),
+            "layered": Layered, "scaled": Scaled, "configured": lambda: Configured(self.shared),
+            "surrounded": Surrounded, "counting": Counting, "optional": Optional, "attention": Attention,
+            "several": Several,
+        }  # fmt: skip
+        return makers[name]()
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        mask: Any = None,
+        red: str = "mean",
+        ignore: int = -100,
+        scale: Any = None,
+    ) -> dict[str, torch.Tensor]:
+        h = self.embedding(x) if self.kind == "tokens" else x.double()
+        for part in self.parts:
+            h = part(h, mask)
+        h = self.head(h) / self.temperature
+        if scale is not None:
+            h = h * scale
+        return {"loss": self.loss_of(h, y, red, ignore), "out": h}
+
+    def loss_of(self, h: torch.Tensor, y: torch.Tensor, red: str, ignore: int) -> torch.Tensor:
+        if self.loss == "square":
+            return h.square().mean() if red == "mean" else h.square().sum()
+        if self.loss == "class":
+            return F.cross_entropy(h.flatten(0, -2), y.flatten(), reduction=red, ignore_index=ignore)
+        each = F.cross_entropy(h.flatten(0, -2), y.flatten(), reduction="none") * (y.flatten() != ignore)
+        return each.sum() / (y != ignore).sum() if red == "mean" else each.sum()
+
+
+def batch(kind: str, rows: int, length: int, seed: int, **more: Any) -> dict[str, Any]:
+    """A batch; more: mask (bool), narrow (features in single precision), turned (another order of keys), and Python
+    values that forward() takes."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows, length) if kind == "tokens" else (rows,)
+    x = torch.randint(WIDTH, shape, generator=generator)
+    if kind == "rows":
+        x = torch.randn(rows, WIDTH, generator=generator, dtype=torch.double)
+        x = x.float() if more.get("narrow") else x
+    made: dict[str, Any] = {"x": x, "y": torch.randint(WIDTH, shape, generator=generator)}
+    made |= {name: more[name] for name in ("red", "ignore", "scale") if name in more}
+    if more.get("mask") and kind == "tokens":
+        made["mask"] = torch.ones(length, length).tril().bool()
+    return dict(reversed(made.items())) if more.get("turned") else made
+
+
+def shares(model: Scripted, batches: Sequence[dict[str, Any]]) -> list[float]:
+    """What each micro-batch's loss counts in that of the batch."""
+    if batches[0].get("red", "mean") == "sum":
+        return [1.0] * len(batches)
+    ignore = batches[0].get("ignore", -100)
+    counts = [float(len(b["x"]) if model.loss == "square" else (b["y"] != ignore).sum()) for b in batches]
+    return [count / sum(counts) if sum(counts) else 1 / len(counts) for count in counts]
+
+
+def reset() -> None:
+    """What is shared by all models, as it was at first."""
+    global ALPHA
+    ALPHA = 0.5
+    CONFIG.update(alpha=0.5, steps=[1.0, 2.0])
+    Settings.beta = 0.5
+    Scaled.gamma = 0.5
+    Surrounded.factor = _factor  # type: ignore[method-assign]
+    Dense.forward = _forward  # type: ignore[method-assign]
+    globals()["helper"] = _helper
+
+
+_factor, _forward, _helper = Surrounded.factor, Dense.forward, helper

@@ -19,7 +19,7 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Timeline
-from autopart.options import Options, read_options
+from autopart.options import Options, check_timeout, read_options
 from autopart.passes.program.schedules import Order, Schedule
 from autopart.passes.search.space import Watch
 from autopart.planning import Planned, make_plan
@@ -66,6 +66,7 @@ def compile(
     watch: Watch | None = None,
     plan: PlanLike | None = None,
     seed: int = 0,
+    timeout: float | None = None,
 ) -> Pipe:
     """Turn an unmodified model into a running training pipeline.  Call it on every rank.
 
@@ -80,7 +81,7 @@ def compile(
     options = read_options(
         loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
         cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
-        costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed,
+        costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
     )  # fmt: skip
     return Pipe(CaptureCache(model, loss_fn), _cluster(cluster), options, sample)
 
@@ -108,6 +109,7 @@ def plan(
     watch: Watch | None = None,
     plan: PlanLike | None = None,
     seed: int = 0,
+    timeout: float | None = None,
 ) -> Plan:
     """The plan alone: needs no process group and no weights (the model may be on the meta device).
 
@@ -118,7 +120,7 @@ def plan(
     options = read_options(
         loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
         cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
-        costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed,
+        costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
     )  # fmt: skip
     return planned(model, cluster, sample, options).plan
 
@@ -147,6 +149,7 @@ def verify(
     watch: Watch | None = None,
     plan: PlanLike | None = None,
     seed: int = 0,
+    timeout: float | None = None,
 ) -> Verification:
     """One training step of the pipeline against the same step in one process, on copies of the model.
 
@@ -157,7 +160,7 @@ def verify(
     options = read_options(
         loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
         cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
-        costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed,
+        costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
     )  # fmt: skip
     return checked(model, cluster, sample, options, tolerance)
 
@@ -187,10 +190,14 @@ def simulate(
 def launch(fn: Callable[..., Any], cluster: ClusterLike = None, *args: Any, timeout: float | None = None) -> list[Any]:
     """Run fn(*args) on every rank of a cluster in local processes and return the results by rank.
 
-    Under torchrun this process is one of the ranks and fn is simply called.  timeout: seconds, None for no limit.
-    Raises WorkerError with the first cause when a process dies or runs out of time, and what fn raised on a rank.
+    Under torchrun, srun or mpirun this process is one of the ranks and fn is simply called.  timeout: seconds for
+    everything but planning, None for no limit.  Raises WorkerError with the first cause when a process dies, is stopped
+    or runs out of time, and what fn raised on a rank.
     """
-    return _launch(fn, _cluster(cluster).world, *args, timeout=timeout)
+    if timeout is not None:
+        check_timeout(timeout)
+    machines = _cluster(cluster)
+    return _launch(fn, machines.world, *args, timeout=timeout, local=machines.levels[0].size)
 
 
 def planned(model: nn.Module, cluster: ClusterLike, sample: Any, options: Options) -> Planned:

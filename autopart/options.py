@@ -44,6 +44,9 @@ class Options:
     watch           watch(what is done, best step so far in ns or 0, lower bound in ns or 0), called while searching
     plan            a Plan or the path of a plan file, instead of the options that it settles
     seed            of dropout
+    timeout         seconds that a rank waits for others that do not go on before that is an error which names them;
+                    planning and capturing do not count; None for AUTOPART_TIMEOUT_S or 600.  Ranks that died or were
+                    stopped are named within seconds all the same
     """
 
     loss_fn: LossFn | None = None
@@ -63,6 +66,7 @@ class Options:
     watch: Watch | None = None
     plan: Plan | str | os.PathLike[str] | None = None
     seed: int = 0
+    timeout: float | None = None
 
 
 def read_options(**given: Any) -> Options:
@@ -86,6 +90,8 @@ def read_options(**given: Any) -> Options:
     if not isinstance(options.cache, bool):
         raise UsageError(f"cache is {options.cache!r}", fix="use True or False")
     _seconds("prove", options.prove)
+    if options.timeout is not None:
+        check_timeout(options.timeout)
     if options.loss_fn is not None and not callable(options.loss_fn):
         raise UsageError(f"loss_fn is a {type(options.loss_fn).__name__}", fix="pass loss_fn(output, target) -> scalar")
     if options.plan is not None:
@@ -159,6 +165,14 @@ def _count(name: str, value: int | None) -> None:
 def _seconds(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise UsageError(f"{name} is {value!r}", fix=f"use a number of seconds, for example {name}=10")
+
+
+def check_timeout(value: object) -> None:
+    """Raises UsageError for what is no time limit: a number of seconds above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UsageError(
+            f"timeout is {value!r}", fix="use a number of seconds above 0, for example timeout=600, or None"
+        )
 
 
 def _no_conflict(options: Options) -> None:

@@ -18,7 +18,7 @@ from autopart.ir.program import BACKWARD, FORWARD, SEND, Action, Program, Slot
 from autopart.runtime.activity import set_activity
 from autopart.runtime.failing_op import failing_op
 from autopart.runtime.mailbox import Mailbox
-from autopart.runtime.reduce import TiedGradients
+from autopart.runtime.reduce import GradientsAside, TiedGradients
 from autopart.runtime.stage import StageRunner
 from autopart.runtime.trace import Trace
 from autopart.runtime.transport import Spec
@@ -66,6 +66,7 @@ class _State:
     given: StepInput
     train: bool
     sends_left: Counter[tuple[Slot, str]]
+    parameters: Mapping[str, torch.nn.Parameter]
     values: dict[Slot, dict[str, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))
     grads: dict[Slot, dict[str, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))
     back: dict[Slot, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -112,23 +113,37 @@ class Engine:
         }
         self.trace: Trace | None = None
 
-    def step(self, given: StepInput, parameters: Mapping[str, torch.nn.Parameter], *, train: bool) -> StepResult:
+    def step(
+        self,
+        given: StepInput,
+        parameters: Mapping[str, torch.nn.Parameter],
+        *,
+        train: bool,
+        agree: Callable[[StepResult], None] | None = None,
+    ) -> StepResult:
         """Play the program once.
 
-        Raises StageError for a failing op, WorkerError for a lost peer; gradients of tied parameters and buffers are
-        then as before the step.  Messages of it may still be under way, so no other step may follow.
+        agree: called when this rank's part is done; it raises when another rank's is not, so that the step counts on
+        all ranks or on none.  Raises StageError for a failing op, WorkerError for a lost peer; gradients and buffers
+        are then as before the step.  Messages of it may still be under way, so no other step may follow.
         """
-        state = _State(given, train, self._sends.copy())
-        self._tied.begin(parameters)
+        state = _State(given, train, self._sends.copy(), parameters if train else {})
+        aside = GradientsAside(state.parameters)
         try:
             self._play(state)
+            result = StepResult(state.losses, dict(state.results))
+            if agree is not None:
+                agree(result)
         except BaseException:
-            self._tied.restore()
+            aside.restore()
             for runner in self._runners.values():
                 runner.clear()
             raise
+        aside.keep()
+        for runner in self._runners.values():
+            runner.finish()
         set_activity("between steps")
-        return StepResult(state.losses, dict(state.results))
+        return result
 
     def _play(self, state: _State) -> None:
         trace = self.trace
@@ -142,8 +157,6 @@ class Engine:
             if trace is not None:
                 trace.add(action, start)
         self._mailbox.flush()
-        for runner in self._runners.values():
-            runner.finish()
 
     # -- computes ------------------------------------------------------------------------------------------------
 
@@ -213,7 +226,7 @@ class Engine:
 
     def _sum_tied(self, action: Action, state: _State) -> None:
         if action == self._last_sum:  # then the gradients of all stages of this rank are complete
-            self._tied.reduce()
+            self._tied.reduce(state.parameters)
 
     def _end_stage(self, action: Action, state: _State) -> None:
         """The optimizer is the user's: it steps when `step` has returned, and every gradient is complete now."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from autopart.ir.program import Program
+from autopart.runtime.activity import waiting
 from autopart.runtime.world import World
 
 
@@ -34,38 +35,45 @@ class TiedGradients:
             group = world.group(ranks) if len(ranks) > 1 else None
             if world.rank in ranks:
                 self._ties.append(_Tie(name, group))
-        self._before: dict[str, torch.Tensor | None] = {}
-        self._parameters: Mapping[str, torch.nn.Parameter] = {}
 
-    def begin(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Put earlier gradients aside for one step."""
-        self._parameters = parameters
-        self._before = {tie.name: parameters[tie.name].grad for tie in self._ties}
-        for tie in self._ties:
-            parameters[tie.name].grad = None
-
-    def restore(self) -> None:
-        """The step failed: gradients that were put aside are back, and nothing was added to them."""
-        for name, before in self._before.items():
-            self._parameters[name].grad = before
-        self._before = {}
-
-    def reduce(self) -> None:
-        """Sum this step's gradients over the ranks and add what was put aside.
+    def reduce(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Sum this step's gradients over the ranks.
 
         All of a rank's sums follow each other in the order of `Program.tied`, so that no two ranks wait for each other.
 
-        A parameter that got no gradient on any rank keeps the one it had, or None: an optimizer must not take it for
-        one of zeros.  Half-precision gradients are summed in fp32.
+        A parameter that got no gradient on any rank has none: an optimizer must not take it for one of zeros.
+        Half-precision gradients are summed in fp32.
         """
-        for tie in self._ties:
-            parameter = self._parameters[tie.name]
-            before = self._before.pop(tie.name)
-            total = _summed(parameter, tie.group)
-            if total is None:
+        with waiting():
+            for tie in self._ties:
+                parameters[tie.name].grad = _summed(parameters[tie.name], tie.group)
+
+
+class GradientsAside:
+    """Gradients of earlier steps, put aside for one step: only what it contributes is summed over ranks, and a step
+    that fails leaves them as they were.  Takes the memory of one more gradient where steps accumulate."""
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self._before = [(parameter, parameter.grad) for parameter in parameters.values()]
+        for parameter, before in self._before:
+            if before is not None:
+                parameter.grad = None
+
+    def restore(self) -> None:
+        """The step failed: nothing was added."""
+        for parameter, before in self._before:
+            parameter.grad = before
+
+    def keep(self) -> None:
+        """The step is over: what it contributed is added."""
+        for parameter, before in self._before:
+            if before is None:
+                continue
+            fresh = parameter.grad
+            if fresh is None:
                 parameter.grad = before
             else:
-                parameter.grad = total if before is None else before.add_(total)
+                parameter.grad = before + fresh if before.is_sparse else before.add_(fresh)
 
 
 def _summed(parameter: torch.nn.Parameter, group: dist.ProcessGroup | None) -> torch.Tensor | None:

@@ -3,79 +3,146 @@
 Each opening has a number of its own, which rank 0 takes from the store and tells the others: no rank counts for
 itself, so that the numbers agree even when some ranks failed before an opening that others waited for.  Under the keys
 of a group that was left, ranks would find addresses where nobody listens.
+
+Nothing here waits inside of torch for long: keys are asked for again and again, so that the watch over the ranks
+(`runtime.watch`) can end the waiting.
 """
 
 from __future__ import annotations
 
 import os
+import socket
+import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from autopart.ir.errors import WorkerError
+from autopart.ir.errors import ClusterError, WorkerError
+from autopart.runtime.activity import set_activity, waiting
 
+POLL_S = 0.01
+UNWATCHED = timedelta(days=7)
+"""The time limit of groups: the watch ends what hangs, and knows planning from hanging."""
+REFUSED_S = 5.0
+"""For so long a launcher's store may refuse connections before it counts as gone."""
+
+Look = Callable[[], None]
+"""Raises when waiting is pointless."""
 _found: dict[tuple[str, str], tuple[Store, int, int]] = {}
 """The store of a launcher, with this process's rank and the world's size, by the launcher's address and port: a launch
 that ran and left its group may be followed by another one with a store of its own."""
 
 
-def open_default_group(backend: str, timeout: timedelta) -> None:
-    """Open the default process group of torch.distributed.  Collective.
+def open_default_group(backend: str, store: Store, rank: int, size: int, limit_s: float, look: Look) -> str:
+    """Open the default process group of torch.distributed; returns the number of the opening.  Collective.
 
-    Raises WorkerError, within `timeout`, naming a rank that did not come.
+    look: raises when waiting is pointless.  Raises WorkerError, within limit_s seconds, naming a rank that did not
+    come.
     """
-    store, rank, size = launchers_store(timeout)
     meeting = PrefixStore("autopart", store)
-    number = _lead(meeting, size, timeout) if rank == 0 else _follow(meeting, rank, timeout)
+    set_activity("opening the process group")
+    number = _lead(meeting, size, limit_s, look) if rank == 0 else _follow(meeting, rank, limit_s, look)
     own = PrefixStore(f"autopart/{number}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
+    with waiting():
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=UNWATCHED)
+    return str(number)
 
 
-def launchers_store(timeout: timedelta) -> tuple[Store, int, int]:
-    """The store that the launcher says in the environment, this process's rank and the number of ranks."""
+def rank0_has_store() -> bool:
+    """Whether the store is in rank 0's process, and not in the launcher's."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def launchers_store(limit_s: float, look: Look = lambda: None) -> tuple[Store, int, int]:
+    """The store that the launcher says in the environment, this process's rank and the number of ranks.
+
+    Raises WorkerError when the store does not answer within limit_s seconds, or its launcher is gone.
+    """
     address = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if address not in _found:
         _found.clear()  # of a launch that is over
-        _found[address] = next(rendezvous("env://", timeout=timeout))
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if not address[0] or not address[1].isdigit():
+            raise ClusterError(
+                "the ranks cannot find each other",
+                why="MASTER_ADDR or MASTER_PORT is not set",
+                fix="let torchrun or autopart.launch start the ranks; both set them to the host and a port of rank 0",
+            )
+        _found[address] = _connected(address[0], int(address[1]), rank, limit_s, look), rank, size
     return _found[address]
 
 
-def _lead(meeting: Store, size: int, timeout: timedelta) -> int:
+def _connected(host: str, port: int, rank: int, limit_s: float, look: Look) -> Store:
+    leads = rank == 0 and rank0_has_store()
+    if not leads:
+        with waiting(0):
+            _await_listener(host, port, limit_s, look)
+    store = TCPStore(
+        host, port, is_master=leads, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=limit_s)
+    )
+    return store
+
+
+def _await_listener(host: str, port: int, limit_s: float, look: Look) -> None:
+    """Until somebody listens there; whether it answers, the watch finds out."""
+    start = time.monotonic()
+    patience_s = limit_s if rank0_has_store() else min(limit_s, REFUSED_S)
+    while True:
+        look()
+        try:
+            socket.create_connection((host, port), timeout=2.0).close()
+            return
+        except OSError as error:
+            if time.monotonic() - start > patience_s:
+                who = "rank 0, which holds" if rank0_has_store() else "the launcher, which holds"
+                raise WorkerError(
+                    f"{who} the store at {host}:{port}, did not come or is gone",
+                    why=str(error),
+                    fix="look for the first error there",
+                ) from error
+            time.sleep(5 * POLL_S)
+
+
+def _lead(meeting: Store, size: int, limit_s: float, look: Look) -> int:
     """Rank 0: number the opening and answer every rank that waits for it."""
     number = int(meeting.add("openings", 1))
     for rank in range(1, size):
         request = f"waiting/{rank}"
-        _wait(meeting, request, timeout, missing=rank)
+        _wait(meeting, request, limit_s, look, missing=rank)
         ticket = meeting.get(request).decode()
         meeting.delete_key(request)
         meeting.set(f"ticket/{ticket}", str(number))
     return number
 
 
-def _follow(meeting: Store, rank: int, timeout: timedelta) -> int:
+def _follow(meeting: Store, rank: int, limit_s: float, look: Look) -> int:
     """Another rank: ask with a new ticket, so that an answer to an earlier, abandoned request is never read."""
     ticket = uuid.uuid4().hex
     request = f"waiting/{rank}"
     meeting.set(request, ticket)
     try:
-        _wait(meeting, f"ticket/{ticket}", timeout, missing=0)
-    except WorkerError:
+        _wait(meeting, f"ticket/{ticket}", limit_s, look, missing=0)
+    except BaseException:
         with suppress(RuntimeError):
             meeting.delete_key(request)
         raise
     return int(meeting.get(f"ticket/{ticket}"))
 
 
-def _wait(meeting: Store, key: str, timeout: timedelta, missing: int) -> None:
-    try:
-        meeting.wait([key], timeout)
-    except RuntimeError as error:
-        raise WorkerError(
-            f"rank {missing} did not come to open the process group",
-            why=(str(error).splitlines() or ["no reason given"])[0],
-            fix="look for the first error on that rank; every rank calls compile (or verify) in the same order",
-        ) from error
+def _wait(meeting: Store, key: str, limit_s: float, look: Look, missing: int) -> None:
+    end = time.monotonic() + limit_s
+    with waiting(missing):
+        while not meeting.check([key]):
+            look()
+            if time.monotonic() > end:
+                raise WorkerError(
+                    f"rank {missing} did not come to open the process group",
+                    why=f"it had {limit_s:g} s",
+                    fix="look for the first error on that rank; every rank calls compile (or verify) in the same "
+                    "order; timeout= of compile allows more time",
+                )
+            time.sleep(POLL_S)

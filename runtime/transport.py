@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from autopart.ir.errors import WorkerError
 from autopart.ir.program import MESSAGES_AHEAD
+from autopart.runtime.activity import waiting
 
 _ALIGN = 64
 
@@ -78,6 +79,7 @@ class Outbox:
     def __init__(self, peer: int, group: dist.ProcessGroup) -> None:
         self._peer = peer
         self._group = group
+        self._errors = _peer_errors(peer)
         self._pending: dict[Hashable, tuple[dist.Work | None, torch.Tensor]] = {}
 
     def send(self, tensors: Sequence[torch.Tensor], key: Hashable = None) -> None:
@@ -85,7 +87,7 @@ class Outbox:
         buffer = pack(tensors)
         work = None
         if buffer.numel():
-            with _peer_errors(self._peer):
+            with self._errors:
                 work = dist.isend(buffer, self._peer, group=self._group)
         self._pending[key] = work, buffer
 
@@ -102,7 +104,7 @@ class Outbox:
     def _finish(self, key: Hashable) -> None:
         work, _ = self._pending.pop(key)
         if work is not None:
-            with _peer_errors(self._peer):
+            with self._errors:
                 work.wait()
 
 
@@ -115,6 +117,7 @@ class Inbox:
     def __init__(self, peer: int, group: dist.ProcessGroup, device: torch.device, ahead: int = MESSAGES_AHEAD) -> None:
         self._peer = peer
         self._group = group
+        self._errors = _peer_errors(peer)
         self._device = device
         self._ahead = ahead
         self._expected: deque[tuple[Hashable, tuple[Spec, ...]]] = deque()
@@ -131,7 +134,7 @@ class Inbox:
             self._post()
         work, buffer, specs = self._posted.pop(key)
         if work is not None:
-            with _peer_errors(self._peer):
+            with self._errors:
                 work.wait()
         self._post_ahead()
         return unpack(buffer, specs)
@@ -146,21 +149,20 @@ class Inbox:
         buffer = torch.empty(total, dtype=torch.uint8, device=self._device)
         work = None
         if total:
-            with _peer_errors(self._peer):
+            with self._errors:
                 work = dist.irecv(buffer, self._peer, group=self._group)
         self._posted[key] = work, buffer, specs
 
 
-class _peer_errors:
-    """torch.distributed's failures as ours, naming the peer."""
+class _peer_errors(waiting):
+    """The body may wait for a peer; torch.distributed's failures as ours, naming it."""
 
     def __init__(self, peer: int) -> None:
+        super().__init__(peer)
         self._peer = peer
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: Any = None, error: BaseException | None = None, trace: Any = None) -> None:
+        super().__exit__()
         if isinstance(error, RuntimeError) and not isinstance(error, WorkerError):
             raise WorkerError(
                 f"rank {self._peer} stopped answering",

@@ -10,91 +10,74 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from autopart.ir.cluster import torchrun_line
 from autopart.ir.errors import ClusterError
+from autopart.ir.launcher import adopt_launcher
+from autopart.runtime.activity import waiting
+from autopart.runtime.breaking import break_group
 from autopart.runtime.raw_bytes import from_bytes, to_bytes
-from autopart.runtime.rendezvous import open_default_group
+from autopart.runtime.rendezvous import UNWATCHED
+from autopart.runtime.shared_group import default_timeout_s, shared_group
 
-_TIMEOUT_S = "AUTOPART_TIMEOUT_S"
-
-
-class _SharedGroup:
-    """The default group while worlds of this process use it: the last one that leaves destroys it.
-
-    A group that someone else opened is used, and never destroyed.
-    """
-
-    def __init__(self) -> None:
-        self._users = 0
-
-    def enter(self, backend: str, timeout: timedelta) -> None:
-        """Open the group unless it is open.  Collective when it is not."""
-        if not dist.is_initialized():
-            open_default_group(backend, timeout)
-            self._users = 1
-        elif self._users:
-            self._users += 1
-
-    def leave(self) -> None:
-        """Destroy the group if it was opened here and nobody uses it any more."""
-        if not self._users:
-            return
-        self._users -= 1
-        if not self._users and dist.is_initialized():
-            dist.destroy_process_group()
-
-
-_shared_group = _SharedGroup()
+E = TypeVar("E", bound=BaseException)
 
 
 class World:
     """rank, size and device of this process, and collectives over all ranks.  With one rank nothing is opened."""
 
-    def __init__(self, kind: str, size: int, *, command: str = "your_script.py") -> None:
+    def __init__(self, kind: str, size: int, *, local: int | None = None, timeout_s: float | None = None) -> None:
+        """local: ranks on each host, None for all.  timeout_s: seconds that a rank may wait for others that do not go
+        on; None for AUTOPART_TIMEOUT_S or 600."""
         self.size = size
         self.rank = 0
+        self._local = local
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._joined = False
+        self._lease: int | None = None
+        self._known: BaseException | None = None
+        self._waiting = waiting()
         if size > 1 or dist.is_initialized():
-            self._join(kind, size, command)
+            self._join(kind, size, timeout_s)
         try:
             self.device = self._device(kind)
         except BaseException:
             self.close()
             raise
 
-    def _join(self, kind: str, size: int, command: str) -> None:
+    def _join(self, kind: str, size: int, timeout_s: float | None) -> None:
         if not dist.is_initialized():
+            adopt_launcher(os.environ)
             if "RANK" not in os.environ:
                 raise ClusterError(
                     f"the plan needs {size} processes and this is one process on its own",
                     why="RANK is not set, so neither torchrun nor autopart.launch started it",
-                    fix=f"torchrun --standalone --nproc-per-node {size} {command}   (or autopart.launch(fn, cluster))",
+                    fix=f"{torchrun_line(size, self._local)}   (or autopart.launch(fn, cluster))",
                 )
-            require_world(size, int(os.environ["WORLD_SIZE"]), command)
+            require_world(size, int(os.environ["WORLD_SIZE"]), self._local)
         else:
-            require_world(size, dist.get_world_size(), command)
+            require_world(size, dist.get_world_size(), self._local)
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        _shared_group.enter(backend, timedelta(seconds=float(os.environ.get(_TIMEOUT_S, "600"))))
-        self._joined = True
+        limit_s = default_timeout_s() if timeout_s is None else timeout_s
+        self._lease = shared_group.enter(backend, limit_s, self._broken)
         self.size = dist.get_world_size()
         self.rank = dist.get_rank()
 
     def close(self) -> None:
         """Destroy the groups made here, and the default group when no other world uses it.  Safe to call twice."""
-        if not self._joined:
+        if self._lease is None:
             return
-        self._joined = False
-        for group in self._groups.values():
-            if dist.is_initialized() and group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
+        lease, self._lease = self._lease, None
+        if shared_group.holds(lease):
+            for group in self._groups.values():
+                with suppress(ValueError, AssertionError):
+                    dist.destroy_process_group(group)
         self._groups.clear()
-        _shared_group.leave()
+        shared_group.leave(lease, self._broken)
 
     def _device(self, kind: str) -> torch.device:
         if kind != "cuda":
@@ -103,19 +86,60 @@ class World:
         torch.cuda.set_device(device)
         return device
 
+    def _broken(self) -> None:
+        """Break the groups made here."""
+        for group in list(self._groups.values()):
+            if isinstance(group, dist.ProcessGroup):
+                break_group(group)
+
+    # -- groups ----------------------------------------------------------------------------------------------------
+
     def channel(self, src: int, dst: int) -> dist.ProcessGroup:
         """The group that carries messages from src to dst; both call this, at the same place of the program."""
         if self.device.type == "cuda":
             return self.group((src, dst), ordered=True)
-        return _default_group()
+        return shared_group.group
 
     def group(self, ranks: Sequence[int], *, ordered: bool = False) -> dist.ProcessGroup:
         """A group of some ranks.  Collective: every rank of the world calls it in the same order."""
         key = tuple(ranks) if ordered else tuple(sorted(ranks))
         if key not in self._groups:
             whole = len(key) == self.size and not ordered
-            self._groups[key] = _default_group() if whole else dist.new_group(list(key))
+            self._groups[key] = shared_group.group if whole else self._new_group(key)
         return self._groups[key]
+
+    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        with waiting():
+            group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=UNWATCHED)
+        return group
+
+    # -- failures --------------------------------------------------------------------------------------------------
+
+    def known(self, error: E) -> E:
+        """The error, which all ranks raise and none has to be told."""
+        self._known = error
+        return error
+
+    def is_known(self, error: BaseException) -> bool:
+        """Whether all ranks raise this error."""
+        return error is self._known
+
+    def explained(self, error: BaseException) -> BaseException:
+        """What failed first, where the error only follows from it: a failure of another rank, or its end."""
+        monitor = shared_group.monitor
+        return error if monitor is None or self._lease is None else monitor.explained(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed and why, and end what they wait in; nothing can be sent any more.
+
+        Not collective.  Takes milliseconds, a second where the store of the launch does not answer."""
+        if self._lease is None or not shared_group.holds(self._lease) or self.size == 1:
+            return
+        if shared_group.monitor is not None:
+            shared_group.monitor.tell(error)
+        shared_group.break_all()
+
+    # -- small messages --------------------------------------------------------------------------------------------
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """The numbers of every rank (all of the same count), by rank.  Collective."""
@@ -123,7 +147,8 @@ class World:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine)
+        with self._waiting:
+            dist.all_gather(everyone, mine, group=shared_group.group)
         return [row.tolist() for row in everyone]
 
     def gather_text(self, text: str) -> list[str]:
@@ -135,7 +160,8 @@ class World:
         if not max(sizes):
             return ["" for _ in sizes]
         rows = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(rows, from_bytes(data.ljust(max(sizes), b"\0")))
+        with self._waiting:
+            dist.all_gather(rows, from_bytes(data.ljust(max(sizes), b"\0")), group=shared_group.group)
         return [to_bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast_json(self, content: Any, source: int = 0) -> Any:
@@ -144,24 +170,27 @@ class World:
             return content
         data = json.dumps(content).encode() if self.rank == source else b""
         size = torch.tensor([len(data)])
-        dist.broadcast(size, source)
+        self.broadcast(size, source)
         buffer = from_bytes(data) if self.rank == source else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(buffer, source)
+        self.broadcast(buffer, source)
         return json.loads(to_bytes(buffer))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """A CPU tensor of rank `source`, in place, on every rank.  Collective."""
         if self.size > 1:
-            dist.broadcast(tensor, source)
+            with self._waiting:
+                dist.broadcast(tensor, source, group=shared_group.group)
         return tensor
 
     def move(self, tensor: torch.Tensor, source: int, target: int) -> torch.Tensor:
         """A contiguous CPU tensor of rank `source`, in place, on rank `target`.  Both call this, in one order of all
         moves; elsewhere it does nothing."""
         if self.rank == source != target:
-            dist.send(tensor, target)
+            with waiting(target):
+                dist.send(tensor, target, group=shared_group.group)
         elif self.rank == target != source:
-            dist.recv(tensor, source)
+            with waiting(source):
+                dist.recv(tensor, source, group=shared_group.group)
         return tensor
 
     def sum_numbers(self, numbers: Iterable[float]) -> list[float]:
@@ -169,16 +198,10 @@ class World:
         return [sum(column) for column in zip(*self.gather_numbers(list(numbers)), strict=True)]
 
 
-def require_world(needed: int, found: int, command: str = "your_script.py") -> None:
+def require_world(needed: int, found: int, local: int | None = None) -> None:
     """Raises ClusterError when the launcher started another number of processes than the plan needs."""
     if found != needed:
         raise ClusterError(
             f"the cluster has {needed} devices and the launcher started {found} processes",
-            fix=f"torchrun --standalone --nproc-per-node {needed} {command}",
+            fix=torchrun_line(needed, local),
         )
-
-
-def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group

@@ -40,6 +40,7 @@ from autopart.files.reading import Source, brief, listed
 from autopart.files.validation import problems_of
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
+from autopart.ir.launcher import launcher_variables
 from autopart.ir.plan import Problem
 
 FORMS = (
@@ -151,6 +152,7 @@ def _levels(kind: str, count: int, local: int) -> tuple[Level, ...]:
 
 
 def _from_launcher(env: Mapping[str, str], cuda_devices: int, facts: _Facts) -> Cluster:
+    env = {**env, **launcher_variables(env)}
     world = _count(env, "WORLD_SIZE", max(1, cuda_devices))
     local = min(world, _count(env, "LOCAL_WORLD_SIZE", world if cuda_devices < 1 else min(world, cuda_devices)))
     return _uniform("cuda" if cuda_devices >= local else "cpu", world, facts, local)

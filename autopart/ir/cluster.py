@@ -158,7 +158,19 @@ def _check_rates(rank: int, device: Device) -> None:
         seen.add(name)
 
 
-def torchrun_line(world: int, argv: Sequence[str] | None = None) -> str:
-    """The command that runs a script on `world` local ranks; argv: its command line, by default this process's."""
-    words = [word for word in (sys.argv if argv is None else argv) if word] or ["train.py"]
-    return f"torchrun --standalone --nproc-per-node {world} {shlex.join(words)}"
+def torchrun_line(world: int, local: int | None = None, argv: Sequence[str] | None = None) -> str:
+    """The command that runs a script on `world` ranks, `local` of them on each host, None for all on this one.
+
+    argv: the script's command line, by default this process's.  Over several hosts it is run on each of them.
+    """
+    if local is None or local >= world:
+        return f"torchrun --standalone --nproc-per-node {world} {script_line(argv)}"
+    return (
+        f"torchrun --nnodes {-(-world // local)} --nproc-per-node {local} --rdzv-backend c10d "
+        f"--rdzv-endpoint $MASTER_ADDR:29500 {script_line(argv)}"
+    )
+
+
+def script_line(argv: Sequence[str] | None = None) -> str:
+    """A script and its arguments as typed; by default this process's."""
+    return shlex.join([word for word in (sys.argv if argv is None else argv) if word] or ["train.py"])

@@ -15,7 +15,8 @@ from autopart.ir.errors import AutopartError, WorkerError
 from autopart.runtime.world import World
 
 FAILURES = (Exception, SystemExit)
-"""What a model's own code may raise.  KeyboardInterrupt is not among them: who presses Ctrl-C wants no collective."""
+"""What a model's own code may raise.  KeyboardInterrupt is not among them: who presses Ctrl-C wants no collective, and
+the others hear of it as of everything that is raised outside of an agreement (`World.fail`)."""
 
 
 @contextmanager
@@ -40,7 +41,7 @@ def raise_first(world: World, failure: BaseException | None, doing: str) -> None
     """Tell the other ranks of this rank's failure and hear of theirs; raises as `together` does.  Collective."""
     if world.size == 1:
         if failure is not None:
-            raise failure
+            raise world.known(failure)
         return
     reports: list[Any] = [json.loads(text) if text else None for text in world.gather_text(_report(failure))]
     failed = [rank for rank, report in enumerate(reports) if report is not None]
@@ -48,8 +49,8 @@ def raise_first(world: World, failure: BaseException | None, doing: str) -> None
         return
     first = failed[0]
     if failure is not None and (world.rank == first or _all_equal(reports)):
-        raise _of_rank(failure, first, alone=not _all_equal(reports))
-    raise _told(reports[first], first, doing) from failure
+        raise world.known(_of_rank(failure, first, alone=not _all_equal(reports)))
+    raise world.known(_told(reports[first], first, doing)) from failure
 
 
 def broadcast_result(world: World, content: Any, failure: BaseException | None, doing: str, source: int = 0) -> Any:
@@ -58,15 +59,15 @@ def broadcast_result(world: World, content: Any, failure: BaseException | None, 
     The rank is not named in one of our own errors: what it decides, it decides for all.
     """
     if world.size == 1 and failure is not None:
-        raise failure
+        raise world.known(failure)
     mine = {"failure": _described(failure) if failure is not None else None, "content": content}
     answer = world.broadcast_json(mine, source)
     if answer["failure"] is None:
         return answer["content"]
     if failure is not None:
-        raise failure
+        raise world.known(failure)
     report = answer["failure"]
-    raise _rebuilt(report) if "kind" in report else _foreign(report, source, doing)
+    raise world.known(_rebuilt(report) if "kind" in report else _foreign(report, source, doing))
 
 
 def _report(failure: BaseException | None) -> str:

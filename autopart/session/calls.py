@@ -6,12 +6,13 @@ import zlib
 from dataclasses import dataclass
 
 from autopart.ir.errors import BatchError, UsageError
+from autopart.runtime.activity import set_activity
 from autopart.runtime.world import World
 from autopart.session.agreement import raise_first
 
 NAMES = (
     "step", "eval_loss", "predict", "gradients", "clip_grad_norm_", "state_dict", "sync_model", "adopt", "timeline",
-    "close", "verify",
+    "close", "verify", "compile",
 )  # fmt: skip
 
 
@@ -42,6 +43,7 @@ class Calls:
         make different calls, and BatchError when batches, or changes of the model, differ.
         """
         self._count += 1
+        set_activity(f"call {self._count}: {name}")
         mine = [
             float(NAMES.index(name)), float(self._count), float(failure is not None), _digest(given.signature),
             _digest(given.version), float(given.rows),
@@ -49,12 +51,12 @@ class Calls:
         rows = self._world.gather_numbers(mine)
         for rank, row in enumerate(rows):
             if row[:2] != rows[0][:2]:
-                raise _different_calls(rank, rows[0], row)
+                raise self._world.known(_different_calls(rank, rows[0], row))
         if any(row[2] for row in rows):
             raise_first(self._world, failure, "preparing the batch")
         for rank, row in enumerate(rows):
             if row[3:] != rows[0][3:]:
-                raise _different_given(rank, rows[0], row)
+                raise self._world.known(_different_given(rank, rows[0], row))
 
 
 def _digest(text: str) -> float:

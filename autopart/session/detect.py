@@ -79,7 +79,7 @@ def _first(results: list[Any]) -> Cluster:
 
 def probe(kind: str, sizes: tuple[int, ...]) -> Cluster:
     """One rank's part; every rank returns the same.  sizes: ranks of each level, innermost first; host, then all."""
-    world = World(kind, sizes[-1])
+    world = World(kind, sizes[-1], local=sizes[0])
     try:
         local = world.gather_numbers([float(os.environ.get("LOCAL_WORLD_SIZE", "1"))])
         if any(row != local[0] for row in local):

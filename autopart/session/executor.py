@@ -6,7 +6,7 @@ cuts this rank's stage out of it and plays the plan's program.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
@@ -28,6 +28,8 @@ from autopart.ir.size import Size
 from autopart.passes.loss.terms import without_weight
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program, forward_program
+from autopart.runtime.activity import patient, waiting
+from autopart.runtime.effects import first_line
 from autopart.runtime.engine import Engine, StepInput, StepResult
 from autopart.runtime.stage import StageRunner
 from autopart.runtime.tensors import LocalTensors
@@ -66,9 +68,13 @@ class Health:
         try:
             yield
         except BaseException as error:
-            first_line = (str(error).splitlines() or [""])[0]
-            self._failure = f"{doing}: {type(error).__name__}: {first_line}"
+            self.note(doing, error)
             raise
+
+    def note(self, doing: str, error: BaseException) -> None:
+        """Note a failure; the first one counts."""
+        if not self._failure:
+            self._failure = f"{doing}: {type(error).__name__}: {first_line(error)}"
 
     @property
     def good(self) -> bool:
@@ -80,8 +86,8 @@ class Health:
         if self._failure:
             raise RunError(
                 "the pipeline has failed and takes no further step",
-                why=f"{self._failure}; its messages may still be under way, and its gradients are incomplete",
-                fix="close the pipe on every rank, then compile the model again",
+                why=f"{self._failure}; the ranks are not connected any more.  Gradients and buffers are as before it",
+                fix="close the pipe on every rank, load a state, and compile the model again",
             )
 
 
@@ -162,14 +168,17 @@ class Executor:
         micro_rows = self.micro_rows(batch)
         weights = self.agree(batch, micro_rows)
         output = self.graph.outputs[0]
+        total = 0.0
+
+        def share_loss(result: StepResult) -> None:
+            """Every rank gets the loss, and none before all have done their part."""
+            nonlocal total
+            mine = _weighted(result.losses, weights.shares)
+            total = self._world.gather_numbers([mine])[self._rank_of(output)][0]
+
         with self._health.watched("a step failed"):
-            losses = self._run(batch, micro_rows, weights, key).losses
-            total = torch.zeros((), dtype=torch.float64)
-            for micro, share in enumerate(weights.shares):
-                if losses and share != 0.0:  # a micro-batch without a valid target may have a loss of 0/0
-                    total = total + losses[micro].double().cpu() * share
-            self._world.broadcast(total, self._rank_of(output))
-        return total.to(getattr(torch, self.graph.value_map()[output].dtype))
+            self._run(batch, micro_rows, weights, key, share_loss)
+        return torch.tensor(total, dtype=getattr(torch, self.graph.value_map()[output].dtype))
 
     def predict(self, batch: Batch, key: Key) -> Any:
         """What the model returns, on every rank, on the CPU."""
@@ -191,13 +200,20 @@ class Executor:
             data = torch.empty(spec.shape, dtype=spec.dtype)
         return self._world.broadcast(data, owner)
 
-    def _run(self, batch: Batch, micro_rows: tuple[int, ...], weights: Weights, key: Key) -> StepResult:
+    def _run(
+        self,
+        batch: Batch,
+        micro_rows: tuple[int, ...],
+        weights: Weights,
+        key: Key,
+        agree: Callable[[StepResult], None] | None = None,
+    ) -> StepResult:
         engine = self._engine(len(micro_rows))
         inputs = self._inputs(batch, micro_rows) if self._stage == 0 else ()
         parameters = {name: t for name, t in self._tensors.held.items() if isinstance(t, nn.Parameter)}
         engine.trace = self.trace
         given = StepInput(micro_rows, inputs, weights.shares, key, weights.numbers, self._idle(weights))
-        return engine.step(given, parameters, train=self.train)
+        return engine.step(given, parameters, train=self.train, agree=agree)
 
     def _idle(self, weights: Weights) -> dict[int, frozenset[str]]:
         """The values that carry no weight, of micro-batches where there are any."""
@@ -227,9 +243,10 @@ class Executor:
         failure: BaseException | None = None
         mine = Weights([0.0] * len(micro_rows), [[0.0] * len(self._weight.adjusted) for _ in micro_rows])
         try:
-            self.prepare(batch, micro_rows)
-            if self._stage == 0:
-                mine = self._weights_of(batch, micro_rows)
+            with patient("preparing the batch"):
+                self.prepare(batch, micro_rows)
+                if self._stage == 0:
+                    mine = self._weights_of(batch, micro_rows)
         except FAILURES as error:
             failure = error
         rows = self._world.gather_numbers([float(failure is not None), *mine.flat()])
@@ -247,7 +264,8 @@ class Executor:
             if self._world.rank == self._first_rank:
                 several = micro_rows if len(micro_rows) > 1 else [*micro_rows, *micro_rows]
                 try:
-                    content = asdict(reduction_of_batch(self._captures, batch, several, self._stated))
+                    with patient("preparing the batch"):
+                        content = asdict(reduction_of_batch(self._captures, batch, several, self._stated))
                 except FAILURES as error:
                     failure = error
             content = broadcast_result(self._world, content, failure, "preparing the batch", self._first_rank)
@@ -335,6 +353,16 @@ class Executor:
         """The rank that computes a value."""
         writer = self.graph.writer()[value]
         return next(stage.ranks[0] for stage in self._decision.stages if writer in stage.ops)
+
+
+def _weighted(losses: Mapping[int, torch.Tensor], shares: Sequence[float]) -> float:
+    """The loss of the whole batch, where it is computed; elsewhere 0.  Waits for the device."""
+    total = torch.zeros((), dtype=torch.float64)
+    with waiting():
+        for micro, share in enumerate(shares):
+            if losses and share != 0.0:  # a micro-batch without a valid target may have a loss of 0/0
+                total = total + losses[micro].double().cpu() * share
+    return total.item()
 
 
 def micro_rows_of(batch: Batch, planned: Sequence[int]) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from autopart.session.executor import Mode
 from autopart.session.measured import gather_timeline
 from autopart.session.session import Session
 from autopart.session.state import (
+    check_norm_type,
     clip_gradients,
     empty_foreign,
     gather_gradients,
@@ -117,7 +118,6 @@ class Pipe:
         stays on the rank where it was.  A plan that cannot be taken raises PlanError or UsageError, and nothing has
         changed.
         """
-        self.session.enter("adopt")
         self.session.adopt(plan)
 
     # -- what it is ----------------------------------------------------------------------------------------------
@@ -160,8 +160,8 @@ class Pipe:
             self._bring_up(lambda: self._flatten(_one_batch(args, kwargs)))
         with self.traced() as trace:
             self.step(*args, **kwargs)
-        self.session.enter("timeline")
-        return gather_timeline(self.session.world, trace.timeline)
+        with self.session.call("timeline") as session:
+            return gather_timeline(session.world, trace.timeline)
 
     @property
     def rank(self) -> int:
@@ -240,22 +240,23 @@ class Pipe:
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """The gradient of every trainable parameter by original name (tied ones once), on every rank, on the CPU;
         None where there is none.  Sends the size of the model: meant for checks."""
-        self.session.enter("gradients")
-        return gather_gradients(self.session)
+        with self.session.call("gradients") as session:
+            return gather_gradients(session)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm over all stages is at most max_norm; tied parameters count
         once.  Returns the norm before, on every rank, as torch.nn.utils.clip_grad_norm_ does."""
-        self.session.enter("clip_grad_norm_")
-        return clip_gradients(self.session, max_norm, norm_type)
+        check_norm_type(norm_type)
+        with self.session.call("clip_grad_norm_") as session:
+            return clip_gradients(session, max_norm, norm_type)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's state under its original names, buffers included, on every rank, on the CPU; the plain
         model's load_state_dict takes it.  It remembers `steps`, as long as it is kept by torch.save."""
-        self.session.enter("state_dict")
-        return with_steps(gather_state(self.session), self._steps)
+        with self.session.call("state_dict") as session:
+            return with_steps(gather_state(session), self._steps)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over a state of the plain model, given alike on every rank, and `steps` where it is remembered.
@@ -269,8 +270,8 @@ class Pipe:
     def sync_model(self) -> None:
         """Bring the trained values to the model that was compiled, on every rank, in place: then `model.state_dict()`
         and `model.save_pretrained(...)` have them.  Collective; `close` does it too."""
-        self.session.enter("sync_model")
-        sync_state(self.session)
+        with self.session.call("sync_model") as session:
+            sync_state(session)
 
     @property
     def steps(self) -> int:
@@ -299,8 +300,8 @@ class Pipe:
             return
         try:
             if sync and session.healthy:
-                session.enter("close")
-                sync_state(session)
+                with session.call("close"):
+                    sync_state(session)
             elif self._steps:
                 empty_foreign(session)
         finally:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from autopart.ir.size import Size
 from autopart.options import Options
 from autopart.passes.program.projection import check_gradients_stay, project_plan
 from autopart.planning import Planned, make_plan, read_plan
-from autopart.runtime.activity import set_rank_label
+from autopart.runtime.activity import patient, set_activity, set_rank_label
 from autopart.runtime.tensors import LocalTensors, broadcast_weights_if_different
 from autopart.runtime.trace import Trace
 from autopart.runtime.world import World
@@ -67,7 +68,7 @@ class Session:
         self._trace: Trace | None = None
         self._dtypes: list[torch.dtype] = []
         self.tied: Mapping[str, str] = {}
-        self.world = World(cluster.kind, cluster.world)
+        self.world = World(cluster.kind, cluster.world, local=cluster.levels[0].size, timeout_s=options.timeout)
         self._calls = Calls(self.world)
         self.tensors = LocalTensors(self.world.device)
 
@@ -79,18 +80,22 @@ class Session:
         Everything that can be refused is refused here, on all ranks at once; the process group is then left.
         """
         try:
-            with together(self.world, "reading the model and the plan"):
-                self._batch = self._read()  # kept, for other plans capture the model at other sizes
-                read_plan(self._options)
-                _refuse_meta(self.captures.model)
-                self.tied = tied_names(self.captures.model)
-            planned = self._plan_together(self._options)
-            broadcast_weights_if_different(self.world, planned.captured.tensors)
-            tensors = LocalTensors(self.world.device)
-            self._install(planned, tensors, self._executor_of(planned, tensors))
+            with self.told("compiling"):
+                self._calls.enter("compile")
+                with together(self.world, "reading the model and the plan"):
+                    self._batch = self._read()  # kept, for other plans capture the model at other sizes
+                    read_plan(self._options)
+                    _refuse_meta(self.captures.model)
+                    self.tied = tied_names(self.captures.model)
+                planned = self._plan_together(self._options)
+                set_activity("comparing weights")
+                broadcast_weights_if_different(self.world, planned.captured.tensors)
+                tensors = LocalTensors(self.world.device)
+                self._install(planned, tensors, self._executor_of(planned, tensors))
         except BaseException:
             self.close()
             raise
+        set_activity("between calls")
 
     def adopt(self, plan: Plan | str | os.PathLike[str]) -> None:
         """Go on under another plan (rank 0's counts) for the same model, batch and number of ranks.  Collective.
@@ -98,13 +103,13 @@ class Session:
         Parameters, buffers and accumulated gradients move to the ranks that need them.  A plan that cannot be taken is
         refused on all ranks, as `compile(plan=...)` refuses it, and the session goes on under the old one.
         """
-        self.require_healthy()
-        planned = self._plan_together(replace(self._options, plan=plan))
-        tensors = LocalTensors(self.world.device, self.tensors)
-        executor = self._executor_of(planned, tensors)
-        with self._health.watched("moving the weights to another plan"):
-            relocate(self.world, self._placement, _placed(planned), self.tensors.held, tensors.held)
-        self._install(planned, tensors, executor)
+        with self.call("adopt"):
+            planned = self._plan_together(replace(self._options, plan=plan))
+            tensors = LocalTensors(self.world.device, self.tensors)
+            executor = self._executor_of(planned, tensors)
+            with self._health.watched("moving the weights to another plan"):
+                relocate(self.world, self._placement, _placed(planned), self.tensors.held, tensors.held)
+            self._install(planned, tensors, executor)
 
     def _plan_together(self, options: Options) -> Planned:
         """The plan of rank 0 on every rank, each with its own capture.  Collective; an error is raised on all ranks."""
@@ -113,12 +118,13 @@ class Session:
         failure: BaseException | None = None
         if self.world.rank == 0:
             try:
-                mine = make_plan(self.captures, self._batch, self._cluster, options)
+                with patient("planning"):
+                    mine = make_plan(self.captures, self._batch, self._cluster, options)
                 content = {"plan": plan_to_json(mine.plan), "weight": asdict(mine.weight)}
             except FAILURES as error:
                 failure = error
         content = broadcast_result(self.world, content, failure, "planning")
-        with together(self.world, "capturing the model"):
+        with together(self.world, "capturing the model"), patient("capturing the model"):
             if mine is None:
                 plan = plan_from_json(content["plan"], "plan of rank 0")
                 captured = self.captures(self._batch, Size(max(plan.micro_rows)))
@@ -132,16 +138,17 @@ class Session:
         fingerprints = self.world.gather_text(fingerprint)
         for rank, other in enumerate(fingerprints):
             if other != fingerprints[0]:
-                raise PlanError(
+                error = PlanError(
                     f"ranks 0 and {rank} hold different models or batches",
                     why="their captured programs, or their seeds, differ",
                     fix="build the same model, with the same flags, and pass the same sample and seed on every rank",
                 )
+                raise self.world.known(error)
 
     def _executor_of(self, planned: Planned, tensors: LocalTensors) -> Executor:
         """What trains under a plan; holds this rank's share of the model in `tensors`.  Collective."""
         executor = Executor(Mode.TRAIN, self._context(tensors), planned.captured, planned.plan.decision, planned.weight)
-        with together(self.world, "making the stages"):
+        with together(self.world, "making the stages"), patient("making the stages"):
             executor.prepare(self._batch, (max(planned.plan.micro_rows),))
         return executor
 
@@ -190,29 +197,51 @@ class Session:
 
     # -- running ---------------------------------------------------------------------------------------------------
 
-    def enter(self, call: str) -> None:
-        """Go on once every rank makes this call.  Collective; raises on all ranks when they do not, and RefusedError
-        when the model has other tensors than the pipeline; closing goes on all the same."""
+    @contextmanager
+    def call(self, name: str) -> Iterator[Session]:
+        """The body is a collective call, entered once every rank makes it; raises on all ranks when they do not, and
+        RefusedError when the model has other tensors than the pipeline; closing goes on all the same.
+
+        A failure inside is told to all ranks, and ends the pipe."""
         self.require_healthy()
         failure: BaseException | None = None
         try:
-            if call != "close":
+            if name != "close":
                 self.captures.check_tensors()
         except FAILURES as error:
             failure = error
-        self._calls.enter(call, failure=failure)
+        with self.told(name):
+            self._calls.enter(name, failure=failure)
+            yield self
+        set_activity("between calls")
+
+    @contextmanager
+    def told(self, doing: str) -> Iterator[None]:
+        """What the body raises that not all ranks raise alike reaches them within a second: nothing is sent any more,
+        and what they wait in ends.  Raised is what failed first, on whichever rank."""
+        try:
+            yield
+        except BaseException as error:
+            if self.world.size == 1 or self.world.is_known(error):
+                raise
+            first = self.world.explained(error)
+            self._health.note(doing, first)
+            self.world.fail(first)
+            if first is error:
+                raise
+            raise first from error
 
     def take(self, mode: Mode, read: Callable[[], Batch], call: str | None = None) -> Batch:
         """The batch that every rank was given, once all have read theirs and hold the same model.  Collective.
 
         read: takes the batch apart; what it raises is raised on all ranks.
         """
-        self.require_healthy()
         batch: Batch | None = None
         given, failure = Given(), None
         try:
             batch = read()
             check_autocast(self.world.device.type)
+            set_activity("comparing the model with its capture")
             self._check_dtypes()
             if self.captures.refresh(training=mode is Mode.TRAIN):
                 self._follow_flags()
@@ -239,19 +268,28 @@ class Session:
     def loss(self, mode: Mode, read: Callable[[], Batch], step: int = 0) -> torch.Tensor:
         """The loss of a batch on every rank; when training, gradients are accumulated.  step: for random numbers.
         Collective."""
-        batch = self.take(mode, read)
-        return self._executor(mode, batch).loss(batch, (self._options.seed, step))
+        self.require_healthy()
+        with self.told(f"a {_CALLS[mode]} failed"):
+            batch = self.take(mode, read)
+            loss = self._executor(mode, batch).loss(batch, (self._options.seed, step))
+        return loss
 
     def predict(self, read: Callable[[], Batch]) -> Any:
         """What the model returns in eval mode, on every rank, on the CPU.  Collective."""
-        batch = self.take(Mode.PREDICT, read)
-        return self._executor(Mode.PREDICT, batch).predict(batch, (self._options.seed, 0))
+        self.require_healthy()
+        with self.told("a prediction failed"):
+            batch = self.take(Mode.PREDICT, read)
+            result = self._executor(Mode.PREDICT, batch).predict(batch, (self._options.seed, 0))
+        return result
 
     def loss_weights(self, batch: Batch) -> tuple[tuple[int, ...], Weights]:
         """The rows of each micro-batch in a training step, and what weighs its loss.  Collective."""
-        executor = self._executor(Mode.TRAIN, self.take(Mode.TRAIN, lambda: batch, "verify"))
-        micro_rows = executor.micro_rows(batch)
-        return micro_rows, executor.agree(batch, micro_rows)
+        self.require_healthy()
+        with self.told("verifying"):
+            executor = self._executor(Mode.TRAIN, self.take(Mode.TRAIN, lambda: batch, "verify"))
+            micro_rows = executor.micro_rows(batch)
+            weights = executor.agree(batch, micro_rows)
+        return micro_rows, weights
 
     def _executor(self, mode: Mode, batch: Batch) -> Executor:
         """What runs this mode for such batches; made at first use, along the stages of the training plan.  Collective.
@@ -260,7 +298,7 @@ class Session:
         """
         key = (mode, self.captures.version, batch.signature())
         if key not in self._chosen:
-            with together(self.world, "capturing the model"):
+            with together(self.world, "capturing the model"), patient("capturing the model"):
                 self._chosen[key] = self._find_executor(mode, batch)
             if len(self._chosen) > _KEEP:
                 del self._chosen[next(iter(self._chosen))]

@@ -108,11 +108,14 @@ def gather_gradients(session: Session) -> dict[str, torch.Tensor | None]:
     )
 
 
-def clip_gradients(session: Session, max_norm: float, norm_type: float) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most max_norm; returns the norm before.  Collective."""
+def check_norm_type(norm_type: float) -> None:
+    """Raises UsageError for a norm that is none."""
     if norm_type <= 0:
         raise UsageError(f"norm_type is {norm_type}", fix="use a positive number or float('inf')")
-    session.require_healthy()
+
+
+def clip_gradients(session: Session, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most max_norm; returns the norm before.  Collective."""
     world, owners = session.world, session.owners
     gradients = {name: t.grad for name, t in session.tensors.held.items() if t.grad is not None}
     norms = [

@@ -14,23 +14,28 @@ from typing import Any
 
 from autopart.ir.cluster import torchrun_line
 from autopart.ir.errors import ClusterError, UsageError
+from autopart.ir.launcher import adopt_launcher, is_task
 from autopart.runtime.launch.supervise import Fleet, load_result, name_of, pickle_call, refuse_while_importing
 from autopart.runtime.launch.worker import Failure, Success
 
 
-def launch(fn: Callable[..., Any], world: int, *args: Any, timeout: float | None = None) -> list[Any]:
+def launch(
+    fn: Callable[..., Any], world: int, *args: Any, timeout: float | None = None, local: int | None = None
+) -> list[Any]:
     """Run fn(*args) on `world` ranks and return their results by rank.
 
-    Under torchrun this process is one of the ranks: fn is called here and the list holds its result alone.
-    Otherwise `world` local processes are started; fn, args and results are pickled.  timeout: seconds for everything,
-    None for as long as it takes.
+    Under torchrun, srun or mpirun this process is one of the ranks: fn is called here and the list holds its result
+    alone.  Otherwise `world` local processes are started; fn, args and results are pickled.  timeout: seconds for
+    everything but planning, None for as long as it takes.  local: ranks on each host of the cluster, for messages.
     Raises UsageError (fn cannot be sent, or the script has no __main__ guard), ClusterError (torchrun runs another
     number of ranks), WorkerError (a process died, raised or ran out of time), or the AutopartError of the first rank
     that failed, with its rank and stage in `where`.
     """
     refuse_while_importing()
+    if is_task(os.environ):
+        adopt_launcher(os.environ)
     if under_torchrun():
-        return [_run_here(fn, world, args)]
+        return [_run_here(fn, world, args, local)]
     with Workers(world, timeout=timeout) as workers:
         return workers.run(fn, *args)
 
@@ -40,11 +45,11 @@ def under_torchrun(env: Mapping[str, str] = os.environ) -> bool:
     return "RANK" in env and "WORLD_SIZE" in env
 
 
-def _run_here(fn: Callable[..., Any], world: int, args: tuple[Any, ...]) -> Any:
+def _run_here(fn: Callable[..., Any], world: int, args: tuple[Any, ...], local: int | None) -> Any:
     running = os.environ["WORLD_SIZE"]
     if running != str(world):
         raise ClusterError(
-            f"{running} ranks run, but {world} were asked for", where="WORLD_SIZE", fix=torchrun_line(world)
+            f"{running} ranks run, but {world} were asked for", where="WORLD_SIZE", fix=torchrun_line(world, local)
         )
     return fn(*args)
 

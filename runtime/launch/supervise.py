@@ -12,7 +12,6 @@ import ctypes
 import multiprocessing
 import os
 import pickle
-import signal
 import socket
 import threading
 import time
@@ -23,34 +22,19 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from autopart.ir.errors import AutopartError, RunError, UsageError, WorkerError
-from autopart.runtime.activity import SharedStatus
+from autopart.ir.errors import AutopartError, UsageError
+from autopart.runtime.activity import Phase, SharedStatus
 from autopart.runtime.launch import worker
+from autopart.runtime.launch.reasons import GUARD, UNGUARDED, Death, Stop, no_answer, raised, state_of_rank, told
 from autopart.runtime.launch.worker import READY, Failure, Run, Success, WorkerInit
+from autopart.runtime.watch.monitor import STOPPED_S
 
 GRACE_S = 1.0  # for other reports to arrive after the first failure, and again between SIGTERM and SIGKILL
 CLOSE_S = 5.0  # for an orderly exit
 POLL_S = 0.25  # a dead process whose pipes live on in a forked child of its own is noticed after this
-UNGUARDED = 86  # exit code of a worker that reached `launch` while it still imported the main script
 PARENT_VARIABLE = "AUTOPART_PARENT"
 
-GUARD = 'put the call behind  if __name__ == "__main__":  and the functions it runs at the top level of the file'
-
 _starting = threading.Lock()
-
-
-@dataclass(frozen=True, slots=True)
-class Death:
-    """A process that ended without an answer.  priority: 0 cause, 1 abort (often of a communication thread)."""
-
-    rank: int
-    exitcode: int | None
-    at: float
-
-    @property
-    def priority(self) -> int:
-        """Rank among causes; the smallest wins."""
-        return 1 if self.exitcode == -signal.SIGABRT else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +107,24 @@ class Fleet:
     def collect(self, deadline: float | None) -> dict[int, Any]:
         """Wait for one message of every rank; returns early after a failure's grace, or at the deadline."""
         answers: dict[int, Any] = {}
+        stopped: dict[int, float] = {}
+        before = time.monotonic()
         while len(answers) < len(self.members):
             now = time.monotonic()
+            if deadline is not None and self.statuses[0].phase == Phase.PATIENT:
+                deadline += now - before  # rank 0 plans: that takes as long as it takes
+            before = now
             remaining = POLL_S if deadline is None else min(POLL_S, deadline - now)
             if remaining <= 0:
                 break
             missing = [m for m in self.members if m.rank not in answers]
             wait([s for m in missing for s in (m.conn, m.process.sentinel)], remaining)
             for member in missing:
-                answer = _receive(member)
+                answer = _receive(member) or _stopped(member, stopped)
                 if answer is None:
                     continue
                 answers[member.rank] = answer
-                if isinstance(answer, Failure | Death):
+                if isinstance(answer, Failure | Death | Stop):
                     limit = time.monotonic() + GRACE_S
                     deadline = limit if deadline is None else min(deadline, limit)
         return answers
@@ -143,10 +132,15 @@ class Fleet:
     def fail(self, answers: Mapping[int, Any], doing: str) -> None:
         """End all processes and raise the first real cause, or say who did not answer."""
         cause = first_cause(answers.values())
+        states = [state_of_rank(rank, status) for rank, status in enumerate(self.statuses)]
         self.kill()
         if cause is None:
-            raise self._no_answer(answers, doing)
-        raise self.raised(cause) if isinstance(cause, Failure) else self._died(cause, doing)
+            raise no_answer(states, answers, doing)
+        raise told(states[cause.rank], cause, doing)
+
+    def raised(self, cause: Failure) -> AutopartError:
+        """The error to raise for a worker's exception."""
+        return raised(state_of_rank(cause.rank, self.statuses[cause.rank]), cause)
 
     def kill(self) -> None:
         """End all processes now: SIGTERM, SIGKILL after a second.  Safe to call twice."""
@@ -171,57 +165,10 @@ class Fleet:
             member.conn.close()
         self._store = None
 
-    def name(self, rank: int) -> str:
-        """ "rank 1 (stage 1)", or "rank 1" while it has no label."""
-        label = _text(self.statuses[rank].label)
-        return f"rank {rank} ({label})" if label else f"rank {rank}"
 
-    def doing(self, rank: int) -> str:
-        """The last note of a rank."""
-        return _text(self.statuses[rank].note)
-
-    def raised(self, cause: Failure) -> AutopartError:
-        """The error to raise for a worker's exception: our own again with rank and stage, or a WorkerError."""
-        who, doing = self.name(cause.rank), self.doing(cause.rank)
-        error = _load_error(cause)
-        if error is not None:
-            place = error.where.removeprefix(f"rank {cause.rank}").removeprefix(", ")  # `who` says it better
-            known = (place,) if place.startswith("rank ") else (place, who, doing)  # that rank reported for another
-            where = ", ".join(part for part in known if part)
-            again = type(error)(error.what, where=where, why=error.why, fix=error.fix)
-            again.add_note(f"traceback of {who}:\n{cause.trace}")
-            return again
-        trace = "\n" + "\n".join("    " + line for line in cause.trace.splitlines())
-        return WorkerError(f"{who} raised {cause.kind}: {cause.message}", where=doing, why=trace)
-
-    def _died(self, cause: Death, doing: str) -> AutopartError:
-        if cause.exitcode == UNGUARDED:
-            return UsageError(
-                "the script starts its worker processes again in each worker",
-                why="a worker imports the main script, and the script calls launch while it is imported",
-                fix=GUARD,
-            )
-        who, how = self.name(cause.rank), _ended(cause.exitcode)
-        if doing == "starting":
-            why = "it could not import the main script; its own message is above"
-            return WorkerError(f"{who} did not start: {how}", why=why if cause.exitcode == 1 else "", fix=GUARD)
-        fix = {
-            -signal.SIGKILL: "unless someone killed it, memory ran out (see dmesg): take more stages or micro-batches",
-            -signal.SIGSEGV: "it crashed in native code: set PYTHONFAULTHANDLER=1 to see where",
-        }.get(cause.exitcode or 0, "")
-        return WorkerError(f"{who} died: {how}", where=self.doing(cause.rank), fix=fix)
-
-    def _no_answer(self, answers: Mapping[int, Any], doing: str) -> RunError:
-        late = [m.rank for m in self.members if m.rank not in answers]
-        lines = [f"{self.name(r)}: {self.doing(r) or 'no note'}" for r in late]
-        lines += [f"{self.name(r)}: finished" for r in sorted(answers)]
-        what = f"no answer in time from {', '.join(self.name(r) for r in late)} while {doing}"
-        return WorkerError(what, why="last known of each rank:" + "".join(f"\n    {line}" for line in lines))
-
-
-def first_cause(answers: Iterable[object]) -> Failure | Death | None:
+def first_cause(answers: Iterable[object]) -> Failure | Death | Stop | None:
     """The earliest of the failures that are causes rather than effects; None when nothing failed."""
-    failures = [a for a in answers if isinstance(a, Failure | Death)]
+    failures = [a for a in answers if isinstance(a, Failure | Death | Stop)]
     return min(failures, key=lambda a: (a.priority, a.at), default=None)
 
 
@@ -272,26 +219,17 @@ def _receive(member: Member) -> Any:
     return Death(member.rank, member.process.exitcode, time.monotonic()) if ended else None
 
 
-def _load_error(cause: Failure) -> AutopartError | None:
-    try:
-        error = pickle.loads(cause.error) if cause.error else None
-    except Exception:
+def _stopped(member: Member, since: dict[int, float]) -> Stop | None:
+    """Whether the system says of a member that a signal has stopped it, for long enough; since: by rank, kept here."""
+    pid, now, state = member.process.pid, time.monotonic(), None
+    if pid is not None:
+        with suppress(ChildProcessError):
+            state = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    if state is None:
+        since.pop(member.rank, None)
         return None
-    return error if isinstance(error, AutopartError) else None
-
-
-def _ended(exitcode: int | None) -> str:
-    if exitcode is None:
-        return "it closed its pipe"
-    if exitcode >= 0:
-        return f"exited with code {exitcode} before it answered"
-    with suppress(ValueError):
-        return f"killed by signal {-exitcode} ({signal.Signals(-exitcode).name})"
-    return f"killed by signal {-exitcode}"
-
-
-def _text(raw: bytes) -> str:
-    return raw.decode("utf-8", "ignore")
+    first = since.setdefault(member.rank, now)
+    return Stop(member.rank, now) if now - first >= STOPPED_S else None
 
 
 def _join(processes: Sequence[SpawnProcess], seconds: float) -> None:

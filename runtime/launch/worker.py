@@ -8,9 +8,9 @@ say it after the process was killed.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import pickle
-import re
 import signal
 import sys
 import threading
@@ -22,18 +22,13 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import parent_process
 from typing import Any
 
-from autopart.ir.errors import AutopartError, UsageError, WorkerError
-from autopart.runtime.activity import SharedStatus, publish_to
+from autopart.ir.errors import AutopartError, UsageError
+from autopart.runtime.activity import NOBODY, SharedStatus, leave, publish_to, set_activity
+from autopart.runtime.effects import is_effect
+from autopart.runtime.watch.monitor import STOPPED_LAUNCHER, STOPPED_S
+from autopart.runtime.watch.processes import state_of
 
 READY = "ready"
-
-# What torch.distributed, Gloo and NCCL say when the other side went away: an effect, not the cause.
-_PEER_TROUBLE = re.compile(
-    r"connection (closed|reset|refused|aborted)|broken pipe|closed by (remote )?peer|failed to recv"
-    r"|socket (closed|timeout)|timed? ?out|recvvalue failed|remote process exited|ncclremoteerror"
-    r"|nccl communicator was aborted|tcpstore",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +91,11 @@ def main(init: WorkerInit) -> None:
     try:
         init.conn.send(READY)
         while (run := init.conn.recv()) is not None:
-            status.label = b""
-            status.note = b""
+            status.label, status.waits = b"", NOBODY
+            set_activity("")
             os.environ.update(run.env)
             answer = _answer(init.rank, run)
+            leave()
             _flush()
             init.conn.send(answer)
     except (EOFError, OSError):  # the parent is gone
@@ -159,22 +155,6 @@ def _dump_error(error: BaseException) -> bytes:
         return b""
 
 
-def is_effect(error: BaseException) -> bool:
-    """Whether an exception, or one it was raised from, only says that a peer went away."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, WorkerError | ConnectionError):
-            return True
-        if (
-            isinstance(cause, RuntimeError)
-            and not isinstance(cause, AutopartError)
-            and _PEER_TROUBLE.search(str(cause))
-        ):
-            return True
-        cause = cause.__cause__
-    return False
-
-
 def _in_group() -> bool:
     dist = sys.modules.get("torch.distributed")
     return bool(dist and dist.is_available() and dist.is_initialized())
@@ -196,7 +176,12 @@ def _tie_to_parent(init: WorkerInit) -> None:
     assert parent is not None
 
     def watch() -> None:
-        parent.join()
+        stopped_s = 0
+        while parent.is_alive():
+            parent.join(1.0)
+            stopped_s = stopped_s + 1 if state_of(init.parent) == "stopped" else 0
+            if stopped_s == STOPPED_S and init.rank == 0:
+                logging.getLogger("autopart").warning(STOPPED_LAUNCHER, init.parent)
         os._exit(1)
 
     threading.Thread(target=watch, name="autopart-parent-watch", daemon=True).start()

@@ -193,7 +193,7 @@ def groups_of_a_closed_world() -> tuple[bool, float]:
 def opened_after_one_did_not_come(absent: int, patience_s: int) -> tuple[str, str]:
     """What opening the process group says when one rank stays away, and when all come after that."""
     minute = timedelta(seconds=60)
-    store = PrefixStore("tests", launchers_store(minute)[0])
+    store = PrefixStore("tests", launchers_store(60.0)[0])
     first = _open(patience_s) if rank() != absent else ""
     store.set(f"tried/{rank()}", "")
     store.wait([f"tried/{other}" for other in range(int(os.environ["WORLD_SIZE"]))], minute)

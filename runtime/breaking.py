@@ -1,0 +1,32 @@
+"""Process groups broken on purpose, so that nobody waits in them any more: neither this rank nor its peers.
+
+NCCL's communicators are aborted.  Gloo has no such call; but a receive that is overdue closes all connections of its
+group, in every thread that waits in one, and the peers see them closed.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_TAG = 1 << 20
+"""Of a message that nobody sends."""
+
+
+def break_group(group: dist.ProcessGroup) -> None:
+    """Whatever waits in this group, on any thread and any rank, raises.  From any thread; takes milliseconds."""
+    with suppress(RuntimeError):
+        group.abort()
+    for peer in range(group.size()):
+        if peer == group.rank():
+            continue
+        try:
+            overdue = group.recv([torch.empty(1)], peer, _TAG)
+        except RuntimeError:  # this connection is closed already, or Gloo is not in this group
+            continue
+        with suppress(RuntimeError):
+            overdue.wait(timedelta(milliseconds=1))
+        return

@@ -1,0 +1,160 @@
+"""The heartbeat of one rank: what it does, told every second through the store by which the ranks found each other.
+
+A thread of its own does everything that the store is asked: should whoever holds the store not answer, then no other
+thread waits for it.  It reads what others say only while this rank waits for them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from autopart.runtime import activity
+from autopart.runtime.watch.processes import this_machine
+
+BEAT_S, READ_S = 1.0, 0.25
+FORGET_S = 3.0
+"""After so long without reading, this process was itself stopped: what it saw before says nothing about the others."""
+
+
+@dataclass
+class Seen:
+    """What was read of another rank last, and since when (time.monotonic()) it beats no more or does the same."""
+
+    beat: Mapping[str, Any]
+    beat_at: float
+    same_at: float
+
+
+class Heart:
+    """Beats until `stop`.  seen: of every other rank that has come; cause: why a rank of the group failed."""
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store = PrefixStore(f"autopart/watch/{life}", store.clone())  # type: ignore[attr-defined]
+        self._rank, self._size = rank, size
+        self._machine, self._beats = this_machine(), 0
+        self._group = ""
+        self._to_tell: tuple[str, str] | None = None
+        self._told = threading.Event()
+        self._wake = threading.Event()
+        self._ending = False
+        self._asked_at: float | None = None
+        self._read_at = time.monotonic()
+        self.lost = False
+        self.curious = False
+        self.seen: dict[int, Seen] = {}
+        self.cause: Mapping[str, Any] | None = None
+        self._thread = threading.Thread(target=self._run, name="autopart-heartbeat", daemon=True)
+        self._thread.start()
+
+    # -- for other threads ---------------------------------------------------------------------------------------
+
+    def enter(self, group: str) -> None:
+        """From now on causes are those of this group."""
+        self._group, self.cause = group, None
+
+    def tell(self, cause: Mapping[str, Any], patience_s: float = 1.0) -> None:
+        """Tell the group why this rank failed, unless another told first; returns when that is done."""
+        if not self._group or self.lost:
+            return
+        self._told.clear()
+        self._to_tell = self._group, json.dumps(cause)
+        self._wake.set()
+        self._told.wait(patience_s)
+
+    def hurry(self) -> None:
+        """Read now."""
+        self.curious = True
+        self._wake.set()
+
+    def stuck_s(self) -> float:
+        """For how long the store has not answered."""
+        asked = self._asked_at
+        return time.monotonic() - asked if asked is not None else 0.0
+
+    def stop(self) -> None:
+        """Beat once more and no further."""
+        self._ending = True
+        self._wake.set()
+        self._thread.join(1.0)
+
+    # -- in its own thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        beat_at = 0.0
+        while not self.lost:
+            self._wake.clear()
+            ending, now = self._ending, time.monotonic()
+            self._asked_at = now
+            try:
+                if self._to_tell is not None:
+                    self._publish(*self._to_tell)
+                if ending or now - beat_at >= BEAT_S:
+                    self._beat()
+                    beat_at = now
+                self._read_cause()
+                if self.curious:
+                    self._read()
+            except Exception:  # whoever holds the store has ended
+                self.lost = True
+            self._asked_at = None
+            if ending:
+                return
+            self._wake.wait(READ_S if self.curious else BEAT_S / 2)
+
+    def _publish(self, group: str, cause: str) -> None:
+        self._store.compare_set(f"cause/{group}", "", cause)
+        self._to_tell = None
+        self._told.set()
+
+    def _beat(self) -> None:
+        status, self._beats = activity.current(), self._beats + 1
+        beat = {
+            "beat": self._beats, "pid": os.getpid(), "machine": self._machine, "label": activity.text_of(status.label),
+            "note": activity.text_of(status.note), "waits": status.waits, "phase": status.phase,
+            "changes": status.changes,
+        }  # fmt: skip
+        self._store.set(f"beat/{self._rank}", json.dumps(beat))
+
+    def _read_cause(self) -> None:
+        group = self._group
+        key = f"cause/{group}"
+        if group and self.cause is None and self._store.check([key]):
+            cause = json.loads(self._store.get(key))
+            if group == self._group:
+                self.cause = cause
+
+    def _read(self) -> None:
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        ranks = [rank for rank in others if rank in self.seen or self._store.check([f"beat/{rank}"])]
+        texts = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
+        now = time.monotonic()
+        forget, self._read_at = now - self._read_at > FORGET_S, now
+        for rank, text in zip(ranks, texts, strict=True):
+            beat, before = json.loads(text), self.seen.get(rank)
+            if before is None or forget:
+                self.seen[rank] = Seen(beat, now, now)
+                continue
+            alive = beat["beat"] != before.beat["beat"] or beat["pid"] != before.beat["pid"]
+            same = (beat["changes"], beat["waits"]) == (before.beat["changes"], before.beat["waits"])
+            self.seen[rank] = Seen(beat, now if alive else before.beat_at, before.same_at if same else now)
+
+    def silent_s(self, rank: int) -> float:
+        """For how long a rank has not beaten, as far as was read."""
+        return max(0.0, self._read_at - self.seen[rank].beat_at)
+
+
+def quietly(stop: Heart | None) -> None:
+    """Stop a heart, whatever its store says."""
+    if stop is not None:
+        with suppress(Exception):
+            stop.stop()

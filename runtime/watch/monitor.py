@@ -1,0 +1,265 @@
+"""One rank's watch over the ranks it waits for.
+
+A thread looks four times a second whether this rank waits, for whom in the end, and whether that can still come
+(`states`).  When it cannot, it breaks the connections in which the main thread waits, so that it raises, and says why.
+Where nothing can be broken (a process group that is being opened), it prints the reason and ends the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from autopart.ir.errors import AutopartError, WorkerError
+from autopart.runtime import activity
+from autopart.runtime.activity import NOBODY, Phase
+from autopart.runtime.effects import first_line, is_effect
+from autopart.runtime.watch.heart import Heart, quietly
+from autopart.runtime.watch.processes import sibling, state_of, this_machine
+from autopart.runtime.watch.states import RankState, held_up_by, verdict
+
+TICK_S = 0.25
+LOOK_S = 0.5  # a wait that is longer is looked into
+STOPPED_S = 5.0  # a process of this machine that the system calls stopped, for so long, is named
+SEEK_S = 1.0  # between two searches for a process that has not come
+SILENT_S = 10.0  # as is a rank of another machine that does not beat
+DEAF_S = 60.0  # and a process of this machine that runs and yet does not beat
+NOTE_S = 15.0  # whoever is waited for longer than this is noted in the log
+GRACE_S = 5.0  # for the main thread to raise once its connections are broken
+CAUSE_S = 1.0  # for the rank that failed first to say so
+
+_log = logging.getLogger("autopart")
+
+
+class Monitor:
+    """Watches from `start` to `stop`; `attach` gives it the store, `enter` the group whose failures count."""
+
+    def __init__(self, rank: int, size: int, limit_s: float) -> None:
+        self.rank, self.size, self.limit_s = rank, size, limit_s
+        self.verdict: WorkerError | None = None
+        self._breakers: list[Callable[[], None]] = []
+        self._heart: Heart | None = None
+        self._rank0_has_store = False
+        self._machine = this_machine()
+        self._wait_key, self._wait_from = (-1, NOBODY), 0.0
+        self._stopped_from: dict[int, float] = {}
+        self._siblings: dict[int, int] = {}
+        self._sought_at = 0.0
+        self._verdict_at, self._note_s, self._looked_at = 0.0, NOTE_S, time.monotonic()
+        self._launcher = Launcher()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="autopart-watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+
+    # -- for the main thread ---------------------------------------------------------------------------------------
+
+    def attach(self, store: Store, *, rank0_has_store: bool) -> None:
+        """Beat through this store.  rank0_has_store: it ends with rank 0, not with the launcher."""
+        self._rank0_has_store = rank0_has_store
+        self._heart = Heart(store, self.rank, self.size)
+
+    def enter(self, group: str, breaker: Callable[[], None]) -> None:
+        """A group was opened: its failures count, and `breaker` breaks it."""
+        self.verdict = None
+        self._breakers.append(breaker)
+        if self._heart is not None:
+            self._heart.enter(group)
+
+    def require(self) -> None:
+        """Raises WorkerError when waiting has become pointless."""
+        if self.verdict is not None:
+            raise self.verdict
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the others that this rank failed, and why."""
+        if self._heart is not None:
+            self._heart.tell(_report(self.rank, error, known=error is self.verdict or is_effect(error)))
+
+    def explained(self, error: BaseException) -> BaseException:
+        """What happened first, where `error` only follows from it."""
+        if not is_effect(error):
+            return error
+        end = time.monotonic() + CAUSE_S
+        while self.verdict is None and time.monotonic() < end:
+            if self._heart is not None:
+                self._heart.hurry()
+                cause = self._heart.cause
+                if cause is not None and cause["rank"] != self.rank:
+                    self.verdict = _told(cause)
+                    break
+            ended = [s for s in self._states(time.monotonic()).values() if s.dead]
+            if ended:
+                what = f"{ended[0].name} {ended[0].dead}"
+                self.verdict = WorkerError(what, where=ended[0].doing, why=first_line(error))
+            time.sleep(0.02)
+        return self.verdict if self.verdict is not None else error
+
+    def stop(self) -> None:
+        """Say that this rank left, and watch no more."""
+        atexit.unregister(self.stop)
+        self._ending.set()
+        activity.leave()
+        heart, self._heart = self._heart, None
+        quietly(heart)
+
+    # -- in its own thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._ending.wait(TICK_S):
+            self._look()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_at > 10 * TICK_S:  # this process was itself stopped, or starved
+            self._stopped_from.clear()
+            self._wait_from += now - self._looked_at
+        self._looked_at = now
+        self._launcher.look(now)
+        heart, status = self._heart, activity.current()
+        if heart is not None and heart.cause is not None and heart.cause["rank"] != self.rank:
+            self._decide(_told(heart.cause), now)
+        key = (status.changes, status.waits)
+        if key != self._wait_key:
+            self._wait_key, self._wait_from, self._note_s = key, now, NOTE_S
+        waited = now - self._wait_from
+        if heart is not None:
+            heart.curious = status.waits != NOBODY and waited >= LOOK_S
+        if status.waits == NOBODY or waited < LOOK_S:
+            return
+        if self.verdict is not None:
+            if now - max(self._verdict_at, self._wait_from) > GRACE_S:
+                _end_process(f"{self.verdict}")
+            return
+        states = self._states(now)
+        found = verdict(self.rank, states, waited, self.limit_s)
+        if found is not None:
+            self._decide(found, now)
+        elif waited >= self._note_s:
+            self._note(states, waited)
+
+    def _decide(self, why: WorkerError, now: float) -> None:
+        if self.verdict is not None:
+            return
+        self.verdict, self._verdict_at = why, now
+        for breaker in self._breakers:
+            breaker()
+
+    def _note(self, states: Mapping[int, RankState], waited: float) -> None:
+        """Name, once for all ranks, who holds up the others; that is no error."""
+        self._note_s *= 4
+        roots = held_up_by(self.rank, states)
+        if self.rank > min(rank for rank, state in states.items() if state.waiting):
+            return
+        if any(root.phase is Phase.PATIENT for root in roots):
+            return
+        who = ", ".join(root.line() for root in roots) or "the ranks wait for each other"
+        _log.warning("autopart: rank %d has waited for %.0f s (%s); held up by %s", self.rank, waited,
+                     states[self.rank].doing, who)  # fmt: skip
+
+    # -- what is known of each rank --------------------------------------------------------------------------------
+
+    def _states(self, now: float) -> dict[int, RankState]:
+        return {rank: self._mine() if rank == self.rank else self._other(rank, now) for rank in range(self.size)}
+
+    def _mine(self) -> RankState:
+        status = activity.current()
+        return RankState(
+            self.rank, activity.text_of(status.label), activity.text_of(status.note), Phase(status.phase), status.waits
+        )
+
+    def _other(self, rank: int, now: float) -> RankState:
+        heart = self._heart
+        seen = heart.seen.get(rank) if heart is not None else None
+        if heart is None or seen is None:
+            return RankState(rank, doing="has not come yet", dead=self._dead_unseen(rank, now))
+        beat, phase = seen.beat, Phase(seen.beat["phase"])
+        here = beat["machine"] == self._machine
+        silent = heart.silent_s(rank)
+        dead = "" if phase is Phase.AWAY else self._dead(rank, beat["pid"] if here else None, silent, now)
+        if not dead and rank == 0 and self._rank0_has_store and heart.stuck_s() > SILENT_S:
+            dead = f"does not answer: {_silence(heart.stuck_s())}"
+        return RankState(rank, beat["label"], beat["note"], phase, beat["waits"], max(0.0, now - seen.same_at), dead)
+
+    def _dead(self, rank: int, pid: int | None, silent: float, now: float) -> str:
+        """Why a rank cannot go on, or ""."""
+        state = state_of(pid) if pid is not None else ""
+        if state == "gone":
+            return f"ended: its process {pid} is gone"
+        if state != "stopped":
+            self._stopped_from.pop(rank, None)
+        elif now - self._stopped_from.setdefault(rank, now) >= STOPPED_S:
+            return f"is stopped: process {pid}, by a signal"
+        if silent >= (DEAF_S if state else SILENT_S):
+            return f"does not answer: {_silence(silent)}"
+        return ""
+
+    def _dead_unseen(self, rank: int, now: float) -> str:
+        """The same for a rank that never beat: only a process of this machine and launcher can be found."""
+        if rank not in self._siblings and self._wait_key[1] - 1 == rank and now - self._sought_at >= SEEK_S:
+            self._sought_at, found = now, sibling(rank)
+            if found is not None:
+                self._siblings[rank] = found
+        return self._dead(rank, self._siblings[rank], 0.0, now) if rank in self._siblings else ""
+
+
+class Launcher:
+    """torchrun, seen from a rank: when it ends, its ranks have to.  Our own launcher's workers see to that alone."""
+
+    def __init__(self) -> None:
+        elastic = "TORCHELASTIC_RUN_ID" in os.environ and "AUTOPART_PARENT" not in os.environ
+        self._pid = os.getppid() if elastic else 0
+        self._stopped_from, self._noted = 0.0, False
+
+    def look(self, now: float) -> None:
+        """End this process when the launcher ended; note when it is stopped."""
+        if not self._pid:
+            return
+        if os.getppid() != self._pid:
+            _end_process(f"rank {os.environ.get('RANK')} ends: its launcher, process {self._pid}, is gone")
+        if state_of(self._pid) != "stopped":
+            self._stopped_from = 0.0
+            return
+        self._stopped_from = self._stopped_from or now
+        if now - self._stopped_from >= STOPPED_S and not self._noted:
+            self._noted = True
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                _log.warning(STOPPED_LAUNCHER, self._pid)
+
+
+STOPPED_LAUNCHER = "autopart: the launcher, process %d, is stopped by a signal; it answers to no rank until continued"
+
+
+def _silence(seconds: float) -> str:
+    return f"no sign of life for {seconds:.0f} s; its process is stopped, or its machine is gone"
+
+
+def _report(rank: int, error: BaseException, *, known: bool) -> dict[str, Any]:
+    """A failure as text.  known: it is about another rank, so that all say the same."""
+    parts = {"what": first_line(error), "where": "", "why": "", "fix": ""}
+    if isinstance(error, AutopartError):
+        parts = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
+    return {"rank": rank, "name": type(error).__name__, "known": known, **parts}
+
+
+def _told(cause: Mapping[str, Any]) -> WorkerError:
+    """The failure of another rank, as this one raises it."""
+    if cause["known"]:
+        return WorkerError(cause["what"], where=cause["where"], why=cause["why"], fix=cause["fix"])
+    what = f"rank {cause['rank']} failed first: {cause['name']}" + (f": {cause['what']}" if cause["what"] else "")
+    fix = f"see the error of rank {cause['rank']}; this one only follows from it"
+    return WorkerError(what, where=cause["where"], why=cause["why"], fix=fix)
+
+
+def _end_process(why: str) -> NoReturn:
+    """Say why and end, whatever the main thread waits in."""
+    print(f"autopart: {why}", file=sys.stderr, flush=True)
+    os._exit(1)

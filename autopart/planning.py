@@ -207,7 +207,9 @@ def _given(
         )
     captured = captures(batch, Size(max(given.micro_rows)))
     require_something_to_train(captured.graph)
-    match_plan(given, captured.graph, torch_version=torch.__version__, world=cluster.world)
+    match_plan(
+        given, captured.graph, torch_version=torch.__version__, world=cluster.world, local=cluster.levels[0].size
+    )
     other = None
     if len(given.micro_rows) > 1:
         sizes = [Size(sum(given.micro_rows)), *(Size(rows) for rows in sorted(set(given.micro_rows)))]

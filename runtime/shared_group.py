@@ -55,7 +55,7 @@ class _SharedGroup:
     def enter(self, backend: str, limit_s: float, breaker: Callable[[], None]) -> int:
         """Open the group unless it is open; returns a lease.  Collective when it is not.  breaker: breaks the groups
         that a world adds."""
-        if self._breakers and (self._broken or not dist.is_initialized()):
+        if self._breakers and (self._broken or not dist.is_initialized() or self._failed()):
             self._drop()
         if not self._breakers:
             self._open(backend, limit_s)
@@ -63,6 +63,9 @@ class _SharedGroup:
             self.monitor.limit_s = limit_s
         self._breakers.append(breaker)
         return self._opening
+
+    def _failed(self) -> bool:
+        return self.monitor is not None and self.monitor.failed()
 
     def holds(self, lease: int) -> bool:
         """Whether what was opened for a lease is still open."""

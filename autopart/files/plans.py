@@ -120,17 +120,17 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     return plan_from_json(read_text(path, source_of(path, PlanFileError)), os.fspath(path))
 
 
-def match_plan(plan: Plan, graph: Graph, *, torch_version: str, world: int) -> None:
+def match_plan(plan: Plan, graph: Graph, *, torch_version: str, world: int, local: int | None = None) -> None:
     """Refuse a plan that was made for something else than what is about to run.
 
     graph: captured at max(plan.micro_rows) rows.  torch_version: of the running process; major and minor must agree,
-    for a capture by another release names ops differently.  world: ranks that run.
+    for a capture by another release names ops differently.  world: ranks that run; local: on each host, None for all.
     Raises PlanError with every difference, or what `ir.plan.check` finds.
     """
     problems = list(_mismatches(plan, graph, torch_version, world))
     if problems:
         only_world = plan.world != world and len(problems) == 1
-        fix = torchrun_line(plan.world) if only_world else AGAIN
+        fix = torchrun_line(plan.world, local) if only_world else AGAIN
         raise PlanError("the plan was made for something else", why=listed(map(printable, problems)), fix=fix)
     plan_ir.check(plan, graph)
 

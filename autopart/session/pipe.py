@@ -318,7 +318,9 @@ class Pipe:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self.close(sync=kind is None)  # what was raised here was perhaps raised here alone
+        if error is not None and self._session is not None:
+            self._session.abandon(error)
+        self.close(sync=kind is None)
 
 
 def _one_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

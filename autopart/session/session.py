@@ -346,6 +346,12 @@ class Session:
         """Raises RunError when something failed here while ranks were running."""
         self._health.require()
 
+    def abandon(self, error: BaseException) -> None:
+        """An error of the user's own code ends the pipe, perhaps on this rank alone: the others hear of it at once."""
+        if self.world.size > 1 and self.healthy and not self.world.is_known(error):
+            self._health.note("the script", error)
+            self.world.fail(error)
+
     # -- ending ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:

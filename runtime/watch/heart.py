@@ -45,6 +45,7 @@ class Heart:
         self._group = ""
         self._to_tell: tuple[str, str] | None = None
         self._told = threading.Event()
+        self._question: threading.Event | None = None
         self._wake = threading.Event()
         self._ending = False
         self._asked_at: float | None = None
@@ -71,6 +72,13 @@ class Heart:
         self._wake.set()
         self._told.wait(patience_s)
 
+    def failed(self, patience_s: float = 1.0) -> bool:
+        """Whether a rank of the group has failed, by what the store says now."""
+        self._question = answered = threading.Event()
+        self._wake.set()
+        answered.wait(patience_s)
+        return self.cause is not None
+
     def hurry(self) -> None:
         """Read now."""
         self.curious = True
@@ -93,6 +101,7 @@ class Heart:
         beat_at = 0.0
         while not self.lost:
             self._wake.clear()
+            question, self._question = self._question, None
             ending, now = self._ending, time.monotonic()
             self._asked_at = now
             try:
@@ -107,6 +116,8 @@ class Heart:
             except Exception:  # whoever holds the store has ended
                 self.lost = True
             self._asked_at = None
+            if question is not None:
+                question.set()
             if ending:
                 return
             self._wake.wait(READ_S if self.curious else BEAT_S / 2)

@@ -74,6 +74,10 @@ class Monitor:
         if self._heart is not None:
             self._heart.enter(group)
 
+    def failed(self) -> bool:
+        """Whether a rank of the group has failed, as far as the others told; asks the store."""
+        return self.verdict is not None or (self._heart is not None and self._heart.failed())
+
     def require(self) -> None:
         """Raises WorkerError when waiting has become pointless."""
         if self.verdict is not None:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,16 @@ def _strike(phase: str) -> None:
         return
     _armed["calls"] -= 1
     if _armed["calls"] == 0:
+        if callable(_armed["how"]):
+            _armed["how"]()
+            return
         if _armed["how"] == "kill":
             die(_armed["clock"])
         raise RuntimeError("the op gave up")
 
 
-def arm(phase: str, how: str, calls: int, clock: str = "") -> None:
-    """Let the op strike at its n-th call in a phase."""
+def arm(phase: str, how: str | Callable[[], None], calls: int, clock: str = "") -> None:
+    """Let the op strike at its n-th call in a phase: "kill" or "raise", or a function that it calls."""
     _armed.update(phase=phase, how=how, calls=calls, clock=clock)
 
 

@@ -1,0 +1,71 @@
+"""Who holds up whom: the rank that is stuck is named, not one that waits for it; a rank that works is left alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopart.runtime.activity import EVERYONE, Phase
+from autopart.runtime.watch.states import RankState, held_up_by, verdict
+
+DEAD = "is stopped: process 7, by a signal"
+
+
+def rank(number: int, waits: int = 0, doing: str = "2F1", still_s: float = 50.0, **more: object) -> RankState:
+    return RankState(number, f"stage {number}", doing, waits=waits, still_s=still_s, **more)  # type: ignore[arg-type]
+
+
+def world(*states: RankState) -> dict[int, RankState]:
+    return {state.rank: state for state in states}
+
+
+def waits_for(number: int) -> int:
+    return number + 1
+
+
+CHAIN = (rank(0, waits_for(1)), rank(1, waits_for(2)))
+
+
+@pytest.mark.parametrize(
+    ("states", "named"),
+    [
+        ([*CHAIN, rank(2)], [2]),
+        ([*CHAIN, rank(2, waits_for(0), dead=DEAD)], [2]),
+        ([rank(0, EVERYONE), rank(1), rank(2, EVERYONE)], [1]),
+        ([rank(0, EVERYONE), rank(1, waits_for(2)), rank(2)], [2]),
+        ([*CHAIN, rank(2, waits_for(0), phase=Phase.AWAY)], [2]),
+        ([*CHAIN, rank(2, EVERYONE)], []),
+    ],
+)
+def test_the_ends_of_the_chains_of_waiting_ranks_hold_up_the_others(states: list[RankState], named: list[int]) -> None:
+    assert [state.rank for state in held_up_by(0, world(*states))] == named
+
+
+@pytest.mark.parametrize(
+    ("last", "waited_s", "says"),
+    [
+        (rank(2), 99.0, None),  # a long forward is no hang
+        (rank(2, still_s=100.0), 100.0, "rank 2 (stage 2) did not go on for 100 s, and the others wait for that"),
+        (rank(2, still_s=5e3), 99.0, None),
+        (rank(2, still_s=5e3, doing="planning", phase=Phase.PATIENT), 5e3, None),
+        (rank(2, dead=DEAD, still_s=1.0), 6.0, "rank 2 (stage 2) is stopped: process 7, by a signal"),
+        (rank(2, phase=Phase.AWAY, still_s=1.0), 9.0, None),  # what it sent may still be on its way
+        (rank(2, phase=Phase.AWAY), 3.0, "rank 2 (stage 2) has left, and rank 0 waits for it"),
+        (rank(2, EVERYONE), 99.0, None),
+        (rank(2, EVERYONE), 100.0, "the ranks have waited for each other for 100 s"),
+    ],
+)
+def test_waiting_is_ended_for_a_rank_that_cannot_go_on_or_has_left_or_at_the_limit(
+    last: RankState, waited_s: float, says: str | None
+) -> None:
+    found = verdict(0, world(*CHAIN, last), waited_s, limit_s=100.0)
+    assert (found and found.what) == says
+    if found is not None:
+        assert all(f"rank {number} (stage {number}): " in found.why for number in range(3))
+
+
+def test_a_dead_rank_is_named_before_one_that_is_late() -> None:
+    states = world(rank(0, EVERYONE), rank(1, still_s=1e3), replace(rank(2), dead=DEAD))
+    found = verdict(0, states, 1e3, limit_s=100.0)
+    assert found is not None and found.what.startswith("rank 2")

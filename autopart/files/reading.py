@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autopart.files.limits import MAX_BYTES, SHOWN, SHOWN_CHARACTERS
 from autopart.ir.errors import AutopartError
-from autopart.ir.printable import printable
+from autopart.ir.printable import shortened
 
 _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -129,13 +129,8 @@ def path_of(location: Iterable[str | int]) -> str:
     """('stages', 1, 'ranks', 0) as stages[1].ranks[0]."""
     path = ""
     for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{_short(part)}" if path else _short(part)
+        path += f"[{part}]" if isinstance(part, int) else f".{shortened(part)}" if path else shortened(part)
     return path
-
-
-def _short(key: str) -> str:
-    shown = printable(key[: SHOWN_CHARACTERS + 1])
-    return shown if len(shown) <= SHOWN_CHARACTERS else shown[: SHOWN_CHARACTERS - 3] + "..."
 
 
 def brief(found: object) -> str:

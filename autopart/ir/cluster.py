@@ -20,10 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopart.ir.errors import ClusterError
+from autopart.ir.printable import shortened
 
 Port = tuple[int, int]
 """(index of the level, number of the group inside it)."""
-_DTYPE = re.compile(r"b?float16|float(32|64)|float[48]_\w+|u?int(8|16|32|64)|complex(32|64|128)")
+_DTYPE = re.compile(r"b?float16|float(32|64)|float[48]_\w{1,20}|u?int(8|16|32|64)|complex(32|64|128)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +138,14 @@ def _check_device(rank: int, device: Device) -> None:
     if device.kind not in ("cpu", "cuda"):
         raise ClusterError(f"device {rank} is of unknown kind {device.kind!r}", fix='use "cpu" or "cuda"')
     if min(device.memory_bytes, device.flops_per_s, device.mem_bytes_per_s) <= 0:
-        raise ClusterError(f"device {rank} has a rate or a memory that is not positive", where=repr(device))
+        raise ClusterError(f"device {rank} has a rate or a memory that is not positive", where=_described(device))
     if not device.name.isprintable() or len(device.name) > 100:
-        raise ClusterError(f"the name of device {rank} is not printable, or longer than 100", where=repr(device))
+        raise ClusterError(f"the name of device {rank} is not printable, or longer than 100", where=_described(device))
     _check_rates(rank, device)
+
+
+def _described(device: Device) -> str:
+    return shortened(repr(device), 300)
 
 
 def _check_rates(rank: int, device: Device) -> None:
@@ -148,13 +153,13 @@ def _check_rates(rank: int, device: Device) -> None:
     for name, rate in device.rates:
         if not _DTYPE.fullmatch(name):
             raise ClusterError(
-                f"device {rank} has a rate for {name!r}, which is not a dtype",
+                f"device {rank} has a rate for {shortened(name)!r}, which is not a dtype",
                 fix='write it as torch does, without "torch.": "bfloat16", "float16", "float32", "float64"',
             )
         if rate <= 0:
-            raise ClusterError(f"device {rank} has a rate for {name} that is not positive", where=repr(device))
+            raise ClusterError(f"device {rank} has a rate for {name} that is not positive", where=_described(device))
         if name in seen:
-            raise ClusterError(f"device {rank} has two rates for {name}", where=repr(device))
+            raise ClusterError(f"device {rank} has two rates for {name}", where=_described(device))
         seen.add(name)
 
 

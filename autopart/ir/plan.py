@@ -11,7 +11,7 @@ from math import gcd
 from autopart.ir.errors import PlanError
 from autopart.ir.explain import explain
 from autopart.ir.graph import Graph
-from autopart.ir.printable import printable
+from autopart.ir.printable import shortened
 from autopart.ir.text import decision_text
 
 AGAIN = "make the plan again: autopart.plan(model, cluster, sample=...)"
@@ -314,7 +314,7 @@ def _op_problems(s: int, stage: Stage) -> Iterator[Problem]:
     seen: set[str] = set()
     for i, name in enumerate(stage.ops):
         if name in seen:
-            yield f"stages[{s}].ops[{i}]", f"op {printable(name)} appears twice in this stage"
+            yield f"stages[{s}].ops[{i}]", f"op {shortened(name)} appears twice in this stage"
         seen.add(name)
     again = [name for group in stage.recompute for name in group]
     if len(again) > len(set(again)) or not seen.issuperset(again):
@@ -363,7 +363,7 @@ def _check_ops(decision: Decision, graph: Graph) -> None:
     have = [set(stage.ops) for stage in decision.stages]
     names = {op.name for op in graph.ops}
     for extra in set(where) - names:
-        raise PlanError(f"the plan names op {printable(extra)}, which the graph does not have", fix=AGAIN)
+        raise PlanError(f"the plan names op {shortened(extra)}, which the graph does not have", fix=AGAIN)
     for missing in sorted(names - set(where)):
         raise PlanError(f"op {missing} of the graph is in no stage", fix=AGAIN)
     _check_updates(graph, have)

@@ -10,3 +10,9 @@ def printable(text: str, *, keep: str = "") -> str:
         return text
     shown = (c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
     return "".join(shown)
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """The text, printable, in at most so many characters: a name in a message may come from a file."""
+    shown = printable(text[: most + 1])
+    return shown if len(shown) <= most else shown[: most - 3] + "..."

@@ -18,6 +18,7 @@ from itertools import accumulate, count
 
 from autopart.ir.capabilities import ASYNCHRONOUS
 from autopart.ir.errors import ProgramError, UsageError
+from autopart.ir.printable import shortened
 from autopart.ir.program import ACTIONS, BACKWARD, COMPUTE, COMPUTES, FORWARD, Action, parse_action
 
 Turn = tuple[str, int, int]
@@ -92,7 +93,7 @@ def find(name: str) -> Schedule:
     """The schedule of this name.  Raises UsageError that names the known ones."""
     if name not in _registered:
         raise UsageError(
-            f"unknown schedule {name!r}",
+            f"unknown schedule {shortened(name)!r}",
             why="a schedule has to be registered on every rank before a plan that uses it is made, read or run",
             fix=f"use one of {', '.join(names())}, or register it: autopart.register_schedule(my_order)",
         )

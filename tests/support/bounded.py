@@ -17,11 +17,12 @@ SECONDS, BYTES = 2.0, 200 * 2**20
 def bounded(works: Iterable[Callable[[], str]], *, patience_s: float = 60.0) -> list[tuple[str, float]]:
     """What each work returns, run one after the other in one forked process, and its seconds of processor time.
 
-    A work that raises, or takes all memory, has "failed: ..." instead; one that hangs ends the list with "hung".
+    works: taken one by one in that process, so that what it takes to make them does not count.  A work that raises, or
+    takes all memory, has "failed: ..." instead; one that hangs ends the list with "hung".
     """
     fork = multiprocessing.get_context("fork")
     results, mine = fork.Pipe(duplex=False)
-    child = fork.Process(target=_run, args=(list(works), mine), daemon=True)
+    child = fork.Process(target=_run, args=(works, mine), daemon=True)
     child.start()
     mine.close()
     found: list[tuple[str, float]] = []
@@ -39,7 +40,7 @@ def bounded(works: Iterable[Callable[[], str]], *, patience_s: float = 60.0) -> 
     return found
 
 
-def _run(works: list[Callable[[], str]], results: Any) -> None:
+def _run(works: Iterable[Callable[[], str]], results: Any) -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, used + BYTES))
     for work in works:

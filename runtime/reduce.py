@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from autopart.ir.program import Program
 from autopart.runtime.activity import waiting
+from autopart.runtime.tensors import dense
 from autopart.runtime.world import World
 
 
@@ -73,7 +74,14 @@ class GradientsAside:
             if fresh is None:
                 parameter.grad = before
             else:
-                parameter.grad = before + fresh if before.is_sparse else before.add_(fresh)
+                parameter.grad = _added(before, fresh)
+
+
+def _added(before: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    """Their sum, in place where it can be: a sparse gradient takes no dense one."""
+    if before.is_sparse and fresh.is_sparse:
+        return before + fresh
+    return dense(before).add_(dense(fresh))
 
 
 def _summed(parameter: torch.nn.Parameter, group: dist.ProcessGroup | None) -> torch.Tensor | None:
@@ -85,7 +93,7 @@ def _summed(parameter: torch.nn.Parameter, group: dist.ProcessGroup | None) -> t
     dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
     if not present.item():
         return None
-    total = torch.zeros_like(parameter) if own is None else own
+    total = torch.zeros_like(parameter) if own is None else dense(own)
     wide = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
     wide = wide.contiguous()
     dist.all_reduce(wide, group=group)

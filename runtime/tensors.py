@@ -48,6 +48,11 @@ class LocalTensors:
         return self._held
 
 
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in a plain tensor: gradients of embeddings with sparse=True are sparse."""
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
 def broadcast_weights_if_different(world: World, tensors: Mapping[str, torch.Tensor]) -> None:
     """Make every rank's weights those of rank 0 (as DistributedDataParallel does).  Collective.
 
@@ -92,7 +97,7 @@ def move_tensors(world: World, routes: Sequence[tuple[str, int, int]], local: Ma
         if world.rank not in (source, target) or source == target:
             continue
         tensor = local[name]
-        data = world.move(tensor.detach().cpu().contiguous(), source, target)
+        data = world.move(dense(tensor.detach()).cpu().contiguous(), source, target)
         if world.rank == target:
             with torch.no_grad():
                 tensor.copy_(data)
@@ -107,7 +112,7 @@ def gather_tensors(
     """Every named tensor, on every rank, on the CPU.  Collective.
 
     owners: the rank that has it; like: a tensor of its shape and dtype on every rank; local: on the owner, the tensor
-    or None.  Bytes sent: the size of everything, to every rank.
+    or None; a sparse one comes dense.  Bytes sent: the size of everything, to every rank.
     """
     present = {name: local(name) is not None for name, rank in owners.items() if rank == world.rank}
     everyone: dict[str, bool] = {}
@@ -119,6 +124,9 @@ def gather_tensors(
             result[name] = None
             continue
         mine = local(name) if rank == world.rank else None
-        data = torch.empty(like[name].shape, dtype=like[name].dtype) if mine is None else mine.detach().cpu().clone()
+        if mine is None:
+            data = torch.empty(like[name].shape, dtype=like[name].dtype)
+        else:
+            data = dense(mine.detach()).cpu().clone()
         result[name] = world.broadcast(data.contiguous(), rank)
     return result

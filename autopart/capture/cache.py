@@ -11,6 +11,7 @@ from autopart.capture.batch import Batch
 from autopart.capture.capture import Captured, capture
 from autopart.capture.export import LossFn
 from autopart.capture.guards import check_model
+from autopart.capture.trained import Trained
 from autopart.capture.watch import Watch, check_tensors, tensors_of
 from autopart.ir.size import Size
 
@@ -20,16 +21,20 @@ _KEEP = 32  # captures; a batch of a new shape every step must not fill the memo
 class CaptureCache:
     """Captures of `model` as it stands; `refresh` says whether they still are of it.
 
-    version: a digest of every change that was seen, equal on ranks whose models changed alike.
+    trained: the model, and a loss function that has parameters.  version: a digest of every change that was seen, equal
+    on ranks whose models changed alike.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None = None) -> None:
         self.model = check_model(model)
+        if isinstance(loss_fn, nn.Module):
+            check_model(loss_fn)
+        self.trained = Trained(model, loss_fn)
         self.version = ""
         self._loss_fn = loss_fn
         self._reads: set[tuple[nn.Module, str]] = set()
         self._flags: list[bool] | None = None
-        self._watch: Watch | None = None
+        self._watches: list[Watch] = []
         self._tensors: dict[str, tuple[str, torch.Tensor]] = {}
         self._made: dict[tuple[object, ...], Captured] = {}
 
@@ -38,13 +43,15 @@ class CaptureCache:
         key = (mode, size, batch.signature())
         if key not in self._made:
             captured = capture(self.model, batch, size=size, loss_fn=self._loss_fn, mode=mode)
-            self._tensors = self._tensors or tensors_of(self.model)
+            self._tensors = self._tensors or tensors_of(self.trained)
             self._made[key] = captured
             self._reads.update(captured.observed.read)
             if mode == "step":
                 self._flags = [module.training for module in self.model.modules()]
             functions = [self._loss_fn] if self._loss_fn is not None else []
-            self._watch = Watch(self.model, self._reads, functions, self._flags)
+            self._watches = [Watch(self.model, self._reads, functions, self._flags)]
+            if self.trained.loss_fn is not None:
+                self._watches.append(Watch(self.trained.loss_fn, (), (), None))
             if len(self._made) > _KEEP:
                 del self._made[next(iter(self._made))]
         return self._made[key]
@@ -55,20 +62,21 @@ class CaptureCache:
         training: whether training flags count; evaluation sets its own.  Raises RefusedError for what captures cannot
         follow, such as a parameter that is another object.  Costs what `Watch.changes` costs.
         """
-        changes = self._watch.changes(training=training) if self._watch is not None else []
-        if self._watch is None:  # what was captured last could not be
+        changes = [change for watch in self._watches for change in watch.changes(training=training)]
+        if not self._watches:  # what was captured last could not be
             self.check_tensors()
         if changes:
             self._made.clear()
             self._reads.clear()
-            self._flags = self._watch = None
+            self._flags = None
+            self._watches.clear()
             self.version = hashlib.blake2b("\n".join([self.version, *changes]).encode(), digest_size=8).hexdigest()
         return changes
 
     def check_tensors(self) -> None:
         """Raises RefusedError when parameters or buffers are other objects than those of the first capture."""
         if self._tensors:
-            check_tensors(self.model, self._tensors)
+            check_tensors(self.trained, self._tensors)
 
     def is_own(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether a parameter or buffer is the one that was captured first; a later one is the user's affair."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass, field
 
@@ -77,7 +78,10 @@ def _capture(model: nn.Module, batch: Batch, size: Size | None, loss_fn: LossFn 
     sample = batch.with_rows(size.rows if size is not None else batch.rows or 1)
     sample = sample.to(device)
     wrapper = Wrapper(model, sample, loss_fn, wants_outputs=mode == "predict")
-    with _one_at_a_time, gc_paused(), left_as_it_was(model):
+    own = [left_as_it_was(part) for part in (model, loss_fn) if isinstance(part, nn.Module)]
+    with _one_at_a_time, gc_paused(), contextlib.ExitStack() as before:
+        for part in own:
+            before.enter_context(part)
         with quiet(), _flags(wrapper, model, evaluate=mode != "step"):
             program, module = _lowered(model, export(wrapper, sample))
         _refuse_changed_parameters(program)

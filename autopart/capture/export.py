@@ -22,6 +22,7 @@ from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 
 from autopart.capture.batch import Batch, unflatten
+from autopart.capture.foreign import OwnParametersOnly
 from autopart.capture.guards import tracing
 from autopart.capture.module_state import assignments, check_replaced
 from autopart.capture.observed import Observed, observing
@@ -85,11 +86,14 @@ class Wrapper(nn.Module):
         queue = iter(tensors)
         leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in self._batch.leaves)
         args, kwargs, target = unflatten(leaves, self._batch.spec)
-        with no_random_numbers(), observing(self._watched, self._sink.observed):
+        with no_random_numbers(), observing(self._watched, self._sink.observed), OwnParametersOnly():
             with assignments(self.model, self._sink.replaced):
                 result = self.model(*args, **kwargs)
             if self._wants_outputs:
                 return self._outputs_of(result)
+            if isinstance(self.loss_fn, nn.Module):
+                with assignments(self.loss_fn, self._sink.replaced):
+                    return scalar(self.loss_fn(result, target), "loss_fn")
             if self.loss_fn is not None:
                 return scalar(self.loss_fn(result, target), "loss_fn")
             return loss_of(result)

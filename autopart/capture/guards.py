@@ -23,6 +23,7 @@ from torch import nn
 
 from autopart.capture.custom_functions import applied
 from autopart.capture.source_location import user_line
+from autopart.capture.trained import Trained
 from autopart.ir.errors import CaptureError, RefusedError, UsageError
 
 
@@ -172,7 +173,7 @@ def check_autocast(device_type: str) -> None:
             )
 
 
-def tied_names(model: nn.Module) -> dict[str, str]:
+def tied_names(model: nn.Module | Trained) -> dict[str, str]:
     """For every name of a parameter or buffer that is not its first name, the first name.  By identity, so that it
     works on the meta device too."""
     first: dict[int, str] = {}

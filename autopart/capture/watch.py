@@ -21,6 +21,7 @@ from autopart.capture.fingerprint import containers, described, from_library, ha
 from autopart.capture.guards import check_hooks
 from autopart.capture.snapshot import ABSENT, Snapshot
 from autopart.capture.surroundings import Attribute, Reading, surroundings
+from autopart.capture.trained import Trained
 from autopart.ir.errors import RefusedError
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -118,7 +119,7 @@ class Watch:
                 yield f"{reading.place} was {described(reading.value)} and is {described(reading.now())}"
 
 
-def check_tensors(model: nn.Module, before: Mapping[str, tuple[str, torch.Tensor]]) -> None:
+def check_tensors(model: nn.Module | Trained, before: Mapping[str, tuple[str, torch.Tensor]]) -> None:
     """Raises RefusedError when the model has other parameters or buffers than `tensors_of` found before.  O(them)."""
     found = tensors_of(model)
     for name, (kind, tensor) in found.items():
@@ -139,7 +140,7 @@ def check_tensors(model: nn.Module, before: Mapping[str, tuple[str, torch.Tensor
             )
 
 
-def tensors_of(model: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
+def tensors_of(model: nn.Module | Trained) -> dict[str, tuple[str, torch.Tensor]]:
     """Parameters and buffers under all their names, with which of the two each is."""
     named = {name: ("parameter", tensor) for name, tensor in model.named_parameters(remove_duplicate=False)}
     return {**named, **{name: ("buffer", tensor) for name, tensor in model.named_buffers(remove_duplicate=False)}}

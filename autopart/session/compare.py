@@ -26,10 +26,12 @@ from torch import nn
 from autopart.capture import CaptureCache
 from autopart.capture.batch import Batch, flatten, unflatten
 from autopart.capture.export import LossFn, loss_of, scalar
+from autopart.capture.trained import Trained
 from autopart.ir.cluster import Cluster
 from autopart.ir.graph import Graph
 from autopart.options import Options
 from autopart.report.difference_table import DifferenceRow, difference_lines
+from autopart.runtime.tensors import dense
 from autopart.session.agreement import FAILURES, broadcast_result
 from autopart.session.pipe import Pipe
 
@@ -126,8 +128,8 @@ def verify_step(
 ) -> Verification:
     """One training step both ways.  Collective: call it on every rank of the cluster; every rank gets the result."""
     batch = flatten(sample, with_target=options.loss_fn is not None)
-    mine = fresh_copy(model)
-    with Pipe(CaptureCache(mine, options.loss_fn), cluster, options, sample) as pipe:
+    mine = _fresh(model, options.loss_fn)
+    with Pipe(CaptureCache(mine.model, mine.loss_fn), cluster, options, sample) as pipe:
         found = _outcome(pipe, mine, sample)
         session = pipe.session
         graph, decision = session.graph, pipe.plan.decision
@@ -150,8 +152,8 @@ def verify_step(
             try:
                 expected = alone
                 if expected is None:
-                    plain = fresh_copy(model).to(session.world.device)
-                    expected = plain_outcome(plain, batch, options.loss_fn, micro_rows, shares)
+                    plain = _fresh(model, options.loss_fn).to(session.world.device)
+                    expected = plain_outcome(plain.model, batch, plain.loss_fn, micro_rows, shares)
                 stages = {name: decision.stage_of_rank(rank) for name, rank in session.owners.items()}
                 content = asdict(compared(found, expected, stages, precision_of(graph), tolerance, reference))
             except FAILURES as error:
@@ -173,26 +175,52 @@ def couples_rows(graph: Graph) -> bool:
     return any("batch_norm" in op.target and ("training", True) in op.attrs for op in graph.ops)
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy of the model and of its loss function, without gradients."""
+
+    model: nn.Module
+    loss_fn: LossFn | None
+
+    @property
+    def trained(self) -> Trained:
+        return Trained(self.model, self.loss_fn)
+
+    def to(self, device: torch.device) -> _Copy:
+        """On a device, in place."""
+        for module in (self.model, self.loss_fn):
+            if isinstance(module, nn.Module):
+                module.to(device)
+        return self
+
+
+def _fresh(model: nn.Module, loss_fn: LossFn | None) -> _Copy:
+    own = isinstance(loss_fn, nn.Module)
+    other, loss = copy.deepcopy((model, loss_fn if own else None))
+    found = _Copy(other, loss if own else loss_fn)
+    for _, parameter in found.trained.named_parameters():
+        parameter.grad = None
+    return found
+
+
 def fresh_copy(model: nn.Module) -> nn.Module:
     """A copy of the model without gradients."""
-    other = copy.deepcopy(model)
-    other.zero_grad(set_to_none=True)
-    return other
+    return _fresh(model, None).model
 
 
-def _outcome(pipe: Pipe, model: nn.Module, sample: Any) -> Outcome:
-    """One step of a pipeline of `model`.  Collective."""
+def _outcome(pipe: Pipe, mine: _Copy, sample: Any) -> Outcome:
+    """One step of a pipeline of `mine`.  Collective."""
     loss = pipe.step(sample)
     state = pipe.state_dict()
-    buffers = {name: state[name] for name, _ in model.named_buffers() if name in state}
+    buffers = {name: state[name] for name, _ in mine.trained.named_buffers() if name in state}
     return Outcome(loss.item(), pipe.gradients(), buffers)
 
 
 def _captured_alone(model: nn.Module, cluster: Cluster, sample: Any, options: Options, micros: int) -> Outcome:
     """The captured program in one stage, over as many micro-batches.  Collective."""
     alone = replace(options, stages=1, micro_batches=micros, cuts=(), plan=None, costs="analytic")
-    mine = fresh_copy(model)
-    with Pipe(CaptureCache(mine, options.loss_fn), cluster, alone, sample) as pipe:
+    mine = _fresh(model, options.loss_fn)
+    with Pipe(CaptureCache(mine.model, mine.loss_fn), cluster, alone, sample) as pipe:
         return _outcome(pipe, mine, sample)
 
 
@@ -211,8 +239,9 @@ def plain_outcome(
             loss = scalar(loss_fn(result, target), "loss_fn") if loss_fn is not None else loss_of(result)
             (loss * weight).backward()  # type: ignore[no-untyped-call]
             total += loss.item() * weight
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    return Outcome(total, gradients, dict(model.named_buffers()))
+    trained = Trained(model, loss_fn)
+    gradients = {name: p.grad for name, p in trained.named_parameters() if p.requires_grad}
+    return Outcome(total, gradients, dict(trained.named_buffers()))
 
 
 def precision_of(graph: Graph) -> str:
@@ -278,7 +307,7 @@ def _norm(tensor: torch.Tensor) -> float:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return dense(tensor.detach()).cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _ratio(off: float, size: float) -> float:

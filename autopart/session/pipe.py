@@ -222,7 +222,7 @@ class Pipe:
         """This rank's parameters under their original names, tied ones under the first.  Before the first step of a
         pipe without a sample: all of the model's."""
         if self._session is None:
-            yield from self._captures.model.named_parameters()
+            yield from self._captures.trained.named_parameters()
             return
         for name, tensor in self._session.tensors.held.items():
             if isinstance(tensor, nn.Parameter):
@@ -239,7 +239,7 @@ class Pipe:
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """The gradient of every trainable parameter by original name (tied ones once), on every rank, on the CPU;
-        None where there is none.  Sends the size of the model: meant for checks."""
+        None where there is none, sparse ones dense.  Sends the size of the model: meant for checks."""
         with self.session.call("gradients") as session:
             return gather_gradients(session)
 
@@ -262,7 +262,7 @@ class Pipe:
         """Take over a state of the plain model, given alike on every rank, and `steps` where it is remembered.
         Nothing changes when a name or a shape does not fit (UsageError)."""
         self._require_open()
-        load_state(self._captures.model, self._session, state)
+        load_state(self._captures.trained, self._session, state)
         steps = steps_of(state)
         if steps is not None:
             self._steps = steps

@@ -14,13 +14,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from autopart.capture import CaptureCache
 from autopart.capture.batch import Batch
 from autopart.capture.guards import check_autocast, tied_names
 from autopart.capture.reduction import WHOLE
 from autopart.capture.rows import program_key
+from autopart.capture.trained import Trained
 from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import PlanError, RefusedError, UsageError
@@ -85,8 +85,8 @@ class Session:
                 with together(self.world, "reading the model and the plan"):
                     self._batch = self._read()  # kept, for other plans capture the model at other sizes
                     read_plan(self._options)
-                    _refuse_meta(self.captures.model)
-                    self.tied = tied_names(self.captures.model)
+                    _refuse_meta(self.captures.trained)
+                    self.tied = tied_names(self.captures.trained)
                 planned = self._plan_together(self._options)
                 set_activity("comparing weights")
                 broadcast_weights_if_different(self.world, planned.captured.tensors)
@@ -332,7 +332,7 @@ class Session:
 
     def _follow_flags(self) -> None:
         """Copies of parameters on another device require gradients as the model's own do."""
-        for name, parameter in self.captures.model.named_parameters():
+        for name, parameter in self.captures.trained.named_parameters():
             held = self.tensors.held.get(name)
             if held is not None and held.requires_grad != parameter.requires_grad:
                 held.requires_grad_(parameter.requires_grad)
@@ -365,7 +365,7 @@ def _placed(planned: Planned) -> Placement:
     return placement_of(planned.captured.graph, planned.plan.decision)
 
 
-def _refuse_meta(model: nn.Module) -> None:
+def _refuse_meta(model: Trained) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
             raise UsageError(

@@ -8,9 +8,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 import torch
-from torch import nn
 
 from autopart.capture.guards import EMPTIED
+from autopart.capture.trained import Trained
 from autopart.ir.errors import UsageError
 from autopart.runtime.tensors import gather_tensors
 from autopart.session.session import Session
@@ -23,7 +23,7 @@ def gather_state(session: Session) -> dict[str, torch.Tensor]:
     session.require_healthy()
     held, tied = session.tensors.held, session.tied
     captures = session.captures
-    whole = {n: t for n, t in captures.model.state_dict(keep_vars=True).items() if captures.is_own(n, t)}
+    whole = {n: t for n, t in captures.trained.state_dict().items() if captures.is_own(n, t)}
     first = {tied.get(name, name): name for name in reversed(whole)}
     gathered = gather_tensors(
         session.world,
@@ -42,7 +42,7 @@ def gather_state(session: Session) -> dict[str, torch.Tensor]:
 def sync_state(session: Session) -> None:
     """Bring what other ranks hold to this rank's model, in place.  Collective.  Bytes sent: the size of the model."""
     state = gather_state(session)
-    own = session.captures.model.state_dict(keep_vars=True)
+    own = session.captures.trained.state_dict()
     with torch.no_grad():
         for name, tensor in state.items():
             if own[name].shape == tensor.shape:
@@ -52,7 +52,7 @@ def sync_state(session: Session) -> None:
 def empty_foreign(session: Session) -> None:
     """Empty the parameters and updated buffers of this rank's model that other ranks trained: their values here are
     old, and must be neither saved nor trained on."""
-    model, held, tied = session.captures.model, session.tensors.held, session.tied
+    model, held, tied = session.captures.trained, session.tensors.held, session.tied
     updated = {buffer for buffer, _ in session.graph.updates}
     trained = {param.name for param in session.graph.params if param.trainable} | updated
     with torch.no_grad():
@@ -77,12 +77,12 @@ def steps_of(state: Mapping[str, torch.Tensor]) -> int | None:
     return steps if isinstance(steps, int) and steps >= 0 else None
 
 
-def load_state(model: nn.Module, session: Session | None, state: Mapping[str, torch.Tensor]) -> None:
+def load_state(model: Trained, session: Session | None, state: Mapping[str, torch.Tensor]) -> None:
     """Take a state of the plain model into the model and into what this rank of a session holds.
 
     Nothing changes when a name or a shape does not fit (UsageError).
     """
-    own = model.state_dict(keep_vars=True)
+    own = model.state_dict()
     _check_state(own, state)
     model.load_state_dict(dict(state))
     if session is None:
@@ -99,7 +99,7 @@ def gather_gradients(session: Session) -> dict[str, torch.Tensor | None]:
     """The gradient of every trainable parameter, tied ones once, on every rank, on the CPU.  Collective."""
     session.require_healthy()
     held = session.tensors.held
-    trainable = {name: p for name, p in session.captures.model.named_parameters() if p.requires_grad}
+    trainable = {name: p for name, p in session.captures.trained.named_parameters() if p.requires_grad}
     return gather_tensors(
         session.world,
         {name: session.owners.get(name, 0) for name in trainable},
@@ -119,7 +119,7 @@ def clip_gradients(session: Session, max_norm: float, norm_type: float) -> torch
     world, owners = session.world, session.owners
     gradients = {name: t.grad for name, t in session.tensors.held.items() if t.grad is not None}
     norms = [
-        torch.linalg.vector_norm(gradient.double(), norm_type).item()
+        torch.linalg.vector_norm(_elements(gradient).double(), norm_type).item()
         for name, gradient in gradients.items()
         if owners.get(name) == world.rank
     ]
@@ -131,8 +131,15 @@ def clip_gradients(session: Session, max_norm: float, norm_type: float) -> torch
     if scale < 1.0:
         for gradient in gradients.values():
             gradient.mul_(scale)
-    dtypes = [p.dtype for p in session.captures.model.parameters() if p.requires_grad and p.is_floating_point()]
+    dtypes = [
+        p.dtype for _, p in session.captures.trained.named_parameters() if p.requires_grad and p.is_floating_point()
+    ]
     return torch.tensor(total, dtype=functools.reduce(torch.promote_types, dtypes, torch.float32))
+
+
+def _elements(gradient: torch.Tensor) -> torch.Tensor:
+    """What a gradient holds, of a sparse one without the zeros."""
+    return gradient if gradient.layout == torch.strided else gradient.coalesce().values()
 
 
 def _check_state(own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import learned_loss_jobs as learned
 from support import silent_jobs as jobs
 from support.loss_models import LOSSES
 from support.mask_models import MASKED
@@ -23,3 +24,34 @@ def test_a_step_is_exact_also_where_a_micro_batch_counts_nothing(pair: Workers, 
     for found, wanted in zip(gradients, plain, strict=True):
         for parameter, gradient in wanted.items():
             torch.testing.assert_close(found[parameter], gradient, rtol=1e-10, atol=1e-13)
+
+
+def test_a_loss_function_with_parameters_is_trained_saved_and_brought_back(pair: Workers) -> None:
+    losses, gradients, state = learned.alone()
+    for found, kept, (loaded, plain) in pair.run(learned.piped):
+        assert found[0] == pytest.approx(losses, rel=1e-10)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[1][name], gradient, rtol=1e-9, atol=1e-12)
+        assert found[2].keys() == state.keys() == kept.keys()
+        for name, tensor in state.items():
+            torch.testing.assert_close(found[2][name], tensor, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(kept[name], tensor, rtol=1e-9, atol=1e-12)
+        assert loaded == pytest.approx(plain, rel=1e-10)
+
+
+def test_verify_compares_the_parameters_of_a_loss_function_and_leaves_it_as_it_was(pair: Workers) -> None:
+    for ok, compared, untouched in pair.run(learned.verified):
+        assert ok and untouched and {"loss_fn.spread", "loss_fn.head.weight"} <= compared
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("a name of the model", "the model has a module loss_fn"),
+        ("a function", "a parameter that belongs to neither the model nor"),
+        ("a method", "a parameter that belongs to neither the model nor"),
+    ],
+)
+def test_parameters_that_nobody_would_train_are_refused(pair: Workers, kind: str, words: str) -> None:
+    for error in pair.run(learned.refused, kind):
+        assert error is not None and words in error.what and error.fix

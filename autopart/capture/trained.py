@@ -1,0 +1,68 @@
+"""Everything that a step trains: the model's tensors, and under `loss_fn.` those of a loss function that learns too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopart.ir.errors import UsageError
+
+PREFIX = "loss_fn."
+
+
+class Trained:
+    """A model and its loss function as one, as far as names of tensors go.
+
+    A loss function without parameters is left out: the state is the model's alone, whatever weights of classes that
+    function holds.  Raises UsageError where the two would share a name.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: object = None) -> None:
+        self.model = model
+        learns = isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters())
+        self.loss_fn = loss_fn if learns and isinstance(loss_fn, nn.Module) else None
+        if self.loss_fn is not None and PREFIX[:-1] in {**dict(model.named_children()), **vars(model)}:
+            raise UsageError(
+                "the model has a module loss_fn, and the loss function has parameters",
+                why="the names of both would begin with loss_fn",
+                fix="give that module of the model another name",
+            )
+
+    def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter; of tied ones only the first, unless duplicates are wanted."""
+        yield from self._named(lambda module: module.named_parameters(remove_duplicate=False), remove_duplicate)
+
+    def named_buffers(self, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every buffer, likewise."""
+        yield from self._named(lambda module: module.named_buffers(remove_duplicate=False), remove_duplicate)
+
+    def _named(self, of: Callable[[nn.Module], Iterable[tuple[str, Any]]], once: bool) -> Iterator[tuple[str, Any]]:
+        seen = set[int]()
+        for prefix, module in self._parts():
+            for name, tensor in of(module):
+                if not (once and id(tensor) in seen):
+                    yield prefix + name, tensor
+                seen.add(id(tensor))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Both states, as the tensors themselves."""
+        return {
+            prefix + name: tensor
+            for prefix, module in self._parts()
+            for name, tensor in module.state_dict(keep_vars=True).items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `state_dict` returned."""
+        learned = {name for name in state if self.loss_fn is not None and name.startswith(PREFIX)}
+        self.model.load_state_dict({name: tensor for name, tensor in state.items() if name not in learned})
+        if self.loss_fn is not None:
+            self.loss_fn.load_state_dict({name.removeprefix(PREFIX): state[name] for name in learned})
+
+    def _parts(self) -> Iterator[tuple[str, nn.Module]]:
+        yield "", self.model
+        if self.loss_fn is not None:
+            yield PREFIX, self.loss_fn

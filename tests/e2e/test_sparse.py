@@ -1,0 +1,21 @@
+"""Sparse gradients of embeddings: clipped, gathered and summed over stages as the plain model has them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import sparse_jobs as jobs
+
+from autopart.runtime.launch.local import Workers
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_with_sparse_gradients_train_as_alone(pair: Workers, tied: bool) -> None:
+    losses, norms, gradients, state = jobs.alone(tied)
+    for found in pair.run(jobs.piped, tied):
+        assert found[0] == pytest.approx(losses, rel=1e-10)
+        assert found[1] == pytest.approx(norms, rel=1e-6)  # it comes in single precision
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[2][name], gradient, rtol=1e-9, atol=1e-12)
+        for name, tensor in state.items():
+            torch.testing.assert_close(found[3][name], tensor, rtol=1e-9, atol=1e-12)

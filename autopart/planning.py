@@ -97,7 +97,7 @@ def _problem(
     """With all splits where the program, and so its costs, is known at all their sizes; else with those of one size."""
     sizes = {Size(max(micro_rows)) for micro_rows in splits}
     shares = {Size(1)} if abilities.replicas else set()
-    if family.other is None or family.known(sizes | shares):
+    if family.refusal is None and (family.other is None or family.known(sizes | shares)):
         return _Problem(family, splits, cluster, options, abilities)
     kept, options, note = _at_one_size(family.base.graph.size, splits, options, abilities)
     return _Problem(family.alone(Size(max(kept[0]))), kept, cluster, options, abilities, (note,))

@@ -112,8 +112,9 @@ def _raises(m, x):
     ("body", "kind", "words"),
     [
         (_if, ControlFlowError, ("depends on the data", "torch.where", __file__)),
-        (lambda m, x: (m.linear(x) * x.sum().item()).mean(), CaptureError, (".item()", "refusals.py:")),
-        (lambda m, x: m.linear(x)[x[:, 0] > 0].mean(), CaptureError, ("shape depends on tensor data",)),
+        (lambda m, x: m.linear(x).mean() * m.linear(x).sum().item(), CaptureError, (".item()", "linear.", __file__)),
+        (lambda m, x: m.linear(x)[x[:, 0] > 0].mean(), RefusedError, ("x[mask]", "micro_batches=1", __file__)),
+        (lambda m, x: (y := m.linear(x))[y[:, 0] > 0].mean(), CaptureError, ("shape depends on tensor data",)),
         (lambda m, x: m.linear(x).mean() + float(x.numpy().sum()), CaptureError, ("numpy", __file__)),
         (_raises, CaptureError, ("KeyError", "no such key", __file__)),
         (lambda m, x: _Noisy.apply(m.linear(x)).mean(), RefusedError, ("_Noisy", "random", "register_autograd")),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from autopart.capture.questions import Answer
 from autopart.ir.errors import BatchError
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -26,7 +27,8 @@ class Batch:
 
     leaves: every leaf in order; keys: where each stands; names: a readable name for each; splits: whether each is a
     tensor that is cut along axis 0; spec: how to put (args, kwargs, target) together.  rows: the common size of axis 0
-    of those that are cut, or None when there is none.
+    of those that are cut, or None when there is none.  answers: to what the model's Python asks about the numbers of
+    the batch (`questions`), None where that is not known or nothing is asked.
     """
 
     leaves: tuple[Any, ...]
@@ -35,6 +37,7 @@ class Batch:
     splits: tuple[bool, ...]
     spec: Any
     rows: int | None
+    answers: tuple[Answer, ...] | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -50,7 +53,8 @@ class Batch:
     def signature(self) -> tuple[Any, ...]:
         """Everything a captured program depends on but the number of rows: hashable, equal on every rank."""
         leaves = zip(self.leaves, self.splits, strict=True)
-        return (str(self.spec), tuple(_leaf_signature(leaf, split) for leaf, split in leaves))
+        plain = (str(self.spec), tuple(_leaf_signature(leaf, split) for leaf, split in leaves))
+        return plain if not self.answers else (*plain, tuple(repr(value) for _, _, value in self.answers))
 
     def changed(self, change: Callable[[torch.Tensor, bool], torch.Tensor], rows: int | None) -> Batch:
         """The same with other tensors.  change: from a tensor, and whether it is cut, to the one in its place."""

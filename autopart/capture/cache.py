@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -10,12 +12,14 @@ from torch import nn
 from autopart.capture.batch import Batch
 from autopart.capture.capture import Captured, capture
 from autopart.capture.export import LossFn
-from autopart.capture.guards import check_model
+from autopart.capture.guards import CaptureWarning, check_model
+from autopart.capture.questions import Questions
 from autopart.capture.trained import Trained
 from autopart.capture.watch import Watch, check_tensors, tensors_of
 from autopart.ir.size import Size
 
 _KEEP = 32  # captures; a batch of a new shape every step must not fill the memory
+_MANY = 8  # captures of one kind of batch that differ in what the model's Python reads from the batch
 
 
 class CaptureCache:
@@ -37,13 +41,20 @@ class CaptureCache:
         self._watches: list[Watch] = []
         self._tensors: dict[str, tuple[str, torch.Tensor]] = {}
         self._made: dict[tuple[object, ...], Captured] = {}
+        self._asked: dict[tuple[object, ...], list[Questions]] = {}
 
     def __call__(self, batch: Batch, size: Size, mode: str = "step") -> Captured:
-        """The capture for micro-batches of `size` shaped like `batch`; modes as in `capture`."""
+        """The capture for micro-batches of `size` of `batch`, or of one like it; modes as in `capture`."""
+        batch = self.judged(batch, mode)
         key = (mode, size, batch.signature())
         if key not in self._made:
-            captured = capture(self.model, batch, size=size, loss_fn=self._loss_fn, mode=mode)
+            captured = capture(
+                self.model, batch, size=size, loss_fn=self._loss_fn, mode=mode,
+                whole=lambda: self(batch, Size(batch.rows or 1), mode),
+            )  # fmt: skip
             self._tensors = self._tensors or tensors_of(self.trained)
+            if captured.questions is not None:
+                key = (mode, size, self._noted(batch, mode, captured.questions).signature())
             self._made[key] = captured
             self._reads.update(captured.observed.read)
             if mode == "step":
@@ -56,6 +67,29 @@ class CaptureCache:
                 del self._made[next(iter(self._made))]
         return self._made[key]
 
+    def judged(self, batch: Batch, mode: str = "step") -> Batch:
+        """The batch with its answers to what the model's Python asks about its numbers, where a batch of its kind that
+        answers alike was captured; else as it is.  Costs the ops that are asked for."""
+        if batch.answers is None:
+            for questions in self._asked.get((mode, batch.rows, batch.signature()), ()):
+                if questions.hold(batch.tensors):
+                    return replace(batch, answers=questions.answers)
+        return batch
+
+    def settled(self, batch: Batch, size: Size, mode: str) -> Batch:
+        """The same; what was not captured yet is captured, for micro-batches of `size`."""
+        self(batch, size, mode)
+        return self.judged(batch, mode)
+
+    def _noted(self, batch: Batch, mode: str, questions: Questions) -> Batch:
+        known = self._asked.setdefault((mode, batch.rows, replace(batch, answers=None).signature()), [])
+        if all(other.answers != questions.answers for other in known):
+            known.insert(0, questions)
+            del known[_KEEP:]
+            if len(known) == _MANY:
+                _warn_of_many(questions)
+        return replace(batch, answers=questions.answers)
+
     def refresh(self, *, training: bool) -> list[str]:
         """Forget all captures when the model is not what was captured any more; returns what changed, in words.
 
@@ -67,6 +101,7 @@ class CaptureCache:
             self.check_tensors()
         if changes:
             self._made.clear()
+            self._asked.clear()
             self._reads.clear()
             self._flags = None
             self._watches.clear()
@@ -81,3 +116,14 @@ class CaptureCache:
     def is_own(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether a parameter or buffer is the one that was captured first; a later one is the user's affair."""
         return name not in self._tensors or self._tensors[name][1] is tensor
+
+
+def _warn_of_many(questions: Questions) -> None:
+    numbers = [q.where for q, value in zip(questions.asked, questions.values, strict=True) if type(value) is not bool]
+    warnings.warn(
+        f"{_MANY} batches of one shape were captured, each anew, for forward() reads other numbers from each: results "
+        f"stay exact, but every such step waits for a capture ({', '.join(dict.fromkeys(numbers)) or 'flags'}); "
+        "compute with the tensor instead of .item(), .tolist(), int() or float()",
+        CaptureWarning,
+        stacklevel=2,
+    )

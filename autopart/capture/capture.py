@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import OutputKind
 
+from autopart.capture.asking import Asker
 from autopart.capture.batch import Batch
 from autopart.capture.export import LossFn, OutputSpec, Wrapper, explained, export, quiet
 from autopart.capture.gc_pause import gc_paused
@@ -17,9 +19,10 @@ from autopart.capture.guards import check_aliased_buffers, check_autocast
 from autopart.capture.lower import lower
 from autopart.capture.names import Names, read_names
 from autopart.capture.observed import Observed
+from autopart.capture.questions import Questions, WholeBatchAsked
 from autopart.capture.restored import left_as_it_was
-from autopart.capture.to_graph import read_graph
-from autopart.ir.errors import AutopartError, RefusedError
+from autopart.capture.to_graph import NumberOfData, read_graph
+from autopart.ir.errors import AutopartError, CaptureError, RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.size import Size
 
@@ -32,13 +35,15 @@ torch is not affected, as the patches let it through."""
 class Captured:
     """A model at one shape.  module: the flat fx graph; graph: the same as data; names: which node is which;
     outputs: how a `predict` program's results become what the model returns, None for a loss program; observed: what
-    forward() read of the modules' attributes."""
+    forward() read of the modules' attributes; questions: what it asked about the numbers of the whole batch, with the
+    answers that this program is for."""
 
     module: fx.GraphModule
     graph: Graph
     names: Names
     outputs: OutputSpec | None
     observed: Observed = field(default_factory=Observed)
+    questions: Questions | None = None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -52,23 +57,40 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, batch: Batch, *, size: Size | None = None, loss_fn: LossFn | None = None, mode: str = "step"
+    model: nn.Module,
+    batch: Batch,
+    *,
+    size: Size | None = None,
+    loss_fn: LossFn | None = None,
+    mode: str = "step",
+    whole: Callable[[], Captured] | None = None,
 ) -> Captured:
     """Capture a model for micro-batches of `size` shaped like `batch`; None is the size of the batch itself.
 
     mode: "step" (loss and gradients, with the training flags the model has), "loss" (loss in eval mode) or "predict"
-    (what the model returns, in eval mode).  The model is left as it was; `check_model` has passed it, before
-    its library could install hooks of its own while it is traced.  Raises CaptureError, RefusedError.
+    (what the model returns, in eval mode).  whole: gives the capture of all of the batch, wanted where the model's
+    Python asks about its numbers.  The model is left as it was; `check_model` has passed it, before its library could
+    install hooks of its own while it is traced.  Raises CaptureError, RefusedError.
     """
-    first = _capture(model, batch, size, loss_fn, mode)
-    if not first.observed.changed:
-        return first
-    # A first call may settle something for good, as a configuration that is completed.  Then a second one changes
-    # nothing more, and is the same program.
-    second = _capture(model, batch, size, loss_fn, mode)
-    if second.observed.changed or second.graph.shape_digest() != first.graph.shape_digest():
-        raise first.observed.changed[0]
-    return second
+    try:
+        return _settled(model, batch, size, loss_fn, mode)
+    except WholeBatchAsked:
+        found = whole() if whole is not None else capture(model, batch, loss_fn=loss_fn, mode=mode)
+        batch = replace(batch, answers=found.questions.answers if found.questions is not None else ())
+        return replace(_settled(model, batch, size, loss_fn, mode), questions=found.questions)
+
+
+def _settled(model: nn.Module, batch: Batch, size: Size | None, loss_fn: LossFn | None, mode: str) -> Captured:
+    with _one_at_a_time, _left_as_they_were(model, loss_fn):
+        first = _capture(model, batch, size, loss_fn, mode)
+        if not first.observed.changed:
+            return first
+        # A first call may settle something for good, as a configuration that is completed, or hooks that a library
+        # installs when they are first needed.  Then a second one changes nothing more, and is the same program.
+        second = _capture(model, batch, size, loss_fn, mode)
+        if second.observed.changed or second.graph.shape_digest() != first.graph.shape_digest():
+            raise first.observed.changed[0]
+        return second
 
 
 def _capture(model: nn.Module, batch: Batch, size: Size | None, loss_fn: LossFn | None, mode: str) -> Captured:
@@ -78,18 +100,30 @@ def _capture(model: nn.Module, batch: Batch, size: Size | None, loss_fn: LossFn 
     sample = batch.with_rows(size.rows if size is not None else batch.rows or 1)
     sample = sample.to(device)
     wrapper = Wrapper(model, sample, loss_fn, wants_outputs=mode == "predict")
-    own = [left_as_it_was(part) for part in (model, loss_fn) if isinstance(part, nn.Module)]
-    with _one_at_a_time, gc_paused(), contextlib.ExitStack() as before:
-        for part in own:
-            before.enter_context(part)
+    reads_on = device if device.type != "meta" else torch.device("cpu")
+    asker = Asker(wrapper, model, batch, sample.rows, reads_on)
+    with _one_at_a_time, gc_paused(), _left_as_they_were(model, loss_fn, settled=True):
         with quiet(), _flags(wrapper, model, evaluate=mode != "step"):
-            program, module = _lowered(model, export(wrapper, sample))
+            program, module = _lowered(model, export(wrapper, sample, asker))
         _refuse_changed_parameters(program)
         outputs = _outputs_by_ops(program, module)
         names = read_names(program, module, wrapper, sample)
         check_aliased_buffers(model, names.updates.keys())
-        graph = read_graph(module, names, outputs, Size(sample.rows or 1), backward=mode == "step")
-    return Captured(module, graph, names, wrapper.outputs, wrapper.observed)
+        try:
+            graph = read_graph(module, names, outputs, Size(sample.rows or 1), backward=mode == "step")
+        except NumberOfData as error:
+            raise asker.refusal or CaptureError(error.what, where=error.where, why=error.why, fix=error.fix) from None
+    return Captured(module, graph, names, wrapper.outputs, wrapper.observed, asker.questions)
+
+
+@contextlib.contextmanager
+def _left_as_they_were(*parts: object, settled: bool = False) -> Iterator[None]:
+    """`left_as_it_was` of the model, and of a loss function that is a module."""
+    with contextlib.ExitStack() as before:
+        for part in parts:
+            if isinstance(part, nn.Module):
+                before.enter_context(left_as_it_was(part, settled=settled))
+        yield
 
 
 def _lowered(

@@ -21,13 +21,16 @@ from torch.export import ExportedProgram
 from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 
+from autopart.capture.asking import Asker, answering
 from autopart.capture.batch import Batch, unflatten
 from autopart.capture.foreign import OwnParametersOnly
 from autopart.capture.guards import tracing
 from autopart.capture.module_state import assignments, check_replaced
 from autopart.capture.observed import Observed, observing
+from autopart.capture.questions import WholeBatchAsked
 from autopart.capture.randomness import no_random_numbers
 from autopart.capture.source_location import user_place
+from autopart.capture.unanswered import flow_fix, is_data_dependent
 from autopart.ir.errors import AutopartError, CaptureError, ControlFlowError, LossError
 
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -49,6 +52,7 @@ class _Sink:
     """Where a traced forward leaves what it saw: torch.export puts a module's own attributes back."""
 
     outputs: OutputSpec | None = None
+    asker: Asker | None = None
 
     def __init__(self) -> None:
         self.replaced: dict[str, torch.Tensor | None] = {}
@@ -72,6 +76,10 @@ class Wrapper(nn.Module):
         """What the model returned while it was traced, or None for a loss."""
         return self._sink.outputs
 
+    def answered_by(self, asker: Asker) -> None:
+        """Let it answer what forward() asks about the numbers of the batch."""
+        self._sink.asker = asker
+
     @property
     def observed(self) -> Observed:
         """What forward() and the loss function read of their modules' attributes while they were traced."""
@@ -86,6 +94,8 @@ class Wrapper(nn.Module):
         queue = iter(tensors)
         leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in self._batch.leaves)
         args, kwargs, target = unflatten(leaves, self._batch.spec)
+        if self._sink.asker is not None:
+            self._sink.asker.begin()
         with no_random_numbers(), observing(self._watched, self._sink.observed), OwnParametersOnly():
             with assignments(self.model, self._sink.replaced):
                 result = self.model(*args, **kwargs)
@@ -152,23 +162,28 @@ def scalar(loss: Any, source: str) -> torch.Tensor:
     )
 
 
-def export(wrapper: Wrapper, batch: Batch) -> ExportedProgram:
-    """Trace the wrapper with the tensors of `batch`.
+def export(wrapper: Wrapper, batch: Batch, asker: Asker) -> ExportedProgram:
+    """Trace the wrapper with the tensors of `batch`; `asker` answers what it asks about their numbers.
 
     Raises ControlFlowError for control flow on tensor data, CaptureError for whatever else torch.export cannot trace;
-    both name the module path and the user's line.
+    both name the module path and the user's line.  Raises WholeBatchAsked where the answers are those of a whole batch
+    that was not traced yet.
     """
     if not batch.tensors:
         raise CaptureError("the batch holds no tensor", fix="pass the model's inputs as tensors")
+    wrapper.answered_by(asker)
     try:
-        with tracing(wrapper.model), uncompiled():
+        with tracing(wrapper.model), uncompiled(), answering(asker):
             program = torch.export.export(wrapper, batch.tensors, strict=False)
+        asker.end()
         check_replaced(wrapper.replaced, (t for t in program.constants.values() if isinstance(t, torch.Tensor)))
         return program
     except AutopartError as error:
         raise error.with_traceback(None) from None  # a stack through torch.export helps nobody
     except Exception as error:
-        raise explained(error, wrapper.model) from error
+        if asker.wants_whole:
+            raise WholeBatchAsked from None
+        raise asker.explained(error) or explained(error, wrapper.model) from error
 
 
 def explained(error: Exception, model: nn.Module) -> CaptureError:
@@ -176,13 +191,12 @@ def explained(error: Exception, model: nn.Module) -> CaptureError:
     text = str(error).strip() or type(error).__name__
     first = text.splitlines()[0]
     where = user_place(model, error.__traceback__)
-    if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__:
+    if is_data_dependent(error):
         return ControlFlowError(
             "the model's Python control flow depends on the data of a tensor",
             where=where,
-            why=first,
-            fix="use torch.where instead of `if`; for layer drop set its probability to 0; for "
-            'mixture-of-experts models call model.set_experts_implementation("grouped_mm")',
+            why="which way it goes depends on sizes that the data decides, as those of x[mask] or nonzero()",
+            fix=flow_fix(model),
         )
     if "mutated in the forward method" in text:
         return CaptureError(

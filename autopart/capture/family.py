@@ -26,12 +26,19 @@ class ProgramFamily:
     """The programs of one model for micro-batches of batches like `batch`.
 
     base: captured, at a size that may be planned for or for comparison alone.  other: at another size, captured or
-    inferred; None when only the base is of interest.
+    inferred; None when only the base is of interest, or where there is no other.  refusal: why there is none.
     """
 
-    def __init__(self, captures: CaptureCache, batch: Batch, base: Captured, other: Captured | None) -> None:
+    def __init__(
+        self,
+        captures: CaptureCache,
+        batch: Batch,
+        base: Captured,
+        other: Captured | None,
+        refusal: CaptureError | RefusedError | None = None,
+    ) -> None:
         self._captures = captures
-        self.batch, self.base, self.other = batch, base, other
+        self.batch, self.base, self.other, self.refusal = batch, base, other, refusal
 
     @property
     def on_meta(self) -> bool:
@@ -86,7 +93,12 @@ def capture_family(
             if family is not None:
                 return family
     first = captures(batch, base)
-    return ProgramFamily(captures, batch, first, captures(batch, another_size(base, others)))
+    try:
+        return ProgramFamily(captures, batch, first, captures(batch, another_size(base, others)))
+    except (CaptureError, RefusedError) as error:
+        if base.rows != batch.rows:
+            raise
+        return ProgramFamily(captures, batch, first, None, error)  # it may still run whole
 
 
 def _inferred(captures: CaptureCache, batch: Batch, others: Sequence[Size]) -> ProgramFamily | None:

@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from autopart.capture.composite_ops import composite_ops_remembered
 from autopart.capture.export import uncompiled
 from autopart.capture.functional import functional_graph
+from autopart.capture.rejoined import rejoin, renumbered
 from autopart.capture.source_location import user_line_of_text
 from autopart.ir.errors import RefusedError
 from autopart.passes.ops.row import ASSERTION
@@ -48,7 +49,11 @@ def lower(program: ExportedProgram) -> tuple[ExportedProgram, fx.GraphModule]:
     for node in list(graph.nodes):
         if node.op == "call_function":
             _lower_node(graph, node)
+    joined = rejoin(graph)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    if joined:
+        with uncompiled():
+            graph = module.graph = renumbered(graph)
     _key_random_ops(graph)
     graph.lint()
     return program, module

@@ -12,8 +12,9 @@ norm uses its running statistics: what those couple is the same program on the s
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,7 +54,8 @@ def prove_rows(small: Captured, large: Captured, names: Iterable[str], batch: Ba
     for turn in range(_MOST_TURNS):
         if not seen or min(seen.values()) >= _enough(seen, large):
             break
-        data = batch.with_rows(large.graph.rows) if turn == 0 else resampled(batch, large.graph.rows, turn)
+        rows, asked_about = large.graph.rows, large.questions.inputs if large.questions is not None else frozenset()
+        data = batch.with_rows(rows) if turn == 0 else resampled(batch, rows, turn, asked_about)
         found = _Trial(small, large, data.to(device)).passing(list(seen), gradients=turn < 2)
         if not found and turn == 0:
             return frozenset(constants)
@@ -72,17 +74,22 @@ def _enough(names: Iterable[str], large: Captured) -> int:
     return max(_LEAST_SHOWN, min(_MOST_TURNS - 2, 1024 // max(1, fewest)))
 
 
-def resampled(batch: Batch, rows: int, seed: int) -> Batch:
+def resampled(batch: Batch, rows: int, seed: int, in_whole_rows: Set[int] = frozenset()) -> Batch:
     """Random data like a batch's: other rows of every tensor, floats with noise, integers drawn from the tensor's own.
 
-    Masks (tensors of two values) keep their rows whole: a random one would hide everything.
+    Masks (tensors of two values) keep their rows whole: a random one would hide everything.  So do the tensors that the
+    model's Python asks about, by their places: the program is for their answers, and their rows come as they are drawn.
     """
     generator = torch.Generator().manual_seed(seed)
+    places = itertools.count()
 
     def change(leaf: torch.Tensor, split: bool) -> torch.Tensor:
+        place = next(places)
         if not split:
             return leaf
         picked = leaf[torch.randint(len(leaf), (rows,), generator=generator).to(leaf.device)]
+        if place in in_whole_rows:
+            return picked
         if leaf.is_floating_point():
             noise = torch.randn(picked.shape, generator=generator).to(picked)
             return picked + 0.2 * noise * leaf.abs().mean()

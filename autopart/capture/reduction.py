@@ -37,7 +37,11 @@ def loss_reduction(family: ProgramFamily, splits: Sequence[Sequence[int]], state
     of the loss, or "auto".  Raises CoupledLossError when the whole loss is not a combination of theirs.
     """
     base, other = family.base, family.other
-    if other is None or all(len(micro_rows) == 1 for micro_rows in splits):
+    if all(len(micro_rows) == 1 for micro_rows in splits):
+        return WHOLE
+    if other is None:
+        if family.refusal is not None:
+            raise family.refusal
         return WHOLE
     graph = mark_rows(base.graph, other.graph)
     given = None if stated == "auto" else stated

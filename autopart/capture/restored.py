@@ -17,13 +17,12 @@ from torch.utils import _pytree as pytree
 
 
 @contextlib.contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Undo what the body does to the modules' attributes, and empty the caches that it filled.  O(attributes)."""
-    held = [
-        (home, dict(home))
-        for module in model.modules()
-        for home in (vars(module), module._parameters, module._buffers, module._modules)
-    ]
+def left_as_it_was(model: nn.Module, *, settled: bool = False) -> Iterator[None]:
+    """Undo what the body does to the modules' attributes, and empty the caches that it filled.  O(attributes).
+
+    settled: keep what holds no fake tensor, for a body that runs forward() once more.
+    """
+    held = [(home, dict(home)) for module in model.modules() for home in _homes(module)]
     caches = list(_caches(model))
     known = [(cache, cache.cache_info().misses) for cache in caches]
     tables = [(table, dict(table)) for table in _tables(model)]
@@ -31,16 +30,39 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for home, before in held:
-            if len(home) != len(before) or any(home.get(name, held) is not value for name, value in before.items()):
-                home.clear()
-                home.update(before)
+            _put_back(home, before, settled)
         for cache, misses in known:
             if cache.cache_info().misses != misses:
                 cache.cache_clear()
         for table, entries in tables:
-            if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(table)):
+            if _is_fake(table):
                 table.clear()
                 table.update(entries)
+
+
+def _put_back(home: dict[str, Any], before: dict[str, Any], settled: bool) -> None:
+    if settled:
+        for name, value in list(home.items()):
+            if value is not before.get(name, home) and _is_fake(value):
+                del home[name]
+        before = {**home, **{name: value for name, value in before.items() if name not in home}}
+    if len(home) != len(before) or any(home.get(name, before) is not value for name, value in before.items()):
+        home.clear()
+        home.update(before)
+
+
+def _is_fake(value: Any) -> bool:
+    """Whether a value, or a container of values, holds a tensor that was traced."""
+    return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value))
+
+
+def _homes(module: nn.Module) -> list[dict[str, Any]]:
+    """A module's attributes, and the dictionaries that torch keeps among them: parameters, buffers, modules, hooks."""
+    own = vars(module)
+    return [own, *(own[name] for name in _OWN if isinstance(own.get(name), dict))]
+
+
+_OWN = tuple(vars(nn.Module()))
 
 
 def _namespaces(model: nn.Module) -> list[dict[str, Any]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 import traceback
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import torch
 from torch import nn
@@ -52,4 +53,17 @@ def user_place(model: nn.Module, trace: TracebackType | None) -> str:
         if is_user_file(frame.f_code.co_filename):
             line = f"{frame.f_code.co_filename}:{trace.tb_lineno} in {frame.f_code.co_name}"
         trace = trace.tb_next
+    return ", ".join(part for part in (f"module {path}" if path else "", line) if part)
+
+
+def place_of_caller(model: nn.Module) -> str:
+    """Module path and file:line of the innermost frame of the user in the stack as it stands."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    path = line = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not (path and line):
+        if not line and is_user_file(frame.f_code.co_filename):
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        path = path or paths.get(id(frame.f_locals.get("self")), "")
+        frame = frame.f_back
     return ", ".join(part for part in (f"module {path}" if path else "", line) if part)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopart.capture.by_rows import BY_ROWS, is_by_rows
 from autopart.capture.gradients import gradient_nodes
 from autopart.capture.names import Names, strip
 from autopart.capture.source_location import user_line_of_text
@@ -16,6 +17,10 @@ from autopart.ir.errors import CaptureError
 from autopart.ir.graph import Graph, Literal, Op, Param, Value, check
 from autopart.ir.size import Size
 from autopart.rng import keyed
+
+
+class NumberOfData(CaptureError):
+    """A Python number that depends on tensor data is part of the program."""
 
 
 def read_graph(module: fx.GraphModule, names: Names, outputs: list[fx.Node], size: Size, *, backward: bool) -> Graph:
@@ -74,7 +79,7 @@ def _value(node: fx.Node, names: Names, grad: bool) -> Value:
     example = node.meta.get("val")
     where = user_line_of_text(node.meta.get("stack_trace"))
     if not isinstance(example, torch.Tensor):
-        raise CaptureError(
+        raise NumberOfData(
             f"{node.target} makes a {type(example).__name__}, not a tensor",
             where=where,
             why="a Python number that depends on tensor data cannot be part of the program",
@@ -109,7 +114,7 @@ def _op(call: fx.Node, names: Names) -> Op:
         reads=tuple(reads),
         writes=tuple(names.value(n) for n in results_of(call)),
         params=tuple(params),
-        attrs=_attrs(target, args, dict(call.kwargs), names),
+        attrs=_attrs(target, args, dict(call.kwargs), names) + (((BY_ROWS, True),) if is_by_rows(call) else ()),
         module=module_path(call),
         where=user_line_of_text(call.meta.get("stack_trace")),
         random=random,

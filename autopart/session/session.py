@@ -129,6 +129,7 @@ class Session:
                 plan = plan_from_json(content["plan"], "plan of rank 0")
                 captured = self.captures(self._batch, Size(max(plan.micro_rows)))
                 mine = Planned(plan, captured, LossReduction.from_json(content["weight"]))
+            self._batch = self.captures.judged(self._batch)
             fingerprint = f"{mine.captured.graph.shape_digest()} {mine.plan.digest()} {options.seed}"
         self._require_same_everywhere(fingerprint)
         return mine
@@ -245,6 +246,8 @@ class Session:
             self._check_dtypes()
             if self.captures.refresh(training=mode is Mode.TRAIN):
                 self._follow_flags()
+            with patient("capturing the model"):
+                batch = self.captures.settled(batch, self._largest(batch, mode), mode.value)
             given = Given(repr(batch.signature()), self.captures.version, batch.rows or 0)
         except FAILURES as error:
             failure = error
@@ -286,7 +289,8 @@ class Session:
         """The rows of each micro-batch in a training step, and what weighs its loss.  Collective."""
         self.require_healthy()
         with self.told("verifying"):
-            executor = self._executor(Mode.TRAIN, self.take(Mode.TRAIN, lambda: batch, "verify"))
+            batch = self.take(Mode.TRAIN, lambda: batch, "verify")
+            executor = self._executor(Mode.TRAIN, batch)
             micro_rows = executor.micro_rows(batch)
             weights = executor.agree(batch, micro_rows)
         return micro_rows, weights
@@ -304,11 +308,12 @@ class Session:
                 del self._chosen[next(iter(self._chosen))]
         return self._chosen[key]
 
+    def _largest(self, batch: Batch, mode: Mode) -> Size:
+        """The largest part of this batch that is run at once."""
+        return Size(max(micro_rows_of(batch, self.plan.micro_rows)) if mode is Mode.TRAIN else batch.rows or 1)
+
     def _find_executor(self, mode: Mode, batch: Batch) -> Executor:
-        size = Size(batch.rows or 1)
-        if mode is Mode.TRAIN:
-            size = Size(max(micro_rows_of(batch, self.plan.micro_rows)))
-        captured = self.captures(batch, size, mode.value)
+        captured = self.captures(batch, self._largest(batch, mode), mode.value)
         program = mode, program_key(captured.graph)
         if program not in self._executors:
             stages = self._stages_of(captured.graph, mode)

@@ -13,6 +13,7 @@ from autopart.ir.graph import Graph, Value
 from autopart.passes.loss.batch_numbers import of_inputs_alone
 from autopart.passes.loss.masks import Masks
 from autopart.passes.loss.move_rules import MOVE_RULES, NO_RULE, create, is_zero
+from autopart.passes.loss.place_rules import PLACE_RULES
 from autopart.passes.loss.term_rules import averaged
 from autopart.passes.loss.terms import of_terms
 from autopart.passes.ops.context import OpContext
@@ -31,7 +32,7 @@ from autopart.passes.ops.placement import (
 from autopart.passes.ops.propagation import Rule, by_letters, cast, divide
 from autopart.passes.ops.row import CREATION, POINTWISE
 
-_RULES: dict[str, Rule] = {**MOVE_RULES, **dict.fromkeys(("div", "true_divide"), divide)}
+_RULES: dict[str, Rule] = {**MOVE_RULES, **PLACE_RULES, **dict.fromkeys(("div", "true_divide"), divide)}
 _SIZES = {"size", "shape", "repeats", "end", "start", "length", "split_size", "split_sizes", "sizes", "dims"}
 """Arguments that are sizes: where they change with the rows, so does a shape, and shapes are checked."""
 

@@ -252,6 +252,7 @@ def _losses() -> Iterator[OpRow]:
     names = "cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss"
     yield from loss(names, vectors, may_mix=".", averages="elements")
     yield from loss("nll_loss_forward nll_loss2d_forward ctc_loss")
+    yield from loss("autopart.ctc_losses", "tnc, ns, n, n -> n", may_mix="tcs")
 
 
 def _windows() -> Iterator[OpRow]:

@@ -1,0 +1,150 @@
+"""Ops whose results are as long as the data says, traced with the sizes that this batch gives them.
+
+`x[mask]`, `nonzero()` and `repeat_interleave(repeats)` make tensors whose sizes tracing cannot know.  Where the mask
+depends on the inputs alone, the batch is asked how many elements it picks.  Where every row has as many, the same is
+written as an op on rows, which holds for micro-batches too; else it holds for the whole batch.  So do lists of numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from autopart.ir.errors import RefusedError
+
+_aten = torch.ops.aten
+Ask = Callable[[Any, torch.Tensor, Callable[[torch.Tensor], Any], str], Any]
+"""From the mode that traces, a tensor, what to read of it and a name for that to the answer; None where it depends on
+more than inputs."""
+
+MADE_OF_SIZED = frozenset({_aten.repeat_interleave.self_Tensor})
+"""Ops that are made of such ops, and carry no tag of their own."""
+_REPEATS = {_aten.repeat_interleave.Tensor: 0, _aten.repeat_interleave.self_Tensor: 1}
+
+
+class Sizes:
+    """For one program that is being traced.  rows: of the traced batch; whole: whether that is all of it."""
+
+    def __init__(self, ask: Ask, rows: int | None, where: Callable[[], str], *, whole: bool) -> None:
+        self._ask, self._rows, self._where, self._whole = ask, rows, where, whole
+
+    def traced(self, mode: Any, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Trace what stands for an op whose result's size the data decides; None where it stays."""
+        if func is _aten.index.Tensor:
+            return self._index(mode, *args)
+        if func is _aten.nonzero.default:
+            count = self._ask(mode, args[0], _count, "nonzero")
+            if count is None:
+                return None
+            self._need_whole("nonzero()")
+            with mode:
+                places: torch.Tensor = _aten.nonzero_static.default(args[0], size=count)
+                return places
+        if func in _REPEATS and kwargs.get("output_size") is None:
+            return self._repeat(mode, func, args, kwargs)
+        return None
+
+    def numbers(self, mode: Any, tensor: torch.Tensor) -> Any:
+        """What `tolist()` gives, None where it depends on more than the inputs.
+
+        Where every row of the batch has the same numbers, a micro-batch has them too; else they are the whole batch's.
+        """
+        in_rows = self._rows_of(tensor) if tensor.dim() else 0
+        found = self._ask(mode, tensor, partial(_numbers, in_rows=in_rows), "tolist")
+        if found is None:
+            return None
+        kind, numbers = found
+        if kind == "of all":
+            self._need_whole("tolist()")
+            return numbers
+        return [*numbers] * (tensor.shape[0] // in_rows)
+
+    def _repeat(self, mode: Any, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        repeats = args[_REPEATS[func]]
+        if repeats.dim() != 1 or repeats.numel() == 1:
+            return None
+        total = self._ask(mode, repeats, _total, "repeat_interleave")
+        if total is None:
+            return None
+        self._need_whole("repeat_interleave() with a tensor")
+        with mode:
+            result: torch.Tensor = func(*args, **{**kwargs, "output_size": total})
+            return result
+
+    def _index(self, mode: Any, x: torch.Tensor, indices: Any) -> torch.Tensor | None:
+        """x[mask]."""
+        if not indices or any(index is not None for index in indices[1:]):
+            return None
+        mask = indices[0]
+        if mask is None or mask.dtype is not torch.bool or mask.dim() == 0:
+            return None
+        in_rows = self._rows_of(mask)
+        rows = mask.shape[0] // in_rows if in_rows else 1
+        found = self._ask(mode, mask, partial(_picked, in_rows=in_rows), "index")
+        if found is None:
+            return None
+        kind, count = found
+        if kind == "in all":
+            self._need_whole("x[mask]")
+        with mode:
+            flat = x.flatten(0, mask.dim() - 1) if mask.dim() > 1 else x
+            return _rows_picked(flat, mask, rows, count) if kind == "in each row" else _all_picked(flat, mask, count)
+
+    def _rows_of(self, mask: torch.Tensor) -> int:
+        """How many entries of a mask's first axis belong to a row of the batch; 0 where it has no rows."""
+        return mask.shape[0] // self._rows if self._rows and mask.shape[0] % self._rows == 0 else 0
+
+    def _need_whole(self, what: str) -> None:
+        if not self._whole:
+            raise RefusedError(
+                f"{what} gives another number of elements, or other numbers, for every micro-batch",
+                where=self._where(),
+                why="the rows of this batch differ in it, and one program has to fit all micro-batches",
+                fix="use micro_batches=1, or operations with fixed shapes: torch.where, or labels with ignore_index",
+            )
+
+
+def _count(tensor: torch.Tensor) -> int:
+    return int(tensor.count_nonzero())
+
+
+def _numbers(tensor: torch.Tensor, in_rows: int) -> tuple[str, Any]:
+    """The numbers of each row of the batch, where all have the same, else of all.  in_rows: as in `_picked`."""
+    numbers = tensor.tolist()
+    if in_rows and all(numbers[i] == numbers[i % in_rows] for i in range(len(numbers))):
+        return "of each row", numbers[:in_rows]
+    return "of all", numbers
+
+
+def _total(repeats: torch.Tensor) -> int:
+    return int(repeats.sum())
+
+
+def _picked(mask: torch.Tensor, in_rows: int) -> tuple[str, int]:
+    """How many places a mask has: in each row of the batch, where all have as many, else in all.
+
+    in_rows: entries of its first axis that belong to a row, 0 for none.
+    """
+    if in_rows:
+        counts = mask.reshape(mask.shape[0] // in_rows, -1).sum(1)
+        if bool((counts == counts[0]).all()):
+            return "in each row", int(counts[0])
+    return "in all", int(mask.sum())
+
+
+def _all_picked(flat: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
+    places = _aten.nonzero_static.default(mask.reshape(-1), size=count)
+    return flat.index_select(0, places.squeeze(1))
+
+
+def _rows_picked(flat: torch.Tensor, mask: torch.Tensor, rows: int, count: int) -> torch.Tensor:
+    """count elements of each row, in order."""
+    length, rest = flat.shape[0] // rows, flat.shape[1:]
+    if count == length:
+        return flat
+    order = mask.reshape(rows, length).logical_not().to(torch.uint8).sort(dim=1, stable=True).indices
+    order = order[:, :count].reshape(rows, count, *(1 for _ in rest)).expand(rows, count, *rest)
+    return flat.reshape(rows, length, *rest).gather(1, order).reshape(rows * count, *rest)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from autopart.ir.errors import ClusterError, WorkerError
-from autopart.runtime.activity import set_activity, waiting
+from autopart.runtime.activity import waiting
 
 POLL_S = 0.01
 UNWATCHED = timedelta(days=7)
@@ -44,7 +44,6 @@ def open_default_group(backend: str, store: Store, rank: int, size: int, limit_s
     come.
     """
     meeting = PrefixStore("autopart", store)
-    set_activity("opening the process group")
     number = _lead(meeting, size, limit_s, look) if rank == 0 else _follow(meeting, rank, limit_s, look)
     own = PrefixStore(f"autopart/{number}", store)
     with waiting():

@@ -55,6 +55,7 @@ class _SharedGroup:
     def enter(self, backend: str, limit_s: float, breaker: Callable[[], None]) -> int:
         """Open the group unless it is open; returns a lease.  Collective when it is not.  breaker: breaks the groups
         that a world adds."""
+        set_activity("opening the process group")
         if self._breakers and (self._broken or not dist.is_initialized() or self._failed()):
             self._drop()
         if not self._breakers:
@@ -62,6 +63,7 @@ class _SharedGroup:
         elif self.monitor is not None:
             self.monitor.limit_s = limit_s
         self._breakers.append(breaker)
+        set_activity("preparing")
         return self._opening
 
     def _failed(self) -> bool:
@@ -97,7 +99,6 @@ class _SharedGroup:
             raise
         if self.monitor is not None:
             self.monitor.enter(name, self.break_all)
-        set_activity("preparing")
 
     def _alone(self, backend: str, limit_s: float) -> str:
         """Open the default group, watched from before the start."""

@@ -124,10 +124,15 @@ class World:
         """Whether all ranks raise this error."""
         return error is self._known
 
-    def explained(self, error: BaseException) -> BaseException:
-        """What failed first, where the error only follows from it: a failure of another rank, or its end."""
+    def end(self, error: BaseException) -> BaseException:
+        """What to raise for an error of this rank: itself where all ranks raise it, else what failed first, of which
+        all have been told (`fail`)."""
+        if self.size == 1 or self.is_known(error):
+            return error
         monitor = shared_group.monitor
-        return error if monitor is None or self._lease is None else monitor.explained(error)
+        first = error if monitor is None or self._lease is None else monitor.explained(error)
+        self.fail(first)
+        return first
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed and why, and end what they wait in; nothing can be sent any more.

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 import autopart
 from autopart.ir.errors import PlanError, UsageError
-from autopart.options import Options
+from autopart.options import Options, read_options
+from autopart.runtime.shared_group import default_timeout_s
 
 OPTIONS = [field.name for field in dataclasses.fields(Options)]
 FUNCTIONS = [autopart.compile, autopart.plan, autopart.verify]
@@ -101,3 +102,13 @@ def test_a_measured_step_is_a_training_step():
     F.cross_entropy(same(batch()[0]), batch()[1]).backward()
     for name, parameter in same.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "10"])
+def test_what_is_no_time_limit_is_refused(value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="timeout is"):
+        read_options(timeout=value)
+    monkeypatch.setenv("AUTOPART_TIMEOUT_S", str(value))
+    if value not in (True, "10"):
+        with pytest.raises(UsageError, match="AUTOPART_TIMEOUT_S is"):
+            default_timeout_s()

@@ -52,15 +52,16 @@ def launcher_variables(env: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def is_task(env: Mapping[str, str]) -> bool:
-    """Whether srun, mpirun or mpiexec started this very process.  A shell in a SLURM allocation is no task, though it
-    has SLURM's variables."""
-    return any(name in env for name in ("SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"))
-
-
 def adopt_launcher(env: MutableMapping[str, str]) -> None:
     """Set torchrun's variables where another launcher said the same in its own."""
     env.update(launcher_variables(env))
+
+
+def adopt_task(env: MutableMapping[str, str]) -> None:
+    """The same where srun, mpirun or mpiexec started this very process.  A shell in a SLURM allocation is no such task,
+    though it has SLURM's variables."""
+    if any(name in env for name in ("SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")):
+        adopt_launcher(env)
 
 
 def _variables(launcher: _Launcher, size: int, env: Mapping[str, str]) -> dict[str, str]:

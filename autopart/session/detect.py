@@ -28,6 +28,7 @@ import torch
 from autopart.files.clusters import LOOPBACK, NVLINK, parse_cluster, this_host
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
+from autopart.ir.launcher import adopt_task
 from autopart.runtime.launch.local import launch, under_torchrun
 from autopart.runtime.transport import Inbox, Outbox, Spec
 from autopart.runtime.world import World
@@ -59,6 +60,7 @@ def detect(ranks: int | None = None) -> Cluster:
     to serve two of them, WorkerError when a process fails or takes longer than `LIMIT_S`.
     """
     gpus = torch.cuda.device_count()
+    adopt_task(os.environ)
     if under_torchrun():
         told = parse_cluster(None, cuda_devices=gpus)
         sizes = tuple(level.size for level in told.levels)
@@ -83,12 +85,16 @@ def probe(kind: str, sizes: tuple[int, ...]) -> Cluster:
     try:
         local = world.gather_numbers([float(os.environ.get("LOCAL_WORLD_SIZE", "1"))])
         if any(row != local[0] for row in local):
-            raise ClusterError("the hosts run different numbers of ranks", where="LOCAL_WORLD_SIZE")
+            raise world.known(ClusterError("the hosts run different numbers of ranks", where="LOCAL_WORLD_SIZE"))
         mine = measure_device(world.device, sizes[0])
         devices = [_device(json.loads(text)) for text in world.gather_text(json.dumps(asdict(mine)))]
         levels = [Level(size, _measure_level(world, sizes, index)) for index, size in enumerate(sizes) if size > 1]
         unknown = Level(1, NVLINK if kind == "cuda" else LOOPBACK)
         return check(Cluster(merge_devices(devices), tuple(levels) or (unknown,)))
+    except BaseException as error:
+        if (first := world.end(error)) is error:
+            raise
+        raise first from error
     finally:
         world.close()
 

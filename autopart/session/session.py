@@ -223,11 +223,9 @@ class Session:
         try:
             yield
         except BaseException as error:
-            if self.world.size == 1 or self.world.is_known(error):
-                raise
-            first = self.world.explained(error)
-            self._health.note(doing, first)
-            self.world.fail(first)
+            first = self.world.end(error)
+            if self.world.size > 1 and not self.world.is_known(error):
+                self._health.note(doing, first)
             if first is error:
                 raise
             raise first from error

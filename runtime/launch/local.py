@@ -14,7 +14,7 @@ from typing import Any
 
 from autopart.ir.cluster import torchrun_line
 from autopart.ir.errors import ClusterError, UsageError
-from autopart.ir.launcher import adopt_launcher, is_task
+from autopart.ir.launcher import adopt_task
 from autopart.runtime.launch.supervise import Fleet, load_result, name_of, pickle_call, refuse_while_importing
 from autopart.runtime.launch.worker import Failure, Success
 
@@ -32,8 +32,7 @@ def launch(
     that failed, with its rank and stage in `where`.
     """
     refuse_while_importing()
-    if is_task(os.environ):
-        adopt_launcher(os.environ)
+    adopt_task(os.environ)
     if under_torchrun():
         return [_run_here(fn, world, args, local)]
     with Workers(world, timeout=timeout) as workers:

@@ -27,7 +27,7 @@ from autopart.runtime.activity import Phase, SharedStatus
 from autopart.runtime.launch import worker
 from autopart.runtime.launch.reasons import GUARD, UNGUARDED, Death, Stop, no_answer, raised, state_of_rank, told
 from autopart.runtime.launch.worker import READY, Failure, Run, Success, WorkerInit
-from autopart.runtime.watch.monitor import STOPPED_S
+from autopart.runtime.watch.launcher import STOPPED_S
 
 GRACE_S = 1.0  # for other reports to arrive after the first failure, and again between SIGTERM and SIGKILL
 CLOSE_S = 5.0  # for an orderly exit
@@ -113,6 +113,8 @@ class Fleet:
             now = time.monotonic()
             if deadline is not None and self.statuses[0].phase == Phase.PATIENT:
                 deadline += now - before  # rank 0 plans: that takes as long as it takes
+            if now - before > STOPPED_S:  # this process was itself stopped
+                stopped.clear()
             before = now
             remaining = POLL_S if deadline is None else min(POLL_S, deadline - now)
             if remaining <= 0:
@@ -222,7 +224,7 @@ def _receive(member: Member) -> Any:
 def _stopped(member: Member, since: dict[int, float]) -> Stop | None:
     """Whether the system says of a member that a signal has stopped it, for long enough; since: by rank, kept here."""
     pid, now, state = member.process.pid, time.monotonic(), None
-    if pid is not None:
+    if pid is not None and hasattr(os, "waitid"):
         with suppress(ChildProcessError):
             state = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
     if state is None:

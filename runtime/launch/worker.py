@@ -8,7 +8,6 @@ say it after the process was killed.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import pickle
 import signal
@@ -25,8 +24,7 @@ from typing import Any
 from autopart.ir.errors import AutopartError, UsageError
 from autopart.runtime.activity import NOBODY, SharedStatus, leave, publish_to, set_activity
 from autopart.runtime.effects import is_effect
-from autopart.runtime.watch.monitor import STOPPED_LAUNCHER, STOPPED_S
-from autopart.runtime.watch.processes import state_of
+from autopart.runtime.watch.launcher import LOOK_S, Stopped
 
 READY = "ready"
 
@@ -176,12 +174,10 @@ def _tie_to_parent(init: WorkerInit) -> None:
     assert parent is not None
 
     def watch() -> None:
-        stopped_s = 0
+        stopped = Stopped(init.parent)
         while parent.is_alive():
-            parent.join(1.0)
-            stopped_s = stopped_s + 1 if state_of(init.parent) == "stopped" else 0
-            if stopped_s == STOPPED_S and init.rank == 0:
-                logging.getLogger("autopart").warning(STOPPED_LAUNCHER, init.parent)
+            stopped.look()
+            parent.join(LOOK_S)
         os._exit(1)
 
     threading.Thread(target=watch, name="autopart-parent-watch", daemon=True).start()

@@ -73,7 +73,7 @@ class Heart:
         self._told.wait(patience_s)
 
     def failed(self, patience_s: float = 1.0) -> bool:
-        """Whether a rank of the group has failed, by what the store says now."""
+        """Whether a rank of the group has failed, by what the store says now; the others hear that this one is here."""
         self._question = answered = threading.Event()
         self._wake.set()
         answered.wait(patience_s)
@@ -107,7 +107,7 @@ class Heart:
             try:
                 if self._to_tell is not None:
                     self._publish(*self._to_tell)
-                if ending or now - beat_at >= BEAT_S:
+                if ending or question is not None or now - beat_at >= BEAT_S:
                     self._beat()
                     beat_at = now
                 self._read_cause()

@@ -10,11 +10,10 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -23,16 +22,16 @@ from autopart.runtime import activity
 from autopart.runtime.activity import NOBODY, Phase
 from autopart.runtime.effects import first_line, is_effect
 from autopart.runtime.watch.heart import Heart, quietly
+from autopart.runtime.watch.launcher import STOPPED_S, end_process, watch_launcher
 from autopart.runtime.watch.processes import sibling, state_of, this_machine
 from autopart.runtime.watch.states import RankState, held_up_by, verdict
 
 TICK_S = 0.25
 LOOK_S = 0.5  # a wait that is longer is looked into
-STOPPED_S = 5.0  # a process of this machine that the system calls stopped, for so long, is named
 SEEK_S = 1.0  # between two searches for a process that has not come
 SILENT_S = 10.0  # as is a rank of another machine that does not beat
 DEAF_S = 60.0  # and a process of this machine that runs and yet does not beat
-NOTE_S = 15.0  # whoever is waited for longer than this is noted in the log
+NOTE_S = 10.0  # whoever is waited for longer than this is noted in the log
 GRACE_S = 5.0  # for the main thread to raise once its connections are broken
 CAUSE_S = 1.0  # for the rank that failed first to say so
 
@@ -48,13 +47,13 @@ class Monitor:
         self._breakers: list[Callable[[], None]] = []
         self._heart: Heart | None = None
         self._rank0_has_store = False
-        self._machine = this_machine()
+        self._machine, self._pid = this_machine(), os.getpid()
         self._wait_key, self._wait_from = (-1, NOBODY), 0.0
         self._stopped_from: dict[int, float] = {}
         self._siblings: dict[int, int] = {}
         self._sought_at = 0.0
         self._verdict_at, self._note_s, self._looked_at = 0.0, NOTE_S, time.monotonic()
-        self._launcher = Launcher()
+        watch_launcher()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="autopart-watch", daemon=True)
         self._thread.start()
@@ -109,6 +108,8 @@ class Monitor:
 
     def stop(self) -> None:
         """Say that this rank left, and watch no more."""
+        if os.getpid() != self._pid:  # a forked child that ends is no rank
+            return
         atexit.unregister(self.stop)
         self._ending.set()
         activity.leave()
@@ -127,7 +128,6 @@ class Monitor:
             self._stopped_from.clear()
             self._wait_from += now - self._looked_at
         self._looked_at = now
-        self._launcher.look(now)
         heart, status = self._heart, activity.current()
         if heart is not None and heart.cause is not None and heart.cause["rank"] != self.rank:
             self._decide(_told(heart.cause), now)
@@ -141,7 +141,7 @@ class Monitor:
             return
         if self.verdict is not None:
             if now - max(self._verdict_at, self._wait_from) > GRACE_S:
-                _end_process(f"{self.verdict}")
+                end_process(str(self.verdict))
             return
         states = self._states(now)
         found = verdict(self.rank, states, waited, self.limit_s)
@@ -215,33 +215,6 @@ class Monitor:
         return self._dead(rank, self._siblings[rank], 0.0, now) if rank in self._siblings else ""
 
 
-class Launcher:
-    """torchrun, seen from a rank: when it ends, its ranks have to.  Our own launcher's workers see to that alone."""
-
-    def __init__(self) -> None:
-        elastic = "TORCHELASTIC_RUN_ID" in os.environ and "AUTOPART_PARENT" not in os.environ
-        self._pid = os.getppid() if elastic else 0
-        self._stopped_from, self._noted = 0.0, False
-
-    def look(self, now: float) -> None:
-        """End this process when the launcher ended; note when it is stopped."""
-        if not self._pid:
-            return
-        if os.getppid() != self._pid:
-            _end_process(f"rank {os.environ.get('RANK')} ends: its launcher, process {self._pid}, is gone")
-        if state_of(self._pid) != "stopped":
-            self._stopped_from = 0.0
-            return
-        self._stopped_from = self._stopped_from or now
-        if now - self._stopped_from >= STOPPED_S and not self._noted:
-            self._noted = True
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                _log.warning(STOPPED_LAUNCHER, self._pid)
-
-
-STOPPED_LAUNCHER = "autopart: the launcher, process %d, is stopped by a signal; it answers to no rank until continued"
-
-
 def _silence(seconds: float) -> str:
     return f"no sign of life for {seconds:.0f} s; its process is stopped, or its machine is gone"
 
@@ -261,9 +234,3 @@ def _told(cause: Mapping[str, Any]) -> WorkerError:
     what = f"rank {cause['rank']} failed first: {cause['name']}" + (f": {cause['what']}" if cause["what"] else "")
     fix = f"see the error of rank {cause['rank']}; this one only follows from it"
     return WorkerError(what, where=cause["where"], why=cause["why"], fix=fix)
-
-
-def _end_process(why: str) -> NoReturn:
-    """Say why and end, whatever the main thread waits in."""
-    print(f"autopart: {why}", file=sys.stderr, flush=True)
-    os._exit(1)

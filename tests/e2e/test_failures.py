@@ -69,7 +69,8 @@ def test_a_worker_that_exits_is_named_with_its_code(workers, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "calls", "micro"), [("1f1b", 3, 2), pytest.param("gpipe", 6, 1, marks=pytest.mark.slow)]
+    ("schedule", "calls", "micro"),
+    [pytest.param(*case, marks=pytest.mark.slow) for case in (("1f1b", 3, 2), ("gpipe", 6, 1))],
 )
 def test_an_op_that_raises_is_told_once_with_stage_micro_batch_and_module(workers, schedule, calls, micro):
     error = fail(workers, struck, "forward", "raise", calls, "", schedule)

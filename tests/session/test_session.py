@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from support import caught_jobs
 from support import session_jobs as jobs
 from support.failing_jobs import CASE as TROUBLED
 from support.failing_jobs import arm
@@ -18,6 +19,7 @@ from autopart.runtime.launch.local import Workers
 
 pytestmark = pytest.mark.timeout(200)
 WORLD = 3
+SPREAD_S = 2.0  # a second for a failure to reach all ranks, and what a loaded machine adds
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,7 @@ def test_a_plan_for_another_model_is_refused_and_the_old_one_goes_on(workers: Wo
         assert [loss] == expected and kept
 
 
-@pytest.mark.parametrize("bad", [0, 2])
+@pytest.mark.parametrize("bad", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_capture_that_fails_on_one_rank_is_told_to_all(workers: Workers, bad: int) -> None:
     pids = workers.run(jobs.rank) and workers.pids
     for error in workers.run(jobs.failing_capture, bad, True):
@@ -148,6 +150,93 @@ def test_texts_and_weights_are_compared_and_sent_byte_by_byte(workers: Workers) 
     results = workers.run(jobs.broadcast_weights)
     assert [weights for weights, _ in results] == [[1.0, 2.0, 3.0]] * WORLD
     assert ["permuted and 0 more" in "".join(said) for _, said in results] == [True, False, False]
+
+
+@pytest.mark.slow
+def test_a_rank_that_runs_no_python_for_long_is_waited_for(workers: Workers) -> None:
+    workers.run(caught_jobs.without_python, 0)  # planned: what it said last is that it had left
+    assert len(set(workers.run(caught_jobs.without_python, 13))) == 1
+
+
+@pytest.mark.slow
+def test_who_holds_up_the_others_is_noted_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with Workers(WORLD, timeout=180) as pool:
+        assert pool.run(caught_jobs.late, 12.0)[0][0] == "WorkerError"
+    noted = [line for line in capfd.readouterr().err.splitlines() if "has waited" in line]
+    assert len(noted) == 1 and "rank 0 has waited for 10 s (call" in noted[0]
+    assert "held up by rank 1 (stage 1): between steps" in noted[0]
+
+
+def spread(heard: list[tuple[str, str, float]]) -> float:
+    """Seconds between the first and the last rank that raised."""
+    return max(at for *_, at in heard) - min(at for *_, at in heard)
+
+
+@pytest.mark.parametrize("bad", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_whatever_is_raised_on_one_rank_reaches_all_with_rank_and_cause(workers: Workers, bad: int) -> None:
+    pids = workers.run(jobs.rank) and workers.pids
+    found = workers.run(caught_jobs.raising, bad)
+    for place, error in enumerate(caught_jobs.RAISED):
+        heard = [of_rank[place] for of_rank in found]
+        assert spread(heard) <= SPREAD_S
+        for rank, (kind, text, _) in enumerate(heard):
+            assert kind == (type(error).__name__ if rank == bad else "WorkerError"), text
+            assert rank == bad or (f"rank {bad} failed" in text and type(error).__name__ in text), text
+    assert workers.pids == pids
+
+
+@pytest.mark.parametrize(
+    ("phase", "calls", "micro"), [("forward", 3, 2), pytest.param("backward", 4, 3, marks=pytest.mark.slow)]
+)
+def test_a_step_that_failed_leaves_gradients_as_they_were_on_every_rank_and_processes_that_go_on(
+    workers: Workers, phase: str, calls: int, micro: int
+) -> None:
+    pids = workers.run(jobs.rank) and workers.pids
+    found = workers.run(caught_jobs.caught, phase, calls)
+    assert spread([of_rank["failed"] for of_rank in found]) <= SPREAD_S
+    for rank, of_rank in enumerate(found):
+        kind, text, _ = of_rank["failed"]
+        assert kind == ("StageError" if rank == WORLD - 1 else "WorkerError")
+        assert text.count("the op gave up") == 1 and f"stage 2, micro-batch {micro}, {phase}" in text
+        assert phase == "backward" or ("module layers.2.1" in text and "failing_jobs.py" in text)
+        assert rank == WORLD - 1 or "rank 2 failed first: StageError" in text
+        assert of_rank["kept"]
+        assert of_rank["again"][0] == "RunError" and "takes no further step" in of_rank["again"][1]
+        assert of_rank["emptied"][0] == "UsageError", of_rank["emptied"]
+    assert len({of_rank["loss"] for of_rank in found}) == 1
+    assert workers.pids == pids
+
+
+@pytest.mark.slow
+def test_a_group_that_the_user_opened_outlives_a_step_that_failed(clean: Workers) -> None:
+    found = clean.run(caught_jobs.beside_an_open_group)
+    assert [name for name, *_ in found] == ["WorkerError", "WorkerError", "StageError"]
+    assert [total for _, total, _ in found] == [3.0] * WORLD
+    assert len({loss for *_, loss in found}) == 1
+
+
+@pytest.mark.slow
+def test_a_call_of_one_rank_alone_ends_once_the_others_have_left(workers: Workers) -> None:
+    kind, text, after_s = workers.run(caught_jobs.left)[0]
+    assert kind == "WorkerError" and "has left, and rank 0 waits for it" in text and "state_dict" in text
+    assert after_s <= 10
+
+
+@pytest.mark.slow
+def test_an_error_of_the_script_between_two_steps_is_told(workers: Workers) -> None:
+    heard = workers.run(caught_jobs.raised_in_the_script)
+    assert heard[1][0] == "ZeroDivisionError" and spread(heard) <= SPREAD_S
+    for kind, text, _ in (heard[0], heard[2]):
+        assert kind == "WorkerError" and "rank 1 failed first: ZeroDivisionError: my own mistake" in text
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_named_at_the_limit_and_planning_does_not_count(workers: Workers) -> None:
+    assert len(set(workers.run(caught_jobs.planned_for_long, 3.0))) == 1
+    heard = workers.run(caught_jobs.late, 3.0)
+    for kind, text, after_s in (heard[0], heard[2]):
+        assert kind == "WorkerError" and "rank 1 (stage 1) did not go on for 3 s" in text, text
+        assert after_s <= 10
 
 
 TRAINED = {"loss_fn": TROUBLED.loss_fn, "micro_batches": 2, "costs": "analytic"}

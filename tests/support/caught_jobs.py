@@ -5,12 +5,15 @@ A rank returns what was raised on it, and when: the pool goes on.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 import autopart
@@ -19,9 +22,10 @@ from autopart.runtime.rendezvous import launchers_store
 from support import failing_jobs
 from support.failing_jobs import CASE, WORLD
 from support.session_jobs import rank
-from support.step_jobs import ALL, compiled, fresh
+from support.step_jobs import ALL, compiled
 
 ROWS = 8
+PLAIN = {"micro_batches": 4, "loss_fn": CASE.loss_fn, "costs": "analytic"}
 
 
 class Unheard(BaseException):
@@ -66,7 +70,7 @@ def caught(phase: str, calls: int) -> dict[str, Any]:
     """A step that fails on the third rank, after one that did not, is caught everywhere; then the pipe is closed and
     another one takes a step on the same processes."""
     model, batch = CASE.model(), CASE.batch(ROWS)
-    options = {"cuts": failing_jobs.CUTS, "micro_batches": 4, "loss_fn": CASE.loss_fn, "costs": "analytic"}
+    options = {"cuts": failing_jobs.CUTS, **PLAIN}
     pipe = autopart.compile(model, f"cpu:{WORLD}", sample=batch, **options)
     pipe.step(batch)
     before = {name: (p.grad, p.grad.clone()) for name, p in pipe.named_parameters() if p.grad is not None}
@@ -86,10 +90,27 @@ def caught(phase: str, calls: int) -> dict[str, Any]:
     return found
 
 
+def beside_an_open_group() -> tuple[str, float, float]:
+    """A step fails in a process whose group the user opened: what was raised, a sum over that group afterwards, and
+    the loss of another pipe's step beside it."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    pipe = autopart.compile(CASE.model(), f"cpu:{WORLD}", sample=CASE.batch(ROWS), cuts=failing_jobs.CUTS, **PLAIN)
+    if rank() == WORLD - 1:
+        failing_jobs.arm("forward", "raise", 1)
+    name = heard(lambda: pipe.step(CASE.batch(ROWS)))[0]
+    pipe.close()
+    total = torch.tensor(float(rank()))
+    dist.all_reduce(total)
+    with autopart.compile(CASE.model(), f"cpu:{WORLD}", sample=CASE.batch(ROWS), **PLAIN) as other:
+        loss = other.step(CASE.batch(ROWS)).item()
+    dist.destroy_process_group()
+    return name, total.item(), loss
+
+
 def left() -> tuple[str, str, float]:
     """Rank 0 asks alone for the state; the others return, with the pipe open.  When: since it asked."""
     case = ALL["stack"]
-    pipe = compiled(case, fresh("stack"), case.batch(ROWS), stages=2, micro_batches=2)
+    pipe = compiled(case, case.model(), case.batch(ROWS), stages=2, micro_batches=2)
     pipe.step(case.batch(ROWS))
     if rank() != 0:
         return "", "", 0.0
@@ -103,7 +124,7 @@ def raised_in_the_script() -> tuple[str, str, float]:
     case = ALL["stack"]
 
     def run() -> None:
-        with compiled(case, fresh("stack"), case.batch(ROWS), stages=2, micro_batches=2) as pipe:
+        with compiled(case, case.model(), case.batch(ROWS), stages=2, micro_batches=2) as pipe:
             pipe.step(case.batch(ROWS))
             if rank() == 1:
                 raise ZeroDivisionError("my own mistake")
@@ -115,7 +136,7 @@ def raised_in_the_script() -> tuple[str, str, float]:
 def late(timeout_s: float) -> tuple[str, str, float]:
     """The second rank does something else between two steps, for as long as the others have patience."""
     case, store = ALL["stack"], _common()
-    pipe = compiled(case, fresh("stack"), case.batch(ROWS), stages=2, micro_batches=2, timeout=timeout_s)
+    pipe = compiled(case, case.model(), case.batch(ROWS), stages=2, micro_batches=2, timeout=timeout_s)
     pipe.step(case.batch(ROWS))
     if rank() == 1:
         store.wait(["over"])
@@ -124,6 +145,16 @@ def late(timeout_s: float) -> tuple[str, str, float]:
     store.set("over", "")
     pipe.close()
     return name, text, at - start
+
+
+def without_python(seconds: int) -> float:
+    """The second rank computes for long without letting any other thread run Python; the loss of the next step."""
+    case = ALL["stack"]
+    with compiled(case, case.model(), case.batch(ROWS), stages=2, micro_batches=2) as pipe:
+        pipe.step(case.batch(ROWS))
+        if rank() == 1:
+            ctypes.PyDLL(None).sleep(seconds)
+        return pipe.step(case.batch(ROWS)).item()
 
 
 def planned_for_long(timeout_s: float) -> float:

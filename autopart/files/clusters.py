@@ -107,7 +107,7 @@ def parse_cluster(
     if not isinstance(what, str | os.PathLike):
         raise ClusterError(f"a cluster cannot be read from {brief(what)}", fix=FORMS)
     if Path(what).suffix.lower() not in PARSERS:
-        raise ClusterError(f"cluster {os.fspath(what)!r} is not understood", fix=FORMS)
+        raise ClusterError(f"cluster {brief(os.fspath(what))} is not understood", fix=FORMS)
     return _from_file(Path(what), facts)
 
 

@@ -10,6 +10,7 @@ from autopart.ir.cost import Cost
 from autopart.ir.errors import GraphError, PlanError
 from autopart.ir.graph import Graph, Op, Param, Value, check
 from autopart.ir.plan import Decision, Stage
+from autopart.ir.printable import shortened
 from autopart.ir.size import Size
 from autopart.ir.text import DEFAULT_BYTES, DEFAULT_DTYPE, DEFAULT_TARGET, PARAM_SIGNS
 
@@ -19,6 +20,8 @@ _HEAD = re.compile(r"([^:]+?)(-?)(?::(\d+)(?:/(\d+))?)?$")
 _DECISION = re.compile(r"schedule (\S*), micro-batches of ([\d ]*) rows, world (-?\d+)$")
 _STAGE = re.compile(r"stage on ([-\d ]*):(.*)$")
 _SEPARATOR = re.compile(r"[;\n]")
+_LANGUAGE = "see autopart.ir.text"
+_SHOWN = 200  # characters of a statement that a message quotes
 
 
 @dataclass
@@ -47,10 +50,13 @@ def parse_graph(text: str, *, input_bytes: int = DEFAULT_BYTES) -> Graph:
             try:
                 _statement(draft, statement.split())
             except ValueError as error:
-                raise GraphError(f"{statement.strip()!r} is not a statement of a graph", why=str(error)) from error
-    for buffer, _ in draft.updates:
+                raise _no_statement(statement.strip(), error) from error
+    for buffer, value in draft.updates:
         if buffer not in draft.params:
-            _declared(draft, f"~{buffer}")
+            try:
+                _declared(draft, f"~{buffer}")
+            except ValueError as error:
+                raise _no_statement(f"={buffer} {value}", error) from error
     last = draft.ops[-1].writes[:1] if draft.ops else ()
     return check(
         Graph(
@@ -63,6 +69,10 @@ def parse_graph(text: str, *, input_bytes: int = DEFAULT_BYTES) -> Graph:
             updates=tuple(draft.updates),
         )
     )
+
+
+def _no_statement(text: str, error: ValueError) -> GraphError:
+    return GraphError(f"{shortened(text, _SHOWN)!r} is not a statement of a graph", why=shortened(str(error), _SHOWN))
 
 
 def _statement(draft: _Draft, words: list[str]) -> None:
@@ -193,11 +203,13 @@ def _values(words: Sequence[str], size_bytes: int, *, grad: bool) -> list[Value]
     """Values with the sizes that follow them, `size_bytes` where none does; a name may end in "-"."""
     found: list[Value] = []
     for word in words:
-        if word[0] == "#" and found:
+        if word.startswith("#") and found:
             last = found.pop()
             found.append(_value(last.name, word[1:], grad=last.grad))
         else:
             name = word.removesuffix("-")
+            if not name:
+                raise ValueError(f"{word!r} is not the name of a value")
             found.append(_value(name, str(size_bytes), grad=grad and name == word))
     return found
 
@@ -228,16 +240,24 @@ def parse_decision(text: str) -> Decision:
     lines = [line.strip() for line in _SEPARATOR.split(text) if line.strip()]
     head = _DECISION.match(lines[0]) if lines else None
     if head is None:
-        raise PlanError(f"{(lines or [''])[0]!r} does not begin a decision", fix="see autopart.ir.text")
+        raise PlanError(f"{shortened((lines or [''])[0], _SHOWN)!r} does not begin a decision", fix=_LANGUAGE)
     stages: list[Stage] = []
     for line in lines[1:]:
         found = _STAGE.match(line)
         word, *group = line.split()
         if found:
-            stages.append(Stage(tuple(found[2].split()), tuple(map(int, found[1].split()))))
+            stages.append(Stage(tuple(found[2].split()), _numbers(found[1], line)))
         elif word == "recompute" and stages:
             last = stages.pop()
             stages.append(Stage(last.ops, last.ranks, (*last.recompute, tuple(group))))
         else:
-            raise PlanError(f"{line!r} is not a line of a decision", fix="see autopart.ir.text")
-    return Decision(int(head[3]), tuple(stages), tuple(map(int, head[2].split())), head[1])
+            raise PlanError(f"{shortened(line, _SHOWN)!r} is not a line of a decision", fix=_LANGUAGE)
+    return Decision(_numbers(head[3], lines[0])[0], tuple(stages), _numbers(head[2], lines[0]), head[1])
+
+
+def _numbers(text: str, line: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split()))
+    except ValueError as error:
+        why = "ranks, rows and world are whole numbers"
+        raise PlanError(f"{shortened(line, _SHOWN)!r} is not a line of a decision", why=why, fix=_LANGUAGE) from error

@@ -13,10 +13,11 @@ import pytest
 from support.bounded import SECONDS, bounded
 from support.plans import example
 
+from autopart.cli.main import main
 from autopart.files import documents
 from autopart.files.clusters import parse_cluster, save_cluster
 from autopart.files.limits import MAX_BYTES, MAX_DEPTH
-from autopart.files.plans import diff_plans, load_plan, plan_from_json, plan_to_json
+from autopart.files.plans import diff_plans, load_plan, plan_from_json, plan_to_json, save_plan
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.errors import AutopartError, ClusterError
 from autopart.ir.plan import Alternative, Optimality, Plan, Provenance, Report, Stage
@@ -174,6 +175,28 @@ def test_nothing_that_a_plan_says_reaches_the_terminal_raw() -> None:
     for text in (plan.explain(), stage_table(plan), stage_table(plan, width=30), diff_plans(example(), plan)):
         assert all(line.isprintable() for line in text.splitlines()), text
         assert "\\x1b[2J" in text
+
+
+def test_the_command_line_prints_what_files_say_with_escapes_spelled_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    names = [str(tmp_path / name) for name in ("hostile.json", "plain.json", "broken.json", "pipe.json")]
+    save_plan(hostile(), names[0])
+    save_plan(example(), names[1])
+    Path(names[2]).write_text('{"version": 3, "\\u001b[2J": "\\ud800"}')
+    os.mkfifo(names[3])
+    for words, code in (
+        (["explain", names[0]], 0), (["explain", names[0], "--json"], 0), (["diff", names[1], names[0]], 1),
+        (["explain", names[2]], 2), (["explain", names[3]], 2), (["diff", names[0], "/dev/zero"], 2),
+        (["cluster", "show", names[2]], 2), (["cluster", "show", names[3]], 2),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        printed = capsys.readouterr()
+        assert (end.value.code or 0) == code, (words, printed)
+        for line in (printed.out + printed.err).splitlines():
+            assert line.isprintable(), (words, line)
 
 
 def test_an_error_is_printed_with_its_escapes_spelled_out() -> None:

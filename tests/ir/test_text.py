@@ -144,6 +144,10 @@ def test_sizes_and_rows_are_said_where_they_are_not_plain_bytes() -> None:
         ("a +w; b ~w <- a", "declared otherwise before"),
         ("a +w:8; b +w:9 <- a", "declared otherwise before"),
         ("a; =run", "unpack"),
+        ("a; = a", "'~' is not a parameter"),
+        ("a,,b <- x", "is not the name of a value"),
+        ("a <- x -> -", "is not the name of a value"),
+        ("a:" + "1" * 5000 + " <- x", "Exceeds the limit"),
     ],
 )
 def test_what_is_not_a_statement_is_refused(text: str, why: str) -> None:
@@ -187,6 +191,9 @@ def test_the_text_of_a_decision_has_a_line_for_each_stage_and_recomputed_group()
         "stage on 0: a",
         "schedule 1f1b, micro-batches of 1 rows, world 1; recompute a",
         "schedule x; stage on 0: a",
+        f"schedule 1f1b, micro-batches of 1 rows, world {'1' * 5000}",
+        f"schedule 1f1b, micro-batches of {'1' * 5000} rows, world 1",
+        "schedule 1f1b, micro-batches of 1 rows, world 1; stage on 1-: a",
     ],
 )
 def test_what_is_not_a_decision_is_refused(text: str) -> None:

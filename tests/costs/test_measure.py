@@ -13,6 +13,7 @@ from torch import nn
 from autopart.capture import Captured, capture
 from autopart.capture.batch import flatten
 from autopart.costs.measure import environment, measure_costs
+from autopart.files.kept import CacheWarning, read_kept, write_kept
 from autopart.ir.cluster import Device
 from autopart.ir.cost import check
 from autopart.ir.graph import Graph
@@ -78,7 +79,7 @@ def test_what_was_measured_is_known_in_the_next_run(path: Path) -> None:
     first, _ = measure_costs(net(), DEVICE, cache_path=path, budget_s=60)
     second, notes = measure_costs(net(), DEVICE, cache_path=path, budget_s=0)
     assert times(first) == times(second) and "0 distinct ops measured" in notes[0]
-    content = json.loads(path.read_text())
+    content = json.loads(read_kept(path) or "")
     assert list(content["times"]) == [environment(DEVICE)]
     assert not list(path.parent.glob("*.tmp"))
 
@@ -94,11 +95,11 @@ def test_what_is_left_is_scaled_like_what_was_measured(path: Path) -> None:
     captured = net()
     counted = analytic_costs(captured.graph, DEVICE)
     measure_costs(captured, DEVICE, cache_path=path, budget_s=60)
-    content = json.loads(path.read_text())
+    content = json.loads(read_kept(path) or "")
     kept = dict(list(content["times"][environment(DEVICE)].items())[:1])
     (key,) = kept
     content["times"][environment(DEVICE)] = {key: [7_000_000, 0]}
-    path.write_text(json.dumps(content))
+    write_kept(path, json.dumps(content))
     graph, _ = measure_costs(captured, DEVICE, cache_path=path, budget_s=0)
     known = [op.name for op in graph.ops if op.cost.fwd_ns == 7_000_000]
     measured = sum(7_000_000 for _ in known)
@@ -111,7 +112,8 @@ def test_what_is_left_is_scaled_like_what_was_measured(path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    graph, _ = measure_costs(net(layers=1), DEVICE, cache_path=blocked / "costs.json", budget_s=60)
+    with pytest.warns(CacheWarning, match="the folder of a cache"):
+        graph, _ = measure_costs(net(layers=1), DEVICE, cache_path=blocked / "costs.json", budget_s=60)
     assert all(op.cost.fwd_ns for op in graph.ops)
 
 

@@ -172,7 +172,7 @@ def spread(heard: list[tuple[str, str, float]]) -> float:
     return max(at for *_, at in heard) - min(at for *_, at in heard)
 
 
-@pytest.mark.parametrize("bad", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("bad", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_whatever_is_raised_on_one_rank_reaches_all_with_rank_and_cause(workers: Workers, bad: int) -> None:
     pids = workers.run(jobs.rank) and workers.pids
     found = workers.run(caught_jobs.raising, bad)

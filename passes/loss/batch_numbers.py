@@ -11,23 +11,24 @@ import math
 from autopart.ir.graph import Graph
 
 
-def of_inputs_alone(graph: Graph) -> frozenset[str]:
-    """The values that follow from inputs, constants and frozen parameters, without random numbers.  O(ops)."""
-    params, updated = graph.param_map(), {buffer for buffer, _ in graph.updates}
+def of_inputs_alone(graph: Graph, *, frozen: bool = True) -> frozenset[str]:
+    """The values that follow from inputs, constants and buffers, without random numbers; frozen: and from parameters
+    that are not trained.  O(ops)."""
+    updated = {buffer for buffer, _ in graph.updates}
+    changing = updated.union(p.name for p in graph.params if p.trainable or (p.kind == "param" and not frozen))
     found = set(graph.inputs)
     for op in graph.ops:
-        fixed = not op.random and not any(params[name].trainable or name in updated for name in op.params)
-        if fixed and found.issuperset(op.reads):
+        if not op.random and changing.isdisjoint(op.params) and found.issuperset(op.reads):
             found.update(op.writes)
     return frozenset(found)
 
 
 def numbers_of_inputs(graph: Graph) -> frozenset[str]:
-    """Of those the single numbers, but not what a buffer's new value depends on: it follows micro-batch by micro-batch.
-    O(ops)."""
+    """Of those the single numbers.  Not among them: what takes parameters, which would have to lie in the first stage,
+    and what a buffer's new value depends on, which follows micro-batch by micro-batch.  O(ops)."""
     kept = {value for _, value in graph.updates}
     for op in reversed(graph.ops):
         if kept.intersection(op.writes):
             kept.update(op.reads)
     single = {value.name for value in graph.values if math.prod(value.shape) == 1}
-    return frozenset((of_inputs_alone(graph) & single) - kept - set(graph.inputs))
+    return frozenset((of_inputs_alone(graph, frozen=False) & single) - kept - set(graph.inputs))

@@ -87,7 +87,7 @@ def _derived(analysis: Analysis, proven: frozenset[str], stated: str | None) -> 
     found, strict = placements[loss], strictly[loss]
     if found.tag == UNPROVEN:
         names = _to_test(graph, placements, loss)
-        if not names and stated in _STATED:
+        if not names and stated in _STATED and not analysis.of_batch:
             return _STATED[stated]
         raise UnprovenRows(names | _open_constants(graph, strictly), _where(graph, found.op), found.why)
     if found.tag == COUPLED:

@@ -11,8 +11,8 @@ from support.mask_models import MASKED
 
 from autopart.runtime.launch.local import Workers
 
-SLOW = "a transformer with masks"
-NAMES = [name if name != SLOW else pytest.param(name, marks=pytest.mark.slow) for name in [*LOSSES, *MASKED]]
+SLOW = ("class weights", "a transformer with masks", "packed sequences")
+NAMES = [name if name not in SLOW else pytest.param(name, marks=pytest.mark.slow) for name in [*LOSSES, *MASKED]]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -39,6 +39,7 @@ def test_a_loss_function_with_parameters_is_trained_saved_and_brought_back(pair:
         assert loaded == pytest.approx(plain, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_verify_compares_the_parameters_of_a_loss_function_and_leaves_it_as_it_was(pair: Workers) -> None:
     for ok, compared, untouched in pair.run(learned.verified):
         assert ok and untouched and {"loss_fn.spread", "loss_fn.head.weight"} <= compared
@@ -47,9 +48,9 @@ def test_verify_compares_the_parameters_of_a_loss_function_and_leaves_it_as_it_w
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("a name of the model", "the model has a module loss_fn"),
+        pytest.param("a name of the model", "the model has a module loss_fn", marks=pytest.mark.slow),
         ("a function", "a parameter that belongs to neither the model nor"),
-        ("a method", "a parameter that belongs to neither the model nor"),
+        pytest.param("a method", "a parameter that belongs to neither the model nor", marks=pytest.mark.slow),
     ],
 )
 def test_parameters_that_nobody_would_train_are_refused(pair: Workers, kind: str, words: str) -> None:

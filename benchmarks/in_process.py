@@ -7,23 +7,45 @@ program carry passes from one to another.  Benchmarks use it, and so do the test
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopart.capture import Captured
-from autopart.capture.batch import flatten
-from autopart.ir.graph import Graph
+from autopart.capture import CaptureCache, Captured
+from autopart.capture.batch import Batch, flatten
+from autopart.capture.guards import check_model
+from autopart.files.clusters import parse_cluster
+from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program, Slot
+from autopart.options import Options
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
+from autopart.planning import Planned, make_plan
 from autopart.runtime.stage import StageRunner
+from autopart.runtime.tensors import LocalTensors
+from autopart.session.compare import (
+    BUFFERS,
+    PLAIN,
+    RANDOM,
+    Outcome,
+    Verification,
+    compared,
+    couples_rows,
+    fresh_copy,
+    plain_outcome,
+    precision_of,
+)
 from autopart.session.split import stage_module
+from autopart.session.stage_code import StageCode
 
 CPU = torch.device("cpu")
+ALIKE: dict[str, Any] = {
+    "costs": "analytic", "schedule": "1f1b", "recompute": "off", "optimizer": "sgd", "cache": False,
+}  # fmt: skip
+"""Options that make plans the same everywhere."""
 
 
 @dataclass(frozen=True)
@@ -132,3 +154,61 @@ def _buffers(graph: Graph, plan: Plan, tensors: Sequence[Mapping[str, torch.Tens
 def inputs_of(captured: Captured, batch: Any) -> dict[str, torch.Tensor]:
     """The graph's inputs by name, for a batch of any form."""
     return dict(zip(captured.graph.inputs, flatten(batch).tensors, strict=True))
+
+
+# -- a whole step against the plain model -----------------------------------------------------------------------------
+
+
+def verify_here(model: nn.Module, sample: Any, options: Options, plain: Outcome | None = None) -> Verification | None:
+    """As `autopart.verify`, with all stages in this process; None where the terms of the loss weigh differently, which
+    takes real ones.  plain: what the plain model leaves on the whole batch, if that is known.  Raises as `compile`."""
+    loss_fn = options.loss_fn
+    check_model(model)  # a copy no longer shows which tensors share memory
+    batch = flatten(sample, with_target=loss_fn is not None)
+    made = _planned(model, batch, options)
+    if getattr(made.weight, "adjusted", ()):
+        return None
+    graph, rows, shares = made.captured.graph, made.plan.micro_rows, loss_shares(made, batch)
+    found, reference = _played(made, batch, shares), PLAIN
+    if any(op.random for op in graph.ops):
+        reference, alone = RANDOM, replace(options, stages=1, micro_batches=len(rows))
+        plain = _played(_planned(model, batch, alone), batch, shares)
+    elif graph.updates or couples_rows(graph):
+        reference = BUFFERS
+        plain = plain_outcome(fresh_copy(model), batch, loss_fn, rows, shares)
+    elif plain is None:
+        plain = plain_outcome(fresh_copy(model), batch, loss_fn, (batch.rows or 1,), [1.0])
+    return compared(found, plain, {}, precision_of(graph), None, reference)
+
+
+def _planned(model: nn.Module, batch: Batch, options: Options) -> Planned:
+    captures = CaptureCache(fresh_copy(model), options.loss_fn)
+    return make_plan(captures, batch, parse_cluster(f"cpu:{options.stages}"), options)
+
+
+def _played(made: Planned, batch: Batch, shares: list[float]) -> Outcome:
+    played = replay(made.captured, made.plan, _micros(made, batch), shares)
+    return Outcome(played.loss.item(), played.gradients, played.buffers)
+
+
+def _micros(made: Planned, batch: Batch) -> list[dict[str, torch.Tensor]]:
+    names = made.captured.graph.inputs
+    return [dict(zip(names, piece, strict=True)) for piece in batch.micro(made.plan.micro_rows)]
+
+
+def loss_shares(made: Planned, batch: Batch) -> list[float]:
+    """Share of each micro-batch's loss in the whole loss, as the rank of the first stage counts it."""
+    rows, weight = made.plan.micro_rows, made.weight
+    if weight.kind == "sum":
+        return [1.0] * len(rows)
+    if weight.value is None:
+        return [count / sum(rows) for count in rows]
+    counts = [_count(made, weight, inputs) for inputs in _micros(made, batch)]
+    return [count / sum(counts) if sum(counts) else 1 / len(counts) for count in counts]
+
+
+def _count(made: Planned, weight: LossReduction, inputs: dict[str, torch.Tensor]) -> float:
+    code = StageCode(LocalTensors(CPU), CPU)
+    assert weight.value is not None
+    code.add_counter(made.captured, weight.value)
+    return code.count(weight, made.captured.graph.rows, inputs)

@@ -8,7 +8,8 @@ Every architecture has a process of its own, so that a crash or a hang is one ro
 
     python benchmarks/zoo.py                  writes results/zoo.json
     python benchmarks/zoo.py --only bloom     one of them, or several
-    python benchmarks/zoo.py --processes      by real processes; writes results/zoo_processes.json
+    python benchmarks/zoo.py --processes      a few by real processes; writes results/zoo_processes.json
+    python benchmarks/zoo.py --processes --all
 """
 
 from __future__ import annotations
@@ -105,9 +106,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for each architecture")
     parser.add_argument("--processes", action="store_true", help="two real processes for each")
+    parser.add_argument("--all", action="store_true", help="all of them, by real processes too")
     parser.add_argument("--full", action="store_true", help="with place and advice of every refusal")
     given = parser.parse_args()
-    names = given.only or (FEW if given.processes else [a.name for a in ARCHITECTURES])
+    names = given.only or (FEW if given.processes and not given.all else [a.name for a in ARCHITECTURES])
     began, found = time.perf_counter(), []
     for row in rows(names, 1 if given.processes else given.jobs, given.limit, given.processes):
         found.append(row)

@@ -8,31 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from in_process import CPU, replay
+from in_process import ALIKE, verify_here
+from torch import nn
+from torch.utils import _pytree as pytree
 from zoo_models import find
 
-from autopart.capture import CaptureCache
-from autopart.capture.batch import Batch, flatten
+from autopart.capture.batch import flatten
 from autopart.files.clusters import parse_cluster
 from autopart.ir.errors import AutopartError
-from autopart.ir.graph import LossReduction
 from autopart.options import Options, read_options
-from autopart.planning import Planned, make_plan
-from autopart.runtime.tensors import LocalTensors
-from autopart.session.compare import (
-    BUFFERS,
-    PLAIN,
-    RANDOM,
-    Outcome,
-    Verification,
-    compared,
-    couples_rows,
-    fresh_copy,
-    plain_outcome,
-    precision_of,
-    verify_step,
-)
-from autopart.session.stage_code import StageCode
+from autopart.session.compare import Outcome, Verification, fresh_copy, plain_outcome, verify_step
 
 ROWS, STAGES, MICROS = 8, 3, 4
 EXACT, REFUSED, WRONG, CRASHED, BROKEN = "exact", "refused", "wrong", "crashed", "not run"
@@ -43,7 +28,8 @@ class Row:
     """What became of one architecture.
 
     verdict: "exact"; "refused", by one of our own errors; "wrong"; "crashed", by any other error, a time-out or a
-    signal; "not run": the plain model itself failed.  error: the largest relative error of a gradient.
+    signal; "not run": the plain model itself failed.  error: the largest relative error of a gradient.  precision: what
+    is beyond 1e-5 in single precision runs again in double, where only rounding is below 1e-10.
     """
 
     name: str
@@ -59,6 +45,7 @@ class Row:
     reference: str = ""
     stages: int = 0
     parameters: int = 0
+    precision: str = "single"
     seconds: float = 0.0
 
 
@@ -77,14 +64,16 @@ def step(name: str, *, processes: bool = False) -> Row:
         return _ended(replace(row, **_told(error)), began)
     try:
         run = _in_processes if processes else _in_process
-        found = run(model, sample, batch, arch.loss, plain)
+        found = run(model, sample, arch.loss, plain)
+        if not found.ok and precision_is_single(model):
+            found = _in_double(run, model, sample, arch.loss)
+            row = replace(row, precision="double")
         verdict = replace(row, verdict=EXACT if found.ok else WRONG, stages=2 if processes else STAGES)
         verdict = replace(verdict, error=found.largest, loss_error=found.loss_error, reference=found.reference)
         if not found.ok:
             worst = [f"{d.kind} {d.name}: {d.error:.1e}" for d in (*found.gradients, *found.buffers) if not d.ok]
-            verdict = replace(
-                verdict, cause=f"loss {found.loss:.6g} for {found.expected_loss:.6g}", why="; ".join(worst[:3])
-            )
+            losses = f"loss {found.loss:.6g} for {found.expected_loss:.6g}"
+            verdict = replace(verdict, cause=losses, why="; ".join(worst[:3]))
     except AutopartError as error:
         told = {
             "cause": f"{type(error).__name__}: {error.what}",
@@ -108,14 +97,28 @@ def _told(error: BaseException) -> dict[str, str]:
     return {"cause": f"{type(error).__name__}: {first}", "where": f"{place.filename}:{place.lineno}"}
 
 
+def precision_is_single(model: nn.Module) -> bool:
+    """Whether the weights are fp32."""
+    return all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def _in_double(run: Any, model: nn.Module, sample: Any, loss: Any) -> Verification:
+    """The same with weights and numbers in fp64."""
+
+    def widened(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    model, sample = model.double(), pytree.tree_map(widened, sample)
+    batch = flatten(sample, with_target=loss is not None)
+    plain = plain_outcome(fresh_copy(model), batch, loss, (ROWS,), [1.0])
+    return run(model, sample, loss, plain)
+
+
 def _options(loss: Any, stages: int) -> Options:
-    return read_options(
-        loss_fn=loss, stages=stages, micro_batches=MICROS, costs="analytic", schedule="1f1b", recompute="off",
-        optimizer="sgd", cache=False,
-    )  # fmt: skip
+    return read_options(loss_fn=loss, stages=stages, micro_batches=MICROS, **ALIKE)
 
 
-def _in_processes(model: Any, sample: Any, batch: Batch, loss: Any, plain: Outcome) -> Verification:
+def _in_processes(model: Any, sample: Any, loss: Any, plain: Outcome) -> Verification:
     """On two ranks, as a user would verify."""
     import autopart
 
@@ -127,49 +130,7 @@ def _rank(model: Any, sample: Any, loss: Any) -> Verification:
     return verify_step(model, parse_cluster("cpu:2"), sample, _options(loss, 2))
 
 
-def _in_process(model: Any, sample: Any, batch: Batch, loss: Any, plain: Outcome) -> Verification:
-    """Planned, split and played here."""
-    made = _planned(model, batch, loss, STAGES)
-    graph, rows = made.captured.graph, made.plan.micro_rows
-    shares = loss_shares(made, batch)
-    found = _played(made, batch, shares)
-    reference, expected = PLAIN, plain
-    if any(op.random for op in graph.ops):
-        reference, expected = RANDOM, _played(_planned(model, batch, loss, 1), batch, shares)
-    elif graph.updates or couples_rows(graph):
-        reference, expected = BUFFERS, plain_outcome(fresh_copy(model), batch, loss, rows, shares)
-    return compared(found, expected, {}, precision_of(graph), None, reference)
-
-
-def _planned(model: Any, batch: Batch, loss: Any, stages: int) -> Planned:
-    captures = CaptureCache(fresh_copy(model), loss)
-    return make_plan(captures, batch, parse_cluster(f"cpu:{stages}"), _options(loss, stages))
-
-
-def _played(made: Planned, batch: Batch, shares: list[float]) -> Outcome:
-    micros = _micros(made, batch)
-    played = replay(made.captured, made.plan, micros, shares)
-    return Outcome(played.loss.item(), played.gradients, played.buffers)
-
-
-def _micros(made: Planned, batch: Batch) -> list[dict[str, torch.Tensor]]:
-    names = made.captured.graph.inputs
-    return [dict(zip(names, piece, strict=True)) for piece in batch.micro(made.plan.micro_rows)]
-
-
-def loss_shares(made: Planned, batch: Batch) -> list[float]:
-    """Share of each micro-batch's loss in the whole loss, as the rank of the first stage counts it."""
-    rows, weight = made.plan.micro_rows, made.weight
-    if weight.kind == "sum":
-        return [1.0] * len(rows)
-    if weight.value is None:
-        return [count / sum(rows) for count in rows]
-    counts = [_count(made, weight, inputs) for inputs in _micros(made, batch)]
-    return [count / sum(counts) if sum(counts) else 1 / len(counts) for count in counts]
-
-
-def _count(made: Planned, weight: LossReduction, inputs: dict[str, torch.Tensor]) -> float:
-    code = StageCode(LocalTensors(CPU), CPU)
-    assert weight.value is not None
-    code.add_counter(made.captured, weight.value)
-    return code.count(weight, made.captured.graph.rows, inputs)
+def _in_process(model: Any, sample: Any, loss: Any, plain: Outcome) -> Verification:
+    """Planned, split and played here; a loss of which terms weigh differently, by real processes."""
+    found = verify_here(model, sample, _options(loss, STAGES), plain)
+    return found if found is not None else _in_processes(model, sample, loss, plain)

@@ -26,6 +26,7 @@ from torch import nn
 from autopart.capture import CaptureCache
 from autopart.capture.batch import Batch, flatten, unflatten
 from autopart.capture.export import LossFn, loss_of, scalar
+from autopart.capture.guards import check_model
 from autopart.capture.trained import Trained
 from autopart.ir.cluster import Cluster
 from autopart.ir.graph import Graph
@@ -127,6 +128,7 @@ def verify_step(
     model: nn.Module, cluster: Cluster, sample: Any, options: Options, tolerance: float | None = None
 ) -> Verification:
     """One training step both ways.  Collective: call it on every rank of the cluster; every rank gets the result."""
+    check_model(model)  # a copy no longer shows which tensors share memory
     batch = flatten(sample, with_target=options.loss_fn is not None)
     mine = _fresh(model, options.loss_fn)
     with Pipe(CaptureCache(mine.model, mine.loss_fn), cluster, options, sample) as pipe:

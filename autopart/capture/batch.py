@@ -76,7 +76,14 @@ class Batch:
         return self.changed(resize, rows if self.rows else None)
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on a device."""
+        """The same batch on a device.  Raises BatchError for a tensor that has no numbers to move."""
+        for name, leaf in zip(self.names, self.leaves, strict=True):
+            if isinstance(leaf, torch.Tensor) and leaf.is_meta and device.type != "meta":
+                raise BatchError(
+                    f"input {name} is on the meta device, and the model is on {device}",
+                    why="it has a shape and no numbers",
+                    fix='pass a batch with numbers, or plan with the model on the meta device too (model.to("meta"))',
+                )
         return self.changed(lambda tensor, _: tensor.to(device), self.rows)
 
     def micro(self, micro_rows: tuple[int, ...]) -> list[tuple[torch.Tensor, ...]]:
@@ -135,6 +142,7 @@ class BatchReader:
         names = tuple(_name(path) for path, _ in paths)
         for name, leaf in zip(names, leaves, strict=True):
             _check_leaf(name, leaf)
+        _check_lists(names, leaves, tree)
         rows = self._rows(keys, names, leaves)
         splits = tuple(self._is_split(key, leaf, rows) for key, leaf in zip(keys, leaves, strict=True))
         for key, leaf, split in zip(keys, leaves, splits, strict=True):
@@ -248,6 +256,12 @@ def _check_leaf(name: str, leaf: Any) -> None:
                 why="a pipeline step returns gradients of parameters only; this one would be lost",
                 fix="pass it detached, or make it a parameter of the model",
             )
+        if leaf.is_nested:
+            raise BatchError(
+                f"input {name} is a nested tensor",
+                why="what one stage sends the next has one shape",
+                fix="pad it: torch.nested.to_padded_tensor(x, 0.0), and pass the lengths or a mask with it",
+            )
         if leaf.layout != torch.strided:
             raise BatchError(f"input {name} is a {leaf.layout} tensor", fix="pass a dense tensor")
         if leaf.dim() > 0 and leaf.shape[0] == 0:
@@ -259,6 +273,30 @@ def _check_leaf(name: str, leaf: Any) -> None:
             why="tensors inside it would be frozen into the program",
             fix="pass tensors, numbers, strings, None, and tuples, lists or dicts of them",
         )
+
+
+def _check_lists(names: Sequence[str], leaves: Sequence[Any], tree: Any) -> None:
+    """Raises BatchError for a list with an entry, of several tensors, for each row: it has no axis to be cut along."""
+    lists = {id(leaf) for found in _lists_of_mappings(tree) for leaf in pytree.tree_leaves(found)}
+    rows = _most_common_rows(leaf for leaf in leaves if id(leaf) not in lists)
+    for found in _lists_of_mappings(tree):
+        inside = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        if len(found) != rows or not inside or all(leaf.dim() and leaf.shape[0] == rows for leaf in inside):
+            continue
+        first = next(name for name, leaf in zip(names, leaves, strict=True) if leaf is inside[0])
+        raise BatchError(
+            f"input {first.split('_0_')[0]} is a list with an entry for each row",
+            why="only tensors are cut into micro-batches, along their first axis",
+            fix="pad the entries to one size and stack them: for each key a tensor with a row for each entry",
+        )
+
+
+def _lists_of_mappings(tree: Any) -> Iterator[Sequence[Any]]:
+    if isinstance(tree, (list, tuple)) and tree and all(isinstance(item, Mapping) and item for item in tree):
+        yield tree
+    elif isinstance(tree, (list, tuple, Mapping)):
+        for part in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _lists_of_mappings(part)
 
 
 def _describe(value: Any) -> str:

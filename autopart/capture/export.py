@@ -31,6 +31,7 @@ from autopart.capture.questions import WholeBatchAsked
 from autopart.capture.randomness import no_random_numbers
 from autopart.capture.source_location import user_place
 from autopart.capture.unanswered import flow_fix, is_data_dependent
+from autopart.capture.untraceable import untraceable
 from autopart.ir.errors import AutopartError, CaptureError, ControlFlowError, LossError
 
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -188,8 +189,6 @@ def export(wrapper: Wrapper, batch: Batch, asker: Asker) -> ExportedProgram:
 
 def explained(error: Exception, model: nn.Module) -> CaptureError:
     """An error of torch.export as ours, with module path and user's line."""
-    text = str(error).strip() or type(error).__name__
-    first = text.splitlines()[0]
     where = user_place(model, error.__traceback__)
     if is_data_dependent(error):
         return ControlFlowError(
@@ -198,20 +197,7 @@ def explained(error: Exception, model: nn.Module) -> CaptureError:
             why="which way it goes depends on sizes that the data decides, as those of x[mask] or nonzero()",
             fix=flow_fix(model),
         )
-    if "mutated in the forward method" in text:
-        return CaptureError(
-            "forward() changes in place a tensor that is neither a parameter nor a buffer",
-            where=where,
-            why=first,
-            fix="make it a buffer: register_buffer(name, tensor)",
-        )
-    return CaptureError(
-        f"the model cannot be captured: {type(error).__name__}",
-        where=where,
-        why=first,
-        fix="call the model once with this batch without autopart; if that works, rewrite the line named above with "
-        "tensor operations",
-    )
+    return untraceable(error, where)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from autopart.capture.custom_functions import applied
+from autopart.capture.no_effect import left_out
 from autopart.capture.source_location import user_line
 from autopart.capture.trained import Trained
 from autopart.ir.errors import CaptureError, RefusedError, UsageError
@@ -53,6 +54,7 @@ def check_model(model: object) -> nn.Module:
             fix="pass an instance of the model, not its class or its output",
         )
     _check_emptied(model)
+    _check_lazy(model)
     check_hooks(model)
     _check_shared_storage(model)
     return model
@@ -65,6 +67,16 @@ def _check_emptied(model: nn.Module) -> None:
                 f"{name} is empty: its trained values stayed on another rank when a pipe was closed",
                 why="the pipe was closed with sync=False, or after a failure",
                 fix="build the model anew, and load a state that was saved before",
+            )
+
+
+def _check_lazy(model: nn.Module) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise UsageError(
+                f"{name} has no shape yet",
+                why="a lazy module gets its parameters when it is called first",
+                fix="call the model once on a batch before compile, and make the optimizer after that",
             )
 
 
@@ -226,6 +238,7 @@ def tracing(model: nn.Module) -> Iterator[None]:
         return inner(*args, **kwargs)
 
     with (
+        left_out(),
         _gradient_modes(tracer),
         mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)),
         mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", noted),

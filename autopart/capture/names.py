@@ -15,6 +15,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from autopart.capture.batch import Batch
 from autopart.capture.guards import tied_names
+from autopart.capture.source_location import user_line_of_text
 from autopart.ir.errors import RefusedError
 
 _PREFIX = "model."
@@ -58,6 +59,14 @@ def read_names(program: ExportedProgram, module: fx.GraphModule, wrapper: torch.
     tensors: dict[str, torch.Tensor] = {}
     for spec in program.graph_signature.input_specs:
         node = str(getattr(spec.arg, "name", ""))
+        if spec.kind is InputKind.CUSTOM_OBJ:
+            raise RefusedError(
+                f"forward() uses a {type(program.constants.get(str(spec.target))).__name__} of its own",
+                where=_first_use(module, node),
+                why="a torch object that is no tensor has a state that stages cannot share",
+                fix="of random numbers leave generator= out: they are drawn by key, and seed= of compile chooses them; "
+                "any other object take out of forward()",
+            )
         if spec.kind is InputKind.USER_INPUT:
             inputs[node] = f"input.{next(queue)}"
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
@@ -69,6 +78,12 @@ def read_names(program: ExportedProgram, module: fx.GraphModule, wrapper: torch.
             params[node] = name = f"constant.{spec.target}"
             kinds[name], tensors[name] = "constant", program.constants[str(spec.target)]
     return Names(params, inputs, tensors, kinds, tied, _updates(program, module, inputs, tied))
+
+
+def _first_use(module: fx.GraphModule, name: str) -> str:
+    """The user's line where an input of the program is used first."""
+    found = next((n for n in module.graph.nodes if name in {used.name for used in n.all_input_nodes}), None)
+    return user_line_of_text(found.meta.get("stack_trace")) if found is not None else ""
 
 
 def _updates(

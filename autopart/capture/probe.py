@@ -140,7 +140,8 @@ class _Trial:
     def _distinct(self, name: str, value: torch.Tensor) -> bool | None:
         """True when no two rows are equal, else None: if they are, no order of them can be told from another."""
         axis, _ = self._axis_and_block(name)
-        rows = value.movedim(axis, 0).reshape(self._large.graph.rows, -1).double()
+        rows = value.movedim(axis, 0).reshape(self._large.graph.rows, -1)
+        rows = (torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows).double()
         mix = torch.linspace(1, 2, rows.shape[1], dtype=torch.float64, device=rows.device).sin()
         rows = torch.where(rows.isinf(), torch.zeros_like(rows), rows)
         return True if len({round(x, 9) for x in (rows @ mix).tolist()}) == len(rows) else None
@@ -294,6 +295,10 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _near(a: torch.Tensor, b: torch.Tensor, everything: list[torch.Tensor]) -> bool:
     """Gradients equal up to rounding, measured against their own norm or a small part of the whole gradient's."""
     tolerance = 20 * _TOLERANCE.get(b.dtype, 3e-2)
-    whole = torch.stack([g.double().norm() for g in everything]).norm()
-    difference = (a.double() - b.double()).norm()
-    return bool(difference <= tolerance * torch.maximum(b.double().norm(), 1e-2 * whole))
+    whole = torch.stack([_wide(g).norm() for g in everything]).norm()
+    difference = (_wide(a) - _wide(b)).norm()
+    return bool(difference <= tolerance * torch.maximum(_wide(b).norm(), 1e-2 * whole))
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -27,17 +27,23 @@ from autopart.passes.ops.placement import CONSTANT, COUPLED, PARTIAL, REPLICATE,
 from autopart.passes.ops.table import op_name
 
 _ONE = "use micro_batches=1, or write the loss as a mean or a sum over rows, or over tokens"
+_STATE = 'say whether the loss is a mean or a sum over rows: loss_reduction="mean" or "sum"; or use micro_batches=1'
+_OTHERWISE = (
+    "use micro_batches=1; or compute it with other operations, of which autopart knows what they do to rows (for an op "
+    "of your own: autopart.register_op)"
+)
 
 
 class UnprovenRows(Exception):
     """The rules cannot tell whether some values keep the rows of the batch apart.
 
     names: values to test numerically (and lifted constants to compare between the captures); values that pass go into
-    `proven` of the next call.  where: the first op that no rule knows.  refusal: what to raise when the test fails.
+    `proven` of the next call.  where: the first op that no rule knows.  stateable: whether rows stay apart up to the
+    loss function, so that the user may say how it combines.  refusal: what to raise when the test fails.
     """
 
-    def __init__(self, names: frozenset[str], where: str, why: str) -> None:
-        self.names, self.where, self.why = names, where, why
+    def __init__(self, names: frozenset[str], where: str, why: str, *, stateable: bool = False) -> None:
+        self.names, self.where, self.why, self.stateable = names, where, why, stateable
         super().__init__(f"{where}: {why}")
 
     @property
@@ -47,7 +53,7 @@ class UnprovenRows(Exception):
             "the rows of the batch cannot be shown to be independent of each other",
             where=self.where,
             why=self.why,
-            fix='use micro_batches=1; if only the loss function is opaque, state loss_reduction="mean" or "sum"',
+            fix=_STATE if self.stateable else _OTHERWISE,
         )
 
 
@@ -89,7 +95,9 @@ def _derived(analysis: Analysis, proven: frozenset[str], stated: str | None) -> 
         names = _to_test(graph, placements, loss)
         if not names and stated in _STATED and not analysis.of_batch:
             return _STATED[stated]
-        raise UnprovenRows(names | _open_constants(graph, strictly), _where(graph, found.op), found.why)
+        raise UnprovenRows(
+            names | _open_constants(graph, strictly), _where(graph, found.op), found.why, stateable=not names
+        )
     if found.tag == COUPLED:
         raise _refusal(graph, found.op, found.why)
     if found.tag not in (REPLICATE, PARTIAL, TERMS):
@@ -226,9 +234,12 @@ def _refusal(graph: Graph, op: str, why: str) -> CoupledLossError:
 
 
 def _where(graph: Graph, name: str) -> str:
-    op: Op | None = graph.op_map().get(name)
+    ops, writer = graph.op_map(), graph.writer()
+    op: Op | None = ops.get(name)
     if op is None:
         return name
+    while not op.where and not op.module and op.reads and op.reads[0] in writer:  # ours: the user's is before it
+        op = ops[writer[op.reads[0]]]
     parts: Iterable[str] = (
         op_name(op.target),
         f"in module {op.module}" if op.module else "",

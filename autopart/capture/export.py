@@ -95,9 +95,10 @@ class Wrapper(nn.Module):
         queue = iter(tensors)
         leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in self._batch.leaves)
         args, kwargs, target = unflatten(leaves, self._batch.spec)
+        functions = [self.loss_fn] if self.loss_fn is not None else []
         if self._sink.asker is not None:
             self._sink.asker.begin()
-        with no_random_numbers(), observing(self._watched, self._sink.observed), OwnParametersOnly():
+        with no_random_numbers(), observing(self._watched, functions, self._sink.observed), OwnParametersOnly():
             with assignments(self.model, self._sink.replaced):
                 result = self.model(*args, **kwargs)
             if self._wants_outputs:

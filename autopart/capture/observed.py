@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopart.capture.fingerprint import described, fingerprint, is_plain
+from autopart.capture.fingerprint import described, fingerprint, from_library, is_plain
 from autopart.capture.snapshot import ABSENT
+from autopart.capture.surroundings import Reading, surroundings
 from autopart.ir.errors import RefusedError
 
 _OWN = frozenset(vars(nn.Module()))
@@ -83,16 +84,23 @@ _TENSORS = ("_parameters", "_buffers", "_modules")
 
 
 @contextlib.contextmanager
-def observing(models: Sequence[nn.Module], observed: Observed) -> Iterator[None]:
-    """Note in `observed` what the body, which runs forward(), reads of the modules of a model and of a loss function.
+def observing(models: Sequence[nn.Module], functions: Sequence[Any], observed: Observed) -> Iterator[None]:
+    """Note in `observed` what the body, which runs forward() and perhaps other functions, reads of the modules of a
+    model and of a loss function, and what it changes of the Python around them.
 
     On this thread alone; one thread at a time.
     """
     seen = _Seen(models)
+    around = [(reading, _entries(reading.value)) for reading in surroundings(_things(models, functions))]
     try:
         with _intercepted(seen):
             yield
         _compare(seen, observed)
+        observed.changed += [
+            _changed_around(reading)
+            for reading, before in around
+            if reading.changed() and not _filled(before, reading.now())
+        ]
     finally:
         seen.put_back()
 
@@ -124,6 +132,37 @@ def _changed(path: str, module: nn.Module, name: str, value: Any, now: Any) -> R
         if kept
         else "keep it in a buffer (register_buffer) and change that in place, or count in the training loop and pass "
         "the number with the batch",
+    )
+
+
+def _things(models: Sequence[nn.Module], functions: Sequence[Any]) -> list[Any]:
+    """Whatever may run in forward(): classes of modules, and functions and objects that stand in their attributes."""
+    modules = [module for model in models for module in model.modules()]
+    held = [value for module in modules for name, value in vars(module).items() if name not in _OWN]
+    code = [value for value in held if callable(value) or not from_library(type(value))]
+    return [*dict.fromkeys(map(type, modules)), *functions, *code]
+
+
+def _entries(value: Any) -> dict[Any, Any] | None:
+    return dict(value) if isinstance(value, dict) else None
+
+
+def _filled(before: dict[Any, Any] | None, now: Any) -> bool:
+    """Whether a table of tensors was only added to: it is filled at the first call, and a program computes them."""
+    if before is None or not isinstance(now, dict):
+        return False
+    same = all(now.get(key, ABSENT) is value for key, value in before.items())
+    return same and all(isinstance(value, torch.Tensor) for key, value in now.items() if key not in before)
+
+
+def _changed_around(reading: Reading) -> RefusedError:
+    was, became = described(reading.value), described(reading.now())
+    return RefusedError(
+        f"forward() changes {reading.place}",
+        why=f"it was {was} and becomes {became if became != was else 'something else'}; a pipeline runs the program "
+        "that was captured once, in which it would stay as it was",
+        fix="keep what changes with every call in a buffer (register_buffer), or change it in the training loop and "
+        "pass it with the batch; random numbers come from torch",
     )
 
 

@@ -96,16 +96,15 @@ class _Walk:
             self._queue.extend(inner)
 
     def _members(self, kind: type) -> None:
-        """A class of the user's: its methods, and what they mention of its other members."""
-        members = list(vars(kind).items())
-        methods = [(name, member) for name, member in members if isinstance(member, _METHODS)]
-        mentioned = {word for _, member in methods for function in _functions(member) for word in _words(function)}
-        for name, member in members:
+        """A class of the user's: its methods, and what they mention of its other members, inherited ones too."""
+        bases = [base for base in kind.__mro__ if not from_library(base)]
+        members = {name: member for base in reversed(bases) for name, member in vars(base).items()}
+        methods = [member for base in bases for member in vars(base).values() if isinstance(member, _METHODS)]
+        mentioned = {word for method in methods for function in _functions(method) for word in _words(function)}
+        for name, member in members.items():
             if isinstance(member, _METHODS) or (name in mentioned and not name.startswith("__")):
                 self._note(kind, name, f"{kind.__qualname__}.{name}")
-        for _, member in methods:
-            self._queue.extend(_functions(member))
-        self._queue.extend(base for base in kind.__mro__[1:])
+        self._queue.extend(function for method in methods for function in _functions(method))
 
     def _function(self, function: types.FunctionType) -> None:
         if function.__code__.co_filename.startswith(LIBRARIES):

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from autopart.capture.asking import Asker, answering
 from autopart.capture.batch import Batch, unflatten
+from autopart.capture.checkpointing import unchecked
 from autopart.capture.foreign import OwnParametersOnly
 from autopart.capture.guards import tracing
 from autopart.capture.module_state import assignments, check_replaced
@@ -175,7 +176,7 @@ def export(wrapper: Wrapper, batch: Batch, asker: Asker) -> ExportedProgram:
         raise CaptureError("the batch holds no tensor", fix="pass the model's inputs as tensors")
     wrapper.answered_by(asker)
     try:
-        with tracing(wrapper.model), uncompiled(), answering(asker):
+        with tracing(wrapper.model), unchecked(), uncompiled(), answering(asker):
             program = torch.export.export(wrapper, batch.tensors, strict=False)
         asker.end()
         check_replaced(wrapper.replaced, (t for t in program.constants.values() if isinstance(t, torch.Tensor)))

@@ -2,8 +2,7 @@
 
 Refused: forward and backward hooks, gradient hooks on activations, an autocast entered outside, parameters and changed
 buffers that share memory without being the same object.  Kept: the backward of a custom autograd.Function
-(`custom_functions`).  Warned of: gradient checkpointing inside the model (exact, but its memory saving is not carried
-over).
+(`custom_functions`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-import warnings
+import types
 from collections.abc import Iterator, Set
 from typing import Any
 from unittest import mock
@@ -25,7 +24,7 @@ from autopart.capture.custom_functions import applied
 from autopart.capture.no_effect import left_out
 from autopart.capture.source_location import user_line
 from autopart.capture.trained import Trained
-from autopart.ir.errors import CaptureError, RefusedError, UsageError
+from autopart.ir.errors import RefusedError, UsageError
 
 
 class CaptureWarning(UserWarning):
@@ -85,7 +84,7 @@ def check_hooks(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for attribute, kind in _HOOKS.items():
             for hook in getattr(module, attribute).values():
-                if _of_its_library(hook, module):
+                if _of_its_library(hook, module) or _only_asks_for_gradients(hook):
                     continue
                 raise RefusedError(
                     f"a {kind} is registered: {getattr(hook, '__qualname__', repr(hook))}",
@@ -95,6 +94,14 @@ def check_hooks(model: nn.Module) -> None:
                 )
     _check_global_hooks()
     _check_parameter_hooks(model)
+
+
+def _only_asks_for_gradients(hook: object) -> bool:
+    """Whether the only call that a hook makes is `requires_grad_`, as the hook on the embeddings does that reentrant
+    checkpointing needs (`enable_input_require_grads`).  Which gradients flow is read of the captured program."""
+    if not isinstance(hook, types.FunctionType) or hook.__closure__:
+        return False
+    return hook.__code__.co_names == ("requires_grad_",)
 
 
 def _check_global_hooks() -> None:
@@ -200,48 +207,24 @@ def tied_names(model: nn.Module | Trained) -> dict[str, str]:
 
 @contextlib.contextmanager
 def tracing(model: nn.Module) -> Iterator[None]:
-    """While the model is traced: keep the backward of a custom autograd.Function, warn of gradient checkpointing.
+    """While the model is traced: keep the backward of a custom autograd.Function.
 
     The classes of torch are patched for the whole process, and act on the thread that traces alone; one thread may
     trace at a time.
     """
-    warned: set[str] = set()
     tracer = threading.get_ident()
     original = torch.autograd.Function.__dict__["apply"].__func__
 
-    def refuse(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def kept(cls: Any, *args: Any, **kwargs: Any) -> Any:
         registered_op = cls.__module__.startswith("torch._")  # how torch.library carries an op's own backward
         if registered_op or threading.get_ident() != tracer:
             return original(cls, *args, **kwargs)
-        if cls.__name__ == "CheckpointFunction":
-            raise CaptureError(
-                "reentrant gradient checkpointing is on in the model",
-                where=user_line(traceback.extract_stack()),
-                why="its backward cannot be captured",
-                fix="turn it off (model.gradient_checkpointing_disable()); recomputation is the plan's to decide",
-            )
         return applied(cls, args)
-
-    from torch.utils import checkpoint
-
-    inner = checkpoint._checkpoint_without_reentrant_generator
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        if "checkpoint" not in warned and threading.get_ident() == tracer:
-            warned.add("checkpoint")
-            warnings.warn(
-                "gradient checkpointing inside the model is not carried over: gradients stay exact, but the memory it "
-                f"saved is not saved ({user_line(traceback.extract_stack())})",
-                CaptureWarning,
-                stacklevel=1,  # the caller is torch, whose own warnings are silenced
-            )
-        return inner(*args, **kwargs)
 
     with (
         left_out(),
         _gradient_modes(tracer),
-        mock.patch.object(torch.autograd.Function, "apply", classmethod(refuse)),
-        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", noted),
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(kept)),
     ):
         yield
 

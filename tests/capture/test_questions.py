@@ -109,7 +109,7 @@ def hidden_from(m: Reader, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tens
     last = torch.zeros_like(x)
     last[torch.arange(len(x)), lengths - 1] = 1
     seen = last.flip(-1).cumsum(-1).flip(-1).bool()
-    hidden = m.hidden(x)
+    hidden = m.first(m.words(x))
     hidden[~seen] = 0
     return hidden.square().mean()
 

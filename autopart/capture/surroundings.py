@@ -17,6 +17,11 @@ from autopart.capture.fingerprint import LIBRARIES, fingerprint, from_library, i
 from autopart.capture.snapshot import ABSENT
 
 
+def is_library_file(filename: str) -> bool:
+    """Whether a file belongs to an installed library, or to Python."""
+    return filename.startswith(_LIBRARIES)
+
+
 class Reading:
     """A name that forward() read: how to read it again, and what it was.
 

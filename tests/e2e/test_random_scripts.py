@@ -12,7 +12,7 @@ from support.random_scripts import Outcome, drawn, played, smaller
 from autopart.runtime.launch.local import Workers
 
 CHUNK, SCRIPTS = 25, 2000
-ALONE, PAIRED = range(8), range(2000, 2004)
+ALONE, PAIRED = range(7), range(2000, 2003)
 
 
 def check(seeds: range, pair: Workers | None, events: int = 12) -> list[Outcome]:

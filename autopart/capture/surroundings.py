@@ -19,7 +19,7 @@ from autopart.capture.snapshot import ABSENT
 
 def is_library_file(filename: str) -> bool:
     """Whether a file belongs to an installed library, or to Python."""
-    return filename.startswith(_LIBRARIES)
+    return filename.startswith(LIBRARIES)
 
 
 class Reading:

@@ -94,7 +94,7 @@ def probe(kind: str, sizes: tuple[int, ...]) -> Cluster:
     except BaseException as error:
         if (first := world.end(error)) is error:
             raise
-        raise first from error
+        raise first from None
     finally:
         world.close()
 

@@ -228,7 +228,7 @@ class Session:
                 self._health.note(doing, first)
             if first is error:
                 raise
-            raise first from error
+            raise first from None  # the broken connection only follows from it
 
     def take(self, mode: Mode, read: Callable[[], Batch], call: str | None = None) -> Batch:
         """The batch that every rank was given, once all have read theirs and hold the same model.  Collective.

@@ -57,4 +57,5 @@ def told_by(launcher: str, said: str) -> set[str]:
     """Who tells of the failure as its own: the launching process, with the traceback of a rank, or the rank itself."""
     if launcher == "launch":
         return set(re.findall(r"^traceback of rank \d|failed first", said, re.M))
-    return set(re.findall(r"^\[rank(\d)\]: (?:autopart\.ir\.errors\.)?(?:StageError|RuntimeError): ", said, re.M))
+    own = r"^\[rank(\d)\]: (?:autopart\.ir\.errors\.StageError: |RuntimeError: the op gave up)"
+    return set(re.findall(own, said, re.M))

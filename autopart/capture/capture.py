@@ -81,12 +81,13 @@ def capture(
 
 
 def _settled(model: nn.Module, batch: Batch, size: Size | None, loss_fn: LossFn | None, mode: str) -> Captured:
-    with _one_at_a_time, _left_as_they_were(model, loss_fn):
+    with _one_at_a_time, _left_as_they_were(model, loss_fn) as settle:
         first = _capture(model, batch, size, loss_fn, mode)
         if not first.observed.changed:
             return first
         # A first call may settle something for good, as a configuration that is completed, or hooks that a library
         # installs when they are first needed.  Then a second one changes nothing more, and is the same program.
+        settle()
         second = _capture(model, batch, size, loss_fn, mode)
         if second.observed.changed or second.graph.shape_digest() != first.graph.shape_digest():
             raise first.observed.changed[0]
@@ -102,7 +103,7 @@ def _capture(model: nn.Module, batch: Batch, size: Size | None, loss_fn: LossFn 
     wrapper = Wrapper(model, sample, loss_fn, wants_outputs=mode == "predict")
     reads_on = device if device.type != "meta" else torch.device("cpu")
     asker = Asker(wrapper, model, batch, sample.rows, reads_on)
-    with _one_at_a_time, gc_paused(), _left_as_they_were(model, loss_fn, settled=True):
+    with _one_at_a_time, gc_paused():
         with quiet(), _flags(wrapper, model, evaluate=mode != "step"):
             program, module = _lowered(model, export(wrapper, sample, asker))
         _refuse_changed_parameters(program)
@@ -117,13 +118,16 @@ def _capture(model: nn.Module, batch: Batch, size: Size | None, loss_fn: LossFn 
 
 
 @contextlib.contextmanager
-def _left_as_they_were(*parts: object, settled: bool = False) -> Iterator[None]:
+def _left_as_they_were(*parts: object) -> Iterator[Callable[[], None]]:
     """`left_as_it_was` of the model, and of a loss function that is a module."""
     with contextlib.ExitStack() as before:
-        for part in parts:
-            if isinstance(part, nn.Module):
-                before.enter_context(left_as_it_was(part, settled=settled))
-        yield
+        settles = [before.enter_context(left_as_it_was(part)) for part in parts if isinstance(part, nn.Module)]
+
+        def settle() -> None:
+            for one in settles:
+                one()
+
+        yield settle
 
 
 def _lowered(

@@ -8,9 +8,11 @@ hooks that a library installs, entries of dictionaries and lists, attributes of 
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
+import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,25 +27,30 @@ _DEPTH = 4
 _MOST = 2000
 """Entries of a container that are looked into; of a longer one only which there are."""
 _CONTAINERS_LOOKED_AT = 20_000
-_CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
+_CONTAINERS = frozenset({dict, list, set, OrderedDict, defaultdict})
+_PLAIN = frozenset({str, bytes, int, float, bool, type(None), tuple, type, types.FunctionType, types.ModuleType})
 
 
 @contextlib.contextmanager
-def left_as_it_was(model: nn.Module, *, settled: bool = False) -> Iterator[None]:
+def left_as_it_was(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Undo what the body does to the modules' attributes, and take every traced tensor out of what the model and the
     user's files hold.  O(attributes, and entries of their containers).
 
-    settled: of the modules too, keep what holds no traced tensor, for a body that runs forward() once more.
+    Yields what takes out traced tensors and keeps all else, for a body that runs forward() once more.
     """
     held = [(home, dict(home)) for module in model.modules() for home in _homes(module)]
     around = _Around(model)
+
+    def settle() -> None:
+        for home, before in held:
+            _clean(home, before)
+        around.clean()
+
     try:
-        yield
+        yield settle
     finally:
         for home, before in held:
-            if settled:
-                _clean(home, before)
-            elif len(home) != len(before) or any(home.get(k, before) is not value for k, value in before.items()):
+            if len(home) != len(before) or any(home.get(k, before) is not value for k, value in before.items()):
                 home.clear()
                 home.update(before)
         around.clean()
@@ -114,7 +121,10 @@ class _Around:
 
 def _clean(container: Any, before: Any) -> None:
     """Put back the entries of a container that hold traced tensors."""
+    same = len(container) == len(before)
     if isinstance(container, dict):
+        if same and all(map(operator.is_, container.values(), before.values())):
+            return
         for name, value in list(container.items()):
             if value is before.get(name, container) or not _holds_traced(value):
                 continue
@@ -123,7 +133,7 @@ def _clean(container: Any, before: Any) -> None:
             else:
                 del container[name]
         container.update({name: value for name, value in before.items() if name not in container})
-    elif any(map(_holds_traced, container)):
+    elif not (same and all(map(operator.is_, container, before))) and any(map(_holds_traced, container)):
         container.clear()
         (container.extend if isinstance(container, list) else container.update)(before)
 
@@ -132,6 +142,8 @@ def _container(value: Any) -> Any:
     """The dictionary, list or set that a value is, or that holds an object's attributes; None for anything else."""
     if type(value) in _CONTAINERS:
         return value
+    if type(value) in _PLAIN:
+        return None
     if isinstance(value, (torch.Tensor, nn.Module, type)) or callable(value) or type(value).__module__ == "builtins":
         return None
     held = getattr(value, "__dict__", None)

@@ -26,10 +26,12 @@ from autopart.passes.program.verify import check_program
 from autopart.planning import Planned, make_plan
 from autopart.runtime.stage import StageRunner
 from autopart.runtime.tensors import LocalTensors
+from autopart.session.batch_counts import BatchCounts
 from autopart.session.compare import (
     BUFFERS,
     PLAIN,
     RANDOM,
+    TERMS,
     Outcome,
     Verification,
     compared,
@@ -39,9 +41,9 @@ from autopart.session.compare import (
     precision_of,
 )
 from autopart.session.split import stage_module
-from autopart.session.stage_code import StageCode
 
 CPU = torch.device("cpu")
+ADDED = LossReduction("sum")
 ALIKE: dict[str, Any] = {
     "costs": "analytic", "schedule": "1f1b", "recompute": "off", "optimizer": "sgd", "cache": False,
 }  # fmt: skip
@@ -62,23 +64,31 @@ def replay(
     captured: Captured,
     plan: Plan,
     micros: Sequence[Mapping[str, torch.Tensor]],
-    shares: Sequence[float] | None = None,
+    reduction: LossReduction = ADDED,
 ) -> Replayed:
-    """One training step over micro-batches of `plan.micro_rows` rows.  shares: of the loss of each micro-batch in the
-    loss; None adds them up."""
-    graph = captured.graph
+    """One training step over micro-batches of `plan.micro_rows` rows.  reduction: how their losses combine."""
+    graph, rows = captured.graph, plan.micro_rows
+    weights = _counted(captured, reduction).weights(reduction, rows, micros)
+    idle = weights.idle(graph, reduction)
     program = check_program(route(plan.decision, graph), plan.schedule)
     tensors = [_own_copies(captured) for _ in plan.stages]
-    runners = [_runner(captured, program, s, plan, tensors[s]) for s in range(len(plan.stages))]
+    runners = [_runner(captured, program, s, plan, tensors[s], reduction) for s in range(len(plan.stages))]
     loss = torch.zeros(())
     for micro, inputs in enumerate(micros):
-        share = 1.0 if shares is None else shares[micro]
-        found = _one(graph, program, runners, micro, inputs, share)
+        share, numbers = weights.shares[micro], weights.numbers[micro]
+        stages = _Stages(graph, program, runners, idle.get(micro, frozenset()))
+        found = stages.played(micro, inputs, share, numbers)
         loss = loss + found * share if share else loss
     for runner in runners:
         assert runner.in_flight == 0
         runner.finish()
     return Replayed(loss, _gradients(graph, program, tensors), _buffers(graph, plan, tensors), program)
+
+
+def _counted(captured: Captured, reduction: LossReduction) -> BatchCounts:
+    counts = BatchCounts(LocalTensors(CPU), CPU)
+    counts.add(captured, reduction)
+    return counts
 
 
 def _own_copies(captured: Captured) -> dict[str, torch.Tensor]:
@@ -90,42 +100,56 @@ def _own_copies(captured: Captured) -> dict[str, torch.Tensor]:
 
 
 def _runner(
-    captured: Captured, program: Program, stage: int, plan: Plan, tensors: Mapping[str, torch.Tensor]
+    captured: Captured,
+    program: Program,
+    stage: int,
+    plan: Plan,
+    tensors: Mapping[str, torch.Tensor],
+    reduction: LossReduction,
 ) -> StageRunner:
-    code = stage_module(captured, program, stage, plan.stages[stage], CPU)
+    code = stage_module(captured, program, stage, plan.stages[stage], CPU, reduction.adjusted)
     back = frozenset(name for e in program.edges if e.dst == stage for name in e.grads)
     out = frozenset(name for e in program.edges if e.src == stage for name in e.grads)
     held = {name: tensors[name] for name in code.held}  # nothing else can be reached
     return StageRunner({captured.graph.rows: code}, held, back, out | {captured.graph.outputs[0]})
 
 
-def _one(
-    graph: Graph,
-    program: Program,
-    runners: Sequence[StageRunner],
-    micro: int,
-    inputs: Mapping[str, torch.Tensor],
-    share: float,
-) -> torch.Tensor:
-    """Forward through all stages, then backward; returns the loss."""
-    made: list[dict[str, torch.Tensor]] = []
-    for s, runner in enumerate(runners):
-        given: dict[str, torch.Tensor] = dict(inputs) if s == 0 else {}
-        for edge in program.edges:
-            if edge.dst == s:
-                given.update({name: made[edge.src][name].detach().clone() for name in edge.values})
-        made.append({**given, **runner.forward(Slot(s, micro), graph.rows, given, (0, 0), train=True)})
-    loss = next(m[graph.outputs[0]] for m in made if graph.outputs[0] in m)
-    back: list[dict[str, torch.Tensor]] = [{} for _ in runners]
-    for s in reversed(range(len(runners))):
-        grads: dict[str, torch.Tensor] = {}
-        if graph.outputs[0] in made[s] and share:
-            grads[graph.outputs[0]] = torch.full_like(loss, share)
-        for edge in program.edges:
-            for name in edge.grads if edge.src == s else ():
-                grads[name] = grads[name] + back[edge.dst][name] if name in grads else back[edge.dst][name]
-        back[s] = runners[s].backward(Slot(s, micro), grads)
-    return loss.detach()
+@dataclass(frozen=True)
+class _Stages:
+    """idle: values that carry no weight in this micro-batch, and no gradient."""
+
+    graph: Graph
+    program: Program
+    runners: Sequence[StageRunner]
+    idle: frozenset[str]
+
+    def played(
+        self, micro: int, inputs: Mapping[str, torch.Tensor], share: float, numbers: Sequence[float]
+    ) -> torch.Tensor:
+        """Forward through all stages, then backward; returns the loss."""
+        made: list[dict[str, torch.Tensor]] = []
+        for s, runner in enumerate(self.runners):
+            given: dict[str, torch.Tensor] = dict(inputs) if s == 0 else {}
+            for edge in self.program.edges:
+                if edge.dst == s:
+                    given.update({name: made[edge.src][name].detach().clone() for name in edge.values})
+            slot = Slot(s, micro)
+            outputs = runner.forward(slot, self.graph.rows, given, (0, 0), train=True, numbers=numbers)
+            made.append({**given, **outputs})
+        name = self.graph.outputs[0]
+        loss = next(m[name] for m in made if name in m)
+        self._backward(micro, {name: torch.full_like(loss, share)}, [name in m for m in made])
+        return loss.detach()
+
+    def _backward(self, micro: int, seed: Mapping[str, torch.Tensor], has_loss: Sequence[bool]) -> None:
+        back: list[dict[str, torch.Tensor]] = [{} for _ in self.runners]
+        for s in reversed(range(len(self.runners))):
+            grads = dict(seed) if has_loss[s] else {}
+            for edge in self.program.edges:
+                for name in edge.grads if edge.src == s else ():
+                    grads[name] = grads[name] + back[edge.dst][name] if name in grads else back[edge.dst][name]
+            grads = {name: grad for name, grad in grads.items() if name not in self.idle}
+            back[s] = self.runners[s].backward(Slot(s, micro), grads)
 
 
 def _gradients(
@@ -159,22 +183,22 @@ def inputs_of(captured: Captured, batch: Any) -> dict[str, torch.Tensor]:
 # -- a whole step against the plain model -----------------------------------------------------------------------------
 
 
-def verify_here(model: nn.Module, sample: Any, options: Options, plain: Outcome | None = None) -> Verification | None:
-    """As `autopart.verify`, with all stages in this process; None where the terms of the loss weigh differently, which
-    takes real ones.  plain: what the plain model leaves on the whole batch, if that is known.  Raises as `compile`."""
+def verify_here(model: nn.Module, sample: Any, options: Options, plain: Outcome | None = None) -> Verification:
+    """As `autopart.verify`, with all stages in this process.  plain: what the plain model leaves on the whole batch, if
+    that is known.  Raises as `compile`."""
     loss_fn = options.loss_fn
     check_model(model)  # a copy no longer shows which tensors share memory
     batch = flatten(sample, with_target=loss_fn is not None)
     made = _planned(model, batch, options)
-    if getattr(made.weight, "adjusted", ()):
-        return None
-    graph, rows, shares = made.captured.graph, made.plan.micro_rows, loss_shares(made, batch)
-    found, reference = _played(made, batch, shares), PLAIN
-    if any(op.random for op in graph.ops):
-        reference, alone = RANDOM, replace(options, stages=1, micro_batches=len(rows))
-        plain = _played(_planned(model, batch, alone), batch, shares)
-    elif graph.updates or couples_rows(graph):
+    graph, rows = made.captured.graph, made.plan.micro_rows
+    found, reference = _played(made, batch), PLAIN
+    random, couples = any(op.random for op in graph.ops), bool(graph.updates) or couples_rows(graph)
+    if random or (couples and made.weight.adjusted):
+        reference, alone = RANDOM if random else TERMS, replace(options, stages=1, micro_batches=len(rows))
+        plain = _played(_planned(model, batch, alone), batch)
+    elif couples:
         reference = BUFFERS
+        shares = _counted(made.captured, made.weight).shares(made.weight, rows, _micros(made, batch))
         plain = plain_outcome(fresh_copy(model), batch, loss_fn, rows, shares)
     elif plain is None:
         plain = plain_outcome(fresh_copy(model), batch, loss_fn, (batch.rows or 1,), [1.0])
@@ -186,29 +210,11 @@ def _planned(model: nn.Module, batch: Batch, options: Options) -> Planned:
     return make_plan(captures, batch, parse_cluster(f"cpu:{options.stages}"), options)
 
 
-def _played(made: Planned, batch: Batch, shares: list[float]) -> Outcome:
-    played = replay(made.captured, made.plan, _micros(made, batch), shares)
+def _played(made: Planned, batch: Batch) -> Outcome:
+    played = replay(made.captured, made.plan, _micros(made, batch), made.weight)
     return Outcome(played.loss.item(), played.gradients, played.buffers)
 
 
 def _micros(made: Planned, batch: Batch) -> list[dict[str, torch.Tensor]]:
     names = made.captured.graph.inputs
     return [dict(zip(names, piece, strict=True)) for piece in batch.micro(made.plan.micro_rows)]
-
-
-def loss_shares(made: Planned, batch: Batch) -> list[float]:
-    """Share of each micro-batch's loss in the whole loss, as the rank of the first stage counts it."""
-    rows, weight = made.plan.micro_rows, made.weight
-    if weight.kind == "sum":
-        return [1.0] * len(rows)
-    if weight.value is None:
-        return [count / sum(rows) for count in rows]
-    counts = [_count(made, weight, inputs) for inputs in _micros(made, batch)]
-    return [count / sum(counts) if sum(counts) else 1 / len(counts) for count in counts]
-
-
-def _count(made: Planned, weight: LossReduction, inputs: dict[str, torch.Tensor]) -> float:
-    code = StageCode(LocalTensors(CPU), CPU)
-    assert weight.value is not None
-    code.add_counter(made.captured, weight.value)
-    return code.count(weight, made.captured.graph.rows, inputs)

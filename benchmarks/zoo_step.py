@@ -131,6 +131,5 @@ def _rank(model: Any, sample: Any, loss: Any) -> Verification:
 
 
 def _in_process(model: Any, sample: Any, loss: Any, plain: Outcome) -> Verification:
-    """Planned, split and played here; a loss of which terms weigh differently, by real processes."""
-    found = verify_here(model, sample, _options(loss, STAGES), plain)
-    return found if found is not None else _in_processes(model, sample, loss, plain)
+    """Planned, split and played here."""
+    return verify_here(model, sample, _options(loss, STAGES), plain)

@@ -3,17 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from autopart.capture import Captured
 from autopart.ir.errors import BatchError
-from autopart.ir.graph import LossReduction
+from autopart.ir.graph import Graph, LossReduction
+from autopart.passes.loss.terms import without_weight
 from autopart.runtime.stage_module import StageModule
 from autopart.runtime.tensors import LocalTensors
 from autopart.session.split import ancestors, cut
 
 Inputs = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """By micro-batch: shares, of its loss in the whole loss; numbers, of the values that its program reads adjusted."""
+
+    shares: list[float]
+    numbers: list[list[float]]
+
+    def flat(self) -> list[float]:
+        """All of them, to be sent."""
+        return [*self.shares, *(number for numbers in self.numbers for number in numbers)]
+
+    @classmethod
+    def read(cls, flat: Sequence[float], micros: int) -> Weights:
+        """The inverse of `flat`."""
+        each = len(flat) // micros - 1
+        return cls(list(flat[:micros]), [list(flat[micros + each * m :][:each]) for m in range(micros)])
+
+    def idle(self, graph: Graph, reduction: LossReduction) -> dict[int, frozenset[str]]:
+        """The values that carry no weight, of micro-batches where there are any."""
+        found = {}
+        for micro, (share, numbers) in enumerate(zip(self.shares, self.numbers, strict=True)):
+            terms = zip(reduction.adjusted, numbers, strict=False)
+            dropped = frozenset((a.reader, a.value) for a, number in terms if a.reader is not None and number == 0.0)
+            if share == 0.0:
+                found[micro] = frozenset(graph.value_map())
+            elif dropped:
+                found[micro] = without_weight(graph, dropped)
+        return found
 
 
 class BatchCounts:
@@ -47,6 +79,10 @@ class BatchCounts:
                 module = cut(captured, ancestors(graph, name), [name], self._device)
                 self._tensors.hold(module.held, captured.tensors)
                 self._code[key] = module
+
+    def weights(self, reduction: LossReduction, micro_rows: Sequence[int], inputs: Sequence[Inputs]) -> Weights:
+        """What weighs each micro-batch."""
+        return Weights(self.shares(reduction, micro_rows, inputs), self.numbers(reduction, micro_rows, inputs))
 
     def shares(self, reduction: LossReduction, micro_rows: Sequence[int], inputs: Sequence[Inputs]) -> list[float]:
         """The share of each micro-batch's value in that of the whole batch."""

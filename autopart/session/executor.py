@@ -25,7 +25,6 @@ from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Decision
 from autopart.ir.program import Program
 from autopart.ir.size import Size
-from autopart.passes.loss.terms import without_weight
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program, forward_program
 from autopart.runtime.activity import patient, waiting
@@ -37,7 +36,7 @@ from autopart.runtime.trace import Trace
 from autopart.runtime.transport import Spec
 from autopart.runtime.world import World
 from autopart.session.agreement import FAILURES, broadcast_result, raise_first
-from autopart.session.batch_counts import BatchCounts
+from autopart.session.batch_counts import BatchCounts, Weights
 from autopart.session.stage_code import StageCode
 
 Key = tuple[int, int]
@@ -89,24 +88,6 @@ class Health:
                 why=f"{self._failure}; the ranks are not connected any more.  Gradients and buffers are as before it",
                 fix="close the pipe on every rank, load a state, and compile the model again",
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """By micro-batch: shares, of its loss in the whole loss; numbers, of the values that its program reads adjusted."""
-
-    shares: list[float]
-    numbers: list[list[float]]
-
-    def flat(self) -> list[float]:
-        """All of them, to be sent."""
-        return [*self.shares, *(number for numbers in self.numbers for number in numbers)]
-
-    @classmethod
-    def read(cls, flat: Sequence[float], micros: int) -> Weights:
-        """The inverse of `flat`."""
-        each = len(flat) // micros - 1
-        return cls(list(flat[:micros]), [list(flat[micros + each * m :][:each]) for m in range(micros)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,20 +193,10 @@ class Executor:
         inputs = self._inputs(batch, micro_rows) if self._stage == 0 else ()
         parameters = {name: t for name, t in self._tensors.held.items() if isinstance(t, nn.Parameter)}
         engine.trace = self.trace
-        given = StepInput(micro_rows, inputs, weights.shares, key, weights.numbers, self._idle(weights))
+        given = StepInput(
+            micro_rows, inputs, weights.shares, key, weights.numbers, weights.idle(self.graph, self._weight)
+        )
         return engine.step(given, parameters, train=self.train, agree=agree)
-
-    def _idle(self, weights: Weights) -> dict[int, frozenset[str]]:
-        """The values that carry no weight, of micro-batches where there are any."""
-        found = {}
-        for micro, (share, numbers) in enumerate(zip(weights.shares, weights.numbers, strict=True)):
-            terms = zip(self._weight.adjusted, numbers, strict=False)
-            dropped = frozenset((a.reader, a.value) for a, number in terms if a.reader is not None and number == 0.0)
-            if share == 0.0:
-                found[micro] = frozenset(self.graph.value_map())
-            elif dropped:
-                found[micro] = without_weight(self.graph, dropped)
-        return found
 
     # -- before anything is sent -----------------------------------------------------------------------------------
 
@@ -314,8 +285,7 @@ class Executor:
 
     def _weights_of(self, batch: Batch, micro_rows: tuple[int, ...]) -> Weights:
         """What weighs each micro-batch; on the rank of the first stage."""
-        counts, reduction, inputs = self._counts, self._weight, self._inputs(batch, micro_rows)
-        return Weights(counts.shares(reduction, micro_rows, inputs), counts.numbers(reduction, micro_rows, inputs))
+        return self._counts.weights(self._weight, micro_rows, self._inputs(batch, micro_rows))
 
     def _inputs(self, batch: Batch, micro_rows: tuple[int, ...]) -> list[Mapping[str, torch.Tensor]]:
         """The model's inputs for each micro-batch, by value name, on this rank's device."""

@@ -36,8 +36,9 @@ from autopart.runtime.tensors import LocalTensors, broadcast_weights_if_differen
 from autopart.runtime.trace import Trace
 from autopart.runtime.world import World
 from autopart.session.agreement import FAILURES, broadcast_result, together
+from autopart.session.batch_counts import Weights
 from autopart.session.calls import Calls, Given
-from autopart.session.executor import Executor, Health, Mode, RankContext, Weights, micro_rows_of
+from autopart.session.executor import Executor, Health, Mode, RankContext, micro_rows_of
 from autopart.session.placement import Placement, placement_of, relocate
 
 _CALLS = {Mode.TRAIN: "step", Mode.LOSS: "eval_loss", Mode.PREDICT: "predict"}

@@ -25,6 +25,9 @@ MADE_OF_SIZED = frozenset({_aten.repeat_interleave.self_Tensor})
 _REPEATS = {_aten.repeat_interleave.Tensor: 0, _aten.repeat_interleave.self_Tensor: 1}
 
 
+_FIXED = "operations with fixed shapes: torch.where, or labels with ignore_index"
+
+
 class Sizes:
     """For one program that is being traced.  rows: of the traced batch; whole: whether that is all of it."""
 
@@ -58,7 +61,7 @@ class Sizes:
             return None
         kind, numbers = found
         if kind == "of all":
-            self._need_whole("tolist()")
+            self._need_whole("tolist()", "other numbers", "keep it a tensor and compute with that")
             return numbers
         return [*numbers] * (tensor.shape[0] // in_rows)
 
@@ -97,13 +100,13 @@ class Sizes:
         """How many entries of a mask's first axis belong to a row of the batch; 0 where it has no rows."""
         return mask.shape[0] // self._rows if self._rows and mask.shape[0] % self._rows == 0 else 0
 
-    def _need_whole(self, what: str) -> None:
+    def _need_whole(self, what: str, gives: str = "another number of elements", instead: str = _FIXED) -> None:
         if not self._whole:
             raise RefusedError(
-                f"{what} gives another number of elements, or other numbers, for every micro-batch",
+                f"{what} gives {gives} for every micro-batch",
                 where=self._where(),
                 why="the rows of this batch differ in it, and one program has to fit all micro-batches",
-                fix="use micro_batches=1, or operations with fixed shapes: torch.where, or labels with ignore_index",
+                fix=f"use micro_batches=1, or {instead}",
             )
 
 

@@ -194,10 +194,10 @@ ADVICE: dict[str, Advice] = {
         Trial(_branching), ControlFlowError, "torch.where",
         Trial(lambda m, x: torch.where(m.run(x) > 0, m.run(x) * 2, m.run(x)).mean())),
     "shape from data": Advice(
-        Trial(lambda m, x: m.run(x)[x[:, 0] > 0].sum()), CaptureError, "torch.where instead of boolean indexing",
+        Trial(lambda m, x: m.run(x)[x[:, 0] > 0].sum()), RefusedError, "operations with fixed shapes: torch.where",
         Trial(lambda m, x: torch.where(x[:, :1] > 0, m.run(x), 0.0).sum())),
     "number from data": Advice(
-        Trial(lambda m, x: m.run(x).sum() * x.abs().amax(1).tolist()[0]), CaptureError, "keep it a tensor",
+        Trial(lambda m, x: m.run(x).sum() * x.abs().amax(1).tolist()[0]), RefusedError, "keep it a tensor",
         Trial(lambda m, x: (m.run(x) * x.abs().amax(1, keepdim=True)).sum())),
     "numpy": Advice(
         Trial(lambda m, x: (m.run(x) * torch.from_numpy(x.numpy() * 2)).mean()), CaptureError, "with torch",

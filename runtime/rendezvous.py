@@ -27,8 +27,11 @@ from autopart.runtime.activity import waiting
 POLL_S = 0.01
 UNWATCHED = timedelta(days=7)
 """The time limit of groups: the watch ends what hangs, and knows planning from hanging."""
-REFUSED_S = 5.0
-"""For so long a launcher's store may refuse connections before it counts as gone."""
+REFUSED_S = 2.0
+"""For so long a launcher's store, which is there before its ranks, may refuse connections before it counts as gone."""
+ANSWER_S = 2.0
+"""For so long torch may wait for a store's answer by itself: nothing can end that waiting, and it begins it anew when
+the store dies under it."""
 
 Look = Callable[[], None]
 """Raises when waiting is pointless."""
@@ -76,14 +79,22 @@ def launchers_store(limit_s: float, look: Look = lambda: None) -> tuple[Store, i
 
 
 def _connected(host: str, port: int, rank: int, limit_s: float, look: Look) -> Store:
-    leads = rank == 0 and rank0_has_store()
-    if not leads:
-        with waiting(0):
+    limit = timedelta(seconds=limit_s)
+    if rank == 0 and rank0_has_store():
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=limit)
+    start = time.monotonic()
+    with waiting(0):
+        while True:
             _await_listener(host, port, limit_s, look)
-    store = TCPStore(
-        host, port, is_master=leads, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=limit_s)
-    )
-    return store
+            try:
+                brief = timedelta(seconds=min(limit_s, ANSWER_S))
+                store = TCPStore(host, port, wait_for_workers=False, multi_tenant=True, timeout=brief)
+            except RuntimeError as error:
+                if time.monotonic() - start > limit_s:
+                    raise _no_store(host, port, error) from error
+            else:
+                store.set_timeout(limit)
+                return store
 
 
 def _await_listener(host: str, port: int, limit_s: float, look: Look) -> None:
@@ -97,13 +108,17 @@ def _await_listener(host: str, port: int, limit_s: float, look: Look) -> None:
             return
         except OSError as error:
             if time.monotonic() - start > patience_s:
-                who = "rank 0, which holds" if rank0_has_store() else "the launcher, which holds"
-                raise WorkerError(
-                    f"{who} the store at {host}:{port}, did not come or is gone",
-                    why=str(error),
-                    fix="look for the first error there",
-                ) from error
+                raise _no_store(host, port, error) from error
             time.sleep(5 * POLL_S)
+
+
+def _no_store(host: str, port: int, error: Exception) -> WorkerError:
+    who = "rank 0, which holds" if rank0_has_store() else "the launcher, which holds"
+    return WorkerError(
+        f"{who} the store at {host}:{port}, did not come or is gone",
+        why=(str(error).splitlines() or [""])[0],
+        fix="look for the first error there",
+    )
 
 
 def _lead(meeting: Store, size: int, limit_s: float, look: Look) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +101,14 @@ class LossReduction:
             Adjusted(item["value"], cls.from_json(item["weight"]), item["reader"]) for item in content["adjusted"]
         )
         return cls(**content | {"adjusted": adjusted})
+
+    def counted(self) -> Iterator[str]:
+        """The values that have to be known of each micro-batch before the step."""
+        yield from (name for name in (self.value, self.classes) if name is not None)
+        for item in self.adjusted:
+            yield from item.weight.counted()
+            if item.reader is None:
+                yield item.value
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +69,7 @@ class BatchCounts:
         """Cut out what computes the values that this reduction counts, at the rows of `captured`."""
         graph = captured.graph
         kinds = {param.name: param.kind for param in graph.params}
-        for name in sorted(set(_counted(reduction))):
+        for name in sorted(set(reduction.counted())):
             key = graph.rows, name
             if kinds.get(name) == "constant":
                 self._constants[key] = captured.tensors[name].to(self._device)
@@ -139,11 +139,3 @@ class BatchCounts:
                 )
         return float(result.sum(dtype=torch.float64))
 
-
-def _counted(reduction: LossReduction) -> Iterator[str]:
-    """The values that have to be known of each micro-batch."""
-    yield from (name for name in (reduction.value, reduction.classes) if name is not None)
-    for item in reduction.adjusted:
-        yield from _counted(item.weight)
-        if item.reader is None:
-            yield item.value

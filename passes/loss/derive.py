@@ -108,7 +108,9 @@ def _derived(analysis: Analysis, proven: frozenset[str], stated: str | None) -> 
         reduction = LossReduction("sum", adjusted=_terms(graph, placements, loss, stated))
     else:
         reduction = agree(_weight(graph, found, graph.writer()[loss]), None if analysis.of_batch else stated)
-    return replace(reduction, adjusted=(*reduction.adjusted, *_given_whole(analysis, loss)))
+    reduction = replace(reduction, adjusted=(*reduction.adjusted, *_given_whole(analysis, loss)))
+    _require_of_the_batch_alone(analysis, reduction)
+    return reduction
 
 
 _STATED = {"mean": LossReduction("rows"), "sum": LossReduction("sum")}
@@ -160,6 +162,19 @@ def _given_whole(analysis: Analysis, loss: str) -> tuple[Adjusted, ...]:
         else:
             queue.extend(op.reads)
     return tuple(found)
+
+
+def _require_of_the_batch_alone(analysis: Analysis, reduction: LossReduction) -> None:
+    """What is counted before the step is counted by micro-batch, from its inputs: no other number of the whole batch is
+    known there.  O(ops)."""
+    after, whole = set[str](), set(analysis.of_batch)
+    for op in analysis.graph.ops:
+        if whole.intersection(op.reads) or after.intersection(op.reads):
+            after.update(op.writes)
+    for name in reduction.counted():
+        if name in after:
+            why = f"the number {name}, of the whole batch, is made of another such number"
+            raise _refusal(analysis.graph, analysis.graph.writer()[name], why)
 
 
 def agree(weight: LossReduction, stated: str | None) -> LossReduction:

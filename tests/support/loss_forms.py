@@ -253,5 +253,13 @@ REFUSED: dict[str, tuple[str, Term]] = {
     "row numbers": ("number of the row", lambda s, x, y, t, m: (y.sum(1) * s.v * torch.arange(y.shape[0])).mean()),
     "gram matrix": ("not linear", lambda s, x, y, t, m: ((y * s.w).T @ y).square().sum()),
     "batch appended": ("takes logsumexp over the rows", lambda s, x, y, t, m: (y @ s.w).logsumexp(0)),
+    "by the variance of the batch": (
+        "combines rows with a sum or mean",
+        lambda s, x, y, t, m: (x * s.w).mean() * (y - y.mean()).square().mean(),
+    ),
+    "shares of shares": (
+        "need not be 0",
+        lambda s, x, y, t, m: ((x * s.w).sum(-1) * (m / m.sum()).square()).sum() / (m / m.sum()).square().sum(),
+    ),
     "sorted rows": ("sort along the rows", lambda s, x, y, t, m: ((y @ s.w).sort()[0] * y[:, 0]).mean()),
 }

@@ -138,4 +138,3 @@ class BatchCounts:
                     fix="use fewer micro_batches, or ignore_index in place of a weight of 0",
                 )
         return float(result.sum(dtype=torch.float64))
-

@@ -103,9 +103,10 @@ class World:
     def group(self, ranks: Sequence[int], *, ordered: bool = False) -> dist.ProcessGroup:
         """A group of some ranks.  Collective: every rank of the world calls it in the same order."""
         key = tuple(ranks) if ordered else tuple(sorted(ranks))
+        if len(key) == self.size and not ordered:
+            return shared_group.group  # of all worlds of this process: not ours to end
         if key not in self._groups:
-            whole = len(key) == self.size and not ordered
-            self._groups[key] = shared_group.group if whole else self._new_group(key)
+            self._groups[key] = self._new_group(key)
         return self._groups[key]
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -187,6 +187,7 @@ def groups_of_a_closed_world() -> tuple[bool, float]:
     second.close()
     ended = known and group not in dist.distributed_c10d._world.pg_map
     total = first.sum_numbers([float(rank())])[0]
+    first.move(torch.ones(1), 0, 1)
     first.close()
     return ended, total
 

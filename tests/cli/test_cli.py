@@ -243,6 +243,13 @@ def test_the_demo_trains_the_same_way_in_one_stage_and_without(capsys):
     assert text.endswith("OK") and "the mean of the last 4 steps (not judged: that takes 200 steps)" in text
 
 
+def test_the_demo_trains_on_after_its_check_where_all_ranks_share_weights(pair):
+    """The pipe of the check is closed beside the one that trains."""
+    first, second = pair.run(over_ranks, replace(TINY, stages=2))
+    assert first.losses == second.losses and len(first.losses) == 4
+    assert first.first_step.ok
+
+
 def test_the_demo_passes_when_runs_agree_and_the_loss_fell():
     check = Verification(5.0, 5.0, 1e-5, "one", (GOOD,), ())
     run = Run((5.0, *[2.5] * 199), 1.0, check)

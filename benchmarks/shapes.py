@@ -66,12 +66,21 @@ def gpt2(layers: int, hidden: int, heads: int, length: int = 1024) -> nn.Module:
 
 def llama_8b(layers: int = 32) -> nn.Module:
     """The shape of Llama-3 8B."""
+    return _llama(layers, 4096, 14336, 32)
+
+
+def llama_405b(layers: int = 126) -> nn.Module:
+    """The shape of Llama-3.1 405B."""
+    return _llama(layers, 16384, 53248, 128)
+
+
+def _llama(layers: int, hidden: int, inside: int, heads: int) -> nn.Module:
     config = transformers.LlamaConfig(
         vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
+        hidden_size=hidden,
+        intermediate_size=inside,
         num_hidden_layers=layers,
-        num_attention_heads=32,
+        num_attention_heads=heads,
         num_key_value_heads=8,
         max_position_embeddings=8192,
         use_cache=False,

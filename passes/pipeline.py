@@ -37,6 +37,8 @@ from autopart.passes.simulation.stage_costs import CostContext, Estimator, LoadM
 
 BLOCKS, MOST_BLOCKS = 64, 192
 """Blocks that the partition chooses from, and those that deep pipelines and refinement choose from."""
+LARGEST = 512
+"""Blocks that deep pipelines on very many devices choose from: tables grow with their square."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def _costs(source: PlannerInput, cluster: Cluster, request: PlanRequest) -> Cost
 
 def _spaces(source: PlannerInput, fine: Graph, cluster: Cluster, request: PlanRequest) -> SearchSpaces:
     """A chain of few blocks and one of more, which can be cut at the same places and at others."""
-    most_stages = request.stages or cluster.world
+    most_stages = request.stages or min(cluster.world, LARGEST)
     together = [path for paths in request.keep_together() for path in paths]
     check_own_ops(source.graph, fine, [*request.cuts, *together])
     ends = {place for paths in request.keep_together() for place in module_span(fine, paths)} - {len(fine.ops)}

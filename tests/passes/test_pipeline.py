@@ -8,17 +8,21 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.graphs import cluster, clusters, graph, graphs, layers, plan_of
+from support.graphs import cluster, clusters, graph, graphs, layers, plan_of, source
 
 from autopart.ir.capabilities import EVERYTHING, lacking
 from autopart.ir.errors import GraphError, InfeasibleError, UsageError
 from autopart.ir.graph import Graph
+from autopart.ir.graph import check as check_graph
 from autopart.ir.plan import Decision, Estimate, Plan, Report, check
 from autopart.ir.size import Size
+from autopart.passes.graph.atoms import atoms
+from autopart.passes.pipeline import LARGEST, _spaces
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.verify import check_program, forward_program
 from autopart.passes.search import finalize as finish
+from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.estimate import estimate, stage_estimates
 
 
@@ -51,6 +55,15 @@ def test_nothing_is_planned_for_the_runtime_that_it_does_not_have() -> None:
 
 def test_same_request_gives_the_same_plan() -> None:
     assert plan_of(layers(6), cluster(4)).digest() == plan_of(layers(6), cluster(4)).digest()
+
+
+def test_tables_do_not_grow_with_devices_beyond_any_number_of_stages() -> None:
+    g, many = layers(1200), cluster(2048)
+    request = PlanRequest(((1,) * 4,)).normalized()
+    spaces = _spaces(source(g, many), check_graph(atoms(g)), many, request)
+    assert spaces.coarse.chain.n <= 64 < spaces.fine.chain.n <= LARGEST
+    asked = _spaces(source(g, many), check_graph(atoms(g)), many, replace(request, stages=LARGEST + 1))
+    assert asked.fine.chain.n > LARGEST  # what is asked for can be had
 
 
 def test_layers_are_cut_between_layers() -> None:

@@ -33,6 +33,7 @@ ClusterLike = Cluster | str | os.PathLike[str] | None
 PlanLike = Plan | str | os.PathLike[str]
 LossReductionName = Literal["auto", "mean", "sum", "token-mean"]
 Recompute = Literal["auto", "off", "all"]
+Transport = Literal["auto", "nccl", "gloo"]
 OptimizerLike = str | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -67,6 +68,7 @@ def compile(
     plan: PlanLike | None = None,
     seed: int = 0,
     timeout: float | None = None,
+    transport: Transport = "auto",
 ) -> Pipe:
     """Turn an unmodified model into a running training pipeline.  Call it on every rank.
 
@@ -82,6 +84,7 @@ def compile(
         loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
         cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
         costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
+        transport=transport,
     )  # fmt: skip
     return Pipe(CaptureCache(model, loss_fn), _cluster(cluster), options, sample)
 
@@ -110,6 +113,7 @@ def plan(
     plan: PlanLike | None = None,
     seed: int = 0,
     timeout: float | None = None,
+    transport: Transport = "auto",
 ) -> Plan:
     """The plan alone: needs no process group and no weights (the model may be on the meta device).
 
@@ -121,6 +125,7 @@ def plan(
         loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
         cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
         costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
+        transport=transport,
     )  # fmt: skip
     return planned(model, cluster, sample, options).plan
 
@@ -150,6 +155,7 @@ def verify(
     plan: PlanLike | None = None,
     seed: int = 0,
     timeout: float | None = None,
+    transport: Transport = "auto",
 ) -> Verification:
     """One training step of the pipeline against the same step in one process, on copies of the model.
 
@@ -161,6 +167,7 @@ def verify(
         loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
         cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
         costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
+        transport=transport,
     )  # fmt: skip
     return checked(model, cluster, sample, options, tolerance)
 

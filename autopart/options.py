@@ -14,6 +14,7 @@ from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
 from autopart.passes.program.schedules import Order, Schedule, names, register
 from autopart.passes.search.space import Watch
+from autopart.runtime.world import TRANSPORTS
 
 LOSS_REDUCTIONS = ("auto", "mean", "sum", "token-mean")
 RECOMPUTE = ("auto", "off", "all")
@@ -47,6 +48,8 @@ class Options:
     timeout         seconds that a rank waits for others that do not go on before that is an error which names them;
                     planning and capturing do not count; None for AUTOPART_TIMEOUT_S or 600.  Ranks that died or were
                     stopped are named within seconds all the same
+    transport       what carries messages: "nccl" (one CUDA device for each rank) or "gloo" (CPUs, and CUDA devices
+                    that ranks may share, through memory of the host); "auto" takes NCCL for CUDA devices
     """
 
     loss_fn: LossFn | None = None
@@ -67,6 +70,7 @@ class Options:
     plan: Plan | str | os.PathLike[str] | None = None
     seed: int = 0
     timeout: float | None = None
+    transport: str = "auto"
 
 
 def read_options(**given: Any) -> Options:
@@ -82,6 +86,7 @@ def read_options(**given: Any) -> Options:
     options = Options(**{**given, **read})
     _one_of("recompute", options.recompute, RECOMPUTE)
     _one_of("loss_reduction", options.loss_reduction, LOSS_REDUCTIONS)
+    _one_of("transport", options.transport, TRANSPORTS)
     _cost_source(options.costs)
     _count("stages", options.stages)
     _count("micro_batches", options.micro_batches)

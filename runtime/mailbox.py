@@ -32,9 +32,9 @@ class Mailbox:
         for src, dst in _rank_pairs(program):
             channel = world.channel(src, dst)
             if src == world.rank:
-                self._outboxes[dst] = Outbox(dst, channel)
+                self._outboxes[dst] = Outbox(dst, channel, staged=world.staged)
             elif dst == world.rank:
-                self._inboxes[src] = Inbox(src, channel, world.device)
+                self._inboxes[src] = Inbox(src, channel, world.device, staged=world.staged)
         self._coming = {peer: tuple(program.posts(peer, world.rank)) for peer in self._inboxes}
         self._consumed = {peer: _consumed_by(program, peer, world.rank) for peer in self._outboxes}
         self._handed: dict[Action, list[torch.Tensor]] = {}

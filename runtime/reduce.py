@@ -30,6 +30,7 @@ class TiedGradients:
     """The tied parameters of this rank.  Opening the groups is collective."""
 
     def __init__(self, world: World, program: Program) -> None:
+        self._world = world
         self._ties: list[_Tie] = []
         for name, stages in program.tied:
             ranks = sorted({program.stage_ranks[stage][0] for stage in stages})
@@ -47,7 +48,7 @@ class TiedGradients:
         """
         with waiting():
             for tie in self._ties:
-                parameters[tie.name].grad = _summed(parameters[tie.name], tie.group)
+                parameters[tie.name].grad = _summed(self._world, parameters[tie.name], tie.group)
 
 
 class GradientsAside:
@@ -84,17 +85,17 @@ def _added(before: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     return dense(before).add_(dense(fresh))
 
 
-def _summed(parameter: torch.nn.Parameter, group: dist.ProcessGroup | None) -> torch.Tensor | None:
+def _summed(world: World, parameter: torch.nn.Parameter, group: dist.ProcessGroup | None) -> torch.Tensor | None:
     """This step's gradient over all ranks that hold the parameter, or None when none of them has one."""
     own = parameter.grad
     if group is None:
         return own
     present = torch.tensor([0 if own is None else 1], dtype=torch.int32, device=parameter.device)
-    dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
+    world.all_reduce(present, group, dist.ReduceOp.MAX)
     if not present.item():
         return None
     total = torch.zeros_like(parameter) if own is None else dense(own)
     wide = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
     wide = wide.contiguous()
-    dist.all_reduce(wide, group=group)
+    world.all_reduce(wide, group)
     return wide.to(total.dtype)

@@ -4,6 +4,9 @@ All values that one stage sends another for one micro-batch travel as one messag
 sent as it lies; several, or one that is not contiguous, are packed.  During a step a send is waited for only when a
 later message of the peer has shown that it was consumed, so that no rank blocks in a send; the end of the step waits
 for what is left.
+
+Gloo knows memory of the host alone: messages of a CUDA device pass through pinned memory, and the host waits for what
+computes them.
 """
 
 from __future__ import annotations
@@ -73,12 +76,19 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
+def _pinned(size: int) -> torch.Tensor:
+    """Memory of the host that a CUDA device reads and writes by itself.  torch keeps it for the next message."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
 class Outbox:
     """Sends on one channel, in order.  Messages are told apart by a key of the caller's."""
 
-    def __init__(self, peer: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, peer: int, group: dist.ProcessGroup, *, staged: bool = False) -> None:
+        """staged: messages lie on a CUDA device and leave from pinned memory."""
         self._peer = peer
         self._group = group
+        self._staged = staged
         self._errors = _peer_errors(peer)
         self._pending: dict[Hashable, tuple[dist.Work | None, torch.Tensor]] = {}
 
@@ -86,6 +96,8 @@ class Outbox:
         """Post one message; returns at once."""
         buffer = pack(tensors)
         work = None
+        if self._staged:
+            buffer = _pinned(buffer.numel()).copy_(buffer)  # returns when the bytes are there
         if buffer.numel():
             with self._errors:
                 work = dist.isend(buffer, self._peer, group=self._group)
@@ -114,7 +126,17 @@ class Inbox:
     A message may be taken before one that was sent earlier: then more are posted, and the earlier one waits here.
     """
 
-    def __init__(self, peer: int, group: dist.ProcessGroup, device: torch.device, ahead: int = MESSAGES_AHEAD) -> None:
+    def __init__(
+        self,
+        peer: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        ahead: int = MESSAGES_AHEAD,
+        *,
+        staged: bool = False,
+    ) -> None:
+        """staged: messages for this CUDA device arrive in pinned memory."""
+        self._staged = staged
         self._peer = peer
         self._group = group
         self._errors = _peer_errors(peer)
@@ -137,6 +159,8 @@ class Inbox:
             with self._errors:
                 work.wait()
         self._post_ahead()
+        if self._staged:
+            buffer = buffer.to(self._device, non_blocking=True)
         return unpack(buffer, specs)
 
     def _post_ahead(self) -> None:
@@ -146,7 +170,7 @@ class Inbox:
     def _post(self) -> None:
         key, specs = self._expected.popleft()
         _, total = offsets(specs)
-        buffer = torch.empty(total, dtype=torch.uint8, device=self._device)
+        buffer = _pinned(total) if self._staged else torch.empty(total, dtype=torch.uint8, device=self._device)
         work = None
         if total:
             with self._errors:

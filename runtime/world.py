@@ -2,7 +2,7 @@
 
 torchrun's environment variables are the contract.  Gloo carries CPU tensors and control messages; NCCL carries CUDA
 tensors, on one communicator per directed pair of ranks, because two directions on one communicator wait for each
-other.
+other.  On request Gloo carries CUDA tensors too, staged through the host: then several ranks may share a device.
 """
 
 from __future__ import annotations
@@ -27,13 +27,28 @@ from autopart.runtime.shared_group import default_timeout_s, shared_group
 
 E = TypeVar("E", bound=BaseException)
 
+AUTO, NCCL, GLOO = "auto", "nccl", "gloo"
+TRANSPORTS = (AUTO, NCCL, GLOO)
+"""What carries messages: NCCL between CUDA devices and Gloo between CPUs, or what is named."""
+
 
 class World:
     """rank, size and device of this process, and collectives over all ranks.  With one rank nothing is opened."""
 
-    def __init__(self, kind: str, size: int, *, local: int | None = None, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        size: int,
+        *,
+        local: int | None = None,
+        timeout_s: float | None = None,
+        transport: str = AUTO,
+    ) -> None:
         """local: ranks on each host, None for all.  timeout_s: seconds that a rank may wait for others that do not go
-        on; None for AUTOPART_TIMEOUT_S or 600."""
+        on; None for AUTOPART_TIMEOUT_S or 600.  transport: one of `TRANSPORTS`.
+
+        Raises ClusterError where this host lacks the CUDA devices that its ranks need."""
+        self.transport = transport_of(kind, transport)
         self.size = size
         self.rank = 0
         self._local = local
@@ -41,15 +56,17 @@ class World:
         self._lease: int | None = None
         self._known: BaseException | None = None
         self._waiting = waiting()
+        if kind == "cuda":
+            require_devices(torch.cuda.device_count(), local_ranks(size), self.transport)
         if size > 1 or dist.is_initialized():
-            self._join(kind, size, timeout_s)
+            self._join(size, timeout_s)
         try:
             self.device = self._device(kind)
         except BaseException:
             self.close()
             raise
 
-    def _join(self, kind: str, size: int, timeout_s: float | None) -> None:
+    def _join(self, size: int, timeout_s: float | None) -> None:
         if not dist.is_initialized():
             adopt_launcher(os.environ)
             if "RANK" not in os.environ:
@@ -61,7 +78,7 @@ class World:
             require_world(size, int(os.environ["WORLD_SIZE"]), self._local)
         else:
             require_world(size, dist.get_world_size(), self._local)
-        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if self.transport == NCCL else GLOO
         limit_s = default_timeout_s() if timeout_s is None else timeout_s
         self._lease = shared_group.enter(backend, limit_s, self._broken)
         self.size = dist.get_world_size()
@@ -82,7 +99,7 @@ class World:
     def _device(self, kind: str) -> torch.device:
         if kind != "cuda":
             return torch.device("cpu")
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.rank % max(torch.cuda.device_count(), 1))))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.rank)) % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
 
@@ -96,7 +113,7 @@ class World:
 
     def channel(self, src: int, dst: int) -> dist.ProcessGroup:
         """The group that carries messages from src to dst; both call this, at the same place of the program."""
-        if self.device.type == "cuda":
+        if self.transport == NCCL:
             return self.group((src, dst), ordered=True)
         return shared_group.group
 
@@ -113,6 +130,22 @@ class World:
         with waiting():
             group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=UNWATCHED)
         return group
+
+    @property
+    def staged(self) -> bool:
+        """Whether messages of the device pass through memory of the host."""
+        return self.device.type == "cuda" and self.transport == GLOO
+
+    def all_reduce(
+        self, tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> None:
+        """Sum, or another op, over the ranks of a group, in place.  Collective over that group."""
+        if not self.staged or tensor.device.type == "cpu":
+            dist.all_reduce(tensor, op=op, group=group)
+            return
+        on_host = tensor.cpu()
+        dist.all_reduce(on_host, op=op, group=group)
+        tensor.copy_(on_host)
 
     # -- failures --------------------------------------------------------------------------------------------------
 
@@ -202,6 +235,36 @@ class World:
     def sum_numbers(self, numbers: Iterable[float]) -> list[float]:
         """Sums over the ranks, in the order of the ranks, so that every rank gets the same bits.  Collective."""
         return [sum(column) for column in zip(*self.gather_numbers(list(numbers)), strict=True)]
+
+
+def transport_of(kind: str, asked: str) -> str:
+    """What carries the messages of devices of this kind.  Raises ClusterError for NCCL without CUDA devices."""
+    if asked == NCCL and kind != "cuda":
+        raise ClusterError("transport is nccl, and the cluster has no CUDA devices", fix='use transport="gloo"')
+    if asked == AUTO:
+        return NCCL if kind == "cuda" else GLOO
+    return asked
+
+
+def local_ranks(size: int) -> int:
+    """How many ranks run on this host, as far as the launcher says."""
+    return min(size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
+
+def require_devices(found: int, ranks: int, transport: str) -> None:
+    """Raises ClusterError when `ranks` ranks cannot run on the `found` CUDA devices of a host."""
+    if not found:
+        raise ClusterError(
+            "the cluster is one of CUDA devices, and this host shows none",
+            why="torch.cuda.device_count() is 0",
+            fix="check the driver and CUDA_VISIBLE_DEVICES, or plan for CPUs",
+        )
+    if transport == NCCL and ranks > found:
+        raise ClusterError(
+            f"{ranks} ranks run on this host, which shows {found} CUDA device" + "s" * (found > 1),
+            why="NCCL takes one rank on each device",
+            fix='start as many ranks as there are devices, or use transport="gloo", under which ranks share devices',
+        )
 
 
 def require_world(needed: int, found: int, local: int | None = None) -> None:

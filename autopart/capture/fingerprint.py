@@ -73,7 +73,7 @@ def containers(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) ->
     if inner is None:
         return
     seen.add(id(value))
-    whole = value if isinstance(value, (dict, list, set, deque)) else getattr(value, "__dict__", None)
+    whole = value if isinstance(value, (dict, list, set, deque)) else attributes_of(value)
     if isinstance(whole, (dict, list, set, deque)):
         yield whole
     for _, part in inner:
@@ -108,7 +108,7 @@ def _inner(value: Any) -> list[tuple[Any, Any]] | None:
         if len(value) > _MOST:
             return None
         found = list(value.items()) if isinstance(value, Mapping) else list(enumerate(value))
-    held = getattr(value, "__dict__", None)
+    held = attributes_of(value)
     if isinstance(held, dict) and len(held) <= _MOST:
         found = [*(found or ()), *held.items()]
     slots = _slots(value)
@@ -122,6 +122,15 @@ def _slots(value: Any) -> list[str]:
     listed = [vars(kind)["__slots__"] for kind in type(value).__mro__ if "__slots__" in vars(kind)]
     names = [name for slots in listed for name in ([slots] if isinstance(slots, str) else slots)]
     return [name for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
+
+
+def attributes_of(value: Any) -> Any:
+    """What holds the attributes of an object, None where there is none.  A class may answer for `__dict__` itself with
+    an error of its own, as those of libraries do that are not ready yet: that is none, too."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
 
 
 def from_library(kind: type) -> bool:

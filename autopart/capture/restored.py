@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autopart.capture.fingerprint import attributes_of
 from autopart.capture.source_location import is_user_file
 from autopart.capture.surroundings import is_library_file
 
@@ -146,7 +147,7 @@ def _container(value: Any) -> Any:
         return None
     if isinstance(value, (torch.Tensor, nn.Module, type)) or callable(value) or type(value).__module__ == "builtins":
         return None
-    held = getattr(value, "__dict__", None)
+    held = attributes_of(value)
     return held if type(held) is dict else None
 
 

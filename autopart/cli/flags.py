@@ -17,6 +17,7 @@ from autopart.ir.errors import UsageError
 from autopart.options import RECOMPUTE, Options, read_options
 from autopart.passes.program.schedules import names
 from autopart.passes.search.space import Watch
+from autopart.runtime.world import TRANSPORTS
 
 ModelName = Annotated[
     str, typer.Argument(help=f"{', '.join(BUILTIN)}, or module:function or file.py:function -> (model, batch)")
@@ -25,6 +26,9 @@ ClusterName = Annotated[
     str, typer.Option("--cluster", help='"cpu:2", "cuda:8", "h200x8", or a .yaml, .toml or .json file')
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the weights and of dropout")]
+TransportName = Annotated[
+    str, typer.Option("--transport", metavar="|".join(TRANSPORTS), help="What carries messages between ranks")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
 TraceFile = Annotated[
     Path | None,
@@ -73,7 +77,9 @@ class PlanFlags:
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Plan anew, even what was planned before")] = False
     seed: Seed = 0
 
-    def options(self, *, loss_fn: Any, plan: Path | None = None, watch: Watch | None = None) -> Options:
+    def options(
+        self, *, loss_fn: Any, plan: Path | None = None, watch: Watch | None = None, transport: str = "auto"
+    ) -> Options:
         """The options of `autopart.plan` that these flags stand for.  Raises UsageError."""
         return read_options(
             loss_fn=loss_fn,
@@ -92,6 +98,7 @@ class PlanFlags:
             watch=watch,
             plan=plan,
             seed=self.seed,
+            transport=transport,
         )
 
 

@@ -21,7 +21,7 @@ import typer
 from autopart import api
 from autopart.cli import plans
 from autopart.cli.cluster import app as cluster_app
-from autopart.cli.flags import ClusterName, Json, ModelName, PlanFlags, takes_plan_flags
+from autopart.cli.flags import ClusterName, Json, ModelName, PlanFlags, TransportName, takes_plan_flags
 from autopart.cli.model_loader import load_model
 from autopart.cli.output import print_json, prints_results
 from autopart.ir.errors import AutopartError, RunError
@@ -85,10 +85,11 @@ def verify(
         float | None, typer.Option(min=0.0, help="Largest relative error; by default 1e-5 in fp32, 1e-10 in fp64")
     ] = None,
     limit: Annotated[int, typer.Option(min=0, help="Lines of the table")] = 20,
+    transport: TransportName = "auto",
     as_json: Json = False,
 ) -> None:
     """One step of the pipeline against one process: every gradient compared.  Exit code 1 when out of tolerance."""
-    found = api.launch(_verify_on_rank, cluster, model, cluster, flags, plan, tolerance)[0]
+    found = api.launch(_verify_on_rank, cluster, model, cluster, flags, plan, tolerance, transport)[0]
     if prints_results():
         if as_json:
             print_json({"ok": found.ok, "loss_error": found.loss_error, "largest": found.largest, **asdict(found)})
@@ -110,11 +111,11 @@ def _versions() -> str:
 
 
 def _verify_on_rank(
-    model: str, cluster: str, flags: PlanFlags, plan: Path | None, tolerance: float | None
+    model: str, cluster: str, flags: PlanFlags, plan: Path | None, tolerance: float | None, transport: str
 ) -> Verification:
     """What `verify` runs on every rank."""
     subject = load_model(model, flags.seed)
-    options = flags.options(loss_fn=subject.loss_fn, plan=plan)
+    options = flags.options(loss_fn=subject.loss_fn, plan=plan, transport=transport)
     return api.checked(subject.model, cluster, subject.batch, options, tolerance)
 
 

@@ -69,7 +69,13 @@ class Session:
         self._trace: Trace | None = None
         self._dtypes: list[torch.dtype] = []
         self.tied: Mapping[str, str] = {}
-        self.world = World(cluster.kind, cluster.world, local=cluster.levels[0].size, timeout_s=options.timeout)
+        self.world = World(
+            cluster.kind,
+            cluster.world,
+            local=cluster.levels[0].size,
+            timeout_s=options.timeout,
+            transport=options.transport,
+        )
         self._calls = Calls(self.world)
         self.tensors = LocalTensors(self.world.device)
 

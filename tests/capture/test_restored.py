@@ -41,6 +41,18 @@ class Store:
 STORE = Store()
 
 
+class Unready:
+    """Answers for no attribute, not even `__dict__`, as objects of libraries do before they are built."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"not ready, so no {name}")
+
+
+UNREADY = Unready()
+
+
 def in_global_table(m: nn.Module, width: int) -> torch.Tensor:
     return TABLES["inner"].setdefault(width, made(width))
 

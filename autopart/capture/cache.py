@@ -13,6 +13,7 @@ from autopart.capture.batch import Batch
 from autopart.capture.capture import Captured, capture
 from autopart.capture.export import LossFn
 from autopart.capture.guards import CaptureWarning, check_model
+from autopart.capture.observed import Asked
 from autopart.capture.questions import Questions
 from autopart.capture.trained import Trained
 from autopart.capture.watch import Watch, check_tensors, tensors_of
@@ -37,7 +38,8 @@ class CaptureCache:
         self.version = ""
         self._loss_fn = loss_fn
         self._reads: set[tuple[nn.Module, str]] = set()
-        self._flags: list[bool] | None = None
+        self._own_reads = Asked()
+        self._flags: dict[nn.Module, bool] = {}
         self._watches: list[Watch] = []
         self._tensors: dict[str, tuple[str, torch.Tensor]] = {}
         self._made: dict[tuple[object, ...], Captured] = {}
@@ -57,15 +59,23 @@ class CaptureCache:
                 key = (mode, size, self._noted(batch, mode, captured.questions).signature())
             self._made[key] = captured
             self._reads.update(captured.observed.read)
+            self._own_reads.update(captured.observed.asked)
             if mode == "step":
-                self._flags = [module.training for module in self.model.modules()]
+                self._flags = self._flags_read()
             functions = [self._loss_fn] if self._loss_fn is not None else []
-            self._watches = [Watch(self.model, self._reads, functions, self._flags)]
+            self._watches = [Watch(self.model, self._reads, self._own_reads.order, functions, self._flags)]
             if self.trained.loss_fn is not None:
-                self._watches.append(Watch(self.trained.loss_fn, (), (), None))
+                self._watches.append(Watch(self.trained.loss_fn, (), self._own_reads.order, (), {}))
             if len(self._made) > _KEEP:
                 del self._made[next(iter(self._made))]
         return self._made[key]
+
+    def _flags_read(self) -> dict[nn.Module, bool]:
+        """In the order of the modules, which is the same on all ranks."""
+        loss = self._loss_fn.modules() if isinstance(self._loss_fn, nn.Module) else ()
+        return {
+            module: module.training for module in (*self.model.modules(), *loss) if module in self._own_reads.training
+        }
 
     def judged(self, batch: Batch, mode: str = "step") -> Batch:
         """The batch with its answers to what the model's Python asks about its numbers, where a batch of its kind that
@@ -103,7 +113,8 @@ class CaptureCache:
             self._made.clear()
             self._asked.clear()
             self._reads.clear()
-            self._flags = None
+            self._own_reads = Asked()
+            self._flags = {}
             self._watches.clear()
             self.version = hashlib.blake2b("\n".join([self.version, *changes]).encode(), digest_size=8).hexdigest()
         return changes

@@ -99,17 +99,20 @@ class Wrapper(nn.Module):
         functions = [self.loss_fn] if self.loss_fn is not None else []
         if self._sink.asker is not None:
             self._sink.asker.begin()
-        with no_random_numbers(), observing(self._watched, functions, self._sink.observed), OwnParametersOnly():
-            with assignments(self.model, self._sink.replaced):
+        with (
+            no_random_numbers(),
+            observing(self._watched, functions, self._sink.observed) as noted,
+            OwnParametersOnly(),
+        ):
+            with assignments(self.model, self._sink.replaced), noted():
                 result = self.model(*args, **kwargs)
             if self._wants_outputs:
                 return self._outputs_of(result)
             if isinstance(self.loss_fn, nn.Module):
-                with assignments(self.loss_fn, self._sink.replaced):
+                with assignments(self.loss_fn, self._sink.replaced), noted():
                     return scalar(self.loss_fn(result, target), "loss_fn")
-            if self.loss_fn is not None:
-                return scalar(self.loss_fn(result, target), "loss_fn")
-            return loss_of(result)
+            with noted():
+                return loss_of(result) if self.loss_fn is None else scalar(self.loss_fn(result, target), "loss_fn")
 
     def _outputs_of(self, result: Any) -> tuple[torch.Tensor, ...]:
         kind = None

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,15 +28,30 @@ _OWN = frozenset(vars(nn.Module()))
 """What every module has: parameters, buffers, hooks, its training flag.  They are looked at in other ways."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What was read of that which every module has.  In sets that grow: nothing is forgotten."""
+
+    training: set[nn.Module] = field(default_factory=set)
+    order: set[nn.Module] = field(default_factory=set)
+
+    def update(self, other: Asked) -> None:
+        """And what another capture read."""
+        self.training.update(other.training)
+        self.order.update(other.order)
+
+
 @dataclass
 class Observed:
     """Attributes of modules that forward() read before it wrote them.
 
-    read: module and name; absent ones too, as `hasattr` reads them.  changed: the refusals of those that it left
-    changed.
+    read: module and name; absent ones too, as `hasattr` reads them.  asked: modules whose training flag it read, and
+    those whose parameters, buffers or modules it went through in their order.  changed: the refusals of those that it
+    left changed.
     """
 
     read: set[tuple[nn.Module, str]] = field(default_factory=set)
+    asked: Asked = field(default_factory=Asked)
     changed: list[RefusedError] = field(default_factory=list)
 
 
@@ -48,6 +64,7 @@ class _Seen:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self.paths = {id(module): (path, module) for model in models for path, module in model.named_modules()}
+        self.asked = Asked()
         self.first: dict[tuple[int, str], tuple[Any, Any]] = {}
         self.written: set[tuple[int, str]] = set()
         self.contents: list[tuple[Any, Any]] = []
@@ -61,8 +78,16 @@ class _Seen:
                 container.clear()
                 container.update(before)
 
+    def note_own(self, module: nn.Module, name: str) -> None:
+        """A read of what every module has; whoever takes all attributes of a module at once reads it all."""
+        if id(module) in self.paths:
+            if name in ("training", "__dict__"):
+                self.asked.training.add(module)
+            if name != "training":
+                self.asked.order.add(module)
+
     def note(self, module: nn.Module, name: str) -> None:
-        """A read."""
+        """A read of anything else."""
         key = (id(module), name)
         if key in self.first or key in self.written or name in _OWN or key[0] not in self.paths:
             return
@@ -81,20 +106,26 @@ class _Seen:
 
 
 _TENSORS = ("_parameters", "_buffers", "_modules")
+_ASKED = frozenset(("training", *_TENSORS))
+_BY_NAME = {nn.Module.__getattr__.__code__, nn.Module.__setattr__.__code__, nn.Module.__delattr__.__code__}
+"""They look for one tensor or module, whatever the order is."""
 
 
 @contextlib.contextmanager
-def observing(models: Sequence[nn.Module], functions: Sequence[Any], observed: Observed) -> Iterator[None]:
-    """Note in `observed` what the body, which runs forward() and perhaps other functions, reads of the modules of a
-    model and of a loss function, and what it changes of the Python around them.
+def observing(
+    models: Sequence[nn.Module], functions: Sequence[Any], observed: Observed
+) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Note in `observed` what forward(), and perhaps other functions, read of the modules of a model and of a loss
+    function, and what they change of the Python around them.
 
-    On this thread alone; one thread at a time.
+    Yields what they are run in; whatever else the body reads is not noted.  Attributes are noted on this thread alone;
+    one thread at a time.
     """
     seen = _Seen(models)
     around = [(reading, _entries(reading.value)) for reading in surroundings(_things(models, functions))]
     try:
-        with _intercepted(seen):
-            yield
+        yield lambda: _intercepted(seen)
+        observed.asked.update(seen.asked)
         _compare(seen, observed)
         observed.changed += [
             _changed_around(reading)
@@ -172,8 +203,13 @@ def _intercepted(seen: _Seen) -> Iterator[None]:
     look_up, assign = object.__getattribute__, nn.Module.__setattr__
 
     def read(self: nn.Module, name: str) -> Any:
-        if name[:2] != "__" and threading.get_ident() == tracer:
-            seen.note(self, name)
+        if name in _ASKED:
+            seen.note_own(self, name)
+        elif name[:2] != "__":
+            if threading.get_ident() == tracer:
+                seen.note(self, name)
+        elif name == "__dict__" and sys._getframe(1).f_code not in _BY_NAME:
+            seen.note_own(self, name)
         return look_up(self, name)
 
     def write(self: nn.Module, name: str, value: Any) -> None:

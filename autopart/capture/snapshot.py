@@ -32,8 +32,8 @@ class Snapshot:
         states: Iterable[Callable[[], bool]],
     ) -> None:
         """wholes: dictionaries, lists and sets that are watched with all that they hold.  unordered: those of them that
-        nobody reads in their order.  keys: of dictionaries, absent
-        ones too.  attributes: of classes, functions and cells.  states: called for whatever no identity tells."""
+        nobody reads in their order.  keys: of dictionaries, absent ones too.  attributes: of classes, functions and
+        cells.  states: called for whatever no identity tells."""
         containers = list({id(whole): whole for whole in wholes}.values())
         self._empty = [whole for whole in containers if not whole]
         self._dicts = [whole for whole in containers if whole and _by_equality(whole)]

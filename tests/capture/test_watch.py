@@ -43,6 +43,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.empty = nn.Linear(4, 4), nn.Linear(4, 4), nn.Identity()
+        self.pair = nn.Sequential(nn.Tanh(), nn.Sigmoid())
         self.scalar = nn.Parameter(torch.ones(1))
         self.config = types.SimpleNamespace(depth={"a": [1.0, {"b": 2.0}]}, same=3)
         self.schedule = Schedule(0.5)
@@ -53,7 +54,7 @@ class Model(nn.Module):
         self.scaled = types.MethodType(_scaled, self.schedule)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x)))
+        return self.second(self.pair(self.first(x)))
 
     @classmethod
     def kind(cls) -> float:
@@ -72,6 +73,10 @@ def _scaled(schedule: Schedule) -> float:
 
 def _cell(model: Any) -> None:
     model.closure.__closure__[0].cell_contents = 0.25
+
+
+def _turn(model: Any) -> None:
+    model.pair._modules["0"] = model.pair._modules.pop("0")
 
 
 def _swap(model: Any) -> None:
@@ -95,6 +100,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an attribute that was absent": (lambda m: setattr(m, "bonus", 1.0), "bonus"),
     "a module that was absent": (lambda m: setattr(m, "bonus", nn.Identity()), "bonus"),
     "a module in an empty one": (lambda m: m.empty.add_module("inner", nn.Identity()), "empty.inner"),
+    "the order of modules": (_turn, "the order in pair is 1, 0"),
     "frozen": (lambda m: m.first.bias.requires_grad_(False), "first.bias.requires_grad"),
     "forward of the class": (lambda m: setattr(Model, "forward", lambda self, x: self.run(x).sum()), "Model.forward"),
     "forward of a module": (lambda m: setattr(m.first, "forward", lambda x: x), "first.forward"),
@@ -117,6 +123,7 @@ SAME: dict[str, Callable[[Any], Any]] = {
     "an equal number": lambda m: setattr(m.config, "same", int("3")),
     "an equal tuple": lambda m: setattr(m, "kinds", tuple([1.0, 2.0])),
     "what nobody read": lambda m: setattr(m, "unread", random.random()),
+    "an order that nobody reads": lambda m: m._modules.update(first=m._modules.pop("first")),
     "values in place": lambda m: m.first.weight.data.mul_(2),
 }
 

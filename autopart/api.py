@@ -17,7 +17,7 @@ from autopart.files.clusters import parse_cluster
 from autopart.ir.capabilities import EVERYTHING
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
-from autopart.ir.plan import Plan
+from autopart.ir.plan import Plan, Precision
 from autopart.ir.timeline import Timeline
 from autopart.options import Options, check_timeout, read_options
 from autopart.passes.program.schedules import Order, Schedule
@@ -60,6 +60,7 @@ def compile(
     pins: Mapping[str, int] | None = None,
     replicas: int | Sequence[int] | None = None,
     recompute: Recompute = "auto",
+    precision: Precision | None = None,
     optimizer: OptimizerLike | None = None,
     costs: str | CostSource = "auto",
     prove: float = 0.0,
@@ -84,7 +85,7 @@ def compile(
         loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
         cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
         costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
-        transport=transport,
+        transport=transport, precision=precision,
     )  # fmt: skip
     return Pipe(CaptureCache(model, loss_fn), _cluster(cluster), options, sample)
 
@@ -105,6 +106,7 @@ def plan(
     pins: Mapping[str, int] | None = None,
     replicas: int | Sequence[int] | None = None,
     recompute: Recompute = "auto",
+    precision: Precision | None = None,
     optimizer: OptimizerLike | None = None,
     costs: str | CostSource = "auto",
     prove: float = 0.0,
@@ -125,7 +127,7 @@ def plan(
         loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
         cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
         costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
-        transport=transport,
+        transport=transport, precision=precision,
     )  # fmt: skip
     return planned(model, cluster, sample, options).plan
 
@@ -147,6 +149,7 @@ def verify(
     pins: Mapping[str, int] | None = None,
     replicas: int | Sequence[int] | None = None,
     recompute: Recompute = "auto",
+    precision: Precision | None = None,
     optimizer: OptimizerLike | None = None,
     costs: str | CostSource = "auto",
     prove: float = 0.0,
@@ -167,7 +170,7 @@ def verify(
         loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
         cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
         costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
-        transport=transport,
+        transport=transport, precision=precision,
     )  # fmt: skip
     return checked(model, cluster, sample, options, tolerance)
 

@@ -11,13 +11,14 @@ from typing import Any
 from autopart.capture.export import LossFn
 from autopart.costs.sources import COST_SOURCES, CostSource
 from autopart.ir.errors import UsageError
-from autopart.ir.plan import Plan
+from autopart.ir.plan import Plan, Precision
 from autopart.passes.program.schedules import Order, Schedule, names, register
 from autopart.passes.search.space import Watch
 from autopart.runtime.world import TRANSPORTS
 
 LOSS_REDUCTIONS = ("auto", "mean", "sum", "token-mean")
 RECOMPUTE = ("auto", "off", "all")
+PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class Options:
     pins            {module path: number of the stage that runs it}
     replicas        devices of every stage, or a number for each stage; more than 1 in `plan` alone
     recompute       "auto" (as much as the memory demands), "off", "all"
+    precision       "fp32" (the model as it is), "bf16" or "fp16" (as under torch.autocast of the cluster's devices);
+                    None is that of plan=, else "fp32"
     optimizer       whose state the memory has to hold: an optimizer class, a function of the parameters, an
                     optimizer, or "sgd", "momentum", "adam", "adamw", each also with "+masters"; None charges Adam,
                     and the plan says so
@@ -62,6 +65,7 @@ class Options:
     pins: Mapping[str, int] = field(default_factory=dict)
     replicas: int | tuple[int, ...] | None = None
     recompute: str = "auto"
+    precision: Precision | None = None
     optimizer: Any = None
     costs: str | CostSource = "auto"
     prove: float = 0.0
@@ -85,6 +89,8 @@ def read_options(**given: Any) -> Options:
     }
     options = Options(**{**given, **read})
     _one_of("recompute", options.recompute, RECOMPUTE)
+    if options.precision is not None:
+        _one_of("precision", options.precision, PRECISIONS)
     _one_of("loss_reduction", options.loss_reduction, LOSS_REDUCTIONS)
     _one_of("transport", options.transport, TRANSPORTS)
     _cost_source(options.costs)

@@ -25,7 +25,7 @@ from autopart.ir.capabilities import RUNTIME, Capabilities, lacking
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import CaptureError, PlanError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
-from autopart.ir.plan import Plan
+from autopart.ir.plan import Plan, Precision
 from autopart.ir.size import Size
 from autopart.options import Options
 from autopart.passes.ops.cost_model import ExtrapolatedCosts
@@ -61,6 +61,7 @@ def make_plan(
     Raises CaptureError, RefusedError (what cannot be exact), UsageError, PlanError, InfeasibleError.
     """
     given = read_plan(options)
+    captures.run_in(precision_of(options, given), cluster.kind)
     if given:
         return _given(given, captures, batch, cluster, options, abilities)
     # The program at every size that micro-batches may have, from captures at two of them.
@@ -129,7 +130,8 @@ def _built(problem: _Problem, costs: CostedGraph) -> Plan:
     cost_model = ExtrapolatedCosts(resizable, device_types(problem.cluster))
     asked = PlannerInput(costs.graph, cost_model, torch.__version__, costs.source)
     plan = _found_or_built(asked, resizable.other, problem.cluster, request, problem.options)
-    return plan.with_notes(*costs.notes, *notes)
+    precision = precision_of(problem.options, None)
+    return replace(plan, provenance=replace(plan.provenance, precision=precision)).with_notes(*costs.notes, *notes)
 
 
 def _request(problem: _Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, ...]]:
@@ -279,6 +281,21 @@ def read_plan(options: Options) -> Plan | None:
         raise UsageError(f"plan is a {type(plan).__name__}", fix="pass an autopart.Plan or the path of a file")
     find(plan.schedule)
     return plan
+
+
+def precision_of(options: Options, given: Plan | None) -> Precision:
+    """What is asked for; else that of a given plan, else the model as it is.  Raises UsageError where both say
+    something else."""
+    if given is None:
+        return options.precision or "fp32"
+    planned = given.provenance.precision
+    if options.precision not in (None, planned):
+        raise UsageError(
+            f"precision is {options.precision!r}, and the plan is for {planned!r}",
+            why="the captured program, and what its messages carry, is that of one precision",
+            fix="drop precision=, or make a plan for it",
+        )
+    return planned
 
 
 def microbatch_options(batch: Batch, options: Options) -> Splits:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from autopart.capture.autocast import Autocast, autocast_for
 from autopart.capture.batch import Batch
 from autopart.capture.capture import Captured, capture
 from autopart.capture.export import LossFn
@@ -17,6 +18,8 @@ from autopart.capture.observed import Asked
 from autopart.capture.questions import Questions
 from autopart.capture.trained import Trained
 from autopart.capture.watch import Watch, check_tensors, tensors_of
+from autopart.ir.errors import UsageError
+from autopart.ir.plan import Precision
 from autopart.ir.size import Size
 
 _KEEP = 32  # captures; a batch of a new shape every step must not fill the memory
@@ -26,8 +29,8 @@ _MANY = 8  # captures of one kind of batch that differ in what the model's Pytho
 class CaptureCache:
     """Captures of `model` as it stands; `refresh` says whether they still are of it.
 
-    trained: the model, and a loss function that has parameters.  version: a digest of every change that was seen, equal
-    on ranks whose models changed alike.
+    autocast: that the model and its loss run in (`run_in`).  trained: the model, and a loss function that has
+    parameters.  version: a digest of every change that was seen, equal on ranks whose models changed alike.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None = None) -> None:
@@ -35,6 +38,7 @@ class CaptureCache:
         if isinstance(loss_fn, nn.Module):
             check_model(loss_fn)
         self.trained = Trained(model, loss_fn)
+        self.autocast: Autocast | None = None
         self.version = ""
         self._loss_fn = loss_fn
         self._reads: set[tuple[nn.Module, str]] = set()
@@ -45,6 +49,17 @@ class CaptureCache:
         self._made: dict[tuple[object, ...], Captured] = {}
         self._asked: dict[tuple[object, ...], list[Questions]] = {}
 
+    def run_in(self, precision: Precision, device_type: str) -> None:
+        """Capture from now on for a precision on devices of a type.  Raises UsageError when there are captures of
+        another: what runs holds tensors and messages of that."""
+        autocast = autocast_for(precision, device_type)
+        if self._made and autocast != self.autocast:
+            raise UsageError(
+                f"the plan is for {precision}, and the pipeline runs in another precision",
+                fix="close the pipe, and compile with this plan",
+            )
+        self.autocast = autocast
+
     def __call__(self, batch: Batch, size: Size, mode: str = "step") -> Captured:
         """The capture for micro-batches of `size` of `batch`, or of one like it; modes as in `capture`."""
         batch = self.judged(batch, mode)
@@ -52,7 +67,7 @@ class CaptureCache:
         if key not in self._made:
             captured = capture(
                 self.model, batch, size=size, loss_fn=self._loss_fn, mode=mode,
-                whole=lambda: self(batch, Size(batch.rows or 1), mode),
+                whole=lambda: self(batch, Size(batch.rows or 1), mode), autocast=self.autocast,
             )  # fmt: skip
             self._tensors = self._tensors or tensors_of(self.trained)
             if captured.questions is not None:

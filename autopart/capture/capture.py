@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.export.graph_signature import OutputKind
 
 from autopart.capture.asking import Asker
+from autopart.capture.autocast import Autocast, known_everywhere
 from autopart.capture.batch import Batch
 from autopart.capture.export import LossFn, OutputSpec, Wrapper, explained, export, quiet
 from autopart.capture.gc_pause import gc_paused
@@ -64,46 +65,52 @@ def capture(
     loss_fn: LossFn | None = None,
     mode: str = "step",
     whole: Callable[[], Captured] | None = None,
+    autocast: Autocast | None = None,
 ) -> Captured:
     """Capture a model for micro-batches of `size` shaped like `batch`; None is the size of the batch itself.
 
     mode: "step" (loss and gradients, with the training flags the model has), "loss" (loss in eval mode) or "predict"
     (what the model returns, in eval mode).  whole: gives the capture of all of the batch, wanted where the model's
-    Python asks about its numbers.  The model is left as it was; `check_model` has passed it, before its library could
-    install hooks of its own while it is traced.  Raises CaptureError, RefusedError.
+    Python asks about its numbers.  autocast: that the model and its loss run in.  The model is left as it was;
+    `check_model` has passed it, before its library could install hooks of its own while it is traced.  Raises
+    CaptureError, RefusedError.
     """
     try:
-        return _settled(model, batch, size, loss_fn, mode)
+        return _settled(model, batch, size, loss_fn, mode, autocast)
     except WholeBatchAsked:
-        found = whole() if whole is not None else capture(model, batch, loss_fn=loss_fn, mode=mode)
+        found = whole() if whole is not None else capture(model, batch, loss_fn=loss_fn, mode=mode, autocast=autocast)
         batch = replace(batch, answers=found.questions.answers if found.questions is not None else ())
-        return replace(_settled(model, batch, size, loss_fn, mode), questions=found.questions)
+        return replace(_settled(model, batch, size, loss_fn, mode, autocast), questions=found.questions)
 
 
-def _settled(model: nn.Module, batch: Batch, size: Size | None, loss_fn: LossFn | None, mode: str) -> Captured:
+def _settled(
+    model: nn.Module, batch: Batch, size: Size | None, loss_fn: LossFn | None, mode: str, autocast: Autocast | None
+) -> Captured:
     with _one_at_a_time, _left_as_they_were(model, loss_fn) as settle:
-        first = _capture(model, batch, size, loss_fn, mode)
+        first = _capture(model, batch, size, loss_fn, mode, autocast)
         if not first.observed.changed:
             return first
         # A first call may settle something for good, as a configuration that is completed, or hooks that a library
         # installs when they are first needed.  Then a second one changes nothing more, and is the same program.
         settle()
-        second = _capture(model, batch, size, loss_fn, mode)
+        second = _capture(model, batch, size, loss_fn, mode, autocast)
         if second.observed.changed or second.graph.shape_digest() != first.graph.shape_digest():
             raise first.observed.changed[0]
         return second
 
 
-def _capture(model: nn.Module, batch: Batch, size: Size | None, loss_fn: LossFn | None, mode: str) -> Captured:
+def _capture(
+    model: nn.Module, batch: Batch, size: Size | None, loss_fn: LossFn | None, mode: str, autocast: Autocast | None
+) -> Captured:
     meta = any(p.is_meta for p in model.parameters())
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     check_autocast(device.type if not meta else "cpu")
     sample = batch.with_rows(size.rows if size is not None else batch.rows or 1)
     sample = sample.to(device)
-    wrapper = Wrapper(model, sample, loss_fn, wants_outputs=mode == "predict")
+    wrapper = Wrapper(model, sample, loss_fn, wants_outputs=mode == "predict", autocast=autocast)
     reads_on = device if device.type != "meta" else torch.device("cpu")
     asker = Asker(wrapper, model, batch, sample.rows, reads_on)
-    with _one_at_a_time, gc_paused():
+    with _one_at_a_time, gc_paused(), known_everywhere():
         with quiet(), _flags(wrapper, model, evaluate=mode != "step"):
             program, module = _lowered(model, export(wrapper, sample, asker))
         _refuse_changed_parameters(program)

@@ -22,6 +22,7 @@ from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 
 from autopart.capture.asking import Asker, answering
+from autopart.capture.autocast import Autocast
 from autopart.capture.batch import Batch, unflatten
 from autopart.capture.checkpointing import unchecked
 from autopart.capture.foreign import OwnParametersOnly
@@ -64,12 +65,21 @@ class _Sink:
 class Wrapper(nn.Module):
     """Takes the tensor leaves of a batch; returns the loss, or the outputs when `wants_outputs`."""
 
-    def __init__(self, model: nn.Module, batch: Batch, loss_fn: LossFn | None, wants_outputs: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        loss_fn: LossFn | None,
+        wants_outputs: bool,
+        autocast: Autocast | None = None,
+    ) -> None:
+        """autocast: that model and loss function run in."""
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self._batch = batch
         self._wants_outputs = wants_outputs
+        self._autocast = autocast
         self._sink = _Sink()
         self._watched = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
 
@@ -103,6 +113,7 @@ class Wrapper(nn.Module):
             no_random_numbers(),
             observing(self._watched, functions, self._sink.observed) as noted,
             OwnParametersOnly(),
+            self._autocast.region() if self._autocast is not None else contextlib.nullcontext(),
         ):
             with assignments(self.model, self._sink.replaced), noted():
                 result = self.model(*args, **kwargs)

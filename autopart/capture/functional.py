@@ -5,39 +5,35 @@ dozen of them.  Where no op writes to memory, calls that are alike become the sa
 holds each distinct op once, on operands of its own, is decomposed by torch itself, and its answers are put in place of
 the ops of the large one.
 
-Anything else (an op that changes a tensor, a higher-order op other than a switch of the gradient mode, sizes that
-depend on data, a complex or quantized operand) is left to `run_decompositions`.
+A call in an autocast region is alike only to others in such a region: they are decomposed inside of one, which makes
+their casts ops, and so keep their place in the user's code.
+
+Anything else (an op that changes a tensor, a higher-order op other than a switch of the gradient mode or an autocast,
+sizes that depend on data, a complex or quantized operand) is left to `run_decompositions`.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
-from torch.export.graph_signature import (
-    ExportGraphSignature,
-    InputKind,
-    InputSpec,
-    OutputKind,
-    OutputSpec,
-    TensorArgument,
-)
-from torch.utils import _pytree as pytree
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 
+from autopart.capture.autocast import Autocast, inner_autocast
 from autopart.capture.call_signature import Unsure, call_key, tensor_kind
-from autopart.capture.composite_ops import composite_ops_remembered
+from autopart.capture.decomposed import Answer, Call, answers
+from autopart.capture.source_location import user_line_of_text
+from autopart.ir.errors import RefusedError
 from autopart.passes.ops.row import ASSERTION
 from autopart.passes.ops.table import row_of
 
 _aten = torch.ops.aten
 _GRAD_REGION = "wrap_with_set_grad_enabled"
+_AUTOCAST_REGION = "wrap_with_autocast"
 
 
 def functional_graph(program: ExportedProgram) -> fx.Graph | None:
@@ -51,13 +47,13 @@ def functional_graph(program: ExportedProgram) -> fx.Graph | None:
     graph = _Inlined()
     try:
         graph.take(program.graph_module)
-        answers = _answers(graph.calls)
+        found = answers(graph.calls)
     except Unsure:
         return None
     program.graph_signature.input_specs.sort(key=_place_in_signature)
     order = {spec.arg.name: place for place, spec in enumerate(program.graph_signature.input_specs)}
     graph.placeholders.sort(key=lambda node: order[node.name])
-    return _spliced(graph, answers)
+    return _spliced(graph, found)
 
 
 def _place_in_signature(spec: InputSpec) -> int:
@@ -68,26 +64,16 @@ def _place_in_signature(spec: InputSpec) -> int:
     return {InputKind.PARAMETER: 0, InputKind.BUFFER: 0, InputKind.CONSTANT_TENSOR: 1}.get(spec.kind, 3)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One op of the program.  operands: the tensors that it reads; key: equal for ops that become the same."""
-
-    node: fx.Node
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    operands: tuple[fx.Node, ...]
-    key: Hashable
-
-
 class _Inlined:
     """The calls of a program in order, regions inlined.  same: which node stands for a node that is no op."""
 
     def __init__(self) -> None:
         self.placeholders: list[fx.Node] = []
-        self.calls: list[_Call] = []
+        self.calls: list[Call] = []
         self.results: tuple[Any, ...] = ()
         self._same: dict[fx.Node, Any] = {}
         self._kinds: dict[fx.Node, Hashable] = {}
+        self._autocast: Autocast | None = None
 
     def take(self, module: fx.GraphModule) -> None:
         """Read a whole program.  Raises Unsure."""
@@ -124,13 +110,19 @@ class _Inlined:
 
     def _region(self, module: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
         target: Any = node.target
-        region = node.args[1] if len(node.args) > 1 else None
-        if target.name() != _GRAD_REGION or not isinstance(region, fx.Node) or node.kwargs:
+        settings = {_GRAD_REGION: 1, _AUTOCAST_REGION: 4}.get(target.name(), len(node.args))
+        region = node.args[settings] if len(node.args) > settings else None
+        if not isinstance(region, fx.Node) or node.kwargs:
             raise Unsure
         inner = getattr(module, str(region.target))
         places = [n for n in inner.graph.nodes if n.op == "placeholder"]
-        self._same.update(zip(places, (self._resolve(arg) for arg in node.args[2:]), strict=True))
-        return self._walk(inner)
+        self._same.update(zip(places, (self._resolve(arg) for arg in node.args[settings + 1 :]), strict=True))
+        outer = self._autocast
+        if target.name() == _AUTOCAST_REGION:
+            self._autocast = inner_autocast(outer, *node.args[:3])
+        results = self._walk(inner)
+        self._autocast = outer
+        return results
 
     def _resolve(self, value: Any) -> Any:
         """An argument with the nodes that stand for its nodes; the result of a region is a tuple of them."""
@@ -141,7 +133,7 @@ class _Inlined:
     def _record(self, node: fx.Node) -> None:
         args, kwargs = self._resolve(node.args), self._resolve(dict(node.kwargs))
         key, operands = call_key(node.target, args, kwargs, self._kind_of)
-        self.calls.append(_Call(node, args, kwargs, operands, key))
+        self.calls.append(Call(node, args, kwargs, operands, (self._autocast, key), self._autocast))
 
     def _kind_of(self, node: fx.Node) -> Hashable:
         if node not in self._kinds:
@@ -166,109 +158,10 @@ def _kind(node: fx.Node) -> Hashable:
     return (tensor_kind(value), node.op == "placeholder" and value is not None and value.requires_grad)
 
 
-# -- what becomes of each distinct op ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What becomes of an op.  operands: the nodes that stand for its operands; nodes: the ops, in order; results: its
-    results among both."""
-
-    operands: tuple[fx.Node, ...]
-    nodes: tuple[fx.Node, ...]
-    results: tuple[fx.Node, ...]
-
-
-def _answers(calls: list[_Call]) -> dict[Hashable, _Answer]:
-    """What torch makes of each distinct call, asked with one program of all of them.  Raises Unsure."""
-    distinct = {call.key: call for call in calls}
-    graph = fx.Graph()
-    operands = [[_operand(graph, operand) for operand in call.operands] for call in distinct.values()]
-    results: list[list[fx.Node]] = []
-    for call, own in zip(distinct.values(), operands, strict=True):
-        env = dict(zip(call.operands, own, strict=True))
-        args, kwargs = fx.map_arg((call.args, call.kwargs), env.__getitem__)
-        node = graph.create_node("call_function", call.node.target, args, kwargs)
-        node.meta = dict(call.node.meta)
-        results.append(_results(graph, node))
-    graph.output(tuple(node for nodes in results for node in nodes))
-    with composite_ops_remembered():
-        made = _program(graph).run_decompositions({}).graph_module.graph
-    return _read(made, list(distinct), [len(own) for own in operands], [len(nodes) for nodes in results])
-
-
-def _operand(graph: fx.Graph, like: fx.Node) -> fx.Node:
-    value = like.meta["val"]
-    with value.fake_mode:
-        fresh = torch.empty(0, dtype=value.dtype, device=value.device)
-        fresh = fresh.as_strided(value.shape, value.stride(), value.storage_offset())
-    node = graph.placeholder(f"x{len(graph.nodes)}")
-    node.meta["val"] = fresh.requires_grad_(like.op == "placeholder" and value.requires_grad)
-    return node
-
-
-def _results(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    value = node.meta["val"]
-    if isinstance(value, torch.Tensor):
-        return [node]
-    if not isinstance(value, (tuple, list)) or not all(isinstance(part, torch.Tensor) for part in value):
-        raise Unsure
-    parts = []
-    for place, part in enumerate(value):
-        parts.append(graph.call_function(operator.getitem, (node, place)))
-        parts[-1].meta = dict(node.meta, val=part)
-    return parts
-
-
-def _program(graph: fx.Graph) -> ExportedProgram:
-    from torch._export.verifier import TrainingIRVerifier
-
-    places = [node for node in graph.nodes if node.op == "placeholder"]
-    results = next(node for node in graph.nodes if node.op == "output").args[0]
-    given, made = ([TensorArgument(node.name) for node in nodes] for nodes in (places, results))
-    in_spec = pytree.tree_structure(((0,) * len(given), {}))
-    out_spec = pytree.tree_structure((0,) * len(made))
-    return ExportedProgram(
-        root=fx.GraphModule({}, graph),
-        graph=graph,
-        graph_signature=ExportGraphSignature(
-            [InputSpec(InputKind.USER_INPUT, arg, None) for arg in given],
-            [OutputSpec(OutputKind.USER_OUTPUT, arg, None) for arg in made],
-        ),
-        state_dict={},
-        range_constraints={},
-        module_call_graph=[ModuleCallEntry("", ModuleCallSignature([], [], in_spec, out_spec))],
-        constants={},
-        verifiers=[TrainingIRVerifier],
-    )
-
-
-def _read(graph: fx.Graph, keys: list[Hashable], given: list[int], made: list[int]) -> dict[Hashable, _Answer]:
-    """The decomposed program taken apart again.  Every op is on one call's way from its operands to its results."""
-    places = iter([node for node in graph.nodes if node.op == "placeholder"])
-    results = iter(next(node for node in graph.nodes if node.op == "output").args[0])
-    order = {node: number for number, node in enumerate(graph.nodes)}
-    answers: dict[Hashable, _Answer] = {}
-    for key, takes, makes in zip(keys, given, made, strict=True):
-        own, out = tuple(itertools.islice(places, takes)), tuple(itertools.islice(results, makes))
-        found: set[fx.Node] = set()
-        queue = [*out]
-        while queue:
-            node = queue.pop()
-            if node in found or node in own:
-                continue
-            if node.op != "call_function":
-                raise Unsure
-            found.add(node)
-            queue.extend(node.all_input_nodes)
-        answers[key] = _Answer(own, tuple(sorted(found, key=order.__getitem__)), out)
-    return answers
-
-
 # -- the whole program -------------------------------------------------------------------------------------------
 
 
-def _spliced(program: _Inlined, answers: Mapping[Hashable, _Answer]) -> fx.Graph:
+def _spliced(program: _Inlined, found: Mapping[Hashable, Answer]) -> fx.Graph:
     """The program with every call replaced by what becomes of it."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -276,14 +169,31 @@ def _spliced(program: _Inlined, answers: Mapping[Hashable, _Answer]) -> fx.Graph
         env[node] = graph.create_node("placeholder", node.target, node.args, name=node.name)
         env[node].meta = dict(node.meta)
     for call in program.calls:
-        answer = answers[call.key]
+        answer = found[call.key]
         local = dict(zip(answer.operands, (env[operand] for operand in call.operands), strict=True))
         for node in answer.nodes:
             if node not in local:
                 _copied(graph, node, local, call.node.meta)
-        env |= _named(call.node, [local[result] for result in answer.results])
+        results = [local[result] for result in answer.results]
+        _check_precision(call, results)
+        env |= _named(call.node, results)
     graph.output(fx.map_arg(program.results, env.__getitem__))
     return graph
+
+
+def _check_precision(call: Call, results: list[fx.Node]) -> None:
+    """Raises RefusedError for an op whose results came out in another precision than autocast gave them."""
+    seen = call.node.meta["val"]
+    wanted = [seen] if isinstance(seen, torch.Tensor) else list(seen)
+    for tensor, result in zip(wanted, results, strict=True):
+        if tensor.dtype != result.meta["val"].dtype:
+            raise RefusedError(
+                f"{call.node.target} cannot be captured under autocast",
+                where=user_line_of_text(call.node.meta.get("stack_trace")),
+                why=f"its result is of {tensor.dtype} there, and of {result.meta['val'].dtype} as an op of its own",
+                fix="run it in a torch.autocast(device_type, enabled=False) region of forward(), on inputs of the "
+                "precision it is to have",
+            )
 
 
 def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], meta: Mapping[str, Any]) -> None:

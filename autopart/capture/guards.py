@@ -188,7 +188,8 @@ def check_autocast(device_type: str) -> None:
             raise RefusedError(
                 f"autocast is enabled around the call for {kind!r}",
                 why="what happens outside forward() is not captured, so the step would run in another precision",
-                fix="enter torch.autocast inside forward(), or convert the model (model.to(torch.bfloat16))",
+                fix='leave it out, and pass precision="bf16" (or "fp16") to compile, or enter torch.autocast inside '
+                "forward(), or convert the model (model.to(torch.bfloat16))",
             )
 
 

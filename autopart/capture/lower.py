@@ -11,12 +11,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from autopart.capture.autocast_regions import spread_autocast
+from autopart.capture.call_signature import Unsure
 from autopart.capture.composite_ops import composite_ops_remembered
 from autopart.capture.export import uncompiled
 from autopart.capture.functional import functional_graph
@@ -63,6 +66,8 @@ def _functional(program: ExportedProgram) -> tuple[ExportedProgram, fx.Graph]:
     """A program with the signature, and the graph, of the functional form of `program`."""
     graph = functional_graph(program)
     if graph is None:
+        with contextlib.suppress(Unsure):  # then its ops have no place in the user's code
+            spread_autocast(program)
         with composite_ops_remembered():
             program = program.run_decompositions({})
         graph = program.graph_module.graph
@@ -173,9 +178,10 @@ def _lower_copy(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _is_plain_copy(node: fx.Node) -> bool:
-    """A copy that nothing but ordinary ops reads, and that is not made for its memory format."""
+    """A copy that nothing but ordinary ops reads, and that is not made for its memory format.  Kernels of oneDNN read
+    memory as it lies, whatever the strides."""
     plain = node.kwargs.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
-    return plain and all(user.op == "call_function" for user in node.users)
+    return plain and all(u.op == "call_function" and not _name(u.target).startswith("mkldnn") for u in node.users)
 
 
 def is_random(node: fx.Node) -> bool:

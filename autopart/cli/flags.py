@@ -14,7 +14,7 @@ import typer
 from autopart.cli.demo.models import BUILTIN
 from autopart.costs.sources import COST_SOURCES
 from autopart.ir.errors import UsageError
-from autopart.options import RECOMPUTE, Options, read_options
+from autopart.options import PRECISIONS, RECOMPUTE, Options, read_options
 from autopart.passes.program.schedules import names
 from autopart.passes.search.space import Watch
 from autopart.runtime.world import TRANSPORTS
@@ -64,6 +64,9 @@ class PlanFlags:
     recompute: Annotated[
         str, typer.Option(metavar=_one_of(*RECOMPUTE), help="Compute activations again to save memory")
     ] = "auto"
+    precision: Annotated[
+        str | None, typer.Option(metavar=_one_of(*PRECISIONS), help="Run the model as it is, or under an autocast")
+    ] = None
     optimizer: Annotated[
         str | None, typer.Option(help="sgd, momentum, adam or adamw, each also with +masters; decides the memory")
     ] = None
@@ -91,6 +94,7 @@ class PlanFlags:
             pins=_pins(self.pins),
             replicas=_replicas(self.replicas),
             recompute=self.recompute,
+            precision=self.precision,
             optimizer=self.optimizer,
             costs=self.costs,
             prove=self.prove,

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from math import gcd
+from typing import Literal
 
 from autopart.ir.errors import PlanError
 from autopart.ir.explain import explain
@@ -97,19 +98,24 @@ class Alternative:
     why: str
 
 
+Precision = Literal["fp32", "bf16", "fp16"]
+"""What a model runs in: as it is, or under an autocast."""
+
+
 @dataclass(frozen=True, slots=True)
 class Provenance:
     """What a plan was made for and with.
 
     graph_digest: `Graph.shape_digest` of the graph at max(micro_rows) rows.  structure_digest: equal for the same
     model at other row counts.  torch_version: of the release that captured it.  costs: where the costs of its ops
-    come from, "analytic" or "measured".
+    come from, "analytic" or "measured".  precision: of the autocast that the graph was captured in, "fp32" for none.
     """
 
     graph_digest: str
     structure_digest: str
     torch_version: str
     costs: str = "analytic"
+    precision: Precision = "fp32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ What one process runs:
 - the user's own model on the whole batch;
 - when the model updates buffers in training (batch statistics couple the rows of a micro-batch): the user's own
   model over the same micro-batches, in order, each loss weighted as the pipeline weighs it;
+- under an autocast: the same under that autocast, over the same micro-batches, for sums over rows are rounded;
 - when the model draws random numbers (dropout): the captured program in one stage, over the same micro-batches and
   with the same keys, for no other program draws the same masks; the same when it updates buffers and terms of its loss
   are weighed by themselves.
@@ -14,6 +15,7 @@ The pipeline and the reference each work on a copy of the model; the user's stay
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,6 +42,7 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-
 NEGLIGIBLE = {"float64": 1e-14, "float32": 1e-7, "float16": 1e-4, "bfloat16": 1e-3}  # of the whole gradient's norm
 
 PLAIN = "the model itself, on the whole batch"
+CAST = "the model itself under torch.autocast, over the same micro-batches"
 BUFFERS = "the model itself, over the same micro-batches (it updates buffers while it trains)"
 TERMS = (
     "the captured program in one stage, over the same micro-batches (it updates buffers, and weighs terms of its loss)"
@@ -136,7 +139,7 @@ def verify_step(
         session = pipe.session
         graph, decision = session.graph, pipe.plan.decision
         micro_rows, weights = session.loss_weights(batch)
-        shares = weights.shares
+        shares, autocast = weights.shares, session.captures.autocast
         home = decision.stages[0].ranks[0]
         alone: Outcome | None = None
         random, couples = any(op.random for op in graph.ops), bool(graph.updates) or couples_rows(graph)
@@ -145,6 +148,8 @@ def verify_step(
             alone = _captured_alone(model, cluster, sample, options, len(micro_rows))
         elif couples:
             reference = BUFFERS
+        elif autocast is not None and not any(weights.numbers):
+            reference = CAST
         else:
             reference = PLAIN
             micro_rows, shares = (batch.rows or 1,), [1.0]
@@ -155,7 +160,8 @@ def verify_step(
                 expected = alone
                 if expected is None:
                     plain = _fresh(model, options.loss_fn).to(session.world.device)
-                    expected = plain_outcome(plain.model, batch, plain.loss_fn, micro_rows, shares)
+                    with autocast.region() if autocast is not None else contextlib.nullcontext():
+                        expected = plain_outcome(plain.model, batch, plain.loss_fn, micro_rows, shares)
                 stages = {name: decision.stage_of_rank(rank) for name, rank in session.owners.items()}
                 content = asdict(compared(found, expected, stages, precision_of(graph), tolerance, reference))
             except FAILURES as error:

@@ -134,6 +134,7 @@ class Session:
         with together(self.world, "capturing the model"), patient("capturing the model"):
             if mine is None:
                 plan = plan_from_json(content["plan"], "plan of rank 0")
+                self.captures.run_in(plan.provenance.precision, self._cluster.kind)
                 captured = self.captures(self._batch, Size(max(plan.micro_rows)))
                 mine = Planned(plan, captured, LossReduction.from_json(content["weight"]))
             self._batch = self.captures.judged(self._batch)

@@ -1,0 +1,130 @@
+"""Autocast captured with the graph: loss and gradients equal, bit by bit, those of plain torch under torch.autocast."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.one_process import gradients_of, plain_loss
+from support.step_jobs import EVERY
+from torch import nn
+
+from autopart.capture import CaptureCache, Captured
+from autopart.capture.autocast import autocast_for, known_everywhere
+from autopart.capture.batch import flatten
+from autopart.capture.capture import capture
+from autopart.ir.errors import CaptureError, UsageError
+from autopart.ir.size import Size
+
+
+def gradients(captured: Captured, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Loss and gradients of the captured program, its parameters as leaves of their own."""
+    names, inputs, leaves, args = captured.names, iter(tensors), {}, []
+    for node in captured.module.graph.nodes:
+        if node.op == "placeholder" and node.name in names.params:
+            tensor = names.tensors[names.params[node.name]]
+            fresh = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            args.append(leaves.setdefault(names.params[node.name], fresh))
+        elif node.op == "placeholder":
+            args.append(next(inputs))
+    loss = captured.module(*args)[len(names.updates)]
+    loss.backward()
+    return loss.detach(), {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def require_equal(captured: Captured, model: nn.Module, found: Any, loss: torch.Tensor) -> None:
+    loss.backward()
+    assert torch.equal(found[0], loss.detach())
+    for name, gradient in gradients_of(model).items():
+        mine = found[1].get(name)
+        assert (mine is None) == (gradient is None), name
+        assert gradient is None or torch.equal(mine, gradient), name
+
+
+NAMES = ["basic", "shared_by_all", "layer_norm", "buffer2", "in_place", "batch_norm", "frozen", "rotary"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_gradients_are_those_of_plain_autocast(name: str, precision: Any) -> None:
+    case, autocast = EVERY[name], autocast_for(precision, "cpu")
+    batch = flatten(case.data(4), with_target=case.loss_fn is not None)
+    captured = capture(case.model(), batch, loss_fn=case.loss_fn, autocast=autocast)
+    assert any(value.dtype.endswith("float16") for value in captured.graph.values)
+    plain = case.model()
+    with autocast.region():
+        loss = plain_loss(case, plain, case.data(4))
+    require_equal(captured, plain, gradients(captured, batch.tensors), loss)
+
+
+class Made(nn.Module):
+    """A linear layer, then `call` on what it makes, a weight, and a module."""
+
+    def __init__(self, call: Callable[..., torch.Tensor], inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.inner, self.call = nn.Linear(8, 8), inner, call
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self.first(x), self.weight, self.inner).float().pow(2).mean()
+
+
+TRAPS = {  # ops that autocast does not know by themselves, some beside a buffer that changes
+    "einsum": lambda: Made(lambda x, w, _: torch.einsum("bti,ij->btj", x, w), nn.Identity()),
+    "einsum in place": lambda: Made(lambda x, w, m: m(torch.einsum("bti,ij->bjt", x, w)), nn.BatchNorm1d(8)),
+    "LSTM": lambda: Made(lambda x, _, m: m(x)[0], nn.LSTM(8, 8, batch_first=True)),
+    "GRU": lambda: Made(lambda x, _, m: m(x)[0], nn.GRU(8, 8, batch_first=True)),
+    "attention": lambda: Made(lambda x, _, m: m(x, x, x)[0], nn.MultiheadAttention(8, 2, batch_first=True)),
+    "weight norm": lambda: Made(lambda x, _, m: m(x), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
+}
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_ops_made_of_others_keep_the_casts_inside(name: str) -> None:
+    autocast = autocast_for("bf16", "cpu")
+    model, batch = TRAPS[name](), flatten((torch.randn(4, 5, 8),))
+    plain = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        captured = capture(model, batch, autocast=autocast)
+    with autocast.region():
+        loss = plain(*batch.tensors)
+    require_equal(captured, plain, gradients(captured, batch.tensors), loss)
+
+
+def test_what_torch_cannot_trace_under_autocast_is_refused_by_name() -> None:
+    model = Made(lambda x, w, _: torch.tensordot(x, w, dims=1), nn.Identity())
+    with pytest.raises(CaptureError, match=r"test_autocast\.py"):
+        capture(model, flatten((torch.randn(4, 5, 8),)), autocast=autocast_for("bf16", "cpu"))
+
+
+@pytest.mark.parametrize("name", ["rotary", "batch_norm", "in_place"])
+def test_ops_keep_their_place_in_the_users_code(name: str) -> None:
+    case = EVERY[name]
+    batch = flatten(case.data(4), with_target=case.loss_fn is not None)
+    plain, cast = (
+        capture(case.model(), batch, loss_fn=case.loss_fn, autocast=autocast)
+        for autocast in (None, autocast_for("bf16", "cpu"))
+    )
+    assert {(op.module, op.where) for op in plain.graph.ops} == {(op.module, op.where) for op in cast.graph.ops}
+
+
+def test_evaluation_and_predictions_run_in_it_too() -> None:
+    case = EVERY["basic"]
+    captures = CaptureCache(case.model(), case.loss_fn)
+    captures.run_in("bf16", "cpu")
+    inputs = case.data(4)[0] if case.loss_fn is not None else case.data(4)
+    predicted = captures(flatten(inputs), Size(4), "predict").graph
+    assert predicted.value_map()[predicted.outputs[0]].dtype == "bfloat16"
+    with pytest.raises(UsageError, match="another precision"):
+        captures.run_in("fp32", "cpu")
+
+
+def test_a_region_for_cuda_is_known_without_cuda() -> None:
+    with known_everywhere(), contextlib.suppress(RuntimeError), autocast_for("bf16", "cuda").region():
+        assert torch.is_autocast_enabled("cuda")

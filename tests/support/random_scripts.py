@@ -143,6 +143,8 @@ class Plain(Player):
         pieces, total = self.pieces(), 0.0
         for piece, share in zip(pieces, shares(self.model, pieces), strict=True):
             loss = self.model(**piece)["loss"] * (share if len(pieces) > 1 else 1.0)
+            if share == 0.0:  # no target of it counts: a mean over none is NaN, and is none of the batch's
+                continue
             loss.backward()
             total += loss.item()
         return total

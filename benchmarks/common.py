@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -62,17 +63,22 @@ def machine() -> dict[str, Any]:
 
 
 def _revision() -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=RESULTS.parent
-    )
-    return found.stdout.strip() or "unknown"
+    """Of the working tree; where that was sent without its history, what REVISION says."""
+    if told := os.environ.get("REVISION"):
+        return told
+    with contextlib.suppress(OSError):
+        found = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=RESULTS.parent
+        )
+        return found.stdout.strip() or "unknown"
+    return "unknown"
 
 
-def write(name: str, content: dict[str, Any]) -> Path:
-    """Write a result with its command and machine to results/NAME.json."""
-    RESULTS.mkdir(exist_ok=True)
-    command = "python benchmarks/" + Path(sys.argv[0]).name + "".join(f" {a}" for a in sys.argv[1:])
-    path = RESULTS / f"{name}.json"
+def write(name: str, content: dict[str, Any], *, command: str = "", folder: Path = RESULTS) -> Path:
+    """Write a result with its command and machine to results/NAME.json.  command: where it is not the script alone."""
+    folder.mkdir(exist_ok=True)
+    command = command or "python benchmarks/" + Path(sys.argv[0]).name + "".join(f" {a}" for a in sys.argv[1:])
+    path = folder / f"{name}.json"
     whole = {"command": command, "machine": machine(), **content}
     path.write_text(
         json.dumps(whole, indent=2, default=lambda x: asdict(x) if isinstance(x, Spread) else str(x)) + "\n"

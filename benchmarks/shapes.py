@@ -24,22 +24,31 @@ import autopart
 transformers.logging.set_verbosity_error()
 
 
-def bert(hidden: int, layers: int, vocab: int = 30528, length: int = 512) -> nn.Module:
+def bert(
+    hidden: int,
+    layers: int,
+    vocab: int = 30528,
+    length: int = 512,
+    *,
+    heads: int | None = None,
+    attention: str = "eager",
+    kind: Callable[[Any], nn.Module] = transformers.BertForPreTraining,
+) -> nn.Module:
     """BERT with both heads of its pre-training, enlarged as in RaNNC: heads of 64, four times as wide inside.
 
-    Attention is written out (eager), as in the code that was measured then.
+    Attention is written out (eager), as in the code that was measured then.  kind: another head on the same body.
     """
     config = transformers.BertConfig(
         vocab_size=vocab,
         hidden_size=hidden,
         num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
+        num_attention_heads=heads or hidden // 64,
         intermediate_size=4 * hidden,
         max_position_embeddings=length,
-        attn_implementation="eager",
+        attn_implementation=attention,
         use_cache=False,
     )
-    return transformers.BertForPreTraining(config).train()
+    return kind(config).train()
 
 
 def bert_batch(rows: int, length: int = 512) -> Any:
@@ -56,36 +65,52 @@ def bert_loss(output: Any, target: Any) -> torch.Tensor:
     return words.mean() + functional.cross_entropy(output.seq_relationship_logits, target[1], reduction="none").mean()
 
 
-def gpt2(layers: int, hidden: int, heads: int, length: int = 1024) -> nn.Module:
+def gpt2(layers: int, hidden: int, heads: int, length: int = 1024, vocab: int = 50257) -> nn.Module:
     """GPT-2 (or GPT-3's shape) with its tied head."""
     config = transformers.GPT2Config(
-        n_embd=hidden, n_layer=layers, n_head=heads, n_positions=length, vocab_size=50257, use_cache=False
-    )
+        n_embd=hidden, n_layer=layers, n_head=heads, n_positions=length, vocab_size=vocab, use_cache=False,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
     return transformers.GPT2LMHeadModel(config).train()
 
 
-def llama_8b(layers: int = 32) -> nn.Module:
-    """The shape of Llama-3 8B."""
-    return _llama(layers, 4096, 14336, 32)
-
-
-def llama_405b(layers: int = 126) -> nn.Module:
-    """The shape of Llama-3.1 405B."""
-    return _llama(layers, 16384, 53248, 128)
-
-
-def _llama(layers: int, hidden: int, inside: int, heads: int) -> nn.Module:
+def llama(layers: int, hidden: int, inside: int, heads: int, groups: int, vocab: int = 128256) -> nn.Module:
+    """A shape of Llama 3.  inside: width of the feed-forward; groups: heads of keys and values."""
     config = transformers.LlamaConfig(
-        vocab_size=128256,
+        vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=inside,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=8,
+        num_key_value_heads=groups,
         max_position_embeddings=8192,
         use_cache=False,
     )
     return transformers.LlamaForCausalLM(config).train()
+
+
+def llama_8b(layers: int = 32) -> nn.Module:
+    """The shape of Llama-3 8B."""
+    return llama(layers, 4096, 14336, 32, 8)
+
+
+def llama_405b(layers: int = 126) -> nn.Module:
+    """The shape of Llama-3.1 405B."""
+    return llama(layers, 16384, 53248, 128, 8)
+
+
+def vit(layers: int, hidden: int, heads: int, size: int = 224, patch: int = 16, classes: int = 1000) -> nn.Module:
+    """A vision transformer for square images of `size` pixels, four times as wide inside."""
+    config = transformers.ViTConfig(
+        image_size=size,
+        patch_size=patch,
+        num_labels=classes,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+    )
+    return transformers.ViTForImageClassification(config).train()
 
 
 def causal_batch(rows: int, length: int) -> dict[str, torch.Tensor]:
@@ -114,18 +139,23 @@ class Bottleneck(nn.Module):
         return torch.relu(self.bn3(self.conv3(y)) + self.shortcut(x))
 
 
-class ResNet(nn.Module):
-    """ResNet-50, 101 or 152 with all filters multiplied by `factor`, as RaNNC's examples do."""
+DEPTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+"""Blocks in each of the four groups of a ResNet, by its number of layers."""
 
-    def __init__(self, depth: int, factor: int) -> None:
+
+class ResNet(nn.Module):
+    """ResNet-50, 101 or 152, or of other numbers of blocks, with all filters multiplied by `factor`, as RaNNC's
+    examples do."""
+
+    def __init__(self, depth: int | tuple[int, ...], factor: int = 1, width: int = 64) -> None:
         super().__init__()
-        width = 64 * factor
+        width = width * factor
         self.conv = nn.Conv2d(3, width, 7, 2, 3, bias=False)
         self.bn = nn.BatchNorm2d(width)
         self.pool = nn.MaxPool2d(3, 2, 1)
         blocks: list[nn.Module] = []
         inside = width
-        for group, count in enumerate({50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}[depth]):
+        for group, count in enumerate(DEPTHS[depth] if isinstance(depth, int) else depth):
             for i in range(count):
                 blocks.append(Bottleneck(inside, width << group, 2 if group and not i else 1))
                 inside = 4 * (width << group)

@@ -27,7 +27,9 @@ import torch
 import torch.distributed as dist
 import transformers
 from common import ratio, spread, write
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch_pipeline import torch_pipeline
+from trained import adamw
 
 import autopart
 from autopart.passes.simulation.play import Work
@@ -38,33 +40,18 @@ PEER = {"torch 1F1B": Schedule1F1B, "torch GPipe": ScheduleGPipe}
 OURS = {"autopart 1F1B": "1f1b", "autopart GPipe": "gpipe"}
 
 
-class Logits(torch.nn.Module):
-    """The peer computes its loss outside the model: what is traced returns logits."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=input_ids, use_cache=False).logits
-
-
 def gpt2() -> torch.nn.Module:
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=VOCAB, n_positions=SEQ, n_embd=HIDDEN, n_layer=LAYERS, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False,
+        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config).train()
 
 
 def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
 def one_process(ids: torch.Tensor) -> Callable[[], None]:
@@ -95,15 +82,13 @@ def ours(schedule: str, ids: torch.Tensor, cut: str) -> tuple[Callable[[], None]
 
 
 def peer(schedule: Any, ids: torch.Tensor, cut: str) -> Callable[[], None]:
-    rank = dist.get_rank()
-    split = {f"model.{cut}": SplitPoint.BEGINNING}
-    pipe = pipeline(Logits(gpt2()), mb_args=(ids[: BATCH // MICROS],), split_spec=split)
-    stage = pipe.build_stage(rank, torch.device("cpu"))
-    runner = schedule(stage, MICROS, loss_fn=next_token_loss)
-    optimizer = adamw(stage.submod.parameters())
+    play, parameters = torch_pipeline(
+        gpt2(), "input_ids", ids, ids, next_token_loss, cuts=(cut,), micros=MICROS, schedule=schedule
+    )
+    optimizer = adamw(parameters)
 
     def step() -> None:
-        runner.step(ids) if rank == 0 else runner.step(target=ids, losses=[])
+        play()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -1,0 +1,1 @@
+"""One command for machines with GPUs, `torchrun benchmarks/gpu`: models x plans x precisions."""

@@ -1,0 +1,212 @@
+"""The plans that are compared: ours, ours cut into equal layers, and what torch has, each as one step with AdamW."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch_pipeline import torch_pipeline
+from trained import adamw
+
+import autopart
+from gpu.jobs import CannotRun, Job, default_micros
+from gpu.workloads import Workload
+
+
+@dataclass(frozen=True)
+class Running:
+    """A plan that is ready to step.
+
+    step: forward, backward and optimizer; returns the loss on ranks that know it.  micro_rows: what the batch is
+    computed in.  devices: how many work.  shares: the loss is that of this rank's rows.  pipe, timeline: of ours alone,
+    the latter one more step and what every rank did in it.
+    """
+
+    step: Callable[[], torch.Tensor | None]
+    micro_rows: tuple[int, ...]
+    devices: int
+    shares: bool = False
+    pipe: autopart.Pipe | None = None
+    timeline: Callable[[], autopart.Timeline] | None = None
+
+
+def device_of(job: Job) -> torch.device:
+    """This rank's; ranks share one where there are fewer."""
+    if job.kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def in_precision(job: Job, device: torch.device) -> Any:
+    """The context of a forward."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=job.precision == "bf16")
+
+
+def built(job: Job, work: Workload, device: torch.device) -> nn.Module:
+    """The model on the CPU, in the type that its parameters have."""
+    model = work.model(device)
+    return model.bfloat16() if job.precision == "bf16-parameters" else model
+
+
+def inputs_as(job: Job, given: torch.Tensor) -> torch.Tensor:
+    """Images in the type of the parameters; tokens as they are."""
+    return given.bfloat16() if given.is_floating_point() and job.precision == "bf16-parameters" else given
+
+
+def updated(compute: Callable[[], torch.Tensor | None], parameters: Iterable[nn.Parameter]) -> Callable[[], Any]:
+    """A step: what is computed, and the optimizer's."""
+    optimizer = adamw(parameters)
+
+    def step() -> torch.Tensor | None:
+        loss = compute()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+@contextlib.contextmanager
+def plain(job: Job, work: Workload) -> Iterator[Running]:
+    """The model as it is, on the first device, the whole batch at once."""
+    rows = job.world * work.rows
+    if int(os.environ["RANK"]):
+        yield Running(lambda: None, (rows,), 1)
+    else:
+        yield Running(plain_step(job, work, (rows,)), (rows,), 1)
+
+
+def plain_step(job: Job, work: Workload, micro_rows: Sequence[int]) -> Callable[[], torch.Tensor]:
+    """A step of the plain model over micro-batches, whose losses count by their rows: what plans are held against."""
+    device = device_of(job)
+    model = built(job, work, device).to(device)
+    given, target = work.batch(sum(micro_rows))
+    given, target = inputs_as(job, given.to(device)), target.to(device)
+
+    def compute() -> torch.Tensor:
+        losses = []
+        for one, expected in zip(given.split(list(micro_rows)), target.split(list(micro_rows)), strict=True):
+            with in_precision(job, device):
+                loss = work.loss(model(**{work.argument: one}), expected) * (len(one) / len(given))
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    return updated(compute, model.parameters())
+
+
+@contextlib.contextmanager
+def ours(job: Job, work: Workload) -> Iterator[Running]:
+    """What the planner chooses."""
+    with _compiled(job, work, {"micro_batches": job.micro_batches}) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def equal_layers(job: Job, work: Workload) -> Iterator[Running]:
+    """Our runtime, a stage for each device, cut by hand: as many layers in each."""
+    _needs_stages(job, work)
+    options = {
+        "stages": job.world,
+        "cuts": work.cuts(job.world),
+        "schedule": "1f1b",
+        "micro_batches": _micros(job, work),
+    }
+    with _compiled(job, work, options) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def _compiled(job: Job, work: Workload, options: dict[str, Any]) -> Iterator[Running]:
+    rows = job.world * work.rows
+    given, target = work.batch(rows)
+    batch = ({work.argument: inputs_as(job, given)}, target)
+    pipe = autopart.compile(
+        built(job, work, device_of(job)), job.cluster or f"{job.kind}:{job.world}", sample=batch, loss_fn=work.loss,
+        optimizer="adamw", costs=job.costs,
+        precision="bf16" if job.precision == "bf16" else "fp32",
+        transport=job.transport if job.kind == "cuda" else "auto", **options,
+    )  # fmt: skip
+    step = updated(lambda: pipe.step(batch), pipe.parameters())
+    used = sum(len(stage.ranks) for stage in pipe.plan.stages)
+    try:
+        yield Running(step, pipe.plan.micro_rows, used, pipe=pipe, timeline=lambda: pipe.timeline(batch))
+    finally:
+        pipe.close(sync=False)
+
+
+@contextlib.contextmanager
+def data_parallel(job: Job, work: Workload) -> Iterator[Running]:
+    """torch's DistributedDataParallel, rows of the batch in equal shares."""
+    device = device_of(job)
+    given, target = work.batch(job.world * work.rows)
+    _open_group(job)
+    mine = slice(dist.get_rank() * work.rows, (dist.get_rank() + 1) * work.rows)
+    one, expected = inputs_as(job, given[mine].to(device)), target[mine].to(device)
+    ids = [device] if device.type == "cuda" else None
+    model = nn.parallel.DistributedDataParallel(built(job, work, device).to(device), device_ids=ids)
+
+    def compute() -> torch.Tensor:
+        with in_precision(job, device):
+            loss = work.loss(model(**{work.argument: one}), expected)
+        loss.backward()
+        return loss.detach()
+
+    step = updated(compute, model.parameters())
+    yield Running(step, (work.rows,) * job.world, job.world, shares=job.world > 1)
+
+
+def _torch_schedule(schedule: Any) -> Any:
+    @contextlib.contextmanager
+    def way(job: Job, work: Workload) -> Iterator[Running]:
+        _needs_stages(job, work)
+        device, micros = device_of(job), _micros(job, work)
+        given, target = work.batch(job.world * work.rows)
+        _open_group(job)
+        play, parameters = torch_pipeline(
+            built(job, work, device), work.argument, inputs_as(job, given), target, work.loss,
+            cuts=work.cuts(job.world), micros=micros, schedule=schedule, device=device,
+        )  # fmt: skip
+
+        def compute() -> torch.Tensor | None:
+            with in_precision(job, device):
+                return play()
+
+        yield Running(updated(compute, parameters), (len(given) // micros,) * micros, job.world)
+
+    return way
+
+
+def _open_group(job: Job) -> None:
+    """Never destroyed: the process ends with the row, and freeing a group of Gloo that DDP used may wait for ever."""
+    dist.init_process_group("gloo" if job.kind == "cpu" or job.transport == "gloo" else "cpu:gloo,cuda:nccl")
+
+
+def _needs_stages(job: Job, work: Workload) -> None:
+    if job.world < 2:
+        raise CannotRun("one device: nothing to cut")
+    if job.world > work.count:
+        raise CannotRun(f"{job.world} devices and {work.count} layers")
+
+
+def _micros(job: Job, work: Workload) -> int:
+    return job.micro_batches or default_micros(job.world * work.rows, job.world)
+
+
+WAYS: dict[str, Callable[[Job, Workload], Any]] = {
+    "one device": plain,
+    "ours": ours,
+    "ours, equal layers": equal_layers,
+    "DDP": data_parallel,
+    "torch 1F1B": _torch_schedule(Schedule1F1B),
+    "torch GPipe": _torch_schedule(ScheduleGPipe),
+}

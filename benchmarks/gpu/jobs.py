@@ -7,7 +7,6 @@ from typing import Any
 
 from autopart.ir.cluster import Cluster
 
-
 PRECISIONS = ("fp32", "bf16", "bf16-parameters")
 """The model as it is, under autocast, and with its parameters in that type."""
 
@@ -21,7 +20,7 @@ class Job:
     """One row.
 
     model, scale, tiny, rows: as `workloads.workload` takes them.  plan: a name of `ways.WAYS`.  precision: one of
-    `PRECISIONS`.  kind: "cuda" or "cpu".  transport: "nccl" or "gloo", the messages of ranks with GPUs.  cluster: what is
+    `PRECISIONS`.  kind: "cuda" or "cpu".  transport: "nccl" or "gloo", of messages between GPUs.  cluster: what is
     planned for, None for what the launcher says.  micro_batches: None leaves them to the planner, others take
     `default_micros`.  costs: as `compile` takes them.  warmup, repeats: steps before those that count, and those.
     references: losses of the plain model that are known already, by the rows of its micro-batches.

@@ -34,6 +34,7 @@ PlanLike = Plan | str | os.PathLike[str]
 LossReductionName = Literal["auto", "mean", "sum", "token-mean"]
 Recompute = Literal["auto", "off", "all"]
 Transport = Literal["auto", "nccl", "gloo"]
+Zero = Literal["auto", 0, 1]
 OptimizerLike = str | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -61,6 +62,7 @@ def compile(
     replicas: int | Sequence[int] | None = None,
     recompute: Recompute = "auto",
     precision: Precision | None = None,
+    zero: Zero = "auto",
     optimizer: OptimizerLike | None = None,
     costs: str | CostSource = "auto",
     prove: float = 0.0,
@@ -85,7 +87,7 @@ def compile(
         loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
         cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
         costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
-        transport=transport, precision=precision,
+        transport=transport, precision=precision, zero=zero,
     )  # fmt: skip
     return Pipe(CaptureCache(model, loss_fn), _cluster(cluster), options, sample)
 
@@ -107,6 +109,7 @@ def plan(
     replicas: int | Sequence[int] | None = None,
     recompute: Recompute = "auto",
     precision: Precision | None = None,
+    zero: Zero = "auto",
     optimizer: OptimizerLike | None = None,
     costs: str | CostSource = "auto",
     prove: float = 0.0,
@@ -127,7 +130,7 @@ def plan(
         loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
         cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
         costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
-        transport=transport, precision=precision,
+        transport=transport, precision=precision, zero=zero,
     )  # fmt: skip
     return planned(model, cluster, sample, options).plan
 
@@ -150,6 +153,7 @@ def verify(
     replicas: int | Sequence[int] | None = None,
     recompute: Recompute = "auto",
     precision: Precision | None = None,
+    zero: Zero = "auto",
     optimizer: OptimizerLike | None = None,
     costs: str | CostSource = "auto",
     prove: float = 0.0,
@@ -170,7 +174,7 @@ def verify(
         loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
         cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
         costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
-        transport=transport, precision=precision,
+        transport=transport, precision=precision, zero=zero,
     )  # fmt: skip
     return checked(model, cluster, sample, options, tolerance)
 

@@ -19,6 +19,7 @@ from autopart.runtime.world import TRANSPORTS
 LOSS_REDUCTIONS = ("auto", "mean", "sum", "token-mean")
 RECOMPUTE = ("auto", "off", "all")
 PRECISIONS = ("fp32", "bf16", "fp16")
+ZERO = ("auto", 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class Options:
     recompute       "auto" (as much as the memory demands), "off", "all"
     precision       "fp32" (the model as it is), "bf16" or "fp16" (as under torch.autocast of the cluster's devices);
                     None is that of plan=, else "fp32"
+    zero            1: the replicas of a stage share the optimizer's state among them (ZeRO-1); 0: each has all of it;
+                    "auto": where memory does not suffice otherwise; other than 0 in `plan` alone
     optimizer       whose state the memory has to hold: an optimizer class, a function of the parameters, an
                     optimizer, or "sgd", "momentum", "adam", "adamw", each also with "+masters"; None charges Adam,
                     and the plan says so
@@ -66,6 +69,7 @@ class Options:
     replicas: int | tuple[int, ...] | None = None
     recompute: str = "auto"
     precision: Precision | None = None
+    zero: int | str = "auto"
     optimizer: Any = None
     costs: str | CostSource = "auto"
     prove: float = 0.0
@@ -91,6 +95,8 @@ def read_options(**given: Any) -> Options:
     _one_of("recompute", options.recompute, RECOMPUTE)
     if options.precision is not None:
         _one_of("precision", options.precision, PRECISIONS)
+    if options.zero not in ZERO or isinstance(options.zero, bool):
+        raise UsageError(f"zero is {options.zero!r}", fix='use 0, 1 or "auto"')
     _one_of("loss_reduction", options.loss_reduction, LOSS_REDUCTIONS)
     _one_of("transport", options.transport, TRANSPORTS)
     _cost_source(options.costs)
@@ -187,6 +193,18 @@ def check_timeout(value: object) -> None:
 
 
 def _no_conflict(options: Options) -> None:
-    for name in ("stages", "micro_batches", "cuts", "schedule", "replicas", "recompute", "together", "pins", "prove"):
+    settled = (
+        "stages",
+        "micro_batches",
+        "cuts",
+        "schedule",
+        "replicas",
+        "recompute",
+        "zero",
+        "together",
+        "pins",
+        "prove",
+    )
+    for name in settled:
         if getattr(options, name) not in (None, (), "auto", {}, 0.0):
             raise UsageError(f"both plan= and {name}= are given", why="a plan fixes that already", fix=f"drop {name}=")

@@ -148,6 +148,7 @@ def _request(problem: _Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, .
         pins=options.pins,
         replicas=options.replicas,
         recompute=options.recompute,
+        zero=options.zero,
         state_factor=factor,
         abilities=problem.abilities,
         prove_seconds=options.prove,

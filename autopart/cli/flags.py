@@ -14,7 +14,7 @@ import typer
 from autopart.cli.demo.models import BUILTIN
 from autopart.costs.sources import COST_SOURCES
 from autopart.ir.errors import UsageError
-from autopart.options import PRECISIONS, RECOMPUTE, Options, read_options
+from autopart.options import PRECISIONS, RECOMPUTE, ZERO, Options, read_options
 from autopart.passes.program.schedules import names
 from autopart.passes.search.space import Watch
 from autopart.runtime.world import TRANSPORTS
@@ -67,6 +67,9 @@ class PlanFlags:
     precision: Annotated[
         str | None, typer.Option(metavar=_one_of(*PRECISIONS), help="Run the model as it is, or under an autocast")
     ] = None
+    zero: Annotated[
+        str, typer.Option(metavar=_one_of(*map(str, ZERO)), help="Let replicas of a stage share the optimizer state")
+    ] = "auto"
     optimizer: Annotated[
         str | None, typer.Option(help="sgd, momentum, adam or adamw, each also with +masters; decides the memory")
     ] = None
@@ -95,6 +98,7 @@ class PlanFlags:
             replicas=_replicas(self.replicas),
             recompute=self.recompute,
             precision=self.precision,
+            zero=int(self.zero) if self.zero.isdecimal() else self.zero,
             optimizer=self.optimizer,
             costs=self.costs,
             prove=self.prove,

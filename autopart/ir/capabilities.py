@@ -18,16 +18,18 @@ ASYNCHRONOUS = ("pipedream",)
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """asynchronous: schedules without a flush.  replicas: stages on several devices.  recompute: activations computed
-    again.  overlap: gradients of replicas are summed while the last backward of their stage still runs."""
+    again.  overlap: gradients of replicas are summed while the last backward of their stage still runs.  zero: replicas
+    share the optimizer's state among them (`Decision.zero`)."""
 
     asynchronous: bool
     replicas: bool
     recompute: bool
     overlap: bool
+    zero: bool
 
 
-RUNTIME = Capabilities(asynchronous=False, replicas=False, recompute=True, overlap=False)
-EVERYTHING = Capabilities(asynchronous=True, replicas=True, recompute=True, overlap=False)
+RUNTIME = Capabilities(asynchronous=False, replicas=False, recompute=True, overlap=False, zero=False)
+EVERYTHING = Capabilities(asynchronous=True, replicas=True, recompute=True, overlap=False, zero=True)
 
 
 def lacking(plan: Plan, abilities: Capabilities = RUNTIME) -> tuple[str, ...]:
@@ -39,4 +41,6 @@ def lacking(plan: Plan, abilities: Capabilities = RUNTIME) -> tuple[str, ...]:
         missing.append("replicas of a stage")
     if not abilities.recompute and any(stage.recompute for stage in plan.stages):
         missing.append("recomputation")
+    if plan.decision.zero and not abilities.zero and any(len(stage.ranks) > 1 for stage in plan.stages):
+        missing.append("optimizer state shared by replicas (zero)")
     return tuple(missing)

@@ -139,6 +139,8 @@ def _summary(plan: Plan) -> str:
     ]
     if plan.decision.copies > 1 and len(plan.stages) > 1:
         parts.append(f"{plan.decision.copies} copies of the pipeline")
+    if plan.decision.zero:
+        parts.append("optimizer state shared by replicas")
     if plan.world > used:
         parts.append(f"{plan.world - used} idle")
     return ", ".join(parts)

@@ -17,7 +17,7 @@ from autopart.ir.text import DEFAULT_BYTES, DEFAULT_DTYPE, DEFAULT_TARGET, PARAM
 _SIZE = re.compile(r"(\d+)(?::([^\[\]]+)\[((?:\d+\*?(?:,\d+\*?)*)?)\])?$")
 _PARAM = re.compile(r"([^:=]+)(?::([^=]+))?(?:=(.+))?$")
 _HEAD = re.compile(r"([^:]+?)(-?)(?::(\d+)(?:/(\d+))?)?$")
-_DECISION = re.compile(r"schedule (\S*), micro-batches of ([\d ]*) rows, world (-?\d+)$")
+_DECISION = re.compile(r"schedule (\S*), micro-batches of ([\d ]*) rows, world (-?\d+)(?:, zero (\d+))?$")
 _STAGE = re.compile(r"stage on ([-\d ]*):(.*)$")
 _SEPARATOR = re.compile(r"[;\n]")
 _LANGUAGE = "see autopart.ir.text"
@@ -252,7 +252,8 @@ def parse_decision(text: str) -> Decision:
             stages.append(Stage(last.ops, last.ranks, (*last.recompute, tuple(group))))
         else:
             raise PlanError(f"{shortened(line, _SHOWN)!r} is not a line of a decision", fix=_LANGUAGE)
-    return Decision(_numbers(head[3], lines[0])[0], tuple(stages), _numbers(head[2], lines[0]), head[1])
+    world, rows = _numbers(head[3], lines[0])[0], _numbers(head[2], lines[0])
+    return Decision(world, tuple(stages), rows, head[1], int(head[4] or 0))
 
 
 def _numbers(text: str, line: str) -> tuple[int, ...]:

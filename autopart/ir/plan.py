@@ -123,13 +123,15 @@ class Decision:
     """Everything that is decided, and nothing else: what a program is made from.
 
     world: ranks that start, of which some may idle.  micro_rows: rows of each micro-batch, in order; they differ by at
-    most one.
+    most one.  zero: 1 where each replica of a stage keeps the optimizer's state (and masters) of its share of the
+    stage's parameters alone, whole ones, and new values are gathered after the step (ZeRO, SC 2020); 0: all keep all.
     """
 
     world: int
     stages: tuple[Stage, ...]
     micro_rows: tuple[int, ...]
     schedule: str
+    zero: int = 0
 
     def __str__(self) -> str:
         return decision_text(self)
@@ -288,6 +290,8 @@ def decision_problems(decision: Decision) -> Iterator[Problem]:
         yield "world", f"at least 1 rank is needed, not {decision.world}"
     if not decision.schedule:
         yield "schedule", "a schedule needs a name"
+    if decision.zero not in (0, 1):
+        yield "zero", f"optimizer state is shared (1) or not (0), not {decision.zero}"
     if not decision.stages:
         yield "stages", "at least one stage is needed"
     if not decision.micro_rows:
@@ -296,7 +300,7 @@ def decision_problems(decision: Decision) -> Iterator[Problem]:
         if rows < 1:
             yield f"micro_rows[{i}]", f"a micro-batch needs at least 1 row, not {rows}"
     if decision.micro_rows and max(decision.micro_rows) - min(decision.micro_rows) > 1:
-        yield "micro_rows", f"micro-batches differ by at most one row, not {_some(decision.micro_rows)}"
+        yield "micro_rows", f"micro-batches differ by at most one row, not {shortened(str(decision.micro_rows), 100)}"
     yield from _rank_problems(decision)
     for s, stage in enumerate(decision.stages):
         yield from _op_problems(s, stage)
@@ -348,11 +352,6 @@ def _report_problems(plan: Plan) -> Iterator[Problem]:
     for i, other in enumerate(report.alternatives):
         if other.step_ns < 0:
             yield f"alternatives[{i}].step_ns", f"must not be negative, not {other.step_ns}"
-
-
-def _some(numbers: tuple[int, ...], most: int = 20) -> str:
-    """A list of numbers, cut where it is long."""
-    return str(list(numbers)) if len(numbers) <= most else f"{list(numbers[:most])} ..."
 
 
 def _refuse(found: Iterator[Problem]) -> None:

@@ -171,7 +171,8 @@ def _param(param: Param) -> str:
 def decision_text(decision: Decision) -> str:
     """A decision in the language of this module, a line for each stage and each recomputed group.  O(ops)."""
     rows = " ".join(map(str, decision.micro_rows))
-    lines = [f"schedule {decision.schedule}, micro-batches of {rows} rows, world {decision.world}"]
+    zero = f", zero {decision.zero}" if decision.zero else ""
+    lines = [f"schedule {decision.schedule}, micro-batches of {rows} rows, world {decision.world}{zero}"]
     for stage in decision.stages:
         lines.append(f"stage on {' '.join(map(str, stage.ranks))}: {' '.join(stage.ops)}".rstrip())
         lines += [f"  recompute {' '.join(group)}".rstrip() for group in stage.recompute]

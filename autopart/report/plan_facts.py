@@ -19,6 +19,7 @@ def plan_facts(plan: Plan, graph: Graph | None = None) -> dict[str, object]:
         "schedule": plan.schedule,
         "micro_rows": plan.micro_rows,
         "world": plan.world,
+        "zero": plan.decision.zero,
         "copies": plan.decision.copies,
         "stages": [_stage(plan, s, graph) for s in range(len(plan.stages))],
         "step_ns": plan.step_ns,

@@ -81,7 +81,7 @@ class BlockChain:
     """A chain of blocks that knows what its ranges cost; each size and device type is worked out once.
 
     blocks: from `coarsen`, in order.  n: how many.  weights, trained: [a, b] is the bytes of all parameters and of the
-    trainable ones that the range uses.
+    trainable ones that the range uses.  largest_trained: of the largest trainable one.
     """
 
     def __init__(self, blocks: Graph, captured: Graph, cost_model: CostModel, most_rows: int) -> None:
@@ -90,6 +90,9 @@ class BlockChain:
         self.n = len(blocks.ops)
         self.weights = holding_bytes(blocks, 1.0)
         self.trained = np.asarray(holding_bytes(blocks, 2.0) - self.weights)
+        sizes = {p.name: p.size_bytes for p in blocks.params if p.trainable}
+        most = [max((sizes.get(name, 0) for name in op.params), default=0) for op in blocks.ops]
+        self.largest_trained = largest(np.array(most, dtype=np.int64))
         self._cost_model = cost_model
         self._most_rows = most_rows
         self._at_powers_of_two = len(captured.ops) > EXACT_OPS

@@ -91,11 +91,12 @@ def pipeline_model(evaluation: Evaluation) -> PipelineModel:
         times.append(max((times_ns for times_ns, _ in of_types), key=sum))  # of unlike replicas, the slowest's alone
         live_bytes.append((0,) * len(blocks.ops) if request.may_recompute else of_types[0][1])
     edges = _edges(blocks)
+    owners = max(len(stage.ranks) for stage in plan.stages) if request.may_shard else 1
     return PipelineModel(
         times=tuple(times),
         edges=tuple(edges),
         micros=micros,
-        static_bytes=_static_bytes(blocks, costs.state_factor),
+        static_bytes=_static_bytes(blocks, costs.state_factor / owners),
         live_bytes=tuple(live_bytes),
         live=tuple(min(in_flight(find(name), s, count, micros) for name in request.schedules) for s in range(count)),
         memory_bytes=tuple(costs.cluster.least_memory_bytes(stage.ranks) for stage in plan.stages),

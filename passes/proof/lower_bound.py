@@ -132,6 +132,8 @@ def _optimistic(space: SearchSpace, replicas: int, share: int) -> tuple[Ints, In
     backward = np.min([costs.ranges("bwd_ns") for costs in by_type], axis=0)
     all_reduce = 2 * (replicas - 1) / replicas * 1e9 / _best_rate(context.cluster, replicas)
     optimizer = min(optimizer_ns(1 << 30, context.state_factor, device) for device in context.device_types) / (1 << 30)
+    if space.request.may_shard:
+        optimizer /= replicas
     after = np.floor(chain.trained * (all_reduce + optimizer)).astype(np.int64)
     return forward, backward, np.maximum(after - 1, 0)
 

@@ -147,6 +147,8 @@ def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tup
     request, cluster = space.request, space.costs.cluster
     if request.recompute == "off" and request.abilities.recompute:
         yield 'allow recompute="auto"', replace(request, recompute="auto"), cluster
+    if request.zero == 0 and request.abilities.zero and request.may_replicate:
+        yield 'allow zero="auto"', replace(request, zero="auto"), cluster
     if request.schedule not in ("auto", "1f1b"):
         yield 'use schedule="1f1b"', replace(request, schedule="1f1b"), cluster
     if request.stages is not None and not request.cuts:

@@ -34,6 +34,11 @@ class Candidate:
         return self.partition.bounds, self.ranks, self.micro_rows, self.schedule
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether a stage has several devices."""
+        return self.layout.pipeline_replicas * max(self.partition.widths) > 1
+
+    @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of each stage."""
         return tuple(self.layout.ranks(start, width) for _, _, start, width in self.partition.ranges())
@@ -77,7 +82,8 @@ class Evaluator:
         self._recomputing: dict[tuple[int, StageContext], Stage] = {}
 
     def __call__(self, space: SearchSpace, candidate: Candidate) -> Evaluation:
-        """The candidate over the blocks of this space, with as much recomputation as the memory demands.
+        """The candidate over the blocks of this space, with optimizer state shared and as much recomputed as the
+        memory demands.
 
         O(blocks + actions), and O(stages) when it was evaluated before.
         """
@@ -105,13 +111,19 @@ class Evaluator:
             Stage(tuple(names[a:b]), ranks)
             for (a, b, _, _), ranks in zip(candidate.partition.ranges(), candidate.ranks, strict=True)
         )
-        decision = Decision(space.costs.cluster.world, stages, candidate.micro_rows, candidate.schedule)
+        decision = Decision(
+            space.costs.cluster.world, stages, candidate.micro_rows, candidate.schedule, int(request.zero == 1)
+        )
         flows, tied_params = edges(decision, blocks), tied(decision, blocks)
         if request.recompute == "all" and request.may_recompute:
             each = (replace(s, recompute=tuple((name,) for name in s.ops)) for s in stages)
             decision = replace(decision, stages=tuple(each))
         estimates = stage_estimates(decision, flows, estimator)
         excess = self._excess_bytes(space, decision, estimates)
+        if max(excess) > 0 and request.may_shard and candidate.has_replicas and not decision.zero:
+            decision = replace(decision, zero=1)  # which takes no time, as recomputation does
+            estimates = stage_estimates(decision, flows, estimator)
+            excess = self._excess_bytes(space, decision, estimates)
         if max(excess) > 0 and request.may_recompute:  # before it is simulated: memory needs no time
             sizes = message_bytes(flows, estimator.graph(Size(max(decision.micro_rows)), 0))
             contexts = zip(stage_contexts(decision, sizes), excess, strict=True)

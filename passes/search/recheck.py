@@ -68,6 +68,8 @@ def _other_freedom(plan: Plan, request: PlanRequest) -> Iterator[str]:
     everything = [len(stage.ops) for stage in plan.stages]
     if any(again) and not request.may_recompute:
         yield "it recomputes"
+    if (plan.decision.zero and not request.may_shard) or (request.zero == 1 and not plan.decision.zero):
+        yield "it shares the optimizer's state otherwise"
     if request.recompute == "all" and request.may_recompute and again != everything:
         yield "it does not recompute everything"
 

@@ -67,6 +67,7 @@ def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
         raise UsageError("replicas of a stage cannot be run yet", fix="use autopart.plan to plan with them")
     if request.recompute not in ("auto", "off") and not request.abilities.recompute:
         raise UsageError("recomputation cannot be run yet", fix='use recompute="off", or autopart.plan to plan with it')
+    _check_zero(request)
     for path, stage in request.pins.items():
         if not 0 <= stage < (request.stages or cluster.world):
             last = (request.stages or cluster.world) - 1
@@ -74,6 +75,22 @@ def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
                 f"{path} is pinned to stage {stage}, which does not exist",
                 fix=f"stages are numbered from 0: pin it to one of 0 to {last}" if last else "pin it to stage 0",
             )
+
+
+def _check_zero(request: PlanRequest) -> None:
+    if request.zero != 1:
+        return
+    if not request.abilities.zero:
+        raise UsageError(
+            "replicas that share the optimizer's state cannot be run yet",
+            fix="use zero=0, or autopart.plan to plan with it",
+        )
+    if not request.may_shard:
+        raise UsageError(
+            f"zero=1 does not go with schedule {request.schedule!r}",
+            why="each micro-batch has its own version of the weights",
+            fix="use zero=0 or another schedule",
+        )
 
 
 def check_stages(request: PlanRequest, blocks: int) -> None:

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from autopart.ir.capabilities import RUNTIME, Capabilities
+from autopart.ir.capabilities import ASYNCHRONOUS, RUNTIME, Capabilities
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.passes.graph.chain import BlockChain
@@ -30,7 +30,8 @@ class PlanRequest:
     micro_rows: the ways to cut the batch that may be chosen from, each the rows of its micro-batches.  schedule: "auto"
     or a name.  cuts: module paths at which a stage begins.  together: groups of module paths, each group to stay in one
     stage.  pins: module path to its stage.  replicas: of every stage, or one number for each.  recompute: "auto", "off"
-    or "all".  state_factor: bytes of optimizer state per byte of trainable parameter.  abilities: what a plan may use.
+    or "all".  zero: 0, 1 (optimizer state shared by replicas) or "auto" (where memory does not suffice otherwise).
+    state_factor: bytes of optimizer state per byte of trainable parameter.  abilities: what a plan may use.
     prove_seconds: time to find a certificate (`certificate`) of the plan, when its largest micro-batch has prove_rows
     rows (None: whatever it has).
     """
@@ -43,6 +44,7 @@ class PlanRequest:
     pins: Mapping[str, int] = field(default_factory=dict)
     replicas: int | tuple[int, ...] | None = None
     recompute: str = "auto"
+    zero: int | str = "auto"
     state_factor: float = 2.0
     abilities: Capabilities = RUNTIME
     prove_seconds: float = 0.0
@@ -67,6 +69,11 @@ class PlanRequest:
     def may_recompute(self) -> bool:
         """Whether memory may be bought with time."""
         return self.abilities.recompute and self.recompute != "off"
+
+    @property
+    def may_shard(self) -> bool:
+        """Whether replicas may share the optimizer's state; never where it steps while micro-batches are in flight."""
+        return self.abilities.zero and self.zero != 0 and self.schedule not in ASYNCHRONOUS
 
     @property
     def may_replicate(self) -> bool:

@@ -260,7 +260,10 @@ class StageCostTables:
         def compute() -> _Memory:
             chain, costs = self._space.chain, self._space.chain.range_costs(Size(share), device_types[0])
             weights, trained, enters = map(self._by_length, (chain.weights, chain.trained, costs.enters))
-            state = (trained * (1 + self._space.request.state_factor)).astype(np.int64)
+            owned = trained
+            if self._space.request.may_shard:  # a replica's share, of whole parameters
+                owned = np.maximum(trained / replicas, self._by_length(chain.largest_trained))
+            state = (trained + owned * self._space.request.state_factor).astype(np.int64)
             messages = MESSAGES_AHEAD * (enters + costs.crossing[ends_of(chain.n, self._longest)])
             static = weights + state + self._by_length(costs.scratch) + messages
             static[0] += self._micros * -(-self._batch_bytes() // replicas)

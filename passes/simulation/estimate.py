@@ -99,6 +99,7 @@ def _work(
 ) -> Work:
     ranks, loads = [stage.ranks for stage in decision.stages], estimator.loads
     index = estimator.graph(Size(max(decision.micro_rows)), 0)
+    trained = [(index.trained_bytes(stage), stage.ranks) for stage in decision.stages]
     return Work(
         fwd_ns=tuple(e.fwd_ns for e in estimates),
         bwd_ns=tuple(e.bwd_ns for e in estimates),
@@ -111,7 +112,8 @@ def _work(
             (users, index.params[name], loads.ring_allreduce(tuple(dict.fromkeys(ranks[stage][0] for stage in users))))
             for name, users in shared
         ),
-        reduce=tuple((index.trained_bytes(stage), loads.ring_allreduce(stage.ranks)) for stage in decision.stages),
+        reduce=tuple((size, loads.ring(ranks, 1 if decision.zero else 2)) for size, ranks in trained),
+        gather=tuple((size, loads.ring(ranks, 1)) for size, ranks in trained) if decision.zero else (),
         optimizer_ns=tuple(e.optimizer_ns for e in estimates),
         overlap=estimator.context.overlap,
     )
@@ -132,5 +134,9 @@ def stage_contexts(decision: Decision, sizes: dict[Message, int]) -> list[StageC
     for s, stage in enumerate(decision.stages):
         live = in_flight(schedule, s, len(decision.stages), micros)
         versions = 1 if schedule.synchronous else live
-        found.append(StageContext(stage, rows, micros, live, s == 0, versions, into[s], out[s], back[s]))
+        found.append(
+            StageContext(
+                stage, rows, micros, live, s == 0, versions, into[s], out[s], back[s], shared=decision.zero > 0
+            )
+        )
     return found

@@ -33,7 +33,8 @@ class Work:
     fwd_ns, bwd_ns: of F and B.  held_bytes: activations per micro-batch in flight.  messages: bytes and load of each
     message.  tied: for each tied parameter in order, the stages that share it, its bytes and the load of its sum.
     reduce: bytes and load of the sum of gradients over replicas.  optimizer_ns: the optimizer's step.  overlap: the sum
-    over replicas may start with the last backward instead of after it.
+    over replicas may start with the last backward instead of after it.  gather: bytes and load of the new values of
+    parameters, which replicas that share the optimizer's state send each other behind its step.
     """
 
     fwd_ns: tuple[int, ...]
@@ -44,15 +45,16 @@ class Work:
     reduce: tuple[tuple[int, PortLoad], ...] = ()
     optimizer_ns: tuple[int, ...] = ()
     overlap: bool = False
+    gather: tuple[tuple[int, PortLoad], ...] = ()
 
 
 # ---- programs as numbers -------------------------------------------------------------------------------------------
 
-_COMPUTE, _BACKWARD, _SEND, _RECEIVE, _REDUCE, _MEET = range(6)
+_COMPUTE, _BACKWARD, _SEND, _RECEIVE, _REDUCE, _MEET, _UPDATE = range(7)
 Wire = tuple[int, tuple[tuple[int, int], ...]]
 """(nanoseconds from start to arrival, (way, nanoseconds that it is busy) of each); no ways: it takes no time."""
 Step = tuple[int, int, Wire]
-"""(one of the six above; nanoseconds of a compute, or the number of a channel or meeting; how a message travels)."""
+"""(one of the seven above; nanoseconds of a compute, or the number of a channel or meeting; how a message travels)."""
 _NOWHERE: Wire = (0, ())
 
 
@@ -109,7 +111,8 @@ class StepCode:
         if kind == SUM_REPLICAS:
             return _REDUCE, 0, self._wires.get((kind, stage), _NOWHERE)
         if kind == OPTIMIZER:
-            return _COMPUTE, self._work.optimizer_ns[stage] if self._work.optimizer_ns else 0, _NOWHERE
+            taken = self._work.optimizer_ns[stage] if self._work.optimizer_ns else 0
+            return _UPDATE, taken, self._wires.get((kind, stage), _NOWHERE)
         way = ACTIONS[kind].way
         return _BACKWARD if way == BACKWARD else _COMPUTE, self._times[way][stage], _NOWHERE
 
@@ -127,7 +130,7 @@ class StepCode:
 
 
 _Key = Message | tuple[str, int]
-"""A message, or a sum: its kind and its stage or (of tied gradients) its place."""
+"""A message, or what ends a step: its kind and its stage or (of tied gradients) its place."""
 
 
 def _wires(work: Work) -> dict[_Key, Wire]:
@@ -137,6 +140,7 @@ def _wires(work: Work) -> dict[_Key, Wire]:
     """
     loads: list[tuple[_Key, tuple[int, PortLoad]]] = [*work.messages.items()]
     loads += [((SUM_REPLICAS, stage), load) for stage, load in enumerate(work.reduce)]
+    loads += [((OPTIMIZER, stage), load) for stage, load in enumerate(work.gather)]
     loads += [((SUM_TIED, place), (size, load)) for place, (_, size, load) in enumerate(work.tied)]
     users: dict[PortUse, list[tuple[_Key, int]]] = {}
     latency: dict[_Key, int] = {}
@@ -239,10 +243,14 @@ class Play:
         return start, start + wire[0]
 
     def _sum(self, lane: Lane, queue: list[tuple[int, int]]) -> tuple[int, int] | None:
-        """(start, end) of the sum that a rank has come to, or None when it has to wait for others."""
+        """(start, end) of the sum or the optimizer's step that a rank has come to, or None when it has to wait for
+        others."""
         kind, what, wire = lane.steps[lane.at]
         if kind == _REDUCE:
             return self._reduce(lane, wire, lane.clock)
+        if kind == _UPDATE:
+            end = lane.clock + what
+            return lane.clock, self._occupy(wire, end)[1] if wire[1] else end
         meeting = self._meetings[what]
         ranks = {self._rank_of[stage] for stage in meeting.stages}
         if meeting.here != ranks:

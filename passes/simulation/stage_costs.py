@@ -9,6 +9,10 @@ Memory of a device of stage s with r replicas, live = `schedules.in_flight`:
     + (live - 1) * weights                                     asynchronous schedules alone: a version per micro-batch
     + the whole batch's inputs                                 on the first stage
 
+Where replicas share the optimizer's state, that of the largest share: whole parameters, the largest first, each to the
+replica that has least.  Then gradients go to their owner and new values come back, which is one turn of the ring each,
+as much as a sum.
+
 A recomputed group keeps what enters and leaves it and pays its forward a second time.
 
 Assumed, and wrong where: times and saved bytes of a stage are the sums of its ops'; weights, gradients and optimizer
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 
 from autopart.ir.cluster import Cluster, Device
 from autopart.ir.graph import Graph, Op
@@ -27,7 +32,7 @@ from autopart.ir.plan import Estimate, Stage
 from autopart.ir.program import MESSAGES_AHEAD
 from autopart.ir.size import Size
 from autopart.passes.ops.cost_model import GraphCosts
-from autopart.passes.simulation.traffic import PortLoad, p2p_load, ring_allreduce_load
+from autopart.passes.simulation.traffic import PortLoad, p2p_load, ring_load
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,18 @@ class GraphIndex:
 
     def trained_bytes(self, stage: Stage) -> int:
         """Bytes of the trainable parameters of a stage, each once."""
+        return sum(self._trained(stage))
+
+    def largest_share(self, stage: Stage) -> int:
+        """Bytes of the trainable parameters of the replica that owns most of them."""
+        owned = [0] * len(stage.ranks)  # a heap
+        for size in sorted(self._trained(stage), reverse=True):
+            heapreplace(owned, owned[0] + size)
+        return max(owned)
+
+    def _trained(self, stage: Stage) -> list[int]:
         used = {name for op in stage.ops for name in self.ops[op].params}
-        return sum([self.trained.get(name, 0) for name in used])
+        return [self.trained.get(name, 0) for name in used]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +94,7 @@ class LoadMemo:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._messages: dict[tuple[tuple[int, ...], tuple[int, ...]], PortLoad] = {}
-        self._sums: dict[tuple[int, ...], PortLoad] = {}
+        self._rings: dict[tuple[tuple[int, ...], int], PortLoad] = {}
 
     def p2p(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> PortLoad:
         """`traffic.p2p_load` on this cluster."""
@@ -90,9 +105,14 @@ class LoadMemo:
 
     def ring_allreduce(self, ranks: tuple[int, ...]) -> PortLoad:
         """`traffic.ring_allreduce_load` on this cluster."""
-        if ranks not in self._sums:
-            self._sums[ranks] = ring_allreduce_load(self._cluster, ranks)
-        return self._sums[ranks]
+        return self.ring(ranks, 2)
+
+    def ring(self, ranks: tuple[int, ...], turns: int) -> PortLoad:
+        """`traffic.ring_load` on this cluster."""
+        key = ranks, turns
+        if key not in self._rings:
+            self._rings[key] = ring_load(self._cluster, ranks, turns)
+        return self._rings[key]
 
 
 class Estimator:
@@ -145,7 +165,7 @@ def copying_ns(size_bytes: int, devices: Sequence[Device]) -> int:
 class StageContext:
     """All that the estimate of a stage depends on.  rows: of the largest micro-batch.  live: micro-batches in flight.
     first: it is given the whole batch.  versions: copies of its weights.  in_bytes, out_bytes: of a whole micro-batch;
-    back_bytes: of the gradients that come and go for it.
+    back_bytes: of the gradients that come and go for it.  shared: its replicas share the optimizer's state.
     """
 
     stage: Stage
@@ -157,6 +177,7 @@ class StageContext:
     in_bytes: int
     out_bytes: int
     back_bytes: int
+    shared: bool = False
 
 
 def stage_estimate(context: StageContext, estimator: Estimator) -> Estimate:
@@ -173,7 +194,8 @@ def stage_estimate(context: StageContext, estimator: Estimator) -> Estimate:
     recompute_ns = max(map(sum, redone))
     param_bytes = sum([whole.params[name] for name in {name for op in stage.ops for name in whole.ops[op].params}])
     trained = whole.trained_bytes(stage)
-    optimizer_bytes = int(trained * setting.state_factor)
+    stepped = whole.largest_share(stage) if context.shared else trained
+    optimizer_bytes = int(stepped * setting.state_factor)
     state_bytes = trained + optimizer_bytes + (context.versions - 1) * param_bytes
     received, sent = -(-context.in_bytes // replicas), -(-context.out_bytes // replicas)
     devices = [setting.device_types[kind] for kind in kinds]
@@ -201,7 +223,7 @@ def stage_estimate(context: StageContext, estimator: Estimator) -> Estimate:
         buffer_bytes=buffers,
         recompute_ns=recompute_ns,
         reduce_ns=estimator.loads.ring_allreduce(stage.ranks).alone_ns(trained),
-        optimizer_ns=max(optimizer_ns(trained, setting.state_factor, device) for device in devices),
+        optimizer_ns=max(optimizer_ns(stepped, setting.state_factor, device) for device in devices),
     )
 
 

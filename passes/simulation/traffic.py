@@ -66,13 +66,19 @@ def p2p_load(cluster: Cluster, senders: tuple[int, ...], receivers: tuple[int, .
 
 def ring_allreduce_load(cluster: Cluster, ranks: tuple[int, ...]) -> PortLoad:
     """What a sum over `ranks`, of something that each of them has, keeps busy.  O(ranks)."""
+    return ring_load(cluster, ranks, 2)
+
+
+def ring_load(cluster: Cluster, ranks: tuple[int, ...], turns: int) -> PortLoad:
+    """What goes round a ring of `ranks` so many times keeps busy: once is a reduce-scatter or an all-gather, twice is
+    both, a sum that all have.  O(ranks)."""
     n = len(ranks)
     if n < 2:
         return PortLoad(0, (), (), ())
-    share = 2 * (n - 1) / n
+    share = turns * (n - 1) / n
     order = sorted(ranks)
     hops = [(a, b, share) for a, b in zip(order, [*order[1:], order[0]], strict=True)]
-    return _load(cluster, hops, 2 * (n - 1))
+    return _load(cluster, hops, turns * (n - 1))
 
 
 def _load(cluster: Cluster, hops: Sequence[tuple[int, int, float]], rounds: int) -> PortLoad:

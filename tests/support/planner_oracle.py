@@ -308,6 +308,7 @@ def problem(random: Random, kind: Kind = Kind()) -> Problem:
         schedule=random.choice(["auto", "auto", *AUTOMATIC]),
         replicas=None if either(random, kind.replicas) else 1,
         recompute="auto" if either(random, kind.recompute) else "off",
+        zero=random.choice(["auto", 0, 1]),
         abilities=SYNCHRONOUS,
     )
     return Problem(g, cluster, request, launch=random.choice([0, 5]))

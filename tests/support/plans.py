@@ -66,6 +66,7 @@ def decisions(draw: st.DrawFn, words: st.SearchStrategy[str] = WORDS) -> Decisio
         stages=stages,
         micro_rows=tuple(rows + extra for extra in draw(st.lists(st.integers(0, 1), min_size=1, max_size=5))),
         schedule=draw(st.sampled_from([schedule.name for schedule in BUILT_IN])),
+        zero=draw(st.sampled_from([0, 0, 1])),
     )
 
 

@@ -1,0 +1,88 @@
+"""Optimizer state shared by replicas: where memory binds, only then, and never slower than without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from support.graphs import cluster, graph, plan_of, source
+from support.planner_oracle import SYNCHRONOUS, Kind, Problem, planned, problems
+
+from autopart.ir.capabilities import EVERYTHING, RUNTIME, lacking
+from autopart.ir.errors import InfeasibleError, UsageError
+from autopart.ir.plan import Decision, Plan, Stage
+from autopart.passes.program.routing import route
+from autopart.passes.simulation.estimate import estimate
+from autopart.passes.simulation.stage_costs import CostContext, Estimator, GraphIndex, device_types
+
+TEXT = "; ".join(f"v{i}:10 #1 @m.{i} +w{i}:100 <- {f'v{i - 1}' if i else 'x'}" for i in range(4))
+WEIGHTS = 400  # and as much for gradients, twice as much for Adam
+
+
+def asked(memory: int, **request: Any) -> Plan:
+    wish = {"replicas": 4, "stages": 1, "abilities": EVERYTHING, **request}
+    return plan_of(graph(TEXT, input_bytes=1), cluster(4, memory=memory), rows=(4, 4), **wish)
+
+
+def test_state_is_shared_where_memory_binds_and_nowhere_else() -> None:
+    roomy, tight = asked(1 << 40), asked(2 * WEIGHTS + 2 * 100 + 40)
+    assert (roomy.decision.zero, tight.decision.zero) == (0, 1)
+    assert roomy.estimates[0].optimizer_bytes == 2 * WEIGHTS
+    assert tight.estimates[0].optimizer_bytes == 2 * 100  # one of four parameters each
+    assert "optimizer state shared by replicas" in tight.explain()
+    assert asked(1 << 40, zero=1).decision.zero == 1
+    assert asked(1 << 40, schedule="pipedream").decision.zero == 0
+
+
+def test_what_the_runtime_lacks_is_not_planned_for_it() -> None:
+    tight = asked(2 * WEIGHTS + 2 * 100 + 40)
+    assert "optimizer state shared by replicas (zero)" in lacking(tight)
+    assert lacking(tight, EVERYTHING) == ()
+    abilities = replace(RUNTIME, replicas=True, zero=False)
+    with pytest.raises(InfeasibleError):
+        asked(2 * WEIGHTS + 2 * 100 + 40, abilities=abilities)
+    with pytest.raises(UsageError, match="cannot be run yet"):
+        asked(1 << 40, abilities=abilities, zero=1)
+    with pytest.raises(UsageError, match="does not go with schedule 'pipedream'"):
+        asked(1 << 40, zero=1, schedule="pipedream")
+
+
+def test_the_advice_is_to_allow_it() -> None:
+    with pytest.raises(InfeasibleError, match='allow zero="auto": tried, fits'):
+        asked(2 * WEIGHTS + 2 * 100 + 40, zero=0)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(1, 5))
+def test_the_largest_share_is_of_whole_parameters_and_nearly_even(sizes: list[int], replicas: int) -> None:
+    g = graph("; ".join(f"v{i}:1 +w{i}:{size} <- {f'v{i - 1}' if i else 'x'}" for i, size in enumerate(sizes)))
+    stage = Stage(tuple(op.name for op in g.ops), tuple(range(replicas)))
+    share = GraphIndex.of(g).largest_share(stage)
+    assert max(max(sizes), -(-sum(sizes) // replicas)) <= share <= sum(sizes)
+    assert share <= sum(sizes) / replicas + max(sizes)
+
+
+def test_a_step_with_shared_state_takes_two_turns_of_the_ring_and_a_share_of_the_update() -> None:
+    g, c = graph(TEXT, input_bytes=1), cluster(4, bytes_per_s=10**8, latency_ns=3)
+    estimator = Estimator(CostContext(c, device_types(c), source(g, c).cost_model))
+    decision = Decision(4, (Stage(tuple(op.name for op in g.ops), (0, 1, 2, 3)),), (4, 4), "1f1b")
+    shared = replace(decision, zero=1)
+    all_keep, own = (estimate(d, route(d, g), estimator) for d in (decision, shared))
+    (before,), (after,) = all_keep.estimates, own.estimates
+    assert after.reduce_ns == before.reduce_ns and after.optimizer_ns == before.optimizer_ns // 4
+    saved = before.optimizer_ns - after.optimizer_ns
+    assert abs(all_keep.step_ns - own.step_ns - saved) <= 2  # both turns are rounded up
+
+
+@settings(max_examples=40)
+@given(problems(Kind(least=2, most=6, devices=4, replicas=True)))
+def test_whatever_fits_without_shared_state_fits_with_it(p: Problem) -> None:
+    def ask(zero: int | str) -> Plan | None:
+        return planned(replace(p, request=replace(p.request, zero=zero, abilities=SYNCHRONOUS)))
+
+    without, either = ask(0), ask("auto")
+    if without is not None:
+        assert either is not None and either.step_ns <= without.step_ns * 1.05
+    event(f"without {without is not None}, with {either is not None and either.decision.zero}")

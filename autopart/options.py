@@ -14,7 +14,7 @@ from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan, Precision
 from autopart.passes.program.schedules import Order, Schedule, names, register
 from autopart.passes.search.space import Watch
-from autopart.runtime.world import TRANSPORTS
+from autopart.runtime.world import transports
 
 LOSS_REDUCTIONS = ("auto", "mean", "sum", "token-mean")
 RECOMPUTE = ("auto", "off", "all")
@@ -98,7 +98,7 @@ def read_options(**given: Any) -> Options:
     if options.zero not in ZERO or isinstance(options.zero, bool):
         raise UsageError(f"zero is {options.zero!r}", fix='use 0, 1 or "auto"')
     _one_of("loss_reduction", options.loss_reduction, LOSS_REDUCTIONS)
-    _one_of("transport", options.transport, TRANSPORTS)
+    _one_of("transport", options.transport, transports())
     _cost_source(options.costs)
     _count("stages", options.stages)
     _count("micro_batches", options.micro_batches)

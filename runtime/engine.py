@@ -91,6 +91,7 @@ class Engine:
         loss: str | None,
     ) -> None:
         self._rank = world.rank
+        self._device = world.device
         self._runners = runners
         self._ops = ops
         self._loss = loss
@@ -134,6 +135,8 @@ class Engine:
             result = StepResult(state.losses, dict(state.results))
             if agree is not None:
                 agree(result)
+            if self.trace is not None:
+                self.trace.end()
         except BaseException:
             aside.restore()
             for runner in self._runners.values():
@@ -148,14 +151,15 @@ class Engine:
     def _play(self, state: _State) -> None:
         trace = self.trace
         if trace is not None:
-            trace.begin()
+            trace.begin(self._device)
         self._mailbox.begin(state.given.rows)
         for action in self._part:
             set_activity(self._labels[action])
-            start = trace.now() if trace is not None else 0
+            start = trace.now() if trace is not None else None
             self._do[action.kind](action, state)
-            if trace is not None:
+            if trace is not None and start is not None:
                 trace.add(action, start)
+            self._mailbox.passed(action)
         self._mailbox.flush()
 
     # -- computes ------------------------------------------------------------------------------------------------

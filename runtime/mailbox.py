@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from autopart.ir.program import RECEIVE, SEND, Action, Program
+from autopart.runtime.posting import PostedInbox, PostedOutbox, Posting
 from autopart.runtime.transport import Inbox, Outbox, Spec
 from autopart.runtime.world import World
 
@@ -16,7 +17,8 @@ class Mailbox:
     program.  Between two stages on this rank a message is handed over as it is.
 
     specs: shape and dtype of every value, by rows of the micro-batch and by name.  Making one is collective: every
-    rank opens every channel, in the same order.
+    rank opens every channel, in the same order.  Where posting may block, messages are posted at their turns
+    (`Posting`), else receives ahead of need (`Inbox`).
     """
 
     def __init__(self, world: World, program: Program, specs: Mapping[int, Mapping[str, Spec]]) -> None:
@@ -27,14 +29,14 @@ class Mailbox:
         for edge in program.edges:
             self._names[edge.src, edge.dst] = edge.values
             self._names[edge.dst, edge.src] = edge.grads
-        self._outboxes: dict[int, Outbox] = {}
-        self._inboxes: dict[int, Inbox] = {}
+        self._outboxes: dict[int, Outbox | PostedOutbox] = {}
+        self._inboxes: dict[int, Inbox | PostedInbox] = {}
+        self._posting = Posting(world, world.carrier, program) if world.carrier is not None else None
         for src, dst in _rank_pairs(program):
-            channel = world.channel(src, dst)
             if src == world.rank:
-                self._outboxes[dst] = Outbox(dst, channel, staged=world.staged)
+                self._outboxes[dst] = self._posting.outbox(dst) if self._posting else _outbox(world, dst)
             elif dst == world.rank:
-                self._inboxes[src] = Inbox(src, channel, world.device, staged=world.staged)
+                self._inboxes[src] = self._posting.inbox(src) if self._posting else _inbox(world, src)
         self._coming = {peer: tuple(program.posts(peer, world.rank)) for peer in self._inboxes}
         self._consumed = {peer: _consumed_by(program, peer, world.rank) for peer in self._outboxes}
         self._handed: dict[Action, list[torch.Tensor]] = {}
@@ -43,6 +45,13 @@ class Mailbox:
         """A step begins, with micro-batches of so many rows: receives are posted."""
         for peer, inbox in self._inboxes.items():
             inbox.expect([(send, self._expected(send, rows[send.micro])) for send in self._coming[peer]])
+        if self._posting is not None:
+            self._posting.begin()
+
+    def passed(self, action: Action) -> None:
+        """An action of this rank is over: the messages whose turn is now are posted."""
+        if self._posting is not None and action.is_a.role != RECEIVE:
+            self._posting.passed()
 
     def _expected(self, send: Action, rows: int) -> tuple[Spec, ...]:
         assert send.peer is not None
@@ -73,6 +82,16 @@ class Mailbox:
         """The step ends: wait until every message has left."""
         for outbox in self._outboxes.values():
             outbox.flush()
+        if self._posting is not None:
+            self._posting.flush()
+
+
+def _outbox(world: World, peer: int) -> Outbox:
+    return Outbox(peer, world.channel(world.rank, peer), staged=world.staged)
+
+
+def _inbox(world: World, peer: int) -> Inbox:
+    return Inbox(peer, world.channel(peer, world.rank), world.device, staged=world.staged)
 
 
 def _rank_pairs(program: Program) -> list[tuple[int, int]]:

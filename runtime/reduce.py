@@ -90,7 +90,7 @@ def _summed(world: World, parameter: torch.nn.Parameter, group: dist.ProcessGrou
     own = parameter.grad
     if group is None:
         return own
-    present = torch.tensor([0 if own is None else 1], dtype=torch.int32, device=parameter.device)
+    present = torch.tensor([0 if own is None else 1], dtype=torch.int32)  # on the host, which then needs no device
     world.all_reduce(present, group, dist.ReduceOp.MAX)
     if not present.item():
         return None

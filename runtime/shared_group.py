@@ -44,6 +44,7 @@ class _SharedGroup:
         self._breakers: list[Callable[[], None]] = []
         self._foreign = self._broken = False
         self._group: dist.ProcessGroup | None = None
+        self.backend = ""
         self.monitor: Monitor | None = None
 
     @property
@@ -93,7 +94,8 @@ class _SharedGroup:
         self._opening += 1
         self._broken, self._foreign = False, dist.is_initialized()
         try:
-            name = self._beside(limit_s) if self._foreign else self._alone(backend, limit_s)
+            self.backend = backend
+            name = self._beside(backend, limit_s) if self._foreign else self._alone(backend, limit_s)
         except BaseException:
             self._drop()
             raise
@@ -110,10 +112,10 @@ class _SharedGroup:
         self._group = dist.group.WORLD
         return name
 
-    def _beside(self, limit_s: float) -> str:
-        """A group of our own beside the default group that someone opened."""
-        size = dist.get_world_size()
-        self._group = dist.new_group(list(range(size)), timeout=UNWATCHED) if size > 1 else dist.group.WORLD
+    def _beside(self, backend: str, limit_s: float) -> str:
+        """A group of our own beside the default group that someone opened, perhaps with another backend."""
+        size, ranks = dist.get_world_size(), list(range(dist.get_world_size()))
+        self._group = dist.new_group(ranks, timeout=UNWATCHED, backend=backend) if size > 1 else dist.group.WORLD
         if size == 1:
             return ""
         store = dist.distributed_c10d._get_default_store()

@@ -21,6 +21,7 @@ from autopart.ir.errors import ClusterError
 from autopart.ir.launcher import adopt_launcher
 from autopart.runtime.activity import waiting
 from autopart.runtime.breaking import break_group
+from autopart.runtime.carriers import CARRIERS, Carrier
 from autopart.runtime.raw_bytes import from_bytes, to_bytes
 from autopart.runtime.rendezvous import UNWATCHED
 from autopart.runtime.shared_group import default_timeout_s, shared_group
@@ -28,8 +29,11 @@ from autopart.runtime.shared_group import default_timeout_s, shared_group
 E = TypeVar("E", bound=BaseException)
 
 AUTO, NCCL, GLOO = "auto", "nccl", "gloo"
-TRANSPORTS = (AUTO, NCCL, GLOO)
-"""What carries messages: NCCL between CUDA devices and Gloo between CPUs, or what is named."""
+
+
+def transports() -> tuple[str, ...]:
+    """What may carry messages: NCCL between CUDA devices and Gloo between CPUs, or what is named."""
+    return (AUTO, GLOO, *CARRIERS)
 
 
 class World:
@@ -45,7 +49,7 @@ class World:
         transport: str = AUTO,
     ) -> None:
         """local: ranks on each host, None for all.  timeout_s: seconds that a rank may wait for others that do not go
-        on; None for AUTOPART_TIMEOUT_S or 600.  transport: one of `TRANSPORTS`.
+        on; None for AUTOPART_TIMEOUT_S or 600.  transport: one of `transports()`.
 
         Raises ClusterError where this host lacks the CUDA devices that its ranks need."""
         self.transport = transport_of(kind, transport)
@@ -53,6 +57,10 @@ class World:
         self.rank = 0
         self._local = local
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._talking: set[tuple[int, int]] = set()
+        self._summing: set[tuple[int, ...]] = set()
+        self._backend = "cpu:gloo,cuda:nccl" if self.transport == NCCL else GLOO
         self._lease: int | None = None
         self._known: BaseException | None = None
         self._waiting = waiting()
@@ -62,6 +70,7 @@ class World:
             self._join(size, timeout_s)
         try:
             self.device = self._device(kind)
+            self.carrier = self._carrier()
         except BaseException:
             self.close()
             raise
@@ -78,9 +87,8 @@ class World:
             require_world(size, int(os.environ["WORLD_SIZE"]), self._local)
         else:
             require_world(size, dist.get_world_size(), self._local)
-        backend = "cpu:gloo,cuda:nccl" if self.transport == NCCL else GLOO
         limit_s = default_timeout_s() if timeout_s is None else timeout_s
-        self._lease = shared_group.enter(backend, limit_s, self._broken)
+        self._lease = shared_group.enter(self._backend, limit_s, self._broken)
         self.size = dist.get_world_size()
         self.rank = dist.get_rank()
 
@@ -90,10 +98,11 @@ class World:
             return
         lease, self._lease = self._lease, None
         if shared_group.holds(lease):
-            for group in self._groups.values():
+            for group in (*self._groups.values(), *self._pairs.values()):
                 with suppress(ValueError, AssertionError):
                     dist.destroy_process_group(group)
         self._groups.clear()
+        self._pairs.clear()
         shared_group.leave(lease, self._broken)
 
     def _device(self, kind: str) -> torch.device:
@@ -103,9 +112,13 @@ class World:
         torch.cuda.set_device(device)
         return device
 
+    def _carrier(self) -> Carrier | None:
+        """What posts messages at their turns; None where they may be posted ahead, and where there are none."""
+        return CARRIERS[self.transport](self) if self.transport in CARRIERS and self.size > 1 else None
+
     def _broken(self) -> None:
         """Break the groups made here."""
-        for group in list(self._groups.values()):
+        for group in [*self._groups.values(), *self._pairs.values()]:
             if isinstance(group, dist.ProcessGroup):
                 break_group(group)
 
@@ -120,15 +133,33 @@ class World:
     def group(self, ranks: Sequence[int], *, ordered: bool = False) -> dist.ProcessGroup:
         """A group of some ranks.  Collective: every rank of the world calls it in the same order."""
         key = tuple(ranks) if ordered else tuple(sorted(ranks))
-        if len(key) == self.size and not ordered:
-            return shared_group.group  # of all worlds of this process: not ours to end
-        if key not in self._groups:
-            self._groups[key] = self._new_group(key)
-        return self._groups[key]
+        if len(key) == self.size and not ordered and shared_group.backend == self._backend:
+            group = shared_group.group  # of all worlds of this process: not ours to end
+        elif key in self._groups:
+            group = self._groups[key]
+        else:
+            group = self._groups[key] = self._new_group(key, self._backend)
+        if self.carrier is not None and not ordered and self.rank in key and key not in self._summing:
+            self._summing.add(key)
+            self.carrier.open_group(group)
+        return group
 
-    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+    def pair_group(self, low: int, high: int) -> dist.ProcessGroup:
+        """The group of two ranks that carries their messages and nothing else.  Collective over all ranks."""
+        if (low, high) not in self._pairs:
+            self._pairs[low, high] = self._new_group((low, high), NCCL)
+        return self._pairs[low, high]
+
+    def open_pair(self, low: int, high: int) -> None:
+        """Make ready for messages between two ranks, once, where that has to be done before the first of them.
+        Collective over all ranks, in one order of all pairs and groups, nothing else being under way."""
+        if self.carrier is not None and (low, high) not in self._talking:
+            self._talking.add((low, high))
+            self.carrier.open_pair(low, high)
+
+    def _new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
         with waiting():
-            group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=UNWATCHED)
+            group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=UNWATCHED, backend=backend)
         return group
 
     @property
@@ -238,7 +269,8 @@ class World:
 
 
 def transport_of(kind: str, asked: str) -> str:
-    """What carries the messages of devices of this kind.  Raises ClusterError for NCCL without CUDA devices."""
+    """What carries the messages of devices of this kind, one of `transports()` but "auto".  Raises ClusterError for
+    NCCL without CUDA devices."""
     if asked == NCCL and kind != "cuda":
         raise ClusterError("transport is nccl, and the cluster has no CUDA devices", fix='use transport="gloo"')
     if asked == AUTO:

@@ -17,7 +17,7 @@ from autopart.ir.errors import UsageError
 from autopart.options import PRECISIONS, RECOMPUTE, ZERO, Options, read_options
 from autopart.passes.program.schedules import names
 from autopart.passes.search.space import Watch
-from autopart.runtime.world import TRANSPORTS
+from autopart.runtime.world import transports
 
 ModelName = Annotated[
     str, typer.Argument(help=f"{', '.join(BUILTIN)}, or module:function or file.py:function -> (model, batch)")
@@ -27,7 +27,7 @@ ClusterName = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the weights and of dropout")]
 TransportName = Annotated[
-    str, typer.Option("--transport", metavar="|".join(TRANSPORTS), help="What carries messages between ranks")
+    str, typer.Option("--transport", metavar="|".join(transports()), help="What carries messages between ranks")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
 TraceFile = Annotated[

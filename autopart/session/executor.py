@@ -25,6 +25,7 @@ from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Decision
 from autopart.ir.program import Program
 from autopart.ir.size import Size
+from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program, forward_program
 from autopart.runtime.activity import patient, waiting
@@ -301,7 +302,12 @@ class Executor:
         """The verified program for `micros` micro-batches."""
         decision = replace(self._decision, micro_rows=(1,) * micros)
         program = route(decision, self.graph)
-        return check_program(program, decision.schedule) if self.train else forward_program(program)
+        program = check_program(program, decision.schedule) if self.train else forward_program(program)
+        return program if self._world.carrier is None else check_messages(program)
+
+    def open(self, micros: int) -> None:
+        """Make what plays so many micro-batches, so that no step finds a channel closed.  Collective."""
+        self._engine(micros)
 
     def _engine(self, micros: int) -> Engine:
         if micros not in self._engines:
@@ -326,13 +332,13 @@ class Executor:
 
 
 def _weighted(losses: Mapping[int, torch.Tensor], shares: Sequence[float]) -> float:
-    """The loss of the whole batch, where it is computed; elsewhere 0.  Waits for the device."""
+    """The loss of the whole batch, where it is computed; elsewhere 0.  Waits for the device, once."""
     total = torch.zeros((), dtype=torch.float64)
     with waiting():
         for micro, share in enumerate(shares):
             if losses and share != 0.0:  # a micro-batch without a valid target may have a loss of 0/0
-                total = total + losses[micro].double().cpu() * share
-    return total.item()
+                total = total.to(losses[micro].device) + losses[micro].double() * share
+        return total.item()
 
 
 def micro_rows_of(batch: Batch, planned: Sequence[int]) -> tuple[int, ...]:

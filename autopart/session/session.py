@@ -159,6 +159,8 @@ class Session:
         executor = Executor(Mode.TRAIN, self._context(tensors), planned.captured, planned.plan.decision, planned.weight)
         with together(self.world, "making the stages"), patient("making the stages"):
             executor.prepare(self._batch, (max(planned.plan.micro_rows),))
+        if self.world.carrier is not None:
+            executor.open(len(planned.plan.micro_rows))
         return executor
 
     def _install(self, planned: Planned, tensors: LocalTensors, executor: Executor) -> None:

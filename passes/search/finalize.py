@@ -12,6 +12,8 @@ from heapq import heapify, heappop, heappush
 from autopart.ir.cluster import Cluster
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Estimate, Report, Stage, check_decision
+from autopart.ir.program import Program
+from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import edges, route
 from autopart.passes.program.schedules import find
 from autopart.passes.program.verify import check_program
@@ -50,6 +52,7 @@ def finalize(found: SearchResult, graph: Graph, estimator: Estimator, space: Sea
     queue = [(evaluation.step_ns, i, 0, 0, evaluation) for i, evaluation in enumerate(evaluations.values())]
     heapify(queue)
     best: Finalized | None = None
+    taken: Program | None = None
     known_ns: _Known = {}
     while queue and (best is None or queue[0][0] < best.report.step_ns):
         _, i, spare, turn, evaluation = heappop(queue)
@@ -61,7 +64,7 @@ def finalize(found: SearchResult, graph: Graph, estimator: Estimator, space: Sea
             report = estimate(decision, program, estimator)
             known_ns[evaluation.key] = report.step_ns
             if best is None or report.step_ns < best.report.step_ns:
-                best = Finalized(decision, report, evaluation)
+                best, taken = Finalized(decision, report, evaluation), program
             continue
         known_ns.setdefault(evaluation.key, None)
         if space.request.may_recompute and turn < TIGHTER:
@@ -69,6 +72,8 @@ def finalize(found: SearchResult, graph: Graph, estimator: Estimator, space: Sea
             again = Evaluator(spare)(evaluation.space, evaluation.candidate)
             if again.fits:
                 heappush(queue, (again.step_ns, i, spare, turn + 1, again))
+    if taken is not None and estimator.context.cluster.kind == "cuda":
+        check_messages(taken)
     return None if best is None else _explained(best, found, known_ns, graph, space)
 
 

@@ -20,6 +20,7 @@ from autopart.runtime.trace import Trace
 from autopart.runtime.transport import Spec
 from autopart.runtime.world import World
 from autopart.session.split import stage_module
+from support import fake_nccl  # noqa: F401  a transport of that name
 from support.one_process import gradient_error
 from support.stages_in_process import inputs_of, plan_for, replay, slices
 
@@ -68,7 +69,7 @@ def parts_of(captured: Captured) -> list[list[str]]:
     return slices(captured.graph, [starts[f"layers.{layer}"] for layer in range(1, LAYERS)])
 
 
-def step(stage_ranks: Sequence[int], schedule: str, micros: int) -> dict[str, Any]:
+def step(stage_ranks: Sequence[int], schedule: str, micros: int, transport: str = "auto") -> dict[str, Any]:
     """One step with stage s on stage_ranks[s]: relative errors of the loss, of this rank's gradients and buffers.
 
     The ranks start with a gradient of ones, which the step adds to.
@@ -78,7 +79,7 @@ def step(stage_ranks: Sequence[int], schedule: str, micros: int) -> dict[str, An
     captured = capture(Skips(), flatten(batch(0)))
     parts = parts_of(captured)
     reference = replay(captured, plan_for(captured.graph, parts, micros), [_inputs(captured, m) for m in range(micros)])
-    world = World("cpu", max(stage_ranks) + 1)
+    world = World("cpu", max(stage_ranks) + 1, transport=transport)
     engine, tensors, outcome = _play(world, captured, parts, stage_ranks, schedule, micros)
     parameters = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
     expected = {name: reference.gradients[name] + 1 for name in parameters}

@@ -19,6 +19,7 @@ from autopart.capture import CaptureCache
 from autopart.files.clusters import parse_cluster
 from autopart.options import read_options
 from autopart.session.pipe import Pipe
+from support import fake_nccl  # noqa: F401  a transport of that name
 from support.one_process import Difference, Expected, difference, plain_step
 from support.peer_models import PEERS, tokens
 from support.small_models import SMALL, Small
@@ -83,13 +84,14 @@ def compare(
     dtype_name: str = "float32",
     cuts: Any = (),
     recompute: str = "auto",
+    transport: str = "auto",
 ) -> tuple[float, Difference | None, int]:
     """One training step against one process.  Every rank returns its loss and the number of stages, rank 0 how far
     off the step was."""
     dtype = getattr(torch, dtype_name)
     case = EVERY[name]
     batch = case.data(rows, dtype)
-    options = {"stages": stages, "schedule": schedule, "micro_batches": micros, "cuts": cuts}
+    options = {"stages": stages, "schedule": schedule, "micro_batches": micros, "cuts": cuts, "transport": transport}
     with compiled(case, fresh(name, dtype), batch, recompute=recompute, **options) as pipe:
         assert recompute != "all" or all(stage.recompute for stage in pipe.plan.stages)
         loss, ran = pipe.step(batch).item(), len(pipe.plan.stages)

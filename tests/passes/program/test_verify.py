@@ -10,6 +10,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 from support.graphs import graph
+from support.programs import program
 from support.strict import hangs, issued, received_late
 
 from autopart.ir.errors import ProgramError
@@ -19,22 +20,6 @@ from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.schedules import find, register
 from autopart.passes.program.verify import check_program, forward_program
-
-SKIPS = "a +w <- x; b <- a y; c <- b a; d +w <- c b"
-"""Four ops with skips, an input read late and a tied parameter."""
-
-
-def program(
-    schedule: str = "1f1b",
-    micros: int = 3,
-    stages: str = "a | b | c | d",
-    ranks: tuple[tuple[int, ...], ...] | None = None,
-) -> Program:
-    rows = [tuple(names.split()) for names in stages.split("|")]
-    ranks = ranks or tuple((s,) for s in range(len(rows)))
-    placed = tuple(Stage(names, own) for names, own in zip(rows, ranks, strict=True))
-    world = 1 + max(rank for own in ranks for rank in own)
-    return route(Decision(world, placed, (1,) * micros, schedule), graph(SKIPS))
 
 
 def is_good(p: Program, schedule: str) -> bool:

@@ -1,0 +1,42 @@
+"""Pipelines over a transport under which posting blocks, as NCCL's may: none hangs, and what would is seen to."""
+
+from __future__ import annotations
+
+import pytest
+from support.engine_jobs import step
+from support.fake_nccl import NAME
+from support.fake_nccl_jobs import played, receives_first
+from support.nccl_programs import CASES, FINE, HANG, WRONG
+from support.step_jobs import compare
+
+from autopart.ir.errors import WorkerError
+from autopart.runtime.launch.local import Workers, launch
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_fake_does_what_nccl_does(workers: Workers, name: str) -> None:
+    found = workers.run(played, name)
+    assert (WRONG if WRONG in found else HANG if HANG in found else FINE) == CASES[name].strict, found
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "schedule", "micros"),
+    [("tied", 4, "1f1b", 4), ("skips", 4, "gpipe", 3), ("batch_norm", 3, "1f1b-deep", 4), ("gpt2", 4, "1f1b", 3)],
+)
+def test_a_pipeline_runs_where_every_message_blocks(
+    workers: Workers, name: str, stages: int, schedule: str, micros: int
+) -> None:
+    results = workers.run(compare, name, stages, schedule, micros, 12, "float32", (), "auto", NAME)
+    _, difference, ran = results[0]
+    assert ran == stages and difference.within(), difference
+
+
+def test_several_stages_on_a_rank_run_where_every_message_blocks(pair: Workers) -> None:
+    found = pair.run(step, (0, 1, 0, 1), "interleaved", 3, NAME)
+    assert sum(f["loss"] for f in found) == pytest.approx(found[0]["expected"], rel=1e-6)
+    assert max(f["gradients"] for f in found) < 1e-5, [f["worst"] for f in found]
+
+
+def test_receives_posted_before_the_first_action_hang_and_are_named() -> None:
+    with pytest.raises(WorkerError, match=r"stands at: receive \dS[FB]\d>\d"):
+        launch(receives_first, 2, timeout=120)

@@ -1,0 +1,71 @@
+"""What the tests of messages that may block run on every rank; importable there by name."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from autopart.ir.program import Program
+from autopart.ir.turns import Turn, turns
+from autopart.passes.program.nccl_rules import SENT, Collective, Post
+from autopart.runtime.world import World
+from support.engine_jobs import step
+from support.fake_nccl import NAME, Communicators, Hang, Wrong
+from support.nccl_programs import CASES, FINE, HANG, WRONG
+
+BRIEF_S = 1.0
+"""The deadline of programs that are known to be over, or to hang, at once."""
+
+
+def played(name: str) -> str:
+    """What comes of this rank's part of a program."""
+    case = CASES[name]
+    world = World("cpu", 4)
+    group = dist.new_group(list(range(world.size)))  # which is broken where a rank hangs
+    assert isinstance(group, dist.ProcessGroup)
+    communicators = Communicators(group, world.rank, BRIEF_S)
+    if case.connected:
+        for comm, members in case.members.items():
+            communicators.used_before(comm, members)
+    found = FINE
+    try:
+        for item in case.queues[world.rank] if world.rank < len(case.queues) else ():
+            if isinstance(item, Post):
+                messages = [
+                    (op.way == SENT, op.peer, str(op.message), torch.zeros(op.size_bytes, dtype=torch.uint8))
+                    for op in item.ops
+                ]
+                communicators.post(str(item.comm), case.members[str(item.comm)], messages)
+            elif isinstance(item, Collective):
+                communicators.sum(str(item.comm), case.members[str(item.comm)])
+    except Hang:
+        found = HANG
+    except Wrong:
+        found = WRONG
+    everyone = world.gather_text(found)
+    with suppress(ValueError, AssertionError):
+        dist.destroy_process_group(group)
+    world.close()
+    return found if WRONG not in everyone else WRONG
+
+
+def all_receives_first(program: Program, ranks: object = None) -> dict[int, tuple[Turn, ...]]:
+    """What a runtime posts that posts every receive before its first action."""
+    posted = {}
+    for rank, own in turns(program).items():
+        receives = [replace(turn, after=0, sends=()) for turn in own if turn.receives]
+        posted[rank] = (*receives, *(replace(turn, receives=()) for turn in own if turn.sends))
+    return posted
+
+
+def receives_first() -> None:
+    """A step of two stages whose messages are posted so."""
+    with (
+        mock.patch("autopart.runtime.posting.turns", all_receives_first),
+        mock.patch("support.fake_nccl.DEADLINE_S", BRIEF_S),
+    ):
+        step((0, 1, 0, 1), "interleaved", 2, NAME)

@@ -30,6 +30,7 @@ from trained import MODELS
 import autopart
 from autopart.capture.batch import flatten
 from autopart.costs.profiler import profile_costs
+from autopart.ir.graph import Graph
 from autopart.ir.program import Slot
 from autopart.ir.size import Size
 from autopart.passes.simulation.estimate import stage_estimates, work_of
@@ -146,6 +147,16 @@ def compiled(case: Case, cluster: autopart.Cluster) -> autopart.Pipe:
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _OneGraph:
+    """The cost model of one graph, whatever is asked for: all micro-batches are of its size, all devices alike."""
+
+    only: Graph
+
+    def graph(self, size: Size, device_type: int) -> Graph:
+        return self.only
+
+
 def predicted(pipe: autopart.Pipe, batch: Any) -> float:
     """Seconds of the simulated step, without the optimizer, from costs measured now."""
     captured = pipe.session.captures(flatten(batch), Size(max(pipe.plan.micro_rows)))
@@ -154,7 +165,7 @@ def predicted(pipe: autopart.Pipe, batch: Any) -> float:
         found = profile_costs(captured, pipe.cluster.devices[0], cache_path=Path(folder) / "costs.json", budget_s=5)
     assert found is not None
     graph = found[0]
-    estimator = Estimator(CostContext(pipe.cluster, device_types(pipe.cluster), lambda rows, kind: graph))
+    estimator = Estimator(CostContext(pipe.cluster, device_types(pipe.cluster), _OneGraph(graph)))
     decision = pipe.plan.decision
     estimates = stage_estimates(decision, pipe.program.edges, estimator)
     return step_ns(pipe.program, replace(work_of(decision, estimates, pipe.program, estimator), optimizer_ns=())) * 1e-9

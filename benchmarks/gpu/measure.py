@@ -26,6 +26,7 @@ COMPARED = 3
 
 def perform(job: Job) -> Answer:
     """What this rank says of a row."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False  # single precision means it
     work = workload(job.model, job.scale, tiny=job.tiny, rows=job.rows)
     try:
         with WAYS[job.plan](job, work) as running:

@@ -32,6 +32,7 @@ ClusterLike = Cluster | str | os.PathLike[str] | None
 """A cluster, a YAML, TOML or JSON file, a text such as "cpu:2", or None: what the launcher and the devices say."""
 PlanLike = Plan | str | os.PathLike[str]
 LossReductionName = Literal["auto", "mean", "sum", "token-mean"]
+NonFinite = Literal["auto", "skip", "raise"]
 Recompute = Literal["auto", "off", "all"]
 Transport = Literal["auto", "nccl", "gloo"]
 Zero = Literal["auto", 0, 1]
@@ -63,6 +64,7 @@ def compile(
     recompute: Recompute = "auto",
     precision: Precision | None = None,
     zero: Zero = "auto",
+    non_finite: NonFinite = "auto",
     optimizer: OptimizerLike | None = None,
     costs: str | CostSource = "auto",
     prove: float = 0.0,
@@ -87,7 +89,7 @@ def compile(
         loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
         cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
         costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
-        transport=transport, precision=precision, zero=zero,
+        transport=transport, precision=precision, zero=zero, non_finite=non_finite,
     )  # fmt: skip
     return Pipe(CaptureCache(model, loss_fn), _cluster(cluster), options, sample)
 
@@ -110,6 +112,7 @@ def plan(
     recompute: Recompute = "auto",
     precision: Precision | None = None,
     zero: Zero = "auto",
+    non_finite: NonFinite = "auto",
     optimizer: OptimizerLike | None = None,
     costs: str | CostSource = "auto",
     prove: float = 0.0,
@@ -130,7 +133,7 @@ def plan(
         loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
         cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
         costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
-        transport=transport, precision=precision, zero=zero,
+        transport=transport, precision=precision, zero=zero, non_finite=non_finite,
     )  # fmt: skip
     return planned(model, cluster, sample, options).plan
 
@@ -154,6 +157,7 @@ def verify(
     recompute: Recompute = "auto",
     precision: Precision | None = None,
     zero: Zero = "auto",
+    non_finite: NonFinite = "auto",
     optimizer: OptimizerLike | None = None,
     costs: str | CostSource = "auto",
     prove: float = 0.0,
@@ -174,7 +178,7 @@ def verify(
         loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
         cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
         costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
-        transport=transport, precision=precision, zero=zero,
+        transport=transport, precision=precision, zero=zero, non_finite=non_finite,
     )  # fmt: skip
     return checked(model, cluster, sample, options, tolerance)
 

@@ -20,6 +20,7 @@ LOSS_REDUCTIONS = ("auto", "mean", "sum", "token-mean")
 RECOMPUTE = ("auto", "off", "all")
 PRECISIONS = ("fp32", "bf16", "fp16")
 ZERO = ("auto", 0, 1)
+NON_FINITE = ("auto", "skip", "raise")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class Options:
                     None is that of plan=, else "fp32"
     zero            1: the replicas of a stage share the optimizer's state among them (ZeRO-1); 0: each has all of it;
                     "auto": where memory does not suffice otherwise; other than 0 in `plan` alone
+    non_finite      what a step does whose gradients are not all finite, on any rank: "skip" leaves gradients as they
+                    were (`Pipe.skipped`), "raise" raises NonFiniteError; "auto" skips in fp16, and does not look else
     optimizer       whose state the memory has to hold: an optimizer class, a function of the parameters, an
                     optimizer, or "sgd", "momentum", "adam", "adamw", each also with "+masters"; None charges Adam,
                     and the plan says so
@@ -70,6 +73,7 @@ class Options:
     recompute: str = "auto"
     precision: Precision | None = None
     zero: int | str = "auto"
+    non_finite: str = "auto"
     optimizer: Any = None
     costs: str | CostSource = "auto"
     prove: float = 0.0
@@ -93,6 +97,7 @@ def read_options(**given: Any) -> Options:
     }
     options = Options(**{**given, **read})
     _one_of("recompute", options.recompute, RECOMPUTE)
+    _one_of("non_finite", options.non_finite, NON_FINITE)
     if options.precision is not None:
         _one_of("precision", options.precision, PRECISIONS)
     if options.zero not in ZERO or isinstance(options.zero, bool):

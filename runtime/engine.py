@@ -120,21 +120,21 @@ class Engine:
         parameters: Mapping[str, torch.nn.Parameter],
         *,
         train: bool,
-        agree: Callable[[StepResult], None] | None = None,
+        agree: Callable[[StepResult], bool] | None = None,
     ) -> StepResult:
         """Play the program once.
 
         agree: called when this rank's part is done; it raises when another rank's is not, so that the step counts on
-        all ranks or on none.  Raises StageError for a failing op, WorkerError for a lost peer; gradients and buffers
-        are then as before the step.  Messages of it may still be under way, so no other step may follow.
+        all ranks or on none, and says whether what was added to gradients is to be kept.  Raises StageError for a
+        failing op, WorkerError for a lost peer; gradients and buffers are then as before the step.  Messages of it may
+        still be under way, so no other step may follow.
         """
         state = _State(given, train, self._sends.copy(), parameters if train else {})
         aside = GradientsAside(state.parameters)
         try:
             self._play(state)
             result = StepResult(state.losses, dict(state.results))
-            if agree is not None:
-                agree(result)
+            kept = agree is None or agree(result)
             if self.trace is not None:
                 self.trace.end()
         except BaseException:
@@ -142,7 +142,10 @@ class Engine:
             for runner in self._runners.values():
                 runner.clear()
             raise
-        aside.keep()
+        if kept:
+            aside.keep()
+        else:
+            aside.restore()
         for runner in self._runners.values():
             runner.finish()
         set_activity("between steps")

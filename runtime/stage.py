@@ -13,6 +13,7 @@ import torch
 
 from autopart.ir.program import Slot
 from autopart.rng import micro_key
+from autopart.runtime.casts import StepCasts
 from autopart.runtime.stage_module import StageModule
 
 
@@ -42,6 +43,7 @@ class StageRunner:
         self._grad_outputs = grad_outputs
         self._kept: dict[Slot, _Kept] = {}
         self._fresh: dict[str, torch.Tensor] = {}  # new values of buffers in this step
+        self._casts = StepCasts()
 
     @property
     def in_flight(self) -> int:
@@ -75,7 +77,9 @@ class StageRunner:
         leaves = {
             name: values[name].detach().requires_grad_() for name in code.inputs if train and name in self._grad_inputs
         }
-        args = code.arguments({**self._tensors, **self._fresh} if self._fresh else self._tensors)
+        tensors = {**self._tensors, **self._fresh} if self._fresh else self._tensors
+        with torch.set_grad_enabled(train):
+            args = code.arguments(tensors, self._casts)
         args += [leaves.get(name, values[name]) for name in code.inputs]
         numbered = [numbers[place] for place in code.numbers]
         with torch.set_grad_enabled(train), micro_key(*key, slot.micro):
@@ -93,6 +97,7 @@ class StageRunner:
             for name, tensor in self._fresh.items():
                 self._tensors[name].copy_(tensor)
         self._fresh.clear()
+        self._casts.clear()
 
     def backward(self, slot: Slot, grads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Gradients of the received values, from the gradients of the results.  Parameters accumulate theirs.
@@ -109,3 +114,4 @@ class StageRunner:
         """Forget every slot, after a step that failed: buffers stay as they were before it."""
         self._kept.clear()
         self._fresh.clear()
+        self._casts.clear()

@@ -121,9 +121,15 @@ class Wrapper(nn.Module):
                 return self._outputs_of(result)
             if isinstance(self.loss_fn, nn.Module):
                 with assignments(self.loss_fn, self._sink.replaced), noted():
-                    return scalar(self.loss_fn(result, target), "loss_fn")
+                    return self._wide(scalar(self.loss_fn(result, target), "loss_fn"))
             with noted():
-                return loss_of(result) if self.loss_fn is None else scalar(self.loss_fn(result, target), "loss_fn")
+                found = loss_of(result) if self.loss_fn is None else scalar(self.loss_fn(result, target), "loss_fn")
+                return self._wide(found)
+
+    def _wide(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss, under fp16 in fp32: its scaled gradient would be infinite."""
+        scaled = self._autocast is not None and self._autocast.dtype is torch.float16
+        return loss.float() if scaled and loss.dtype is torch.float16 else loss
 
     def _outputs_of(self, result: Any) -> tuple[torch.Tensor, ...]:
         kind = None

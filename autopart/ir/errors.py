@@ -112,5 +112,9 @@ class StageError(RunError):
     """An op of the user's model raised inside a stage."""
 
 
+class NonFiniteError(RunError):
+    """Gradients of a step are infinite or NaN; it has changed nothing, and the pipe goes on."""
+
+
 class WorkerError(RunError):
     """A process died or a peer stopped answering."""

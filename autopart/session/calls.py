@@ -19,11 +19,12 @@ NAMES = (
 @dataclass(frozen=True, slots=True)
 class Given:
     """What a rank was given.  signature: of its batch; version: of its model (`CaptureCache.version`); rows: of its
-    batch."""
+    batch; scale: of its loss."""
 
     signature: str = ""
     version: str = ""
     rows: int = 0
+    scale: float = 1.0
 
 
 _NOTHING = Given()
@@ -46,7 +47,7 @@ class Calls:
         set_activity(f"call {self._count}: {name}")
         mine = [
             float(NAMES.index(name)), float(self._count), float(failure is not None), _digest(given.signature),
-            _digest(given.version), float(given.rows),
+            _digest(given.version), float(given.rows), given.scale,
         ]  # fmt: skip
         rows = self._world.gather_numbers(mine)
         for rank, row in enumerate(rows):
@@ -78,6 +79,12 @@ def _different_given(rank: int, first: list[float], other: list[float]) -> Batch
             f"the models of ranks 0 and {rank} were changed in different ways since they were compiled",
             why="an attribute, a training flag or a requires_grad flag differs, or was changed on one of them alone",
             fix="make every change of the model on all ranks, before the same step",
+        )
+    if first[6] != other[6]:
+        return BatchError(
+            f"the loss is scaled by {first[6]:g} on rank 0 and by {other[6]:g} on rank {rank}",
+            why="pipe.scaler was changed, or loaded, on some ranks alone",
+            fix="load the same state on every rank",
         )
     return BatchError(
         f"ranks 0 and {rank} were given batches of different shapes",

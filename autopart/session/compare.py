@@ -218,6 +218,8 @@ def fresh_copy(model: nn.Module) -> nn.Module:
 
 def _outcome(pipe: Pipe, mine: _Copy, sample: Any) -> Outcome:
     """One step of a pipeline of `mine`.  Collective."""
+    if pipe.scaler is not None:  # one process runs without; powers of two make no other difference
+        pipe.scaler.scale = 1.0
     loss = pipe.step(sample)
     state = pipe.state_dict()
     buffers = {name: state[name] for name, _ in mine.trained.named_buffers() if name in state}

@@ -31,6 +31,7 @@ from autopart.passes.program.verify import check_program, forward_program
 from autopart.runtime.activity import patient, waiting
 from autopart.runtime.effects import first_line
 from autopart.runtime.engine import Engine, StepInput, StepResult
+from autopart.runtime.finite import unscale
 from autopart.runtime.stage import StageRunner
 from autopart.runtime.tensors import LocalTensors
 from autopart.runtime.trace import Trace
@@ -50,6 +51,17 @@ class Mode(Enum):
     TRAIN = "step"
     LOSS = "loss"
     PREDICT = "predict"
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """What is done about gradients that are not finite.  looks: whether they are looked for; scale: of the loss."""
+
+    looks: bool = False
+    scale: float = 1.0
+
+
+UNGUARDED = Guard()
 
 
 class Health:
@@ -142,25 +154,34 @@ class Executor:
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    def loss(self, batch: Batch, key: Key) -> torch.Tensor:
+    def loss(self, batch: Batch, key: Key, guard: Guard = UNGUARDED) -> tuple[torch.Tensor, str]:
         """The loss of the whole batch, 0-dim on the CPU, on every rank; when training, gradients are accumulated.
+
+        With it, where the guard looks: where a gradient is not finite, on the same step of all ranks; then nothing is
+        accumulated.  "" where all are.
 
         Raises BatchError and RefusedError on all ranks before anything is sent, StageError and WorkerError after.
         """
         micro_rows = self.micro_rows(batch)
         weights = self.agree(batch, micro_rows)
         output = self.graph.outputs[0]
-        total = 0.0
+        total, overflow = 0.0, ""
 
-        def share_loss(result: StepResult) -> None:
-            """Every rank gets the loss, and none before all have done their part."""
-            nonlocal total
+        def share_loss(result: StepResult) -> bool:
+            """Every rank gets the loss, and none before all have done their part; so with infinite gradients."""
+            nonlocal total, overflow
             mine = _weighted(result.losses, weights.shares)
-            total = self._world.gather_numbers([mine])[self._rank_of(output)][0]
+            first = unscale(self._parameters(), guard.scale) if self.train and guard.looks else None
+            everyone = self._world.gather_numbers([mine, float(first is not None)])
+            total = everyone[self._rank_of(output)][0]
+            if any(row[1] for row in everyone):
+                names = self._world.gather_text(first or "")
+                overflow = next(f"{name} on rank {rank}" for rank, name in enumerate(names) if name)
+            return not overflow
 
         with self._health.watched("a step failed"):
-            self._run(batch, micro_rows, weights, key, share_loss)
-        return torch.tensor(total, dtype=getattr(torch, self.graph.value_map()[output].dtype))
+            self._run(batch, micro_rows, weights, key, share_loss, guard.scale)
+        return torch.tensor(total, dtype=getattr(torch, self.graph.value_map()[output].dtype)), overflow
 
     def predict(self, batch: Batch, key: Key) -> Any:
         """What the model returns, on every rank, on the CPU."""
@@ -188,16 +209,18 @@ class Executor:
         micro_rows: tuple[int, ...],
         weights: Weights,
         key: Key,
-        agree: Callable[[StepResult], None] | None = None,
+        agree: Callable[[StepResult], bool] | None = None,
+        scale: float = 1.0,
     ) -> StepResult:
         engine = self._engine(len(micro_rows))
         inputs = self._inputs(batch, micro_rows) if self._stage == 0 else ()
-        parameters = {name: t for name, t in self._tensors.held.items() if isinstance(t, nn.Parameter)}
         engine.trace = self.trace
-        given = StepInput(
-            micro_rows, inputs, weights.shares, key, weights.numbers, weights.idle(self.graph, self._weight)
-        )
-        return engine.step(given, parameters, train=self.train, agree=agree)
+        shares = [share * scale for share in weights.shares]
+        given = StepInput(micro_rows, inputs, shares, key, weights.numbers, weights.idle(self.graph, self._weight))
+        return engine.step(given, self._parameters(), train=self.train, agree=agree)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {name: t for name, t in self._tensors.held.items() if isinstance(t, nn.Parameter)}
 
     # -- before anything is sent -----------------------------------------------------------------------------------
 

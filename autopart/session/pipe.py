@@ -16,15 +16,16 @@ from torch import nn
 from autopart.capture import CaptureCache
 from autopart.capture.batch import Batch, BatchReader
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import BatchError, UsageError
+from autopart.ir.errors import BatchError, NonFiniteError, UsageError
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.timeline import Timeline
 from autopart.options import Options
 from autopart.report.plan_table import stage_table
 from autopart.runtime.trace import Trace
-from autopart.session.executor import Mode
+from autopart.session.executor import Guard, Mode
 from autopart.session.measured import gather_timeline
+from autopart.session.scaler import LossScaler
 from autopart.session.session import Session
 from autopart.session.state import (
     check_norm_type,
@@ -33,6 +34,7 @@ from autopart.session.state import (
     gather_gradients,
     gather_state,
     load_state,
+    remembered,
     steps_of,
     sync_state,
     with_steps,
@@ -55,6 +57,8 @@ class Pipe:
         self._session: Session | None = None
         self._placeholder = nn.Parameter(torch.empty(0))
         self._steps = 0
+        self._scaler = LossScaler()
+        self._skipped = False
         self._closed = False
         self._unwatch: Callable[[], None] = lambda: None
         if sample is not None:
@@ -79,6 +83,10 @@ class Pipe:
         Takes a batch as described in `capture.batch`, or the model's own positional and keyword arguments.  Returns
         the loss of the whole batch (0-dim, its backward done) on every rank.  Raises BatchError before anything is
         sent, StageError and WorkerError while running.
+
+        In fp16 the loss is scaled for the backward (`scaler`), and gradients are what they are without a scale.  Where
+        one is not finite, nothing is added to any: `skipped` is True, and `optimizer.step()` is to be left out (it does
+        nothing for parameters whose `.grad` is None).
         """
 
         def read() -> Batch:
@@ -86,13 +94,22 @@ class Pipe:
 
         self._require_open()
         session = self._session or self._bring_up(read)
-        loss = session.loss(Mode.TRAIN, read, self._steps)
+        scaler = self.scaler
+        how = self._options.non_finite
+        looks = scaler is not None or how != "auto"
+        guard = Guard(looks, scaler.scale) if scaler is not None else Guard(looks)
+        loss, overflow = session.loss(Mode.TRAIN, read, self._steps, guard)
         self._steps += 1
+        self._skipped = bool(overflow)
+        if scaler is not None:
+            scaler.update(finite=not overflow)
+        if overflow and how == "raise":
+            raise session.world.known(_not_finite(overflow, guard))
         return without_backward(loss)
 
     def eval_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The loss of a batch with the model in eval mode, through the same stages, without gradients."""
-        return without_backward(self.session.loss(Mode.LOSS, lambda: self._flatten(_one_batch(args, kwargs))))
+        return without_backward(self.session.loss(Mode.LOSS, lambda: self._flatten(_one_batch(args, kwargs)))[0])
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns in eval mode for this batch, on every rank, on the CPU, through the same stages.
@@ -178,6 +195,16 @@ class Pipe:
         finally:
             self.session.trace_steps(None)
 
+    @property
+    def scaler(self) -> LossScaler | None:
+        """What scales the loss in fp16, alike on every rank, and is kept by `state_dict`; None in another precision."""
+        return self._scaler if self.plan.provenance.precision == "fp16" else None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step found gradients that are not finite, on any rank, and added nothing."""
+        return self._skipped
+
     def explain(self) -> str:
         """The stage table: what runs where, with simulated times and memory."""
         return stage_table(self.plan, self.session.graph)
@@ -256,7 +283,9 @@ class Pipe:
         """The whole model's state under its original names, buffers included, on every rank, on the CPU; the plain
         model's load_state_dict takes it.  It remembers `steps`, as long as it is kept by torch.save."""
         with self.session.call("state_dict") as session:
-            return with_steps(gather_state(session), self._steps)
+            scaler = self.scaler
+            kept = {} if scaler is None else {"scaler": scaler.state_dict()}
+            return with_steps(gather_state(session), self._steps, kept)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over a state of the plain model, given alike on every rank, and `steps` where it is remembered.
@@ -266,6 +295,9 @@ class Pipe:
         steps = steps_of(state)
         if steps is not None:
             self._steps = steps
+        scaler = remembered(state).get("scaler")
+        if isinstance(scaler, Mapping):
+            self._scaler.load_state_dict(scaler)
 
     def sync_model(self) -> None:
         """Bring the trained values to the model that was compiled, on every rank, in place: then `model.state_dict()`
@@ -321,6 +353,16 @@ class Pipe:
         if error is not None and self._session is not None:
             self._session.abandon(error)
         self.close(sync=kind is None)
+
+
+def _not_finite(where: str, guard: Guard) -> NonFiniteError:
+    return NonFiniteError(
+        f"the gradient of {where} is infinite or NaN",
+        why=f"the loss was scaled by {guard.scale:g}"
+        if guard.scale != 1.0
+        else "the step diverged, or divided by zero",
+        fix='go on with the next batch (gradients are as before the step), or pass non_finite="skip"',
+    )
 
 
 def _one_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -38,7 +38,7 @@ from autopart.runtime.world import World
 from autopart.session.agreement import FAILURES, broadcast_result, together
 from autopart.session.batch_counts import Weights
 from autopart.session.calls import Calls, Given
-from autopart.session.executor import Executor, Health, Mode, RankContext, micro_rows_of
+from autopart.session.executor import UNGUARDED, Executor, Guard, Health, Mode, RankContext, micro_rows_of
 from autopart.session.placement import Placement, placement_of, relocate
 
 _CALLS = {Mode.TRAIN: "step", Mode.LOSS: "eval_loss", Mode.PREDICT: "predict"}
@@ -240,10 +240,10 @@ class Session:
                 raise
             raise first from None  # the broken connection only follows from it
 
-    def take(self, mode: Mode, read: Callable[[], Batch], call: str | None = None) -> Batch:
+    def take(self, mode: Mode, read: Callable[[], Batch], call: str | None = None, scale: float = 1.0) -> Batch:
         """The batch that every rank was given, once all have read theirs and hold the same model.  Collective.
 
-        read: takes the batch apart; what it raises is raised on all ranks.
+        read: takes the batch apart; what it raises is raised on all ranks.  scale: of the loss, alike on all.
         """
         batch: Batch | None = None
         given, failure = Given(), None
@@ -256,7 +256,7 @@ class Session:
                 self._follow_flags()
             with patient("capturing the model"):
                 batch = self.captures.settled(batch, self._largest(batch, mode), mode.value)
-            given = Given(repr(batch.signature()), self.captures.version, batch.rows or 0)
+            given = Given(repr(batch.signature()), self.captures.version, batch.rows or 0, scale)
         except FAILURES as error:
             failure = error
         self._calls.enter(call or _CALLS[mode], given, failure)
@@ -276,14 +276,16 @@ class Session:
             )
         self._dtypes = found
 
-    def loss(self, mode: Mode, read: Callable[[], Batch], step: int = 0) -> torch.Tensor:
-        """The loss of a batch on every rank; when training, gradients are accumulated.  step: for random numbers.
-        Collective."""
+    def loss(
+        self, mode: Mode, read: Callable[[], Batch], step: int = 0, guard: Guard = UNGUARDED
+    ) -> tuple[torch.Tensor, str]:
+        """The loss of a batch on every rank, and with a guard where a gradient is not finite; when training, gradients
+        are accumulated unless one is.  step: for random numbers.  Collective."""
         self.require_healthy()
         with self.told(f"a {_CALLS[mode]} failed"):
-            batch = self.take(mode, read)
-            loss = self._executor(mode, batch).loss(batch, (self._options.seed, step))
-        return loss
+            batch = self.take(mode, read, scale=guard.scale)
+            found = self._executor(mode, batch).loss(batch, (self._options.seed, step), guard)
+        return found
 
     def predict(self, read: Callable[[], Batch]) -> Any:
         """What the model returns in eval mode, on every rank, on the CPU.  Collective."""

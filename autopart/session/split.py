@@ -7,7 +7,8 @@ The flat graph is cut directly: the nodes of a stage's ops are copied, in captur
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -17,6 +18,8 @@ from autopart.capture.to_graph import results_of
 from autopart.ir.graph import Adjusted, Graph
 from autopart.ir.plan import Stage
 from autopart.ir.program import Program
+from autopart.passes.ops.casts import cast_parameter
+from autopart.runtime.casts import Cast
 from autopart.runtime.stage_module import StageModule, of_whole_batch, weighed
 from autopart.session.stage_graph import Number, numbers_of, stage_graph
 
@@ -41,7 +44,21 @@ def stage_module(
     wanted = (sent | set(graph.outputs)) & written
     outputs = [v.name for v in graph.values if v.name in wanted]
     updates = own_updates(graph, chosen)
-    return cut(captured, chosen, outputs, device, updates=updates, groups=planned.recompute, adjusted=adjusted)
+    casts = _casts(graph, chosen, {*outputs, *(value for _, value in graph.updates)})
+    return cut(
+        captured, chosen, outputs, device, updates=updates, groups=planned.recompute, adjusted=adjusted, casts=casts
+    )
+
+
+def _casts(graph: Graph, ops: Collection[str], leaving: Collection[str]) -> dict[str, Cast]:
+    """Of `ops` those that only cast a parameter, for readers beside them.  leaving: values that others read."""
+    params = graph.param_map()
+    found = {}
+    for op in graph.ops:
+        parameter = cast_parameter(op, params) if op.name in ops else None
+        if parameter is not None and op.writes[0] not in leaving:
+            found[op.name] = Cast(parameter, getattr(torch, str(dict(op.attrs)["dtype"])))
+    return found
 
 
 def own_updates(graph: Graph, ops: Collection[str]) -> tuple[str, ...]:
@@ -69,19 +86,27 @@ def cut(
     updates: tuple[str, ...] = (),
     groups: Sequence[Collection[str]] = (),
     adjusted: Sequence[Adjusted] = (),
+    casts: Mapping[str, Cast] = MappingProxyType({}),
 ) -> StageModule:
     """Code that runs `ops` and returns `outputs`; reads whatever those ops do not make themselves.
 
-    groups: of `ops` that are run again in the backward, instead of keeping what autograd needs of them.
+    groups: of `ops` that are run again in the backward, instead of keeping what autograd needs of them.  casts: of
+    `ops` those that are not run but given, for they are the same in every micro-batch.
     """
     names = captured.names
-    calls = [node for node in captured.module.graph.nodes if node.op == "call_function" and node.name in ops]
+    calls = [
+        node
+        for node in captured.module.graph.nodes
+        if node.op == "call_function" and node.name in ops and node.name not in casts
+    ]
     inside = set(calls)
     for call in calls:
         inside.update(node for node in call.users if node.target is operator.getitem)
     outside = _outside(captured, inside)
-    params = [node for node in outside if node.name in names.params]
-    inputs = [node for node in outside if node.name not in names.params]
+    given = {**names.params, **{name: f"cast {name}" for name in casts}}
+    params = [node for node in outside if node.name in given]
+    inputs = [node for node in outside if node.name not in given]
+    groups = [[name for name in group if name not in casts] for group in groups]
     reads = _adjusted_reads(captured, calls, adjusted)
     by_value = {names.value(result): result for call in calls for result in results_of(call)}
     by_name = {node.name: node for node in inside}
@@ -89,16 +114,17 @@ def cut(
     ordered = [node for node in captured.module.graph.nodes if node in inside]
     return StageModule(
         stage_graph(ordered, params + inputs, results, device, groups, reads),
-        tuple(names.params[node.name] for node in params),
+        tuple(given[node.name] for node in params),
         tuple(names.value(node) for node in inputs),
         tuple(outputs),
         updates,
         {
             name: captured.tensors[name].to(device)
-            for name in dict.fromkeys(names.params[node.name] for node in params)
-            if names.kinds[name] == "constant"
+            for name in dict.fromkeys(given[node.name] for node in params)
+            if names.kinds.get(name) == "constant"
         },
         numbers_of(ordered, reads),
+        {given[node.name]: casts[node.name] for node in params if node.name in casts},
     )
 
 

@@ -6,6 +6,7 @@ import functools
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -63,17 +64,23 @@ def empty_foreign(session: Session) -> None:
                 setattr(tensor, EMPTIED, True)
 
 
-def with_steps(state: dict[str, torch.Tensor], steps: int) -> dict[str, torch.Tensor]:
-    """The state with the number of steps in its metadata, where torch keeps the versions of modules."""
+def with_steps(state: dict[str, torch.Tensor], steps: int, more: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The state with the number of steps, and `more`, in its metadata, where torch keeps the versions of modules."""
     kept = OrderedDict(state)
-    kept._metadata = {_STEPS: {"steps": steps}}  # type: ignore[attr-defined]
+    kept._metadata = {_STEPS: {"steps": steps, **more}}  # type: ignore[attr-defined]
     return kept
+
+
+def remembered(state: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+    """What a state remembers besides tensors."""
+    metadata = getattr(state, "_metadata", None)
+    found = metadata.get(_STEPS) if isinstance(metadata, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def steps_of(state: Mapping[str, torch.Tensor]) -> int | None:
     """The number of steps that a state remembers, if it does."""
-    metadata = getattr(state, "_metadata", None)
-    steps = metadata.get(_STEPS, {}).get("steps") if isinstance(metadata, Mapping) else None
+    steps = remembered(state).get("steps")
     return steps if isinstance(steps, int) and steps >= 0 else None
 
 

@@ -1,0 +1,55 @@
+"""bf16 and fp16 over stages: what torch.autocast and torch.amp.GradScaler do in one process, on every rank."""
+
+from __future__ import annotations
+
+import pytest
+from support.precision_jobs import accumulated, overflow, scales_differ, trained
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("name", "steps", "options"),
+    [
+        ("tied", 6, {"stages": 2}),
+        ("tied", 2, {"stages": 2, "recompute": "all", "schedule": "gpipe"}),
+        *(pytest.param(name, 50, {"stages": 2}, marks=SLOW) for name in ("tied", "gpt2", "llama", "bert")),
+    ],
+)
+def test_a_loss_curve_is_that_of_plain_autocast(pair, name, precision, steps, options):
+    results = pair.run(trained, name, precision, steps, options)
+    for result in results:
+        assert result["losses"] == results[0]["losses"]
+        assert result["first"] <= 1e-6
+        assert all(mine == theirs for mine, theirs in result["scales"])
+        assert len(result["scales"]) == (steps if precision == "fp16" else 0)
+        apart = [abs(mine - theirs) / abs(theirs) for mine, theirs in result["losses"]]
+        assert max(apart[:2]) <= 1e-6
+        assert max(apart) <= (1e-6 if steps < 10 else 2e-2), apart
+        assert ("scaler" in result["remembered"]) == (precision == "fp16")
+
+
+def test_an_overflow_on_one_stage_skips_the_step_on_all_ranks(pair):
+    for result in pair.run(overflow, "auto"):
+        before, at, after = result["seen"]
+        assert not before["skipped"] and before["moved"] and before["scale"] == 65536.0
+        assert at == {"skipped": True, "empty": True, "moved": False, "scale": 32768.0, "raised": ""}
+        assert not after["skipped"] and after["moved"]
+        assert result["loaded"] == 32768.0
+
+
+def test_an_overflow_is_raised_on_all_ranks_where_it_is_asked_for(pair):
+    for result in pair.run(overflow, "raise"):
+        before, at, after = result["seen"]
+        assert not before["raised"] and not after["raised"] and after["moved"]
+        assert "first.weight on rank 0" in at["raised"] and at["empty"] and not at["moved"]
+
+
+def test_an_overflow_leaves_what_other_steps_added_up(pair):
+    for result in pair.run(accumulated):
+        assert result["kept"] and result["twice"] <= 1e-6
+
+
+def test_ranks_with_different_scales_are_told(pair):
+    assert all("scaled by 1024 on rank 0 and by 2048 on rank 1" in told for told in pair.run(scales_differ))

@@ -63,6 +63,15 @@ class RangeCosts:
         return np.asarray(np.maximum(inner, 0))
 
     @cached_property
+    def least_crossing(self) -> Ints:
+        """[a, b]: the fewest bytes that cross a boundary inside the range, 0 where there is none."""
+        n = len(self.crossing) - 1
+        result = np.zeros((n + 1, n + 1), dtype=np.int64)
+        for a in range(n - 1):
+            result[a, a + 2 :] = np.minimum.accumulate(self.crossing[a + 1 : n])
+        return result
+
+    @cached_property
     def heaviest(self) -> Ints:
         """[a, b]: the most bytes that one block of the range saves."""
         return largest(self.blocks[FIELDS.index("saved_bytes")])

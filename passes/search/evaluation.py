@@ -6,7 +6,6 @@ estimated once more over captured ops (`finalize`).
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from autopart.ir.plan import Decision, Estimate, Stage
@@ -14,9 +13,10 @@ from autopart.ir.size import Size
 from autopart.passes.program.routing import edges, tied
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import Partition
+from autopart.passes.search.recomputation import StageBlocks, fewest_recomputed
 from autopart.passes.search.space import SearchSpace
 from autopart.passes.simulation.estimate import message_bytes, simulated_ns, stage_contexts, stage_estimates
-from autopart.passes.simulation.stage_costs import Estimator, StageContext, stage_estimate
+from autopart.passes.simulation.stage_costs import Estimator, StageContext
 
 
 @dataclass(frozen=True)
@@ -152,27 +152,13 @@ class Evaluator:
         return self._recomputing[key]
 
     def _fewest_recomputed(self, space: SearchSpace, context: StageContext) -> Stage:
-        """All as one group where single blocks are not enough.
-
-        In order of bytes freed per nanosecond of forward (Piper, NeurIPS 2021, section 5.2, chooses so too); how many
-        is found by bisection, each time with the stage's own estimate.
-        """
-        estimator, stage, limit = self._estimator(space), context.stage, self._limit(space, context.stage)
-        rows = -(-context.rows // len(stage.ranks))
-        blocks = estimator.graph(Size(rows), 0).ops
-        crossing = dict(zip(blocks, space.chain.range_costs(Size(rows)).crossing.tolist(), strict=False))
-        cost = {name: blocks[name].cost for name in stage.ops}
-        freed = {name: cost[name].saved_bytes - crossing[name] for name in stage.ops}
-        worthwhile = [name for name in stage.ops if freed[name] > 0]
-        order = sorted(worthwhile, key=lambda name: (-freed[name] / max(1, cost[name].fwd_ns), name))
-
-        def recomputing(count: int) -> Stage:
-            chosen = set(order[:count])
-            return replace(stage, recompute=tuple((name,) for name in stage.ops if name in chosen))
-
-        def fits(count: int) -> bool:
-            return stage_estimate(replace(context, stage=recomputing(count)), estimator).peak_bytes <= limit
-
-        if not order or not fits(len(order)):
-            return replace(stage, recompute=(stage.ops,))
-        return recomputing(bisect_left(range(1, len(order)), True, key=fits) + 1)
+        estimator, names = self._estimator(space), context.stage.ops
+        size = Size(-(-context.rows // len(context.stage.ranks)))
+        graph = estimator.graph(size, 0)
+        crossing = dict(zip(graph.ops, space.chain.range_costs(size).crossing.tolist(), strict=False))
+        costs = [graph.ops[name].cost for name in names]
+        blocks = StageBlocks(
+            names, [c.saved_bytes for c in costs], [c.fwd_ns for c in costs], [crossing[name] for name in names]
+        )
+        limit, everything = self._limit(space, context.stage), space.request.recompute == "all"
+        return fewest_recomputed(context, blocks, estimator, limit, everything=everything)

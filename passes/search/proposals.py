@@ -9,8 +9,11 @@ latency allows are not looked at.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+import numpy as np
 
 from autopart.passes.search.evaluation import Candidate
 from autopart.passes.search.layout import SMALL, Layout, layouts
@@ -181,6 +184,26 @@ def _partitions(wanted: TableRequest, memo: TableMemo) -> list[Partition]:
         partitions = solve_partition(n, layout.depth, layout.widths, stages, tables, spare=spare)
         found += [partition for partition in partitions if partition.stages == stages]
     return found
+
+
+def with_equal_stages(candidate: Candidate, space: SearchSpace, most_ns: int) -> Iterator[Candidate]:
+    """The same with the cuts for which the busiest stage is least busy, recomputation included, if there are any.
+
+    Where micro-batches are few, stages wait for the first one to come back, the first stage longest, so that an early
+    stage may not be slower than a late one, as the pipeline latency has it.  most_ns: no stage may take longer; 0: any
+    time.
+    """
+    micro_rows, layout = candidate.micro_rows, candidate.layout
+    share = -(-max(micro_rows) // layout.pipeline_replicas)
+    longest = longest_range(space, share, len(micro_rows), most_ns) if most_ns else space.chain.n
+    nobody_waits = np.zeros((space.chain.n + 1,) * 2, dtype=np.int64)
+    wanted = TableRequest(
+        space, layout, micro_rows, candidate.schedule, stages=space.request.stages, waits=nobody_waits, longest=longest
+    )
+    for partition in _partitions(wanted, TableMemo()):
+        if partition.stages == candidate.partition.stages:
+            latency_ns = candidate.partition.pipeline_latency_ns
+            yield replace(candidate, partition=replace(partition, pipeline_latency_ns=latency_ns))
 
 
 def _spare(space: SearchSpace, layout: Layout, stages: int) -> int:

@@ -24,7 +24,7 @@ from autopart.passes.search.archive import Archive
 from autopart.passes.search.evaluation import Candidate
 from autopart.passes.search.exhaustive import enumerate_all
 from autopart.passes.search.layout import layouts
-from autopart.passes.search.proposals import HOPELESS, Proposal
+from autopart.passes.search.proposals import HOPELESS, Proposal, with_equal_stages
 from autopart.passes.search.refinement import actions_of, finer, is_legal, refined
 from autopart.passes.search.relaxation import fastest_sums
 from autopart.passes.search.space import SearchSpace, SearchSpaces, Watch
@@ -39,6 +39,8 @@ HOPEFUL, CLOSE = 1.04, 1.005
 """How far above the best a candidate may be to be refined, and to be refined over more blocks after that over few."""
 EVEN = 8
 """Even cuts may be off by this part of a device's share of the work, where less crosses."""
+FEW = 4
+"""Micro-batches for each stage up to which the pipeline latency misjudges stages so much that equal ones are tried."""
 EFFORT = 250_000
 """Actions that may be simulated in refining, and in comparing schedules and layouts."""
 
@@ -127,6 +129,9 @@ def evaluate_variants(spaces: SearchSpaces, archive: Archive, watch: Watch | Non
         even = _with_even_cuts(candidate, spaces.fine)
         if even is not None:
             archive.evaluate(spaces.fine, even)
+        if candidate.partition.stages > 1 and len(candidate.micro_rows) <= FEW * candidate.partition.stages:
+            for balanced in with_equal_stages(candidate, spaces.fine, archive.best_ns):
+                archive.evaluate(spaces.fine, balanced)
         if watch:
             watch("schedules and layouts", archive.best_ns, 0)
 

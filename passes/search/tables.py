@@ -3,7 +3,7 @@
 The same model as `estimate`, in closed form over ranges: times of a replica's share of a micro-batch, messages into the
 stage over the port it would use, the sum of gradients and the optimizer behind the last backward, memory with the
 micro-batches in flight.  Where memory is short and recomputation allowed, the stage pays for the share of its blocks
-that has to be recomputed: excess / what recomputing all of them frees, of its forward.
+that has to be recomputed: excess / what recomputing all of them frees, alone or in groups, of its forward.
 
 Wrong where: recomputed blocks free unequal amounts (the evaluator chooses them one by one); what leaves a stage is all
 that crosses its end.
@@ -28,6 +28,9 @@ from autopart.passes.search.partition import INFEASIBLE, Table, by_length, ends_
 from autopart.passes.search.space import Bools, SearchSpace
 from autopart.passes.simulation.stage_costs import copying_ns, optimizer_ns
 from autopart.passes.simulation.traffic import PortLoad
+
+GROUPS = (2, 4, 8)
+"""Groups into which a range may be recomputed, besides one."""
 
 Floats = npt.NDArray[np.float64]
 _T = TypeVar("_T")
@@ -80,12 +83,13 @@ class _Place(NamedTuple):
 
 class _Memory(NamedTuple):
     """Bytes of every range: that do not depend on the micro-batches in flight, held for each of them, what recomputing
-    all blocks frees of each, and saved by each."""
+    all blocks frees of each, saved by each, and the fewest that cross a boundary inside."""
 
     static: Ints
     held: Ints
     gained: Ints
     saved: Ints
+    least: Ints
 
 
 class StageCostTables:
@@ -244,15 +248,17 @@ class StageCostTables:
         recompute_all = request.recompute == "all" and request.may_recompute
         if not recompute_all and not (over > 0).any():
             return None
-        as_one_group = np.where(over <= (live - 1) * memory.saved, 1.0, 2.0)
+        in_groups = np.full(over.shape, 2.0)
+        freed = _freed_in_groups(live, memory)
+        np.divide(over, freed, out=in_groups, where=freed > 0)
         if recompute_all:
-            return as_one_group
+            return np.where(in_groups <= 1.0, 1.0, 2.0)
         if not request.may_recompute:
             return np.where(over > 0, 2.0, 0.0)
         blocks = np.full(over.shape, 2.0)
         excess = over + self._heaviest(share, place.device_types[0])
         np.divide(excess, live * memory.gained, out=blocks, where=memory.gained > 0)
-        np.copyto(blocks, as_one_group, where=blocks > 1.0)
+        np.minimum(blocks, in_groups, out=blocks)
         blocks[over <= 0] = 0.0
         return blocks
 
@@ -268,7 +274,8 @@ class StageCostTables:
             static = weights + state + self._by_length(costs.scratch) + messages
             static[0] += self._micros * -(-self._batch_bytes() // replicas)
             saved = self._sums(costs, "saved_bytes")
-            return _Memory(static, saved + enters, saved - self._by_length(costs.kept), saved)
+            least = self._by_length(costs.least_crossing)
+            return _Memory(static, saved + enters, saved - self._by_length(costs.kept), saved, least)
 
         return _remembered(self._memo.memory, (self._longest, share, device_types, replicas), compute)
 
@@ -299,6 +306,16 @@ class StageCostTables:
         n = self._space.chain.n
         inside = np.arange(n + 1)[:, None] + np.arange(self._longest + 1)[None, :] <= n
         return np.asarray(by_length(legal, self._longest) & inside)
+
+
+def _freed_in_groups(live: int, memory: _Memory) -> Ints:
+    """Bytes of every range that recomputing all of it frees, in one or a few equal groups between the best places."""
+    freed = (live - 1) * memory.saved
+    for groups in GROUPS:
+        apart = live * (memory.saved - (groups - 1) * memory.least) - memory.saved // groups
+        apart[:, :groups] = 0
+        np.maximum(freed, apart, out=freed)
+    return freed
 
 
 _K = TypeVar("_K", bound=Hashable)

@@ -13,7 +13,7 @@ Where replicas share the optimizer's state, that of the largest share: whole par
 replica that has least.  Then gradients go to their owner and new values come back, which is one turn of the ring each,
 as much as a sum.
 
-A recomputed group keeps what enters and leaves it and pays its forward a second time.
+A recomputed group keeps what enters it (what leaves it is kept by whoever needs it) and pays its forward a second time.
 
 Assumed, and wrong where: times and saved bytes of a stage are the sums of its ops'; weights, gradients and optimizer
 state stay allocated; what the allocator wastes is left out.  Optimizer: reads weights, gradients and state, writes
@@ -235,6 +235,7 @@ def _kept(stage: Stage, index: GraphIndex) -> tuple[int, int]:
     ops = [index.ops[name] for name in stage.ops]
     again = {name: place for place, group in enumerate(stage.recompute) for name in group}
     maker = {w: again.get(op.name, -1) for op in ops for w in op.writes}  # the group that writes it, -1: none
-    edges = {r for op in ops for r in op.reads if r in maker and maker[r] != again.get(op.name, -1)}
+    users = [(again[op.name], op) for op in ops if op.name in again]
+    edges = {r for group, op in users for r in op.reads if r in maker and maker[r] != group}
     kept = sum([amount for name, amount in saved.items() if name not in again]) + sum([index.values[n] for n in edges])
     return kept, max([sum([saved[name] for name in group]) for group in stage.recompute])

@@ -1,0 +1,121 @@
+"""Which blocks of a stage are recomputed, and in which groups, so that it fits with the least time for that.
+
+Blocks are taken in order of bytes saved per nanosecond of forward (Piper, NeurIPS 2021, section 5.2, chooses so too),
+as few as fit.  Neighbours that are recomputed form groups: a group keeps what enters it for each micro-batch in flight,
+and in its own backward everything inside once, so few large groups keep little and need a large workspace, many small
+ones the other way round.  Several sizes are tried; a group of a size ends where the fewest bytes cross in the second
+half of what it may hold (for one size everywhere and equal layers: between layers; Chen et al., "Training Deep Nets
+with Sublinear Memory Cost", 2016, has the square root of their number as the best).
+
+Assumed, and wrong where: a value that passes by a group counts at each of its ends.  What is found is estimated as
+every stage is, and more is recomputed where that says that it does not fit.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from autopart.ir.plan import Stage
+from autopart.passes.simulation.stage_costs import Estimator, StageContext
+
+
+@dataclass(frozen=True)
+class StageBlocks:
+    """The blocks of a stage in order, for a device's share of the rows: their names, the bytes that each saves, the
+    nanoseconds of its forward, and the bytes that cross the boundary before each."""
+
+    names: tuple[str, ...]
+    saved: Sequence[int]
+    fwd_ns: Sequence[int]
+    crossing: Sequence[int]
+
+    def by_worth(self) -> list[int]:
+        """Places of all blocks, those first that free most bytes for their time; last those that free none."""
+        freed = [saved - crossing for saved, crossing in zip(self.saved, self.crossing, strict=True)]
+
+        def worth(place: int) -> tuple[bool, float, int]:
+            return freed[place] <= 0, -self.saved[place] / max(1, self.fwd_ns[place]), place
+
+        return sorted(range(len(self.names)), key=worth)
+
+
+def fewest_recomputed(
+    context: StageContext, blocks: StageBlocks, estimator: Estimator, limit: int, *, everything: bool
+) -> Stage:
+    """The stage with as little recomputation as fits `limit` bytes; where nothing does, all of it as one group.
+
+    everything: all blocks are recomputed, and only their groups are chosen.  O(blocks log^2 blocks), and an estimate
+    for each number of blocks that turns out to be too small.
+    """
+    stage = replace(context.stage, recompute=())
+    plain = estimator.stage(replace(context, stage=stage))
+    fixed = plain.peak_bytes - context.live * sum(blocks.saved)
+    order = blocks.by_worth()
+    least = len(order) if everything else 1
+
+    def groups(count: int) -> tuple[int, list[range]]:
+        return _best_groups(blocks, frozenset(order[:count]), context.live)
+
+    count = least + bisect_left(range(least, len(order)), True, key=lambda count: fixed + groups(count)[0] <= limit)
+    while count <= len(order):
+        chosen = tuple(tuple(blocks.names[place] for place in group) for group in groups(count)[1])
+        found = replace(stage, recompute=chosen)
+        if estimator.stage(replace(context, stage=found)).peak_bytes <= limit:
+            return found
+        count += max(1, (len(order) - count) // 4) if count < len(order) else 1
+    return replace(stage, recompute=(stage.ops,))
+
+
+def _best_groups(blocks: StageBlocks, chosen: frozenset[int], live: int) -> tuple[int, list[range]]:
+    """(bytes kept for all micro-batches in flight and for the largest group, the groups) of the best size of groups."""
+    runs = _runs(chosen)
+    whole = sum(blocks.saved)
+    inside = [sum(blocks.saved[place] for place in run) for run in runs]
+    largest, least = max(inside), max(blocks.saved[place] for place in chosen)
+    best: tuple[int, list[range]] | None = None
+    size = largest
+    while best is None or size >= max(1, least):
+        groups = [group for run in runs for group in _divided(run, blocks, size)]
+        kept = (
+            whole - sum(inside) + sum(blocks.crossing[group.start] for group in groups if group.start)
+        )  # else it was received
+        workspace = max(sum(blocks.saved[place] for place in group) for group in groups)
+        if best is None or live * kept + workspace < best[0]:
+            best = live * kept + workspace, groups
+        size = size * 2 // 3
+    return best
+
+
+def _runs(chosen: frozenset[int]) -> list[range]:
+    """Ranges of neighbours, ascending."""
+    places = sorted(chosen)
+    breaks = [0, *(i for i, (a, b) in enumerate(pairwise(places), 1) if b != a + 1), len(places)]
+    return [range(places[a], places[b - 1] + 1) for a, b in pairwise(breaks)]
+
+
+def _divided(run: range, blocks: StageBlocks, size: int) -> list[range]:
+    """A run in groups that save at most `size` bytes each, or are single blocks."""
+    groups: list[range] = []
+    start = run.start
+    while start < run.stop:
+        held = blocks.saved[start]
+        end = best = start + 1
+        while end < run.stop and held + blocks.saved[end] <= size:
+            held += blocks.saved[end]
+            end += 1
+            in_second_half = 2 * held >= size
+            if end == run.stop or (
+                in_second_half and (best == start + 1 or _crossing(blocks, end) <= _crossing(blocks, best))
+            ):
+                best = end
+        groups.append(range(start, best))
+        start = best
+    return groups
+
+
+def _crossing(blocks: StageBlocks, place: int) -> int:
+    """Bytes over the boundary before this place; 0 at the end of the stage."""
+    return blocks.crossing[place] if place < len(blocks.names) else 0

@@ -12,6 +12,7 @@ from importlib import metadata
 import torch
 
 from autopart.capture import CaptureCache, Captured
+from autopart.capture.autocast import is_stand_in
 from autopart.capture.batch import Batch, split_rows
 from autopart.capture.family import ProgramFamily, another_size, capture_family
 from autopart.capture.gc_pause import gc_paused
@@ -131,6 +132,8 @@ def _built(problem: _Problem, costs: CostedGraph) -> Plan:
     asked = PlannerInput(costs.graph, cost_model, torch.__version__, costs.source)
     plan = _found_or_built(asked, resizable.other, problem.cluster, request, problem.options)
     precision = precision_of(problem.options, None)
+    if is_stand_in(precision, problem.cluster.kind):
+        notes = (*notes, "this torch has no CUDA: its casts are those of CPUs; to run it, plan again on the cluster")
     return replace(plan, provenance=replace(plan.provenance, precision=precision)).with_notes(*costs.notes, *notes)
 
 

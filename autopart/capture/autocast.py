@@ -44,8 +44,16 @@ class Autocast:
 
 
 def autocast_for(precision: Precision, device_type: str) -> Autocast | None:
-    """The region of a precision on devices of a type; None where the model runs as it is."""
-    return Autocast(device_type, _DTYPES[precision]) if precision in _DTYPES else None
+    """The region of a precision on devices of a type; None where the model runs as it is.
+
+    A torch that was built without CUDA can only plan for it, with the policy of CPUs (`is_stand_in`)."""
+    kind = "cpu" if is_stand_in(precision, device_type) else device_type
+    return Autocast(kind, _DTYPES[precision]) if precision in _DTYPES else None
+
+
+def is_stand_in(precision: Precision, device_type: str) -> bool:
+    """Whether CPUs' autocast stands for that of another type of device, which this torch cannot trace."""
+    return precision in _DTYPES and device_type == "cuda" and not torch._C._has_cuda
 
 
 @contextlib.contextmanager

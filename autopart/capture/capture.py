@@ -14,6 +14,7 @@ from torch.export.graph_signature import OutputKind
 from autopart.capture.asking import Asker
 from autopart.capture.autocast import Autocast, known_everywhere
 from autopart.capture.batch import Batch
+from autopart.capture.elsewhere import brought_back, moved
 from autopart.capture.export import LossFn, OutputSpec, Wrapper, explained, export, quiet
 from autopart.capture.gc_pause import gc_paused
 from autopart.capture.guards import check_aliased_buffers, check_autocast
@@ -112,7 +113,12 @@ def _capture(
     asker = Asker(wrapper, model, batch, sample.rows, reads_on)
     with _one_at_a_time, gc_paused(), known_everywhere():
         with quiet(), _flags(wrapper, model, evaluate=mode != "step"):
-            program, module = _lowered(model, export(wrapper, sample, asker))
+            if autocast is None or autocast.device_type == device.type:
+                program, module = _lowered(model, export(wrapper, sample, asker))
+            else:
+                with moved(wrapper, sample, torch.device(autocast.device_type)) as there:
+                    program, module = _lowered(model, export(wrapper, there, asker))
+                brought_back(module, device)
         _refuse_changed_parameters(program)
         outputs = _outputs_by_ops(program, module)
         names = read_names(program, module, wrapper, sample)

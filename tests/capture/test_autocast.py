@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -13,9 +12,11 @@ import torch
 from support.one_process import gradients_of, plain_loss
 from support.step_jobs import EVERY
 from torch import nn
+from torch.nn import functional as F
 
+import autopart
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.autocast import autocast_for, known_everywhere
+from autopart.capture.autocast import autocast_for
 from autopart.capture.batch import flatten
 from autopart.capture.capture import capture
 from autopart.ir.errors import CaptureError, UsageError
@@ -125,6 +126,30 @@ def test_evaluation_and_predictions_run_in_it_too() -> None:
         captures.run_in("fp32", "cpu")
 
 
-def test_a_region_for_cuda_is_known_without_cuda() -> None:
-    with known_everywhere(), contextlib.suppress(RuntimeError), autocast_for("bf16", "cuda").region():
-        assert torch.is_autocast_enabled("cuda")
+CUDA = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch cannot trace for CUDA")
+
+
+@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=CUDA)])
+@pytest.mark.parametrize("name", ["batch_norm", "stack"])
+def test_a_model_on_the_meta_device_is_captured_as_on_its_cluster(name: str, device_type: str) -> None:
+    case, autocast = EVERY[name], autocast_for("bf16", device_type)
+    batch = flatten(case.data(4), with_target=case.loss_fn is not None)
+    graphs = []
+    for device in ("meta", "cpu"):
+        model = case.model().to(device)
+        captured = capture(model, batch.to(torch.device(device)), loss_fn=case.loss_fn, autocast=autocast)
+        assert all(
+            tensor is dict(model.named_parameters()).get(name, tensor) for name, tensor in captured.tensors.items()
+        )
+        graphs.append(captured.graph)
+    assert graphs[0].shape_digest() == graphs[1].shape_digest()
+    assert [op.module for op in graphs[0].ops] == [op.module for op in graphs[1].ops]
+
+
+def test_without_cuda_a_plan_for_it_says_whose_casts_it_has() -> None:
+    plan = autopart.plan(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "h200x8", sample=(torch.ones(4, 8), torch.ones(4, 8)),
+        loss_fn=F.mse_loss, precision="bf16", optimizer="sgd", cache=False,
+    )  # fmt: skip
+    assert plan.provenance.precision == "bf16"
+    assert any("no CUDA" in note for note in plan.notes) != torch.backends.cuda.is_built()

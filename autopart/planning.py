@@ -13,45 +13,48 @@ import torch
 
 from autopart.capture import CaptureCache, Captured
 from autopart.capture.autocast import is_stand_in
-from autopart.capture.batch import Batch, split_rows
+from autopart.capture.batch import Batch
 from autopart.capture.family import ProgramFamily, another_size, capture_family
 from autopart.capture.gc_pause import gc_paused
 from autopart.capture.gradients import require_something_to_train
-from autopart.capture.reduction import WHOLE, loss_reduction
+from autopart.capture.reduction import WHOLE, BatchRule, couples_rows, loss_reduction, row_layouts
+from autopart.capture.splits import Splits, ways_to_split
 from autopart.costs.optimizer_state import state_factor
 from autopart.costs.sources import CostedGraph, costed
 from autopart.files.plan_cache import find_plan, keep_plan, planner_digest
 from autopart.files.plans import VERSION, load_plan, match_plan
 from autopart.ir.capabilities import RUNTIME, Capabilities, lacking
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import CaptureError, PlanError, RefusedError, UsageError
+from autopart.ir.errors import CaptureError, CoupledLossError, PlanError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Plan, Precision
+from autopart.ir.shares import row_shares
 from autopart.ir.size import Size
 from autopart.options import Options
 from autopart.passes.ops.cost_model import ExtrapolatedCosts
 from autopart.passes.ops.table import registered
 from autopart.passes.pipeline import PlannerInput, build, recheck
+from autopart.passes.program.routing import divided_values
 from autopart.passes.program.schedules import BUILT_IN, find
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
 
-MOST_MICRO_BATCHES = 1 << 16
-"""That the planner chooses by itself: each is an entry of a plan."""
-Splits = tuple[tuple[int, ...], ...]
-"""Ways to split a batch, each the rows of its micro-batches."""
-
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, the captured program that it was made from, and how the losses of micro-batches combine.
+    """A plan, the captured program that it was made from, and how batches are cut under it.
 
     captured: at the size of the plan's largest micro-batch; of a model on the meta device it may be at another.
     """
 
     plan: Plan
     captured: Captured
-    weight: LossReduction
+    rule: BatchRule
+
+    @property
+    def weight(self) -> LossReduction:
+        """How the losses of micro-batches combine."""
+        return self.rule.reduction
 
 
 def make_plan(
@@ -66,18 +69,23 @@ def make_plan(
     if given:
         return _given(given, captures, batch, cluster, options, abilities)
     # The program at every size that micro-batches may have, from captures at two of them.
-    splits = microbatch_options(batch, options)
+    splits = ways_to_split(batch, options.micro_batches)
     family = capture_family(captures, batch, _first_size(splits, batch, cluster, options), _other_sizes(splits, batch))
     require_something_to_train(family.base.graph)
-    # How the losses of micro-batches combine to the batch's, or a refusal.
-    reduction = loss_reduction(family, splits, options.loss_reduction)
-    # What every op costs at the size of the base; the cost model extends it to where the program is known.
+    # What to plan: how the batch may be cut, and whether stages may have replicas.
     problem = _problem(family, splits, cluster, options, abilities)
+    # How the losses of its parts combine to the batch's, or a refusal.
+    problem, reduction = _with_reduction(problem)
+    # What every op costs at the size of the base; the cost model extends it to where the program is known.
     costs = _costs(problem)
-    # The fastest plan under these costs.
-    plan = _built(problem, costs)
-    # What was chosen has to be the program that will run, with the costs of its own size.
-    return _settled(problem, costs, plan, reduction)
+    try:
+        # The fastest plan under these costs; it has to be the program that will run, with the costs of its own size.
+        return _settled(problem, costs, _built(problem, costs), reduction)
+    except RefusedError as refusal:
+        if not abilities.replicas or options.replicas is not None:
+            raise
+        alone = _without_replicas(problem, refusal.what)
+        return _settled(alone, costs, _built(alone, costs), reduction)
 
 
 @dataclass(frozen=True)
@@ -98,11 +106,42 @@ def _problem(
 ) -> _Problem:
     """With all splits where the program, and so its costs, is known at all their sizes; else with those of one size."""
     sizes = {Size(max(micro_rows)) for micro_rows in splits}
-    shares = {Size(1)} if abilities.replicas else set()
+    shares = {Size(1)} if abilities.replicas and options.replicas != 1 else set()
     if family.refusal is None and (family.other is None or family.known(sizes | shares)):
         return _Problem(family, splits, cluster, options, abilities)
     kept, options, note = _at_one_size(family.base.graph.size, splits, options, abilities)
     return _Problem(family.alone(Size(max(kept[0]))), kept, cluster, options, abilities, (note,))
+
+
+def _without_replicas(problem: _Problem, why: str) -> _Problem:
+    """The same with one device for each stage, and a note on it.  Raises UsageError where the user wants more."""
+    if problem.options.replicas not in (None, 1):
+        raise UsageError("replicas cannot be planned for this model", why=why, fix="use replicas=1")
+    options = replace(problem.options, replicas=1)
+    return replace(problem, options=options, notes=(*problem.notes, f"no replicas were tried: {why}"))
+
+
+def _with_reduction(problem: _Problem) -> tuple[_Problem, LossReduction]:
+    """How the losses of parts of the batch combine; without replicas where a micro-batch is the whole batch, which has
+    none to combine, and could not be cut."""
+    family, options = problem.family, problem.options
+    may = problem.abilities.replicas and options.replicas is None  # a plan shows what could be; what runs is exact
+    if may and problem.abilities == RUNTIME and couples_rows(family.base.graph):
+        why = "each would have batch statistics and buffers of its own rows, as in DistributedDataParallel"
+        problem = _without_replicas(problem, f"{why}; replicas= asks for that")
+        options = problem.options
+    whole = all(len(micro_rows) == 1 for micro_rows in problem.splits)
+    if whole and problem.abilities.replicas and options.replicas != 1:
+        if family.batch.rows in (None, 1):
+            return _without_replicas(problem, "the batch has no rows to divide"), WHOLE
+        halves = tuple((*micro_rows, *micro_rows) for micro_rows in problem.splits)
+        try:
+            return problem, loss_reduction(family, halves, options.loss_reduction)
+        except CoupledLossError as refusal:
+            if options.replicas is not None:
+                raise
+            return _without_replicas(problem, refusal.what), WHOLE
+    return problem, loss_reduction(family, problem.splits, options.loss_reduction)
 
 
 def _at_one_size(size: Size, splits: Splits, options: Options, abilities: Capabilities) -> tuple[Splits, Options, str]:
@@ -166,6 +205,9 @@ def _settled(problem: _Problem, costs: CostedGraph, plan: Plan, reduction: LossR
     A model without values is not measured: of its plan only the digest is that of its own size.
     """
     family, notes = problem.family, problem.notes
+    if _least_rows(plan) == 1 < min(plan.micro_rows) and not _runs_on_one_row(problem):
+        problem = _without_replicas(problem, "on a single row the model runs other operations")
+        plan, notes = _built(problem, costs), problem.notes
     if min(plan.micro_rows) == 1 and not _runs_on_one_row(problem):
         larger = tuple(micro_rows for micro_rows in problem.splits if min(micro_rows) > 1)
         plan = _built(replace(problem, splits=larger), costs)
@@ -181,7 +223,20 @@ def _settled(problem: _Problem, costs: CostedGraph, plan: Plan, reduction: LossR
         else:
             captured = family.captured(size)
             plan = _made_for(plan, captured.graph)
-    return Planned(plan.with_notes(*notes), captured, reduction if len(plan.micro_rows) > 1 else WHOLE)
+    return Planned(plan.with_notes(*notes), captured, _rule(plan, captured, family, reduction))
+
+
+def _rule(plan: Plan, captured: Captured, family: ProgramFamily, reduction: LossReduction) -> BatchRule:
+    """How batches are cut under the plan.  Raises RefusedError for a value that its replicas cannot divide."""
+    if len(plan.micro_rows) == 1 and all(len(stage.ranks) == 1 for stage in plan.stages):
+        return BatchRule(WHOLE)
+    return BatchRule(reduction, row_layouts(family, reduction, *divided_values(plan.decision, captured.graph)))
+
+
+def _least_rows(plan: Plan) -> int:
+    """The fewest rows that a replica has of a micro-batch, if it has any."""
+    parts = {(rows, len(stage.ranks)) for rows in plan.micro_rows for stage in plan.stages}
+    return min(own for rows, count in parts for own in row_shares(rows, count) if own)
 
 
 def _runs_on_one_row(problem: _Problem) -> bool:
@@ -217,11 +272,14 @@ def _given(
         given, captured.graph, torch_version=torch.__version__, world=cluster.world, local=cluster.levels[0].size
     )
     other = None
-    if len(given.micro_rows) > 1:
+    replicated = any(len(stage.ranks) > 1 for stage in given.stages)
+    if len(given.micro_rows) > 1 or (replicated and batch.rows is not None):
         sizes = [Size(sum(given.micro_rows)), *(Size(rows) for rows in sorted(set(given.micro_rows)))]
         other = captures(batch, another_size(captured.graph.size, sizes))
     family = ProgramFamily(captures, batch, captured, other)
-    return Planned(given, captured, loss_reduction(family, (given.micro_rows,), options.loss_reduction))
+    splits = (given.micro_rows if not replicated else given.micro_rows * 2,)
+    reduction = loss_reduction(family, splits, options.loss_reduction)
+    return Planned(given, captured, _rule(given, captured, family, reduction))
 
 
 def _found_or_built(
@@ -300,32 +358,6 @@ def precision_of(options: Options, given: Plan | None) -> Precision:
             fix="drop precision=, or make a plan for it",
         )
     return planned
-
-
-def microbatch_options(batch: Batch, options: Options) -> Splits:
-    """The splits of a batch that are tried, each the rows of its micro-batches, largest micro-batches first.
-
-    What the user says; else the divisors of the number of rows, and powers of two where there are few divisors.
-    """
-    if batch.rows is None:
-        if options.micro_batches not in (None, 1):
-            raise UsageError(
-                f"micro_batches is {options.micro_batches} and the batch has no rows",
-                why="none of its tensors has an axis",
-                fix="use micro_batches=1",
-            )
-        return ((1,),)
-    if options.micro_batches:
-        return (split_rows(batch.rows, options.micro_batches),)
-    return tuple(split_rows(batch.rows, count) for count in micro_counts(batch.rows))
-
-
-def micro_counts(rows: int) -> tuple[int, ...]:
-    """Numbers of micro-batches worth trying, ascending: the divisors, or also powers of two where those are few."""
-    most = min(rows, MOST_MICRO_BATCHES)
-    divisors = [count for count in range(1, most + 1) if rows % count == 0]
-    powers = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
-    return tuple(divisors if len(divisors) >= min(4, len(powers)) else sorted({*divisors, *powers}))
 
 
 def _first_size(splits: Splits, batch: Batch, cluster: Cluster, options: Options) -> Size:

@@ -2,7 +2,9 @@
 
 Every random op of a captured graph is called through `keyed`: the default generator of the device is seeded from
 (seed, step, micro-batch, number of the op in the graph) for this one call and put back afterwards.  A mask is then a
-function of that key alone: it is the same for any number of stages, any schedule and any recomputation.
+function of that key alone: it is the same for any number of stages, any schedule and any recomputation.  A replica has
+some rows of a micro-batch: there `keyed_rows` draws for all of them and takes its own, so that masks do not depend on
+replicas either.  What that costs: the op runs on all rows, and holds what its backward needs of them.
 """
 
 from __future__ import annotations
@@ -10,26 +12,32 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.fx.node import map_aggregate
 
-_key: contextvars.ContextVar[tuple[int, int, int]] = contextvars.ContextVar("autopart_rng_key", default=(0, 0, 0))
+from autopart.ir.shares import RowLayout, Window
+
+Key = tuple[int, int, int, Window | None]
+"""(seed, step, micro-batch, rows of it that are here; None for all)."""
+
+_key: contextvars.ContextVar[Key] = contextvars.ContextVar("autopart_rng_key", default=(0, 0, 0, None))
 
 
 @contextlib.contextmanager
-def micro_key(seed: int, step: int, micro: int) -> Iterator[None]:
-    """Random ops called inside draw the numbers of this step and micro-batch."""
-    token = _key.set((seed, step, micro))
+def micro_key(seed: int, step: int, micro: int, window: Window | None = None) -> Iterator[None]:
+    """Random ops called inside draw the numbers of this step and micro-batch, for these rows of it."""
+    token = _key.set((seed, step, micro, window))
     try:
         yield
     finally:
         _key.reset(token)
 
 
-def current_key() -> tuple[int, int, int]:
-    """(seed, step, micro-batch) whose numbers are drawn now."""
+def current_key() -> Key:
+    """(seed, step, micro-batch, rows) whose numbers are drawn now: what `micro_key` takes."""
     return _key.get()
 
 
@@ -41,7 +49,7 @@ def derive(*parts: int) -> int:
 
 def keyed(op: Callable[..., Any], number: int, /, *args: Any, **kwargs: Any) -> Any:
     """Call random op `op`, which is the graph's random op `number`, under the current key."""
-    seed = derive(*_key.get(), number)
+    seed = derive(*_key.get()[:3], number)
     device = _device(args, kwargs)
     if device.type == "cuda":
         with torch.random.fork_rng(devices=[device]):
@@ -53,6 +61,62 @@ def keyed(op: Callable[..., Any], number: int, /, *args: Any, **kwargs: Any) -> 
         return op(*args, **kwargs)
     finally:
         torch.set_rng_state(state)
+
+
+def keyed_rows(
+    op: Callable[..., Any],
+    number: int,
+    given: Sequence[tuple[int, int] | None],
+    made: Sequence[tuple[int, int] | None],
+    size_at: int | None,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`keyed` for the rows of a replica: the op runs on all rows of the micro-batch, those of others filled with ones.
+
+    given: (axis, stride) of the rows in each tensor that it takes, in order, None where it holds none (`RowLayout`);
+    made: the same of its results.  size_at: the place of the argument that is the size of the result, if there is one.
+    """
+    window = _key.get()[3]
+    if window is None or window.is_all:
+        return keyed(op, number, *args, **kwargs)
+    layouts = iter(given)
+
+    def whole(arg: Any) -> Any:
+        layout = next(layouts) if isinstance(arg, torch.Tensor) else None
+        return arg if layout is None else _among_all(arg, RowLayout(*layout), window)
+
+    args, kwargs = map_aggregate((args, kwargs), whole)
+    if size_at is not None and made[0] is not None:
+        size, axis = list(args[size_at]), made[0][0]
+        size[axis] = size[axis] // window.own * window.whole
+        args = (*args[:size_at], size, *args[size_at + 1 :])
+    found = keyed(op, number, *args, **kwargs)
+    if isinstance(found, torch.Tensor):
+        return _own(found, made[0], window)
+    return tuple(_own(result, layout, window) for result, layout in zip(found, made, strict=True))
+
+
+def _among_all(tensor: torch.Tensor, layout: RowLayout, window: Window) -> torch.Tensor:
+    """The tensor as part of one of all rows, with its own order of memory, in which some ops draw."""
+    size = list(tensor.shape)
+    size[layout.axis] = size[layout.axis] // window.own * window.whole
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
+    filled = torch.empty_permuted(size, order, dtype=tensor.dtype, device=tensor.device).fill_(1)
+    place = torch.unflatten(filled, layout.axis, (layout.stride, window.whole, -1))
+    place = place.narrow(layout.axis + 1, window.first, window.own)
+    place.copy_(torch.unflatten(tensor, layout.axis, (layout.stride, window.own, -1)))
+    return filled
+
+
+def _own(result: Any, layout: tuple[int, int] | None, window: Window) -> Any:
+    if layout is None or not isinstance(result, torch.Tensor):
+        return result
+    axis, stride = layout
+    parts = torch.unflatten(result, axis, (stride, window.whole, -1)).narrow(axis + 1, window.first, window.own)
+    return parts.flatten(axis, axis + 2)
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

@@ -16,10 +16,12 @@ from torch import nn
 from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch import Batch, flatten
 from autopart.capture.guards import check_model
+from autopart.capture.reduction import couples_rows
 from autopart.files.clusters import parse_cluster
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program, Slot
+from autopart.ir.shares import Window
 from autopart.options import Options
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
@@ -35,7 +37,6 @@ from autopart.session.compare import (
     Outcome,
     Verification,
     compared,
-    couples_rows,
     fresh_copy,
     plain_outcome,
     precision_of,
@@ -128,13 +129,14 @@ class _Stages:
     ) -> torch.Tensor:
         """Forward through all stages, then backward; returns the loss."""
         made: list[dict[str, torch.Tensor]] = []
+        rows = self.graph.rows
         for s, runner in enumerate(self.runners):
             given: dict[str, torch.Tensor] = dict(inputs) if s == 0 else {}
             for edge in self.program.edges:
                 if edge.dst == s:
                     given.update({name: made[edge.src][name].detach().clone() for name in edge.values})
             slot = Slot(s, micro)
-            outputs = runner.forward(slot, self.graph.rows, given, (0, 0), train=True, numbers=numbers)
+            outputs = runner.forward(slot, Window(0, rows, rows), given, (0, 0), train=True, numbers=numbers)
             made.append({**given, **outputs})
         name = self.graph.outputs[0]
         loss = next(m[name] for m in made if name in m)
@@ -192,7 +194,7 @@ def verify_here(model: nn.Module, sample: Any, options: Options, plain: Outcome 
     made = _planned(model, batch, options)
     graph, rows = made.captured.graph, made.plan.micro_rows
     found, reference = _played(made, batch), PLAIN
-    random, couples = any(op.random for op in graph.ops), bool(graph.updates) or couples_rows(graph)
+    random, couples = any(op.random for op in graph.ops), couples_rows(graph)
     if random or (couples and made.weight.adjusted):
         reference, alone = RANDOM if random else TERMS, replace(options, stages=1, micro_batches=len(rows))
         plain = _played(_planned(model, batch, alone), batch)

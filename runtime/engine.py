@@ -9,33 +9,37 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
 from autopart.ir.errors import AutopartError, StageError
 from autopart.ir.graph import Op
-from autopart.ir.program import BACKWARD, FORWARD, SEND, Action, Program, Slot
+from autopart.ir.program import BACKWARD, FORWARD, SEND, SUM_REPLICAS, Action, Program, Slot
+from autopart.ir.shares import RowLayout, Window, row_windows
 from autopart.runtime.activity import set_activity
 from autopart.runtime.failing_op import failing_op
 from autopart.runtime.mailbox import Mailbox
 from autopart.runtime.reduce import GradientsAside, TiedGradients
+from autopart.runtime.replicas import ReplicaSums, Shared
 from autopart.runtime.stage import StageRunner
 from autopart.runtime.trace import Trace
 from autopart.runtime.transport import Spec
 from autopart.runtime.world import World
 
 Specs = Mapping[int, Mapping[str, Spec]]
-"""Shape and dtype of every value, by rows of the micro-batch and by name."""
+"""Shape and dtype of every value, by rows that this rank has and by name."""
 
 
 @dataclass(frozen=True)
 class StepInput:
     """What one rank is given for one step.
 
-    rows: rows of each micro-batch.  micros: on the rank of stage 0 the model's inputs by value name for each
-    micro-batch, elsewhere empty.  weights: share of each micro-batch's loss in the whole loss.  key: (seed, step).
-    numbers: of each micro-batch, what stage code takes of them (`StageModule.numbers`).  idle: by micro-batch, values
-    that carry no weight in the loss, as where every target is ignored: no gradient goes back from them.
+    rows: rows of each micro-batch, of which a replica has its share (`row_windows`); all else is of that share.
+    micros: on the ranks of stage 0 the model's inputs by value name for each micro-batch, elsewhere empty.  weights:
+    share of each micro-batch's loss in the whole loss.  key: (seed, step).  numbers: of each micro-batch, what stage
+    code takes of them (`StageModule.numbers`).  idle: by micro-batch, values that carry no weight in the loss, as where
+    every target is ignored: no gradient goes back from them.  uneven: whether some replica has no weight somewhere.
     """
 
     rows: tuple[int, ...]
@@ -44,6 +48,7 @@ class StepInput:
     key: tuple[int, int]
     numbers: Sequence[Sequence[float]] = ()
     idle: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    uneven: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ class Engine:
     """Plays one rank's part of a program, step after step.
 
     runners: of the stages that this rank runs.  ops: of the captured graph, to name one that fails.  loss: the value
-    that is the loss, None where there is none.
+    that is the loss, None where there is none.  layouts: of values that are cut between replicas (`RowRoutes`).
+    shared: what the replicas of each stage of this rank keep alike.
     """
 
     def __init__(
@@ -89,18 +95,22 @@ class Engine:
         specs: Specs,
         ops: Mapping[str, Op],
         loss: str | None,
+        layouts: Mapping[str, RowLayout] = MappingProxyType({}),
+        shared: Mapping[int, Shared] = MappingProxyType({}),
     ) -> None:
         self._rank = world.rank
         self._device = world.device
+        self._ranks = program.stage_ranks
         self._runners = runners
         self._ops = ops
         self._loss = loss
         self._part = program.part(world.rank)
         self._labels = {action: _activity(action) for action in self._part}
-        self._edges = {(edge.src, edge.dst): edge for edge in program.edges}
         self._sends = Counter((a.slot, a.is_a.way) for a in self._part if a.is_a.role == SEND)
-        self._mailbox = Mailbox(world, program, specs)
+        self._mailbox = Mailbox(world, program, specs, layouts)
         self._tied = TiedGradients(world, program)
+        self._sums = self._open_sums(world, program, shared)
+        self._last_backward = {a.stage: a for a in self._part if a.kind == "B"}
         self._last_sum = next((a for a in reversed(self._part) if a.kind == "T"), None)
         self._do: dict[str, Callable[[Action, _State], None]] = {
             "F": self._run_forward,
@@ -110,9 +120,19 @@ class Engine:
             "RF": self._receive,
             "RB": self._receive,
             "T": self._sum_tied,
+            "R": self._sum_replicas,
             "O": self._end_stage,
         }
         self.trace: Trace | None = None
+
+    def _open_sums(self, world: World, program: Program, shared: Mapping[int, Shared]) -> dict[int, ReplicaSums]:
+        """For the stages of this rank that have replicas and are trained.  Every rank opens the groups of all."""
+        found = {}
+        for stage in dict.fromkeys(action.stage for action in program.order if action.kind == SUM_REPLICAS):
+            sums = ReplicaSums(world, program.stage_ranks[stage], self._runners.get(stage), shared.get(stage, Shared()))
+            if self._rank in program.stage_ranks[stage]:
+                found[stage] = sums
+        return found
 
     def step(
         self,
@@ -139,6 +159,8 @@ class Engine:
                 self.trace.end()
         except BaseException:
             aside.restore()
+            for sums in self._sums.values():
+                sums.abandon()
             for runner in self._runners.values():
                 runner.clear()
             raise
@@ -167,16 +189,22 @@ class Engine:
 
     # -- computes ------------------------------------------------------------------------------------------------
 
+    def _window(self, slot: Slot, state: _State) -> Window:
+        """The rows of a micro-batch that this rank has."""
+        ranks = self._ranks[slot.stage]
+        return row_windows(state.given.rows[slot.micro], len(ranks))[ranks.index(self._rank)]
+
     def _run_forward(self, action: Action, state: _State) -> None:
         slot, given = action.slot, state.given
-        values = state.values[slot]
+        window, values = self._window(slot, state), state.values[slot]
+        if not window.own:
+            return
         if given.micros and slot.stage == 0:
             values.update(given.micros[slot.micro])
         runner = self._runners[slot.stage]
         try:
             numbers = given.numbers[slot.micro] if given.numbers else ()
-            rows = given.rows[slot.micro]
-            outputs = runner.forward(slot, rows, values, given.key, train=state.train, numbers=numbers)
+            outputs = runner.forward(slot, window, values, given.key, train=state.train, numbers=numbers)
         except Exception as error:
             raise self._told(error, action) from error
         if self._loss is not None and self._loss in outputs:
@@ -190,6 +218,8 @@ class Engine:
     def _run_backward(self, action: Action, state: _State) -> None:
         slot = action.slot
         grads = state.grads.pop(slot, {})
+        if not self._window(slot, state).own:
+            return
         runner = self._runners[slot.stage]
         if self._loss is not None and runner.makes(self._loss):
             weight, loss = state.given.weights[slot.micro], state.losses[slot.micro]
@@ -197,6 +227,8 @@ class Engine:
             grads = grads | {self._loss: torch.full_like(loss, weight)} if weight else {}
         idle = state.given.idle.get(slot.micro, frozenset())  # may be 0/0: even a gradient of 0 would be NaN there
         grads = {name: grad for name, grad in grads.items() if name not in idle}
+        if slot.stage in self._sums and action == self._last_backward[slot.stage]:
+            self._sums[slot.stage].arm(state.parameters)
         try:
             back = runner.backward(slot, grads)
         except Exception as error:
@@ -208,32 +240,28 @@ class Engine:
 
     def _send(self, action: Action, state: _State) -> None:
         kept = state.values if action.is_a.way == FORWARD else state.back
-        tensors = kept[action.slot]
-        self._mailbox.send(action, [tensors[name] for name in self._names(action)])
+        self._mailbox.send(action, kept.get(action.slot, {}))
         state.sends_left[action.slot, action.is_a.way] -= 1
         if not state.sends_left[action.slot, action.is_a.way]:
-            del kept[action.slot]
+            kept.pop(action.slot, None)
 
     def _receive(self, action: Action, state: _State) -> None:
-        found = zip(self._names(action), self._mailbox.receive(action), strict=True)
+        found = self._mailbox.receive(action)
         if action.is_a.way == FORWARD:
             state.values[action.slot].update(found)
             return
         grads = state.grads[action.slot]
-        for name, grad in found:
+        for name, grad in found.items():
             grads[name] = grads[name] + grad if name in grads else grad
-
-    def _names(self, action: Action) -> tuple[str, ...]:
-        """The values, or those whose gradients come back, that a message carries."""
-        assert action.peer is not None
-        edge = self._edges[min(action.stage, action.peer), max(action.stage, action.peer)]
-        return edge.names(action.is_a.way)
 
     # -- the end of a step ---------------------------------------------------------------------------------------
 
     def _sum_tied(self, action: Action, state: _State) -> None:
         if action == self._last_sum:  # then the gradients of all stages of this rank are complete
             self._tied.reduce(state.parameters)
+
+    def _sum_replicas(self, action: Action, state: _State) -> None:
+        self._sums[action.stage].finish(state.parameters, uneven=state.given.uneven)
 
     def _end_stage(self, action: Action, state: _State) -> None:
         """The optimizer is the user's: it steps when `step` has returned, and every gradient is complete now."""

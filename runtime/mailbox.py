@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
-from autopart.ir.program import RECEIVE, SEND, Action, Program
+from autopart.ir.program import RECEIVE, SEND, Action, Program, split_rows
+from autopart.ir.shares import RowLayout, row_shares
 from autopart.runtime.posting import PostedInbox, PostedOutbox, Posting
+from autopart.runtime.row_routes import RowRoutes
 from autopart.runtime.transport import Inbox, Outbox, Spec
 from autopart.runtime.world import World
 
@@ -16,19 +19,23 @@ class Mailbox:
     """One channel for each directed pair of ranks that exchange messages; first in, first out, in the order of the
     program.  Between two stages on this rank a message is handed over as it is.
 
-    specs: shape and dtype of every value, by rows of the micro-batch and by name.  Making one is collective: every
-    rank opens every channel, in the same order.  Where posting may block, messages are posted at their turns
-    (`Posting`), else receives ahead of need (`Inbox`).
+    specs: shape and dtype of every value, by rows that this rank has and by name.  layouts: of the values that have to
+    be cut between stages with other replicas (`RowRoutes`).  Making one is collective: every rank opens every channel,
+    in the same order.  Where posting may block, messages are posted at their turns (`Posting`), else receives ahead of
+    need (`Inbox`).
     """
 
-    def __init__(self, world: World, program: Program, specs: Mapping[int, Mapping[str, Spec]]) -> None:
+    def __init__(
+        self,
+        world: World,
+        program: Program,
+        specs: Mapping[int, Mapping[str, Spec]],
+        layouts: Mapping[str, RowLayout] = MappingProxyType({}),
+    ) -> None:
         self._rank = world.rank
         self._specs = specs
-        self._rank_of = [ranks[0] for ranks in program.stage_ranks]
-        self._names = {}
-        for edge in program.edges:
-            self._names[edge.src, edge.dst] = edge.values
-            self._names[edge.dst, edge.src] = edge.grads
+        self._routes = RowRoutes(world.rank, program, layouts)
+        self._ranks = program.stage_ranks
         self._outboxes: dict[int, Outbox | PostedOutbox] = {}
         self._inboxes: dict[int, Inbox | PostedInbox] = {}
         self._posting = Posting(world, world.carrier, program) if world.carrier is not None else None
@@ -40,11 +47,14 @@ class Mailbox:
         self._coming = {peer: tuple(program.posts(peer, world.rank)) for peer in self._inboxes}
         self._consumed = {peer: _consumed_by(program, peer, world.rank) for peer in self._outboxes}
         self._handed: dict[Action, list[torch.Tensor]] = {}
+        self._under_way: dict[int, set[Action]] = {peer: set() for peer in self._outboxes}
+        self._rows: tuple[int, ...] = ()
 
     def begin(self, rows: tuple[int, ...]) -> None:
         """A step begins, with micro-batches of so many rows: receives are posted."""
+        self._rows = rows
         for peer, inbox in self._inboxes.items():
-            inbox.expect([(send, self._expected(send, rows[send.micro])) for send in self._coming[peer]])
+            inbox.expect([(send, specs) for send in self._coming[peer] for specs in self._expected(send, peer)])
         if self._posting is not None:
             self._posting.begin()
 
@@ -53,35 +63,49 @@ class Mailbox:
         if self._posting is not None and action.is_a.role != RECEIVE:
             self._posting.passed()
 
-    def _expected(self, send: Action, rows: int) -> tuple[Spec, ...]:
-        assert send.peer is not None
-        specs = self._specs[rows]
-        return tuple(specs[name] for name in self._names[send.stage, send.peer])
+    def _expected(self, send: Action, peer: int) -> list[tuple[Spec, ...]]:
+        """What comes of a message from one rank, if anything does."""
+        receive, rows = send.other_end, self._rows[send.micro]
+        parts = [part for part in self._routes.parts(receive, rows) if part.peer == peer]
+        return [self._routes.specs(part, self._own_specs(receive)) for part in parts]
 
-    def send(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
-        """Post a message; returns at once."""
-        assert action.peer is not None
-        peer = self._rank_of[action.peer]
-        if peer == self._rank:
-            self._handed[action] = [tensor.detach() for tensor in tensors]
-        else:
-            self._outboxes[peer].send(tensors, action)
+    def _own_specs(self, action: Action) -> Mapping[str, Spec]:
+        ranks = self._ranks[action.stage]
+        return self._specs[row_shares(self._rows[action.micro], len(ranks))[ranks.index(self._rank)]]
 
-    def receive(self, action: Action) -> list[torch.Tensor]:
-        """The tensors of a message; waits for it."""
-        assert action.peer is not None
-        peer, send = self._rank_of[action.peer], action.other_end
+    def send(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Post a message, which takes its values from `tensors`; returns at once."""
+        for part in self._routes.parts(action, self._rows[action.micro]):
+            cut = self._routes.cut(part, tensors)
+            if part.peer == self._rank:
+                self._handed[action] = [tensor.detach() for tensor in cut]
+            else:
+                self._outboxes[part.peer].send(cut, action)
+                self._under_way[part.peer].add(action)
+
+    def receive(self, action: Action) -> dict[str, torch.Tensor]:
+        """The tensors of a message by name; waits for it."""
+        parts = self._routes.parts(action, self._rows[action.micro])
+        if not parts:
+            return {}
+        found = [self._received(action.other_end, part.peer) for part in parts]
+        return self._routes.joined(action.is_a.way, parts, found, self._own_specs(action))
+
+    def _received(self, send: Action, peer: int) -> list[torch.Tensor]:
         if peer == self._rank:
             return self._handed.pop(send)
         tensors = self._inboxes[peer].receive(send)
         if peer in self._outboxes:
-            self._outboxes[peer].acknowledge(self._consumed[peer].get(send, ()))
+            consumed = self._under_way[peer].intersection(self._consumed[peer].get(send, ()))
+            self._under_way[peer] -= consumed
+            self._outboxes[peer].acknowledge(consumed)
         return tensors
 
     def flush(self) -> None:
         """The step ends: wait until every message has left."""
-        for outbox in self._outboxes.values():
+        for peer, outbox in self._outboxes.items():
             outbox.flush()
+            self._under_way[peer].clear()
         if self._posting is not None:
             self._posting.flush()
 
@@ -98,12 +122,17 @@ def _rank_pairs(program: Program) -> list[tuple[int, int]]:
     """Directed pairs of ranks between which messages pass, in order of the first."""
     pairs: dict[tuple[int, int], None] = {}
     for edge in program.edges:
-        src, dst = program.stage_ranks[edge.src][0], program.stage_ranks[edge.dst][0]
-        if src != dst:
-            pairs[src, dst] = None
-            if edge.grads:
-                pairs[dst, src] = None
+        for src, dst in _meeting(program, edge.src, edge.dst):
+            if src != dst:
+                pairs[src, dst] = None
+                if edge.grads:
+                    pairs[dst, src] = None
     return list(pairs)
+
+
+def _meeting(program: Program, stage: int, peer: int) -> list[tuple[int, int]]:
+    """Ranks of two stages that may have rows in common."""
+    return [(t.src_rank, t.dst_rank) for t in split_rows(program.stage_ranks[stage], program.stage_ranks[peer])]
 
 
 def _consumed_by(program: Program, peer: int, me: int) -> dict[Action, tuple[Action, ...]]:
@@ -113,8 +142,14 @@ def _consumed_by(program: Program, peer: int, me: int) -> dict[Action, tuple[Act
     """
     found: dict[Action, tuple[Action, ...]] = {}
     fresh: list[Action] = []
+    with_me = {
+        (stage, other)
+        for edge in program.edges
+        for stage, other in ((edge.src, edge.dst), (edge.dst, edge.src))
+        if (peer, me) in _meeting(program, stage, other)
+    }
     for action in program.part(peer):
-        if action.peer is None or program.stage_ranks[action.peer][0] != me:
+        if (action.stage, action.peer) not in with_me:
             continue
         if action.is_a.role == RECEIVE:
             fresh.append(action.other_end)

@@ -1,7 +1,8 @@
 """Sums of gradients over ranks: of parameters that several stages use (tied weights).
 
-Every stage that uses the parameter holds a copy; after the sum all copies hold the same bits, so that equal optimizers
-keep them equal.  Only what this step contributed is summed: a gradient left from an earlier step was summed then.
+Every stage that uses the parameter holds a copy, on each of its replicas, and one sum goes over all of them; after it
+all copies hold the same bits, so that equal optimizers keep them equal.  Only what this step contributed is summed: a
+gradient left from an earlier step was summed then.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class TiedGradients:
         self._world = world
         self._ties: list[_Tie] = []
         for name, stages in program.tied:
-            ranks = sorted({program.stage_ranks[stage][0] for stage in stages})
+            ranks = sorted({rank for stage in stages for rank in program.stage_ranks[stage]})
             group = world.group(ranks) if len(ranks) > 1 else None
             if world.rank in ranks:
                 self._ties.append(_Tie(name, group))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from autopart.ir.program import Slot
+from autopart.ir.shares import Window
 from autopart.rng import micro_key
 from autopart.runtime.casts import StepCasts
 from autopart.runtime.stage_module import StageModule
@@ -26,8 +27,8 @@ class _Kept:
 class StageRunner:
     """Plays the code of one stage.
 
-    codes: by rows of the micro-batch.  tensors: this rank's parameters, buffers and constants by name.  grad_inputs:
-    values received whose gradients go back; grad_outputs: results whose gradients come back.
+    codes: by rows that this rank has of a micro-batch.  tensors: this rank's parameters, buffers and constants by
+    name.  grad_inputs: values received whose gradients go back; grad_outputs: results whose gradients come back.
     """
 
     def __init__(
@@ -61,19 +62,19 @@ class StageRunner:
     def forward(
         self,
         slot: Slot,
-        rows: int,
+        window: Window,
         values: Mapping[str, torch.Tensor],
         key: tuple[int, int],
         *,
         train: bool,
         numbers: Sequence[float] = (),
     ) -> dict[str, torch.Tensor]:
-        """Run the stage on the `rows` rows of one slot; `key` is (seed, step); numbers: of this micro-batch.
+        """Run the stage on the rows of one slot that this rank has; `key` is (seed, step); numbers: of these rows.
 
         The next micro-batch sees the updated buffers; the buffers themselves change at `finish`, because a backward
         still to come may have kept the old ones.
         """
-        code = self._codes[rows]
+        code = self._codes[window.own]
         leaves = {
             name: values[name].detach().requires_grad_() for name in code.inputs if train and name in self._grad_inputs
         }
@@ -82,7 +83,7 @@ class StageRunner:
             args = code.arguments(tensors, self._casts)
         args += [leaves.get(name, values[name]) for name in code.inputs]
         numbered = [numbers[place] for place in code.numbers]
-        with torch.set_grad_enabled(train), micro_key(*key, slot.micro):
+        with torch.set_grad_enabled(train), micro_key(*key, slot.micro, window):
             results = code.module(*args, *numbered)
         del args
         outputs = dict(zip(code.outputs, results, strict=False))
@@ -90,6 +91,14 @@ class StageRunner:
         if train:
             self._kept[slot] = _Kept(leaves, {n: t for n, t in outputs.items() if n in self._grad_outputs})
         return outputs
+
+    def fresh_buffers(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """The values that these buffers take at `finish`, to be written to; where this rank had no rows, room for
+        them."""
+        for name in names:
+            if name not in self._fresh:
+                self._fresh[name] = torch.empty_like(self._tensors[name])
+        return [self._fresh[name] for name in names]
 
     def finish(self) -> None:
         """End of a step: the buffers take their new values, in place."""

@@ -56,7 +56,7 @@ class World:
         self.size = size
         self.rank = 0
         self._local = local
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._talking: set[tuple[int, int]] = set()
         self._summing: set[tuple[int, ...]] = set()
@@ -130,15 +130,18 @@ class World:
             return self.group((src, dst), ordered=True)
         return shared_group.group
 
-    def group(self, ranks: Sequence[int], *, ordered: bool = False) -> dist.ProcessGroup:
-        """A group of some ranks.  Collective: every rank of the world calls it in the same order."""
+    def group(self, ranks: Sequence[int], *, ordered: bool = False, purpose: str = "") -> dist.ProcessGroup:
+        """A group of some ranks.  Collective: every rank of the world calls it in the same order.
+
+        purpose: groups of other purposes are others, so that what is under way in one is not in the order of another.
+        """
         key = tuple(ranks) if ordered else tuple(sorted(ranks))
-        if len(key) == self.size and not ordered and shared_group.backend == self._backend:
+        if len(key) == self.size and not ordered and not purpose and shared_group.backend == self._backend:
             group = shared_group.group  # of all worlds of this process: not ours to end
-        elif key in self._groups:
-            group = self._groups[key]
+        elif (purpose, key) in self._groups:
+            group = self._groups[purpose, key]
         else:
-            group = self._groups[key] = self._new_group(key, self._backend)
+            group = self._groups[purpose, key] = self._new_group(key, self._backend)
         if self.carrier is not None and not ordered and self.rank in key and key not in self._summing:
             self._summing.add(key)
             self.carrier.open_group(group)

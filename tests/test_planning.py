@@ -76,6 +76,7 @@ def planned(
     if meta:
         model, data = model.to("meta"), tuple(x.to("meta") for x in data)
     capturer = Counted(model, F.mse_loss)
+    options = {"replicas": 1, **options} if runtime else options
     read = read_options(costs="analytic", loss_fn=F.mse_loss, optimizer="sgd", **options)
     made = make_plan(capturer, flatten(data, with_target=True), SLOW, read, RUNTIME if runtime else EVERYTHING)
     size = Size(max(made.plan.micro_rows))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from autopart.capture.batch import Batch
 from autopart.capture.cache import CaptureCache
@@ -10,24 +12,53 @@ from autopart.capture.family import ProgramFamily, another_size
 from autopart.capture.gc_pause import gc_paused
 from autopart.capture.probe import prove_rows
 from autopart.capture.rows import mark_rows
-from autopart.ir.graph import LossReduction
+from autopart.ir.errors import RefusedError
+from autopart.ir.graph import Graph, LossReduction
+from autopart.ir.shares import RowLayout
 from autopart.ir.size import Size
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
+from autopart.passes.loss.layouts import find_layouts
 
 WHOLE = LossReduction("any")
+Layouts = Mapping[str, RowLayout | None]
+"""How values hold the rows of a micro-batch; None: not at all."""
 
 
-def reduction_of_batch(captures: CaptureCache, batch: Batch, micro_rows: Sequence[int], stated: str) -> LossReduction:
-    """How the losses of micro-batches of these rows combine for batches like `batch`.
+@dataclass(frozen=True, slots=True)
+class BatchRule:
+    """What follows from a kind of batch for how it is cut.  reduction: how losses of parts combine.  layouts: of the
+    values that replicas cut."""
+
+    reduction: LossReduction
+    layouts: Layouts = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists and dictionaries, to be sent."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> BatchRule:
+        """The inverse of `to_json`."""
+        layouts = {name: None if row is None else RowLayout(**row) for name, row in content["layouts"].items()}
+        return cls(LossReduction.from_json(content["reduction"]), layouts)
+
+
+def couples_rows(graph: Graph) -> bool:
+    """Whether parts of a batch are run otherwise than the whole: batch statistics are taken, also where no running ones
+    are kept, or buffers change."""
+    return bool(graph.updates) or any("batch_norm" in op.target and ("training", True) in op.attrs for op in graph.ops)
+
+
+def family_of_batch(captures: CaptureCache, batch: Batch, micro_rows: Sequence[int]) -> ProgramFamily:
+    """What says how micro-batches of these rows combine for batches like `batch`.
 
     A Python value, a length or a dtype may choose another loss than that of the batch that was planned for.  Captures
     at two sizes of several rows, since on one row a model may run other operations.  Raises CaptureError,
-    RefusedError (CoupledLossError).
+    RefusedError.
     """
     base = Size(max(2, *micro_rows))
     other = another_size(base, [Size(batch.rows or 1)])  # the whole batch may take another branch of the model's Python
-    family = ProgramFamily(captures, batch, captures(batch, base), captures(batch, other))
-    return loss_reduction(family, (micro_rows,), stated)
+    return ProgramFamily(captures, batch, captures(batch, base), captures(batch, other))
 
 
 def loss_reduction(family: ProgramFamily, splits: Sequence[Sequence[int]], stated: str) -> LossReduction:
@@ -55,6 +86,39 @@ def loss_reduction(family: ProgramFamily, splits: Sequence[Sequence[int]], state
             if not found:  # what is proven makes rules apply further on, which ask for more
                 raise unproven.refusal from None
             proven |= found
+
+
+def row_layouts(
+    family: ProgramFamily, reduction: LossReduction, crossing: Collection[str], drawn: Collection[str]
+) -> Layouts:
+    """How these values hold the rows of a micro-batch, None where they hold none (`find_layouts`).
+
+    Raises RefusedError for a value that replicas cannot divide.
+    """
+    base, other = family.base, family.other
+    if not crossing and not drawn:
+        return {}
+    if other is None:
+        raise family.refusal or RefusedError(
+            "a stage cannot have replicas: the model was captured at one size alone", fix="use replicas=1"
+        )
+    graph = mark_rows(base.graph, other.graph)
+    whole = frozenset(item.value for item in reduction.adjusted if item.reader is None)
+    proven: frozenset[str] = frozenset()
+    tried: frozenset[str] = frozenset()
+    while True:
+        try:
+            return find_layouts(graph, other.graph, crossing, drawn, whole=whole, proven=proven)
+        except UnprovenRows as unproven:
+            if unproven.names <= tried:
+                raise RefusedError(
+                    "a stage cannot have replicas: its rows cannot be shown to be independent of each other",
+                    where=unproven.where,
+                    why=unproven.why,
+                    fix="use replicas=1, or the same number of replicas for every stage",
+                ) from None
+            tried |= unproven.names
+            proven |= _prove(family, unproven.names)
 
 
 def _prove(family: ProgramFamily, names: frozenset[str]) -> frozenset[str]:

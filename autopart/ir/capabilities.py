@@ -28,7 +28,7 @@ class Capabilities:
     zero: bool
 
 
-RUNTIME = Capabilities(asynchronous=False, replicas=False, recompute=True, overlap=False, zero=False)
+RUNTIME = Capabilities(asynchronous=False, replicas=True, recompute=True, overlap=False, zero=False)
 EVERYTHING = Capabilities(asynchronous=True, replicas=True, recompute=True, overlap=False, zero=True)
 
 

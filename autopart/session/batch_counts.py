@@ -48,6 +48,51 @@ class Weights:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class PartWeights:
+    """The same of the parts that replicas have of the micro-batches: for each number of replicas, of each micro-batch
+    in order that of each replica; 0 where a replica has no rows."""
+
+    of: dict[int, Weights]
+
+    @classmethod
+    def nothing(cls, counts: Sequence[int], micros: int, numbers: int) -> PartWeights:
+        """As many, all of them 0."""
+        return cls({n: Weights([0.0] * (n * micros), [[0.0] * numbers for _ in range(n * micros)]) for n in counts})
+
+    def flat(self) -> list[float]:
+        """All of them, to be sent."""
+        return [number for weights in self.of.values() for number in weights.flat()]
+
+    def read(self, flat: Sequence[float]) -> PartWeights:
+        """The inverse of `flat`, for as many as these."""
+        found, start = {}, 0
+        for count, weights in self.of.items():
+            end = start + len(weights.flat())
+            found[count] = Weights.read(flat[start:end], len(weights.shares))
+            start = end
+        return PartWeights(found)
+
+    def own(self, count: int, replica: int) -> Weights:
+        """Of one of `count` replicas, by micro-batch."""
+        weights = self.of[count]
+        return Weights(weights.shares[replica::count], weights.numbers[replica::count])
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some part carries no weight: then a gradient may be missing on one replica and not on another."""
+        return any(0.0 in w.shares or any(0.0 in row for row in w.numbers) for w in self.of.values())
+
+
+def among(parts: Sequence[int], found: Weights, numbers: int) -> Weights:
+    """Weights for all parts, from those of the parts that have rows."""
+    shares, rows = iter(found.shares), iter(found.numbers)
+    return Weights(
+        [next(shares) if part else 0.0 for part in parts],
+        [next(rows) if part else [0.0] * numbers for part in parts],
+    )
+
+
 class BatchCounts:
     """Counts and sums that follow from the inputs alone, computed by ops cut out of the captured program.
 
@@ -57,17 +102,24 @@ class BatchCounts:
     def __init__(self, tensors: LocalTensors, device: torch.device) -> None:
         self._tensors = tensors
         self._device = device
+        self._sizes: set[int] = set()
         self._code: dict[tuple[int, str], StageModule] = {}
         self._constants: dict[tuple[int, str], torch.Tensor] = {}
 
     def clear(self) -> None:
         """Forget everything: a batch of another signature comes."""
+        self._sizes.clear()
         self._code.clear()
         self._constants.clear()
+
+    def has(self, rows: int) -> bool:
+        """Whether parts of so many rows can be counted."""
+        return rows in self._sizes
 
     def add(self, captured: Captured, reduction: LossReduction) -> None:
         """Cut out what computes the values that this reduction counts, at the rows of `captured`."""
         graph = captured.graph
+        self._sizes.add(graph.rows)
         kinds = {param.name: param.kind for param in graph.params}
         for name in sorted(set(reduction.counted())):
             key = graph.rows, name

@@ -29,8 +29,10 @@ from autopart.capture import CaptureCache
 from autopart.capture.batch import Batch, flatten, unflatten
 from autopart.capture.export import LossFn, loss_of, scalar
 from autopart.capture.guards import check_model
+from autopart.capture.reduction import couples_rows
 from autopart.capture.trained import Trained
 from autopart.ir.cluster import Cluster
+from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.options import Options
 from autopart.report.difference_table import DifferenceRow, difference_lines
@@ -139,11 +141,14 @@ def verify_step(
         session = pipe.session
         graph, decision = session.graph, pipe.plan.decision
         micro_rows, weights = session.loss_weights(batch)
-        shares, autocast = weights.shares, session.captures.autocast
+        shares = weights.shares if weights is not None else [1.0]
+        autocast = session.captures.autocast
         home = decision.stages[0].ranks[0]
         alone: Outcome | None = None
-        random, couples = any(op.random for op in graph.ops), bool(graph.updates) or couples_rows(graph)
-        if random or (couples and any(weights.numbers)):
+        random, couples = any(op.random for op in graph.ops), couples_rows(graph)
+        if couples and any(len(stage.ranks) > 1 for stage in decision.stages):
+            raise session.world.known(_per_replica())
+        if random or (couples and weights is not None and any(weights.numbers)):
             reference = RANDOM if random else TERMS
             alone = _captured_alone(model, cluster, sample, options, len(micro_rows))
         elif couples:
@@ -169,6 +174,14 @@ def verify_step(
         return _from_json(broadcast_result(session.world, content, failure, "running the model in one process", home))
 
 
+def _per_replica() -> UsageError:
+    return UsageError(
+        "this plan cannot be compared with one process",
+        why="the model takes statistics of a batch or updates buffers, of which each replica of a stage has its own",
+        fix="verify with replicas=1",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What one training step leaves, by original names, on the CPU."""
@@ -176,11 +189,6 @@ class Outcome:
     loss: float
     gradients: Tensors
     buffers: Tensors
-
-
-def couples_rows(graph: Graph) -> bool:
-    """Whether batch statistics are taken, also where no running ones are kept."""
-    return any("batch_norm" in op.target and ("training", True) in op.attrs for op in graph.ops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +236,7 @@ def _outcome(pipe: Pipe, mine: _Copy, sample: Any) -> Outcome:
 
 def _captured_alone(model: nn.Module, cluster: Cluster, sample: Any, options: Options, micros: int) -> Outcome:
     """The captured program in one stage, over as many micro-batches.  Collective."""
-    alone = replace(options, stages=1, micro_batches=micros, cuts=(), plan=None, costs="analytic")
+    alone = replace(options, stages=1, replicas=1, micro_batches=micros, cuts=(), plan=None, costs="analytic")
     mine = _fresh(model, options.loss_fn)
     with Pipe(CaptureCache(mine.model, mine.loss_fn), cluster, alone, sample) as pipe:
         return _outcome(pipe, mine, sample)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -18,27 +18,30 @@ from torch import nn
 from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch import Batch, split_rows
 from autopart.capture.export import rebuild_outputs
-from autopart.capture.reduction import WHOLE, reduction_of_batch
+from autopart.capture.reduction import WHOLE, BatchRule, family_of_batch, loss_reduction, row_layouts
 from autopart.capture.rows import require_same_program
 from autopart.ir.errors import BatchError, RunError
-from autopart.ir.graph import Graph, LossReduction
+from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.program import Program
+from autopart.ir.shares import RowLayout
 from autopart.ir.size import Size
 from autopart.passes.program.messages import check_messages
-from autopart.passes.program.routing import route
+from autopart.passes.program.routing import divided_values, route
 from autopart.passes.program.verify import check_program, forward_program
 from autopart.runtime.activity import patient, waiting
 from autopart.runtime.effects import first_line
 from autopart.runtime.engine import Engine, StepInput, StepResult
 from autopart.runtime.finite import unscale
+from autopart.runtime.replicas import Shared
 from autopart.runtime.stage import StageRunner
 from autopart.runtime.tensors import LocalTensors
 from autopart.runtime.trace import Trace
 from autopart.runtime.transport import Spec
 from autopart.runtime.world import World
 from autopart.session.agreement import FAILURES, broadcast_result, raise_first
-from autopart.session.batch_counts import BatchCounts, Weights
+from autopart.session.batch_counts import BatchCounts, PartWeights, Weights, among
+from autopart.session.parts import Parts, among_all, digest, parts_of, require_same_batch, shared_of
 from autopart.session.stage_code import StageCode
 
 Key = tuple[int, int]
@@ -118,10 +121,10 @@ class Executor:
     """Runs a model in one mode along the stages of a plan.  Every method that runs something is collective."""
 
     def __init__(
-        self, mode: Mode, context: RankContext, planned: Captured, decision: Decision, weight: LossReduction | None
+        self, mode: Mode, context: RankContext, planned: Captured, decision: Decision, rule: BatchRule | None
     ) -> None:
-        """planned: the capture, in this mode, that `decision` is for; weight: how losses of micro-batches combine in
-        the first batch that is prepared, None where that has to be derived."""
+        """planned: the capture, in this mode, that `decision` is for; rule: how the first batch that is prepared is
+        cut, None where that has to be derived."""
         self._mode = mode
         self._world = context.world
         self._captures = context.captures
@@ -129,11 +132,13 @@ class Executor:
         self._health = context.health
         self._planned = planned
         self._decision = decision
-        self._planned_weight = weight
-        self._weight = weight or WHOLE
-        self._reductions: dict[object, LossReduction] = {}
+        self._planned_rule = rule
+        self._weight = rule.reduction if rule is not None else WHOLE
+        self._rules: dict[object, BatchRule] = {}
+        self._layouts: dict[str, RowLayout] = {}
         self._stated = context.loss_reduction
-        self._stage = decision.stage_of_rank(context.world.rank)
+        self._parts = Parts(decision, context.world.rank)
+        self._stage = self._parts.stage
         self._first_rank = decision.stages[0].ranks[0]
         self._code = StageCode(context.tensors, context.world.device)
         self._counts = BatchCounts(context.tensors, context.world.device)
@@ -163,7 +168,8 @@ class Executor:
         Raises BatchError and RefusedError on all ranks before anything is sent, StageError and WorkerError after.
         """
         micro_rows = self.micro_rows(batch)
-        weights = self.agree(batch, micro_rows)
+        parts = self.agree(batch, micro_rows)
+        weights = parts.own(self._parts.count, self._parts.replica)
         output = self.graph.outputs[0]
         total, overflow = 0.0, ""
 
@@ -173,14 +179,14 @@ class Executor:
             mine = _weighted(result.losses, weights.shares)
             first = unscale(self._parameters(), guard.scale) if self.train and guard.looks else None
             everyone = self._world.gather_numbers([mine, float(first is not None)])
-            total = everyone[self._rank_of(output)][0]
+            total = sum(everyone[rank][0] for rank in self._ranks_of(output))
             if any(row[1] for row in everyone):
                 names = self._world.gather_text(first or "")
                 overflow = next(f"{name} on rank {rank}" for rank, name in enumerate(names) if name)
             return not overflow
 
         with self._health.watched("a step failed"):
-            self._run(batch, micro_rows, weights, key, share_loss, guard.scale)
+            self._run(batch, micro_rows, weights, key, share_loss, guard.scale, uneven=parts.uneven)
         return torch.tensor(total, dtype=getattr(torch, self.graph.value_map()[output].dtype)), overflow
 
     def predict(self, batch: Batch, key: Key) -> Any:
@@ -196,7 +202,7 @@ class Executor:
 
     def _collect(self, name: str, outputs: Mapping[str, torch.Tensor], spec: Spec) -> torch.Tensor:
         """An output of the model, from the rank that computed it."""
-        owner = self._rank_of(name)
+        owner = self._ranks_of(name)[0]
         if owner == self._world.rank:
             data = outputs[name].detach().cpu().contiguous()
         else:
@@ -211,12 +217,16 @@ class Executor:
         key: Key,
         agree: Callable[[StepResult], bool] | None = None,
         scale: float = 1.0,
+        *,
+        uneven: bool = False,
     ) -> StepResult:
         engine = self._engine(len(micro_rows))
-        inputs = self._inputs(batch, micro_rows) if self._stage == 0 else ()
+        device = self._world.device
+        inputs = self._parts.inputs(batch, self.graph.inputs, micro_rows, device) if self._stage == 0 else ()
         engine.trace = self.trace
         shares = [share * scale for share in weights.shares]
-        given = StepInput(micro_rows, inputs, shares, key, weights.numbers, weights.idle(self.graph, self._weight))
+        idle = weights.idle(self.graph, self._weight)
+        given = StepInput(micro_rows, inputs, shares, key, weights.numbers, idle, uneven)
         return engine.step(given, self._parameters(), train=self.train, agree=agree)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -228,71 +238,90 @@ class Executor:
         """Rows of each micro-batch of this batch.  Evaluation takes a batch whole, which is exact for any model."""
         return micro_rows_of(batch, self._decision.micro_rows if self.train else (1,))
 
-    def agree(self, batch: Batch, micro_rows: tuple[int, ...]) -> Weights:
+    def agree(self, batch: Batch, micro_rows: tuple[int, ...]) -> PartWeights:
         """Make the code for this batch, on which all ranks agree already.  Collective.
 
-        Returns what weighs each micro-batch's loss, as the rank of the first stage counts it.  Raises on all ranks what
+        Returns what weighs each part's loss, as the first rank of the first stage counts it.  Raises on all ranks what
         any rank finds wrong.
         """
-        self._agree_on_reduction(batch, micro_rows)
+        self._agree_on_rule(batch, micro_rows)
         failure: BaseException | None = None
-        mine = Weights([0.0] * len(micro_rows), [[0.0] * len(self._weight.adjusted) for _ in micro_rows])
+        nothing = PartWeights.nothing(self._parts.counts, len(micro_rows), len(self._weight.adjusted))
+        mine, seen = nothing, 0.0
         try:
             with patient("preparing the batch"):
                 self.prepare(batch, micro_rows)
-                if self._stage == 0:
+                if self._stage == 0 and self._parts.count > 1:
+                    seen = digest(batch)
+                if self._world.rank == self._first_rank:
                     mine = self._weights_of(batch, micro_rows)
         except FAILURES as error:
             failure = error
-        rows = self._world.gather_numbers([float(failure is not None), *mine.flat()])
+        rows = self._world.gather_numbers([float(failure is not None), seen, *mine.flat()])
         if any(row[0] for row in rows):
             raise_first(self._world, failure, "preparing the batch")
-        return Weights.read(rows[self._first_rank][1:], len(micro_rows))
+        different = require_same_batch([row[1] for row in rows], self._parts.first_ranks)
+        if different is not None:
+            raise self._world.known(different)
+        return nothing.read(rows[self._first_rank][2:])
 
-    def _agree_on_reduction(self, batch: Batch, micro_rows: Sequence[int]) -> None:
-        """How losses of micro-batches combine, as the rank of the first stage derives it.  Collective where batches of
-        this kind come for the first time: a Python value or a length in the batch may choose another loss than that of
-        the batch that was planned for."""
+    def _agree_on_rule(self, batch: Batch, micro_rows: Sequence[int]) -> None:
+        """How a batch is cut, as the first rank of the first stage derives it.  Collective where batches of this kind
+        come for the first time: a Python value or a length in the batch may choose another loss than that of the batch
+        that was planned for."""
         signature = self._signature_of(batch)
-        if signature != self._signature and not self._knows_reduction(signature):
+        if signature != self._signature and not self._knows_rule(signature):
             content, failure = None, None
             if self._world.rank == self._first_rank:
-                several = micro_rows if len(micro_rows) > 1 else [*micro_rows, *micro_rows]
                 try:
                     with patient("preparing the batch"):
-                        content = asdict(reduction_of_batch(self._captures, batch, several, self._stated))
+                        content = self._derived_rule(batch, micro_rows).to_json()
                 except FAILURES as error:
                     failure = error
             content = broadcast_result(self._world, content, failure, "preparing the batch", self._first_rank)
-            self._reductions[signature] = LossReduction.from_json(content)
+            self._rules[signature] = BatchRule.from_json(content)
         self._take(signature)
 
-    def _knows_reduction(self, signature: object) -> bool:
-        if len(self._decision.micro_rows) == 1 or not self.train:
-            self._reductions[signature] = WHOLE
-        elif not self._reductions and self._planned_weight is not None:
-            self._reductions[signature] = self._planned_weight
-        return signature in self._reductions
+    def _derived_rule(self, batch: Batch, micro_rows: Sequence[int]) -> BatchRule:
+        several = micro_rows if len(micro_rows) > 1 else [*micro_rows, *micro_rows]
+        family = family_of_batch(self._captures, batch, several)
+        reduction = loss_reduction(family, (several,), self._stated)
+        return BatchRule(reduction, row_layouts(family, reduction, *divided_values(self._decision, self.graph)))
+
+    def _knows_rule(self, signature: object) -> bool:
+        alone = len(self._decision.micro_rows) == 1 and not self._parts.replicated
+        if alone or not self.train:
+            self._rules[signature] = BatchRule(WHOLE)
+        elif not self._rules and self._planned_rule is not None:
+            self._rules[signature] = self._planned_rule
+        return signature in self._rules
 
     def _signature_of(self, batch: Batch) -> object:
         return self._captures.version, batch.signature()
 
     def _take(self, signature: object) -> None:
-        """Make ready for batches of this kind, whose reduction is known."""
+        """Make ready for batches of this kind, whose rule is known."""
         if signature != self._signature:
             self._code.clear()
             self._counts.clear()
-            self._signature, self._weight = signature, self._reductions[signature]
+            rule = self._rules[signature]
+            self._signature, self._weight = signature, rule.reduction
+            self._layouts.clear()
+            self._layouts.update({name: layout for name, layout in rule.layouts.items() if layout is not None})
 
     def prepare(self, batch: Batch, micro_rows: Sequence[int]) -> None:
         """Make the code for every number of rows.  Local; raises RefusedError when the model runs another program at
         these shapes than the one that was planned."""
         signature = self._signature_of(batch)
-        assert self._knows_reduction(signature)
+        assert self._knows_rule(signature)
         self._take(signature)
-        for rows in sorted(set(micro_rows), reverse=True):
+        for rows in self._parts.sizes(micro_rows):
             if not self._code.has(rows):
                 self._add(self._capture(batch, rows))
+        if self._world.rank == self._first_rank and not set(self._weight.counted()) <= set(self.graph.inputs):
+            for rows in self._parts.all_sizes(micro_rows):
+                if not self._counts.has(rows):
+                    self._counts.add(self._capture(batch, rows), self._weight)
 
     def _capture(self, batch: Batch, rows: int) -> Captured:
         captured = self._captures(batch, Size(rows), self._mode.value)
@@ -301,23 +330,20 @@ class Executor:
 
     def _add(self, captured: Captured) -> None:
         if self._stage is not None:
-            planned = self._decision.stages[self._stage]
-            self._code.add_stage(captured, self.program(1), self._stage, planned, self._weight.adjusted)
-        if self._stage == 0:
-            self._counts.add(captured, self._weight)
+            planned, layouts = self._decision.stages[self._stage], self._rules[self._signature].layouts
+            self._code.add_stage(captured, self.program(1), self._stage, planned, self._weight.adjusted, layouts)
         self._code.add_specs(captured)
 
-    def _weights_of(self, batch: Batch, micro_rows: tuple[int, ...]) -> Weights:
-        """What weighs each micro-batch; on the rank of the first stage."""
-        return self._counts.weights(self._weight, micro_rows, self._inputs(batch, micro_rows))
-
-    def _inputs(self, batch: Batch, micro_rows: tuple[int, ...]) -> list[Mapping[str, torch.Tensor]]:
-        """The model's inputs for each micro-batch, by value name, on this rank's device."""
-        device = self._world.device
-        return [
-            {name: tensor.to(device, non_blocking=True) for name, tensor in zip(self.graph.inputs, piece, strict=True)}
-            for piece in batch.micro(micro_rows)
-        ]
+    def _weights_of(self, batch: Batch, micro_rows: tuple[int, ...]) -> PartWeights:
+        """What weighs each part; on the first rank of the first stage."""
+        found = {}
+        for count in self._parts.counts:
+            parts = parts_of(micro_rows, count)
+            rows = tuple(filter(None, parts))
+            inputs = among_all(batch, self.graph.inputs, parts, self._world.device, range(len(parts)))
+            weights = self._counts.weights(self._weight, rows, list(inputs.values()))
+            found[count] = among(parts, weights, len(self._weight.adjusted))
+        return PartWeights(found)
 
     # -- the program and what plays it -----------------------------------------------------------------------------
 
@@ -340,18 +366,25 @@ class Executor:
             runners = {self._stage: self._runner} if self._stage is not None else {}
             ops = self.graph.op_map()
             loss = None if self._mode is Mode.PREDICT else self.graph.outputs[0]
-            self._engines[micros] = Engine(self._world, program, runners, self._code.specs, ops, loss)
+            self._engines[micros] = Engine(
+                self._world, program, runners, self._code.specs, ops, loss, self._layouts, self._shared()
+            )
         return self._engines[micros]
+
+    def _shared(self) -> dict[int, Shared]:
+        if self._stage is None:
+            return {}
+        return {self._stage: shared_of(self.graph, self._decision, self._stage)}
 
     def _stage_runner(self, program: Program) -> StageRunner:
         back = frozenset(name for e in program.edges if e.dst == self._stage for name in e.grads)
         out = frozenset(name for e in program.edges if e.src == self._stage for name in e.grads)
         return StageRunner(self._code.modules, self._tensors.held, back, out | {self.graph.outputs[0]})
 
-    def _rank_of(self, value: str) -> int:
-        """The rank that computes a value."""
+    def _ranks_of(self, value: str) -> tuple[int, ...]:
+        """The ranks that compute a value."""
         writer = self.graph.writer()[value]
-        return next(stage.ranks[0] for stage in self._decision.stages if writer in stage.ops)
+        return next(stage.ranks for stage in self._decision.stages if writer in stage.ops)
 
 
 def _weighted(losses: Mapping[int, torch.Tensor], shares: Sequence[float]) -> float:

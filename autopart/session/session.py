@@ -10,7 +10,7 @@ import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,13 +18,13 @@ import torch
 from autopart.capture import CaptureCache
 from autopart.capture.batch import Batch
 from autopart.capture.guards import check_autocast, tied_names
-from autopart.capture.reduction import WHOLE
+from autopart.capture.reduction import WHOLE, BatchRule
 from autopart.capture.rows import program_key
 from autopart.capture.trained import Trained
 from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import PlanError, RefusedError, UsageError
-from autopart.ir.graph import Graph, LossReduction
+from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan, Stage
 from autopart.ir.program import Program
 from autopart.ir.size import Size
@@ -127,7 +127,7 @@ class Session:
             try:
                 with patient("planning"):
                     mine = make_plan(self.captures, self._batch, self._cluster, options)
-                content = {"plan": plan_to_json(mine.plan), "weight": asdict(mine.weight)}
+                content = {"plan": plan_to_json(mine.plan), "rule": mine.rule.to_json()}
             except FAILURES as error:
                 failure = error
         content = broadcast_result(self.world, content, failure, "planning")
@@ -136,7 +136,7 @@ class Session:
                 plan = plan_from_json(content["plan"], "plan of rank 0")
                 self.captures.run_in(plan.provenance.precision, self._cluster.kind)
                 captured = self.captures(self._batch, Size(max(plan.micro_rows)))
-                mine = Planned(plan, captured, LossReduction.from_json(content["weight"]))
+                mine = Planned(plan, captured, BatchRule.from_json(content["rule"]))
             self._batch = self.captures.judged(self._batch)
             fingerprint = f"{mine.captured.graph.shape_digest()} {mine.plan.digest()} {options.seed}"
         self._require_same_everywhere(fingerprint)
@@ -156,7 +156,7 @@ class Session:
 
     def _executor_of(self, planned: Planned, tensors: LocalTensors) -> Executor:
         """What trains under a plan; holds this rank's share of the model in `tensors`.  Collective."""
-        executor = Executor(Mode.TRAIN, self._context(tensors), planned.captured, planned.plan.decision, planned.weight)
+        executor = Executor(Mode.TRAIN, self._context(tensors), planned.captured, planned.plan.decision, planned.rule)
         with together(self.world, "making the stages"), patient("making the stages"):
             executor.prepare(self._batch, (max(planned.plan.micro_rows),))
         if self.world.carrier is not None:
@@ -295,15 +295,16 @@ class Session:
             result = self._executor(Mode.PREDICT, batch).predict(batch, (self._options.seed, 0))
         return result
 
-    def loss_weights(self, batch: Batch) -> tuple[tuple[int, ...], Weights]:
-        """The rows of each micro-batch in a training step, and what weighs its loss.  Collective."""
+    def loss_weights(self, batch: Batch) -> tuple[tuple[int, ...], Weights | None]:
+        """The rows of each micro-batch in a training step, and what weighs its loss: None where every stage has
+        replicas, so that nobody runs whole micro-batches.  Collective."""
         self.require_healthy()
         with self.told("verifying"):
             batch = self.take(Mode.TRAIN, lambda: batch, "verify")
             executor = self._executor(Mode.TRAIN, batch)
             micro_rows = executor.micro_rows(batch)
             weights = executor.agree(batch, micro_rows)
-        return micro_rows, weights
+        return micro_rows, weights.of.get(1)
 
     def _executor(self, mode: Mode, batch: Batch) -> Executor:
         """What runs this mode for such batches; made at first use, along the stages of the training plan.  Collective.
@@ -329,9 +330,11 @@ class Session:
             stages = self._stages_of(captured.graph, mode)
             if mode is Mode.TRAIN:
                 check_gradients_stay(captured.graph, stages, self.graph, self.plan.decision)
+            if mode is not Mode.TRAIN:  # a batch is evaluated whole, which is exact for any model: by first replicas
+                stages = tuple(replace(stage, ranks=stage.ranks[:1]) for stage in stages)
             decision = replace(self.plan.decision, stages=stages)
-            weight = None if mode is Mode.TRAIN else WHOLE
-            self._executors[program] = Executor(mode, self._context(self.tensors), captured, decision, weight)
+            rule = None if mode is Mode.TRAIN else BatchRule(WHOLE)
+            self._executors[program] = Executor(mode, self._context(self.tensors), captured, decision, rule)
             self._executors[program].trace = self._trace if mode is Mode.TRAIN else None
         return self._executors[program]
 

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autopart.capture import Captured
+from autopart.capture.reduction import Layouts
 from autopart.capture.to_graph import results_of
 from autopart.ir.graph import Adjusted, Graph
 from autopart.ir.plan import Stage
@@ -21,7 +22,8 @@ from autopart.ir.program import Program
 from autopart.passes.ops.casts import cast_parameter
 from autopart.runtime.casts import Cast
 from autopart.runtime.stage_module import StageModule, of_whole_batch, weighed
-from autopart.session.stage_graph import Number, numbers_of, stage_graph
+from autopart.session.random_rows import draws_of
+from autopart.session.stage_graph import Draws, Number, numbers_of, stage_graph
 
 
 def stage_module(
@@ -31,11 +33,13 @@ def stage_module(
     planned: Stage,
     device: torch.device,
     adjusted: Sequence[Adjusted] = (),
+    layouts: Layouts = MappingProxyType({}),
 ) -> StageModule:
     """The code of `stage`, which runs the ops of `planned` and exchanges values along the edges of `program`.
 
-    adjusted: values that it reads otherwise than they were made; their numbers are those of a micro-batch.
-    O(nodes * (1 + recomputed groups)).
+    adjusted: values that it reads otherwise than they were made; their numbers are those of a micro-batch.  layouts: of
+    what random ops of a stage with replicas read and write.  Raises RefusedError for a random op whose numbers cannot
+    be drawn for all replicas alike.  O(nodes * (1 + recomputed groups)).
     """
     graph = captured.graph
     chosen = set(planned.ops)
@@ -45,9 +49,11 @@ def stage_module(
     outputs = [v.name for v in graph.values if v.name in wanted]
     updates = own_updates(graph, chosen)
     casts = _casts(graph, chosen, {*outputs, *(value for _, value in graph.updates)})
+    drawn = draws_of(captured, chosen, layouts) if len(planned.ranks) > 1 else {}
     return cut(
-        captured, chosen, outputs, device, updates=updates, groups=planned.recompute, adjusted=adjusted, casts=casts
-    )
+        captured, chosen, outputs, device, updates=updates, groups=planned.recompute, adjusted=adjusted, casts=casts,
+        drawn=drawn,
+    )  # fmt: skip
 
 
 def _casts(graph: Graph, ops: Collection[str], leaving: Collection[str]) -> dict[str, Cast]:
@@ -87,11 +93,13 @@ def cut(
     groups: Sequence[Collection[str]] = (),
     adjusted: Sequence[Adjusted] = (),
     casts: Mapping[str, Cast] = MappingProxyType({}),
+    drawn: Draws = MappingProxyType({}),
 ) -> StageModule:
     """Code that runs `ops` and returns `outputs`; reads whatever those ops do not make themselves.
 
     groups: of `ops` that are run again in the backward, instead of keeping what autograd needs of them.  casts: of
-    `ops` those that are not run but given, for they are the same in every micro-batch.
+    `ops` those that are not run but given, for they are the same in every micro-batch.  drawn: of its random ops those
+    that draw for other replicas too.
     """
     names = captured.names
     calls = [
@@ -113,7 +121,7 @@ def cut(
     results = [by_value[name] for name in outputs] + [by_name[names.updates[buffer]] for buffer in updates]
     ordered = [node for node in captured.module.graph.nodes if node in inside]
     return StageModule(
-        stage_graph(ordered, params + inputs, results, device, groups, reads),
+        stage_graph(ordered, params + inputs, results, device, groups, reads, drawn),
         tuple(given[node.name] for node in params),
         tuple(names.value(node) for node in inputs),
         tuple(outputs),

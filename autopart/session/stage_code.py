@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from autopart.capture import Captured
+from autopart.capture.reduction import Layouts
 from autopart.ir.graph import Adjusted
 from autopart.ir.plan import Stage
 from autopart.ir.program import Program
@@ -41,9 +42,15 @@ class StageCode:
         }
 
     def add_stage(
-        self, captured: Captured, program: Program, stage: int, planned: Stage, adjusted: Sequence[Adjusted]
+        self,
+        captured: Captured,
+        program: Program,
+        stage: int,
+        planned: Stage,
+        adjusted: Sequence[Adjusted],
+        layouts: Layouts,
     ) -> None:
         """Cut the stage out of `captured` and hold the tensors that it uses."""
-        module = stage_module(captured, program, stage, planned, self._device, adjusted)
+        module = stage_module(captured, program, stage, planned, self._device, adjusted, layouts)
         self._tensors.hold(module.held, captured.tensors)
         self.modules[captured.graph.rows] = module

@@ -11,6 +11,7 @@ import networkx as nx  # type: ignore[import-untyped, unused-ignore]
 import torch
 from torch import fx, nn
 
+from autopart.rng import keyed_rows
 from autopart.runtime.recompute import RecomputedGroup
 
 
@@ -63,6 +64,19 @@ Reads = Mapping[tuple[fx.Node, fx.Node], Number]
 """For each read, (op, what it reads), that is adjusted: how."""
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """How a random op of a replica takes its rows of what is drawn for all: the arguments of `rng.keyed_rows`."""
+
+    given: tuple[tuple[int, int] | None, ...]
+    made: tuple[tuple[int, int] | None, ...]
+    size_at: int | None
+
+
+Draws = Mapping[fx.Node, Drawn]
+"""The random ops of which a replica takes its own rows."""
+
+
 def numbers_of(nodes: Iterable[fx.Node], reads: Reads) -> tuple[int, ...]:
     """Places of the numbers that these nodes take, ascending."""
     chosen = set(nodes)
@@ -76,13 +90,14 @@ def stage_graph(
     device: torch.device,
     groups: Sequence[Collection[str]] = (),
     adjusted: Reads = MappingProxyType({}),
+    drawn: Draws = MappingProxyType({}),
 ) -> fx.GraphModule:
     """Code that takes `outside` and numbers and returns `results`, made of copies of the nodes `inside`, in captured
     order.
 
     groups: names of nodes whose results are computed again in the backward.  adjusted: reads that take a number; the
-    code takes those of `numbers_of`, in order.  Devices that were baked in as constants become `device`.  O(nodes),
-    with groups O(groups * nodes).
+    code takes those of `numbers_of`, in order.  drawn: random ops that draw for other replicas too.
+    Devices that were baked in as constants become `device`.  O(nodes), with groups O(groups * nodes).
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in outside}
@@ -91,12 +106,12 @@ def stage_graph(
     for unit, nodes in _units(inside, groups):
         if not unit:
             for node in nodes:
-                _copy(node, graph, env, numbers, adjusted, device)
+                _copy(node, graph, env, numbers, adjusted, device, drawn)
             continue
         made = set(nodes)
         reads = list(dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in made))
         writes = [node for node in nodes if node in results or not made.issuperset(node.users)]
-        bodies[unit] = RecomputedGroup(stage_graph(nodes, reads, writes, device, adjusted=adjusted))
+        bodies[unit] = RecomputedGroup(stage_graph(nodes, reads, writes, device, adjusted=adjusted, drawn=drawn))
         given = [env[node] for node in reads] + [numbers[place] for place in numbers_of(nodes, adjusted)]
         call = graph.call_module(unit, tuple(given))
         env |= {node: graph.call_function(operator.getitem, (call, place)) for place, node in enumerate(writes)}
@@ -147,6 +162,7 @@ def _copy(
     numbers: Mapping[int, fx.Node],
     adjusted: Reads,
     device: torch.device,
+    drawn: Draws,
 ) -> None:
     def read(arg: fx.Node) -> fx.Node:
         number = adjusted.get((node, arg))
@@ -156,5 +172,9 @@ def _copy(
         return device if isinstance(arg, torch.device) else arg
 
     copy = env[node] = graph.node_copy(node, read)
+    rows = drawn.get(node)
+    if rows is not None:
+        op, number, *args = copy.args
+        copy.target, copy.args = keyed_rows, (op, number, rows.given, rows.made, rows.size_at, *args)
     copy.args = fx.node.map_aggregate(copy.args, moved)  # type: ignore[arg-type]
     copy.kwargs = fx.node.map_aggregate(copy.kwargs, moved)  # type: ignore[arg-type]

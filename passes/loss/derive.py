@@ -96,14 +96,14 @@ def _derived(analysis: Analysis, proven: frozenset[str], stated: str | None) -> 
         if not names and stated in _STATED and not analysis.of_batch:
             return _STATED[stated]
         raise UnprovenRows(
-            names | _open_constants(graph, strictly), _where(graph, found.op), found.why, stateable=not names
+            names | _open_constants(graph, strictly), where_of(graph, found.op), found.why, stateable=not names
         )
     if found.tag == COUPLED:
         raise _refusal(graph, found.op, found.why)
     if found.tag not in (REPLICATE, PARTIAL, TERMS):
-        raise LossError("the loss is one number per row, not one number", where=_where(graph, graph.writer()[loss]))
+        raise LossError("the loss is one number per row, not one number", where=where_of(graph, graph.writer()[loss]))
     if strict.tag == UNPROVEN:
-        raise UnprovenRows(_open_constants(graph, strictly), _where(graph, strict.op), strict.why)
+        raise UnprovenRows(_open_constants(graph, strictly), where_of(graph, strict.op), strict.why)
     if found.tag == TERMS:
         reduction = LossReduction("sum", adjusted=_terms(graph, placements, loss, stated))
     else:
@@ -213,18 +213,18 @@ def count_problem(graph: Graph, count: Count) -> str:
 
 def _open_constants(graph: Graph, placements: dict[str, Placement]) -> frozenset[str]:
     """Lifted constants that matter to the loss and are not known to be equal in both captures."""
-    found = _unproven_sources(graph, placements, graph.outputs[0])
+    found = unproven_sources(graph, placements, graph.outputs[0])
     return found & {p.name for p in graph.params}
 
 
 def _to_test(graph: Graph, placements: dict[str, Placement], loss: str) -> frozenset[str]:
     """Unproven values along the rows that the loss depends on through unproven values only."""
     axes = {v.name: v.rows_axis for v in graph.values}
-    found = _unproven_sources(graph, placements, loss)
+    found = unproven_sources(graph, placements, loss)
     return frozenset(name for name in found if axes.get(name) is not None and not placements[name].gated)
 
 
-def _unproven_sources(graph: Graph, placements: dict[str, Placement], loss: str) -> frozenset[str]:
+def unproven_sources(graph: Graph, placements: dict[str, Placement], loss: str) -> frozenset[str]:
     """Unproven values and constants that the loss depends on through unproven ones only.  O(reads)."""
     ops = {w: op for op in graph.ops for w in op.writes}
     queue, seen = [loss], set[str]()
@@ -242,13 +242,14 @@ def _unproven_sources(graph: Graph, placements: dict[str, Placement], loss: str)
 def _refusal(graph: Graph, op: str, why: str) -> CoupledLossError:
     return CoupledLossError(
         "the loss of the whole batch is not a combination of the losses of micro-batches",
-        where=_where(graph, op),
+        where=where_of(graph, op),
         why=why,
         fix=_ONE,
     )
 
 
-def _where(graph: Graph, name: str) -> str:
+def where_of(graph: Graph, name: str) -> str:
+    """An op in words: what it is, in which module, at which line of the user's."""
     ops, writer = graph.op_map(), graph.writer()
     op: Op | None = ops.get(name)
     if op is None:

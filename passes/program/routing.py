@@ -85,6 +85,21 @@ def edges(decision: Decision, graph: Graph) -> tuple[Edge, ...]:
     return tuple(result)
 
 
+def divided_values(decision: Decision, graph: Graph) -> tuple[frozenset[str], frozenset[str]]:
+    """What replicas have to cut by rows: (values that pass between stages with other numbers of replicas, what random
+    ops of stages with replicas read and write).  O(reads)."""
+    crossing = {
+        name
+        for edge in edges(decision, graph)
+        if len(decision.stages[edge.src].ranks) != len(decision.stages[edge.dst].ranks)
+        for name in edge.values
+    }
+    ops = graph.op_map()
+    replicated = (ops[name] for stage in decision.stages if len(stage.ranks) > 1 for name in stage.ops)
+    drawn = {name for op in replicated if op.random for name in (*op.reads, *op.writes)}
+    return frozenset(crossing), frozenset(drawn)
+
+
 def _homes(decision: Decision, graph: Graph) -> dict[str, int]:
     """The first stage of each op; an op in several must be one that can be repeated."""
     home: dict[str, int] = {}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs import cluster, clusters, graph, graphs, layers, plan_of, source
 
-from autopart.ir.capabilities import EVERYTHING, lacking
+from autopart.ir.capabilities import EVERYTHING, RUNTIME, lacking
 from autopart.ir.errors import GraphError, InfeasibleError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.graph import check as check_graph
@@ -132,9 +132,9 @@ def test_devices_that_would_not_help_idle_and_are_noted() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"stages": 3}, "2 of 5 devices idle: 3 stages were asked for"),
-        ({"stages": 1}, "4 of 5 devices idle: 1 stage was asked for"),
-        ({"cuts": ("layers.1",)}, "3 of 5 devices idle: 2 stages were asked for"),
+        ({"stages": 3, "replicas": 1}, "2 of 5 devices idle: 3 stages were asked for"),
+        ({"stages": 1, "replicas": 1}, "4 of 5 devices idle: 1 stage was asked for"),
+        ({"cuts": ("layers.1",), "replicas": 1}, "3 of 5 devices idle: 2 stages were asked for"),
         ({"stages": 2, "replicas": 2, "abilities": EVERYTHING},
          "1 of 5 devices idle: 2 stages and 2 replicas of each stage were asked for"),
         ({"replicas": (2, 1), "stages": 2, "abilities": EVERYTHING},
@@ -232,7 +232,6 @@ def test_estimates_add_up_to_the_graph() -> None:
         ({"cuts": ("layers.1", "head"), "stages": 2}, "2 cuts make 3 stages, but stages=2"),
         ({"replicas": (2, 1), "stages": 3}, r"2 numbers of replicas are given for 3 stages(.|\n)*stages=2"),
         ({"replicas": (2, 3), "stages": 2}, r"5 replicas need 5 devices, but the cluster has 4(.|\n)*at most 4"),
-        ({"replicas": (2, 1), "stages": 2}, "replicas of a stage cannot be run yet"),
         ({"pins": {"head": 2}, "stages": 2}, r"head is pinned to stage 2, which does not exist(.|\n)*0 to 1"),
         ({"cuts": ("layer.1",)}, r"'layer\.1'(.|\n)*layers\.1"),
         ({"cuts": ("layers.0", "layers.1", "head", "embed", "x")}, "6 stages need 6 devices"),
@@ -269,8 +268,9 @@ def test_broken_graph_is_our_bug_and_said_so() -> None:
     ],
 )
 def test_what_the_runtime_lacks_is_refused_where_a_plan_is_to_be_run(options: dict[str, Any], said: str) -> None:
+    without = replace(RUNTIME, replicas=False)
     with pytest.raises(UsageError, match=said):
-        plan_of(layers(4), cluster(4), rows=(4, 4), **options)
+        plan_of(layers(4), cluster(4), rows=(4, 4), abilities=without, **options)
     assert plan_of(layers(4), cluster(4), rows=(4, 4), abilities=EVERYTHING, **options).stages
 
 

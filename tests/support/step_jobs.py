@@ -54,7 +54,8 @@ def fresh(name: str, dtype: torch.dtype = torch.float32) -> CaptureCache:
 
 def compiled(case: Small | Case, model: nn.Module | CaptureCache, sample: Any, **options: Any) -> Pipe:
     """A pipe over all ranks of the pool: by `autopart.compile`, or the same from captures that are kept."""
-    options = {"costs": "analytic", "loss_fn": case.loss_fn, **options}
+    one_each = {} if "plan" in options else {"replicas": 1}  # tests of replicas ask for them
+    options = {"costs": "analytic", "loss_fn": case.loss_fn, **one_each, **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", autopart.CaptureWarning)
         if isinstance(model, nn.Module):

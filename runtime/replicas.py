@@ -1,0 +1,243 @@
+"""Sums of gradients over the replicas of a stage, overlapped with its last backward.
+
+Parameters lie in flat buckets in the order in which the last backward releases their gradients.  While it runs, a hook
+behind each parameter copies its gradient into the bucket; a bucket that is full is summed at once, without waiting, and
+buckets are summed in their order, so that all replicas sum the same ones.  What was not released then (a replica may
+have no rows in the last micro-batch) follows at the end.  Every replica copies the same sums back, so their gradients
+are equal to the bit.  What is summed is what this step contributed; weights are in it already (`StepInput.weights`).
+
+Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020), section 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from autopart.runtime.activity import waiting
+from autopart.runtime.stage import StageRunner
+from autopart.runtime.world import World
+
+FIRST_BUCKET_BYTES = 1 << 20
+"""The first is small, so that the network has something to do early."""
+BUCKET_BYTES = 25 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the replicas of a stage keep alike.  released: parameters that are summed, in the order in which a backward
+    releases their gradients.  sparse: of those, the ones whose gradients are sparse.  updated: buffers that change."""
+
+    released: tuple[str, ...] = ()
+    sparse: frozenset[str] = frozenset()
+    updated: tuple[str, ...] = ()
+
+
+@dataclass
+class _Bucket:
+    """flat: gradients side by side, wide enough to add up half precision, then for each parameter 1 where this replica
+    has a gradient.  views: of each gradient in it.  waiting_for: parameters that have yet to come."""
+
+    parameters: list[torch.nn.Parameter]
+    flat: torch.Tensor
+    views: list[torch.Tensor]
+    waiting_for: set[int] = field(default_factory=set)
+    work: dist.Work | None = None
+
+    @staticmethod
+    def of(parameters: list[torch.nn.Parameter]) -> _Bucket:
+        sizes = [parameter.numel() for parameter in parameters]
+        first = parameters[0]
+        flat = torch.zeros(sum(sizes) + len(sizes), dtype=_wide(first.dtype), device=first.device)
+        pieces = torch.split(flat, [*sizes, len(sizes)])[:-1]
+        views = [piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)]
+        return _Bucket(parameters, flat, views)
+
+    @property
+    def flags(self) -> torch.Tensor:
+        return self.flat[-len(self.parameters) :]
+
+    def take(self, place: int) -> None:
+        """Copy what a parameter has now."""
+        gradient = self.parameters[place].grad
+        if gradient is None:
+            self.views[place].zero_()
+        else:
+            self.views[place].copy_(gradient)
+        self.flags[place] = 0 if gradient is None else 1
+        self.waiting_for.discard(place)
+
+    def give(self, *, uneven: bool) -> None:
+        """Hand out the sums; a parameter without gradient on any replica has none."""
+        flags = self.flags.abs().tolist() if uneven or self.flat.device.type == "cpu" else None
+        for place, (parameter, total) in enumerate(zip(self.parameters, self.views, strict=True)):
+            if parameter.grad is not None:
+                parameter.grad.copy_(total)
+            elif flags is not None and flags[place]:
+                parameter.grad = torch.empty_like(parameter).copy_(total)
+
+
+class ReplicaSums:
+    """Gradients and buffers of one stage of this rank, alike on all its replicas.  Opening the group is collective.
+
+    bucket_bytes: gradients that are summed at once.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        ranks: Sequence[int],
+        runner: StageRunner | None,
+        shared: Shared,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._world = world
+        self._ranks = ranks
+        self._overlaps = world.carrier is None and not world.staged
+        self._group = world.group(ranks, purpose="replicas" if self._overlaps else "")
+        self._runner = runner
+        self._shared = shared
+        self._bytes = bucket_bytes
+        self._buckets: list[_Bucket] | None = None
+        self._launched = 0
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def arm(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """The last backward of the step begins: what it releases is summed as it comes, where sums may be under way
+        beside messages."""
+        for bucket in self._made(parameters) if self._overlaps else ():
+            for place, parameter in enumerate(bucket.parameters):
+                hook = self._released(bucket, place)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _released(self, bucket: _Bucket, place: int) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            bucket.take(place)
+            self._launch_full()
+
+        return hook
+
+    def _launch_full(self) -> None:
+        assert self._buckets is not None
+        while self._launched < len(self._buckets) and not self._buckets[self._launched].waiting_for:
+            bucket = self._buckets[self._launched]
+            if self._overlaps:
+                bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+            else:
+                self._world.all_reduce(bucket.flat, self._group)
+            self._launched += 1
+
+    def finish(self, parameters: Mapping[str, torch.nn.Parameter], *, uneven: bool) -> None:
+        """Sum what is left and hand out all sums; the buffers of the first replica go to all.
+
+        uneven: whether a gradient may be missing on one replica and not on another.
+        """
+        buckets = self._made(parameters)
+        self._disarm()
+        for bucket in buckets:
+            for place in sorted(bucket.waiting_for):
+                bucket.take(place)
+        self._launch_full()
+        with waiting():
+            for bucket in buckets:
+                if bucket.work is not None:
+                    bucket.work.wait()
+                bucket.give(uneven=uneven)
+            for name in self._shared.released:
+                parameter = parameters.get(name)
+                if name in self._shared.sparse and parameter is not None and parameter.requires_grad:
+                    parameter.grad = self._summed_sparse(parameter)
+            self._share_buffers()
+        self._begin()
+
+    def abandon(self) -> None:
+        """The step failed."""
+        self._disarm()
+
+    def _disarm(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _made(self, parameters: Mapping[str, torch.nn.Parameter]) -> list[_Bucket]:
+        if self._buckets is None:
+            names = [name for name in self._shared.released if name not in self._shared.sparse]
+            self._buckets = buckets_of([parameters[name] for name in names], self._bytes)
+            self._begin()
+        return self._buckets
+
+    def _begin(self) -> None:
+        """Ready for the next step."""
+        self._launched = 0
+        for bucket in self._buckets or ():
+            bucket.work = None
+            bucket.waiting_for = set(range(len(bucket.parameters)))
+
+    def _summed_sparse(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """The sum of sparse gradients: all of their entries, of every replica in order."""
+        own = (parameter.grad if parameter.grad is not None else _empty_rows(parameter)).coalesce()
+        counts = [torch.zeros(1, dtype=torch.int64, device=parameter.device) for _ in self._ranks]
+        mine = torch.tensor([own._nnz() if parameter.grad is not None else -1], device=parameter.device)
+        dist.all_gather(counts, mine, group=self._group)
+        entries = [int(count) for count in counts]
+        if max(entries) < 0:
+            return None
+        most = max(entries)
+        indices = _gathered(own.indices().t(), most, self._ranks, self._group)
+        values = _gathered(own.values(), most, self._ranks, self._group)
+        kept = [slice(0, max(0, count)) for count in entries]
+        return torch.sparse_coo_tensor(
+            torch.cat([rows[part] for rows, part in zip(indices, kept, strict=True)]).t(),
+            torch.cat([rows[part] for rows, part in zip(values, kept, strict=True)]),
+            parameter.shape,
+        ).coalesce()
+
+    def _share_buffers(self) -> None:
+        if not self._shared.updated or self._runner is None:
+            return
+        fresh = self._runner.fresh_buffers(self._shared.updated)
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in fresh:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for tensors in by_dtype.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            dist.broadcast(flat, self._ranks[0], group=self._group)
+            for tensor, piece in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
+                tensor.copy_(piece.view(tensor.shape))
+
+
+def buckets_of(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
+    """Buckets of one type each, in the order in which they are full."""
+    found: list[list[torch.nn.Parameter]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        group = filling.setdefault((parameter.dtype, parameter.device), [])
+        group.append(parameter)
+        if sum(p.nbytes for p in group) >= (bucket_bytes if found else min(FIRST_BUCKET_BYTES, bucket_bytes)):
+            found.append(filling.pop((parameter.dtype, parameter.device)))
+    return [_Bucket.of(group) for group in (*found, *filling.values())]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _empty_rows(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A sparse tensor of the shape of an embedding, without entries."""
+    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape)
+
+
+def _gathered(rows: torch.Tensor, most: int, ranks: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """`rows` of every rank, each filled up to `most`."""
+    padded = torch.zeros((most, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+    padded[: len(rows)] = rows
+    found = [torch.empty_like(padded) for _ in ranks]
+    dist.all_gather(found, padded, group=group)
+    return found

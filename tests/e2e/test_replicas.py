@@ -1,0 +1,104 @@
+"""Stages on several ranks: rows divided, gradients summed, and the results of one process."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from support import replica_jobs
+from support.sparse_jobs import alone
+from support.zoo import CASES
+
+from autopart.runtime.launch.local import Workers
+
+COUNTS = ((2,), (2, 1), (1, 2), (2, 2), (3, 1), (1, 3))
+ARCHITECTURES = [name for name, case in CASES.items() if not case.coupled]
+
+
+def _check(
+    workers: Workers, name: str, counts: tuple[int, ...], micros: int, rows: tuple[int, ...], recompute: str = "auto"
+) -> None:
+    found, planned = workers.run(replica_jobs.replicated, name, counts, micros, rows, recompute)[0]
+    assert planned == counts
+    for difference in found:
+        assert difference.within(torch.float32), difference
+
+
+@pytest.mark.parametrize(
+    ("name", "counts", "micros", "rows"),
+    [
+        ("tied", (2, 1), 2, (7, 7)),  # a tied parameter, labels that are all ignored on one replica
+        ("shared_by_all", (1, 3), 2, (7, 2)),  # then fewer rows than replicas
+        ("skips", (2, 2), 3, (10,)),
+        ("unused_grad", (3, 1), 2, (7, 1)),
+        ("transposed", (1, 2), 2, (8,)),
+    ],
+)
+def test_replicas_give_what_one_process_gives(workers, name, counts, micros, rows):
+    _check(workers, name, counts, micros, rows)
+
+
+def test_a_real_model_with_replicas_trains_as_in_one_process(workers):
+    _check(workers, "llama_tied", (2, 1), 2, (9,), recompute="all")
+
+
+@pytest.mark.parametrize(("name", "counts"), [("tied", (2, 2)), ("shared_by_all", (3, 1))])
+def test_replicas_are_equal_bit_by_bit_after_many_steps(workers, name, counts):
+    results = workers.run(replica_jobs.trained, name, counts, 10, 0.1)
+    for result in results:
+        for found, expected in (*result["losses"], *result["norms"], result["evaluated"]):
+            assert found == pytest.approx(expected, rel=1e-4)
+        for other in results:
+            for held in result["held"].keys() & other["held"].keys():
+                assert torch.equal(result["held"][held], other["held"][held])
+    assert sorted(result["stage"] for result in results) == [s for s, count in enumerate(counts) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("counts", "recompute"), [((3, 1), "off"), ((1, 2), "all")])
+def test_masks_do_not_depend_on_replicas(workers, counts, recompute):
+    expected, gradients = workers.run(replica_jobs.masked, (1, 1), "off")[0]
+    found, others = workers.run(replica_jobs.masked, counts, recompute)[0]
+    assert found == pytest.approx(expected, rel=1e-6)
+    for name, gradient in gradients.items():
+        assert torch.allclose(others[name], gradient, rtol=1e-5, atol=1e-7), name
+
+
+def test_batch_statistics_are_of_each_replica_and_running_ones_of_the_first(pair):
+    for result in pair.run(replica_jobs.normed, (2,)):
+        assert result["difference"].within(torch.float32), result["difference"]
+        assert result["compared"] and result["buffers"] < 1e-6
+
+
+def test_sparse_gradients_stay_sparse(pair):
+    losses, norms, _, state = alone(False)
+    for result in pair.run(replica_jobs.sparse, 2):
+        assert {name.partition(".")[0]: kind for name, kind in result["sparse"].items()} == {
+            "words": True, "bag": True, "layer": False, "head": False,
+        }  # fmt: skip
+        assert all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(result["losses"], losses, strict=True))
+        assert all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(result["norms"], norms, strict=True))
+        assert all(torch.allclose(result["state"][name], tensor) for name, tensor in state.items())
+
+
+def test_replicas_that_bring_batches_of_their_own_are_told(pair):
+    for text in pair.run(replica_jobs.given_other_batches):
+        assert "different batches" in text and "DistributedSampler" in text
+
+
+def test_a_pipe_adopts_another_number_of_replicas(workers):
+    assert workers.run(replica_jobs.moved, (2, 1), (1, 3))[0].within(torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "counts"), list(itertools.product(ARCHITECTURES, COUNTS)))
+def test_every_architecture_with_replicas_equals_one_process(workers, name, counts):
+    """Accumulated over a step of uneven shares and one of another number of rows."""
+    _check(workers, name, counts, 2, (7 if max(counts) < 3 else 10, 12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "counts"), list(itertools.product(ARCHITECTURES, ((2, 1), (1, 2), (2, 2)))))
+def test_every_architecture_with_replicas_that_compute_again_equals_one_process(workers, name, counts):
+    _check(workers, name, counts, 2, (7,), recompute="all")

@@ -1,0 +1,39 @@
+"""Buckets of gradients: of one type, in the order of release, the first one small."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from autopart.runtime.replicas import buckets_of
+
+
+def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+
+
+def test_the_first_bucket_is_small_and_the_others_are_full() -> None:
+    megabyte = 1 << 18  # of single precision
+    found = buckets_of(parameters(*[megabyte // 2] * 14), 3 << 20)
+    assert [len(bucket.parameters) for bucket in found] == [2, 6, 6]
+
+
+def test_a_bucket_holds_one_type_and_half_precision_is_summed_in_single() -> None:
+    half, single = parameters(4, 4, dtype=torch.bfloat16), parameters(4)
+    frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
+    found = buckets_of([half[0], single[0], frozen, half[1]], 1 << 20)
+    assert [[p.dtype for p in bucket.parameters] for bucket in found] == [[torch.bfloat16] * 2, [torch.float32]]
+    assert {bucket.flat.dtype for bucket in found} == {torch.float32}
+
+
+def test_a_gradient_that_nobody_has_stays_none() -> None:
+    (bucket,) = buckets_of(parameters(2, 3, 1), 1 << 20)
+    here, there, nowhere = bucket.parameters
+    here.grad = torch.ones(2)
+    for place in range(3):
+        bucket.take(place)
+    bucket.views[1].fill_(7.0)  # another replica's
+    bucket.flags[1] = 1
+    bucket.give(uneven=True)
+    assert here.grad.tolist() == [1, 1] and there.grad is not None and there.grad.tolist() == [7, 7, 7]
+    assert nowhere.grad is None

@@ -36,7 +36,7 @@ class Options:
     cuts            module paths at which a stage begins
     together        module paths, or groups of them, between whose first and last op no stage begins
     pins            {module path: number of the stage that runs it}
-    replicas        devices of every stage, or a number for each stage; more than 1 in `plan` alone
+    replicas        devices of every stage, or a number for each stage; each has its share of the rows
     recompute       "auto" (as much as the memory demands), "off", "all"
     precision       "fp32" (the model as it is), "bf16" or "fp16" (as under torch.autocast of the cluster's devices);
                     None is that of plan=, else "fp32"

@@ -28,8 +28,8 @@ class Stage:
 
     Ops that depend on constants or inputs alone may stand in several stages; every other op stands in one.  Several
     ranks are replicas: each takes an equal share of the rows of every micro-batch, some a row more where it does not
-    divide (`shares.row_windows`), in the order of `ranks`.  recompute: groups of ops of which only the inputs are kept; a group is
-    computed again when its backward comes.
+    divide (`shares.row_windows`), in the order of `ranks`.  recompute: groups of ops of which only the inputs are kept;
+    a group is computed again when its backward comes.
     """
 
     ops: tuple[str, ...]

@@ -11,6 +11,7 @@ from autopart.capture import Captured
 from autopart.ir.errors import BatchError
 from autopart.ir.graph import Graph, LossReduction
 from autopart.passes.loss.terms import without_weight
+from autopart.runtime.activity import waiting
 from autopart.runtime.stage_module import StageModule
 from autopart.runtime.tensors import LocalTensors
 from autopart.session.split import ancestors, cut
@@ -91,6 +92,16 @@ def among(parts: Sequence[int], found: Weights, numbers: int) -> Weights:
         [next(shares) if part else 0.0 for part in parts],
         [next(rows) if part else [0.0] * numbers for part in parts],
     )
+
+
+def weighted_loss(losses: Mapping[int, torch.Tensor], shares: Sequence[float]) -> float:
+    """The loss of the whole batch, where it is computed; elsewhere 0.  Waits for the device, once."""
+    total = torch.zeros((), dtype=torch.float64)
+    with waiting():
+        for micro, share in enumerate(shares):
+            if losses and share != 0.0:  # a micro-batch without a valid target may have a loss of 0/0
+                total = total.to(losses[micro].device) + losses[micro].double() * share
+        return total.item()
 
 
 class BatchCounts:

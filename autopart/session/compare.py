@@ -153,7 +153,7 @@ def verify_step(
             alone = _captured_alone(model, cluster, sample, options, len(micro_rows))
         elif couples:
             reference = BUFFERS
-        elif autocast is not None and not any(weights.numbers):
+        elif autocast is not None and weights is not None and not any(weights.numbers):
             reference = CAST
         else:
             reference = PLAIN

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.batch import Batch, split_rows
+from autopart.capture.batch import Batch
 from autopart.capture.export import rebuild_outputs
 from autopart.capture.reduction import WHOLE, BatchRule, family_of_batch, loss_reduction, row_layouts
 from autopart.capture.rows import require_same_program
-from autopart.ir.errors import BatchError, RunError
+from autopart.ir.errors import RunError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.program import Program
@@ -29,7 +29,7 @@ from autopart.ir.size import Size
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import divided_values, route
 from autopart.passes.program.verify import check_program, forward_program
-from autopart.runtime.activity import patient, waiting
+from autopart.runtime.activity import patient
 from autopart.runtime.effects import first_line
 from autopart.runtime.engine import Engine, StepInput, StepResult
 from autopart.runtime.finite import unscale
@@ -40,8 +40,16 @@ from autopart.runtime.trace import Trace
 from autopart.runtime.transport import Spec
 from autopart.runtime.world import World
 from autopart.session.agreement import FAILURES, broadcast_result, raise_first
-from autopart.session.batch_counts import BatchCounts, PartWeights, Weights, among
-from autopart.session.parts import Parts, among_all, digest, parts_of, require_same_batch, shared_of
+from autopart.session.batch_counts import BatchCounts, PartWeights, Weights, among, weighted_loss
+from autopart.session.parts import (
+    Parts,
+    among_all,
+    digest,
+    micro_rows_of,
+    parts_of,
+    require_same_batch,
+    shared_of,
+)
 from autopart.session.stage_code import StageCode
 
 Key = tuple[int, int]
@@ -176,7 +184,7 @@ class Executor:
         def share_loss(result: StepResult) -> bool:
             """Every rank gets the loss, and none before all have done their part; so with infinite gradients."""
             nonlocal total, overflow
-            mine = _weighted(result.losses, weights.shares)
+            mine = weighted_loss(result.losses, weights.shares)
             first = unscale(self._parameters(), guard.scale) if self.train and guard.looks else None
             everyone = self._world.gather_numbers([mine, float(first is not None)])
             total = sum(everyone[rank][0] for rank in self._ranks_of(output))
@@ -385,28 +393,3 @@ class Executor:
         """The ranks that compute a value."""
         writer = self.graph.writer()[value]
         return next(stage.ranks for stage in self._decision.stages if writer in stage.ops)
-
-
-def _weighted(losses: Mapping[int, torch.Tensor], shares: Sequence[float]) -> float:
-    """The loss of the whole batch, where it is computed; elsewhere 0.  Waits for the device, once."""
-    total = torch.zeros((), dtype=torch.float64)
-    with waiting():
-        for micro, share in enumerate(shares):
-            if losses and share != 0.0:  # a micro-batch without a valid target may have a loss of 0/0
-                total = total.to(losses[micro].device) + losses[micro].double() * share
-        return total.item()
-
-
-def micro_rows_of(batch: Batch, planned: Sequence[int]) -> tuple[int, ...]:
-    """Rows of each micro-batch: as many micro-batches as planned, and of a batch with fewer rows than that, as the last
-    of an epoch may be, as many as it takes with the planned rows.  Raises BatchError for a batch without rows."""
-    micros = len(planned)
-    if batch.rows is not None:
-        return split_rows(batch.rows, micros if batch.rows >= micros else -(-batch.rows // max(planned)))
-    if micros > 1:
-        raise BatchError(
-            f"the batch has no rows to cut into {micros} micro-batches",
-            why="none of its tensors has an axis",
-            fix="pass a batch like the sample that was planned for",
-        )
-    return (1,)

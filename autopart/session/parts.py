@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from autopart.capture.batch import Batch
+from autopart.capture.batch import Batch, split_rows
 from autopart.ir.errors import BatchError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
@@ -61,6 +61,21 @@ class Parts:
         parts = parts_of(micro_rows, self.count)
         found = among_all(batch, names, parts, device, wanted=range(self.replica, len(parts), self.count))
         return [found.get(micro * self.count + self.replica, {}) for micro in range(len(micro_rows))]
+
+
+def micro_rows_of(batch: Batch, planned: Sequence[int]) -> tuple[int, ...]:
+    """Rows of each micro-batch: as many micro-batches as planned, and of a batch with fewer rows than that, as the last
+    of an epoch may be, as many as it takes with the planned rows.  Raises BatchError for a batch without rows."""
+    micros = len(planned)
+    if batch.rows is not None:
+        return split_rows(batch.rows, micros if batch.rows >= micros else -(-batch.rows // max(planned)))
+    if micros > 1:
+        raise BatchError(
+            f"the batch has no rows to cut into {micros} micro-batches",
+            why="none of its tensors has an axis",
+            fix="pass a batch like the sample that was planned for",
+        )
+    return (1,)
 
 
 def parts_of(micro_rows: Sequence[int], count: int) -> list[int]:

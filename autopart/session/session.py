@@ -38,7 +38,8 @@ from autopart.runtime.world import World
 from autopart.session.agreement import FAILURES, broadcast_result, together
 from autopart.session.batch_counts import Weights
 from autopart.session.calls import Calls, Given
-from autopart.session.executor import UNGUARDED, Executor, Guard, Health, Mode, RankContext, micro_rows_of
+from autopart.session.executor import UNGUARDED, Executor, Guard, Health, Mode, RankContext
+from autopart.session.parts import micro_rows_of
 from autopart.session.placement import Placement, placement_of, relocate
 
 _CALLS = {Mode.TRAIN: "step", Mode.LOSS: "eval_loss", Mode.PREDICT: "predict"}

@@ -7,15 +7,21 @@ from pathlib import Path
 import pytest
 from support.soak_jobs import soaked
 
+from autopart.runtime.launch.local import Workers
+
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="what a process holds is read of /proc")
 GROWTH_BYTES = 1 << 20
 """Over a thousand steps: a kilobyte that each step left behind would show."""
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_two_thousand_steps_hold_no_more_memory_descriptors_or_threads(pair):
-    for seen in pair.run(soaked, "tied", 2000, {"stages": 2, "micro_batches": 2}):
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_two_thousand_steps_hold_no_more_memory_descriptors_or_threads(replicas):
+    options = {"stages": 2, "replicas": replicas, "micro_batches": 2}
+    with Workers(2 * replicas, timeout=1700) as pool:
+        every = pool.run(soaked, "tied", 2000, options)
+    for seen in every:
         half, last = seen[4], seen[-1]
         assert last.resident - half.resident < GROWTH_BYTES, seen
         assert (last.descriptors, last.threads) == (half.descriptors, half.threads), seen

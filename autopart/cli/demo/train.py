@@ -67,7 +67,8 @@ class Run:
 def over_ranks(setting: Setting) -> Run:
     """Runs on every rank: the pipeline, trained.  Rank 0 prints."""
     model, batches = setting.model(), setting.batches()
-    with compile(model, setting.cluster, sample=batches[0], micro_batches=setting.micro_batches) as pipe:
+    stages, micros = setting.stages, setting.micro_batches  # as many stages as ranks: replicas might be faster
+    with compile(model, setting.cluster, sample=batches[0], stages=stages, micro_batches=micros) as pipe:
         say = _printer(pipe.rank == 0)
         say(pipe.explain())
         say("first step against one process ...")

@@ -16,6 +16,7 @@ from autopart.capture.source_location import user_line_of_text
 from autopart.ir.errors import CaptureError
 from autopart.ir.graph import Graph, Literal, Op, Param, Value, check
 from autopart.ir.size import Size
+from autopart.passes.ops.casts import with_copies
 from autopart.rng import keyed
 
 
@@ -30,12 +31,14 @@ def read_graph(module: fx.GraphModule, names: Names, outputs: list[fx.Node], siz
     calls = [n for n in module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
     input_nodes = [n for n in module.graph.nodes if n.op == "placeholder" and n.name in names.inputs]
     results = [node for call in calls for node in results_of(call)]
+    values = tuple(_value(n, names, n.name in grads) for n in input_nodes + results)
+    ops = tuple(_op(call, names) for call in calls)
     return check(
         Graph(
             size=size,
-            values=tuple(_value(n, names, n.name in grads) for n in input_nodes + results),
-            params=_params(names),
-            ops=tuple(_op(call, names) for call in calls),
+            values=values,
+            params=with_copies(_params(names), ops, values),
+            ops=ops,
             inputs=tuple(names.value(n) for n in input_nodes),
             outputs=tuple(names.value(n) for n in outputs),
             updates=tuple(names.updates.items()),

@@ -20,6 +20,7 @@ from autopart.ir.cluster import Device
 from autopart.ir.errors import GraphError, UsageError
 from autopart.ir.graph import Graph
 from autopart.passes.ops.analytic_costs import analytic_costs
+from autopart.passes.ops.casts import without_casts
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def analytic(captured: Captured, device: Device) -> CostedGraph:
 def measured(captured: Captured, device: Device) -> CostedGraph:
     """Timed on this machine: in the running program where it can be run whole, else each op alone."""
     graph, notes = profile_costs(captured, device) or measure_costs(captured, device)
-    return CostedGraph(graph, "measured", notes)
+    return CostedGraph(without_casts(graph), "measured", notes)
 
 
 def auto(captured: Captured, device: Device) -> CostedGraph:

@@ -42,6 +42,7 @@ class Param:
     """A parameter, buffer or lifted constant.  name: the user's fully qualified name (FQN).
 
     kind: "param", "buffer" or "constant".  same_as: the name that owns the storage, when this one is tied to it.
+    copy_bytes: of copies in other types, as autocast reads them, which are held during a step.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Param:
     trainable: bool = False
     kind: str = "param"
     same_as: str | None = None
+    copy_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from autopart.ir.size import Size
 from autopart.ir.text import DEFAULT_BYTES, DEFAULT_DTYPE, DEFAULT_TARGET, PARAM_SIGNS
 
 _SIZE = re.compile(r"(\d+)(?::([^\[\]]+)\[((?:\d+\*?(?:,\d+\*?)*)?)\])?$")
-_PARAM = re.compile(r"([^:=]+)(?::([^=]+))?(?:=(.+))?$")
+_PARAM = re.compile(r"([^:=&]+)(?::([^=&]+))?(?:&(\d+))?(?:=(.+))?$")
 _HEAD = re.compile(r"([^:]+?)(-?)(?::(\d+)(?:/(\d+))?)?$")
 _DECISION = re.compile(r"schedule (\S*), micro-batches of ([\d ]*) rows, world (-?\d+)(?:, zero (\d+))?$")
 _STAGE = re.compile(r"stage on ([-\d ]*):(.*)$")
@@ -188,10 +188,10 @@ def _declared(draft: _Draft, word: str) -> str:
     found = _PARAM.match(word[1:])
     if word[0] not in PARAM_SIGNS or not found:
         raise ValueError(f"{word!r} is not a parameter")
-    name, size, owner = found.groups()
+    name, size, copies, owner = found.groups()
     kind, trainable = PARAM_SIGNS[word[0]]
     size_bytes, dtype, shape, _ = _size(size or str(DEFAULT_BYTES), one=True)
-    param = Param(name, shape, dtype, size_bytes, trainable, kind, owner)
+    param = Param(name, shape, dtype, size_bytes, trainable, kind, owner, int(copies or 0))
     known = draft.params.setdefault(name, param)
     same_kind = (known.kind, known.trainable) == (kind, trainable)
     if not same_kind or (size is not None and known != param):

@@ -25,6 +25,7 @@ op's value is the output.  Statements of their own, where these defaults do not 
     rows 4                      the graph was captured at 4 rows (1)
     tokens 128                  and at 128 tokens of each (whole sequences)
     +w:8 ~mean +v:8=w           parameters in this order; v is tied to w
+    +w:8&4                      during a step 4 bytes of copies of w are held, as under autocast
     =mean c                     the value c replaces the buffer mean
 
 Covered: all of a graph but the arguments and source lines of its ops, as long as names hold neither blanks nor the
@@ -165,6 +166,7 @@ def _param(param: Param) -> str:
     size = _size(param.size_bytes, param.dtype, param.shape, None, (1,))
     text = _SIGN_OF[_meaning(param)] + param.name
     text += "" if size == str(DEFAULT_BYTES) else f":{size}"
+    text += f"&{param.copy_bytes}" if param.copy_bytes else ""
     return text if param.same_as is None else f"{text}={param.same_as}"
 
 

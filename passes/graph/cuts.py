@@ -51,7 +51,8 @@ def entering_bytes(graph: Graph) -> tuple[Ints, Ints]:
 
 
 def holding_bytes(graph: Graph, trainable_factor: float) -> Ints:
-    """Bytes of the parameters of each stage [a, b), each once, trainable ones times the factor.  O(uses * n + n^2)."""
+    """Bytes of the parameters of each stage [a, b), each once, trainable ones times the factor, and of their copies.
+    O(uses * n + n^2)."""
     n = len(graph.ops)
     uses: dict[str, list[int]] = {}
     for place, op in enumerate(graph.ops):
@@ -62,6 +63,7 @@ def holding_bytes(graph: Graph, trainable_factor: float) -> Ints:
     for name, places in uses.items():
         param = params[name]
         size = int(param.size_bytes * trainable_factor) if param.trainable else param.size_bytes
+        size += param.copy_bytes
         before = -1
         for place in places:
             held[before + 1 : place + 1, place + 1] += size

@@ -8,9 +8,10 @@ themselves.
 Saved bytes follow autograd's derivative formulas: a matrix product keeps the operand that the other's gradient needs,
 `softmax`, `tanh`, `relu`, ... their output, `add`, `sum` and views nothing, any other op its inputs (`OpRow.saves`).
 Storage is counted, not tensors: a view counts as what it is a view of, each storage once, for the first op that keeps
-it; parameters and buffers never.  What an op keeps that is no value of the graph (dropout masks, the log-softmax
-inside cross entropy, attention's normaliser or, where no fused kernel applies, its scores) is added to the op itself.
-Wrong where a kernel keeps more for its own reasons (cuDNN's workspaces, RNNs' gates).
+it; parameters and buffers never, nor what autocast reads of them, which is made once a step (`casts`).  What an op
+keeps that is no value of the graph (dropout masks, the log-softmax inside cross entropy, attention's normaliser or,
+where no fused kernel applies, its scores) is added to the op itself.  Wrong where a kernel keeps more for its own
+reasons (cuDNN's workspaces, RNNs' gates).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from autopart.ir.cluster import Device
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, Literal, Op, Param, Value
 from autopart.ir.size import Size
+from autopart.passes.ops.casts import cast_parameter, cast_values
 from autopart.passes.ops.flops import backward_flops, flops, operands, shape_of
 from autopart.passes.ops.letters import added_operands
 from autopart.passes.ops.op_classes import first_of, op_classes
@@ -93,10 +95,11 @@ def _cost(
     device: Device,
 ) -> Cost:
     work, back = flops(op, values, params), backward_flops(op, values, params)
+    once = cast_parameter(op, params) is not None
     moved = moved_bytes(op, values, params, roots)
     dtype = computing_dtype(op, values, params)
     return Cost(
-        roofline_ns(work, moved, device, dtype),
+        0 if once else roofline_ns(work, moved, device, dtype),
         _backward_ns(op, values, work, back, moved, device, dtype),
         _hidden_bytes(op, values, params) + sum(values[name].size_bytes for name in kept),
         _scratch_bytes(op, values, params),
@@ -238,6 +241,7 @@ def storage(graph: Graph) -> dict[str, str]:
     slice, expand), in which case it copies.  O(values).
     """
     roots: dict[str, str] = {name: name for name in graph.inputs}
+    casts = cast_values(graph)
     out_of_order: set[str] = set()
     for op in graph.ops:
         row, refs = row_of(op.target), _names(op)
@@ -247,6 +251,7 @@ def storage(graph: Graph) -> dict[str, str]:
         for place, written in enumerate(op.writes):
             base = refs[place] if row.name == "broadcast_tensors" and place < len(refs) else source
             roots[written] = roots.get(base, base) if shares and base else written
+            roots[written] = casts.get(written, roots[written])
             if shares and (moved or row.storage == "out of order"):
                 out_of_order.add(written)
     return roots

@@ -7,8 +7,9 @@ forward, and is nothing that an op keeps for its backward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from autopart.ir.graph import Graph, Op, Param
+from autopart.ir.graph import Graph, Op, Param, Value
 
 CAST = "aten._to_copy.default"
 _FLOATING = ("float", "bfloat")
@@ -24,14 +25,18 @@ def cast_parameter(op: Op, params: Mapping[str, Param]) -> str | None:
     return op.params[0] if plain and params[op.params[0]].dtype.startswith(_FLOATING) else None
 
 
-def copy_bytes(ops: Iterable[Op], params: Mapping[str, Param], sizes: Mapping[str, int]) -> dict[str, int]:
-    """For each parameter that is cast, the bytes of its copies, one for each type.  sizes: of values.  O(ops)."""
-    found: dict[str, dict[object, int]] = {}
+def with_copies(params: tuple[Param, ...], ops: Iterable[Op], values: Iterable[Value]) -> tuple[Param, ...]:
+    """The parameters with the bytes of their copies, one for each type that `ops` read them in.  O(ops + values)."""
+    by_name, sizes = {param.name: param for param in params}, {value.name: value.size_bytes for value in values}
+    copies: dict[str, dict[object, int]] = {}
     for op in ops:
-        name = cast_parameter(op, params)
+        name = cast_parameter(op, by_name)
         if name is not None:
-            found.setdefault(name, {})[dict(op.attrs)["dtype"]] = sizes[op.writes[0]]
-    return {name: sum(by_dtype.values()) for name, by_dtype in found.items()}
+            copies.setdefault(name, {})[dict(op.attrs)["dtype"]] = sizes[op.writes[0]]
+    return tuple(
+        replace(param, copy_bytes=sum(copies[param.name].values())) if param.name in copies else param
+        for param in params
+    )
 
 
 def cast_values(graph: Graph) -> dict[str, str]:
@@ -39,3 +44,10 @@ def cast_values(graph: Graph) -> dict[str, str]:
     params = graph.param_map()
     found = ((op, cast_parameter(op, params)) for op in graph.ops)
     return {op.writes[0]: name for op, name in found if name is not None}
+
+
+def without_casts(graph: Graph) -> Graph:
+    """A graph with costs in which such casts take no time in a forward, however they were measured.  O(ops)."""
+    casts = cast_values(graph)
+    ops = [replace(op, cost=replace(op.cost, fwd_ns=0)) if op.writes[0] in casts else op for op in graph.ops]
+    return replace(graph, ops=tuple(ops)) if casts else graph

@@ -3,6 +3,7 @@
 Memory of a device of stage s with r replicas, live = `schedules.in_flight`:
 
     weights + gradients + optimizer state                      of the parameters that the stage uses, each once
+    + copies of weights in another precision                   under autocast, made once a step
     + live * (saved for the backward + received)               of the largest share of a micro-batch, rows / r
     + workspace                                                largest of one op, and of one recomputed group
     + MESSAGES_AHEAD * (received + sent)                       messages under way, and receives posted ahead
@@ -37,12 +38,14 @@ from autopart.passes.simulation.traffic import PortLoad, p2p_load, ring_load
 
 @dataclass(frozen=True)
 class GraphIndex:
-    """A graph by name.  params, trained, values: bytes of parameters, of the trainable ones and of values."""
+    """A graph by name.  params, trained, copies, values: bytes of parameters, of the trainable ones, of copies that are
+    held of them, and of values."""
 
     graph: Graph
     ops: dict[str, Op]
     params: dict[str, int]
     trained: dict[str, int]
+    copies: dict[str, int]
     values: dict[str, int]
 
     @staticmethod
@@ -53,6 +56,7 @@ class GraphIndex:
             graph.op_map(),
             {p.name: p.size_bytes for p in graph.params},
             {p.name: p.size_bytes for p in graph.params if p.trainable},
+            {p.name: p.copy_bytes for p in graph.params if p.copy_bytes},
             {v.name: v.size_bytes for v in graph.values},
         )
 
@@ -151,6 +155,11 @@ def optimizer_ns(trained_bytes: int, state_factor: float, device: Device) -> int
     return int(trained_bytes * (3 + 2 * state_factor) * 1e9 / device.mem_bytes_per_s)
 
 
+def casting_ns(copy_bytes: int, device: Device) -> int:
+    """Nanoseconds of making copies of weights in half precision: each is read, and its copy written."""
+    return int(copy_bytes * 3 * 1e9 / device.mem_bytes_per_s)
+
+
 def copying_ns(size_bytes: int, devices: Sequence[Device]) -> int:
     """Nanoseconds that messages of size_bytes take from the work of the slowest of these devices.
 
@@ -192,11 +201,14 @@ def stage_estimate(context: StageContext, estimator: Estimator) -> Estimate:
     again = {name for group in stage.recompute for name in group}
     redone = [[cost.fwd_ns for name, cost in zip(stage.ops, costs, strict=True) if name in again] for costs in costed]
     recompute_ns = max(map(sum, redone))
-    param_bytes = sum([whole.params[name] for name in {name for op in stage.ops for name in whole.ops[op].params}])
+    used = {name for op in stage.ops for name in whole.ops[op].params}
+    copies = sum([whole.copies.get(name, 0) for name in used])
+    weights = sum([whole.params[name] for name in used])
+    param_bytes = weights + copies
     trained = whole.trained_bytes(stage)
     stepped = whole.largest_share(stage) if context.shared else trained
     optimizer_bytes = int(stepped * setting.state_factor)
-    state_bytes = trained + optimizer_bytes + (context.versions - 1) * param_bytes
+    state_bytes = trained + optimizer_bytes + (context.versions - 1) * weights
     received, sent = -(-context.in_bytes // replicas), -(-context.out_bytes // replicas)
     devices = [setting.device_types[kind] for kind in kinds]
     activation_bytes = kept + received
@@ -223,7 +235,7 @@ def stage_estimate(context: StageContext, estimator: Estimator) -> Estimate:
         buffer_bytes=buffers,
         recompute_ns=recompute_ns,
         reduce_ns=estimator.loads.ring_allreduce(stage.ranks).alone_ns(trained),
-        optimizer_ns=max(optimizer_ns(stepped, setting.state_factor, device) for device in devices),
+        optimizer_ns=max(optimizer_ns(stepped, setting.state_factor, d) + casting_ns(copies, d) for d in devices),
     )
 
 

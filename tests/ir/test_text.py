@@ -42,7 +42,7 @@ def params(draw: st.DrawFn, name: str, owner: str | None) -> Param:
     """A parameter of any kind, tied to its owner if there is one."""
     kind, trainable = draw(KINDS)
     shape = tuple(draw(st.sampled_from([[1], [], [2, 3]])))
-    return Param(name, shape, draw(DTYPES), draw(SMALL), trainable, kind, owner)
+    return Param(name, shape, draw(DTYPES), draw(SMALL), trainable, kind, owner, draw(st.sampled_from([0, 0, 4])))
 
 
 @st.composite

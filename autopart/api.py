@@ -33,7 +33,8 @@ ClusterLike = Cluster | str | os.PathLike[str] | None
 PlanLike = Plan | str | os.PathLike[str]
 LossReductionName = Literal["auto", "mean", "sum", "token-mean"]
 NonFinite = Literal["auto", "skip", "raise"]
-Recompute = Literal["auto", "off", "all"]
+Recompute = Literal["auto", "off", "all"] | Sequence[str]
+"""A word, or patterns of module paths."""
 Transport = Literal["auto", "nccl", "gloo"]
 Zero = Literal["auto", 0, 1]
 OptimizerLike = str | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]

@@ -37,7 +37,8 @@ class Options:
     together        module paths, or groups of them, between whose first and last op no stage begins
     pins            {module path: number of the stage that runs it}
     replicas        devices of every stage, or a number for each stage; each has its share of the rows
-    recompute       "auto" (as much as the memory demands), "off", "all"
+    recompute       "auto" (what the model checkpoints, and as much as the memory demands), "off", "all", or patterns
+                    of module paths: these modules and nothing else
     precision       "fp32" (the model as it is), "bf16" or "fp16" (as under torch.autocast of the cluster's devices);
                     None is that of plan=, else "fp32"
     zero            1: the replicas of a stage share the optimizer's state among them (ZeRO-1); 0: each has all of it;
@@ -70,7 +71,7 @@ class Options:
     together: tuple[tuple[str, ...], ...] = ()
     pins: Mapping[str, int] = field(default_factory=dict)
     replicas: int | tuple[int, ...] | None = None
-    recompute: str = "auto"
+    recompute: str | tuple[str, ...] = "auto"
     precision: Precision | None = None
     zero: int | str = "auto"
     non_finite: str = "auto"
@@ -94,9 +95,9 @@ def read_options(**given: Any) -> Options:
         "pins": _pins(given.get("pins")),
         "replicas": _replicas(given.get("replicas")),
         "schedule": _schedule(given.get("schedule", "auto")),
+        "recompute": _recompute(given.get("recompute", "auto")),
     }
     options = Options(**{**given, **read})
-    _one_of("recompute", options.recompute, RECOMPUTE)
     _one_of("non_finite", options.non_finite, NON_FINITE)
     if options.precision is not None:
         _one_of("precision", options.precision, PRECISIONS)
@@ -136,6 +137,25 @@ def _paths(what: str, paths: Iterable[str] | str | None) -> tuple[str, ...]:
     for path in found:
         if not isinstance(path, str) or not path:
             raise UsageError(f"{what} {path!r} is not a module path", fix=f'for example {what}s=["transformer.h.4"]')
+    return found
+
+
+def _recompute(recompute: Any) -> str | tuple[str, ...]:
+    """One of the words, or patterns of module paths."""
+    known = ", ".join(RECOMPUTE)
+    if isinstance(recompute, str):
+        if recompute not in RECOMPUTE:
+            raise UsageError(
+                f"unknown recompute {recompute!r}",
+                fix=f'use one of {known}, or a list of patterns of module paths: recompute=["model.layers.*"]',
+            )
+        return recompute
+    found = tuple(recompute) if isinstance(recompute, Iterable) else ()
+    if not found or not all(isinstance(pattern, str) and pattern for pattern in found):
+        raise UsageError(
+            f"recompute is {recompute!r}",
+            fix=f'use one of {known}, or a list of patterns of module paths: recompute=["model.layers.*"]',
+        )
     return found
 
 

@@ -31,6 +31,7 @@ from autopart.ir.plan import Plan, Precision
 from autopart.ir.shares import row_shares
 from autopart.ir.size import Size
 from autopart.options import Options
+from autopart.passes.graph.module_groups import wanted_groups
 from autopart.passes.ops.cost_model import ExtrapolatedCosts
 from autopart.passes.ops.table import registered
 from autopart.passes.pipeline import PlannerInput, build, recheck
@@ -179,6 +180,8 @@ def _built(problem: _Problem, costs: CostedGraph) -> Plan:
 def _request(problem: _Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, ...]]:
     """What is asked of the passes, and what to say about the optimizer."""
     options = problem.options
+    base = problem.family.base
+    recompute, recomputed = wanted_groups(base.graph, options.recompute, base.checkpointed)
     factor, notes = state_factor(options.optimizer, narrowest_bytes(graph))
     final = problem.family.other is None or problem.family.on_meta  # else it is planned once more at its own size
     request = PlanRequest(
@@ -189,7 +192,8 @@ def _request(problem: _Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, .
         together=options.together,
         pins=options.pins,
         replicas=options.replicas,
-        recompute=options.recompute,
+        recompute=recompute,
+        recomputed=recomputed,
         zero=options.zero,
         state_factor=factor,
         abilities=problem.abilities,

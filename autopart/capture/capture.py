@@ -14,6 +14,7 @@ from torch.export.graph_signature import OutputKind
 from autopart.capture.asking import Asker
 from autopart.capture.autocast import Autocast, known_everywhere
 from autopart.capture.batch import Batch
+from autopart.capture.checkpointing import checkpointed
 from autopart.capture.elsewhere import brought_back, moved
 from autopart.capture.export import LossFn, OutputSpec, Wrapper, explained, export, quiet
 from autopart.capture.gc_pause import gc_paused
@@ -38,7 +39,8 @@ class Captured:
     """A model at one shape.  module: the flat fx graph; graph: the same as data; names: which node is which;
     outputs: how a `predict` program's results become what the model returns, None for a loss program; observed: what
     forward() read of the modules' attributes; questions: what it asked about the numbers of the whole batch, with the
-    answers that this program is for."""
+    answers that this program is for; checkpointed: groups of ops that the model itself wants to compute again in the
+    backward."""
 
     module: fx.GraphModule
     graph: Graph
@@ -46,6 +48,7 @@ class Captured:
     outputs: OutputSpec | None
     observed: Observed = field(default_factory=Observed)
     questions: Questions | None = None
+    checkpointed: tuple[tuple[str, ...], ...] = ()
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -127,7 +130,8 @@ def _capture(
             graph = read_graph(module, names, outputs, Size(sample.rows or 1), backward=mode == "step")
         except NumberOfData as error:
             raise asker.refusal or CaptureError(error.what, where=error.where, why=error.why, fix=error.fix) from None
-    return Captured(module, graph, names, wrapper.outputs, wrapper.observed, asker.questions)
+    again = checkpointed(module.graph)
+    return Captured(module, graph, names, wrapper.outputs, wrapper.observed, asker.questions, again)
 
 
 @contextlib.contextmanager

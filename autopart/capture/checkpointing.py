@@ -1,12 +1,15 @@
-"""Gradient checkpointing inside a model: ignored, for which activations are kept is the plan's to decide.
+"""Gradient checkpointing inside a model: which activations are kept is the plan's to decide.
 
-Both kinds compute what the function computes.  The reentrant one has no gradient at all where none of its inputs needs
-one, which is kept: its parameters then learn nothing, in plain torch too.
+Both kinds compute what the function computes.  The ops of each call of the kind that is not reentrant are marked, so
+that the plan can compute them again as a group.  The reentrant kind is ignored, with a warning.  It has no gradient at
+all where none of its inputs needs one, which is kept: its parameters then learn nothing, in plain torch too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 import threading
 import traceback
 import warnings
@@ -15,16 +18,36 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import checkpoint
 
 from autopart.capture.guards import CaptureWarning
 from autopart.capture.source_location import user_line
 
+_MARK = "autopart_checkpoint"
+
+
+def checkpointed(graph: fx.Graph) -> tuple[tuple[str, ...], ...]:
+    """The names of the ops that each checkpointing of the model would compute again, in the order of the graph.
+
+    Of one inside another the outer one counts.  O(nodes).
+    """
+    groups: dict[int, list[str]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem:
+            number = (node.meta.get("custom") or {}).get(_MARK)
+            if number is not None:
+                groups.setdefault(number, []).append(node.name)
+    return tuple(map(tuple, groups.values()))
+
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """While a model is traced: run what it checkpoints, and warn once.  On this thread alone; one thread at a time."""
+    """While a model is traced: run what it checkpoints, and mark it, or warn once.  On this thread alone; one thread at
+    a time."""
     tracer = threading.get_ident()
+    numbers = itertools.count()
     warned: list[bool] = []
     reentrant: Any = checkpoint.CheckpointFunction.apply
     generator = checkpoint._checkpoint_without_reentrant_generator
@@ -33,8 +56,9 @@ def unchecked() -> Iterator[None]:
         if not warned:
             warned.append(True)
             warnings.warn(
-                "gradient checkpointing inside the model is not carried over: gradients stay exact, but the memory it "
-                f"saved is not saved ({user_line(traceback.extract_stack())})",
+                "reentrant gradient checkpointing inside the model is not carried over: gradients stay exact, but the "
+                "memory it saved is not saved; use_reentrant=False, or recompute= of compile, saves it "
+                f"({user_line(traceback.extract_stack())})",
                 CaptureWarning,
                 stacklevel=1,  # the caller is torch, whose own warnings are silenced
             )
@@ -47,10 +71,20 @@ def unchecked() -> Iterator[None]:
         with contextlib.nullcontext() if needed else torch.no_grad():
             return function(*args)
 
-    def started(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == tracer:
-            note()
-        return generator(*args, **kwargs)
+    def started(function: Any, preserve: Any, context_fn: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != tracer:
+            return generator(function, preserve, context_fn, *args, **kwargs)
+        return marked(context_fn)
+
+    def marked(context_fn: Callable[[], Any]) -> Iterator[None]:
+        mode = get_proxy_mode()
+        nodes: Any = mode.tracer.graph.nodes if mode is not None else ()
+        before = next(reversed(nodes), None)
+        with context_fn()[0]:  # the user's, around the forward; nothing else is done: hooks would end up in the graph
+            yield
+        number = next(numbers)
+        for node in itertools.takewhile(lambda node: node is not before, reversed(nodes)):
+            node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: number}
 
     with (
         mock.patch.object(checkpoint.CheckpointFunction, "apply", run),

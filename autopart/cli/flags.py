@@ -62,8 +62,12 @@ class PlanFlags:
     ] = None
     replicas: Annotated[str | None, typer.Option(help="Devices of every stage, or one number for each: 8,8,4")] = None
     recompute: Annotated[
-        str, typer.Option(metavar=_one_of(*RECOMPUTE), help="Compute activations again to save memory")
-    ] = "auto"
+        list[str] | None,
+        typer.Option(
+            metavar=f"{_one_of(*RECOMPUTE)}|PATTERN",
+            help="Compute activations again to save memory: as needed, never, everywhere, or of these modules; repeat",
+        ),
+    ] = None
     precision: Annotated[
         str | None, typer.Option(metavar=_one_of(*PRECISIONS), help="Run the model as it is, or under an autocast")
     ] = None
@@ -96,7 +100,7 @@ class PlanFlags:
             together=[tuple(text.split("+")) for text in self.together or ()],
             pins=_pins(self.pins),
             replicas=_replicas(self.replicas),
-            recompute=self.recompute,
+            recompute=_recompute(self.recompute or ["auto"]),
             precision=self.precision,
             zero=int(self.zero) if self.zero.isdecimal() else self.zero,
             optimizer=self.optimizer,
@@ -138,6 +142,11 @@ def _replicas(text: str | None) -> int | tuple[int, ...] | None:
     if not all(word.strip().isdecimal() for word in words):
         raise UsageError(f"--replicas {text!r} is not a list of numbers", fix="write --replicas 8 or --replicas 8,8,4")
     return int(text) if len(words) == 1 else tuple(int(word) for word in words)
+
+
+def _recompute(given: list[str]) -> str | list[str]:
+    found = [pattern.strip() for text in given for pattern in text.split(",")]
+    return found[0] if len(found) == 1 and found[0] in RECOMPUTE else found
 
 
 def _pins(texts: list[str] | None) -> dict[str, int]:

@@ -89,7 +89,7 @@ def pipeline_model(evaluation: Evaluation) -> PipelineModel:
         device_types = sorted({costs.device_types.index(costs.cluster.devices[rank]) for rank in stage.ranks})
         of_types = [_block_costs(space, rows, device_type) for device_type in device_types]
         times.append(max((times_ns for times_ns, _ in of_types), key=sum))  # of unlike replicas, the slowest's alone
-        live_bytes.append((0,) * len(blocks.ops) if request.may_recompute else of_types[0][1])
+        live_bytes.append((0,) * len(blocks.ops) if request.may_recompute or request.recomputed else of_types[0][1])
     edges = _edges(blocks)
     owners = max(len(stage.ranks) for stage in plan.stages) if request.may_shard else 1
     return PipelineModel(

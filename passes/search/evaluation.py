@@ -108,15 +108,21 @@ class Evaluator:
         estimator, request, blocks = self._estimator(space), space.request, space.chain.blocks
         names = [op.name for op in blocks.ops]
         stages = tuple(
-            Stage(tuple(names[a:b]), ranks)
+            Stage(tuple(names[a:b]), ranks, space.asked_of(names[a:b]))
             for (a, b, _, _), ranks in zip(candidate.partition.ranges(), candidate.ranks, strict=True)
         )
         decision = Decision(
             space.costs.cluster.world, stages, candidate.micro_rows, candidate.schedule, int(request.zero == 1)
         )
         flows, tied_params = edges(decision, blocks), tied(decision, blocks)
-        if request.recompute == "all" and request.may_recompute:
-            each = (replace(s, recompute=tuple((name,) for name in s.ops)) for s in stages)
+
+        def contexts(decision: Decision) -> list[StageContext]:
+            sizes = message_bytes(flows, estimator.graph(Size(max(decision.micro_rows)), 0))
+            return stage_contexts(decision, sizes)
+
+        everything = request.recompute == "all" and request.may_recompute
+        if everything:
+            each = (self._add_recompute(space, context) for context in contexts(decision))
             decision = replace(decision, stages=tuple(each))
         estimates = stage_estimates(decision, flows, estimator)
         excess = self._excess_bytes(space, decision, estimates)
@@ -124,12 +130,11 @@ class Evaluator:
             decision = replace(decision, zero=1)  # which takes no time, as recomputation does
             estimates = stage_estimates(decision, flows, estimator)
             excess = self._excess_bytes(space, decision, estimates)
-        if max(excess) > 0 and request.may_recompute:  # before it is simulated: memory needs no time
-            sizes = message_bytes(flows, estimator.graph(Size(max(decision.micro_rows)), 0))
-            contexts = zip(stage_contexts(decision, sizes), excess, strict=True)
+        if max(excess) > 0 and request.may_recompute and not everything:  # not simulated yet: memory needs no time
+            pairs = zip(contexts(decision), excess, strict=True)
             decision = replace(
                 decision,
-                stages=tuple([self._add_recompute(space, c) if over > 0 else c.stage for c, over in contexts]),
+                stages=tuple([self._add_recompute(space, c) if over > 0 else c.stage for c, over in pairs]),
             )
             estimates = stage_estimates(decision, flows, estimator)
             excess = self._excess_bytes(space, decision, estimates)
@@ -157,8 +162,7 @@ class Evaluator:
         graph = estimator.graph(size, 0)
         crossing = dict(zip(graph.ops, space.chain.range_costs(size).crossing.tolist(), strict=False))
         costs = [graph.ops[name].cost for name in names]
-        blocks = StageBlocks(
-            names, [c.saved_bytes for c in costs], [c.fwd_ns for c in costs], [crossing[name] for name in names]
-        )
+        saved = [0 if name in space.asked else c.saved_bytes for name, c in zip(names, costs, strict=True)]
+        blocks = StageBlocks(names, saved, [c.fwd_ns for c in costs], [crossing[name] for name in names])
         limit, everything = self._limit(space, context.stage), space.request.recompute == "all"
         return fewest_recomputed(context, blocks, estimator, limit, everything=everything)

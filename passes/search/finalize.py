@@ -98,7 +98,7 @@ def _explained(
 def _over_ops(evaluation: Evaluation, graph: Graph) -> Decision:
     """What was decided over blocks, over captured ops."""
     over_blocks = evaluation.decision
-    return replace(over_blocks, stages=lower_to_ops(over_blocks.stages, evaluation.space.chain.blocks, graph))
+    return replace(over_blocks, stages=lower_to_ops(over_blocks.stages, evaluation.space, graph))
 
 
 def fits(decision: Decision, estimates: tuple[Estimate, ...], cluster: Cluster) -> bool:
@@ -114,23 +114,26 @@ def _unsaid_bytes(known: tuple[Estimate, ...], blocks: tuple[Estimate, ...]) -> 
     return max(e.peak_bytes - said.peak_bytes for e, said in zip(known, blocks, strict=True))
 
 
-def lower_to_ops(over_blocks: tuple[Stage, ...], blocks: Graph, captured: Graph) -> tuple[Stage, ...]:
+def lower_to_ops(over_blocks: tuple[Stage, ...], space: SearchSpace, captured: Graph) -> tuple[Stage, ...]:
     """Stages over blocks as stages of captured ops, in captured order.
 
-    A block that is recomputed takes its own copies of free ops along, but an op is recomputed once.
+    A block that is recomputed takes its own copies of free ops along, but an op is recomputed once.  What was asked for
+    is recomputed to the op, wherever blocks begin and end.
     """
-    parts = {op.name: op.parts or (op.name,) for op in blocks.ops}
+    parts = {op.name: op.parts or (op.name,) for op in space.chain.blocks.ops}
     place = {op.name: i for i, op in enumerate(captured.ops)}
     stages = []
     for stage in over_blocks:
         ops = {part for name in stage.ops for part in parts[name]}
         seen: set[str] = set()
         groups = []
-        for group in stage.recompute:
-            fresh = {part for name in group for part in parts[name]} - seen
+        more = [group for group in stage.recompute if group not in space.asked_of(stage.ops)]
+        asked = [ops.intersection(group) for group in space.request.recomputed]
+        for wanted in (*asked, *({part for name in group for part in parts[name]} for group in more)):
+            fresh = wanted - seen
             seen |= fresh
             groups.append(tuple(sorted(fresh, key=place.__getitem__)))
-        stages.append(Stage(tuple(sorted(ops, key=place.__getitem__)), stage.ranks, tuple(groups)))
+        stages.append(Stage(tuple(sorted(ops, key=place.__getitem__)), stage.ranks, tuple(filter(None, groups))))
     return tuple(stages)
 
 

@@ -66,8 +66,13 @@ def _other_freedom(plan: Plan, request: PlanRequest) -> Iterator[str]:
         yield "it has other replicas"
     again = [sum(map(len, stage.recompute)) for stage in plan.stages]
     everything = [len(stage.ops) for stage in plan.stages]
-    if any(again) and not request.may_recompute:
-        yield "it recomputes"
+    asked = {name for group in request.recomputed for name in group}
+    for stage in plan.stages:
+        names = {name for group in stage.recompute for name in group}
+        if not names >= asked.intersection(stage.ops):
+            yield "it does not recompute what was asked for"
+        if names - asked and not request.may_recompute:
+            yield "it recomputes what was not asked for"
     if (plan.decision.zero and not request.may_shard) or (request.zero == 1 and not plan.decision.zero):
         yield "it shares the optimizer's state otherwise"
     if request.recompute == "all" and request.may_recompute and again != everything:

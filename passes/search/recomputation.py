@@ -47,13 +47,14 @@ def fewest_recomputed(
 ) -> Stage:
     """The stage with as little recomputation as fits `limit` bytes; where nothing does, all of it as one group.
 
-    everything: all blocks are recomputed, and only their groups are chosen.  O(blocks log^2 blocks), and an estimate
-    for each number of blocks that turns out to be too small.
+    What it recomputes already stays; these blocks count as saving nothing.  everything: all blocks are recomputed, and
+    only their groups are chosen.  O(blocks log^2 blocks), and an estimate for each number of blocks that turns out to
+    be too small.
     """
-    stage = replace(context.stage, recompute=())
-    plain = estimator.stage(replace(context, stage=stage))
+    stage, already = context.stage, {name for group in context.stage.recompute for name in group}
+    plain = estimator.stage(context)
     fixed = plain.peak_bytes - context.live * sum(blocks.saved)
-    order = blocks.by_worth()
+    order = [place for place in blocks.by_worth() if blocks.names[place] not in already]
     least = len(order) if everything else 1
 
     def groups(count: int) -> tuple[int, list[range]]:
@@ -62,7 +63,7 @@ def fewest_recomputed(
     count = least + bisect_left(range(least, len(order)), True, key=lambda count: fixed + groups(count)[0] <= limit)
     while count <= len(order):
         chosen = tuple(tuple(blocks.names[place] for place in group) for group in groups(count)[1])
-        found = replace(stage, recompute=chosen)
+        found = replace(stage, recompute=stage.recompute + chosen)
         if estimator.stage(replace(context, stage=found)).peak_bytes <= limit:
             return found
         count += max(1, (len(order) - count) // 4) if count < len(order) else 1

@@ -65,7 +65,7 @@ def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
         )
     if needed > (len(fixed) if fixed else 1) and not request.abilities.replicas:
         raise UsageError("replicas of a stage cannot be run yet", fix="use autopart.plan to plan with them")
-    if request.recompute not in ("auto", "off") and not request.abilities.recompute:
+    if (request.recompute == "all" or request.recomputed) and not request.abilities.recompute:
         raise UsageError("recomputation cannot be run yet", fix='use recompute="off", or autopart.plan to plan with it')
     _check_zero(request)
     for path, stage in request.pins.items():

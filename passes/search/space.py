@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from autopart.ir.capabilities import ASYNCHRONOUS, RUNTIME, Capabilities
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.passes.graph.chain import BlockChain
-from autopart.passes.graph.cuts import module_span
+from autopart.passes.graph.cuts import Ints, module_span
 from autopart.passes.program.schedules import AUTOMATIC
 from autopart.passes.simulation.stage_costs import CostContext, LoadMemo
 
@@ -30,10 +30,10 @@ class PlanRequest:
     micro_rows: the ways to cut the batch that may be chosen from, each the rows of its micro-batches.  schedule: "auto"
     or a name.  cuts: module paths at which a stage begins.  together: groups of module paths, each group to stay in one
     stage.  pins: module path to its stage.  replicas: of every stage, or one number for each.  recompute: "auto", "off"
-    or "all".  zero: 0, 1 (optimizer state shared by replicas) or "auto" (where memory does not suffice otherwise).
-    state_factor: bytes of optimizer state per byte of trainable parameter.  abilities: what a plan may use.
-    prove_seconds: time to find a certificate (`certificate`) of the plan, when its largest micro-batch has prove_rows
-    rows (None: whatever it has).
+    or "all"; recomputed: groups of captured ops that are recomputed even when it is "off".  zero: 0, 1 (optimizer state
+    shared by replicas) or "auto" (where memory does not suffice otherwise).  state_factor: bytes of optimizer state per
+    byte of trainable parameter.  abilities: what a plan may use.  prove_seconds: time to find a certificate
+    (`certificate`) of the plan, when its largest micro-batch has prove_rows rows (None: whatever it has).
     """
 
     micro_rows: tuple[tuple[int, ...], ...]
@@ -44,6 +44,7 @@ class PlanRequest:
     pins: Mapping[str, int] = field(default_factory=dict)
     replicas: int | tuple[int, ...] | None = None
     recompute: str = "auto"
+    recomputed: tuple[tuple[str, ...], ...] = ()
     zero: int | str = "auto"
     state_factor: float = 2.0
     abilities: Capabilities = RUNTIME
@@ -67,7 +68,7 @@ class PlanRequest:
 
     @property
     def may_recompute(self) -> bool:
-        """Whether memory may be bought with time."""
+        """Whether memory may be bought with time, beyond what is asked for."""
         return self.abilities.recompute and self.recompute != "off"
 
     @property
@@ -113,6 +114,33 @@ class SearchSpace:
     request: PlanRequest
     fine: Graph
     forced: tuple[int, ...]
+
+    @cached_property
+    def asked(self) -> dict[str, int]:
+        """By name the number of the group, among those asked for, of each block that belongs to one with most of its
+        own ops; clones come before a block's own ops, and follow them wherever they go."""
+        group_of = {op: number for number, group in enumerate(self.request.recomputed) for op in group}
+        own = {op.name for op in self.fine.ops}
+        found: dict[str, int] = {}
+        for block in self.chain.blocks.ops if group_of else ():
+            numbers = [group_of.get(part, -1) for part in block.parts or (block.name,) if part in own]
+            most = max(set(numbers), key=lambda number: (numbers.count(number), number), default=-1)
+            if most >= 0:
+                found[block.name] = most
+        return found
+
+    @cached_property
+    def asked_blocks(self) -> Ints:
+        """The same for every block, in order; -1 of the others."""
+        return np.array([self.asked.get(block.name, -1) for block in self.chain.blocks.ops], dtype=np.int64)
+
+    def asked_of(self, blocks: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+        """The groups asked for, as far as they lie in a stage of these blocks."""
+        groups: dict[int, list[str]] = {}
+        for name in blocks:
+            if name in self.asked:
+                groups.setdefault(self.asked[name], []).append(name)
+        return tuple(map(tuple, groups.values()))
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:

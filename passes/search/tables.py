@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from autopart.ir.program import MESSAGES_AHEAD
 from autopart.ir.size import Size
-from autopart.passes.graph.chain import RangeCosts
+from autopart.passes.graph.chain import RangeCosts, largest
 from autopart.passes.graph.cuts import Ints
+from autopart.passes.ops.cost_model import FIELDS
 from autopart.passes.program.schedules import find, in_flight
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import INFEASIBLE, Table, by_length, ends_of
@@ -83,13 +84,15 @@ class _Place(NamedTuple):
 
 class _Memory(NamedTuple):
     """Bytes of every range: that do not depend on the micro-batches in flight, held for each of them, what recomputing
-    all blocks frees of each, saved by each, and the fewest that cross a boundary inside."""
+    all other blocks frees of each, saved by each, the fewest that cross a boundary inside, and saved by the largest
+    group that is recomputed anyway."""
 
     static: Ints
     held: Ints
     gained: Ints
     saved: Ints
     least: Ints
+    redone: Ints
 
 
 class StageCostTables:
@@ -186,7 +189,8 @@ class StageCostTables:
         return np.where(recomputed <= 1.0, time + extra, INFEASIBLE)
 
     def _times(self, share: int, device_types: tuple[int, ...]) -> tuple[Ints, Ints]:
-        """(forward, both ways; INFEASIBLE where the stage may not be) of every range."""
+        """(forward of what is not recomputed anyway, both ways; INFEASIBLE where the stage may not be) of every
+        range."""
 
         def compute() -> tuple[Ints, Ints]:
             by_type = [self._space.chain.range_costs(Size(share), device_type) for device_type in device_types]
@@ -194,8 +198,9 @@ class StageCostTables:
             both_ways = [
                 forward + self._sums(costs, "bwd_ns") for forward, costs in zip(forwards, by_type, strict=True)
             ]
-            time = np.where(self._legal(self._space.legal), np.max(both_ways, axis=0), INFEASIBLE)
-            return np.asarray(np.max(forwards, axis=0)), time
+            again = np.max([self._sums_of(self._asked(costs, "fwd_ns")) for costs in by_type], axis=0)
+            time = np.where(self._legal(self._space.legal), np.max(both_ways, axis=0) + again, INFEASIBLE)
+            return np.asarray(np.max(forwards, axis=0)) - again, time
 
         return _remembered(self._memo.times, (self._longest, share, device_types), compute)
 
@@ -256,7 +261,7 @@ class StageCostTables:
         if not request.may_recompute:
             return np.where(over > 0, 2.0, 0.0)
         blocks = np.full(over.shape, 2.0)
-        excess = over + self._heaviest(share, place.device_types[0])
+        excess = over + np.maximum(self._heaviest(share, place.device_types[0]) - memory.redone, 0)
         np.divide(excess, live * memory.gained, out=blocks, where=memory.gained > 0)
         np.minimum(blocks, in_groups, out=blocks)
         blocks[over <= 0] = 0.0
@@ -271,13 +276,34 @@ class StageCostTables:
                 owned = np.maximum(trained / replicas, self._by_length(chain.largest_trained))
             state = (trained + owned * self._space.request.state_factor).astype(np.int64)
             messages = MESSAGES_AHEAD * (enters + costs.crossing[ends_of(chain.n, self._longest)])
-            static = weights + state + self._by_length(costs.scratch) + messages
+            saved, edges, redone = self._asked_memory(costs)
+            static = weights + state + self._by_length(costs.scratch) + messages + redone
             static[0] += self._micros * -(-self._batch_bytes() // replicas)
-            saved = self._sums(costs, "saved_bytes")
             least = self._by_length(costs.least_crossing)
-            return _Memory(static, saved + enters, saved - self._by_length(costs.kept), saved, least)
+            gained = saved - self._by_length(costs.kept) + edges
+            return _Memory(static, saved + enters, gained, saved, least, redone)
 
         return _remembered(self._memo.memory, (self._longest, share, device_types, replicas), compute)
+
+    def _asked_memory(self, costs: RangeCosts) -> tuple[Ints, Ints, Ints]:
+        """Bytes of every range: saved, where groups that are recomputed anyway save what enters them; what crosses the
+        boundaries inside of these; saved by the largest of them while it runs again."""
+        saved, crossing = costs.blocks[FIELDS.index("saved_bytes")], costs.crossing[:-1]
+        groups = self._space.asked_blocks
+        inside = groups >= 0
+        if not inside.any():
+            nothing = np.zeros_like(self._sums_of(saved))
+            return self._sums_of(saved), nothing, nothing
+        first = inside & (groups != np.concatenate([[-1], groups[:-1]]))
+        kept = np.where(inside, np.where(first, crossing, 0), saved)
+        whole = np.bincount(groups[inside], weights=saved[inside]).astype(np.int64)
+        largest_group = largest(np.where(inside, whole[groups], 0))
+        edges = np.where(inside & ~first, crossing, 0)
+        return self._sums_of(kept), self._sums_of(edges), self._by_length(largest_group)
+
+    def _asked(self, costs: RangeCosts, field: str) -> Ints:
+        """A cost of the blocks that are recomputed anyway, 0 of the others."""
+        return np.where(self._space.asked_blocks >= 0, costs.blocks[FIELDS.index(field)], 0)
 
     def _heaviest(self, share: int, device_type: int) -> Ints:
         """The most bytes that one block of a range saves."""
@@ -296,7 +322,11 @@ class StageCostTables:
     # ---- ranges by length ------------------------------------------------------------------------------------------
 
     def _sums(self, costs: RangeCosts, field: str) -> Ints:
-        sums = costs.sums(field)
+        return self._sums_of(costs.blocks[FIELDS.index(field)])
+
+    def _sums_of(self, amounts: Ints) -> Ints:
+        """Of an amount of each block, the sum over every range."""
+        sums = np.concatenate([[0], np.cumsum(amounts)]).astype(np.int64)
         return np.asarray(sums[ends_of(self._space.chain.n, self._longest)] - sums[:, None])
 
     def _by_length(self, matrix: Ints) -> Ints:

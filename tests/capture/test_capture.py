@@ -343,9 +343,9 @@ def test_random_ops_draw_by_key_and_deterministic_ones_are_left_alone():
     assert [op.target for op in captured.graph.ops if op.random] == ["aten.native_dropout.default", "aten.rand.default"]
 
 
-def test_gradient_checkpointing_is_warned_of_and_exact():
+def test_reentrant_gradient_checkpointing_is_warned_of_and_exact():
     def body(m, x):
-        return m.second(torch.utils.checkpoint.checkpoint(m.first, x, use_reentrant=False)).sum()
+        return torch.utils.checkpoint.checkpoint(m.second, m.first(x), use_reentrant=True).sum()
 
     with pytest.warns(CaptureWarning, match="gradient checkpointing"):
         capture(Two(body), flatten(rows()))

@@ -127,6 +127,10 @@ def test_a_plan_file_is_written_explained_and_matched_to_its_model(command, tmp_
     ("words", "says"),
     [
         (("plan", "nothing"), "gpt2-tiny"),
+        (
+            ("plan", "mlp", "--costs", "analytic", "--recompute", "layer.*,none"),
+            "'layer.*' of recompute= fits no module",
+        ),
         (("plan", "no_such_module_here:make"), "no module"),
         (("plan", "no_such_file.py:make"), "no file"),
         (("plan", "os:no_such_function"), "no function"),

@@ -25,6 +25,7 @@ REQUEST = PlanRequest(((1,) * 4,), abilities=EVERYTHING)
         ({"pins": {"layers.2": 0}}, "is not in stage 0"),
         ({"replicas": 2}, "other replicas"),
         ({"recompute": "all"}, "does not recompute everything"),
+        ({"recompute": "off", "recomputed": (("u0", "d0"),)}, "does not recompute what was asked for"),
         ({"schedule": "gpipe"}, "another schedule"),
         ({"state_factor": 7.0}, "does not take what it says"),
     ],
@@ -46,6 +47,7 @@ def test_every_plan_that_is_built_answers_its_own_request() -> None:
         (1, {}), (2, {"schedule": "pipedream"}), (4, {}), (4, {"stages": 2}), (4, {"replicas": 2}),
         (3, {"cuts": ("layers.1",)}), (3, {"cuts": ("layers.1", "layers.3")}), (2, {"pins": {"layers.3": 1}}),
         (2, {"together": (("layers.1", "layers.2"),)}), (2, {"recompute": "all"}), (2, {"prove_seconds": 1.0}),
+        (2, {"recompute": "off", "recomputed": (("u0", "d0"), ("u3",))}), (2, {"recomputed": (("n1", "u1", "d1"),)}),
     ):  # fmt: skip
         machines = cluster(devices)
         request = replace(PlanRequest(((2,) * 4, (4, 4)), abilities=EVERYTHING), **change)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.graphs import cluster, graph, source
+from support.graphs import cluster, graph, layers, plan_of, source
 
+from autopart.ir.errors import InfeasibleError
 from autopart.ir.plan import Stage
 from autopart.passes.search.recomputation import StageBlocks, _best_groups, fewest_recomputed
 from autopart.passes.simulation.stage_costs import CostContext, Estimator, StageContext, device_types
@@ -48,3 +50,32 @@ def test_a_few_layers_each_where_keeping_them_all_or_one_by_one_does_not_fit() -
     assert sum(map(len, everything.recompute)) == 8
     nothing_fits = fewest_recomputed(context, blocks, estimator, 1, everything=False)
     assert nothing_fits.recompute == (stage.ops,)
+
+
+LAYERS = tuple(tuple(op.name for op in layers(4).ops if op.module.startswith(f"layers.{i}")) for i in range(4))
+
+
+def test_everything_is_recomputed_in_groups_that_keep_little() -> None:
+    chain = graph("; ".join(f"v{i}:10 #40 ^100 @m.{i} <- {f'v{i - 1}' if i else 'x'}" for i in range(16)))
+    plan = plan_of(chain, cluster(1), stages=1, micros=2, recompute="all")
+    (stage,) = plan.stages
+    assert sum(map(len, stage.recompute)) == 16 and 2 < len(stage.recompute) < 16
+    assert plan.estimates[0].activation_bytes + plan.estimates[0].workspace_bytes < 700  # without: 1600
+
+
+def test_what_is_asked_for_is_recomputed_to_the_op_and_nothing_else_is() -> None:
+    plan = plan_of(layers(4), cluster(2), stages=2, recompute="off", recomputed=(LAYERS[0], LAYERS[3]))
+    assert [stage.recompute for stage in plan.stages] == [(LAYERS[0],), (LAYERS[3],)]
+    free = plan_of(layers(4), cluster(2), stages=2)
+    assert sum(e.recompute_ns for e in plan.estimates) > sum(e.recompute_ns for e in free.estimates) == 0
+
+
+def test_what_the_memory_demands_comes_on_top_where_it_may() -> None:
+    chain = graph("; ".join(f"v{i}:10 #1 ^100 @m.{i} <- {f'v{i - 1}' if i else 'x'}" for i in range(8)))
+    tight = cluster(1, memory=500)
+    asked = {"stages": 1, "micros": 2, "recomputed": (("v0", "v1"),)}
+    with pytest.raises(InfeasibleError):
+        plan_of(chain, tight, recompute="off", **asked)
+    (stage,) = plan_of(chain, tight, recompute="auto", **asked).stages
+    again = [name for group in stage.recompute for name in group]
+    assert stage.recompute[0] == ("v0", "v1") and 2 < len(again) < 8 and len(set(again)) == len(again)

@@ -18,6 +18,9 @@ from autopart.runtime.activity import waiting
 from autopart.runtime.tensors import dense
 from autopart.runtime.world import World
 
+_HALF = (torch.float16, torch.bfloat16)
+_CAN_WIDEN = hasattr(torch.Tensor, "grad_dtype")  # from torch 2.12 on; before, sums are of the parameter's own type
+
 
 @dataclass(frozen=True)
 class _Tie:
@@ -54,35 +57,60 @@ class TiedGradients:
 
 class GradientsAside:
     """Gradients of earlier steps, put aside for one step: only what it contributes is summed over ranks, and a step
-    that fails leaves them as they were.  Takes the memory of one more gradient where steps accumulate."""
+    that fails leaves them as they were.  Takes the memory of one more gradient where steps accumulate.
+
+    During the step those of half-precision parameters are summed in fp32, over micro-batches and ranks, and rounded
+    once at its end: in bf16 every addend would be rounded to 8 bits of the sum.  Takes 4 bytes a parameter."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self._before = [(parameter, parameter.grad) for parameter in parameters.values()]
+        self._widened = [p for p in parameters.values() if p.dtype in _HALF and p.requires_grad and _CAN_WIDEN]
         for parameter, before in self._before:
             if before is not None:
                 parameter.grad = None
+        for parameter in self._widened:
+            parameter.grad_dtype = torch.float32
 
     def restore(self) -> None:
         """The step failed: nothing was added."""
+        for parameter, _ in self._before:
+            parameter.grad = None
+        self._narrow()
         for parameter, before in self._before:
             parameter.grad = before
 
     def keep(self) -> None:
         """The step is over: what it contributed is added."""
-        for parameter, before in self._before:
+        added = [parameter.grad for parameter, _ in self._before]
+        for parameter in self._widened:
+            parameter.grad = None
+        self._narrow()
+        for (parameter, before), fresh in zip(self._before, added, strict=True):
             if before is None:
-                continue
-            fresh = parameter.grad
-            if fresh is None:
+                parameter.grad = fresh if fresh is None else _rounded(fresh, parameter.dtype)
+            elif fresh is None:
                 parameter.grad = before
             else:
                 parameter.grad = _added(before, fresh)
+
+    def _narrow(self) -> None:
+        for parameter in self._widened:
+            parameter.grad_dtype = parameter.dtype
+
+
+def _rounded(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient in the parameter's type; entries of a sparse one are added up first."""
+    if gradient.dtype == dtype:
+        return gradient
+    return (gradient.coalesce() if gradient.is_sparse else gradient).to(dtype)
 
 
 def _added(before: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     """Their sum, in place where it can be: a sparse gradient takes no dense one."""
     if before.is_sparse and fresh.is_sparse:
-        return before + fresh
+        return _rounded(before.to(fresh.dtype) + fresh, before.dtype)
+    if before.dtype != fresh.dtype:
+        return (dense(before).to(fresh.dtype) + dense(fresh)).to(before.dtype)
     return dense(before).add_(dense(fresh))
 
 
@@ -95,8 +123,14 @@ def _summed(world: World, parameter: torch.nn.Parameter, group: dist.ProcessGrou
     world.all_reduce(present, group, dist.ReduceOp.MAX)
     if not present.item():
         return None
-    total = torch.zeros_like(parameter) if own is None else dense(own)
-    wide = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
+    total = torch.zeros_like(parameter, dtype=gradient_dtype(parameter)) if own is None else dense(own)
+    wide = total.float() if total.dtype in _HALF else total
     wide = wide.contiguous()
     world.all_reduce(wide, group)
     return wide.to(total.dtype)
+
+
+def gradient_dtype(parameter: torch.nn.Parameter) -> torch.dtype:
+    """What its gradient has to be of now: in a step fp32 for half precision (`GradientsAside`)."""
+    found: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return found or parameter.dtype

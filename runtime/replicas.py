@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autopart.runtime.activity import waiting
+from autopart.runtime.reduce import gradient_dtype
 from autopart.runtime.stage import StageRunner
 from autopart.runtime.world import World
 
@@ -77,7 +78,7 @@ class _Bucket:
             if parameter.grad is not None:
                 parameter.grad.copy_(total)
             elif flags is not None and flags[place]:
-                parameter.grad = torch.empty_like(parameter).copy_(total)
+                parameter.grad = total.to(gradient_dtype(parameter), copy=True)
 
 
 class ReplicaSums:
@@ -230,7 +231,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _empty_rows(parameter: torch.nn.Parameter) -> torch.Tensor:
     """A sparse tensor of the shape of an embedding, without entries."""
     indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-    values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+    dtype = gradient_dtype(parameter)
+    values = torch.empty((0, *parameter.shape[1:]), dtype=dtype, device=parameter.device)
     return torch.sparse_coo_tensor(indices, values, parameter.shape)
 
 

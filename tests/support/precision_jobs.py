@@ -19,13 +19,14 @@ from support.step_jobs import EVERY, cluster
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 
 
-def piecewise_step(case: Any, model: nn.Module, batch: Any, weights: list[tuple[int, float]], scaler: Any) -> float:
-    """A step of one process under autocast, over micro-batches of (rows, share of the loss)."""
-    autocast = autocast_for("bf16" if scaler is None else "fp16", "cpu")
-    assert autocast is not None
+def piecewise_step(
+    case: Any, model: nn.Module, batch: Any, weights: list[tuple[int, float]], precision: Any, scaler: Any = None
+) -> float:
+    """A step of one process in a precision, over micro-batches of (rows, share of the loss)."""
+    autocast = autocast_for(precision, "cpu")
     total, start = 0.0, 0
     for rows, share in weights:
-        with autocast.region():
+        with autocast.region() if autocast is not None else contextlib.nullcontext():
             loss = plain_loss(case, model, case_rows(batch, start, start + rows)).float() * share
         (loss if scaler is None else scaler.scale(loss)).backward()
         total, start = total + loss.item(), start + rows
@@ -48,20 +49,28 @@ def trained(name: str, precision: str, steps: int, options: dict[str, Any]) -> d
     scaler = torch.amp.GradScaler("cpu", growth_interval=4) if precision == "fp16" else None
     if pipe.scaler is not None:
         pipe.scaler.growth_interval = 4
-    losses, first, scales = [], {}, []
+    losses, first, scales, skipped = [], {}, [], 0
+    plain = case.model()  # in fp32
+    fourth, whole = torch.optim.AdamW(plain.parameters(), **ADAMW), []
     for step in range(steps):
         batch = batches[step % 2]
         loss = pipe.step(batch).item()
         rows, weights = pipe.session.loss_weights(flatten(batch, with_target=case.loss_fn is not None))
         shares = list(zip(rows, weights.shares, strict=True))
-        losses.append((loss, piecewise_step(case, reference, batch, shares, scaler)))
+        losses.append((loss, piecewise_step(case, reference, batch, shares, precision, scaler)))
         if scaler is not None:
             scaler.unscale_(theirs)
         if not step and not pipe.skipped:
             found = pipe.gradients()
             first = {n: _relative(found[n], expected) for n, expected in gradients_of(reference).items()}
+        skipped += pipe.skipped
         if not pipe.skipped:
             mine.step()
+            whole.append(piecewise_step(case, plain, batch, shares, "fp32"))
+            fourth.step()
+            fourth.zero_grad()
+        else:
+            whole.append(whole[-1] if whole else losses[-1][1])
         if scaler is None:
             theirs.step()
         else:
@@ -78,7 +87,7 @@ def trained(name: str, precision: str, steps: int, options: dict[str, Any]) -> d
     pipe.close()
     return {
         "losses": losses, "weights": max(weights.values()), "first": max(first.values(), default=0.0),
-        "scales": scales, "evaluated": evaluated, "remembered": remembered,
+        "scales": scales, "whole": whole, "skipped": skipped, "evaluated": evaluated, "remembered": remembered,
     }  # fmt: skip
 
 

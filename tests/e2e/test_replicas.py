@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from support import replica_jobs
+from support import random_plan_jobs, replica_jobs
 from support.sparse_jobs import alone
 from support.zoo import CASES
 
@@ -102,3 +102,19 @@ def test_every_architecture_with_replicas_equals_one_process(workers, name, coun
 @pytest.mark.parametrize(("name", "counts"), list(itertools.product(ARCHITECTURES, ((2, 1), (1, 2), (2, 2)))))
 def test_every_architecture_with_replicas_that_compute_again_equals_one_process(workers, name, counts):
     _check(workers, name, counts, 2, (7,), recompute="all")
+
+
+def _check_random_plans(workers: Workers, seeds: range) -> None:
+    found = workers.run(random_plan_jobs.random_plans, list(seeds))[0]
+    assert not [text for text, good in found if good is False]
+    assert sum(good is None for _, good in found) <= len(found) / 2  # most cuts are not behind the loss
+
+
+def test_random_models_under_random_plans_equal_one_process(workers):
+    _check_random_plans(workers, range(6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(100, 500, 20))
+def test_many_random_models_under_random_plans_equal_one_process(workers, start):
+    _check_random_plans(workers, range(start, start + 20))

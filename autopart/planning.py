@@ -76,7 +76,7 @@ def make_plan(
     # What to plan: how the batch may be cut, and whether stages may have replicas.
     problem = _problem(family, splits, cluster, options, abilities)
     # How the losses of its parts combine to the batch's, or a refusal.
-    problem, reduction = _with_reduction(problem)
+    problem, reduction = _with_reduction(problem, family, splits)
     # What every op costs at the size of the base; the cost model extends it to where the program is known.
     costs = _costs(problem)
     try:
@@ -122,27 +122,27 @@ def _without_replicas(problem: _Problem, why: str) -> _Problem:
     return replace(problem, options=options, notes=(*problem.notes, f"no replicas were tried: {why}"))
 
 
-def _with_reduction(problem: _Problem) -> tuple[_Problem, LossReduction]:
+def _with_reduction(problem: _Problem, family: ProgramFamily, splits: Splits) -> tuple[_Problem, LossReduction]:
     """How the losses of parts of the batch combine; without replicas where a micro-batch is the whole batch, which has
-    none to combine, and could not be cut."""
-    family, options = problem.family, problem.options
+    none to combine, and could not be cut.  family, splits: all there are, though costs be known at one size alone."""
+    options = problem.options
     may = problem.abilities.replicas and options.replicas is None  # a plan shows what could be; what runs is exact
     if may and problem.abilities == RUNTIME and couples_rows(family.base.graph):
         why = "each would have batch statistics and buffers of its own rows, as in DistributedDataParallel"
         problem = _without_replicas(problem, f"{why}; replicas= asks for that")
         options = problem.options
-    whole = all(len(micro_rows) == 1 for micro_rows in problem.splits)
+    whole = all(len(micro_rows) == 1 for micro_rows in splits)
     if whole and problem.abilities.replicas and options.replicas != 1:
         if family.batch.rows in (None, 1):
             return _without_replicas(problem, "the batch has no rows to divide"), WHOLE
-        halves = tuple((*micro_rows, *micro_rows) for micro_rows in problem.splits)
+        halves = tuple((*micro_rows, *micro_rows) for micro_rows in splits)
         try:
             return problem, loss_reduction(family, halves, options.loss_reduction)
         except CoupledLossError as refusal:
             if options.replicas is not None:
                 raise
             return _without_replicas(problem, refusal.what), WHOLE
-    return problem, loss_reduction(family, problem.splits, options.loss_reduction)
+    return problem, loss_reduction(family, splits, options.loss_reduction)
 
 
 def _at_one_size(size: Size, splits: Splits, options: Options, abilities: Capabilities) -> tuple[Splits, Options, str]:

@@ -37,7 +37,7 @@ def perform(job: Job) -> Answer:
     except CannotRun as error:
         return {"reason": str(error), "stays": True}
     if os.environ["RANK"] == "0":
-        said |= _reference(job, work, tuple(said["micro_rows"]))
+        said |= _reference(job, work, tuple(said["micro_rows"]), said["losses"])
     return said
 
 
@@ -105,9 +105,11 @@ def _idle(running: Running) -> Answer:
     return {"measured_bubble": 1 - busy / (len(ranks) * found.step_ns)} if found.step_ns else {}
 
 
-def _reference(job: Job, work: Workload, micro_rows: tuple[int, ...]) -> Answer:
-    """Losses of the plain model over the same micro-batches, on the first device."""
+def _reference(job: Job, work: Workload, micro_rows: tuple[int, ...], losses: list[float] | None) -> Answer:
+    """Losses of the plain model over the same micro-batches, on the first device.  losses: of this row."""
     key = micro_rows if work.statistics else (sum(micro_rows),)
+    if key == (sum(micro_rows),) and job.plan == "one device":
+        return {"reference": losses, "reference_rows": key}
     if key in job.references:
         return {"reference": job.references[key], "reference_rows": key}
     gc.collect()

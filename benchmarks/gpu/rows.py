@@ -102,8 +102,8 @@ def with_rates(rows: list[dict[str, Any]], flops: dict[str, float], cluster: Clu
 
 
 HEADS = [
-    "model", "plan", "precision", "stages", "micro", "step ms", "spread", "per s", "TFLOP/s", "MFU", "simulated",
-    "peak GiB", "predicted", "bubble", "simulated", "loss off",
+    "model", "plan", "precision", "stages", "micro", "step ms", "spread", "per s", "TFLOP/s", "MFU", "sim. step",
+    "peak GiB", "predicted", "bubble", "sim. bubble", "loss off",
 ]  # fmt: skip
 
 

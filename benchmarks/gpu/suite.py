@@ -11,11 +11,14 @@ docs/benchmarks.md has the commands for one GPU, a node, and several nodes, and 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,27 +69,61 @@ def main(args: Sequence[str] | None = None) -> None:
     machines = pool.run(describe, limit_s=120.0)
     if failed := [m["reason"] for m in machines if "reason" in m]:
         raise SystemExit(f"the machines do not answer: {failed[0]}")
-    base = _base(given, pool, machines)
-    rows: list[dict[str, Any]] = []
-    flops: dict[str, float] = {}
+    suite = Suite(given, pool, machines, _base(given, pool, machines))
     for model in given.models:
         for precision in given.precisions:
-            known: dict[tuple[int, ...], list[float]] = {}
-            for plan in given.plans:
-                job = Job(**base, model=model, plan=plan, precision=precision, references=known)
-                answers = pool.run(perform, job, limit_s=given.limit)
-                first = answers[0]
-                if "reference" in first:
-                    known[tuple(first["reference_rows"])] = first["reference"]
-                if "flops_per_row" in first:
-                    flops.setdefault(model, first["flops_per_row"])
-                rows.append(row_of(job, answers))
-                _say(pool, f"{job.name}: {_brief(rows[-1])}")
-        if model not in flops:
-            job = Job(**base, model=model, plan="ours", precision="fp32")
-            flops[model] = pool.run(count_work, job, limit_s=given.limit)[0].get("flops_per_row", 0.0)
+            suite.compare(model, precision)
+        suite.count(model)
     if pool.rank == 0:
-        _report(given, pool, machines, base, rows, flops)
+        print(table(suite.rows), f"written to {suite.write().name}", sep="\n", flush=True)
+
+
+@dataclass
+class Suite:
+    """What has been found so far: rows, and FLOPs of a row of the batch by model.  base: what all jobs share."""
+
+    given: argparse.Namespace
+    pool: Pool
+    machines: list[dict[str, Any]]
+    base: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    flops: dict[str, float] = field(default_factory=dict)
+
+    def compare(self, model: str, precision: str) -> None:
+        """A row for each plan.  Collective, as all of this."""
+        known: dict[tuple[int, ...], list[float]] = {}
+        for plan in self.given.plans:
+            job = Job(**self.base, model=model, plan=plan, precision=precision, references=known)
+            answers = self.pool.run(perform, job, limit_s=self.given.limit)
+            first = answers[0]
+            if "reference" in first:
+                known[tuple(first["reference_rows"])] = first["reference"]
+            if "flops_per_row" in first:
+                self.flops.setdefault(model, first["flops_per_row"])
+            self.rows.append(row_of(job, answers))
+            if self.pool.rank == 0:
+                print(f"{time.strftime('%H:%M:%S')}  {job.name}: {_brief(self.rows[-1])}", file=sys.stderr, flush=True)
+                self.write()  # whoever ends the suite keeps what it found
+
+    def count(self, model: str) -> None:
+        """The FLOPs of a model that no plan of ours ran."""
+        if model not in self.flops:
+            job = Job(**self.base, model=model, plan="ours", precision="fp32")
+            answer = self.pool.run(count_work, job, limit_s=self.given.limit)[0]
+            self.flops[model] = answer.get("flops_per_row", 0.0)
+
+    def write(self) -> Path:
+        """All of it, to the file of the results."""
+        cluster = self.base["cluster"]
+        with_rates(self.rows, self.flops, cluster)
+        hosts = {m["host"]: {k: v for k, v in m.items() if k != "host"} for m in self.machines}
+        content = {
+            "hosts": [hosts[name] for name in hosts], "world": self.pool.world, "kind": self.base["kind"],
+            "transport": self.given.transport if self.base["kind"] == "cuda" else "gloo",
+            "planned_for": cluster_to_dict(cluster) if cluster else "what the launcher says",
+            "planned_for_is": self.given.cluster, "flops_per_row": self.flops, "rows": self.rows,
+        }  # fmt: skip
+        return write(self.given.name, content, command=_command(self.pool), folder=self.given.folder)
 
 
 def _base(given: argparse.Namespace, pool: Pool, machines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -116,32 +153,10 @@ def _cluster(
     answer = pool.run(measured_cluster, job, limit_s=300.0)[0]
     if "reason" in answer:
         raise SystemExit(f"the cluster cannot be measured: {answer['reason']}")
-    import json
-    import tempfile
-
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(answer["cluster"], file)
         file.flush()
         return parse_cluster(file.name)
-
-
-def _report(
-    given: argparse.Namespace, pool: Pool, machines: list[dict[str, Any]], base: dict[str, Any],
-    rows: list[dict[str, Any]], flops: dict[str, float],
-) -> None:  # fmt: skip
-    cluster = base["cluster"]
-    with_rates(rows, flops, cluster)
-    print(table(rows), flush=True)
-    hosts = {m["host"]: {k: v for k, v in m.items() if k != "host"} for m in machines}
-    content = {
-        "hosts": [hosts[name] for name in hosts], "world": pool.world, "kind": base["kind"],
-        "transport": given.transport if base["kind"] == "cuda" else "gloo",
-        "planned_for": cluster_to_dict(cluster) if cluster else "what the launcher says",
-        "planned_for_is": given.cluster,
-        "flops_per_row": flops, "rows": rows,
-    }  # fmt: skip
-    path = write(given.name, content, command=_command(pool), folder=given.folder)
-    print("written to", path.name, flush=True)
 
 
 def _command(pool: Pool) -> str:
@@ -153,8 +168,3 @@ def _command(pool: Pool) -> str:
 
 def _brief(row: dict[str, Any]) -> str:
     return f"{row['seconds'].median * 1e3:.1f} ms" if "seconds" in row else row["reason"]
-
-
-def _say(pool: Pool, text: str) -> None:
-    if pool.rank == 0:
-        print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)

@@ -31,7 +31,7 @@ class Trained:
         return self.make().train()
 
 
-def _tokens(vocab: int, rows: int, length: int) -> Callable[[], Batch]:
+def tokens(vocab: int, rows: int, length: int) -> Callable[[], Batch]:
     def make() -> Batch:
         ids = torch.randint(4, vocab, (rows, length), generator=torch.Generator().manual_seed(1))
         return {"input_ids": ids, "labels": ids}
@@ -48,7 +48,7 @@ def _images(rows: int, size: int) -> Callable[[], Batch]:
     return make
 
 
-def _gpt2(vocab: int, hidden: int, layers: int) -> Callable[[], torch.nn.Module]:
+def gpt2(vocab: int, hidden: int, layers: int) -> Callable[[], torch.nn.Module]:
     config = hf.GPT2Config(
         vocab_size=vocab, n_positions=128, n_embd=hidden, n_layer=layers, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
         attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
@@ -95,12 +95,12 @@ def _convnext() -> torch.nn.Module:
 
 
 MODELS: dict[str, Trained] = {
-    "gpt2": Trained(_gpt2(2048, 256, 8), _tokens(2048, 16, 96), "transformer.h", 8),
-    "gpt2, vocabulary 50257": Trained(_gpt2(50257, 192, 8), _tokens(50257, 16, 48), "transformer.h", 8),
-    "llama, vocabulary 32000": Trained(_llama(32000, 256, 6), _tokens(32000, 16, 48), "model.layers", 6),
-    "llama": Trained(_llama(2048, 256, 9), _tokens(2048, 16, 96), "model.layers", 9),
-    "bert": Trained(_bert, _tokens(8192, 16, 96), "bert.encoder.layer", 8),
-    "opt": Trained(_opt, _tokens(16384, 16, 64), "model.decoder.layers", 7),
+    "gpt2": Trained(gpt2(2048, 256, 8), tokens(2048, 16, 96), "transformer.h", 8),
+    "gpt2, vocabulary 50257": Trained(gpt2(50257, 192, 8), tokens(50257, 16, 48), "transformer.h", 8),
+    "llama, vocabulary 32000": Trained(_llama(32000, 256, 6), tokens(32000, 16, 48), "model.layers", 6),
+    "llama": Trained(_llama(2048, 256, 9), tokens(2048, 16, 96), "model.layers", 9),
+    "bert": Trained(_bert, tokens(8192, 16, 96), "bert.encoder.layer", 8),
+    "opt": Trained(_opt, tokens(16384, 16, 64), "model.decoder.layers", 7),
     "vit": Trained(_vit, _images(16, 96), "vit.layers", 8),
     "convnext": Trained(_convnext, _images(16, 96), "convnext.encoder.stages", 4),
 }

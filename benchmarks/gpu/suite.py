@@ -160,7 +160,11 @@ def _cluster(
 
 
 def _command(pool: Pool) -> str:
-    words = shlex.join(sys.argv[1:])
+    given = sys.argv[1:]
+    if "--folder" in given:  # where this machine has its files is no part of the experiment
+        place = given.index("--folder")
+        given = given[:place] + given[place + 2 :]
+    words = shlex.join(given)
     nodes = pool.world // max(1, pool.local)
     how = f"torchrun --nnodes {nodes} --nproc-per-node {pool.local}" if pool.world > 1 else "python"
     return f"{how} benchmarks/gpu {words}".strip()

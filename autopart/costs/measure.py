@@ -231,6 +231,7 @@ def _median_ns(call: Callable[[], Any], device: torch.device) -> int:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
+    call()  # not on the clock: a kernel's first call loads it, which on a GPU takes longer than anything that follows
     times: list[int] = []
     deadline = time.monotonic() + _OP_SECONDS
     for turn in range(_REPEATS + 2):

@@ -11,6 +11,7 @@ process, or that does not run on such inputs, is left to `measure`.
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -96,7 +97,7 @@ class _Program:
     """The captured module on made-up inputs, with leaves of its own over the model's parameters."""
 
     def __init__(self, captured: Captured, where: torch.device) -> None:
-        self._module, self._where = captured.module, where
+        self._module, self._where = _on(captured.module, where), where
         self._loss_at = len(captured.names.updates)  # new values of buffers come first
         self._inputs: list[torch.Tensor] = []
         for node in captured.module.graph.nodes:
@@ -109,7 +110,7 @@ class _Program:
             return made_up(node.meta["val"], self._where)
         name = names.params[node.name]
         tensor = names.tensors[name]
-        leaf = tensor.detach()
+        leaf = tensor.detach().to(self._where)  # the model may stand elsewhere
         return leaf.requires_grad_(names.kinds[name] == "param" and tensor.requires_grad)
 
     def run(self) -> OpTimes:
@@ -134,6 +135,19 @@ class _Program:
         result = call()
         _wait(self._where)
         return time.perf_counter_ns() - start, result
+
+
+def _on(module: fx.GraphModule, where: torch.device) -> fx.GraphModule:
+    """The module with `where` in place of the devices that were baked in as constants.  O(nodes)."""
+    if where.type == "cpu":
+        return module
+    graph = copy.deepcopy(module.graph)
+    for node in graph.nodes:
+        args, kwargs = fx.node.map_aggregate(
+            (node.args, node.kwargs), lambda arg: where if isinstance(arg, torch.device) else arg
+        )
+        node.args, node.kwargs = args, kwargs
+    return fx.GraphModule(module, graph)
 
 
 def _wait(device: torch.device) -> None:

@@ -130,3 +130,22 @@ def test_the_budget_ends_the_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(profiler._Program, "run", lambda self: runs.append(1) or (10, 10))
     profiled(heavy(), path, budget_s=0)
     assert len(runs) == 2  # one to warm up, one that counts
+
+
+class Placed(nn.Module):
+    """What it makes in forward() says on which device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) + torch.arange(4.0, device=x.device)).sum()
+
+
+def test_a_model_that_stands_elsewhere_runs_on_the_device_that_is_measured() -> None:
+    captured = capture(Placed(), flatten(torch.ones(2, 4)))
+    assert any(isinstance(x, torch.device) for node in captured.module.graph.nodes for x in node.kwargs.values())
+    where = torch.device("meta")  # nothing of the CPU can be computed with there
+    inputs = [n.meta["val"].to(where) for n in captured.module.graph.nodes if n.op == "placeholder"]
+    assert [result.device for result in profiler._on(captured.module, where)(*inputs)] == [where]

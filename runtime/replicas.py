@@ -17,14 +17,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from autopart.ir.program import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from autopart.runtime.activity import waiting
 from autopart.runtime.reduce import gradient_dtype
 from autopart.runtime.stage import StageRunner
 from autopart.runtime.world import World
-
-FIRST_BUCKET_BYTES = 1 << 20
-"""The first is small, so that the network has something to do early."""
-BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True, slots=True)

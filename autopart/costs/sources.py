@@ -43,7 +43,7 @@ What it leaves out of account, such as saved bytes, is best taken from `analytic
 
 
 def analytic(captured: Captured, device: Device) -> CostedGraph:
-    """From operations and bytes against the device's peak rates."""
+    """From operations and bytes against the rates that the device's kernels are said to reach."""
     return CostedGraph(analytic_costs(captured.graph, device), "analytic")
 
 

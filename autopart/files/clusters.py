@@ -12,6 +12,8 @@ them; `ir.cluster` says what a level's bandwidth is:
       - {size: 4, latency_us: 5, bandwidth: 3e11}
       - {size: 8, latency_us: 20, bandwidth: 2.5e10}
 
+flow is what a single device gets of a port that is of several network cards.  efficiency is the share of `flops`, and
+memory_efficiency that of `memory_bandwidth`, that kernels reach: 1 where these are given, as if they were measured.
 flops is one rate, or a rate for each dtype; a dtype that is not listed gets the rate of `default` or, without one, the
 lowest.  A device with a name that `presets` knows has the numbers of its data sheet.  What else a file leaves out gets
 the defaults below.  They are rough, of the right order for a laptop, a server CPU or a
@@ -192,6 +194,7 @@ def _many_rates(given: object) -> object:
 
 
 _THE_SAME_KEY = Field(alias="flops", max_length=MAX_RATES)
+Share = Annotated[float, Field(gt=0, le=1)]
 Amount = Annotated[int, BeforeValidator(_amount), Field(gt=0, le=MAX_INTEGER)]
 
 
@@ -207,12 +210,15 @@ class _DeviceEntry(_Entry):
     flops: Annotated[Amount | None, BeforeValidator(_one_rate)] = None
     rates: Annotated[dict[str, Amount], BeforeValidator(_many_rates), _THE_SAME_KEY] = {}
     memory_bandwidth: Amount | None = None
+    efficiency: Share | None = None
+    memory_efficiency: Share | None = None
 
 
 class _LevelEntry(_Entry):
     size: Annotated[int, Field(ge=1)]
     latency_us: Annotated[float, Field(ge=0, le=1e9)]
     bandwidth: Amount
+    flow: Amount | None = None
 
 
 class _ClusterFile(_Entry):
@@ -247,7 +253,8 @@ def _built(described: _ClusterFile, facts: _Facts) -> Cluster:
     if count > MAX_RANKS:
         raise ClusterError(f"{count} devices", where="devices", why=f"at most {MAX_RANKS} are supported")
     levels = tuple(
-        Level(entry.size, Link(round(entry.latency_us * 1000), entry.bandwidth)) for entry in described.levels or ()
+        Level(entry.size, Link(round(entry.latency_us * 1000), entry.bandwidth, entry.flow or 0))
+        for entry in described.levels or ()
     )
     local = levels[0].size if levels else _local(kind, count)
     devices: list[Device] = []
@@ -265,7 +272,10 @@ def _device(entry: _DeviceEntry, base: Device) -> Device:
         other = entry.rates.get(_DEFAULT) or min(entry.rates.values())
         rates = tuple((dtype, rate) for dtype, rate in entry.rates.items() if dtype != _DEFAULT)
     memory, bandwidth = entry.memory or base.memory_bytes, entry.memory_bandwidth or base.mem_bytes_per_s
-    return Device(entry.kind, memory, other, bandwidth, entry.name, rates)
+    given = entry.flops or entry.rates  # of which nobody says that they are peaks
+    reached = entry.efficiency or (1.0 if given else base.efficiency)
+    memory_reached = entry.memory_efficiency or (1.0 if entry.memory_bandwidth else base.memory_efficiency)
+    return Device(entry.kind, memory, other, bandwidth, entry.name, rates, reached, memory_reached)
 
 
 def cluster_to_dict(cluster: Cluster) -> dict[str, object]:
@@ -278,11 +288,16 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, object]:
         entry["memory"] = device.memory_bytes
         entry["flops"] = {_DEFAULT: device.flops_per_s, **dict(device.rates)} if device.rates else device.flops_per_s
         entry["memory_bandwidth"] = device.mem_bytes_per_s
+        for name in ("efficiency", "memory_efficiency"):
+            if getattr(device, name) != 1.0:
+                entry[name] = getattr(device, name)
         devices.append(entry)
-    levels = [
-        {"size": level.size, "latency_us": level.link.latency_ns / 1000, "bandwidth": level.link.bytes_per_s}
-        for level in cluster.levels
-    ]
+    levels: list[dict[str, object]] = []
+    for level in cluster.levels:
+        link = level.link
+        levels.append({"size": level.size, "latency_us": link.latency_ns / 1000, "bandwidth": link.bytes_per_s})
+        if link.flow_bytes_per_s:
+            levels[-1]["flow"] = link.flow_bytes_per_s
     return {"devices": devices, "levels": levels}
 
 
@@ -319,6 +334,6 @@ def require_yaml(path: str | os.PathLike[str]) -> None:
 
 
 _SCHEMA = (
-    "devices: list of {kind, count, name, memory, flops, memory_bandwidth}; "
-    "levels: list of {size, latency_us, bandwidth}, innermost first"
+    "devices: list of {kind, count, name, memory, flops, memory_bandwidth, efficiency, memory_efficiency}; "
+    "levels: list of {size, latency_us, bandwidth, flow}, innermost first"
 )

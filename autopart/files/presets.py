@@ -6,14 +6,14 @@ runs as float32.  A gigabyte is read as 10^9 bytes, some 6 % less than the drive
 and to fragmentation.  Bandwidths are of one direction.  Latencies stand in no data sheet; they are of the order that
 NCCL shows for one small message.
 
-Peaks are peaks: models reach a half of them, more or less alike, so that times are too short and ratios are fair.  The
-network is the port of a whole node, that is all its cards; a message alone passes through one of them (an eighth, or a
-quarter on V100 nodes).  Within V100 nodes two devices share at most two of the six links, a third of the port.
+Kernels do not reach peaks: `REACHED` says which share of them is assumed.  The network is the port of a whole node,
+that is all its cards; what one device sends passes through one of them (an eighth, or a quarter on V100 nodes).
+Within V100 nodes two devices share at most two of the six links, a third of the port.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopart.ir.cluster import Cluster, Device, Level, Link
 
@@ -23,12 +23,24 @@ TERA = 10**12
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """`count` equal devices.  inside: the port of one device to the others; network: the port of the node."""
+    """`count` equal devices.  inside: the port of one device to the others; network: the port of the node, of `cards`
+    equal cards."""
 
     device: Device
     count: int
     inside: Link
     network: Link
+    cards: int = 1
+
+
+REACHED, MEMORY_REACHED = 0.55, 0.85
+"""Shares of peak rates that the matrix products, and of bandwidth that the other ops, of a training step are assumed to
+reach.
+
+Products: Llama 3 ("The Llama 3 Herd of Models", 2024, table 4) trained at 38 to 43 % of the peak of H100s, bubbles
+and messages included, and Megatron-LM at 44 to 52 % of that of A100s ("Efficient Large-Scale Language Model
+Training on GPU Clusters", SC 2021, table 1), so that kernels alone reached some 50 to 60 %.  Memory: what copies
+and elementwise kernels of large tensors show on all of these devices, by about."""
 
 
 def _cuda(name: str, memory: int, bandwidth: int, half: int, brain: int, single: int, double: int) -> Device:
@@ -36,7 +48,14 @@ def _cuda(name: str, memory: int, bandwidth: int, half: int, brain: int, single:
     rates = {"float16": half, "bfloat16": brain, "float32": single, "float64": double}
     unit = TERA // 10
     return Device(
-        "cuda", memory * GB, single * unit, bandwidth * GB, name, tuple((d, r * unit) for d, r in rates.items())
+        "cuda",
+        memory * GB,
+        single * unit,
+        bandwidth * GB,
+        name,
+        tuple((d, r * unit) for d, r in rates.items()),
+        REACHED,
+        MEMORY_REACHED,
     )
 
 
@@ -52,10 +71,10 @@ DEVICES = {
 }
 
 NODES = {
-    "h200x8": Node(DEVICES["H200"], 8, Link(10_000, 450 * GB), Link(20_000, 400 * GB)),  # DGX/HGX: 8 x 400 Gb/s
-    "h100x8": Node(DEVICES["H100"], 8, Link(10_000, 450 * GB), Link(20_000, 400 * GB)),  # DGX H100: 8 x 400 Gb/s
-    "a100x8": Node(DEVICES["A100"], 8, Link(10_000, 300 * GB), Link(20_000, 200 * GB)),  # DGX A100: 8 x 200 Gb/s
-    "v100x8": Node(DEVICES["V100"], 8, Link(10_000, 150 * GB), Link(20_000, 50 * GB)),  # DGX-1: 4 x 100 Gb/s
+    "h200x8": Node(DEVICES["H200"], 8, Link(10_000, 450 * GB), Link(20_000, 400 * GB), 8),  # DGX/HGX: 8 x 400 Gb/s
+    "h100x8": Node(DEVICES["H100"], 8, Link(10_000, 450 * GB), Link(20_000, 400 * GB), 8),  # DGX H100: 8 x 400 Gb/s
+    "a100x8": Node(DEVICES["A100"], 8, Link(10_000, 300 * GB), Link(20_000, 200 * GB), 8),  # DGX A100: 8 x 200 Gb/s
+    "v100x8": Node(DEVICES["V100"], 8, Link(10_000, 150 * GB), Link(20_000, 50 * GB), 4),  # DGX-1: 4 x 100 Gb/s
     "p3.16xlarge": Node(DEVICES["V100-16GB"], 8, Link(10_000, 150 * GB), Link(50_000, 25 * GB // 8)),  # TCP, 25 Gb/s
 }
 
@@ -63,5 +82,8 @@ NODES = {
 def several(node: Node, count: int) -> Cluster:
     """`count` nodes in one network."""
     inner = Level(node.count, node.inside)
-    outer = (Level(node.count * count, node.network),) if count > 1 else ()
+    port = node.network
+    if node.cards > 1:
+        port = replace(port, flow_bytes_per_s=port.bytes_per_s // node.cards)
+    outer = (Level(node.count * count, port),) if count > 1 else ()
     return Cluster((node.device,) * (node.count * count), (inner, *outer))

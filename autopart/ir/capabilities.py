@@ -28,8 +28,8 @@ class Capabilities:
     zero: bool
 
 
-RUNTIME = Capabilities(asynchronous=False, replicas=True, recompute=True, overlap=False, zero=False)
-EVERYTHING = Capabilities(asynchronous=True, replicas=True, recompute=True, overlap=False, zero=True)
+RUNTIME = Capabilities(asynchronous=False, replicas=True, recompute=True, overlap=True, zero=False)
+EVERYTHING = Capabilities(asynchronous=True, replicas=True, recompute=True, overlap=True, zero=True)
 
 
 def lacking(plan: Plan, abilities: Capabilities = RUNTIME) -> tuple[str, ...]:

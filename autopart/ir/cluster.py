@@ -3,7 +3,8 @@
 Levels nest: a level joins groups, each of as many consecutive ranks as the level inside it has (single devices at the
 innermost level).  The link of a level is the PORT of one such group: a device's share of NVLink, then a node's network
 card, and so on.  All that leaves a group towards other groups of the level shares that port, and so does all that
-enters it; the two directions do not disturb each other.
+enters it; the two directions do not disturb each other.  Where a port is of several network cards, a device has one of
+them: all that it sends, or receives, at that level shares the card (`flow_bytes_per_s`), beside the port.
 
 A message uses two ports, those of the level that joins its two ranks: the sender's outwards, the receiver's inwards.
 It takes no time on the ports of the levels inside (the network card reads device memory without passing NVLink) and
@@ -33,7 +34,7 @@ class Device:
 
     kind: "cpu" or "cuda".  memory_bytes: what a plan may use.  flops_per_s: peak rate of dtypes that `rates` does not
     list.  mem_bytes_per_s: memory bandwidth.  name: what people call it, "H200".  rates: (dtype as in `Value.dtype`,
-    peak rate).
+    peak rate).  efficiency, memory_efficiency: the shares of peak rates and of the bandwidth that kernels reach.
     """
 
     kind: str
@@ -42,6 +43,17 @@ class Device:
     mem_bytes_per_s: int
     name: str = ""
     rates: tuple[tuple[str, int], ...] = ()
+    efficiency: float = 1.0
+    memory_efficiency: float = 1.0
+
+    def reached(self, dtype: str) -> int:
+        """Operations per second that kernels reach on operands of this dtype."""
+        return max(1, int(self.rate(dtype) * self.efficiency))
+
+    @property
+    def reached_bytes_per_s(self) -> int:
+        """Bytes of memory per second that kernels reach."""
+        return max(1, int(self.mem_bytes_per_s * self.memory_efficiency))
 
     def rate(self, dtype: str) -> int:
         """Peak operations per second on operands of this dtype."""
@@ -50,14 +62,18 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A port: a message of n bytes that has it for itself takes latency_ns + n / bytes_per_s seconds."""
+    """A port: a message of n bytes that has it for itself takes latency_ns + n / bytes_per_s seconds.
+
+    flow_bytes_per_s: what a single device gets of it, where the port is of several network cards; 0: all of it.
+    """
 
     latency_ns: int
     bytes_per_s: int
+    flow_bytes_per_s: int = 0
 
     def transfer_ns(self, size_bytes: int) -> int:
         """Nanoseconds for one message of size_bytes."""
-        return self.latency_ns + -(-size_bytes * 1_000_000_000 // self.bytes_per_s)
+        return self.latency_ns + -(-size_bytes * 1_000_000_000 // (self.flow_bytes_per_s or self.bytes_per_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +143,7 @@ def _check_levels(cluster: Cluster) -> None:
     for level in cluster.levels:
         if level.size < size or level.size % size:
             raise ClusterError(f"level of size {level.size} is not a multiple of the level inside it ({size})")
-        if level.link.bytes_per_s <= 0 or level.link.latency_ns < 0:
+        if level.link.bytes_per_s <= 0 or level.link.latency_ns < 0 or level.link.flow_bytes_per_s < 0:
             raise ClusterError("a link needs a positive bandwidth and a latency of at least 0", where=repr(level))
         size = level.size
     if size < cluster.world:
@@ -139,6 +155,8 @@ def _check_device(rank: int, device: Device) -> None:
         raise ClusterError(f"device {rank} is of unknown kind {device.kind!r}", fix='use "cpu" or "cuda"')
     if min(device.memory_bytes, device.flops_per_s, device.mem_bytes_per_s) <= 0:
         raise ClusterError(f"device {rank} has a rate or a memory that is not positive", where=_described(device))
+    if not (0 < device.efficiency <= 1 and 0 < device.memory_efficiency <= 1):
+        raise ClusterError(f"device {rank} has an efficiency that is no share of 1", where=_described(device))
     if not device.name.isprintable() or len(device.name) > 100:
         raise ClusterError(f"the name of device {rank} is not printable, or longer than 100", where=_described(device))
     _check_rates(rank, device)

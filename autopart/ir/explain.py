@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # a plan explains itself with this module
     from autopart.ir.plan import Estimate, Plan
 
 COST_DESCRIPTIONS = {
-    "analytic": "op costs are analytic: FLOPs and bytes against peak rates",
+    "analytic": "op costs are analytic: FLOPs and bytes against rates assumed to be reached",
     "measured": "op costs were measured on the device",
 }
 WORDS = ("stage", "ranks", "modules")

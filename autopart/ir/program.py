@@ -69,6 +69,10 @@ RECEIVES = {kind.way: name for name, kind in ACTIONS.items() if kind.role == REC
 MESSAGES_AHEAD = 2
 """Receives that a channel posts before they are needed; each, and each send under way, holds a buffer of its own."""
 
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+"""Gradients that are summed over replicas together, in the order in which the last backward makes them: of the first
+bucket, which is small so that the sums begin early, and of the others."""
+
 _KINDS = "|".join(sorted(ACTIONS, key=len, reverse=True))
 _TEXT = re.compile(
     rf"(?P<stage>\d+)(?P<kind>{_KINDS})(?:(?P<micro>\d+)(?:\.(?P<slice>\d+))?)?(?:(?P<arrow>[<>])(?P<peer>\d+))?$"

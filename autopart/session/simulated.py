@@ -7,6 +7,7 @@ from autopart.capture.batch import Batch
 from autopart.capture.family import ProgramFamily, another_size
 from autopart.costs.optimizer_state import state_factor
 from autopart.costs.sources import COST_SOURCES, costed
+from autopart.ir.capabilities import EVERYTHING
 from autopart.ir.cluster import Cluster
 from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
@@ -39,5 +40,6 @@ def simulate_plan(
     factor, _ = state_factor(options.optimizer, narrowest_bytes(graph))
     family = ProgramFamily(captures, batch, captured, other)
     cost_model = ExtrapolatedCosts(family.resizable(graph), devices)
+    costs = CostContext(cluster, devices, cost_model, factor, EVERYTHING.overlap)
     program = check_program(route(plan.decision, graph), plan.schedule)
-    return timeline_of(plan.decision, program, Estimator(CostContext(cluster, devices, cost_model, factor)))
+    return timeline_of(plan.decision, program, Estimator(costs))

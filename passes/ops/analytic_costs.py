@@ -1,9 +1,9 @@
 """What an op costs when nothing was measured, and what it keeps from forward to backward.
 
-Time is a roofline: max(operations / peak rate of the op's dtype, bytes / memory bandwidth) plus a fixed time per
-launch.  Wrong where an op runs far below peak (small matrix products, transcendental functions on CPUs), where caches
-hold the operands, and where kernels overlap or are fused; ratios between layers of one model are better than the times
-themselves.
+Time is a roofline: max(operations / rate of the op's dtype, bytes / memory bandwidth) plus a fixed time per launch, at
+the shares of peak rates that the device's kernels are said to reach (`Device.efficiency`).  Wrong where an op runs far
+below peak (small matrix products, transcendental functions on CPUs), where caches hold the operands, and where kernels
+overlap or are fused; ratios between layers of one model are better than the times themselves.
 
 Saved bytes follow autograd's derivative formulas: a matrix product keeps the operand that the other's gradient needs,
 `softmax`, `tanh`, `relu`, ... their output, `add`, `sum` and views nothing, any other op its inputs (`OpRow.saves`).
@@ -124,8 +124,8 @@ def computing_dtype(op: Op, values: Mapping[str, Value], params: Mapping[str, Pa
 
 def roofline_ns(work: int, moved: int, device: Device, dtype: str = "") -> int:
     """Nanoseconds of one op: the slower of computing in `dtype` and moving, and one launch."""
-    compute = -(-work * 1_000_000_000 // device.rate(dtype))
-    memory = -(-moved * 1_000_000_000 // device.mem_bytes_per_s)
+    compute = -(-work * 1_000_000_000 // device.reached(dtype))
+    memory = -(-moved * 1_000_000_000 // device.reached_bytes_per_s)
     return max(compute, memory) + LAUNCH_NS[device.kind]
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from autopart.ir.program import MESSAGES_AHEAD
+from autopart.ir.program import BUCKET_BYTES, MESSAGES_AHEAD
 from autopart.ir.size import Size
 from autopart.passes.graph.chain import RangeCosts, largest
 from autopart.passes.graph.cuts import Ints
@@ -65,7 +65,7 @@ class TableMemo:
     def __init__(self) -> None:
         self.places: dict[tuple[Layout, int, int], _Place] = {}
         self.tables: dict[Hashable, Table] = {}
-        self.times: dict[Hashable, tuple[Ints, Ints]] = {}
+        self.times: dict[Hashable, tuple[Ints, Ints, Ints]] = {}
         self.copying: dict[Hashable, Ints] = {}
         self.arriving: dict[Hashable, Ints] = {}
         self.following: dict[Hashable, Ints] = {}
@@ -154,7 +154,7 @@ class StageCostTables:
         share = -(-self._rows // replicas)
         work = self._work(self._live(k), replicas, share, place)
         arriving = self._arriving(*place.arriving)
-        following = self._following(place)
+        following = self._following(share, place)
         stage = self._pinned_stage(k)
         if stage is not None:
             work = np.where(self._legal(self._space.legal_at(stage)), work, INFEASIBLE)
@@ -178,7 +178,7 @@ class StageCostTables:
     def _work(self, live: int, replicas: int, share: int, place: _Place) -> Ints:
         """Nanoseconds of a micro-batch, recomputation included; INFEASIBLE where the stage may not be or does not
         fit."""
-        forward, time = self._times(share, place.device_types)
+        forward, _, time = self._times(share, place.device_types)
         costs = self._space.costs
         if any(costs.device_types[device_type].kind == "cpu" for device_type in place.device_types):
             time = time + self._copying(replicas, place.device_types)
@@ -188,19 +188,18 @@ class StageCostTables:
         extra = np.ceil(np.minimum(recomputed, 1.0) * forward).astype(np.int64)
         return np.where(recomputed <= 1.0, time + extra, INFEASIBLE)
 
-    def _times(self, share: int, device_types: tuple[int, ...]) -> tuple[Ints, Ints]:
-        """(forward of what is not recomputed anyway, both ways; INFEASIBLE where the stage may not be) of every
-        range."""
+    def _times(self, share: int, device_types: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
+        """(forward of what is not recomputed anyway, backward, both ways; INFEASIBLE where the stage may not be) of
+        every range."""
 
-        def compute() -> tuple[Ints, Ints]:
+        def compute() -> tuple[Ints, Ints, Ints]:
             by_type = [self._space.chain.range_costs(Size(share), device_type) for device_type in device_types]
             forwards = [self._sums(costs, "fwd_ns") for costs in by_type]
-            both_ways = [
-                forward + self._sums(costs, "bwd_ns") for forward, costs in zip(forwards, by_type, strict=True)
-            ]
+            backwards = [self._sums(costs, "bwd_ns") for costs in by_type]
+            both_ways = [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]
             again = np.max([self._sums_of(self._asked(costs, "fwd_ns")) for costs in by_type], axis=0)
             time = np.where(self._legal(self._space.legal), np.max(both_ways, axis=0) + again, INFEASIBLE)
-            return np.asarray(np.max(forwards, axis=0)) - again, time
+            return np.asarray(np.max(forwards, axis=0)) - again, np.asarray(np.max(backwards, axis=0)), time
 
         return _remembered(self._memo.times, (self._longest, share, device_types), compute)
 
@@ -227,8 +226,8 @@ class StageCostTables:
 
         return _remembered(self._memo.arriving, (self._longest, latency_ns, ns_per_byte), compute)
 
-    def _following(self, place: _Place) -> Ints:
-        """What follows the last backward: sum of gradients and optimizer."""
+    def _following(self, share: int, place: _Place) -> Ints:
+        """What follows the last backward: what it does not hide of the sum of gradients, and the optimizer."""
 
         def compute() -> Ints:
             trained = self._by_length(self._space.chain.trained)
@@ -236,9 +235,15 @@ class StageCostTables:
             devices = [self._space.costs.device_types[device_type] for device_type in place.device_types]
             slowest = max(optimizer_ns(1 << 30, state_factor, device) for device in devices)
             optimizer = np.asarray(trained * (slowest / (1 << 30))).astype(np.int64)
-            return alone_ns(trained, *place.ring) + optimizer
+            reduce = alone_ns(trained, *place.ring)
+            if hides and place.ring[1]:
+                last = alone_ns(np.minimum(trained, BUCKET_BYTES), *place.ring)
+                reduce = np.maximum(reduce - self._times(share, place.device_types)[1], last)
+            return reduce + optimizer
 
-        return _remembered(self._memo.following, (self._longest, place.ring, place.device_types), compute)
+        hides = self._space.costs.overlap
+        key = self._longest, share if hides else 0, place.ring, place.device_types
+        return _remembered(self._memo.following, key, compute)
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 

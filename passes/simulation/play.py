@@ -18,7 +18,17 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from autopart.ir.errors import ProgramError
-from autopart.ir.program import ACTIONS, BACKWARD, FORWARD, OPTIMIZER, SUM_REPLICAS, SUM_TIED, Action
+from autopart.ir.program import (
+    ACTIONS,
+    BACKWARD,
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    FORWARD,
+    OPTIMIZER,
+    SUM_REPLICAS,
+    SUM_TIED,
+    Action,
+)
 from autopart.ir.timeline import Span
 from autopart.passes.simulation.traffic import PortLoad, PortUse
 
@@ -32,10 +42,10 @@ class Work:
 
     fwd_ns, bwd_ns: of F and B.  held_bytes: activations per micro-batch in flight.  messages: bytes and load of each
     message.  tied: for each tied parameter in order, the stages that share it, its bytes and the load of its sum.
-    reduce: bytes and load of the sum of gradients over replicas.  optimizer_ns: the optimizer's step.  overlap: the sum
-    over replicas may start with the last backward instead of after it.  gather: bytes and load of the new values of
-    parameters, which replicas that share the optimizer's state send each other behind its step.
-    """
+    reduce: bytes and load of the sum of gradients over replicas.  optimizer_ns: the optimizer's step.  overlap: sums
+    over replicas run beside the last backward, bucket by bucket (`ir.program`), instead of after it.  gather: bytes
+    and load of the new values of parameters, which replicas that share the optimizer's state send each other behind
+    its step."""
 
     fwd_ns: tuple[int, ...]
     bwd_ns: tuple[int, ...]
@@ -101,6 +111,7 @@ class StepCode:
         for place, (stages, _, _) in enumerate(work.tied):
             sums = self.meetings[self._meetings[stages[0]]].sums
             sums.append((stages, self._wires.get((SUM_TIED, place), _NOWHERE)))
+        self.buckets = [_buckets(size, load) for size, load in work.reduce]
         self._channels: dict[tuple[int, int, Hashable], int] = {}
         self._times = {FORWARD: work.fwd_ns, BACKWARD: work.bwd_ns}
 
@@ -109,7 +120,7 @@ class StepCode:
         if kind == SUM_TIED:
             return _MEET, self._meetings[stage], _NOWHERE
         if kind == SUM_REPLICAS:
-            return _REDUCE, 0, self._wires.get((kind, stage), _NOWHERE)
+            return _REDUCE, stage, self._wires.get((kind, stage), _NOWHERE)
         if kind == OPTIMIZER:
             taken = self._work.optimizer_ns[stage] if self._work.optimizer_ns else 0
             return _UPDATE, taken, self._wires.get((kind, stage), _NOWHERE)
@@ -127,6 +138,12 @@ class StepCode:
     def _channel(self, message: Message, slot: Hashable) -> int:
         key = message[0], message[1], None if self._in_order else slot
         return self._channels.setdefault(key, len(self._channels))
+
+
+def _buckets(size: int, load: PortLoad) -> tuple[float, int]:
+    """Of a sum of so many bytes: the share of the last backward after which the first bucket is complete, and the
+    nanoseconds of the last bucket, which is complete when that backward ends."""
+    return min(1.0, FIRST_BUCKET_BYTES / size) if size else 0.0, load.alone_ns(min(size, BUCKET_BYTES))
 
 
 _Key = Message | tuple[str, int]
@@ -165,7 +182,7 @@ class Play:
     def __init__(self, lanes: list[Lane], code: StepCode, *, overlap: bool, spans: list[Span] | None = None) -> None:
         """spans: where to note them, if at all."""
         self._lanes = {lane.rank: lane for lane in lanes}
-        self._meetings, self._overlap, self._spans = code.meetings, overlap, spans
+        self._meetings, self._buckets, self._overlap, self._spans = code.meetings, code.buckets, overlap, spans
         self._free: defaultdict[int, int] = defaultdict(int)
         self._end = 0
         self._rank_of = {stage: lane.rank for lane in lanes for stage in lane.stages}
@@ -247,7 +264,7 @@ class Play:
         others."""
         kind, what, wire = lane.steps[lane.at]
         if kind == _REDUCE:
-            return self._reduce(lane, wire, lane.clock)
+            return self._reduce(lane, what, wire)
         if kind == _UPDATE:
             end = lane.clock + what
             return lane.clock, self._occupy(wire, end)[1] if wire[1] else end
@@ -264,12 +281,21 @@ class Play:
             return began[lane.rank], lane.clock
         return lane.clock, lane.clock  # a rank with several of the stages comes once, and all its sums are over then
 
-    def _reduce(self, lane: Lane, wire: Wire, now: int) -> tuple[int, int]:
-        """(start, end) of a sum over replicas that may begin with the last backward."""
+    def _reduce(self, lane: Lane, stage: int, wire: Wire) -> tuple[int, int]:
+        """(start, end) of a sum over replicas.
+
+        Beside the last backward, whose gradients are taken to come about evenly: it cannot begin before the first
+        bucket is complete, nor end before the last one, which waits for the end of that backward, is summed.
+        """
+        now = lane.clock
         if not wire[1]:
             return now, now
-        start, end = self._occupy(wire, now - lane.last_ns if self._overlap else now)
-        return start, max(now, end)
+        if not self._overlap:
+            return self._occupy(wire, now)
+        first, last_ns = self._buckets[stage]
+        begin = now - lane.last_ns
+        _, end = self._occupy(wire, begin + int(first * lane.last_ns))
+        return begin, max(now + last_ns, end)
 
     def _meet(self, meeting: Meeting, lanes: list[Lane]) -> dict[int, int]:
         """All that share parameters are there: their sums, one after the other, and when each rank's first began."""

@@ -152,7 +152,7 @@ def device_types(cluster: Cluster) -> tuple[Device, ...]:
 
 def optimizer_ns(trained_bytes: int, state_factor: float, device: Device) -> int:
     """Nanoseconds of an optimizer's step over parameters of trained_bytes."""
-    return int(trained_bytes * (3 + 2 * state_factor) * 1e9 / device.mem_bytes_per_s)
+    return int(trained_bytes * (3 + 2 * state_factor) * 1e9 / device.reached_bytes_per_s)
 
 
 def casting_ns(copy_bytes: int, device: Device) -> int:
@@ -166,7 +166,7 @@ def copying_ns(size_bytes: int, devices: Sequence[Device]) -> int:
     A GPU's messages pass beside its work.  On a CPU the cores that compute copy each of them twice, to or from the
     socket, and read and write it each time.
     """
-    rates = [device.mem_bytes_per_s for device in devices if device.kind == "cpu"]
+    rates = [device.reached_bytes_per_s for device in devices if device.kind == "cpu"]
     return int(4 * size_bytes * 1e9 / min(rates)) if rates else 0
 
 

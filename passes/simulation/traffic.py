@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from autopart.ir.cluster import Cluster, Port
 from autopart.ir.program import split_rows
 
+_Hop = tuple[int, int, float]
+"""Sender, receiver, and bytes between them per byte of the whole."""
 PortUse = tuple[Port, bool]
-"""A port and whether it is used inwards."""
+"""A port and whether it is used inwards.  The network card of a rank is (-1 - index of the level, rank)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,12 @@ def p2p_load(cluster: Cluster, senders: tuple[int, ...], receivers: tuple[int, .
     Sender i holds the rows from i / len(senders) of the whole on; what stays on its rank takes no time.
     O(senders + receivers) pairs.
     """
-    hops: list[tuple[int, int, float]] = []
+    hops: list[_Hop] = []
     for part in split_rows(senders, receivers):
         if part.src_rank != part.dst_rank:
             first, end = part.rows
             hops.append((part.src_rank, part.dst_rank, (end - first) / part.of))
-    return _load(cluster, hops, 1)
+    return _load(cluster, hops, hops, 1)
 
 
 def ring_allreduce_load(cluster: Cluster, ranks: tuple[int, ...]) -> PortLoad:
@@ -78,10 +80,25 @@ def ring_load(cluster: Cluster, ranks: tuple[int, ...], turns: int) -> PortLoad:
     share = turns * (n - 1) / n
     order = sorted(ranks)
     hops = [(a, b, share) for a, b in zip(order, [*order[1:], order[0]], strict=True)]
-    return _load(cluster, hops, turns * (n - 1))
+    return _load(cluster, hops, _over_all_cards(cluster, hops, order), turns * (n - 1))
 
 
-def _load(cluster: Cluster, hops: Sequence[tuple[int, int, float]], rounds: int) -> PortLoad:
+def _over_all_cards(cluster: Cluster, hops: Sequence[_Hop], ranks: Sequence[int]) -> list[_Hop]:
+    """Hops between groups whose port is of several cards as what each rank of the two groups sends: a library runs as
+    many rings as there are cards, each of which leaves a group elsewhere."""
+    flows: list[_Hop] = []
+    for sender, receiver, share in hops:
+        index = cluster.level(sender, receiver)
+        if index and cluster.levels[index].link.flow_bytes_per_s:
+            inner = cluster.levels[index - 1].size
+            here, there = ([rank for rank in ranks if rank // inner == end // inner] for end in (sender, receiver))
+            lanes = max(len(here), len(there))
+            flows += [(here[i % len(here)], there[i % len(there)], share / lanes) for i in range(lanes)]
+    return flows
+
+
+def _load(cluster: Cluster, hops: Sequence[_Hop], flows: Sequence[_Hop], rounds: int) -> PortLoad:
+    """hops: what ports carry; flows: what the cards of single ranks carry, where a port has several."""
     shares: dict[PortUse, float] = {}
     latency = 0
     for sender, receiver, share in hops:
@@ -89,5 +106,12 @@ def _load(cluster: Cluster, hops: Sequence[tuple[int, int, float]], rounds: int)
         shares[out, False] = shares.get((out, False), 0.0) + share
         shares[into, True] = shares.get((into, True), 0.0) + share
         latency = max(latency, cluster.link(sender, receiver).latency_ns)
-    rates = tuple(cluster.levels[port[0]].link.bytes_per_s for port, _ in shares)
-    return PortLoad(latency * rounds, tuple(shares), tuple(shares.values()), rates)
+    rates = [cluster.levels[port[0]].link.bytes_per_s for port, _ in shares]
+    for sender, receiver, share in flows:
+        index = cluster.level(sender, receiver)
+        rate = cluster.levels[index].link.flow_bytes_per_s
+        for card in (((-1 - index, sender), False), ((-1 - index, receiver), True)) if rate else ():
+            if card not in shares:
+                rates.append(rate)
+            shares[card] = shares.get(card, 0.0) + share
+    return PortLoad(latency * rounds, tuple(shares), tuple(shares.values()), tuple(rates))

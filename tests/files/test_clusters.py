@@ -259,6 +259,20 @@ def test_presets_have_the_numbers_of_their_data_sheets() -> None:
     assert p3.link(7, 8).bytes_per_s * 8 == 25 * 10**9
 
 
+def test_kernels_and_single_messages_do_not_reach_the_peaks_of_a_preset(tmp_path: Path) -> None:
+    cluster = parse_cluster("h200x8:2")
+    device, link = cluster.devices[0], cluster.levels[1].link
+    assert 0.5 <= device.efficiency <= 0.6 and device.reached("bfloat16") == int(989_500 * 10**9 * device.efficiency)
+    assert device.reached_bytes_per_s == int(4800 * 10**9 * device.memory_efficiency)
+    assert link.flow_bytes_per_s == link.bytes_per_s // 8 and link.transfer_ns(link.flow_bytes_per_s) == 10**9 + 20_000
+    save_cluster(cluster, tmp_path / "c.yaml")
+    assert parse_cluster(tmp_path / "c.yaml") == cluster
+    text = "devices: [{kind: cuda, name: H200, flops: 4e14}]\n"  # what is given is taken as it is
+    (tmp_path / "own.yaml").write_text(text)
+    own = parse_cluster(tmp_path / "own.yaml").devices[0]
+    assert (own.efficiency, own.memory_efficiency) == (1.0, device.memory_efficiency)
+
+
 @pytest.mark.parametrize("what", ["h200x8:0", "h200x8:8193", "h200x8:-1", "h200x9", "p3x16xlarge", "h200x8:"])
 def test_what_is_no_preset_is_refused(what: str) -> None:
     with pytest.raises(ClusterError):

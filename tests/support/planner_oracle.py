@@ -78,7 +78,13 @@ class Problem:
         ends = {place for paths in self.request.keep_together() for place in module_span(fine, paths)} - {len(fine.ops)}
         blocks = coarsen(fine, blocks=64, cuts=self.request.cuts, also=tuple(sorted(ends)))
         most = max(max(rows) for rows in self.request.micro_rows)
-        costs = CostContext(self.cluster, device_types(self.cluster), self.cost_model, self.request.state_factor)
+        costs = CostContext(
+            self.cluster,
+            device_types(self.cluster),
+            self.cost_model,
+            self.request.state_factor,
+            self.request.abilities.overlap,
+        )
         chain = BlockChain(blocks, captured, self.cost_model, most)
         cuts = forced_bounds(blocks, fine, self.request.cuts)
         return SearchSpace(chain, costs, LoadMemo(self.cluster), self.request.normalized(), fine, cuts)

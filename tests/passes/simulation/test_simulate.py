@@ -15,7 +15,7 @@ from autopart.ir.cluster import Cluster, Level, Link
 from autopart.ir.errors import ProgramError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
-from autopart.ir.program import BACKWARD, FORWARD, SEND, SENDS, Action, Program, parse_actions
+from autopart.ir.program import BACKWARD, BUCKET_BYTES, FORWARD, SEND, SENDS, Action, Program, parse_actions
 from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
 from autopart.passes.program.routing import route
@@ -179,15 +179,28 @@ def test_gradients_are_summed_behind_the_last_backward_and_then_comes_the_optimi
     assert drawn(ending(overlap=False))[-2:] == [(0, "0R", 14, 36), (0, "0O", 36, 43)]
 
 
-def test_a_sum_that_overlaps_starts_with_the_last_backward() -> None:
-    assert drawn(ending(overlap=True))[-3:] == [(0, "0B1", 9, 14), (0, "0R", 9, 31), (0, "0O", 31, 38)]
+def test_gradients_of_a_single_bucket_hide_nothing() -> None:
+    """It is complete when the backward ends, beside which the sum stands."""
+    assert drawn(ending(overlap=True))[-3:] == [(0, "0B1", 9, 14), (0, "0R", 9, 36), (0, "0O", 36, 43)]
 
 
-def test_a_sum_shorter_than_the_backward_it_overlaps_costs_nothing() -> None:
-    load = ring_allreduce_load(cluster(2), (0, 1))
+@pytest.mark.parametrize(
+    ("backward_ns", "end_ns"),
+    [
+        (200, 200 + 25),  # all but the last bucket is hidden
+        (100, 100 + 25),
+        (50, 1 + 100),  # the sum begins with the first bucket, and is the longer
+    ],
+)
+def test_what_a_sum_has_left_behind_the_last_backward_is_charged(backward_ns: int, end_ns: int) -> None:
+    """A sum of 100 units of time in buckets of 25, the first of 1."""
+    unit, size = BUCKET_BYTES // 25, 4 * BUCKET_BYTES
+    load = ring_allreduce_load(cluster(2, bytes_per_s=10**9 * unit), (0, 1))  # a unit takes a nanosecond
     program = Program(1, 2, ((0, 1),), parse_actions("0F0 0B0 0R"))
-    steps = [step_ns(program, Work((2,), (50,), (1,), {}, (), ((20, load),), (), flag)) for flag in (True, False)]
-    assert steps == [52, 72]
+    hidden, behind = (
+        step_ns(program, Work((2,), (backward_ns,), (1,), {}, (), ((size, load),), (), flag)) for flag in (True, False)
+    )
+    assert abs(hidden - 2 - end_ns) <= 1 and behind == 2 + backward_ns + 100
 
 
 def test_sums_of_two_stages_share_the_ports_of_their_nodes() -> None:

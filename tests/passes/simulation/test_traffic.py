@@ -103,6 +103,20 @@ def test_replicas_of_a_node_share_its_card() -> None:
     assert {port for port, _ in ring_allreduce_load(c, (0, 1)).ways} == {(0, 0), (0, 1)}
 
 
+def test_a_device_has_one_of_the_cards_of_its_node() -> None:
+    """Two nodes of two with a card each device, half of the port: one message has a card, two together the port, and a
+    ring over both nodes has all cards."""
+    link = Link(5, 10**8, flow_bytes_per_s=5 * 10**7)
+    c = Cluster((Device("cpu", 1, 1, 1),) * 4, (Level(2, Link(1, 10**9)), Level(4, link)))
+    assert p2p_load(c, (0,), (2,)).alone_ns(100) == 5 + 2000
+    assert p2p_load(c, (0, 1), (2, 3)).alone_ns(100) == 5 + 1000
+    assert p2p_load(c, (0, 1), (2,)).alone_ns(100) == 5 + 2000  # into one card
+    assert ring_allreduce_load(c, (0, 1, 2, 3)).alone_ns(100) == 6 * 5 + 1500
+    assert ring_allreduce_load(c, (0, 2)).alone_ns(100) == 2 * 5 + 2000
+    both = p2p_load(c, (0,), (2,)), p2p_load(c, (0,), (3,))
+    assert set(both[0].ways) & set(both[1].ways) == {((1, 0), False), ((-2, 0), False), ((1, 1), True)}
+
+
 @given(nodes(), groups, groups, st.integers(0, 10**6))
 def test_pace_says_what_a_message_takes(c: Cluster, senders: tuple[int, ...], receivers: tuple[int, ...], size: int):
     load = p2p_load(c, senders, receivers)

@@ -59,7 +59,7 @@ class World:
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._talking: set[tuple[int, int]] = set()
-        self._summing: set[tuple[int, ...]] = set()
+        self._summing: set[tuple[str, tuple[int, ...]]] = set()
         self._backend = "cpu:gloo,cuda:nccl" if self.transport == NCCL else GLOO
         self._lease: int | None = None
         self._known: BaseException | None = None
@@ -142,8 +142,8 @@ class World:
             group = self._groups[purpose, key]
         else:
             group = self._groups[purpose, key] = self._new_group(key, self._backend)
-        if self.carrier is not None and not ordered and self.rank in key and key not in self._summing:
-            self._summing.add(key)
+        if self.carrier is not None and not ordered and self.rank in key and (purpose, key) not in self._summing:
+            self._summing.add((purpose, key))
             self.carrier.open_group(group)
         return group
 

@@ -70,7 +70,7 @@ def test_every_option_is_in_the_table_with_its_flag():
     page = (ROOT / "docs/options.md").read_text()
     listed = re.findall(r"^\| `(\w+)=[^|]*\| (?:`(--[\w-]+)[^|]*)?\|", page, re.MULTILINE)
     flags = {name: name.replace("_", "-") for name in inspect.signature(PlanFlags).parameters}
-    flags |= {"pins": "pin", "cache": "no-cache", "plan": "plan"}
+    flags |= {"pins": "pin", "cache": "no-cache", "plan": "plan", "transport": "transport"}
     del flags["no_cache"]
     assert [name for name, _ in listed] == [field.name for field in dataclasses.fields(Options)]
     for name, flag in listed:

@@ -7,6 +7,7 @@ from support.engine_jobs import step
 from support.fake_nccl import NAME
 from support.fake_nccl_jobs import played, receives_first
 from support.nccl_programs import CASES, FINE, HANG, WRONG
+from support.replica_jobs import replicated
 from support.step_jobs import compare
 
 from autopart.ir.errors import WorkerError
@@ -29,6 +30,16 @@ def test_a_pipeline_runs_where_every_message_blocks(
     results = workers.run(compare, name, stages, schedule, micros, 12, "float32", (), "auto", NAME)
     _, difference, ran = results[0]
     assert ran == stages and difference.within(), difference
+
+
+@pytest.mark.parametrize(
+    ("name", "counts", "rows"), [("tied", (2, 2), (8, 5)), ("stack", (3, 1), (8,)), ("skips", (1, 2, 1), (3,))]
+)
+def test_replicas_run_where_every_message_blocks(
+    workers: Workers, name: str, counts: tuple[int, ...], rows: tuple[int, ...]
+) -> None:
+    found, planned = workers.run(replicated, name, counts, 2, rows, "auto", NAME)[0]
+    assert planned == counts and all(difference.within() for difference in found), found
 
 
 def test_several_stages_on_a_rank_run_where_every_message_blocks(pair: Workers) -> None:

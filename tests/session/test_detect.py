@@ -21,6 +21,7 @@ from autopart.session.detect import SIZES, detect, fit_link, merge_devices, pair
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # tests of this machine's CPU, whatever it has
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,27 +63,42 @@ def interleaved(stages: int, micros: int) -> list[list[str]]:
     return orders
 
 
+def alone(stages: int, micros: int) -> list[list[str]]:
+    """One worker with all stages."""
+    forwards = [f"{stage}F{micro}" for micro in range(micros) for stage in range(stages)]
+    return [forwards + [f"{stage}B{micro}" for micro in range(micros) for stage in reversed(range(stages))]]
+
+
 def parts_of(captured: Captured) -> list[list[str]]:
     """Four stages: cut before the second, third and fourth layer."""
     starts = {op.module: place for place, op in reversed(list(enumerate(captured.graph.ops)))}
     return slices(captured.graph, [starts[f"layers.{layer}"] for layer in range(1, LAYERS)])
 
 
-def step(stage_ranks: Sequence[int], schedule: str, micros: int, transport: str = "auto") -> dict[str, Any]:
+def step(
+    stage_ranks: Sequence[int],
+    schedule: str,
+    micros: int,
+    transport: str = "auto",
+    kind: str = "cpu",
+    prepare: Callable[[Engine, World], None] | None = None,
+) -> dict[str, Any]:
     """One step with stage s on stage_ranks[s]: relative errors of the loss, of this rank's gradients and buffers.
 
-    The ranks start with a gradient of ones, which the step adds to.
+    The ranks start with a gradient of ones, which the step adds to.  prepare: what is done to the engine before.
     """
-    register(interleaved)
+    for order in (interleaved, alone):
+        register(order)
     torch.manual_seed(5)
     captured = capture(Skips(), flatten(batch(0)))
     parts = parts_of(captured)
     reference = replay(captured, plan_for(captured.graph, parts, micros), [_inputs(captured, m) for m in range(micros)])
-    world = World("cpu", max(stage_ranks) + 1, transport=transport)
-    engine, tensors, outcome = _play(world, captured, parts, stage_ranks, schedule, micros)
+    world = World(kind, max(stage_ranks) + 1, transport=transport)
+    engine, tensors, outcome = _play(world, captured, parts, stage_ranks, schedule, micros, prepare)
     parameters = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
     expected = {name: reference.gradients[name] + 1 for name in parameters}
-    error, worst = gradient_error({name: p.grad for name, p in parameters.items()}, expected)
+    found = {name: None if p.grad is None else p.grad.cpu() for name, p in parameters.items()}
+    error, worst = gradient_error(found, expected)
     assert engine.trace is not None
     world.close()
     return {
@@ -107,6 +122,7 @@ def _play(
     stage_ranks: Sequence[int],
     schedule: str,
     micros: int,
+    prepare: Callable[[Engine, World], None] | None,
 ) -> tuple[Engine, Mapping[str, torch.Tensor], Any]:
     graph = captured.graph
     stages = tuple(Stage(tuple(ops), (rank,)) for ops, rank in zip(parts, stage_ranks, strict=True))
@@ -117,7 +133,7 @@ def _play(
     tensors: dict[str, torch.Tensor] = {}
     for code in codes.values():
         for name in code.held:
-            tensor = captured.tensors[name].detach().clone()
+            tensor = captured.tensors[name].detach().to(world.device, copy=True)
             is_parameter = isinstance(captured.tensors[name], nn.Parameter)
             tensors.setdefault(name, nn.Parameter(tensor) if is_parameter else tensor)
     for tensor in tensors.values():
@@ -135,7 +151,10 @@ def _play(
     specs = {ROWS: {v.name: Spec(v.shape, getattr(torch, v.dtype)) for v in graph.values}}
     engine = Engine(world, program, runners, specs, graph.op_map(), graph.outputs[0])
     engine.trace = Trace(world.rank)
-    inputs = [_inputs(captured, micro) for micro in range(micros)] if 0 in mine else []
+    if prepare is not None:
+        prepare(engine, world)
+    given_to = range(micros) if 0 in mine else ()
+    inputs = [{n: t.to(world.device) for n, t in _inputs(captured, micro).items()} for micro in given_to]
     parameters = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
     given = StepInput((ROWS,) * micros, inputs, [1.0] * micros, (0, 0))
     return engine, tensors, engine.step(given, parameters, train=True)

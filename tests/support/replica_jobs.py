@@ -21,13 +21,14 @@ def _asked(counts: Counts, micros: int, **options: Any) -> dict[str, Any]:
 
 
 def replicated(
-    name: str, counts: Counts, micros: int, rows: tuple[int, ...], recompute: str = "auto"
+    name: str, counts: Counts, micros: int, rows: tuple[int, ...], recompute: str = "auto", transport: str = "auto"
 ) -> tuple[list[Difference] | None, Counts]:
     """Steps with so many rows each, accumulated, with so many replicas of each stage, against one process.  Every rank
     returns the replicas that were planned, rank 0 how far off each step was."""
     case, found = EVERY[name], []
     reference = case.model()
-    with compiled(case, fresh(name), case.data(rows[0]), **_asked(counts, micros, recompute=recompute)) as pipe:
+    asked = _asked(counts, micros, recompute=recompute, transport=transport)
+    with compiled(case, fresh(name), case.data(rows[0]), **asked) as pipe:
         planned = tuple(len(stage.ranks) for stage in pipe.plan.stages)
         assert recompute != "all" or all(stage.recompute for stage in pipe.plan.stages)
         for count in rows:

@@ -27,6 +27,11 @@ from autopart.runtime.trace import Trace
 from autopart.runtime.transport import Spec
 from autopart.runtime.world import World
 
+_IN_FP32 = (
+    "this device has no such op in half precision: call it on x.float() under torch.autocast(device_type, "
+    "enabled=False) in forward()"
+)
+
 Specs = Mapping[int, Mapping[str, Spec]]
 """Shape and dtype of every value, by rows that this rank has and by name."""
 
@@ -272,10 +277,12 @@ class Engine:
             return error
         op = self._ops.get(failing_op(error) or "")
         where = f"module {op.module}, {op.target} at {op.where}" if op else ""
+        why = (str(error).splitlines() or [""])[0]
         return StageError(
             f"{action.slot}, {action.is_a.label}: {type(error).__name__}",
             where=", ".join(part for part in (f"rank {self._rank}", where) if part),
-            why=(str(error).splitlines() or [""])[0],
+            why=why,
+            fix=_IN_FP32 if "not implemented for 'Half'" in why or "not implemented for 'BFloat16'" in why else "",
         )
 
 

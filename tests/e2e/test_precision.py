@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.precision_jobs import accumulated, overflow, scales_differ, trained
+from support.precision_jobs import accumulated, no_kernel, overflow, scales_differ, trained
 
 SLOW = pytest.mark.slow
 
@@ -53,3 +53,9 @@ def test_an_overflow_leaves_what_other_steps_added_up(pair):
 
 def test_ranks_with_different_scales_are_told(pair):
     assert all("scaled by 1024 on rank 0 and by 2048 on rank 1" in told for told in pair.run(scales_differ))
+
+
+def test_an_op_without_a_kernel_in_half_precision_is_named_with_its_remedy(pair):
+    told = pair.run(no_kernel)
+    assert all("bessel_j0" in text and "not implemented for 'Half'" in text for text in told), told
+    assert any("precision_jobs.py" in text and "x.float()" in text for text in told), told

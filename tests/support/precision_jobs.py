@@ -166,6 +166,33 @@ def accumulated() -> dict[str, Any]:
     }
 
 
+class WithoutKernel(nn.Module):
+    """Of which one op does not run in half precision on CPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(x * torch.special.bessel_j0(x.detach())).float().pow(2).mean()
+
+
+def no_kernel() -> str:
+    """What is raised for an op that the device does not have in half precision."""
+    pipe = autopart.compile(
+        WithoutKernel(), cluster(), sample=(torch.ones(4, 8),), cuts=["second"], micro_batches=1, precision="fp16",
+        costs="analytic",
+    )  # fmt: skip
+    try:
+        pipe.step((torch.ones(4, 8),))
+    except autopart.AutopartError as error:
+        return str(error)
+    finally:
+        pipe.close(sync=False)
+    return ""
+
+
 def scales_differ() -> str:
     """What is raised when one rank's scale is another one."""
     pipe = autopart.compile(

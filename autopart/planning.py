@@ -268,7 +268,7 @@ def _given(
     if missing := lacking(given, abilities):
         raise PlanError(
             f"the plan cannot be run yet: it needs {' and '.join(missing)}",
-            fix="plan with what compile can run: compile without plan=, or with replicas=1",
+            fix="plan with what compile can run: compile without plan=",
         )
     captured = captures(batch, Size(max(given.micro_rows)))
     require_something_to_train(captured.graph)

@@ -92,7 +92,6 @@ def for_the_runtime(cluster: str, **options: Any) -> autopart.Plan:
     ("options", "words"),
     [
         ({"schedule": "pipedream"}, ("schedule 'pipedream' cannot be run yet", "auto, 1f1b, 1f1b-deep, gpipe")),
-        ({"replicas": (2, 1), "stages": 2}, ("cannot be run yet", "autopart.plan")),
         ({"pins": {"2": 3}, "stages": 2}, ("2 is pinned to stage 3, which does not exist", "one of 0 to 1")),
         ({"pins": {"nowhere": 0}}, ("'nowhere'",)),
         ({"together": [("0", "nowhere")]}, ("'nowhere'",)),
@@ -108,9 +107,10 @@ def test_what_the_planner_or_the_runtime_cannot_do_is_refused(options, words):
     ("change", "missing"),
     [
         (lambda p: changed(p, schedule="pipedream"), "schedule pipedream"),
-        (lambda p: changed(p, stages=(replace(p.stages[0], ranks=(0, 1)),)), "replicas of a stage"),
-        (lambda p: changed(p, schedule="pipedream", stages=(replace(p.stages[0], ranks=(1, 0)),)),
-         "schedule pipedream and replicas of a stage"),
+        (lambda p: changed(p, zero=1, stages=(replace(p.stages[0], ranks=(0, 1)),)),
+         "optimizer state shared by replicas (zero)"),
+        (lambda p: changed(p, zero=1, schedule="pipedream", stages=(replace(p.stages[0], ranks=(1, 0)),)),
+         "schedule pipedream and optimizer state shared by replicas (zero)"),
     ],
 )  # fmt: skip
 def test_a_plan_that_cannot_be_run_yet_is_refused_with_what_it_lacks(tmp_path, change, missing):

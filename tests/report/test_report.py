@@ -91,13 +91,15 @@ def test_the_footer_names_what_was_not_taken() -> None:
     assert "alternative, data parallel alone: does not fit\n" in text
 
 
-def test_replicas_and_recomputed_ops_are_counted_and_replicas_said_to_be_for_planning_alone() -> None:
+def test_replicas_and_recomputed_ops_are_counted_and_what_cannot_be_run_is_said() -> None:
     first, second = plan().stages
-    wide = changed(plan(), world=4, stages=(replace(first, ranks=(0, 1, 3), recompute=(("emb",),)), second))
+    wide = changed(
+        plan(), world=4, schedule="pipedream", stages=(replace(first, ranks=(0, 1, 3), recompute=(("emb",),)), second)
+    )
     lines = stage_table(wide).splitlines()
     assert cells(lines[0])[:4] == ["stage", "ranks", "ops", "recomputed"]
     assert cells(lines[2])[:4] == ["0", "0-1,3", "6", "1"] or cells(lines[2])[:4] == ["0", "0,1,3", "6", "1"]
-    assert lines[-1] == "this plan cannot be run yet: the runtime lacks replicas of a stage"
+    assert lines[-1] == "this plan cannot be run yet: the runtime lacks schedule pipedream"
     assert "cannot be run" not in stage_table(plan())
 
 

@@ -142,18 +142,13 @@ def _paths(what: str, paths: Iterable[str] | str | None) -> tuple[str, ...]:
 
 def _recompute(recompute: Any) -> str | tuple[str, ...]:
     """One of the words, or patterns of module paths."""
-    known = ", ".join(RECOMPUTE)
-    if isinstance(recompute, str):
-        if recompute not in RECOMPUTE:
-            raise UsageError(
-                f"unknown recompute {recompute!r}",
-                fix=f'use one of {known}, or a list of patterns of module paths: recompute=["model.layers.*"]',
-            )
+    if isinstance(recompute, str) and recompute in RECOMPUTE:
         return recompute
-    found = tuple(recompute) if isinstance(recompute, Iterable) else ()
+    found = tuple(recompute) if isinstance(recompute, Iterable) and not isinstance(recompute, str) else ()
     if not found or not all(isinstance(pattern, str) and pattern for pattern in found):
+        known = ", ".join(RECOMPUTE)
         raise UsageError(
-            f"recompute is {recompute!r}",
+            f"unknown recompute {recompute!r}",
             fix=f'use one of {known}, or a list of patterns of module paths: recompute=["model.layers.*"]',
         )
     return found

@@ -206,10 +206,12 @@ def _request(problem: _Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, .
 def _settled(problem: _Problem, costs: CostedGraph, plan: Plan, reduction: LossReduction) -> Planned:
     """The plan for what runs: captured at its own size, and planned once more with costs of that size.
 
-    A model without values is not measured: of its plan only the digest is that of its own size.
+    A model without values is not measured: of its plan only the digest is that of its own size; and whether replicas
+    with a single row of it run its program is seen by who has the values.
     """
     family, notes = problem.family, problem.notes
-    if _least_rows(plan) == 1 < min(plan.micro_rows) and not _runs_on_one_row(problem):
+    single = _least_rows(plan) == 1 < min(plan.micro_rows) and not family.on_meta
+    if single and not _runs_on_one_row(problem):
         problem = _without_replicas(problem, "on a single row the model runs other operations")
         plan, notes = _built(problem, costs), problem.notes
     if min(plan.micro_rows) == 1 and not _runs_on_one_row(problem):

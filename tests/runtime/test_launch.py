@@ -293,11 +293,12 @@ def test_effects_are_told_from_causes(error: BaseException, effect: bool) -> Non
 
 IMPORTS = "from support import launch_jobs as jobs\nfrom autopart.runtime.launch.local import launch\n"
 SCRIPT = """
-import sys, threading
+import signal, sys, threading
 from support import launch_jobs as jobs
 from autopart.runtime.launch.local import launch
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     call = lambda: launch(jobs.announce_and_wait, 2, int(sys.argv[1]))
     if sys.argv[2] == "thread":
         thread = threading.Thread(target=call)

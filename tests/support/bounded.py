@@ -41,12 +41,14 @@ def bounded(works: Iterable[Callable[[], str]], *, patience_s: float = 60.0) -> 
 
 
 def _run(works: Iterable[Callable[[], str]], results: Any) -> None:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, used + BYTES))
     for work in works:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, resource.RLIM_INFINITY))
         start = time.process_time()
         try:
             said = work()
         except BaseException as error:  # whatever it is, it must not end the others
             said = f"failed: {type(error).__name__}: {str(error)[:200]}"
+        finally:  # the next one is made without a limit
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         results.send((said, time.process_time() - start))

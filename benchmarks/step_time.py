@@ -40,12 +40,14 @@ PEER = {"torch 1F1B": Schedule1F1B, "torch GPipe": ScheduleGPipe}
 OURS = {"autopart 1F1B": "1f1b", "autopart GPipe": "gpipe"}
 
 
-def gpt2() -> torch.nn.Module:
+def gpt2(use_cache: bool = True) -> torch.nn.Module:
+    """use_cache: as a user finds it; torch's pipeline takes no cache among the outputs."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=VOCAB, n_positions=SEQ, n_embd=HIDDEN, n_layer=LAYERS, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False, use_cache=False,
+        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False,
+        use_cache=use_cache,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config).train()
 
@@ -83,7 +85,7 @@ def ours(schedule: str, ids: torch.Tensor, cut: str) -> tuple[Callable[[], None]
 
 def peer(schedule: Any, ids: torch.Tensor, cut: str) -> Callable[[], None]:
     play, parameters = torch_pipeline(
-        gpt2(), "input_ids", ids, ids, next_token_loss, cuts=(cut,), micros=MICROS, schedule=schedule
+        gpt2(use_cache=False), "input_ids", ids, ids, next_token_loss, cuts=(cut,), micros=MICROS, schedule=schedule
     )
     optimizer = adamw(parameters)
 

@@ -124,10 +124,14 @@ def _summed(world: World, parameter: torch.nn.Parameter, group: dist.ProcessGrou
     if not present.item():
         return None
     total = torch.zeros_like(parameter, dtype=gradient_dtype(parameter)) if own is None else dense(own)
-    wide = total.float() if total.dtype in _HALF else total
-    wide = wide.contiguous()
+    wide = total.to(wide_dtype(total.dtype)).contiguous()
     world.all_reduce(wide, group)
     return wide.to(total.dtype)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what gradients of this type are summed over ranks."""
+    return torch.float32 if dtype in _HALF else dtype
 
 
 def gradient_dtype(parameter: torch.nn.Parameter) -> torch.dtype:

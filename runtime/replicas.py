@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from autopart.ir.program import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from autopart.runtime.activity import waiting
-from autopart.runtime.reduce import gradient_dtype
+from autopart.runtime.reduce import gradient_dtype, wide_dtype
 from autopart.runtime.stage import StageRunner
 from autopart.runtime.world import World
 
@@ -49,7 +49,7 @@ class _Bucket:
     def of(parameters: list[torch.nn.Parameter]) -> _Bucket:
         sizes = [parameter.numel() for parameter in parameters]
         first = parameters[0]
-        flat = torch.zeros(sum(sizes) + len(sizes), dtype=_wide(first.dtype), device=first.device)
+        flat = torch.zeros(sum(sizes) + len(sizes), dtype=wide_dtype(first.dtype), device=first.device)
         pieces = torch.split(flat, [*sizes, len(sizes)])[:-1]
         views = [piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)]
         return _Bucket(parameters, flat, views)
@@ -219,10 +219,6 @@ def buckets_of(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> l
         if sum(p.nbytes for p in group) >= (bucket_bytes if found else min(FIRST_BUCKET_BYTES, bucket_bytes)):
             found.append(filling.pop((parameter.dtype, parameter.device)))
     return [_Bucket.of(group) for group in (*found, *filling.values())]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _empty_rows(parameter: torch.nn.Parameter) -> torch.Tensor:

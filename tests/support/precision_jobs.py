@@ -178,12 +178,8 @@ class WithoutKernel(nn.Module):
         return self.second(x * torch.special.bessel_j0(x.detach())).float().pow(2).mean()
 
 
-def no_kernel() -> str:
-    """What is raised for an op that the device does not have in half precision."""
-    pipe = autopart.compile(
-        WithoutKernel(), cluster(), sample=(torch.ones(4, 8),), cuts=["second"], micro_batches=1, precision="fp16",
-        costs="analytic",
-    )  # fmt: skip
+def _refused_step(pipe: autopart.Pipe) -> str:
+    """What a step of the pipe says when it fails; the pipe is closed."""
     try:
         pipe.step((torch.ones(4, 8),))
     except autopart.AutopartError as error:
@@ -191,6 +187,15 @@ def no_kernel() -> str:
     finally:
         pipe.close(sync=False)
     return ""
+
+
+def no_kernel() -> str:
+    """What is raised for an op that the device does not have in half precision."""
+    pipe = autopart.compile(
+        WithoutKernel(), cluster(), sample=(torch.ones(4, 8),), cuts=["second"], micro_batches=1, precision="fp16",
+        costs="analytic",
+    )  # fmt: skip
+    return _refused_step(pipe)
 
 
 def scales_differ() -> str:
@@ -201,10 +206,4 @@ def scales_differ() -> str:
     )  # fmt: skip
     assert pipe.scaler is not None
     pipe.scaler.scale = 2.0 ** (10 + pipe.rank)
-    try:
-        pipe.step((torch.ones(4, 8),))
-    except autopart.AutopartError as error:
-        return str(error)
-    finally:
-        pipe.close(sync=False)
-    return ""
+    return _refused_step(pipe)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fake_nccl_jobs import all_receives_first
 from support.nccl_programs import CASES, FINE, HANG, WRONG, Case
 from support.programs import program
 
 from autopart.ir.errors import ProgramError
-from autopart.ir.program import Program, split_rows
-from autopart.ir.turns import Turn, talking_pairs, turns
+from autopart.ir.program import split_rows
+from autopart.ir.turns import talking_pairs, turns
 from autopart.passes.program.messages import check_messages, issued, one_copy
 from autopart.passes.program.nccl_rules import play
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
@@ -57,15 +56,6 @@ def test_of_copies_that_run_side_by_side_one_is_checked() -> None:
     uneven = program("1f1b", 3, "a | b c | d", ((0, 1), (2, 3), (4,)))
     assert one_copy(uneven) is uneven
     check_messages(p)
-
-
-def all_receives_first(p: Program) -> dict[int, tuple[Turn, ...]]:
-    """What a runtime posts that posts every receive before its first action."""
-    posted = {}
-    for rank, own in turns(p).items():
-        receives = [replace(turn, after=0, sends=()) for turn in own if turn.receives]
-        posted[rank] = (*receives, *(replace(turn, receives=()) for turn in own if turn.sends))
-    return posted
 
 
 def test_receives_posted_before_the_first_action_hang() -> None:

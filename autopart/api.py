@@ -18,6 +18,7 @@ from autopart.ir.capabilities import EVERYTHING
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan, Precision
+from autopart.ir.shares import Policy
 from autopart.ir.timeline import Timeline
 from autopart.options import Options, check_timeout, read_options
 from autopart.passes.program.schedules import Order, Schedule
@@ -37,7 +38,9 @@ Recompute = Literal["auto", "off", "all"] | Sequence[str]
 """A word, or patterns of module paths."""
 Transport = Literal["auto", "nccl", "gloo"]
 Zero = Literal["auto", 0, 1]
+Compress = Literal["bf16"]
 OptimizerLike = str | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
+TokenSlices = Literal["auto"] | int | Iterable[int] | None
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -62,9 +65,14 @@ def compile(
     together: str | Iterable[str | Iterable[str]] = (),
     pins: Mapping[str, int] | None = None,
     replicas: int | Sequence[int] | None = None,
+    replica_policy: Policy | None = None,
+    token_slices: TokenSlices = None,
     recompute: Recompute = "auto",
     precision: Precision | None = None,
+    sync_batchnorm: bool = False,
     zero: Zero = "auto",
+    bucket_bytes: int | None = None,
+    compress: Compress | None = None,
     non_finite: NonFinite = "auto",
     optimizer: OptimizerLike | None = None,
     costs: str | CostSource = "auto",
@@ -88,9 +96,12 @@ def compile(
     """
     options = read_options(
         loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
-        cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
+        cuts=cuts, together=together, pins=pins, replicas=replicas, token_slices=token_slices,
+        recompute=recompute, optimizer=optimizer,
         costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
-        transport=transport, precision=precision, zero=zero, non_finite=non_finite,
+        transport=transport, precision=precision, zero=zero, bucket_bytes=bucket_bytes,
+        compress=compress, non_finite=non_finite, replica_policy=replica_policy,
+        sync_batchnorm=sync_batchnorm,
     )  # fmt: skip
     return Pipe(CaptureCache(model, loss_fn), _cluster(cluster), options, sample)
 
@@ -110,9 +121,14 @@ def plan(
     together: str | Iterable[str | Iterable[str]] = (),
     pins: Mapping[str, int] | None = None,
     replicas: int | Sequence[int] | None = None,
+    replica_policy: Policy | None = None,
+    token_slices: TokenSlices = None,
     recompute: Recompute = "auto",
     precision: Precision | None = None,
+    sync_batchnorm: bool = False,
     zero: Zero = "auto",
+    bucket_bytes: int | None = None,
+    compress: Compress | None = None,
     non_finite: NonFinite = "auto",
     optimizer: OptimizerLike | None = None,
     costs: str | CostSource = "auto",
@@ -132,9 +148,12 @@ def plan(
     """
     options = read_options(
         loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
-        cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
+        cuts=cuts, together=together, pins=pins, replicas=replicas, token_slices=token_slices,
+        recompute=recompute, optimizer=optimizer,
         costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
-        transport=transport, precision=precision, zero=zero, non_finite=non_finite,
+        transport=transport, precision=precision, zero=zero, bucket_bytes=bucket_bytes,
+        compress=compress, non_finite=non_finite, replica_policy=replica_policy,
+        sync_batchnorm=sync_batchnorm,
     )  # fmt: skip
     return planned(model, cluster, sample, options).plan
 
@@ -155,9 +174,14 @@ def verify(
     together: str | Iterable[str | Iterable[str]] = (),
     pins: Mapping[str, int] | None = None,
     replicas: int | Sequence[int] | None = None,
+    replica_policy: Policy | None = None,
+    token_slices: TokenSlices = None,
     recompute: Recompute = "auto",
     precision: Precision | None = None,
+    sync_batchnorm: bool = False,
     zero: Zero = "auto",
+    bucket_bytes: int | None = None,
+    compress: Compress | None = None,
     non_finite: NonFinite = "auto",
     optimizer: OptimizerLike | None = None,
     costs: str | CostSource = "auto",
@@ -177,9 +201,12 @@ def verify(
     """
     options = read_options(
         loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
-        cuts=cuts, together=together, pins=pins, replicas=replicas, recompute=recompute, optimizer=optimizer,
+        cuts=cuts, together=together, pins=pins, replicas=replicas, token_slices=token_slices,
+        recompute=recompute, optimizer=optimizer,
         costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
-        transport=transport, precision=precision, zero=zero, non_finite=non_finite,
+        transport=transport, precision=precision, zero=zero, bucket_bytes=bucket_bytes,
+        compress=compress, non_finite=non_finite, replica_policy=replica_policy,
+        sync_batchnorm=sync_batchnorm,
     )  # fmt: skip
     return checked(model, cluster, sample, options, tolerance)
 

@@ -6,12 +6,14 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from autopart.capture.export import LossFn
 from autopart.costs.sources import COST_SOURCES, CostSource
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan, Precision
+from autopart.ir.program import MAX_BUCKET_BYTES
+from autopart.ir.shares import POLICIES, Policy
 from autopart.passes.program.schedules import Order, Schedule, names, register
 from autopart.passes.search.space import Watch
 from autopart.runtime.world import transports
@@ -20,6 +22,7 @@ LOSS_REDUCTIONS = ("auto", "mean", "sum", "token-mean")
 RECOMPUTE = ("auto", "off", "all")
 PRECISIONS = ("fp32", "bf16", "fp16")
 ZERO = ("auto", 0, 1)
+COMPRESS = ("bf16",)
 NON_FINITE = ("auto", "skip", "raise")
 
 
@@ -36,13 +39,23 @@ class Options:
     cuts            module paths at which a stage begins
     together        module paths, or groups of them, between whose first and last op no stage begins
     pins            {module path: number of the stage that runs it}
-    replicas        devices of every stage, or a number for each stage; each has its share of the rows
+    replicas        devices of every stage, or a number for each stage
+    replica_policy  "split": each replica has its share of the rows of every micro-batch; "turn": whole micro-batches,
+                    one after the other; None lets them split
+    token_slices    None: sequences are whole; a number of slices, or their lengths: sequences are cut into these, and
+                    stages work on different slices at once (TeraPipe), exact for causal models, refused for others;
+                    "auto": where that makes the simulated step shorter, and the model can be cut
     recompute       "auto" (what the model checkpoints, and as much as the memory demands), "off", "all", or patterns
                     of module paths: these modules and nothing else
     precision       "fp32" (the model as it is), "bf16" or "fp16" (as under torch.autocast of the cluster's devices);
                     None is that of plan=, else "fp32"
+    sync_batchnorm  True: the replicas of a stage take batch statistics of the whole micro-batch together; False: each
+                    of its own rows, as in DistributedDataParallel
     zero            1: the replicas of a stage share the optimizer's state among them (ZeRO-1); 0: each has all of it;
-                    "auto": where memory does not suffice otherwise; other than 0 in `plan` alone
+                    "auto": where memory does not suffice otherwise
+    bucket_bytes    gradients that replicas of a stage sum together; None for 25 MiB
+    compress        "bf16": gradients are rounded to that for sums over replicas, which sends half the bytes and is not
+                    exact; None sums them as wide as they are
     non_finite      what a step does whose gradients are not all finite, on any rank: "skip" leaves gradients as they
                     were (`Pipe.skipped`), "raise" raises NonFiniteError; "auto" skips in fp16, and does not look else
     optimizer       whose state the memory has to hold: an optimizer class, a function of the parameters, an
@@ -71,9 +84,14 @@ class Options:
     together: tuple[tuple[str, ...], ...] = ()
     pins: Mapping[str, int] = field(default_factory=dict)
     replicas: int | tuple[int, ...] | None = None
+    replica_policy: Policy | None = None
+    token_slices: str | int | tuple[int, ...] | None = None
     recompute: str | tuple[str, ...] = "auto"
     precision: Precision | None = None
+    sync_batchnorm: bool = False
     zero: int | str = "auto"
+    bucket_bytes: int | None = None
+    compress: Literal["bf16"] | None = None
     non_finite: str = "auto"
     optimizer: Any = None
     costs: str | CostSource = "auto"
@@ -96,11 +114,16 @@ def read_options(**given: Any) -> Options:
         "replicas": _replicas(given.get("replicas")),
         "schedule": _schedule(given.get("schedule", "auto")),
         "recompute": _recompute(given.get("recompute", "auto")),
+        "token_slices": _token_slices(given.get("token_slices")),
     }
     options = Options(**{**given, **read})
     _one_of("non_finite", options.non_finite, NON_FINITE)
+    if options.replica_policy is not None:
+        _one_of("replica_policy", options.replica_policy, POLICIES)
     if options.precision is not None:
         _one_of("precision", options.precision, PRECISIONS)
+    if options.compress is not None:
+        _one_of("compress", options.compress, COMPRESS)
     if options.zero not in ZERO or isinstance(options.zero, bool):
         raise UsageError(f"zero is {options.zero!r}", fix='use 0, 1 or "auto"')
     _one_of("loss_reduction", options.loss_reduction, LOSS_REDUCTIONS)
@@ -108,10 +131,14 @@ def read_options(**given: Any) -> Options:
     _cost_source(options.costs)
     _count("stages", options.stages)
     _count("micro_batches", options.micro_batches)
+    _count("bucket_bytes", options.bucket_bytes)
+    if (options.bucket_bytes or 0) > MAX_BUCKET_BYTES:
+        raise UsageError(f"bucket_bytes is {options.bucket_bytes}", fix=f"use at most {MAX_BUCKET_BYTES}")
     if not isinstance(options.seed, int):
         raise UsageError(f"seed is {options.seed!r}", fix="use an integer")
-    if not isinstance(options.cache, bool):
-        raise UsageError(f"cache is {options.cache!r}", fix="use True or False")
+    for name in ("cache", "sync_batchnorm"):
+        if not isinstance(getattr(options, name), bool):
+            raise UsageError(f"{name} is {getattr(options, name)!r}", fix="use True or False")
     _seconds("prove", options.prove)
     if options.timeout is not None:
         check_timeout(options.timeout)
@@ -179,6 +206,18 @@ def _replicas(replicas: Any) -> int | tuple[int, ...] | None:
     return replicas if isinstance(replicas, int) else counts
 
 
+def _token_slices(slices: Any) -> str | int | tuple[int, ...] | None:
+    if slices is None or slices == "auto":
+        return slices  # type: ignore[no-any-return]
+    lengths = tuple(slices) if isinstance(slices, Iterable) and not isinstance(slices, str) else (slices,)
+    if not lengths or not all(type(length) is int and length > 0 for length in lengths):
+        raise UsageError(
+            f"token_slices is {slices!r}",
+            fix='use None, "auto", a number of slices, or their lengths: token_slices=(512, 512, 256)',
+        )
+    return slices if isinstance(slices, int) else lengths
+
+
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise UsageError(f"unknown {name} {value!r}", fix=f"use one of {', '.join(known)}")
@@ -219,8 +258,12 @@ def _no_conflict(options: Options) -> None:
         "cuts",
         "schedule",
         "replicas",
+        "replica_policy",
         "recompute",
+        "token_slices",
         "zero",
+        "bucket_bytes",
+        "compress",
         "together",
         "pins",
         "prove",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from dataclasses import astuple, dataclass, replace
 from importlib import metadata
@@ -18,8 +17,9 @@ from autopart.capture.family import ProgramFamily, another_size, capture_family
 from autopart.capture.gc_pause import gc_paused
 from autopart.capture.gradients import require_something_to_train
 from autopart.capture.reduction import WHOLE, BatchRule, couples_rows, loss_reduction, row_layouts
-from autopart.capture.splits import Splits, ways_to_split
-from autopart.costs.optimizer_state import state_factor
+from autopart.capture.splits import Splits, other_sizes, ways_to_split
+from autopart.capture.token_axis import WHOLE_SEQUENCES, AskedSlices, asked_slices, not_recomputed
+from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import CostedGraph, costed
 from autopart.files.plan_cache import find_plan, keep_plan, planner_digest
 from autopart.files.plans import VERSION, load_plan, match_plan
@@ -28,7 +28,8 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.errors import CaptureError, CoupledLossError, PlanError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Plan, Precision
-from autopart.ir.shares import row_shares
+from autopart.ir.program import BUCKET_BYTES
+from autopart.ir.shares import parts
 from autopart.ir.size import Size
 from autopart.options import Options
 from autopart.passes.graph.module_groups import wanted_groups
@@ -71,12 +72,14 @@ def make_plan(
         return _given(given, captures, batch, cluster, options, abilities)
     # The program at every size that micro-batches may have, from captures at two of them.
     splits = ways_to_split(batch, options.micro_batches)
-    family = capture_family(captures, batch, _first_size(splits, batch, cluster, options), _other_sizes(splits, batch))
+    family = capture_family(captures, batch, _first_size(splits, batch, cluster, options), other_sizes(splits, batch))
     require_something_to_train(family.base.graph)
     # What to plan: how the batch may be cut, and whether stages may have replicas.
     problem = _problem(family, splits, cluster, options, abilities)
     # How the losses of its parts combine to the batch's, or a refusal.
     problem, reduction = _with_reduction(problem, family, splits)
+    # Whether sequences may be cut, where that is asked for.
+    problem = _with_slices(problem, captures, batch)
     # What every op costs at the size of the base; the cost model extends it to where the program is known.
     costs = _costs(problem)
     try:
@@ -100,6 +103,7 @@ class _Problem:
     options: Options
     abilities: Capabilities
     notes: tuple[str, ...] = ()
+    slices: AskedSlices = WHOLE_SEQUENCES
 
 
 def _problem(
@@ -127,9 +131,9 @@ def _with_reduction(problem: _Problem, family: ProgramFamily, splits: Splits) ->
     none to combine, and could not be cut.  family, splits: all there are, though costs be known at one size alone."""
     options = problem.options
     may = problem.abilities.replicas and options.replicas is None  # a plan shows what could be; what runs is exact
-    if may and problem.abilities == RUNTIME and couples_rows(family.base.graph):
+    if may and problem.abilities == RUNTIME and couples_rows(family.base.graph, synced=options.sync_batchnorm):
         why = "each would have batch statistics and buffers of its own rows, as in DistributedDataParallel"
-        problem = _without_replicas(problem, f"{why}; replicas= asks for that")
+        problem = _without_replicas(problem, f"{why}; replicas= asks for that, sync_batchnorm=True shares them")
         options = problem.options
     whole = all(len(micro_rows) == 1 for micro_rows in splits)
     if whole and problem.abilities.replicas and options.replicas != 1:
@@ -143,6 +147,15 @@ def _with_reduction(problem: _Problem, family: ProgramFamily, splits: Splits) ->
                 raise
             return _without_replicas(problem, refusal.what), WHOLE
     return problem, loss_reduction(family, splits, options.loss_reduction)
+
+
+def _with_slices(problem: _Problem, captures: CaptureCache, batch: Batch) -> _Problem:
+    """With the slices that are asked for, which the runtime neither recomputes nor divides by rows as it likes."""
+    options, notes = problem.options, problem.notes
+    asked = asked_slices(options.token_slices, captures, batch, problem.family.base.graph.size)
+    if isinstance(asked.token_slices, tuple) and asked.token_slices and problem.abilities == RUNTIME:
+        options = replace(options, recompute=not_recomputed(options.recompute), replicas=options.replicas or 1)
+    return replace(problem, slices=asked, notes=(*notes, *asked.notes), options=options)
 
 
 def _at_one_size(size: Size, splits: Splits, options: Options, abilities: Capabilities) -> tuple[Splits, Options, str]:
@@ -192,9 +205,14 @@ def _request(problem: _Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, .
         together=options.together,
         pins=options.pins,
         replicas=options.replicas,
+        policy=options.replica_policy or "split",
         recompute=recompute,
         recomputed=recomputed,
         zero=options.zero,
+        bucket_bytes=options.bucket_bytes or BUCKET_BYTES,
+        compress=options.compress,
+        token_slices=problem.slices.token_slices,
+        token_axis=problem.slices.axis,
         state_factor=factor,
         abilities=problem.abilities,
         prove_seconds=options.prove,
@@ -234,15 +252,15 @@ def _settled(problem: _Problem, costs: CostedGraph, plan: Plan, reduction: LossR
 
 def _rule(plan: Plan, captured: Captured, family: ProgramFamily, reduction: LossReduction) -> BatchRule:
     """How batches are cut under the plan.  Raises RefusedError for a value that its replicas cannot divide."""
-    if len(plan.micro_rows) == 1 and all(len(stage.ranks) == 1 for stage in plan.stages):
+    if len(plan.micro_rows) == 1 and not any(stage.division.splits for stage in plan.stages):
         return BatchRule(WHOLE)
     return BatchRule(reduction, row_layouts(family, reduction, *divided_values(plan.decision, captured.graph)))
 
 
 def _least_rows(plan: Plan) -> int:
     """The fewest rows that a replica has of a micro-batch, if it has any."""
-    parts = {(rows, len(stage.ranks)) for rows in plan.micro_rows for stage in plan.stages}
-    return min(own for rows, count in parts for own in row_shares(rows, count) if own)
+    pairs = {(rows, stage.division) for rows in plan.micro_rows for stage in plan.stages}
+    return min(own for rows, divided in pairs for own in parts(divided, 0, rows) if own)
 
 
 def _runs_on_one_row(problem: _Problem) -> bool:
@@ -278,7 +296,7 @@ def _given(
         given, captured.graph, torch_version=torch.__version__, world=cluster.world, local=cluster.levels[0].size
     )
     other = None
-    replicated = any(len(stage.ranks) > 1 for stage in given.stages)
+    replicated = any(stage.division.splits for stage in given.stages)
     if len(given.micro_rows) > 1 or (replicated and batch.rows is not None):
         sizes = [Size(sum(given.micro_rows)), *(Size(rows) for rows in sorted(set(given.micro_rows)))]
         other = captures(batch, another_size(captured.graph.size, sizes))
@@ -380,17 +398,3 @@ def _first_size(splits: Splits, batch: Batch, cluster: Cluster, options: Options
         return Size(2)
     nearest = min(several, key=lambda micro_rows: abs(len(micro_rows) - wanted))
     return Size(max(nearest))
-
-
-def _other_sizes(splits: Splits, batch: Batch) -> list[Size] | None:
-    """The sizes of several rows that micro-batches may have, in the order of the splits; None of a batch that cannot be
-    split."""
-    if batch.rows in (None, 1):
-        return None
-    # The whole batch first: the model's Python may take another branch for it than for a micro-batch.
-    return [Size(batch.rows), *(Size(rows) for micro_rows in splits for rows in sorted(set(micro_rows)) if rows > 1)]
-
-
-def narrowest_bytes(graph: Graph) -> int:
-    """Bytes of one number of the narrowest trainable parameter."""
-    return min((p.size_bytes // max(1, math.prod(p.shape)) for p in graph.params if p.trainable), default=4)

@@ -1,62 +1,129 @@
-"""Is the peak of memory that a plan predicts the one that a step has, with and without recomputation?
+"""Is the peak of memory that a plan predicts the one that a step has, with recomputation, replicas and ZeRO-1?
 
-One process, one stage, on a CPU: the profiler of torch tells each allocation and release of a step, inside kernels too,
-so the figure does not depend on what else the machine does.  Measured: parameters, buffers and batch, and the most that
-was allocated on top of them in a second step.  Predicted: `peak_bytes` of the plan, for SGD, which has no state; where
-the second step accumulates, one more gradient of every parameter, as docs/planner.md says.
+One or two Gloo ranks, one thread each: the profiler of torch tells each allocation and release of a step, inside
+kernels too, so the figure does not depend on what else the machine does.  Measured on each rank: every tensor that is
+alive between two steps, the model's that other ranks hold aside, and the most that was allocated on top of them in a
+step and the optimizer's behind it.  Predicted: `peak_bytes` of the rank's stage; where the step accumulates, one more
+gradient of every parameter, as docs/planner.md says.
 
-    python benchmarks/peak_memory.py          2 to 5 minutes; writes results/peak_memory.json
+    python benchmarks/peak_memory.py          about 5 minutes; writes results/peak_memory.json
 """
 
 from __future__ import annotations
 
+import gc
+import os
 import statistics
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from common import write
 from torch.profiler import ProfilerActivity, profile
-from trained import MODELS
+from trained import MODELS, adamw
 
 import autopart
 
-CASES = (
+
+@dataclass(frozen=True)
+class Case:
+    """layers: recompute each layer by itself, as a pattern.  accumulates: the step adds to gradients of one before.
+    adam: AdamW, else SGD, which has no state."""
+
+    model: str
+    micros: int
+    recompute: str = "off"
+    accumulates: bool = False
+    stages: int = 1
+    replicas: int = 1
+    zero: int = 0
+    adam: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of compile."""
+        again: Any = (f"{MODELS[self.model].layers}.*",) if self.recompute == "each layer" else self.recompute
+        return {
+            "micro_batches": self.micros, "recompute": again, "stages": self.stages, "replicas": self.replicas,
+            "zero": self.zero, "optimizer": "adamw" if self.adam else "sgd", "costs": "analytic",
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        parts = [f"{self.model}, {self.micros} micro-batches, recompute {self.recompute}"]
+        if self.stages * self.replicas > 1:
+            parts.append(f"{self.stages} stages x {self.replicas} replicas")
+        parts += ["ZeRO-1"] * self.zero + ["AdamW"] * self.adam + ["accumulating"] * self.accumulates
+        return ", ".join(parts)
+
+
+ALONE = (
     *(
-        (name, micros, recompute, False)
+        Case(name, micros, recompute)
         for name, micros in (("gpt2", 4), ("llama", 8), ("bert", 4))
-        for recompute in ("off", "all", (f"{MODELS[name].layers}.*",))
+        for recompute in ("off", "all", "each layer")
     ),
-    ("gpt2", 4, "off", True),
+    Case("gpt2", 4, accumulates=True),
+    Case("gpt2", 4, adam=True),
 )
-"""(model, micro-batches, recompute, whether the step adds to gradients of one before)."""
+TOGETHER = (
+    Case("gpt2", 4, stages=2, adam=True),
+    Case("llama", 4, "each layer", stages=2, adam=True),
+    *(
+        Case(name, micros, recompute, replicas=2, zero=zero, adam=True)
+        for name, micros, recompute in (
+            ("gpt2", 1, "off"), ("gpt2", 4, "each layer"), ("llama", 2, "off"), ("bert", 2, "each layer"),
+        )
+        for zero in (0, 1)
+    ),
+    Case("gpt2", 2, replicas=2, adam=True, accumulates=True),
+)  # fmt: skip
+"""On two ranks."""
 
 
-def measured(name: str, micros: int, recompute: Any, accumulates: bool) -> dict[str, Any]:
-    """A plan, what it predicts and what a step of it takes, in bytes."""
-    batch = MODELS[name].batch()
-    pipe = autopart.compile(
-        MODELS[name].model(), "cpu:1", sample=batch, micro_batches=micros, recompute=recompute, costs="analytic",
-        optimizer="sgd",
-    )  # fmt: skip
-    (estimate,) = pipe.plan.estimates
-    pipe.step(batch)
-    gradients = [p.grad for p in pipe.parameters() if p.grad is not None]
-    predicted = estimate.peak_bytes + (sum(g.nbytes for g in gradients) if accumulates else 0)
-    if not accumulates:
-        gradients = []
-        for parameter in pipe.parameters():
-            parameter.grad = None
-    tensors = (*pipe.state_dict().values(), *gradients, *batch.values())
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    peak = sum(held.values()) + allocated(lambda: pipe.step(batch))
-    pipe.close()
-    row = {
-        "plan": f"{name}, {micros} micro-batches, recompute {recompute if isinstance(recompute, str) else 'each layer'}"
-        + (", accumulating" if accumulates else ""),
-        "measured_bytes": peak, "predicted_bytes": predicted, "error": predicted / peak - 1,
-    }  # fmt: skip
-    print(f"{row['plan']:60s} {peak / 1e6:8.2f} MB, predicted {predicted / 1e6:8.2f} MB, {row['error']:+.1%}")
-    return row
+def measured(case: Case) -> dict[str, Any]:
+    """What a plan predicts for this rank and what a step of it takes, in bytes."""
+    torch.set_num_threads(1)
+    batch, model = MODELS[case.model].batch(), MODELS[case.model].model()
+    cluster = f"cpu:{case.stages * case.replicas}"
+    with autopart.compile(model, cluster, sample=batch, **case.options) as pipe:
+        optimizer = adamw(pipe.parameters()) if case.adam else torch.optim.SGD(pipe.parameters(), lr=1e-4)
+
+        def step() -> None:
+            pipe.step(batch)
+            optimizer.step()
+
+        step()
+        if not case.accumulates:
+            optimizer.zero_grad()
+        stage = pipe.plan.decision.stage_of_rank(pipe.rank)
+        assert stage is not None
+        held = {id(tensor) for tensor in pipe.session.tensors.held.values()}
+        elsewhere = {_place(t) for t in (*model.parameters(), *model.buffers()) if id(t) not in held}
+        before = alive_bytes(elsewhere)
+        peak = before + allocated(step)
+        predicted = pipe.plan.estimates[stage].peak_bytes
+        if case.accumulates:
+            predicted += sum(p.nbytes for p in pipe.session.tensors.held.values() if isinstance(p, torch.nn.Parameter))
+        pipe.close(sync=False)
+    return {"plan": str(case), "measured_bytes": peak, "predicted_bytes": predicted, "error": predicted / peak - 1}
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def alive_bytes(without: set[int]) -> int:
+    """Of all tensors of this process, but those that lie at these places; each storage once."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for item in gc.get_objects():
+        if (
+            type(item) in (torch.Tensor, torch.nn.Parameter)
+            and item.device.type == "cpu"
+            and item.layout == torch.strided
+        ):
+            found[_place(item)] = item.untyped_storage().nbytes()
+    return sum(size for place, size in found.items() if place not in without)
 
 
 def allocated(run: Any) -> int:
@@ -72,8 +139,14 @@ def allocated(run: Any) -> int:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    rows = [measured(*case) for case in CASES]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows = []
+    for case in (*ALONE, *TOGETHER):
+        found = autopart.launch(measured, f"cpu:{case.stages * case.replicas}", case)
+        worst = max(found, key=lambda row: abs(row["error"]))
+        rows.append({**worst, "rank": found.index(worst)})
+        sizes = f"{worst['measured_bytes'] / 1e6:8.2f} MB, predicted {worst['predicted_bytes'] / 1e6:8.2f} MB"
+        print(f"{case!s:75s} {sizes}, {worst['error']:+.1%}", flush=True)
     errors = [abs(row["error"]) for row in rows]
     print(f"error: mean {statistics.mean(errors):.1%}, largest {max(errors):.1%}")
     print(write("peak_memory", {"rows": rows, "claims": {"within 10 % for every plan": max(errors) <= 0.1}}))

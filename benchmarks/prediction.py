@@ -6,7 +6,7 @@ schedule x cut x micro-batches) is compiled, simulated with costs of its ops whe
 that autograd keeps for the backward and that were received for it, parameters aside, at the worst moment of a step,
 against live * activations of the estimate.
 
-    python benchmarks/prediction.py           about 4 minutes on 2 cores; writes results/prediction.json
+    python benchmarks/prediction.py           about 7 minutes on 2 cores; writes results/prediction.json
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from trained import MODELS
 import autopart
 from autopart.capture.batch import flatten
 from autopart.costs.profiler import profile_costs
+from autopart.ir.capabilities import RUNTIME
 from autopart.ir.graph import Graph
 from autopart.ir.program import Slot
 from autopart.ir.size import Size
@@ -42,16 +44,25 @@ from autopart.session.detect import detect
 
 @dataclass(frozen=True)
 class Case:
-    """cut: None for the planner's own, else the layer at which the second stage begins."""
+    """cut: None for the planner's own, else the layer at which the second stage begins.  replicas: of each stage, of
+    which there are as many as there are ranks for."""
 
     model: str
     schedule: str
     micros: int
     cut: int | None = None
     recompute: str = "off"
+    replicas: int = 1
+
+    @property
+    def stages(self) -> int:
+        """On two ranks."""
+        return 2 // self.replicas
 
     def __str__(self) -> str:
         where = "planned cut" if self.cut is None else f"cut at layer {self.cut}"
+        if self.replicas > 1:
+            where = f"{self.replicas} replicas"
         again = ", all recomputed" if self.recompute == "all" else ""
         return f"{self.model}, {self.schedule}, {self.micros} micro-batches, {where}{again}"
 
@@ -61,6 +72,10 @@ CASES = (
     Case("gpt2, vocabulary 50257", "1f1b", 4), Case("gpt2, vocabulary 50257", "1f1b", 4, 4), Case("llama", "1f1b", 8),
     Case("llama", "1f1b", 4, 7), Case("bert", "gpipe", 8), Case("vit", "1f1b", 4), Case("vit", "gpipe", 4, 2),
     Case("convnext", "1f1b", 4), Case("gpt2", "1f1b", 8, 2, "all"), Case("bert", "gpipe", 8, None, "all"),
+    *(Case(name, "1f1b", micros, replicas=2) for name, micros in (
+        ("gpt2", 1), ("gpt2", 4), ("gpt2, vocabulary 50257", 2), ("llama", 1), ("llama", 4), ("bert", 2), ("vit", 2),
+    )),
+    Case("gpt2", "1f1b", 4, None, "all", 2),
 )  # fmt: skip
 
 
@@ -142,31 +157,38 @@ def compiled(case: Case, cluster: autopart.Cluster) -> autopart.Pipe:
     model = MODELS[case.model]
     cuts = () if case.cut is None else (f"{model.layers}.{case.cut}",)
     return autopart.compile(
-        model.model(), cluster, sample=model.batch(), stages=2, micro_batches=case.micros, schedule=case.schedule,
-        cuts=cuts, recompute=case.recompute, costs="measured", optimizer="sgd",
+        model.model(), cluster, sample=model.batch(), stages=case.stages, replicas=case.replicas,
+        micro_batches=case.micros, schedule=case.schedule, cuts=cuts, recompute=case.recompute, costs="measured",
+        optimizer="sgd",
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class _OneGraph:
-    """The cost model of one graph, whatever is asked for: all micro-batches are of its size, all devices alike."""
+class _Graphs:
+    """The cost model of some sizes; all devices are alike."""
 
-    only: Graph
+    by_size: Mapping[Size, Graph]
 
     def graph(self, size: Size, device_type: int) -> Graph:
-        return self.only
+        return self.by_size[size]
 
 
 def predicted(pipe: autopart.Pipe, batch: Any) -> float:
-    """Seconds of the simulated step, without the optimizer, from costs measured now."""
-    captured = pipe.session.captures(flatten(batch), Size(max(pipe.plan.micro_rows)))
+    """Seconds of the simulated step, without the optimizer, from costs measured now, at the rows that ranks have."""
+    flat, rows = flatten(batch), max(pipe.plan.micro_rows)
     dist.barrier()
+    graphs = {Size(rows): pipe.session.captures(flat, Size(rows)).graph}  # of the whole micro-batch the shapes alone
     with tempfile.TemporaryDirectory() as folder:
-        found = profile_costs(captured, pipe.cluster.devices[0], cache_path=Path(folder) / "costs.json", budget_s=5)
-    assert found is not None
-    graph = found[0]
-    estimator = Estimator(CostContext(pipe.cluster, device_types(pipe.cluster), _OneGraph(graph)))
-    decision = pipe.plan.decision
+        for own in sorted({-(-rows // len(stage.ranks)) for stage in pipe.plan.stages}):
+            captured = pipe.session.captures(flat, Size(own))
+            cache = Path(folder) / "costs.json"
+            found = profile_costs(captured, pipe.cluster.devices[0], cache_path=cache, budget_s=5)
+            assert found is not None
+            graphs[Size(own)] = found[0]
+    context = CostContext(
+        pipe.cluster, device_types(pipe.cluster), _Graphs(graphs), overlap=RUNTIME.overlap
+    )  # as `compile` plans
+    estimator, decision = Estimator(context), pipe.plan.decision
     estimates = stage_estimates(decision, pipe.program.edges, estimator)
     return step_ns(pipe.program, replace(work_of(decision, estimates, pipe.program, estimator), optimizer_ns=())) * 1e-9
 
@@ -190,7 +212,9 @@ def held_bytes(pipe: autopart.Pipe, batch: Any) -> int:
 
 def estimated(pipe: autopart.Pipe) -> int:
     """What the estimate says of that."""
-    estimate = pipe.plan.estimates[pipe.rank]
+    stage = pipe.plan.decision.stage_of_rank(pipe.rank)
+    assert stage is not None
+    estimate = pipe.plan.estimates[stage]
     return estimate.live * estimate.activation_bytes
 
 

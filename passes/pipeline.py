@@ -32,13 +32,16 @@ from autopart.passes.search.search import (
     evaluate_variants,
     refine_best,
 )
+from autopart.passes.search.slicing import evaluate_slices
 from autopart.passes.search.space import PlanRequest, SearchSpace, SearchSpaces, Watch
+from autopart.passes.simulation.slices import SliceShares
 from autopart.passes.simulation.stage_costs import CostContext, Estimator, LoadMemo, device_types
 
 BLOCKS, MOST_BLOCKS = 64, 192
 """Blocks that the partition chooses from, and those that deep pipelines and refinement choose from."""
-LARGEST = 512
-"""Blocks that deep pipelines on very many devices choose from: tables grow with their square."""
+LARGEST = 1024
+"""Blocks that deep pipelines on very many devices choose from, and which of them to recompute: tables grow with their
+square."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ def search(spaces: SearchSpaces, watch: Watch | None = None) -> SearchResult:
     archive = Archive()
     # Small spaces whole.
     if evaluate_all(spaces, archive):
+        evaluate_slices(spaces, archive, watch)
         return archive.result()
     # Chains to partitions by dynamic programs, and the promising ones to simulated steps.
     proposals = proposals_of(spaces, watch)
@@ -111,6 +115,8 @@ def search(spaces: SearchSpaces, watch: Watch | None = None) -> SearchResult:
     evaluate_variants(spaces, archive, watch)
     evaluate_for_comparison(proposals, archive)
     refine_best(spaces, archive, watch)
+    # Of the best that there is for whole sequences, what slices of them would gain.
+    evaluate_slices(spaces, archive, watch)
     return archive.result()
 
 
@@ -120,6 +126,9 @@ def _with_bounds(final: Finalized, spaces: SearchSpaces, watch: Watch | None) ->
     bound_ns = lower_bound(spaces.coarse if cluster.world <= SMALL else spaces.fine)
     if watch:
         watch("bound", report.step_ns, bound_ns)
+    if request.token_slices:
+        # The bounds are of whole sequences: slices of attention leave out what masks hide, and so take less.
+        return replace(report, optimality=Optimality.of(report.step_ns, 0))
     if request.prove_seconds > 0 and request.prove_rows in (None, max(final.decision.micro_rows)):
         certificate = certified(final.evaluation, request.prove_seconds)
         report = replace(report, notes=(*report.notes, certificate.note(report.step_ns)))
@@ -134,18 +143,20 @@ def _provenance(source: PlannerInput) -> Provenance:
 
 
 def _costs(source: PlannerInput, cluster: Cluster, request: PlanRequest) -> CostContext:
+    axis, slices = request.token_axis, None
+    if axis is not None:
+        slices = SliceShares.of(source.graph, axis.tokens, axis.behind, axis.once, cluster.kind)
     return CostContext(
-        cluster, device_types(cluster), source.cost_model, request.state_factor, request.abilities.overlap
+        cluster, device_types(cluster), source.cost_model, request.state_factor, request.abilities.overlap, slices
     )
 
 
 def _spaces(source: PlannerInput, fine: Graph, cluster: Cluster, request: PlanRequest) -> SearchSpaces:
     """A chain of few blocks and one of more, which can be cut at the same places and at others."""
-    most_stages = request.stages or min(cluster.world, LARGEST)
     together = [path for paths in request.keep_together() for path in paths]
     check_own_ops(source.graph, fine, [*request.cuts, *together])
     ends = {place for paths in request.keep_together() for place in module_span(fine, paths)} - {len(fine.ops)}
-    most_blocks = max(MOST_BLOCKS, most_stages)
+    most_blocks = max(MOST_BLOCKS, request.stages or 0, min(cluster.world, LARGEST))
     many = check_graph(coarsen(fine, blocks=most_blocks, cuts=request.cuts, also=tuple(sorted(ends))))
     costs, loads = _costs(source, cluster, request), LoadMemo(cluster)
     most_rows = max(max(rows) for rows in request.micro_rows)

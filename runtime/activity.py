@@ -21,12 +21,14 @@ class Phase(IntEnum):
     """How a rank that is waited for is judged.
 
     BUSY: it has the time limit to go on.  PATIENT: planning or capturing, which takes as long as it takes.  AWAY: it
-    has returned or left, and nothing more will come from it.
+    has returned or left, and nothing more will come from it.  JOINING: as BUSY; it opens the group, to which whoever is
+    away may come back.
     """
 
     BUSY = 0
     PATIENT = 1
     AWAY = 2
+    JOINING = 3
 
 
 class SharedStatus(ctypes.Structure):

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from autopart.runtime.shared_values import awaited
+
 
 @dataclass(frozen=True, slots=True)
 class Cast:
@@ -50,7 +52,7 @@ class StepCasts:
 
     def use(self, cast: Cast, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The parameter as one op reads it, in the micro-batch that runs."""
-        parameter = tensors[cast.parameter]
+        parameter = awaited(tensors[cast.parameter])
         copy = self._copies.get(cast)
         if copy is None:
             copy = self._copies[cast] = parameter.detach().to(cast.dtype)

@@ -16,7 +16,7 @@ import torch
 from autopart.ir.errors import AutopartError, StageError
 from autopart.ir.graph import Op
 from autopart.ir.program import BACKWARD, FORWARD, SEND, SUM_REPLICAS, Action, Program, Slot
-from autopart.ir.shares import RowLayout, Window, row_windows
+from autopart.ir.shares import RowLayout, Window
 from autopart.runtime.activity import set_activity
 from autopart.runtime.failing_op import failing_op
 from autopart.runtime.mailbox import Mailbox
@@ -32,15 +32,15 @@ _IN_FP32 = (
     "enabled=False) in forward()"
 )
 
-Specs = Mapping[int, Mapping[str, Spec]]
-"""Shape and dtype of every value, by rows that this rank has and by name."""
+Specs = Mapping[int | tuple[int, int], Mapping[str, Spec]]
+"""Shape and dtype of every value, by rows that this rank has (and where sequences are cut, the slice) and by name."""
 
 
 @dataclass(frozen=True)
 class StepInput:
     """What one rank is given for one step.
 
-    rows: rows of each micro-batch, of which a replica has its share (`row_windows`); all else is of that share.
+    rows: rows of each micro-batch, of which a replica has its part (`Division.windows`); all else is of that part.
     micros: on the ranks of stage 0 the model's inputs by value name for each micro-batch, elsewhere empty.  weights:
     share of each micro-batch's loss in the whole loss.  key: (seed, step).  numbers: of each micro-batch, what stage
     code takes of them (`StageModule.numbers`).  idle: by micro-batch, values that carry no weight in the loss, as where
@@ -105,16 +105,18 @@ class Engine:
     ) -> None:
         self._rank = world.rank
         self._device = world.device
-        self._ranks = program.stage_ranks
+        self._program = program
         self._runners = runners
         self._ops = ops
         self._loss = loss
+        self._specs = specs
         self._part = program.part(world.rank)
         self._labels = {action: _activity(action) for action in self._part}
         self._sends = Counter((a.slot, a.is_a.way) for a in self._part if a.is_a.role == SEND)
         self._mailbox = Mailbox(world, program, specs, layouts)
         self._tied = TiedGradients(world, program)
         self._sums = self._open_sums(world, program, shared)
+        self._owners = {name: rank for stage in runners for name, rank in shared.get(stage, Shared()).owners.items()}
         self._last_backward = {a.stage: a for a in self._part if a.kind == "B"}
         self._last_sum = next((a for a in reversed(self._part) if a.kind == "T"), None)
         self._do: dict[str, Callable[[Action, _State], None]] = {
@@ -158,6 +160,9 @@ class Engine:
         aside = GradientsAside(state.parameters)
         try:
             self._play(state)
+            for name, owner in self._owners.items():
+                if train and owner != self._rank:
+                    state.parameters[name].grad = None  # its owner has the sum
             result = StepResult(state.losses, dict(state.results))
             kept = agree is None or agree(result)
             if self.trace is not None:
@@ -196,13 +201,15 @@ class Engine:
 
     def _window(self, slot: Slot, state: _State) -> Window:
         """The rows of a micro-batch that this rank has."""
-        ranks = self._ranks[slot.stage]
-        return row_windows(state.given.rows[slot.micro], len(ranks))[ranks.index(self._rank)]
+        windows = self._program.division(slot.stage).windows(slot.micro, state.given.rows[slot.micro])
+        return windows[self._program.stage_ranks[slot.stage].index(self._rank)]
 
     def _run_forward(self, action: Action, state: _State) -> None:
         slot, given = action.slot, state.given
         window, values = self._window(slot, state), state.values[slot]
         if not window.own:
+            if state.train:
+                self._runners[slot.stage].join_forward(slot, self._specs, given.key, self._device)
             return
         if given.micros and slot.stage == 0:
             values.update(given.micros[slot.micro])
@@ -213,7 +220,8 @@ class Engine:
         except Exception as error:
             raise self._told(error, action) from error
         if self._loss is not None and self._loss in outputs:
-            state.losses[slot.micro] = outputs[self._loss].detach()
+            loss = outputs[self._loss].detach()  # of slices the parts of one sum
+            state.losses[slot.micro] = state.losses[slot.micro] + loss if slot.slice else loss
         if not state.train:
             state.results[slot.micro].update(outputs)
         values.update(outputs)
@@ -223,9 +231,10 @@ class Engine:
     def _run_backward(self, action: Action, state: _State) -> None:
         slot = action.slot
         grads = state.grads.pop(slot, {})
-        if not self._window(slot, state).own:
-            return
         runner = self._runners[slot.stage]
+        if not self._window(slot, state).own:
+            runner.join_backward(slot)
+            return
         if self._loss is not None and runner.makes(self._loss):
             weight, loss = state.given.weights[slot.micro], state.losses[slot.micro]
             # No valid target here: its loss may be 0/0, its gradient is nothing.
@@ -289,4 +298,5 @@ class Engine:
 def _activity(action: Action) -> str:
     if not action.is_a.is_per_slot:
         return f"{action}: {action.is_a.label}"
-    return f"{action}: {action.is_a.label} of micro-batch {action.micro}"
+    sliced = f", slice {action.slot.slice}" if action.slot.slice else ""
+    return f"{action}: {action.is_a.label} of micro-batch {action.micro}{sliced}"

@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 import torch
 
-from autopart.ir.program import RECEIVE, SEND, Action, Program, split_rows
-from autopart.ir.shares import RowLayout, row_shares
+from autopart.ir.program import RECEIVE, SEND, Action, Program
+from autopart.ir.shares import RowLayout, parts
 from autopart.runtime.posting import PostedInbox, PostedOutbox, Posting
 from autopart.runtime.row_routes import RowRoutes
 from autopart.runtime.transport import Inbox, Outbox, Spec
@@ -19,23 +19,23 @@ class Mailbox:
     """One channel for each directed pair of ranks that exchange messages; first in, first out, in the order of the
     program.  Between two stages on this rank a message is handed over as it is.
 
-    specs: shape and dtype of every value, by rows that this rank has and by name.  layouts: of the values that have to
-    be cut between stages with other replicas (`RowRoutes`).  Making one is collective: every rank opens every channel,
-    in the same order.  Where posting may block, messages are posted at their turns (`Posting`), else receives ahead of
-    need (`Inbox`).
+    specs: shape and dtype of every value, by rows that this rank has (and slice, where there are any) and by name.
+    layouts: of the values that have to be cut between stages with other replicas (`RowRoutes`).  Making one is
+    collective: every rank opens every channel, in the same order.  Where posting may block, messages are posted at
+    their turns (`Posting`), else receives ahead of need (`Inbox`).
     """
 
     def __init__(
         self,
         world: World,
         program: Program,
-        specs: Mapping[int, Mapping[str, Spec]],
+        specs: Mapping[int | tuple[int, int], Mapping[str, Spec]],
         layouts: Mapping[str, RowLayout] = MappingProxyType({}),
     ) -> None:
         self._rank = world.rank
         self._specs = specs
         self._routes = RowRoutes(world.rank, program, layouts)
-        self._ranks = program.stage_ranks
+        self._program = program
         self._outboxes: dict[int, Outbox | PostedOutbox] = {}
         self._inboxes: dict[int, Inbox | PostedInbox] = {}
         self._posting = Posting(world, world.carrier, program) if world.carrier is not None else None
@@ -66,12 +66,13 @@ class Mailbox:
     def _expected(self, send: Action, peer: int) -> list[tuple[Spec, ...]]:
         """What comes of a message from one rank, if anything does."""
         receive, rows = send.other_end, self._rows[send.micro]
-        parts = [part for part in self._routes.parts(receive, rows) if part.peer == peer]
-        return [self._routes.specs(part, self._own_specs(receive)) for part in parts]
+        coming = [part for part in self._routes.parts(receive, rows) if part.peer == peer]
+        return [self._routes.specs(part, self._own_specs(receive)) for part in coming]
 
     def _own_specs(self, action: Action) -> Mapping[str, Spec]:
-        ranks = self._ranks[action.stage]
-        return self._specs[row_shares(self._rows[action.micro], len(ranks))[ranks.index(self._rank)]]
+        replica = self._program.stage_ranks[action.stage].index(self._rank)
+        own = parts(self._program.division(action.stage), action.micro, self._rows[action.micro])[replica]
+        return self._specs[(own, action.slot.slice) if (own, 0) in self._specs else own]
 
     def send(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> None:
         """Post a message, which takes its values from `tensors`; returns at once."""
@@ -85,11 +86,11 @@ class Mailbox:
 
     def receive(self, action: Action) -> dict[str, torch.Tensor]:
         """The tensors of a message by name; waits for it."""
-        parts = self._routes.parts(action, self._rows[action.micro])
-        if not parts:
+        coming = self._routes.parts(action, self._rows[action.micro])
+        if not coming:
             return {}
-        found = [self._received(action.other_end, part.peer) for part in parts]
-        return self._routes.joined(action.is_a.way, parts, found, self._own_specs(action))
+        found = [self._received(action.other_end, part.peer) for part in coming]
+        return self._routes.joined(action.is_a.way, coming, found, self._own_specs(action))
 
     def _received(self, send: Action, peer: int) -> list[torch.Tensor]:
         if peer == self._rank:
@@ -122,17 +123,12 @@ def _rank_pairs(program: Program) -> list[tuple[int, int]]:
     """Directed pairs of ranks between which messages pass, in order of the first."""
     pairs: dict[tuple[int, int], None] = {}
     for edge in program.edges:
-        for src, dst in _meeting(program, edge.src, edge.dst):
+        for src, dst in program.channels(edge.src, edge.dst):
             if src != dst:
                 pairs[src, dst] = None
                 if edge.grads:
                     pairs[dst, src] = None
     return list(pairs)
-
-
-def _meeting(program: Program, stage: int, peer: int) -> list[tuple[int, int]]:
-    """Ranks of two stages that may have rows in common."""
-    return [(t.src_rank, t.dst_rank) for t in split_rows(program.stage_ranks[stage], program.stage_ranks[peer])]
 
 
 def _consumed_by(program: Program, peer: int, me: int) -> dict[Action, tuple[Action, ...]]:
@@ -142,18 +138,11 @@ def _consumed_by(program: Program, peer: int, me: int) -> dict[Action, tuple[Act
     """
     found: dict[Action, tuple[Action, ...]] = {}
     fresh: list[Action] = []
-    with_me = {
-        (stage, other)
-        for edge in program.edges
-        for stage, other in ((edge.src, edge.dst), (edge.dst, edge.src))
-        if (peer, me) in _meeting(program, stage, other)
-    }
     for action in program.part(peer):
-        if (action.stage, action.peer) not in with_me:
-            continue
-        if action.is_a.role == RECEIVE:
+        role = action.is_a.role
+        if role == RECEIVE and program.carries(action.other_end, me, peer):
             fresh.append(action.other_end)
-        elif action.is_a.role == SEND:
+        elif role == SEND and program.carries(action, peer, me):
             found[action] = tuple(fresh)
             fresh = []
     return found

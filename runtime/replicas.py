@@ -6,6 +6,10 @@ buckets are summed in their order, so that all replicas sum the same ones.  What
 have no rows in the last micro-batch) follows at the end.  Every replica copies the same sums back, so their gradients
 are equal to the bit.  What is summed is what this step contributed; weights are in it already (`StepInput.weights`).
 
+Where replicas share the optimizer's state, a bucket is cut by owners, and each part is summed at its owner alone (a
+reduce, not a reduce-scatter: shares of whole parameters are uneven).  Between two replicas these are the bits that each
+would have; between more, rings of other lengths add in another order.
+
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020), section 3.2.
 """
 
@@ -19,40 +23,52 @@ import torch.distributed as dist
 
 from autopart.ir.program import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from autopart.runtime.activity import waiting
+from autopart.runtime.compressed import CompressedSum
 from autopart.runtime.reduce import gradient_dtype, wide_dtype
 from autopart.runtime.stage import StageRunner
 from autopart.runtime.world import World
+
+Owned = tuple[torch.nn.Parameter, int | None]
+"""A parameter and the rank that owns it, None where all keep it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
     """What the replicas of a stage keep alike.  released: parameters that are summed, in the order in which a backward
-    releases their gradients.  sparse: of those, the ones whose gradients are sparse.  updated: buffers that change."""
+    releases their gradients.  sparse: of those, the ones whose gradients are sparse.  updated: buffers that change.
+    owners: the rank that owns a parameter; all ranks keep those that are not in it.  bucket_bytes: gradients that are
+    summed at once.  compress: whether they are rounded to bf16 for that (`compressed`)."""
 
     released: tuple[str, ...] = ()
     sparse: frozenset[str] = frozenset()
     updated: tuple[str, ...] = ()
+    owners: Mapping[str, int] = field(default_factory=dict)
+    bucket_bytes: int = BUCKET_BYTES
+    compress: bool = False
 
 
 @dataclass
 class _Bucket:
     """flat: gradients side by side, wide enough to add up half precision, then for each parameter 1 where this replica
-    has a gradient.  views: of each gradient in it.  waiting_for: parameters that have yet to come."""
+    has a gradient.  views: of each gradient in it.  owner: the rank that gets the sums, None where all do.
+    waiting_for: parameters that have yet to come.  work, rounded: the sum that is under way."""
 
     parameters: list[torch.nn.Parameter]
     flat: torch.Tensor
     views: list[torch.Tensor]
+    owner: int | None = None
     waiting_for: set[int] = field(default_factory=set)
     work: dist.Work | None = None
+    rounded: CompressedSum | None = None
 
     @staticmethod
-    def of(parameters: list[torch.nn.Parameter]) -> _Bucket:
+    def of(parameters: list[torch.nn.Parameter], owner: int | None) -> _Bucket:
         sizes = [parameter.numel() for parameter in parameters]
         first = parameters[0]
         flat = torch.zeros(sum(sizes) + len(sizes), dtype=wide_dtype(first.dtype), device=first.device)
         pieces = torch.split(flat, [*sizes, len(sizes)])[:-1]
         views = [piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)]
-        return _Bucket(parameters, flat, views)
+        return _Bucket(parameters, flat, views, owner)
 
     @property
     def flags(self) -> torch.Tensor:
@@ -79,10 +95,7 @@ class _Bucket:
 
 
 class ReplicaSums:
-    """Gradients and buffers of one stage of this rank, alike on all its replicas.  Opening the group is collective.
-
-    bucket_bytes: gradients that are summed at once.
-    """
+    """Gradients and buffers of one stage of this rank, alike on all its replicas.  Opening the group is collective."""
 
     def __init__(
         self,
@@ -90,7 +103,6 @@ class ReplicaSums:
         ranks: Sequence[int],
         runner: StageRunner | None,
         shared: Shared,
-        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._world = world
         self._ranks = ranks
@@ -98,7 +110,6 @@ class ReplicaSums:
         self._group = world.group(ranks, purpose="replicas" if self._overlaps else "")
         self._runner = runner
         self._shared = shared
-        self._bytes = bucket_bytes
         self._buckets: list[_Bucket] | None = None
         self._launched = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -121,15 +132,22 @@ class ReplicaSums:
     def _launch_full(self) -> None:
         assert self._buckets is not None
         while self._launched < len(self._buckets) and not self._buckets[self._launched].waiting_for:
-            bucket = self._buckets[self._launched]
-            if self._overlaps:
-                bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
-            else:
-                self._world.all_reduce(bucket.flat, self._group)
+            self._launch(self._buckets[self._launched])
             self._launched += 1
 
+    def _launch(self, bucket: _Bucket) -> None:
+        if self._shared.compress:
+            bucket.rounded = CompressedSum(bucket.flat, self._world, self._ranks, self._group, bucket.owner)
+        elif not self._overlaps:
+            self._world.all_reduce(bucket.flat, self._group, to=bucket.owner)
+        elif bucket.owner is None:
+            bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        else:
+            bucket.work = dist.reduce(bucket.flat, bucket.owner, group=self._group, async_op=True)
+
     def finish(self, parameters: Mapping[str, torch.nn.Parameter], *, uneven: bool) -> None:
-        """Sum what is left and hand out all sums; the buffers of the first replica go to all.
+        """Sum what is left and hand out all sums, of a parameter with an owner to that one alone; the buffers of the
+        first replica go to all.
 
         uneven: whether a gradient may be missing on one replica and not on another.
         """
@@ -141,9 +159,15 @@ class ReplicaSums:
         self._launch_full()
         with waiting():
             for bucket in buckets:
+                if bucket.rounded is not None:
+                    bucket.rounded.finish_sending()
+            for bucket in buckets:
+                if bucket.rounded is not None:
+                    bucket.rounded.finish()
                 if bucket.work is not None:
                     bucket.work.wait()
-                bucket.give(uneven=uneven)
+                if bucket.owner in (None, self._world.rank):
+                    bucket.give(uneven=uneven)
             for name in self._shared.released:
                 parameter = parameters.get(name)
                 if name in self._shared.sparse and parameter is not None and parameter.requires_grad:
@@ -163,7 +187,8 @@ class ReplicaSums:
     def _made(self, parameters: Mapping[str, torch.nn.Parameter]) -> list[_Bucket]:
         if self._buckets is None:
             names = [name for name in self._shared.released if name not in self._shared.sparse]
-            self._buckets = buckets_of([parameters[name] for name in names], self._bytes)
+            owned = [(parameters[name], self._shared.owners.get(name)) for name in names]
+            self._buckets = buckets_of(owned, self._shared.bucket_bytes)
             self._begin()
         return self._buckets
 
@@ -171,7 +196,7 @@ class ReplicaSums:
         """Ready for the next step."""
         self._launched = 0
         for bucket in self._buckets or ():
-            bucket.work = None
+            bucket.work = bucket.rounded = None
             bucket.waiting_for = set(range(len(bucket.parameters)))
 
     def _summed_sparse(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
@@ -207,18 +232,22 @@ class ReplicaSums:
                 tensor.copy_(piece.view(tensor.shape))
 
 
-def buckets_of(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
-    """Buckets of one type each, in the order in which they are full."""
-    found: list[list[torch.nn.Parameter]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
-    for parameter in parameters:
+def buckets_of(parameters: Sequence[Owned], bucket_bytes: int) -> list[_Bucket]:
+    """Buckets of one type each, in the order in which they are full; of several owners, a part for each."""
+    found: list[list[Owned]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[Owned]] = {}
+    for parameter, owner in parameters:
         if not parameter.requires_grad:
             continue
         group = filling.setdefault((parameter.dtype, parameter.device), [])
-        group.append(parameter)
-        if sum(p.nbytes for p in group) >= (bucket_bytes if found else min(FIRST_BUCKET_BYTES, bucket_bytes)):
+        group.append((parameter, owner))
+        if sum(p.nbytes for p, _ in group) >= (bucket_bytes if found else min(FIRST_BUCKET_BYTES, bucket_bytes)):
             found.append(filling.pop((parameter.dtype, parameter.device)))
-    return [_Bucket.of(group) for group in (*found, *filling.values())]
+    parts = []
+    for group in (*found, *filling.values()):
+        for owner in dict.fromkeys(owner for _, owner in group):
+            parts.append(_Bucket.of([parameter for parameter, its in group if its == owner], owner))
+    return parts
 
 
 def _empty_rows(parameter: torch.nn.Parameter) -> torch.Tensor:

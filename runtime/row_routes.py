@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from autopart.ir.program import BACKWARD, Action, Program
-from autopart.ir.shares import RowLayout, passages, row_windows
+from autopart.ir.shares import RowLayout, passages, together
 from autopart.runtime.transport import Spec
 
 
@@ -36,28 +36,31 @@ class RowRoutes:
 
     def __init__(self, rank: int, program: Program, layouts: Mapping[str, RowLayout]) -> None:
         self._rank = rank
-        self._ranks = program.stage_ranks
+        self._program = program
         self._edges = {(edge.src, edge.dst): edge for edge in program.edges}
         self._layouts = layouts
-        self._known: dict[tuple[int, int, str, int], tuple[Part, ...]] = {}
+        self._known: dict[tuple[int, int, str, int, int, int], tuple[Part, ...]] = {}
 
     def parts(self, action: Action, rows: int) -> tuple[Part, ...]:
         """With whom this rank exchanges what in a message that it sends or receives, of a micro-batch of `rows` rows;
         nobody where it has no rows."""
         assert action.peer is not None
-        key = action.stage, action.peer, action.is_a.way, rows
+        phase = action.micro % together(self._program.division(action.stage), self._program.division(action.peer))
+        key = action.stage, action.peer, action.is_a.way, phase, rows, action.slot.slice
         if key not in self._known:
             self._known[key] = tuple(self._parts(*key))
         return self._known[key]
 
-    def _parts(self, stage: int, peer: int, way: str, rows: int) -> Iterable[Part]:
+    def _parts(self, stage: int, peer: int, way: str, micro: int, rows: int, piece: int) -> Iterable[Part]:
+        program = self._program
         src, dst = min(stage, peer), max(stage, peer)
-        mine = row_windows(rows, len(self._ranks[stage]))[self._ranks[stage].index(self._rank)]
-        for passage in passages(rows, self._ranks[src], self._ranks[dst]):
+        windows = {each: program.division(each).windows(micro, rows) for each in (src, dst)}
+        mine = windows[stage][program.stage_ranks[stage].index(self._rank)]
+        for passage in passages(windows[src], program.stage_ranks[src], windows[dst], program.stage_ranks[dst]):
             own, other = (passage.src, passage.dst) if stage == src else (passage.dst, passage.src)
             if own != self._rank:
                 continue
-            names = self._edges[src, dst].names(way)
+            names = self._edges[src, dst].names(way, piece)
             if not passage.all_rows and not passage.carries_whole:
                 names = tuple(name for name in names if name in self._layouts)
             if names:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autopart.ir.errors import UsageError
-from autopart.runtime.activity import set_activity
+from autopart.runtime.activity import Phase, set_activity
 from autopart.runtime.breaking import break_group
 from autopart.runtime.rendezvous import UNWATCHED, launchers_store, open_default_group, rank0_has_store
 from autopart.runtime.watch.monitor import Monitor
@@ -56,7 +56,7 @@ class _SharedGroup:
     def enter(self, backend: str, limit_s: float, breaker: Callable[[], None]) -> int:
         """Open the group unless it is open; returns a lease.  Collective when it is not.  breaker: breaks the groups
         that a world adds."""
-        set_activity("opening the process group")
+        set_activity("opening the process group", Phase.JOINING)
         if self._breakers and (self._broken or not dist.is_initialized() or self._failed()):
             self._drop()
         if not self._breakers:

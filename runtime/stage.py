@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from autopart.ir.program import Slot
 from autopart.ir.shares import Window
 from autopart.rng import micro_key
+from autopart.runtime.batch_statistics import BatchStatistics
 from autopart.runtime.casts import StepCasts
 from autopart.runtime.stage_module import StageModule
+from autopart.runtime.transport import Spec
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class StageRunner:
 
     codes: by rows that this rank has of a micro-batch.  tensors: this rank's parameters, buffers and constants by
     name.  grad_inputs: values received whose gradients go back; grad_outputs: results whose gradients come back.
+    statistics: what its batch norms sum with other replicas, None where they have their own.
     """
 
     def __init__(
@@ -37,12 +41,15 @@ class StageRunner:
         tensors: Mapping[str, torch.Tensor],
         grad_inputs: frozenset[str],
         grad_outputs: frozenset[str],
+        statistics: BatchStatistics | None = None,
     ) -> None:
         self._codes = codes
         self._tensors = tensors
         self._grad_inputs = grad_inputs
         self._grad_outputs = grad_outputs
+        self._statistics = statistics
         self._kept: dict[Slot, _Kept] = {}
+        self._joined: dict[Slot, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._fresh: dict[str, torch.Tensor] = {}  # new values of buffers in this step
         self._casts = StepCasts()
 
@@ -92,6 +99,33 @@ class StageRunner:
             self._kept[slot] = _Kept(leaves, {n: t for n, t in outputs.items() if n in self._grad_outputs})
         return outputs
 
+    def join_forward(
+        self, slot: Slot, specs: Mapping[Any, Mapping[str, Spec]], key: tuple[int, int], device: torch.device
+    ) -> None:
+        """Of a slot of which this rank has no rows: join what the code of others sums inside, with nothing."""
+        if self._statistics is None:
+            return
+        rows = max(self._codes)
+        code = self._codes[rows]
+        given = {name: _anything(specs[rows][name], device) for name in code.inputs}
+        leaves = {name: tensor.requires_grad_() for name, tensor in given.items() if name in self._grad_inputs}
+        with self._statistics.absent(), micro_key(*key, slot.micro):
+            args = code.arguments(self._tensors, self._casts)
+            trained = [arg for arg in args if arg.requires_grad]
+            results = code.module(*args, *given.values(), *(1.0 for _ in code.numbers))
+        outputs = dict(zip(code.outputs, results, strict=False))
+        roots = {n: t for n, t in outputs.items() if n in self._grad_outputs and t.requires_grad}
+        self._joined[slot] = list(roots.values()), [*leaves.values(), *trained]
+
+    def join_backward(self, slot: Slot) -> None:
+        """The same of its backward; no gradient comes of it."""
+        roots, inputs = self._joined.pop(slot, ([], []))
+        if self._statistics is None or not roots or not inputs:
+            return
+        with self._statistics.absent():
+            zeros = [torch.zeros_like(root) for root in roots]
+            torch.autograd.grad(roots, inputs, zeros, allow_unused=True)
+
     def fresh_buffers(self, names: Sequence[str]) -> list[torch.Tensor]:
         """The values that these buffers take at `finish`, to be written to; where this rank had no rows, room for
         them."""
@@ -122,5 +156,11 @@ class StageRunner:
     def clear(self) -> None:
         """Forget every slot, after a step that failed: buffers stay as they were before it."""
         self._kept.clear()
+        self._joined.clear()
         self._fresh.clear()
         self._casts.clear()
+
+
+def _anything(spec: Spec, device: torch.device) -> torch.Tensor:
+    """A tensor of which no number counts: ones, which most ops take without harm, and the first class or index."""
+    return torch.full(spec.shape, 1 if spec.dtype.is_floating_point else 0, dtype=spec.dtype, device=device)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -171,15 +171,34 @@ class World:
         return self.device.type == "cuda" and self.transport == GLOO
 
     def all_reduce(
-        self, tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+        self,
+        tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        to: int | None = None,
     ) -> None:
-        """Sum, or another op, over the ranks of a group, in place.  Collective over that group."""
+        """Sum, or another op, over the ranks of a group, in place.  Collective over that group.  to: the one rank that
+        needs the result; what others then have is undefined."""
+        with self._on_host(tensor) as data:
+            if to is None:
+                dist.all_reduce(data, op=op, group=group)
+            else:
+                dist.reduce(data, to, op=op, group=group)
+
+    def give_group(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
+        """A tensor of rank `source`, in place, on all ranks of a group.  Collective over that group."""
+        with self._on_host(tensor) as data:
+            dist.broadcast(data, source, group=group)
+
+    @contextmanager
+    def _on_host(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The tensor, or where messages pass through the host a copy there, which is copied back."""
         if not self.staged or tensor.device.type == "cpu":
-            dist.all_reduce(tensor, op=op, group=group)
+            yield tensor
             return
-        on_host = tensor.cpu()
-        dist.all_reduce(on_host, op=op, group=group)
-        tensor.copy_(on_host)
+        data = tensor.cpu()
+        yield data
+        tensor.copy_(data)
 
     # -- failures --------------------------------------------------------------------------------------------------
 

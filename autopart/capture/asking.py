@@ -185,7 +185,7 @@ class Asker:
         return value
 
     def _answer(self, question: Question, place: int) -> Any:
-        if not self._whole:
+        if not self._whole or self._batch.stands_in:
             if self._batch.answers is None:
                 self.wants_whole = True
                 raise WholeBatchAsked

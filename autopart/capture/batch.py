@@ -28,7 +28,8 @@ class Batch:
     leaves: every leaf in order; keys: where each stands; names: a readable name for each; splits: whether each is a
     tensor that is cut along axis 0; spec: how to put (args, kwargs, target) together.  rows: the common size of axis 0
     of those that are cut, or None when there is none.  answers: to what the model's Python asks about the numbers of
-    the batch (`questions`), None where that is not known or nothing is asked.
+    the batch (`questions`), None where that is not known or nothing is asked.  stands_in: whether the numbers in it
+    mean nothing, for another rank has the batch (`stand_in`); its answers are known then.
     """
 
     leaves: tuple[Any, ...]
@@ -38,6 +39,7 @@ class Batch:
     spec: Any
     rows: int | None
     answers: tuple[Answer, ...] | None = None
+    stands_in: bool = False
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -43,10 +43,14 @@ class BatchRule:
         return cls(LossReduction.from_json(content["reduction"]), layouts)
 
 
-def couples_rows(graph: Graph) -> bool:
+def couples_rows(graph: Graph, *, synced: bool = False) -> bool:
     """Whether parts of a batch are run otherwise than the whole: batch statistics are taken, also where no running ones
-    are kept, or buffers change."""
-    return bool(graph.updates) or any("batch_norm" in op.target and ("training", True) in op.attrs for op in graph.ops)
+    are kept, or buffers change.  synced: whether batch norms take those of all parts; counts of batches are alike."""
+    norms = {op.name for op in graph.ops if "batch_norm" in op.target and ("training", True) in op.attrs}
+    if not synced:
+        return bool(graph.updates or norms)
+    writers = {value: op for op in graph.ops for value in op.writes}
+    return any(writers[value].name not in norms and writers[value].reads for _, value in graph.updates)
 
 
 def family_of_batch(captures: CaptureCache, batch: Batch, micro_rows: Sequence[int]) -> ProgramFamily:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopart.capture.batch import Batch, split_rows
 from autopart.ir.errors import UsageError
+from autopart.ir.size import Size
 
 MOST_MICRO_BATCHES = 1 << 16
 """That the planner chooses by itself: each is an entry of a plan."""
@@ -35,3 +36,12 @@ def micro_counts(rows: int) -> tuple[int, ...]:
     divisors = [count for count in range(1, most + 1) if rows % count == 0]
     powers = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
     return tuple(divisors if len(divisors) >= min(4, len(powers)) else sorted({*divisors, *powers}))
+
+
+def other_sizes(splits: Splits, batch: Batch) -> list[Size] | None:
+    """The sizes of several rows that micro-batches may have, in the order of the splits; None of a batch that cannot be
+    split."""
+    if batch.rows in (None, 1):
+        return None
+    # The whole batch first: the model's Python may take another branch for it than for a micro-batch.
+    return [Size(batch.rows), *(Size(rows) for micro_rows in splits for rows in sorted(set(micro_rows)) if rows > 1)]

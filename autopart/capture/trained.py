@@ -66,3 +66,13 @@ class Trained:
         yield "", self.model
         if self.loss_fn is not None:
             yield PREFIX, self.loss_fn
+
+
+def refuse_meta(model: Trained) -> None:
+    """Raises UsageError for a model that is to run and has no values."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta:
+            raise UsageError(
+                f"{name} is on the meta device: it has no values to train",
+                fix="use autopart.plan for planning alone; to run, build the model with weights",
+            )

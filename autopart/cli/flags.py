@@ -14,7 +14,8 @@ import typer
 from autopart.cli.demo.models import BUILTIN
 from autopart.costs.sources import COST_SOURCES
 from autopart.ir.errors import UsageError
-from autopart.options import PRECISIONS, RECOMPUTE, ZERO, Options, read_options
+from autopart.ir.shares import POLICIES
+from autopart.options import COMPRESS, PRECISIONS, RECOMPUTE, ZERO, Options, read_options
 from autopart.passes.program.schedules import names
 from autopart.passes.search.space import Watch
 from autopart.runtime.world import transports
@@ -61,6 +62,13 @@ class PlanFlags:
         list[str] | None, typer.Option("--pin", metavar="MODULE=STAGE", help="Stage of a module; repeat")
     ] = None
     replicas: Annotated[str | None, typer.Option(help="Devices of every stage, or one number for each: 8,8,4")] = None
+    replica_policy: Annotated[
+        str | None,
+        typer.Option(metavar=_one_of(*POLICIES), help="Replicas split the rows, or take micro-batches in turn"),
+    ] = None
+    token_slices: Annotated[
+        str | None, typer.Option(metavar="auto|K|LENGTHS", help="Cut sequences into slices: 4, or 512,512,256")
+    ] = None
     recompute: Annotated[
         list[str] | None,
         typer.Option(
@@ -74,6 +82,13 @@ class PlanFlags:
     zero: Annotated[
         str, typer.Option(metavar=_one_of(*map(str, ZERO)), help="Let replicas of a stage share the optimizer state")
     ] = "auto"
+    bucket_bytes: Annotated[
+        int | None, typer.Option(help="Gradients that replicas sum together; 25 MiB unless said otherwise")
+    ] = None
+    compress: Annotated[
+        str | None,
+        typer.Option(metavar=_one_of(*COMPRESS), help="Round gradients for sums over replicas: faster, not exact"),
+    ] = None
     optimizer: Annotated[
         str | None, typer.Option(help="sgd, momentum, adam or adamw, each also with +masters; decides the memory")
     ] = None
@@ -100,9 +115,13 @@ class PlanFlags:
             together=[tuple(text.split("+")) for text in self.together or ()],
             pins=_pins(self.pins),
             replicas=_replicas(self.replicas),
+            replica_policy=self.replica_policy,
+            token_slices=_token_slices(self.token_slices),
             recompute=_recompute(self.recompute or ["auto"]),
             precision=self.precision,
             zero=int(self.zero) if self.zero.isdecimal() else self.zero,
+            bucket_bytes=self.bucket_bytes,
+            compress=self.compress,
             optimizer=self.optimizer,
             costs=self.costs,
             prove=self.prove,
@@ -141,6 +160,13 @@ def _replicas(text: str | None) -> int | tuple[int, ...] | None:
     words = text.split(",")
     if not all(word.strip().isdecimal() for word in words):
         raise UsageError(f"--replicas {text!r} is not a list of numbers", fix="write --replicas 8 or --replicas 8,8,4")
+    return int(text) if len(words) == 1 else tuple(int(word) for word in words)
+
+
+def _token_slices(text: str | None) -> str | int | tuple[int, ...] | None:
+    words = (text or "").split(",")
+    if text is None or not all(word.strip().isdecimal() for word in words):
+        return text
     return int(text) if len(words) == 1 else tuple(int(word) for word in words)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from autopart.ir.errors import UsageError
+from autopart.ir.graph import Graph
 
 ADAM = 2.0
 """Bytes of state per byte of parameter: two moments."""
@@ -87,3 +89,8 @@ def _tried(make: Callable[[list[torch.nn.Parameter]], Any]) -> float:
             fix='pass a function of the parameters: optimizer=lambda params: torch.optim.SGD(params, lr=0.1), or "sgd"',
         ) from error
     return sum(t.nbytes for t in state) / param.nbytes
+
+
+def narrowest_bytes(graph: Graph) -> int:
+    """Bytes of one number of the narrowest trainable parameter."""
+    return min((p.size_bytes // max(1, math.prod(p.shape)) for p in graph.params if p.trainable), default=4)

@@ -188,6 +188,8 @@ def _decision_changes(a: Decision, b: Decision) -> Iterator[str]:
     for s, (old, new) in enumerate(zip(a.stages, b.stages, strict=False)):
         if old.ranks != new.ranks:
             yield f"stage {s} ranks: {list(old.ranks)} -> {list(new.ranks)}"
+        if old.division != new.division and len(old.ranks) == len(new.ranks):
+            yield f"stage {s} replicas: {_division(old)} -> {_division(new)}"
         if old.recompute != new.recompute:
             yield f"stage {s} recomputed ops: {_recomputed(old)} -> {_recomputed(new)}"
     yield from _moved_ops(a, b)
@@ -197,6 +199,10 @@ def _micro_batches(decision: Decision) -> str:
     """Such as "8 of 4 rows", or "2 of 4 and 1 of 3 rows"."""
     counts = Counter(decision.micro_rows)
     return " and ".join(f"{count} of {rows}" for rows, count in counts.items()) + f" row{'s' * (max(counts) > 1)}"
+
+
+def _division(stage: Stage) -> str:
+    return "in turn" if stage.division.in_turn else f"shares of {' : '.join(map(str, stage.division.shares))}"
 
 
 def _recomputed(stage: Stage) -> int:

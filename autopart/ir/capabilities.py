@@ -19,17 +19,19 @@ ASYNCHRONOUS = ("pipedream",)
 class Capabilities:
     """asynchronous: schedules without a flush.  replicas: stages on several devices.  recompute: activations computed
     again.  overlap: gradients of replicas are summed while the last backward of their stage still runs.  zero: replicas
-    share the optimizer's state among them (`Decision.zero`)."""
+    share the optimizer's state among them (`Decision.zero`).  token_slices: sequences in slices
+    (`Decision.token_slices`)."""
 
     asynchronous: bool
     replicas: bool
     recompute: bool
     overlap: bool
     zero: bool
+    token_slices: bool
 
 
-RUNTIME = Capabilities(asynchronous=False, replicas=True, recompute=True, overlap=True, zero=False)
-EVERYTHING = Capabilities(asynchronous=True, replicas=True, recompute=True, overlap=True, zero=True)
+RUNTIME = Capabilities(asynchronous=False, replicas=True, recompute=True, overlap=True, zero=True, token_slices=True)
+EVERYTHING = Capabilities(asynchronous=True, replicas=True, recompute=True, overlap=True, zero=True, token_slices=True)
 
 
 def lacking(plan: Plan, abilities: Capabilities = RUNTIME) -> tuple[str, ...]:
@@ -43,4 +45,20 @@ def lacking(plan: Plan, abilities: Capabilities = RUNTIME) -> tuple[str, ...]:
         missing.append("recomputation")
     if plan.decision.zero and not abilities.zero and any(len(stage.ranks) > 1 for stage in plan.stages):
         missing.append("optimizer state shared by replicas (zero)")
+    missing += _lacking_for_slices(plan, abilities)
     return tuple(missing)
+
+
+def _lacking_for_slices(plan: Plan, abilities: Capabilities) -> list[str]:
+    if not plan.decision.token_slices:
+        return []
+    if not abilities.token_slices:
+        return ["slices of sequences"]
+    if abilities == EVERYTHING:
+        return []
+    missing = []
+    if any(stage.recompute for stage in plan.stages):
+        missing.append("recomputation of slices of sequences")
+    if len({stage.division for stage in plan.stages}) > 1:
+        missing.append("slices of sequences between stages that divide rows otherwise")
+    return missing

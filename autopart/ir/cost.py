@@ -13,7 +13,8 @@ class Cost:
 
     fwd_ns, bwd_ns: nanoseconds of the forward and of the whole backward (input and weight part).
     saved_bytes: bytes kept from forward to backward.  scratch_bytes: bytes needed only while it runs.
-    flops: floating point operations of the forward.
+    flops: floating point operations of the forward.  tail_ns: of a block of ops, nanoseconds at the end of its forward
+    that its backward needs no result of; 0 of a single op.
     """
 
     fwd_ns: int = 0
@@ -21,6 +22,7 @@ class Cost:
     saved_bytes: int = 0
     scratch_bytes: int = 0
     flops: int = 0
+    tail_ns: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         """Cost of running both, one after the other."""
@@ -30,6 +32,7 @@ class Cost:
             self.saved_bytes + other.saved_bytes,
             max(self.scratch_bytes, other.scratch_bytes),
             self.flops + other.flops,
+            other.tail_ns,
         )
 
     @property
@@ -40,7 +43,7 @@ class Cost:
 
 def check(cost: Cost) -> Cost:
     """Every field is a non-negative integer."""
-    for field in ("fwd_ns", "bwd_ns", "saved_bytes", "scratch_bytes", "flops"):
+    for field in ("fwd_ns", "bwd_ns", "saved_bytes", "scratch_bytes", "flops", "tail_ns"):
         amount = getattr(cost, field)
         if not isinstance(amount, int) or amount < 0:
             raise GraphError(f"cost field {field} is {amount!r}", why="costs are non-negative integers")

@@ -8,7 +8,8 @@
     │   ├── ControlFlowError  data-dependent Python control flow
     │   └── LossError         no scalar loss can be found in what the model returns
     ├── RefusedError          captured, but running it would not be exact
-    │   └── CoupledLossError  the loss couples the rows of the batch: it cannot be micro-batched
+    │   ├── CoupledLossError  the loss couples the rows of the batch: it cannot be micro-batched
+    │   └── TokenRefusal      some op needs tokens that a slice does not have: it cannot be cut into slices of tokens
     ├── PlanError             a plan that is malformed, or made for something else
     │   ├── PlanFileError     text that is not a plan; names the JSON path
     │   └── InfeasibleError   no plan within the limits; names the limit and by how much
@@ -82,6 +83,10 @@ class RefusedError(AutopartError):
 
 class CoupledLossError(RefusedError):
     """The loss couples the rows of the batch, so that micro-batches cannot reproduce it."""
+
+
+class TokenRefusal(RefusedError):
+    """The model cannot be run slice by slice of its tokens.  A decision, returned by who looks: it still runs whole."""
 
 
 class PlanError(AutopartError):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from autopart.ir.capabilities import lacking
-from autopart.ir.printable import printable
+from autopart.ir.printable import printable, shortened
+from autopart.ir.program import BUCKET_BYTES
 
 if TYPE_CHECKING:  # a plan explains itself with this module
-    from autopart.ir.plan import Estimate, Plan
+    from autopart.ir.plan import Estimate, Plan, Stage
 
 COST_DESCRIPTIONS = {
     "analytic": "op costs are analytic: FLOPs and bytes against rates assumed to be reached",
@@ -61,12 +63,23 @@ def word_columns(header: Sequence[str]) -> list[int]:
 def stage_row(plan: Plan, s: int) -> dict[str, str]:
     """What is said of one stage, by column."""
     stage = plan.stages[s]
-    row = {"stage": str(s), "ranks": _spans(stage.ranks), "ops": str(len(stage.ops))}
+    row = {"stage": str(s), "ranks": _spans(stage.ranks) + _divided(stage), "ops": str(len(stage.ops))}
     if any(other.recompute for other in plan.stages):
         row["recomputed"] = str(sum(map(len, stage.recompute)))
     if plan.estimates:
         row |= _numbers(plan.estimates[s])
     return row
+
+
+def _divided(stage: Stage) -> str:
+    """What is said of the replicas of a stage, other than that they have equal shares."""
+    divided = stage.division
+    if divided.in_turn:
+        return " in turn"
+    if max(divided.shares) == 1:
+        return ""
+    shares = ":".join(map(str, divided.shares))
+    return f" shares {shortened(shares, 40)}"
 
 
 def _spans(ranks: tuple[int, ...]) -> str:
@@ -101,7 +114,8 @@ def total_row(plan: Plan) -> dict[str, str]:
     """What can be added up over the stages, by column; work is that of all devices."""
     total = {"stage": "all"}
     if plan.estimates:
-        flops = sum(e.flops * len(stage.ranks) for e, stage in zip(plan.estimates, plan.stages, strict=True))
+        mosts = [stage.division.most for stage in plan.stages]
+        flops = sum(e.flops * whole // mine for e, (mine, whole) in zip(plan.estimates, mosts, strict=True))
         total["GFLOP"] = f"{flops / 1e9:.2f}"
         total["fwd ms"] = _ms(sum(e.fwd_ns for e in plan.estimates))
         total["bwd ms"] = _ms(sum(e.bwd_ns for e in plan.estimates))
@@ -137,10 +151,16 @@ def _summary(plan: Plan) -> str:
         f"{_many(len(plan.micro_rows), 'micro-batch', 'es')} of {_rows(plan.micro_rows)}",
         f"{_many(len(plan.stages), 'stage')} on {_many(plan.world, 'rank')}",
     ]
+    if lengths := plan.decision.token_slices:
+        parts.append(f"{len(lengths)} slices of {listed_runs(lengths)} tokens")
     if plan.decision.copies > 1 and len(plan.stages) > 1:
         parts.append(f"{plan.decision.copies} copies of the pipeline")
     if plan.decision.zero:
         parts.append("optimizer state shared by replicas")
+    if plan.decision.bucket_bytes != BUCKET_BYTES:
+        parts.append(f"gradients summed in buckets of {plan.decision.bucket_bytes / 2**20:g} MiB")
+    if plan.decision.compress:
+        parts.append(f"gradients rounded to {plan.decision.compress} for sums over replicas")
     if plan.world > used:
         parts.append(f"{plan.world - used} idle")
     return ", ".join(parts)
@@ -148,6 +168,12 @@ def _summary(plan: Plan) -> str:
 
 def _many(count: int, what: str, plural: str = "s") -> str:
     return f"{count} {what}{plural if count > 1 else ''}"
+
+
+def listed_runs(lengths: tuple[int, ...]) -> str:
+    """Equal neighbours counted: "128x2 64" is 128, 128, 64."""
+    runs = [(length, len(list(same))) for length, same in groupby(lengths)]
+    return " ".join(f"{length}x{times}" if times > 1 else f"{length}" for length, times in runs)
 
 
 def _rows(micro_rows: tuple[int, ...]) -> str:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from autopart.ir.cost import Cost
 from autopart.ir.errors import GraphError, PlanError
 from autopart.ir.graph import Graph, Op, Param, Value, check
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.printable import shortened
+from autopart.ir.program import BUCKET_BYTES
 from autopart.ir.size import Size
 from autopart.ir.text import DEFAULT_BYTES, DEFAULT_DTYPE, DEFAULT_TARGET, PARAM_SIGNS
 
 _SIZE = re.compile(r"(\d+)(?::([^\[\]]+)\[((?:\d+\*?(?:,\d+\*?)*)?)\])?$")
 _PARAM = re.compile(r"([^:=&]+)(?::([^=&]+))?(?:&(\d+))?(?:=(.+))?$")
 _HEAD = re.compile(r"([^:]+?)(-?)(?::(\d+)(?:/(\d+))?)?$")
-_DECISION = re.compile(r"schedule (\S*), micro-batches of ([\d ]*) rows, world (-?\d+)(?:, zero (\d+))?$")
-_STAGE = re.compile(r"stage on ([-\d ]*):(.*)$")
+_DECISION = re.compile(
+    r"schedule (\S*), micro-batches of ([\d ]*) rows(?:, slices of ([\d ]*) tokens)?, world (-?\d+)(?:, zero (\d+))?"
+    r"(?:, buckets of (\d+) bytes)?(?:, sums in (bf16))?$"
+)
+_STAGE = re.compile(r"stage on ([-\d ]*?)(?: in shares ([\d ]+?))?( in turn)?:(.*)$")
 _SEPARATOR = re.compile(r"[;\n]")
 _LANGUAGE = "see autopart.ir.text"
 _SHOWN = 200  # characters of a statement that a message quotes
@@ -246,14 +251,18 @@ def parse_decision(text: str) -> Decision:
         found = _STAGE.match(line)
         word, *group = line.split()
         if found:
-            stages.append(Stage(tuple(found[2].split()), _numbers(found[1], line)))
+            shares = _numbers(found[2] or "", line)
+            ops, ranks = tuple(found[4].split()), _numbers(found[1], line)
+            stages.append(Stage(ops, ranks, (), shares, "turn" if found[3] else "split"))
         elif word == "recompute" and stages:
             last = stages.pop()
-            stages.append(Stage(last.ops, last.ranks, (*last.recompute, tuple(group))))
+            stages.append(replace(last, recompute=(*last.recompute, tuple(group))))
         else:
             raise PlanError(f"{shortened(line, _SHOWN)!r} is not a line of a decision", fix=_LANGUAGE)
-    world, rows = _numbers(head[3], lines[0])[0], _numbers(head[2], lines[0])
-    return Decision(world, tuple(stages), rows, head[1], int(head[4] or 0))
+    world, rows = _numbers(head[4], lines[0])[0], _numbers(head[2], lines[0])
+    slices, bucket_bytes = _numbers(head[3] or "", lines[0]), int(head[6] or BUCKET_BYTES)
+    compress: Literal["bf16"] | None = "bf16" if head[7] else None
+    return Decision(world, tuple(stages), rows, head[1], int(head[5] or 0), slices, bucket_bytes, compress)
 
 
 def _numbers(text: str, line: str) -> tuple[int, ...]:

@@ -6,17 +6,17 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from math import gcd
 from typing import Literal
 
 from autopart.ir.errors import PlanError
 from autopart.ir.explain import explain
 from autopart.ir.graph import Graph
+from autopart.ir.plan_graph import AGAIN as AGAIN
+from autopart.ir.plan_graph import check_ops
 from autopart.ir.printable import shortened
+from autopart.ir.program import BUCKET_BYTES, MAX_BUCKET_BYTES
+from autopart.ir.shares import Division, Policy, copies_of, division, division_problems
 from autopart.ir.text import decision_text
-
-AGAIN = "make the plan again: autopart.plan(model, cluster, sample=...)"
-"""The remedy for a plan that does not fit."""
 
 Problem = tuple[str, str]
 """Where, as the path of a field, and what is wrong there."""
@@ -27,14 +27,22 @@ class Stage:
     """One stage: the captured ops it runs, in captured order, and the ranks that run it.
 
     Ops that depend on constants or inputs alone may stand in several stages; every other op stands in one.  Several
-    ranks are replicas: each takes an equal share of the rows of every micro-batch, some a row more where it does not
-    divide (`shares.row_windows`), in the order of `ranks`.  recompute: groups of ops of which only the inputs are kept;
-    a group is computed again when its backward comes.
+    ranks are replicas: each has a part of the rows of every micro-batch, in the order of `ranks`: an equal one, or one
+    in proportion to its number in `shares`.  Under the policy "turn" each has whole micro-batches instead: replica m
+    modulo their number micro-batch m (PipeDream, SOSP 2019, section 3.2).  recompute: groups of ops of which only the
+    inputs are kept; a group is computed again when its backward comes.
     """
 
     ops: tuple[str, ...]
     ranks: tuple[int, ...]
     recompute: tuple[tuple[str, ...], ...] = ()
+    shares: tuple[int, ...] = ()
+    policy: Policy = "split"
+
+    @property
+    def division(self) -> Division:
+        """How the ranks divide micro-batches."""
+        return division(len(self.ranks), self.shares, self.policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +53,9 @@ class Estimate:
     param_bytes: weights and buffers.  state_bytes: gradients and optimizer state (`optimizer_bytes` of it), and weight
     versions of an asynchronous schedule.  activation_bytes: kept for each micro-batch in flight, of which there are
     at most `live`.  workspace_bytes: needed for a moment, by gradients and by what is recomputed.  buffer_bytes: for
-    messages under way.  in_bytes, out_bytes: received and sent by the whole stage in one forward.  reduce_ns: sum of
-    gradients over the replicas.  optimizer_ns: the optimizer's step.  peak_bytes: all that is needed at once.
+    messages under way, and for sums of gradients over replicas.  in_bytes, out_bytes: received and sent by the whole
+    stage in one forward.  reduce_ns: sum of gradients over the replicas.  optimizer_ns: the optimizer's step.
+    peak_bytes: all that is needed at once.
     """
 
     fwd_ns: int
@@ -125,6 +134,10 @@ class Decision:
     world: ranks that start, of which some may idle.  micro_rows: rows of each micro-batch, in order; they differ by at
     most one.  zero: 1 where each replica of a stage keeps the optimizer's state (and masters) of its share of the
     stage's parameters alone, whole ones, and new values are gathered after the step (ZeRO, SC 2020); 0: all keep all.
+    token_slices: lengths of the slices that the sequences of every micro-batch are cut into, in order; (): they are
+    whole.  bucket_bytes: gradients that replicas sum together (`ir.program`); the buckets follow from it, for their
+    order is that in which the last backward releases them.  compress: "bf16" where each gradient is rounded to that
+    for these sums, which are then not exact; None for sums as wide as gradients are.
     """
 
     world: int
@@ -132,14 +145,22 @@ class Decision:
     micro_rows: tuple[int, ...]
     schedule: str
     zero: int = 0
+    token_slices: tuple[int, ...] = ()
+    bucket_bytes: int = BUCKET_BYTES
+    compress: Literal["bf16"] | None = None
 
     def __str__(self) -> str:
         return decision_text(self)
 
     @property
+    def slices(self) -> int:
+        """Of each micro-batch, at least 1."""
+        return max(1, len(self.token_slices))
+
+    @property
     def copies(self) -> int:
         """Pipelines side by side: replica counts have this common divisor, so rows never leave their copy."""
-        return gcd(*(len(stage.ranks) for stage in self.stages))
+        return copies_of([stage.division for stage in self.stages])
 
     def stage_of_rank(self, rank: int) -> int | None:
         """The stage that a rank runs, or None for a rank that idles."""
@@ -235,9 +256,10 @@ class Plan:
         """The plan as plain text: a line for each stage, and what the numbers are and mean.
 
         Times, work and memory are of one device of the stage.  Memory is in MiB: weights; gradients and optimizer
-        state; activations of one micro-batch times the micro-batches in flight; work: workspace and messages; the
-        peak.  recomputed: ops whose forward runs again in the backward.  end ms: sum of gradients over the replicas,
-        and the optimizer.  in and out: MiB that the stage receives and sends per micro-batch in the forward.
+        state; activations of one micro-batch times the micro-batches in flight; work: workspace, messages, and sums
+        over replicas; the peak.  recomputed: ops whose forward runs again in the backward.  end ms: sum of gradients
+        over the replicas, and the optimizer.  in and out: MiB that the stage receives and sends per micro-batch in the
+        forward.
         """
         return explain(self)
 
@@ -253,7 +275,7 @@ def check(plan: Plan, graph: Graph | None = None) -> Plan:
     """
     _refuse(problems(plan))
     if graph is not None:
-        _check_ops(plan.decision, graph)
+        check_ops(plan.decision, graph)
     return plan
 
 
@@ -268,7 +290,7 @@ def check_decision(decision: Decision, graph: Graph | None = None) -> Decision:
     """
     _refuse(decision_problems(decision))
     if graph is not None:
-        _check_ops(decision, graph)
+        check_ops(decision, graph)
     return decision
 
 
@@ -292,6 +314,8 @@ def decision_problems(decision: Decision) -> Iterator[Problem]:
         yield "schedule", "a schedule needs a name"
     if decision.zero not in (0, 1):
         yield "zero", f"optimizer state is shared (1) or not (0), not {decision.zero}"
+    if not 1 <= decision.bucket_bytes <= MAX_BUCKET_BYTES:
+        yield "bucket_bytes", f"a bucket holds 1 to {MAX_BUCKET_BYTES} bytes, not {decision.bucket_bytes}"
     if not decision.stages:
         yield "stages", "at least one stage is needed"
     if not decision.micro_rows:
@@ -301,9 +325,20 @@ def decision_problems(decision: Decision) -> Iterator[Problem]:
             yield f"micro_rows[{i}]", f"a micro-batch needs at least 1 row, not {rows}"
     if decision.micro_rows and max(decision.micro_rows) - min(decision.micro_rows) > 1:
         yield "micro_rows", f"micro-batches differ by at most one row, not {shortened(str(decision.micro_rows), 100)}"
+    yield from _slice_problems(decision)
     yield from _rank_problems(decision)
     for s, stage in enumerate(decision.stages):
         yield from _op_problems(s, stage)
+
+
+def _slice_problems(decision: Decision) -> Iterator[Problem]:
+    if len(decision.token_slices) == 1:
+        yield "token_slices", "one slice is the whole sequence, which is []"
+    for i, length in enumerate(decision.token_slices):
+        if length < 1:
+            yield f"token_slices[{i}]", f"a slice needs at least 1 token, not {length}"
+    if decision.slices > 1 and any(stage.division.in_turn for stage in decision.stages):
+        yield "token_slices", "replicas that take micro-batches in turn have whole sequences, which is []"
 
 
 def _rank_problems(decision: Decision) -> Iterator[Problem]:
@@ -318,6 +353,8 @@ def _rank_problems(decision: Decision) -> Iterator[Problem]:
                 yield f"stages[{s}].ranks[{i}]", f"rank {rank} already runs stage {taken[rank]}"
             else:
                 taken[rank] = s
+        for field, message in division_problems(len(stage.ranks), stage.shares, stage.policy):
+            yield f"stages[{s}].{field}", message
 
 
 def _op_problems(s: int, stage: Stage) -> Iterator[Problem]:
@@ -361,39 +398,3 @@ def _refuse(found: Iterator[Problem]) -> None:
         path, message = first
         more = sum(1 for _ in found)
         raise PlanError(f"the plan is not valid: {message}", where=path, why=f"{more} more problems" if more else "")
-
-
-def _check_ops(decision: Decision, graph: Graph) -> None:
-    where = {name: s for s, stage in reversed(list(enumerate(decision.stages))) for name in stage.ops}
-    have = [set(stage.ops) for stage in decision.stages]
-    names = {op.name for op in graph.ops}
-    for extra in set(where) - names:
-        raise PlanError(f"the plan names op {shortened(extra)}, which the graph does not have", fix=AGAIN)
-    for missing in sorted(names - set(where)):
-        raise PlanError(f"op {missing} of the graph is in no stage", fix=AGAIN)
-    _check_updates(graph, have)
-    writer = graph.writer()
-    for op in graph.ops:
-        for s, ops in enumerate(have):
-            if op.name not in ops:
-                continue
-            for read in op.reads:
-                source = writer.get(read)
-                if source is not None and source not in ops and where[source] > s:
-                    raise PlanError(
-                        f"value {read} flows back from stage {where[source]} to stage {s}",
-                        where=f"op {op.name} {op.module} {op.where}".strip(),
-                    )
-
-
-def _check_updates(graph: Graph, have: list[set[str]]) -> None:
-    writer = graph.writer()
-    for buffer, value in graph.updates:
-        uses = {op.name for op in graph.ops if buffer in op.params} | {writer[value]}
-        stages = [s for s, ops in enumerate(have) if not uses.isdisjoint(ops)]
-        if len(stages) > 1:
-            raise PlanError(
-                f"buffer {buffer} is used in stages {', '.join(map(str, stages))} and updated in one of them",
-                why="each stage has its own copy: another stage would read a stale one",
-                fix=f"keep {', '.join(sorted(uses))} in one stage",
-            )

@@ -11,8 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopart.ir.errors import ProgramError
+from autopart.ir.shares import Division, crossings, division, together
 
 COMPUTE, SEND, RECEIVE, COLLECTIVE, LOCAL = "compute", "send", "receive", "collective", "local"
 FORWARD, BACKWARD = "forward", "backward"
@@ -72,6 +74,9 @@ MESSAGES_AHEAD = 2
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 """Gradients that are summed over replicas together, in the order in which the last backward makes them: of the first
 bucket, which is small so that the sums begin early, and of the others."""
+
+MAX_BUCKET_BYTES = 1 << 40
+"""More than any device has."""
 
 _KINDS = "|".join(sorted(ACTIONS, key=len, reverse=True))
 _TEXT = re.compile(
@@ -166,25 +171,28 @@ def parse_actions(text: str) -> tuple[Action, ...]:
 class Edge:
     """What flows from one stage to a later one for each slot, as one message.
 
-    values: names in a fixed order.  grads: those of them whose gradients come back.
+    values: names in a fixed order.  grads: those of them whose gradients come back.  whole: those that are not cut
+    into slices of sequences, but pass once for a micro-batch: with its first slice, whose backward is the last.
     """
 
     src: int
     dst: int
     values: tuple[str, ...]
     grads: tuple[str, ...]
+    whole: tuple[str, ...] = ()
 
-    def names(self, way: str) -> tuple[str, ...]:
-        """What is sent: values forward, gradients backward."""
-        return self.values if way == FORWARD else self.grads
+    def names(self, way: str, slice: int = 0) -> tuple[str, ...]:
+        """What is sent for a slice: values forward, gradients backward; nothing may be left of a later slice."""
+        names = self.values if way == FORWARD else self.grads
+        return tuple(name for name in names if name not in self.whole) if slice and self.whole else names
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """Which part of a message goes from one rank to another.
 
-    rows: (first, last + 1) of the micro-batch's rows in shares of `of`: with 2 senders and 3 receivers, (2, 3) of 6.
-    Values without a row axis go whole, from one rank.
+    rows: (first, last + 1) of the micro-batch's rows in shares of `of`: with 2 equal senders and 3 equal receivers,
+    (2, 3) of 6.  Values without a row axis go whole, from one rank.
     """
 
     src_rank: int
@@ -201,7 +209,9 @@ class Program:
     of ranks.  order: all actions, each after everything that it depends on; a message stands in it once, as its send.
     Each rank plays its part of the order, so that no rank can wait for ever: of all unfinished actions, the first has
     everything that it needs.  edges: what flows between stages.  tied: parameter name and the stages that use it, for
-    every trainable parameter that several stages use; the first of them owns it.
+    every trainable parameter that several stages use; the first of them owns it.  slices: of each micro-batch's
+    sequences, 1 where they are whole.  divisions: how the ranks of each stage divide micro-batches; empty where all
+    have equal shares of the rows.
     """
 
     micros: int
@@ -210,6 +220,8 @@ class Program:
     order: tuple[Action, ...]
     edges: tuple[Edge, ...] = ()
     tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    slices: int = 1
+    divisions: tuple[Division, ...] = ()
 
     def __str__(self) -> str:
         return " ".join(str(action) for action in self.order)
@@ -226,6 +238,17 @@ class Program:
         """Stages that are linked by tied parameters, ascending: their sums are one meeting of all of them."""
         return linked_stages(self.tied)
 
+    def division(self, stage: int) -> Division:
+        """How the ranks of a stage divide micro-batches."""
+        return self.divisions[stage] if self.divisions else division(len(self.stage_ranks[stage]))
+
+    def players(self, action: Action) -> tuple[int, ...]:
+        """The ranks of its stage that take part in an action: all of them, but for a micro-batch that is whole on
+        one."""
+        ranks = self.stage_ranks[action.stage]
+        alone = self.division(action.stage).player(action.micro) if self.divisions and action.micro >= 0 else None
+        return ranks if alone is None else ranks[alone : alone + 1]
+
     def part(self, rank: int) -> tuple[Action, ...]:
         """What one rank does, in order: a message is a send where it leaves and a receive where it is needed.
 
@@ -237,33 +260,48 @@ class Program:
     def parts(self, ranks: Sequence[int]) -> tuple[tuple[Action, ...], ...]:
         """`part` of each of these ranks, all found in one walk.  O(order * ranks of a stage)."""
         parts: dict[int, list[Action]] = {rank: [] for rank in ranks}
-        players = [[parts[rank] for rank in own if rank in parts] for own in self.stage_ranks]
+        all_of = [[parts[rank] for rank in own if rank in parts] for own in self.stage_ranks]
         arrived: dict[tuple[int, int, int, str], list[Action]] = {}
         for action in self.order:
             kind, slot = ACTIONS[action.kind], action.slot
-            if kind.role == SEND and action.peer is not None and players[action.peer]:
+            players = all_of[slot.stage]
+            if self.divisions:
+                players = [parts[rank] for rank in self.players(action) if rank in parts]
+            if kind.role == SEND and action.peer is not None and all_of[action.peer]:
                 received = Action(RECEIVES[kind.way], slot.on(action.peer), slot.stage)
                 arrived.setdefault((action.peer, slot.micro, slot.slice, kind.way), []).append(received)
-            elif kind.role == COMPUTE and players[slot.stage]:
+            elif kind.role == COMPUTE and all_of[slot.stage]:
                 messages = arrived.pop((slot.stage, slot.micro, slot.slice, kind.way), [])
                 messages.sort(key=_peer)
-                for part in players[slot.stage]:
+                for part in players:
                     part.extend(messages)
-            for part in players[slot.stage]:
+            for part in players:
                 part.append(action)
         return tuple(tuple(parts[rank]) for rank in ranks)
 
     def transfers(self, send: Action) -> tuple[Transfer, ...]:
         """The parts of a message, in order of their rows: each row travels once.  O(senders + receivers)."""
         assert send.peer is not None
-        return split_rows(self.stage_ranks[send.stage], self.stage_ranks[send.peer])
+        return self._passing(send.stage, send.peer, send.micro)
+
+    def _passing(self, src: int, dst: int, micro: int) -> tuple[Transfer, ...]:
+        senders, receivers = self.stage_ranks[src], self.stage_ranks[dst]
+        return split_rows(senders, receivers, self.division(src).cuts(micro), self.division(dst).cuts(micro))
+
+    def channels(self, src: int, dst: int) -> tuple[tuple[int, int], ...]:
+        """(rank of one stage, rank of another) of those between which messages may pass, whatever the number of rows;
+        in the order in which they first do."""
+        micros = range(min(max(1, self.micros), together(self.division(src), self.division(dst))))
+        return tuple(dict.fromkeys((t.src_rank, t.dst_rank) for m in micros for t in self._passing(src, dst, m)))
+
+    def carries(self, send: Action, src_rank: int, dst_rank: int) -> bool:
+        """Whether a message may have a part that goes from one of these ranks to the other."""
+        return any((t.src_rank, t.dst_rank) == (src_rank, dst_rank) for t in self.transfers(send))
 
     def posts(self, src_rank: int, dst_rank: int) -> Iterator[Action]:
         """The sends from one rank to another in order: both ends of a channel, first in, first out."""
         for action in self.order:
-            if action.is_a.role == SEND and any(
-                (t.src_rank, t.dst_rank) == (src_rank, dst_rank) for t in self.transfers(action)
-            ):
+            if action.is_a.role == SEND and self.carries(action, src_rank, dst_rank):
                 yield action
 
     def exchanges(self) -> Iterator[tuple[Action, ...]]:
@@ -289,25 +327,18 @@ def linked_stages(tied: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[tuple[in
     return tuple(sorted(tuple(sorted(group)) for group in groups))
 
 
-def split_rows(senders: Sequence[int], receivers: Sequence[int]) -> tuple[Transfer, ...]:
+@lru_cache(maxsize=4096)
+def split_rows(
+    senders: tuple[int, ...], receivers: tuple[int, ...], sent: tuple[int, ...] = (), received: tuple[int, ...] = ()
+) -> tuple[Transfer, ...]:
     """How the rows of a message go from the ranks that hold them to those that will, in order of the rows.
 
-    Both sides hold equal shares of the rows, in order; each row goes once.  O(senders + receivers).
+    sent, received: where the parts of both sides are cut (`Division.cuts`), empty for equal shares; each row goes once.
+    O(senders + receivers).
     """
-    whole = len(senders) * len(receivers)
-    found: list[Transfer] = []
-    start, sender, receiver = 0, 0, 0
-    while start < whole:
-        sender_end = (sender + 1) * len(receivers)
-        receiver_end = (receiver + 1) * len(senders)
-        end = min(sender_end, receiver_end)
-        found.append(Transfer(senders[sender], receivers[receiver], (start, end), whole))
-        if end == sender_end:
-            sender += 1
-        if end == receiver_end:
-            receiver += 1
-        start = end
-    return tuple(found)
+    ours, theirs = sent or tuple(range(len(senders) + 1)), received or tuple(range(len(receivers) + 1))
+    whole, found = ours[-1] * theirs[-1], crossings(ours, theirs)
+    return tuple(Transfer(senders[i], receivers[j], (start, end), whole) for i, j, start, end in found)
 
 
 def _peer(message: Action) -> int:

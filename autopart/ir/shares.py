@@ -1,10 +1,25 @@
-"""Replicas: which rows of a micro-batch each rank of a stage has, and which rows of a message go where."""
+"""Replicas: which rows of a micro-batch each rank of a stage has, and which rows of a message go where.
+
+Everything that depends on it is derived from the cuts of a `Division`: code and inputs of a rank, weights of losses,
+channels, messages, memory and times.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import gcd, lcm
+from typing import Literal
+
+from autopart.ir.printable import shortened
+
+Policy = Literal["split", "turn"]
+"""How the ranks of a stage divide the work: the rows of every micro-batch, or whole micro-batches in turn."""
+POLICIES: tuple[Policy, ...] = ("split", "turn")
+MOST_SHARES = 1000
+"""The largest number that stands for the share of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,29 +67,134 @@ class Passage:
     all_rows: bool
 
 
-def row_windows(rows: int, replicas: int) -> tuple[Window, ...]:
-    """The rows of each replica, in order: as even as can be; where there are fewer rows than replicas, some have none.
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How the ranks of a stage divide micro-batches.
 
-    The cuts stand at i * rows / replicas, rounded up.  So two ranks of two stages have rows in common only where the
-    equal shares of `program.split_rows` have, whatever the number of rows: a channel for each of those is enough.
+    shares: of each rank, as small whole numbers: it has so many of their sum of the rows of every micro-batch.
+    in_turn: micro-batch m is instead whole on rank m % len(shares).  Made by `division`, so that equal ones are equal.
     """
-    cuts = [-(-i * rows // replicas) for i in range(replicas + 1)]
-    return tuple(Window(first, end - first, rows) for first, end in pairwise(cuts))
+
+    shares: tuple[int, ...] = (1,)
+    in_turn: bool = False
+
+    @property
+    def count(self) -> int:
+        """How many ranks there are."""
+        return len(self.shares)
+
+    @property
+    def splits(self) -> bool:
+        """Whether a rank may have a part of a micro-batch."""
+        return self.count > 1 and not self.in_turn
+
+    @property
+    def period(self) -> int:
+        """Micro-batches after which it repeats itself."""
+        return self.count if self.in_turn else 1
+
+    @property
+    def most(self) -> tuple[int, int]:
+        """The largest share of a micro-batch that a rank has, as a numerator and a denominator."""
+        return (1, 1) if self.in_turn else (max(self.shares), sum(self.shares))
+
+    def part(self, rows: int, replica: int) -> int:
+        """The most rows that one replica has of a micro-batch of `rows` rows, the shares rounded up."""
+        return rows if self.in_turn else -(-rows * self.shares[replica] // sum(self.shares))
+
+    def largest_part(self, rows: int) -> int:
+        """The most rows that any replica has."""
+        mine, whole = self.most
+        return -(-rows * mine // whole)
+
+    def player(self, micro: int) -> int | None:
+        """The only replica that takes part in a micro-batch, None where all do."""
+        return micro % self.count if self.in_turn else None
+
+    def cuts(self, micro: int) -> tuple[int, ...]:
+        """Where the parts of the replicas begin, and where the last one ends, which is the whole micro-batch."""
+        if not self.in_turn:
+            return (0, *accumulate(self.shares))
+        return tuple(int(replica > micro % self.count) for replica in range(self.count + 1))
+
+    def windows(self, micro: int, rows: int) -> tuple[Window, ...]:
+        """The rows of each replica, in order, as near to its share as can be; of few rows, some replicas have none.
+
+        The cuts stand at cut * rows / whole, rounded up.  So two ranks of two stages have rows in common only where
+        their cuts overlap (`crossings`), whatever the number of rows: a channel for each of those is enough.
+        """
+        cuts = self.cuts(micro)
+        ends = [-(-cut * rows // cuts[-1]) for cut in cuts]
+        return tuple(Window(first, end - first, rows) for first, end in pairwise(ends))
 
 
-def row_shares(rows: int, replicas: int) -> tuple[int, ...]:
+def division(count: int, shares: Sequence[int] = (), policy: Policy = "split") -> Division:
+    """The division of a stage on `count` ranks; no shares are equal ones."""
+    in_turn = policy == "turn" and count > 1
+    if not shares or in_turn or count == 1:
+        return Division((1,) * count, in_turn)
+    common = gcd(*shares)
+    return Division(tuple(share // common for share in shares))
+
+
+def division_problems(count: int, shares: Sequence[int], policy: str) -> Iterator[tuple[str, str]]:
+    """What is wrong with how `count` ranks are to divide micro-batches: (field of a stage, message)."""
+    if policy not in POLICIES:
+        yield "policy", f"replicas {' or '.join(POLICIES)}, not {shortened(policy, 100)}"
+    if shares and len(shares) != count:
+        yield "shares", f"{len(shares)} shares for {count} ranks; give one each or none"
+    if not all(1 <= share <= MOST_SHARES for share in shares):
+        yield "shares", f"a share is a number from 1 to {MOST_SHARES}"
+    if shares and policy == "turn":
+        yield "shares", "replicas that take turns have whole micro-batches; give no shares"
+
+
+def parts(divided: Division, micro: int, rows: int) -> tuple[int, ...]:
     """How many rows each replica has."""
-    return tuple(window.own for window in row_windows(rows, replicas))
+    return tuple(window.own for window in divided.windows(micro, rows))
 
 
-def passages(rows: int, senders: Sequence[int], receivers: Sequence[int]) -> tuple[Passage, ...]:
-    """What passes between the ranks of two stages for a micro-batch of `rows` rows: each row once, in order; and values
-    without rows once to each receiver.  O(senders * receivers)."""
+def together(a: Division, b: Division) -> int:
+    """Micro-batches after which what passes between two stages repeats itself."""
+    return lcm(a.period, b.period)
+
+
+def same_windows(a: Division, b: Division) -> bool:
+    """Whether whoever sends a part of a micro-batch has the very rows that its receiver has, whatever their number."""
+    return a == b or not (a.splits or b.splits)
+
+
+def copies_of(divisions: Sequence[Division]) -> int:
+    """Pipelines side by side, none of whose rows leaves its copy: where all shares are equal."""
+    equal = all(max(each.shares) == 1 and not each.in_turn for each in divisions)
+    return gcd(*(each.count for each in divisions)) if equal else 1
+
+
+@lru_cache(maxsize=4096)
+def crossings(sent: tuple[int, ...], received: tuple[int, ...]) -> tuple[tuple[int, int, int, int], ...]:
+    """(sender, receiver, start, end) of what they have in common, in order of the rows; the whole is the product of the
+    last cuts.  O(senders + receivers)."""
+    found = []
+    start, sender, receiver = 0, 0, 0
+    while start < sent[-1] * received[-1]:
+        sender_end, receiver_end = sent[sender + 1] * received[-1], received[receiver + 1] * sent[-1]
+        end = min(sender_end, receiver_end)
+        if end > start:
+            found.append((sender, receiver, start, end))
+        sender, receiver = sender + (end == sender_end), receiver + (end == receiver_end)
+        start = end
+    return tuple(found)
+
+
+def passages(
+    windows: Sequence[Window], senders: Sequence[int], others: Sequence[Window], receivers: Sequence[int]
+) -> tuple[Passage, ...]:
+    """What passes between the ranks of two stages for a micro-batch: each row once, in order; and values without rows
+    once to each receiver.  windows, others: those of senders and receivers.  O(senders * receivers)."""
     found: list[Passage] = []
-    sent = row_windows(rows, len(senders))
-    for dst, theirs in zip(receivers, row_windows(rows, len(receivers)), strict=True):
+    for dst, theirs in zip(receivers, others, strict=True):
         first_sender = True
-        for src, mine in zip(senders, sent, strict=True):
+        for src, mine in zip(senders, windows, strict=True):
             first, end = max(mine.first, theirs.first), min(mine.end, theirs.end)
             if first < end:
                 found.append(Passage(src, dst, first, end, first_sender, mine == theirs))

@@ -46,6 +46,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from autopart.ir.program import BUCKET_BYTES
+
 if TYPE_CHECKING:  # those modules print themselves with this one
     from autopart.ir.graph import Graph, Op, Param, Value
     from autopart.ir.plan import Decision
@@ -174,8 +176,14 @@ def decision_text(decision: Decision) -> str:
     """A decision in the language of this module, a line for each stage and each recomputed group.  O(ops)."""
     rows = " ".join(map(str, decision.micro_rows))
     zero = f", zero {decision.zero}" if decision.zero else ""
-    lines = [f"schedule {decision.schedule}, micro-batches of {rows} rows, world {decision.world}{zero}"]
+    cut = f", slices of {' '.join(map(str, decision.token_slices))} tokens" if decision.token_slices else ""
+    buckets = f", buckets of {decision.bucket_bytes} bytes" if decision.bucket_bytes != BUCKET_BYTES else ""
+    lines = [f"schedule {decision.schedule}, micro-batches of {rows} rows{cut}, world {decision.world}{zero}{buckets}"]
+    if decision.compress:
+        lines[0] += f", sums in {decision.compress}"
     for stage in decision.stages:
-        lines.append(f"stage on {' '.join(map(str, stage.ranks))}: {' '.join(stage.ops)}".rstrip())
+        how = f" in shares {' '.join(map(str, stage.shares))}" if stage.shares else ""
+        how += " in turn" if stage.policy == "turn" else ""
+        lines.append(f"stage on {' '.join(map(str, stage.ranks))}{how}: {' '.join(stage.ops)}".rstrip())
         lines += [f"  recompute {' '.join(group)}".rstrip() for group in stage.recompute]
     return "\n".join(lines)

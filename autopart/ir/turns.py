@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopart.ir.program import SEND, Action, Program, split_rows
+from autopart.ir.program import SEND, Action, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def turns(program: Program, ranks: Iterable[int] | None = None) -> dict[int, tup
     done = dict.fromkeys(range(program.world), 0)
     for group in program.exchanges():
         for action in group:
-            for rank in program.stage_ranks[action.stage]:
+            for rank in program.players(action):
                 done[rank] += 1
         if group[0].is_a.role == SEND:
             for (low, high), messages in sorted(_by_pair(program, group).items()):
@@ -67,7 +67,5 @@ def talking_pairs(program: Program) -> tuple[tuple[int, int], ...]:
     """The pairs of ranks between which messages may pass, ascending: what has to be opened before the first step."""
     pairs: set[tuple[int, int]] = set()
     for edge in program.edges:
-        parts = split_rows(program.stage_ranks[edge.src], program.stage_ranks[edge.dst])
-        ends = ((part.src_rank, part.dst_rank) for part in parts)
-        pairs.update((min(a, b), max(a, b)) for a, b in ends if a != b)
+        pairs.update((min(a, b), max(a, b)) for a, b in program.channels(edge.src, edge.dst) if a != b)
     return tuple(sorted(pairs))

@@ -18,6 +18,7 @@ def plan_facts(plan: Plan, graph: Graph | None = None) -> dict[str, object]:
     return {
         "schedule": plan.schedule,
         "micro_rows": plan.micro_rows,
+        "token_slices": plan.decision.token_slices,
         "world": plan.world,
         "zero": plan.decision.zero,
         "copies": plan.decision.copies,

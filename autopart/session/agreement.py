@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from autopart.ir import errors
-from autopart.ir.errors import AutopartError, WorkerError
+from autopart.ir.errors import AutopartError, PlanError, WorkerError
 from autopart.runtime.world import World
 
 FAILURES = (Exception, SystemExit)
@@ -68,6 +68,19 @@ def broadcast_result(world: World, content: Any, failure: BaseException | None, 
         raise world.known(failure)
     report = answer["failure"]
     raise world.known(_rebuilt(report) if "kind" in report else _foreign(report, source, doing))
+
+
+def require_same_everywhere(world: World, fingerprint: str) -> None:
+    """Every rank must have captured the same program.  Collective; raises PlanError on all ranks."""
+    fingerprints = world.gather_text(fingerprint)
+    for rank, other in enumerate(fingerprints):
+        if other != fingerprints[0]:
+            error = PlanError(
+                f"ranks 0 and {rank} hold different models or batches",
+                why="their captured programs, or their seeds, differ",
+                fix="build the same model, with the same flags, and pass the same sample and seed on every rank",
+            )
+            raise world.known(error)
 
 
 def _report(failure: BaseException | None) -> str:

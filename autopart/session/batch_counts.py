@@ -10,6 +10,7 @@ import torch
 from autopart.capture import Captured
 from autopart.ir.errors import BatchError
 from autopart.ir.graph import Graph, LossReduction
+from autopart.ir.shares import Division
 from autopart.passes.loss.terms import without_weight
 from autopart.runtime.activity import waiting
 from autopart.runtime.stage_module import StageModule
@@ -51,15 +52,16 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class PartWeights:
-    """The same of the parts that replicas have of the micro-batches: for each number of replicas, of each micro-batch
-    in order that of each replica; 0 where a replica has no rows."""
+    """The same of the parts that replicas have of the micro-batches: for each division, of each micro-batch in order
+    that of each replica; 0 where a replica has no rows."""
 
-    of: dict[int, Weights]
+    of: dict[Division, Weights]
 
     @classmethod
-    def nothing(cls, counts: Sequence[int], micros: int, numbers: int) -> PartWeights:
+    def nothing(cls, divisions: Sequence[Division], micros: int, numbers: int) -> PartWeights:
         """As many, all of them 0."""
-        return cls({n: Weights([0.0] * (n * micros), [[0.0] * numbers for _ in range(n * micros)]) for n in counts})
+        sizes = {each: each.count * micros for each in divisions}
+        return cls({each: Weights([0.0] * n, [[0.0] * numbers for _ in range(n)]) for each, n in sizes.items()})
 
     def flat(self) -> list[float]:
         """All of them, to be sent."""
@@ -68,16 +70,25 @@ class PartWeights:
     def read(self, flat: Sequence[float]) -> PartWeights:
         """The inverse of `flat`, for as many as these."""
         found, start = {}, 0
-        for count, weights in self.of.items():
+        for each, weights in self.of.items():
             end = start + len(weights.flat())
-            found[count] = Weights.read(flat[start:end], len(weights.shares))
+            found[each] = Weights.read(flat[start:end], len(weights.shares))
             start = end
         return PartWeights(found)
 
-    def own(self, count: int, replica: int) -> Weights:
-        """Of one of `count` replicas, by micro-batch."""
-        weights = self.of[count]
+    def own(self, division: Division, replica: int) -> Weights:
+        """Of one replica, by micro-batch."""
+        weights, count = self.of[division], division.count
         return Weights(weights.shares[replica::count], weights.numbers[replica::count])
+
+    def whole(self) -> Weights | None:
+        """By micro-batch, where the ranks of any stage run them whole."""
+        for division, weights in self.of.items():
+            if not division.splits:
+                micros = range(len(weights.shares) // division.count)
+                places = [micro * division.count + (division.player(micro) or 0) for micro in micros]
+                return Weights([weights.shares[i] for i in places], [weights.numbers[i] for i in places])
+        return None
 
     @property
     def uneven(self) -> bool:
@@ -146,6 +157,21 @@ class BatchCounts:
     def weights(self, reduction: LossReduction, micro_rows: Sequence[int], inputs: Sequence[Inputs]) -> Weights:
         """What weighs each micro-batch."""
         return Weights(self.shares(reduction, micro_rows, inputs), self.numbers(reduction, micro_rows, inputs))
+
+    def measured(self, reduction: LossReduction, rows: Sequence[int], inputs: Sequence[Inputs]) -> list[list[float]]:
+        """Of each piece of a batch, what the weights of its parts follow from: the count of `reduction` and of the
+        weight of each adjusted value, 0 where nothing is counted; then each adjusted value that is a number of the
+        whole batch, 0 in place of others."""
+        weights = [reduction, *(item.weight for item in reduction.adjusted)]
+        found = []
+        for count, given in zip(rows, inputs, strict=True):
+            counts = [0.0 if weight.value is None else self._count(weight, count, given) for weight in weights]
+            whole = [
+                0.0 if item.reader is not None else float(self._value(item.value, count, given))
+                for item in reduction.adjusted
+            ]
+            found.append([*counts, *whole])
+        return found
 
     def shares(self, reduction: LossReduction, micro_rows: Sequence[int], inputs: Sequence[Inputs]) -> list[float]:
         """The share of each micro-batch's value in that of the whole batch."""

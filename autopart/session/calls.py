@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopart.ir.errors import BatchError, UsageError
@@ -18,13 +19,24 @@ NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a rank was given.  signature: of its batch; version: of its model (`CaptureCache.version`); rows: of its
-    batch; scale: of its loss."""
+    """What a rank was given.  signature: of its batch, "" where it was given none; version: of its model
+    (`CaptureCache.version`); rows: of its batch; scale: of its loss; sharded: whether ranks give rows of their own."""
 
     signature: str = ""
     version: str = ""
     rows: int = 0
     scale: float = 1.0
+    sharded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What all ranks were given.  signature: a digest of that of the batch; rows: those of each rank's; missing:
+    whether some rank was given none."""
+
+    signature: float
+    rows: tuple[int, ...]
+    missing: bool
 
 
 _NOTHING = Given()
@@ -37,17 +49,24 @@ class Calls:
         self._world = world
         self._count = 0
 
-    def enter(self, name: str, given: Given = _NOTHING, failure: BaseException | None = None) -> None:
-        """Go on once every rank makes this call with the same.  Collective.
+    def enter(
+        self,
+        name: str,
+        given: Given = _NOTHING,
+        failure: BaseException | None = None,
+        needed: Sequence[int] = (),
+    ) -> Heard:
+        """Go on once every rank makes this call with the same; returns what they were given.  Collective.
 
-        failure: what went wrong on this rank, which all ranks then raise.  Raises UsageError on all ranks when they
-        make different calls, and BatchError when batches, or changes of the model, differ.
+        failure: what went wrong on this rank, which all ranks then raise.  needed: the ranks that need a batch, of
+        shards the first of them at least.  Raises UsageError on all ranks when they make different calls, and
+        BatchError when batches, or changes of the model, differ, or when one that needs a batch has none.
         """
         self._count += 1
         set_activity(f"call {self._count}: {name}")
         mine = [
-            float(NAMES.index(name)), float(self._count), float(failure is not None), _digest(given.signature),
-            _digest(given.version), float(given.rows), given.scale,
+            float(NAMES.index(name)), float(self._count), float(failure is not None),
+            digest_of(given.signature), digest_of(given.version), float(given.rows), given.scale, float(given.sharded),
         ]  # fmt: skip
         rows = self._world.gather_numbers(mine)
         for rank, row in enumerate(rows):
@@ -55,13 +74,25 @@ class Calls:
                 raise self._world.known(_different_calls(rank, rows[0], row))
         if any(row[2] for row in rows):
             raise_first(self._world, failure, "preparing the batch")
+        holders = [rank for rank, row in enumerate(rows) if row[3]]
+        absent = [rank for rank in (needed[:1] if given.sharded else needed) if rank not in holders]
+        if absent:
+            raise self._world.known(_without_batch(absent, needed))
+        first = needed[0] if needed else 0
         for rank, row in enumerate(rows):
-            if row[3:] != rows[0][3:]:
-                raise self._world.known(_different_given(rank, rows[0], row))
+            compared = [*_ALIKE, *((3,) if rank in holders else ()), *(() if given.sharded or not row[3] else (5,))]
+            if any(row[place] != rows[first][place] for place in compared):
+                raise self._world.known(_different_given(first, rank, rows[first], row))
+        return Heard(rows[first][3], tuple(int(row[5]) for row in rows), len(holders) < len(rows))
 
 
-def _digest(text: str) -> float:
-    return float(zlib.crc32(text.encode()))
+_ALIKE = (4, 6, 7)
+"""Places of what is alike on all ranks, whatever they were given."""
+
+
+def digest_of(text: str) -> float:
+    """52 bits of a hash; 0 of no text."""
+    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 12) if text else 0.0
 
 
 def _different_calls(rank: int, first: list[float], other: list[float]) -> UsageError:
@@ -73,21 +104,35 @@ def _different_calls(rank: int, first: list[float], other: list[float]) -> Usage
     )
 
 
-def _different_given(rank: int, first: list[float], other: list[float]) -> BatchError:
-    if first[4] != other[4]:
+def _without_batch(absent: list[int], needed: Sequence[int]) -> BatchError:
+    return BatchError(
+        f"rank {absent[0]} was given no batch",
+        why=f"the model's inputs enter on rank{'s' * (len(needed) > 1)} {', '.join(map(str, needed))}",
+        fix="pass the batch on every rank, or where pipe.needs_data is True",
+    )
+
+
+def _different_given(first: int, rank: int, one: list[float], other: list[float]) -> BatchError:
+    if one[4] != other[4]:
         return BatchError(
-            f"the models of ranks 0 and {rank} were changed in different ways since they were compiled",
+            f"the models of ranks {first} and {rank} were changed in different ways since they were compiled",
             why="an attribute, a training flag or a requires_grad flag differs, or was changed on one of them alone",
             fix="make every change of the model on all ranks, before the same step",
         )
-    if first[6] != other[6]:
+    if one[6] != other[6]:
         return BatchError(
-            f"the loss is scaled by {first[6]:g} on rank 0 and by {other[6]:g} on rank {rank}",
+            f"the loss is scaled by {one[6]:g} on rank {first} and by {other[6]:g} on rank {rank}",
             why="pipe.scaler was changed, or loaded, on some ranks alone",
             fix="load the same state on every rank",
         )
+    if one[7] != other[7]:
+        return BatchError(
+            f"sharded= differs between ranks {first} and {rank}",
+            why="either every rank is given the whole batch, or each its own rows",
+            fix="pass the same on every rank, also where the batch is None",
+        )
     return BatchError(
-        f"ranks 0 and {rank} were given batches of different shapes",
-        why=f"{int(first[5])} and {int(other[5])} rows, or other inputs",
-        fix="give every rank the same batch; rank 0's data is what is used",
+        f"ranks {first} and {rank} were given batches of different shapes",
+        why=f"{int(one[5])} and {int(other[5])} rows, or other inputs",
+        fix="give every rank the same batch (rank 0's data is what is used), or its own rows with sharded=True",
     )

@@ -140,7 +140,8 @@ def verify_step(
         found = _outcome(pipe, mine, sample)
         session = pipe.session
         graph, decision = session.graph, pipe.plan.decision
-        micro_rows, weights = session.loss_weights(batch)
+        micro_rows, parts = session.loss_weights(batch)
+        weights = parts.whole()
         shares = weights.shares if weights is not None else [1.0]
         autocast = session.captures.autocast
         home = decision.stages[0].ranks[0]

@@ -6,21 +6,18 @@ cuts this rank's stage out of it and plays the plan's program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from enum import Enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopart.capture import CaptureCache, Captured
+from autopart.capture import Captured
 from autopart.capture.batch import Batch
 from autopart.capture.export import rebuild_outputs
 from autopart.capture.reduction import WHOLE, BatchRule, family_of_batch, loss_reduction, row_layouts
 from autopart.capture.rows import require_same_program
-from autopart.ir.errors import RunError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.program import Program
@@ -30,99 +27,35 @@ from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import divided_values, route
 from autopart.passes.program.verify import check_program, forward_program
 from autopart.runtime.activity import patient
-from autopart.runtime.effects import first_line
+from autopart.runtime.batch_statistics import BatchStatistics
 from autopart.runtime.engine import Engine, StepInput, StepResult
 from autopart.runtime.finite import unscale
 from autopart.runtime.replicas import Shared
+from autopart.runtime.sliced_stage import SlicedRunner
 from autopart.runtime.stage import StageRunner
-from autopart.runtime.tensors import LocalTensors
 from autopart.runtime.trace import Trace
 from autopart.runtime.transport import Spec
-from autopart.runtime.world import World
 from autopart.session.agreement import FAILURES, broadcast_result, raise_first
 from autopart.session.batch_counts import BatchCounts, PartWeights, Weights, among, weighted_loss
+from autopart.session.context import UNGUARDED, Guard, Mode, RankContext
+from autopart.session.data import micro_rows
 from autopart.session.parts import (
     Parts,
     among_all,
     digest,
-    micro_rows_of,
     parts_of,
     require_same_batch,
     shared_of,
 )
+from autopart.session.shard_counts import Pieces, pieces_of, weights_of_pieces
+from autopart.session.slicing import TokenSlicing
 from autopart.session.stage_code import StageCode
+from autopart.session.synced import open_statistics, require_known, require_weights, synced_stages
 
 Key = tuple[int, int]
 """Of random numbers: (seed, step)."""
-
-
-class Mode(Enum):
-    """What is run; the value is the mode of `capture`."""
-
-    TRAIN = "step"
-    LOSS = "loss"
-    PREDICT = "predict"
-
-
-@dataclass(frozen=True, slots=True)
-class Guard:
-    """What is done about gradients that are not finite.  looks: whether they are looked for; scale: of the loss."""
-
-    looks: bool = False
-    scale: float = 1.0
-
-
-UNGUARDED = Guard()
-
-
-class Health:
-    """Whether something failed on this rank while ranks were running.
-
-    Then nothing more may be sent: messages of the failed step may still be under way and would be taken for others,
-    and the other ranks may wait in a collective for this one.
-    """
-
-    def __init__(self) -> None:
-        self._failure = ""
-
-    @contextmanager
-    def watched(self, doing: str) -> Iterator[None]:
-        """Note any failure of the body."""
-        try:
-            yield
-        except BaseException as error:
-            self.note(doing, error)
-            raise
-
-    def note(self, doing: str, error: BaseException) -> None:
-        """Note a failure; the first one counts."""
-        if not self._failure:
-            self._failure = f"{doing}: {type(error).__name__}: {first_line(error)}"
-
-    @property
-    def good(self) -> bool:
-        """Whether nothing has failed."""
-        return not self._failure
-
-    def require(self) -> None:
-        """Raises RunError when something has failed."""
-        if self._failure:
-            raise RunError(
-                "the pipeline has failed and takes no further step",
-                why=f"{self._failure}; the ranks are not connected any more.  Gradients and buffers are as before it",
-                fix="close the pipe on every rank, load a state, and compile the model again",
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class RankContext:
-    """What all executors of one rank share."""
-
-    world: World
-    captures: CaptureCache
-    tensors: LocalTensors
-    health: Health
-    loss_reduction: str = "auto"
+Shards = Sequence[int]
+"""The rows that each replica of the first stage was given; empty where each was given the whole batch."""
 
 
 class Executor:
@@ -137,6 +70,7 @@ class Executor:
         self._world = context.world
         self._captures = context.captures
         self._tensors = context.tensors
+        self._values = context.values
         self._health = context.health
         self._planned = planned
         self._decision = decision
@@ -144,12 +78,16 @@ class Executor:
         self._weight = rule.reduction if rule is not None else WHOLE
         self._rules: dict[object, BatchRule] = {}
         self._layouts: dict[str, RowLayout] = {}
+        self._rowless: frozenset[str] = frozenset()
         self._stated = context.loss_reduction
         self._parts = Parts(decision, context.world.rank)
         self._stage = self._parts.stage
         self._first_rank = decision.stages[0].ranks[0]
-        self._code = StageCode(context.tensors, context.world.device)
+        self._synced = synced_stages(planned.graph, decision) if context.sync_batchnorm and self.train else ()
+        self._statistics = BatchStatistics() if self._stage in self._synced else None
+        self._code = StageCode(context.tensors, context.world.device, context.values.owners, self._statistics)
         self._counts = BatchCounts(context.tensors, context.world.device)
+        self._slicing = TokenSlicing(context.captures, decision, context.tensors, context.world.device)
         self._signature: object = None
         self._engines: dict[int, Engine] = {}
         self._runner: StageRunner | None = None
@@ -167,7 +105,7 @@ class Executor:
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    def loss(self, batch: Batch, key: Key, guard: Guard = UNGUARDED) -> tuple[torch.Tensor, str]:
+    def loss(self, batch: Batch, key: Key, guard: Guard = UNGUARDED, shards: Shards = ()) -> tuple[torch.Tensor, str]:
         """The loss of the whole batch, 0-dim on the CPU, on every rank; when training, gradients are accumulated.
 
         With it, where the guard looks: where a gradient is not finite, on the same step of all ranks; then nothing is
@@ -175,9 +113,11 @@ class Executor:
 
         Raises BatchError and RefusedError on all ranks before anything is sent, StageError and WorkerError after.
         """
-        micro_rows = self.micro_rows(batch)
-        parts = self.agree(batch, micro_rows)
-        weights = parts.own(self._parts.count, self._parts.replica)
+        micro_rows = self.micro_rows(batch, shards)
+        parts = self.agree(batch, micro_rows, shards)
+        if self._synced and (weightless := require_weights(parts, micro_rows)) is not None:
+            raise self._world.known(weightless)
+        weights = parts.own(self._parts.division, self._parts.replica)
         output = self.graph.outputs[0]
         total, overflow = 0.0, ""
 
@@ -194,7 +134,9 @@ class Executor:
             return not overflow
 
         with self._health.watched("a step failed"):
-            self._run(batch, micro_rows, weights, key, share_loss, guard.scale, uneven=parts.uneven)
+            self._run(
+                batch, micro_rows, weights, key, share_loss, guard.scale, uneven=parts.uneven, sharded=bool(shards)
+            )
         return torch.tensor(total, dtype=getattr(torch, self.graph.value_map()[output].dtype)), overflow
 
     def predict(self, batch: Batch, key: Key) -> Any:
@@ -227,51 +169,67 @@ class Executor:
         scale: float = 1.0,
         *,
         uneven: bool = False,
+        sharded: bool = False,
     ) -> StepResult:
         engine = self._engine(len(micro_rows))
-        device = self._world.device
-        inputs = self._parts.inputs(batch, self.graph.inputs, micro_rows, device) if self._stage == 0 else ()
+        given, device = (batch, self.graph.inputs, micro_rows), self._world.device
+        inputs = self._parts.inputs(*given, device, sharded=sharded) if self._stage == 0 else ()
         engine.trace = self.trace
         shares = [share * scale for share in weights.shares]
-        idle = weights.idle(self.graph, self._weight)
-        given = StepInput(micro_rows, inputs, shares, key, weights.numbers, idle, uneven)
-        return engine.step(given, self._parameters(), train=self.train, agree=agree)
+        idle = {micro: names - self._rowless for micro, names in weights.idle(self.graph, self._weight).items()}
+        step = StepInput(micro_rows, inputs, shares, key, weights.numbers, idle, uneven)
+        with self._values.gathered():
+            return engine.step(step, self._parameters(), train=self.train, agree=agree)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {name: t for name, t in self._tensors.held.items() if isinstance(t, nn.Parameter)}
 
     # -- before anything is sent -----------------------------------------------------------------------------------
 
-    def micro_rows(self, batch: Batch) -> tuple[int, ...]:
+    def micro_rows(self, batch: Batch, shards: Shards = ()) -> tuple[int, ...]:
         """Rows of each micro-batch of this batch.  Evaluation takes a batch whole, which is exact for any model."""
-        return micro_rows_of(batch, self._decision.micro_rows if self.train else (1,))
+        decision = self._decision if self.train else replace(self._decision, micro_rows=(1,))
+        return micro_rows(batch, shards, decision)
 
-    def agree(self, batch: Batch, micro_rows: tuple[int, ...]) -> PartWeights:
+    def agree(self, batch: Batch, micro_rows: tuple[int, ...], shards: Shards = ()) -> PartWeights:
         """Make the code for this batch, on which all ranks agree already.  Collective.
 
-        Returns what weighs each part's loss, as the first rank of the first stage counts it.  Raises on all ranks what
-        any rank finds wrong.
+        Returns what weighs each part's loss, as the first rank of the first stage counts it, or of shards each of its
+        replicas.  Raises on all ranks what any rank finds wrong.
         """
         self._agree_on_rule(batch, micro_rows)
         failure: BaseException | None = None
-        nothing = PartWeights.nothing(self._parts.counts, len(micro_rows), len(self._weight.adjusted))
-        mine, seen = nothing, 0.0
+        nothing = PartWeights.nothing(self._parts.divisions, len(micro_rows), len(self._weight.adjusted))
+        pieces = pieces_of(micro_rows, self._parts.divisions, self._decision.stages[0].division) if shards else None
+        mine = nothing.flat() if pieces is None else pieces.among(-1, (), self._width)
+        seen = 0.0
         try:
             with patient("preparing the batch"):
-                self.prepare(batch, micro_rows)
-                if self._stage == 0 and self._parts.count > 1:
-                    seen = digest(batch)
-                if self._world.rank == self._first_rank:
-                    mine = self._weights_of(batch, micro_rows)
+                self.prepare(batch, micro_rows, pieces)
+                if self._stage == 0 and self._parts.division.count > 1:
+                    alike = (t for t, split in batch.tensors_and_splits() if not (split and shards))
+                    seen = digest(alike)
+                if pieces is not None and self._stage == 0:
+                    mine = self._measured(batch, pieces)
+                elif self._world.rank == self._first_rank:
+                    mine = self._weights_of(batch, micro_rows).flat()
         except FAILURES as error:
             failure = error
-        rows = self._world.gather_numbers([float(failure is not None), seen, *mine.flat()])
+        rows = self._world.gather_numbers([float(failure is not None), seen, *mine])
         if any(row[0] for row in rows):
             raise_first(self._world, failure, "preparing the batch")
         different = require_same_batch([row[1] for row in rows], self._parts.first_ranks)
         if different is not None:
             raise self._world.known(different)
-        return nothing.read(rows[self._first_rank][2:])
+        if pieces is None:
+            return nothing.read(rows[self._first_rank][2:])
+        measured = pieces.read([rows[rank][2:] for rank in self._parts.first_ranks], self._width)
+        return weights_of_pieces(self._weight, pieces, measured)
+
+    @property
+    def _width(self) -> int:
+        """How many numbers are measured of each piece."""
+        return 1 + 2 * len(self._weight.adjusted)
 
     def _agree_on_rule(self, batch: Batch, micro_rows: Sequence[int]) -> None:
         """How a batch is cut, as the first rank of the first stage derives it.  Collective where batches of this kind
@@ -297,7 +255,7 @@ class Executor:
         return BatchRule(reduction, row_layouts(family, reduction, *divided_values(self._decision, self.graph)))
 
     def _knows_rule(self, signature: object) -> bool:
-        alone = len(self._decision.micro_rows) == 1 and not self._parts.replicated
+        alone = len(self._decision.micro_rows) == 1 and not self._parts.divided
         if alone or not self.train:
             self._rules[signature] = BatchRule(WHOLE)
         elif not self._rules and self._planned_rule is not None:
@@ -316,28 +274,40 @@ class Executor:
             self._signature, self._weight = signature, rule.reduction
             self._layouts.clear()
             self._layouts.update({name: layout for name, layout in rule.layouts.items() if layout is not None})
+            # Their gradients come from a rank with other rows, which may have weight where this one's have none.
+            self._rowless = frozenset(rule.layouts.keys() - self._layouts.keys())
 
-    def prepare(self, batch: Batch, micro_rows: Sequence[int]) -> None:
-        """Make the code for every number of rows.  Local; raises RefusedError when the model runs another program at
-        these shapes than the one that was planned."""
+    def prepare(self, batch: Batch, micro_rows: Sequence[int], pieces: Pieces | None = None) -> None:
+        """Make the code for every number of rows.  pieces: of a batch in shards.  Local; raises RefusedError when the
+        model runs another program at these shapes than the one that was planned."""
         signature = self._signature_of(batch)
         assert self._knows_rule(signature)
+        require_known(self._world, self.graph, self._synced, sliced=self._slicing.active)
         self._take(signature)
         for rows in self._parts.sizes(micro_rows):
             if not self._code.has(rows):
-                self._add(self._capture(batch, rows))
-        if self._world.rank == self._first_rank and not set(self._weight.counted()) <= set(self.graph.inputs):
-            for rows in self._parts.all_sizes(micro_rows):
+                self._add(self._capture(batch, rows), batch)
+        if not set(self._weight.counted()) <= set(self.graph.inputs):
+            for rows in self._sizes_to_count(micro_rows, pieces):
                 if not self._counts.has(rows):
                     self._counts.add(self._capture(batch, rows), self._weight)
+
+    def _sizes_to_count(self, micro_rows: Sequence[int], pieces: Pieces | None) -> Sequence[int]:
+        """The numbers of rows at which this rank counts what weighs losses."""
+        if pieces is not None:
+            own = pieces.own(self._parts.replica) if self._stage == 0 else ()
+            return sorted({pieces.rows[place] for place in own}, reverse=True)
+        return self._parts.all_sizes(micro_rows) if self._world.rank == self._first_rank else ()
 
     def _capture(self, batch: Batch, rows: int) -> Captured:
         captured = self._captures(batch, Size(rows), self._mode.value)
         require_same_program(captured.graph, self.graph)
         return captured
 
-    def _add(self, captured: Captured) -> None:
-        if self._stage is not None:
+    def _add(self, captured: Captured, batch: Batch) -> None:
+        if self._slicing.active:
+            self._slicing.add(self._code, captured, batch, self.program, self._stage, self._weight.adjusted)
+        elif self._stage is not None:
             planned, layouts = self._decision.stages[self._stage], self._rules[self._signature].layouts
             self._code.add_stage(captured, self.program(1), self._stage, planned, self._weight.adjusted, layouts)
         self._code.add_specs(captured)
@@ -345,20 +315,29 @@ class Executor:
     def _weights_of(self, batch: Batch, micro_rows: tuple[int, ...]) -> PartWeights:
         """What weighs each part; on the first rank of the first stage."""
         found = {}
-        for count in self._parts.counts:
-            parts = parts_of(micro_rows, count)
+        for each in self._parts.divisions:
+            parts = parts_of(micro_rows, each)
             rows = tuple(filter(None, parts))
             inputs = among_all(batch, self.graph.inputs, parts, self._world.device, range(len(parts)))
+            self._slicing.check(rows, inputs.values())
             weights = self._counts.weights(self._weight, rows, list(inputs.values()))
-            found[count] = among(parts, weights, len(self._weight.adjusted))
+            found[each] = among(parts, weights, len(self._weight.adjusted))
         return PartWeights(found)
+
+    def _measured(self, batch: Batch, pieces: Pieces) -> list[float]:
+        """What weighs the parts of shards follows from, of the pieces that this rank has."""
+        rows = [pieces.rows[place] for place in pieces.own(self._parts.replica)]
+        inputs = among_all(batch, self.graph.inputs, rows, self._world.device, range(len(rows)))
+        self._slicing.check(rows, inputs.values())
+        measured = self._counts.measured(self._weight, rows, list(inputs.values()))
+        return pieces.among(self._parts.replica, measured, self._width)
 
     # -- the program and what plays it -----------------------------------------------------------------------------
 
     def program(self, micros: int) -> Program:
         """The verified program for `micros` micro-batches."""
         decision = replace(self._decision, micro_rows=(1,) * micros)
-        program = route(decision, self.graph)
+        program = route(decision, self.graph, self._slicing.prologue)
         program = check_program(program, decision.schedule) if self.train else forward_program(program)
         return program if self._world.carrier is None else check_messages(program)
 
@@ -370,6 +349,7 @@ class Executor:
         if micros not in self._engines:
             program = self.program(micros)
             if self._runner is None:
+                open_statistics(self._world, self._decision, self._synced, self._statistics)
                 self._runner = self._stage_runner(program)
             runners = {self._stage: self._runner} if self._stage is not None else {}
             ops = self.graph.op_map()
@@ -382,12 +362,15 @@ class Executor:
     def _shared(self) -> dict[int, Shared]:
         if self._stage is None:
             return {}
-        return {self._stage: shared_of(self.graph, self._decision, self._stage)}
+        return {self._stage: shared_of(self.graph, self._decision, self._stage, self._values.owners)}
 
     def _stage_runner(self, program: Program) -> StageRunner:
         back = frozenset(name for e in program.edges if e.dst == self._stage for name in e.grads)
         out = frozenset(name for e in program.edges if e.src == self._stage for name in e.grads)
-        return StageRunner(self._code.modules, self._tensors.held, back, out | {self.graph.outputs[0]})
+        held, out = self._tensors.held, out | {self.graph.outputs[0]}
+        if self._slicing.active:
+            return SlicedRunner(self._code.sliced, held, back, out)
+        return StageRunner(self._code.modules, held, back, out, self._statistics)
 
     def _ranks_of(self, value: str) -> tuple[int, ...]:
         """The ranks that compute a value."""

@@ -16,15 +16,18 @@ from torch import nn
 from autopart.capture import CaptureCache
 from autopart.capture.batch import Batch, BatchReader
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import BatchError, NonFiniteError, UsageError
+from autopart.ir.errors import NonFiniteError, UsageError
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.timeline import Timeline
 from autopart.options import Options
 from autopart.report.plan_table import stage_table
 from autopart.runtime.trace import Trace
-from autopart.session.executor import Guard, Mode
+from autopart.session.call_batch import first_batch, one_batch
+from autopart.session.context import Guard, Mode
+from autopart.session.data import own_rows
 from autopart.session.measured import gather_timeline
+from autopart.session.parts import micro_cut
 from autopart.session.scaler import LossScaler
 from autopart.session.session import Session
 from autopart.session.state import (
@@ -75,30 +78,40 @@ class Pipe:
     def _flatten(self, batch: Any) -> Batch:
         return self._reader.read(batch, with_target=self._options.loss_fn is not None)
 
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_target: bool = True) -> Batch | None:
+        """The batch of a call, None where this rank is given none."""
+        batch = one_batch(args, kwargs)
+        if batch is None:
+            return None
+        return self._flatten(batch) if with_target else self._reader.read(batch)
+
     # -- running -------------------------------------------------------------------------------------------------
 
-    def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def step(self, *args: Any, sharded: bool = False, **kwargs: Any) -> torch.Tensor:
         """One training step: every micro-batch, forward and backward; gradients are added to `.grad`.
 
-        Takes a batch as described in `capture.batch`, or the model's own positional and keyword arguments.  Returns
-        the loss of the whole batch (0-dim, its backward done) on every rank.  Raises BatchError before anything is
-        sent, StageError and WorkerError while running.
+        Takes a batch as described in `capture.batch`, or the model's own positional and keyword arguments; None where
+        this rank needs none (`needs_data`).  Returns the loss of the whole batch (0-dim, its backward done) on every
+        rank.  Raises BatchError before anything is sent, StageError and WorkerError while running.
+
+        sharded: whether the ranks that need data are each given their own rows (`data_shard`, `data_rows`).  The step
+        is that of one process over all of them: micro-batch by micro-batch, the next rows of each shard.
 
         In fp16 the loss is scaled for the backward (`scaler`), and gradients are what they are without a scale.  Where
         one is not finite, nothing is added to any: `skipped` is True, and `optimizer.step()` is to be left out (it does
         nothing for parameters whose `.grad` is None).
         """
 
-        def read() -> Batch:
-            return self._flatten(_one_batch(args, kwargs))
+        def read() -> Batch | None:
+            return self._given(args, kwargs)
 
         self._require_open()
-        session = self._session or self._bring_up(read)
+        session = self._session or self._bring_up(lambda: first_batch(read(), sharded=sharded))
         scaler = self.scaler
         how = self._options.non_finite
         looks = scaler is not None or how != "auto"
         guard = Guard(looks, scaler.scale) if scaler is not None else Guard(looks)
-        loss, overflow = session.loss(Mode.TRAIN, read, self._steps, guard)
+        loss, overflow = session.loss(Mode.TRAIN, read, self._steps, guard, sharded=sharded)
         self._steps += 1
         self._skipped = bool(overflow)
         if scaler is not None:
@@ -108,15 +121,17 @@ class Pipe:
         return without_backward(loss)
 
     def eval_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The loss of a batch with the model in eval mode, through the same stages, without gradients."""
-        return without_backward(self.session.loss(Mode.LOSS, lambda: self._flatten(_one_batch(args, kwargs)))[0])
+        """The loss of a batch with the model in eval mode, through the same stages, without gradients.  Only the first
+        rank of the first stage needs the batch; others may pass None."""
+        return without_backward(self.session.loss(Mode.LOSS, lambda: self._given(args, kwargs))[0])
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns in eval mode for this batch, on every rank, on the CPU, through the same stages.
 
-        The batch holds no target.  Caches and other objects that are no tensors are left out of the result.
+        The batch holds no target; as in `eval_loss`, others than the first may pass None.  Caches and other objects
+        that are no tensors are left out of the result.
         """
-        return self.session.predict(lambda: self._reader.read(_one_batch(args, kwargs)))
+        return self.session.predict(lambda: self._given(args, kwargs, with_target=False))
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises UsageError: calling the model says neither whether to train nor what comes back."""
@@ -166,7 +181,7 @@ class Pipe:
         """What every rank does in one training step, action by action."""
         return self.session.program()
 
-    def timeline(self, *args: Any, **kwargs: Any) -> Timeline:
+    def timeline(self, *args: Any, sharded: bool = False, **kwargs: Any) -> Timeline:
         """Run a training step as `step` does, and return what every rank did in it, in nanoseconds, on every rank.
 
         Times count from the start of the step on each rank.  `autopart.save_trace` writes it for a viewer, and
@@ -174,11 +189,29 @@ class Pipe:
         """
         self._require_open()
         if self._session is None:
-            self._bring_up(lambda: self._flatten(_one_batch(args, kwargs)))
+            self._bring_up(lambda: first_batch(self._given(args, kwargs), sharded=sharded))
         with self.traced() as trace:
-            self.step(*args, **kwargs)
+            self.step(*args, sharded=sharded, **kwargs)
         with self.session.call("timeline") as session:
             return gather_timeline(session.world, trace.timeline)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether this rank needs the batch of a step; others may pass None."""
+        return self.rank in self.session.needing
+
+    def data_shard(self) -> tuple[int, int]:
+        """(number, of) for a sampler that deals every replica of the first stage as many rows:
+        `DistributedSampler(dataset, num_replicas=of, rank=number)`.  A rank that needs no data has the number 0."""
+        ranks = self.session.needing
+        return (ranks.index(self.rank) if self.needs_data else 0), len(ranks)
+
+    def data_rows(self, rows: int) -> tuple[int, ...]:
+        """The places of the rows that this rank needs of a batch of `rows` rows, in the order in which `step` takes
+        them as its shard.  A step over these shards is the step over the batch."""
+        number, _ = self.data_shard()
+        planned = micro_cut(rows, self.plan.micro_rows)
+        return own_rows(planned, self.plan.stages[0].division, number) if self.needs_data else ()
 
     @property
     def rank(self) -> int:
@@ -246,13 +279,13 @@ class Pipe:
     # -- parameters ----------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under their original names, tied ones under the first.  Before the first step of a
-        pipe without a sample: all of the model's."""
+        """This rank's parameters under their original names, tied ones under the first; with zero=1 those that it owns.
+        Before the first step of a pipe without a sample: all of the model's."""
         if self._session is None:
             yield from self._captures.trained.named_parameters()
             return
         for name, tensor in self._session.tensors.held.items():
-            if isinstance(tensor, nn.Parameter):
+            if isinstance(tensor, nn.Parameter) and self._session.context.keeps(name):
                 yield name, tensor
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -363,11 +396,3 @@ def _not_finite(where: str, guard: Guard) -> NonFiniteError:
         else "the step diverged, or divided by zero",
         fix='go on with the next batch (gradients are as before the step), or pass non_finite="skip"',
     )
-
-
-def _one_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if kwargs:
-        return (args, kwargs) if args else kwargs
-    if not args:
-        raise BatchError("step was called without a batch", fix="pass the batch that the model takes")
-    return args[0] if len(args) == 1 else args

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from autopart.ir.graph import Graph
+from autopart.ir.owners import owners_of
 from autopart.ir.plan import Decision
+from autopart.runtime.shared_values import Sharing
 from autopart.runtime.tensors import move_tensors
 from autopart.runtime.world import World
 
@@ -18,29 +20,65 @@ Route = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """holders: the ranks that hold each parameter and buffer, ascending.  owners: the one that answers for it: that of
-    the first stage that uses a parameter, and for a buffer that of the stage that updates it."""
+    """holders: the ranks that hold each parameter and buffer, ascending.  keepers: of those, the ones that keep its
+    gradient and the optimizer's state: all, or where replicas share that, one of each stage.  owners: the one that
+    answers for it: that of the first stage that uses a parameter, and for a buffer that of the stage that updates it.
+    sharing: how the replicas of each stage share the optimizer's state.
+    """
 
-    holders: Mapping[str, tuple[int, ...]]
-    owners: Mapping[str, int]
+    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    keepers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    owners: Mapping[str, int] = field(default_factory=dict)
+    sharing: tuple[Sharing, ...] = ()
+
+    def keeps(self, rank: int, name: str) -> bool:
+        """Whether a rank that holds this tensor drives it."""
+        return name not in self.keepers or rank in self.keepers[name]
+
+
+def sharing_of(graph: Graph, decision: Decision) -> tuple[Sharing, ...]:
+    """How the replicas of each stage share the optimizer's state.  O(ops + parameters * log(parameters)).
+
+    Of a parameter that several stages use each has a copy with an owner; equal gradients and equal optimizers keep
+    their values equal, as they keep those of replicas that share nothing.
+    """
+    ops = graph.op_map()
+    trained = {param.name: param.size_bytes for param in graph.params if param.trainable}
+    found = []
+    for stage in decision.stages:
+        used = dict.fromkeys(name for op in stage.ops for name in ops[op].params if name in trained)
+        owners: dict[str, int] = {}
+        if decision.zero and len(stage.ranks) > 1:
+            dealt = owners_of({name: trained[name] for name in used}, len(stage.ranks))
+            owners = {name: stage.ranks[dealt[name]] for name in used}
+        found.append(Sharing(stage.ranks, owners, decision.bucket_bytes))
+    return tuple(found)
 
 
 def placement_of(graph: Graph, decision: Decision) -> Placement:
     """Where a plan puts the tensors of its graph.  O(ops)."""
     ops = graph.op_map()
     holders: dict[str, set[int]] = {}
+    keepers: dict[str, set[int]] = {}
     owners: dict[str, int] = {}
-    for stage in decision.stages:
-        for op in stage.ops:
-            for name in ops[op].params:
-                owners.setdefault(name, stage.ranks[0])
-                holders.setdefault(name, set()).update(stage.ranks)
+    shared = sharing_of(graph, decision)
+    for stage, sharing in zip(decision.stages, shared, strict=True):
+        for name in dict.fromkeys(name for op in stage.ops for name in ops[op].params):
+            owner = sharing.owners.get(name)
+            owners.setdefault(name, stage.ranks[0] if owner is None else owner)
+            holders.setdefault(name, set()).update(stage.ranks)
+            keepers.setdefault(name, set()).update(stage.ranks if owner is None else (owner,))
     writer = graph.writer()
     for buffer, value in graph.updates:
         stage = next(s for s in decision.stages if writer[value] in s.ops)
         owners[buffer] = stage.ranks[0]
         holders.setdefault(buffer, set()).update(stage.ranks)
-    return Placement({name: tuple(sorted(ranks)) for name, ranks in holders.items()}, owners)
+    return Placement(
+        {name: tuple(sorted(ranks)) for name, ranks in holders.items()},
+        {name: tuple(sorted(ranks)) for name, ranks in keepers.items()},
+        owners,
+        shared,
+    )
 
 
 def relocate(
@@ -52,24 +90,27 @@ def relocate(
 ) -> None:
     """Bring the tensors that this rank held under `old`, and their gradients, to the holders under `new`.  Collective.
 
-    old_tensors, new_tensors: what this rank holds, by name.  A tensor that no rank held before is not moved: no step
-    has changed it.
+    old_tensors, new_tensors: what this rank holds, by name, with the newest values.  Gradients go to the keepers alone.
+    A tensor that no rank held before is not moved: no step has changed it.
     """
-    routes = list(_routes(old, new))
+    routes = list(_routes(old.owners, old.holders, new.holders))
     move_tensors(world, routes, {**new_tensors, **{n: t for n, t in old_tensors.items() if n not in new_tensors}})
-    _move_gradients(world, routes, old.owners, old_tensors, new_tensors)
+    _move_gradients(world, list(_routes(old.owners, old.keepers, new.keepers)), old.owners, old_tensors, new_tensors)
     for name, tensor in old_tensors.items():
-        if name not in new_tensors:
+        if name not in new_tensors or not new.keeps(world.rank, name):
             tensor.grad = None
 
 
-def _routes(old: Placement, new: Placement) -> Iterator[Route]:
-    for name in sorted(new.holders):
-        source = old.owners.get(name)
+def _routes(
+    owners: Mapping[str, int], before: Mapping[str, tuple[int, ...]], after: Mapping[str, tuple[int, ...]]
+) -> Iterator[Route]:
+    """To each rank that has a tensor afterwards and had none before."""
+    for name in sorted(after):
+        source = owners.get(name)
         if source is None:
             continue
-        for rank in new.holders[name]:
-            if rank not in old.holders[name]:
+        for rank in after[name]:
+            if rank not in before.get(name, ()):
                 yield name, source, rank
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,10 +20,10 @@ from autopart.capture.batch import Batch
 from autopart.capture.guards import check_autocast, tied_names
 from autopart.capture.reduction import WHOLE, BatchRule
 from autopart.capture.rows import program_key
-from autopart.capture.trained import Trained
+from autopart.capture.trained import refuse_meta
 from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import PlanError, RefusedError, UsageError
+from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan, Stage
 from autopart.ir.program import Program
@@ -32,18 +32,23 @@ from autopart.options import Options
 from autopart.passes.program.projection import check_gradients_stay, project_plan
 from autopart.planning import Planned, make_plan, read_plan
 from autopart.runtime.activity import patient, set_activity, set_rank_label
+from autopart.runtime.shared_values import SharedValues
 from autopart.runtime.tensors import LocalTensors, broadcast_weights_if_different
 from autopart.runtime.trace import Trace
 from autopart.runtime.world import World
-from autopart.session.agreement import FAILURES, broadcast_result, together
-from autopart.session.batch_counts import Weights
+from autopart.session.agreement import FAILURES, broadcast_result, require_same_everywhere, together
+from autopart.session.batch_counts import PartWeights
 from autopart.session.calls import Calls, Given
-from autopart.session.executor import UNGUARDED, Executor, Guard, Health, Mode, RankContext
-from autopart.session.parts import micro_rows_of
+from autopart.session.context import UNGUARDED, Guard, Mode, RankContext
+from autopart.session.data import KnownBatches, Taken, micro_rows, require_no_questions
+from autopart.session.executor import Executor
+from autopart.session.health import Health
 from autopart.session.placement import Placement, placement_of, relocate
 
 _CALLS = {Mode.TRAIN: "step", Mode.LOSS: "eval_loss", Mode.PREDICT: "predict"}
 _dtype = operator.attrgetter("dtype")
+Read = Callable[[], Batch | None]
+"""Takes the batch of a call apart; None where this rank was given none."""
 _KEEP = 32  # kinds of batches whose executor is remembered
 
 
@@ -66,7 +71,6 @@ class Session:
         self._chosen: dict[object, Executor] = {}
         self._training: Executor | None = None
         self._planned: Planned | None = None
-        self._placement = Placement({}, {})
         self._trace: Trace | None = None
         self._dtypes: list[torch.dtype] = []
         self.tied: Mapping[str, str] = {}
@@ -78,7 +82,8 @@ class Session:
             transport=options.transport,
         )
         self._calls = Calls(self.world)
-        self.tensors = LocalTensors(self.world.device)
+        self._known = KnownBatches(self.world)
+        self.context = self._context_of(LocalTensors(self.world.device))
 
     # -- getting there ---------------------------------------------------------------------------------------------
 
@@ -93,13 +98,13 @@ class Session:
                 with together(self.world, "reading the model and the plan"):
                     self._batch = self._read()  # kept, for other plans capture the model at other sizes
                     read_plan(self._options)
-                    _refuse_meta(self.captures.trained)
+                    refuse_meta(self.captures.trained)
                     self.tied = tied_names(self.captures.trained)
                 planned = self._plan_together(self._options)
                 set_activity("comparing weights")
                 broadcast_weights_if_different(self.world, planned.captured.tensors)
-                tensors = LocalTensors(self.world.device)
-                self._install(planned, tensors, self._executor_of(planned, tensors))
+                context = self._context_of(LocalTensors(self.world.device), planned)
+                self._install(planned, context, self._executor_of(planned, context))
         except BaseException:
             self.close()
             raise
@@ -113,11 +118,13 @@ class Session:
         """
         with self.call("adopt"):
             planned = self._plan_together(replace(self._options, plan=plan))
-            tensors = LocalTensors(self.world.device, self.tensors)
-            executor = self._executor_of(planned, tensors)
+            context = self._context_of(LocalTensors(self.world.device, self.tensors), planned)
+            executor = self._executor_of(planned, context)
             with self._health.watched("moving the weights to another plan"):
-                relocate(self.world, self._placement, _placed(planned), self.tensors.held, tensors.held)
-            self._install(planned, tensors, executor)
+                self.context.values.gather()
+                old, new = self.context.placement, context.placement
+                relocate(self.world, old, new, self.tensors.held, context.tensors.held)
+            self._install(planned, context, executor)
 
     def _plan_together(self, options: Options) -> Planned:
         """The plan of rank 0 on every rank, each with its own capture.  Collective; an error is raised on all ranks."""
@@ -140,36 +147,31 @@ class Session:
                 mine = Planned(plan, captured, BatchRule.from_json(content["rule"]))
             self._batch = self.captures.judged(self._batch)
             fingerprint = f"{mine.captured.graph.shape_digest()} {mine.plan.digest()} {options.seed}"
-        self._require_same_everywhere(fingerprint)
+        require_same_everywhere(self.world, fingerprint)
         return mine
 
-    def _require_same_everywhere(self, fingerprint: str) -> None:
-        """Every rank must have captured the same program.  Collective; raises PlanError on all ranks."""
-        fingerprints = self.world.gather_text(fingerprint)
-        for rank, other in enumerate(fingerprints):
-            if other != fingerprints[0]:
-                error = PlanError(
-                    f"ranks 0 and {rank} hold different models or batches",
-                    why="their captured programs, or their seeds, differ",
-                    fix="build the same model, with the same flags, and pass the same sample and seed on every rank",
-                )
-                raise self.world.known(error)
+    def _context_of(self, tensors: LocalTensors, planned: Planned | None = None) -> RankContext:
+        """What executors share under a plan, which hold this rank's share of the model in `tensors`.  Collective."""
+        placement = Placement() if planned is None else placement_of(planned.captured.graph, planned.plan.decision)
+        values = SharedValues(self.world, placement.sharing, tensors.held)
+        stated, synced = self._options.loss_reduction, self._options.sync_batchnorm
+        return RankContext(self.world, self.captures, tensors, placement, values, self._health, stated, synced)
 
-    def _executor_of(self, planned: Planned, tensors: LocalTensors) -> Executor:
-        """What trains under a plan; holds this rank's share of the model in `tensors`.  Collective."""
-        executor = Executor(Mode.TRAIN, self._context(tensors), planned.captured, planned.plan.decision, planned.rule)
+    def _executor_of(self, planned: Planned, context: RankContext) -> Executor:
+        """What trains under a plan.  Collective."""
+        executor = Executor(Mode.TRAIN, context, planned.captured, planned.plan.decision, planned.rule)
         with together(self.world, "making the stages"), patient("making the stages"):
             executor.prepare(self._batch, (max(planned.plan.micro_rows),))
         if self.world.carrier is not None:
             executor.open(len(planned.plan.micro_rows))
         return executor
 
-    def _install(self, planned: Planned, tensors: LocalTensors, executor: Executor) -> None:
-        tensors.forget_earlier()
-        self._dtypes = list(map(_dtype, tensors.held.values()))
+    def _install(self, planned: Planned, context: RankContext, executor: Executor) -> None:
+        context.tensors.forget_earlier()
+        self._dtypes = list(map(_dtype, context.tensors.held.values()))
         self._planned = planned
-        self._placement = _placed(planned)
-        self.tensors = tensors
+        self.context = context
+        context.values.keep_own()
         self._executors = {(Mode.TRAIN, program_key(planned.captured.graph)): executor}
         self._chosen.clear()
         self._training = executor
@@ -192,9 +194,19 @@ class Session:
         return self._planned.captured.graph
 
     @property
+    def needing(self) -> tuple[int, ...]:
+        """The ranks that need the batch of a training step, in the order of its shards; of another call the first."""
+        return self.plan.stages[0].ranks
+
+    @property
+    def tensors(self) -> LocalTensors:
+        """What this rank holds."""
+        return self.context.tensors
+
+    @property
     def owners(self) -> Mapping[str, int]:
         """For each parameter and buffer of the plan, the rank that answers for it."""
-        return self._placement.owners
+        return self.context.placement.owners
 
     def program(self) -> Program:
         """What every rank does in one training step."""
@@ -241,10 +253,13 @@ class Session:
                 raise
             raise first from None  # the broken connection only follows from it
 
-    def take(self, mode: Mode, read: Callable[[], Batch], call: str | None = None, scale: float = 1.0) -> Batch:
-        """The batch that every rank was given, once all have read theirs and hold the same model.  Collective.
+    def take(
+        self, mode: Mode, read: Read, call: str | None = None, scale: float = 1.0, *, sharded: bool = False
+    ) -> Taken:
+        """What this rank was given of a batch, once all have read theirs and hold the same model.  Collective.
 
-        read: takes the batch apart; what it raises is raised on all ranks.  scale: of the loss, alike on all.
+        read: takes the batch apart, None where this rank was given none; what it raises is raised on all ranks.
+        scale: of the loss, alike on all.  sharded: whether the replicas of the first stage have rows of their own.
         """
         batch: Batch | None = None
         given, failure = Given(), None
@@ -255,14 +270,16 @@ class Session:
             self._check_dtypes()
             if self.captures.refresh(training=mode is Mode.TRAIN):
                 self._follow_flags()
-            with patient("capturing the model"):
-                batch = self.captures.settled(batch, self._largest(batch, mode), mode.value)
-            given = Given(repr(batch.signature()), self.captures.version, batch.rows or 0, scale)
+            if batch is not None and not sharded:
+                with patient("capturing the model"):
+                    batch = self.captures.settled(batch, self._largest(batch, mode), mode.value)
+            signature, rows = (repr(batch.signature()), batch.rows or 0) if batch is not None else ("", 0)
+            given = Given(signature, self.captures.version, rows, scale, sharded)
         except FAILURES as error:
             failure = error
-        self._calls.enter(call or _CALLS[mode], given, failure)
-        assert batch is not None
-        return batch
+        needed = self.needing if mode is Mode.TRAIN else self.needing[:1]
+        heard = self._calls.enter(call or _CALLS[mode], given, failure, needed)
+        return self._known.taken(batch, heard, needed, self.plan.decision, sharded=sharded)
 
     def _check_dtypes(self) -> None:
         """Raises RefusedError when what this rank holds was converted in place, as model.to(dtype) does."""
@@ -278,64 +295,68 @@ class Session:
         self._dtypes = found
 
     def loss(
-        self, mode: Mode, read: Callable[[], Batch], step: int = 0, guard: Guard = UNGUARDED
+        self, mode: Mode, read: Read, step: int = 0, guard: Guard = UNGUARDED, *, sharded: bool = False
     ) -> tuple[torch.Tensor, str]:
         """The loss of a batch on every rank, and with a guard where a gradient is not finite; when training, gradients
-        are accumulated unless one is.  step: for random numbers.  Collective."""
+        are accumulated unless one is.  step: for random numbers.  sharded: as for `take`.  Collective."""
         self.require_healthy()
         with self.told(f"a {_CALLS[mode]} failed"):
-            batch = self.take(mode, read, scale=guard.scale)
-            found = self._executor(mode, batch).loss(batch, (self._options.seed, step), guard)
+            taken = self.take(mode, read, scale=guard.scale, sharded=sharded)
+            found = self._executor(mode, taken).loss(taken.batch, (self._options.seed, step), guard, taken.shards)
         return found
 
-    def predict(self, read: Callable[[], Batch]) -> Any:
+    def predict(self, read: Read) -> Any:
         """What the model returns in eval mode, on every rank, on the CPU.  Collective."""
         self.require_healthy()
         with self.told("a prediction failed"):
-            batch = self.take(Mode.PREDICT, read)
-            result = self._executor(Mode.PREDICT, batch).predict(batch, (self._options.seed, 0))
+            taken = self.take(Mode.PREDICT, read)
+            batch = taken.batch
+            result = self._executor(Mode.PREDICT, taken).predict(batch, (self._options.seed, 0))
         return result
 
-    def loss_weights(self, batch: Batch) -> tuple[tuple[int, ...], Weights | None]:
-        """The rows of each micro-batch in a training step, and what weighs its loss: None where every stage has
-        replicas, so that nobody runs whole micro-batches.  Collective."""
+    def loss_weights(self, batch: Batch) -> tuple[tuple[int, ...], PartWeights]:
+        """The rows of each micro-batch in a training step, and what weighs the losses of its parts.  Collective."""
         self.require_healthy()
         with self.told("verifying"):
-            batch = self.take(Mode.TRAIN, lambda: batch, "verify")
-            executor = self._executor(Mode.TRAIN, batch)
+            taken = self.take(Mode.TRAIN, lambda: batch, "verify")
+            executor, batch = self._executor(Mode.TRAIN, taken), taken.batch
             micro_rows = executor.micro_rows(batch)
             weights = executor.agree(batch, micro_rows)
-        return micro_rows, weights.of.get(1)
+        return micro_rows, weights
 
-    def _executor(self, mode: Mode, batch: Batch) -> Executor:
+    def _executor(self, mode: Mode, taken: Taken) -> Executor:
         """What runs this mode for such batches; made at first use, along the stages of the training plan.  Collective.
 
         A batch of another kind, or a model that was changed, may run another program than the one that was planned.
         """
-        key = (mode, self.captures.version, batch.signature())
+        key = (mode, self.captures.version, taken.batch.signature(), bool(taken.shards))
         if key not in self._chosen:
             with together(self.world, "capturing the model"), patient("capturing the model"):
-                self._chosen[key] = self._find_executor(mode, batch)
+                self._chosen[key] = self._find_executor(mode, taken)
             if len(self._chosen) > _KEEP:
                 del self._chosen[next(iter(self._chosen))]
         return self._chosen[key]
 
-    def _largest(self, batch: Batch, mode: Mode) -> Size:
+    def _largest(self, batch: Batch, mode: Mode, shards: Sequence[int] = ()) -> Size:
         """The largest part of this batch that is run at once."""
-        return Size(max(micro_rows_of(batch, self.plan.micro_rows)) if mode is Mode.TRAIN else batch.rows or 1)
+        return Size(max(micro_rows(batch, shards, self.plan.decision)) if mode is Mode.TRAIN else batch.rows or 1)
 
-    def _find_executor(self, mode: Mode, batch: Batch) -> Executor:
-        captured = self.captures(batch, self._largest(batch, mode), mode.value)
+    def _find_executor(self, mode: Mode, taken: Taken) -> Executor:
+        captured = self.captures(taken.batch, self._largest(taken.batch, mode, taken.shards), mode.value)
+        if taken.shards:
+            require_no_questions(captured)
         program = mode, program_key(captured.graph)
         if program not in self._executors:
             stages = self._stages_of(captured.graph, mode)
             if mode is Mode.TRAIN:
                 check_gradients_stay(captured.graph, stages, self.graph, self.plan.decision)
             if mode is not Mode.TRAIN:  # a batch is evaluated whole, which is exact for any model: by first replicas
-                stages = tuple(replace(stage, ranks=stage.ranks[:1]) for stage in stages)
+                stages = tuple(replace(stage, ranks=stage.ranks[:1], shares=(), policy="split") for stage in stages)
             decision = replace(self.plan.decision, stages=stages)
+            if mode is not Mode.TRAIN:
+                decision = replace(decision, token_slices=())
             rule = None if mode is Mode.TRAIN else BatchRule(WHOLE)
-            self._executors[program] = Executor(mode, self._context(self.tensors), captured, decision, rule)
+            self._executors[program] = Executor(mode, self.context, captured, decision, rule)
             self._executors[program].trace = self._trace if mode is Mode.TRAIN else None
         return self._executors[program]
 
@@ -345,9 +366,6 @@ class Session:
         if same and mode is Mode.TRAIN:
             return self.plan.decision.stages
         return project_plan(graph, self.graph, self.plan.decision)
-
-    def _context(self, tensors: LocalTensors) -> RankContext:
-        return RankContext(self.world, self.captures, tensors, self._health, self._options.loss_reduction)
 
     def _follow_flags(self) -> None:
         """Copies of parameters on another device require gradients as the model's own do."""
@@ -378,16 +396,3 @@ class Session:
         self._executors.clear()
         self._chosen.clear()
         self.world.close()
-
-
-def _placed(planned: Planned) -> Placement:
-    return placement_of(planned.captured.graph, planned.plan.decision)
-
-
-def _refuse_meta(model: Trained) -> None:
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_meta:
-            raise UsageError(
-                f"{name} is on the meta device: it has no values to train",
-                fix="use autopart.plan for planning alone; to run, build the model with weights",
-            )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from autopart.capture import CaptureCache
 from autopart.capture.batch import Batch
 from autopart.capture.family import ProgramFamily, another_size
-from autopart.costs.optimizer_state import state_factor
+from autopart.capture.token_axis import asked_slices
+from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import COST_SOURCES, costed
 from autopart.ir.capabilities import EVERYTHING
 from autopart.ir.cluster import Cluster
@@ -16,8 +17,9 @@ from autopart.passes.ops.cost_model import ExtrapolatedCosts
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
 from autopart.passes.simulation.estimate import timeline_of
+from autopart.passes.simulation.slices import SliceShares
 from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
-from autopart.planning import Planned, narrowest_bytes
+from autopart.planning import Planned
 
 
 def simulate_plan(
@@ -31,7 +33,8 @@ def simulate_plan(
         source = plan.provenance.costs
     graph = costed(captured, cluster.devices[0], source).graph
     rows = max(plan.micro_rows)
-    sizes = {Size(rows)} | {Size(-(-rows // len(stage.ranks))) for stage in plan.stages}
+    places = [(stage.division, replica) for stage in plan.stages for replica in range(len(stage.ranks))]
+    sizes = {Size(rows)} | {Size(divided.part(rows, replica)) for divided, replica in places}
     other = None
     if sizes != {graph.size}:
         several = sorted((size for size in sizes if size.rows > 1), key=lambda size: size.rows)
@@ -40,6 +43,11 @@ def simulate_plan(
     factor, _ = state_factor(options.optimizer, narrowest_bytes(graph))
     family = ProgramFamily(captures, batch, captured, other)
     cost_model = ExtrapolatedCosts(family.resizable(graph), devices)
-    costs = CostContext(cluster, devices, cost_model, factor, EVERYTHING.overlap)
+    slices = None
+    if plan.decision.token_slices:
+        asked = asked_slices(plan.decision.token_slices, captures, batch, Size(rows)).axis
+        if asked is not None:
+            slices = SliceShares.of(graph, asked.tokens, asked.behind, asked.once, cluster.kind)
+    costs = CostContext(cluster, devices, cost_model, factor, EVERYTHING.overlap, slices)
     program = check_program(route(plan.decision, graph), plan.schedule)
     return timeline_of(plan.decision, program, Estimator(costs))

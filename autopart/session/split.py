@@ -21,6 +21,7 @@ from autopart.ir.plan import Stage
 from autopart.ir.program import Program
 from autopart.passes.ops.casts import cast_parameter
 from autopart.runtime.casts import Cast
+from autopart.runtime.shared_values import awaited
 from autopart.runtime.stage_module import StageModule, of_whole_batch, weighed
 from autopart.session.random_rows import draws_of
 from autopart.session.stage_graph import Draws, Number, numbers_of, stage_graph
@@ -48,15 +49,26 @@ def stage_module(
     wanted = (sent | set(graph.outputs)) & written
     outputs = [v.name for v in graph.values if v.name in wanted]
     updates = own_updates(graph, chosen)
-    casts = _casts(graph, chosen, {*outputs, *(value for _, value in graph.updates)})
-    drawn = draws_of(captured, chosen, layouts) if len(planned.ranks) > 1 else {}
+    casts = casts_of(graph, chosen, {*outputs, *(value for _, value in graph.updates)})
+    drawn = draws_of(captured, chosen, layouts) if planned.division.splits else {}
     return cut(
         captured, chosen, outputs, device, updates=updates, groups=planned.recompute, adjusted=adjusted, casts=casts,
         drawn=drawn,
     )  # fmt: skip
 
 
-def _casts(graph: Graph, ops: Collection[str], leaving: Collection[str]) -> dict[str, Cast]:
+def wait_for(code: StageModule, parameters: Collection[str]) -> None:
+    """Let the code wait for each of these parameters right before the first op that reads it (`shared_values`)."""
+    graph = code.module.graph
+    for name, given in zip(code.params, [node for node in graph.nodes if node.op == "placeholder"], strict=False):
+        if name in parameters and given.users:
+            with graph.inserting_before(next(node for node in graph.nodes if node in given.users)):
+                ready = graph.call_function(awaited, (given,))
+            given.replace_all_uses_with(ready, delete_user_cb=lambda user, ready=ready: user is not ready)
+    code.module.recompile()
+
+
+def casts_of(graph: Graph, ops: Collection[str], leaving: Collection[str]) -> dict[str, Cast]:
     """Of `ops` those that only cast a parameter, for readers beside them.  leaving: values that others read."""
     params = graph.param_map()
     found = {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -11,24 +12,40 @@ from autopart.capture.reduction import Layouts
 from autopart.ir.graph import Adjusted
 from autopart.ir.plan import Stage
 from autopart.ir.program import Program
+from autopart.passes.tokens.recipe import Recipe, Slice
+from autopart.runtime.batch_statistics import BatchStatistics, share_statistics
+from autopart.runtime.slice_module import SlicedStage
 from autopart.runtime.stage_module import StageModule
 from autopart.runtime.tensors import LocalTensors
 from autopart.runtime.transport import Spec
-from autopart.session.split import stage_module
+from autopart.session.split import casts_of, stage_module, wait_for
+from autopart.session.token_slices import slice_stage
 
 
 class StageCode:
     """The dictionaries are handed to engine and stage runner once and filled, or emptied, later."""
 
-    def __init__(self, tensors: LocalTensors, device: torch.device) -> None:
+    def __init__(
+        self,
+        tensors: LocalTensors,
+        device: torch.device,
+        awaited: Collection[str] = (),
+        statistics: BatchStatistics | None = None,
+    ) -> None:
+        """awaited: parameters whose values may be under way when the code begins.  statistics: of whole micro-batches,
+        None where each replica takes its own."""
         self._tensors = tensors
         self._device = device
+        self._awaited = awaited
+        self._statistics = statistics
         self.modules: dict[int, StageModule] = {}
-        self.specs: dict[int, Mapping[str, Spec]] = {}
+        self.sliced: dict[int, SlicedStage] = {}
+        self.specs: dict[int | tuple[int, int], Mapping[str, Spec]] = {}
 
     def clear(self) -> None:
         """Forget everything: a batch of another signature comes."""
         self.modules.clear()
+        self.sliced.clear()
         self.specs.clear()
 
     def has(self, rows: int) -> bool:
@@ -40,6 +57,32 @@ class StageCode:
         self.specs[captured.graph.rows] = {
             value.name: Spec(value.shape, getattr(torch, value.dtype)) for value in captured.graph.values
         }
+
+    def add_slice_specs(self, captured: Captured, recipe: Recipe, lengths: Sequence[int]) -> None:
+        """The same of every slice; what has no tokens, or is computed at full length, is as it was."""
+        ends = list(accumulate(lengths, initial=0))
+        for number, (start, end) in enumerate(pairwise(ends)):
+            part = Slice(start, end, recipe.tokens)
+            self.specs[captured.graph.rows, number] = {
+                value.name: Spec(recipe.form(value.name).shape(value.shape, part), getattr(torch, value.dtype))
+                for value in captured.graph.values
+            }
+
+    def add_sliced(
+        self, captured: Captured, recipe: Recipe, program: Program, stage: int, planned: Stage, lengths: Sequence[int]
+    ) -> None:
+        """Cut the stage out of `captured` once for each slice, and hold the tensors that it uses."""
+        graph, chosen = captured.graph, set(planned.ops)
+        written = {value for op in graph.ops if op.name in chosen for value in op.writes}
+        sent = {value for edge in program.edges if edge.src == stage for value in edge.values}
+        outputs = [v.name for v in graph.values if v.name in (sent | {graph.outputs[0]}) & written]
+        casts = casts_of(graph, chosen, outputs)
+        made = slice_stage(captured, recipe, chosen, outputs, lengths, self._device, casts)
+        codes = [part.code for part in made.slices] + ([made.prologue] if made.prologue else [])
+        self._tensors.hold(tuple(dict.fromkeys(name for code in codes for name in code.held)), captured.tensors)
+        for code in codes:
+            wait_for(code, self._awaited)
+        self.sliced[graph.rows] = made
 
     def add_stage(
         self,
@@ -53,4 +96,7 @@ class StageCode:
         """Cut the stage out of `captured` and hold the tensors that it uses."""
         module = stage_module(captured, program, stage, planned, self._device, adjusted, layouts)
         self._tensors.hold(module.held, captured.tensors)
+        wait_for(module, self._awaited)
+        if self._statistics is not None:
+            share_statistics(module.module, self._statistics)
         self.modules[captured.graph.rows] = module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from autopart.capture.guards import EMPTIED
 from autopart.capture.trained import Trained
 from autopart.ir.errors import UsageError
 from autopart.runtime.tensors import gather_tensors
+from autopart.runtime.world import World
 from autopart.session.session import Session
 
 _STEPS = "autopart"
@@ -59,7 +60,7 @@ def empty_foreign(session: Session) -> None:
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             first = tied.get(name, name)
-            if first in trained and held.get(first) is not tensor:
+            if first in trained and not (held.get(first) is tensor and session.context.keeps(first)):
                 tensor.data = tensor.data.new_empty(0)
                 setattr(tensor, EMPTIED, True)
 
@@ -133,7 +134,7 @@ def clip_gradients(session: Session, max_norm: float, norm_type: float) -> torch
     if math.isinf(norm_type):
         total = max(row[0] for row in world.gather_numbers([max(norms, default=0.0)]))
     else:
-        total = world.sum_numbers([sum(norm**norm_type for norm in norms)])[0] ** (1 / norm_type)
+        total = _exact_sum(world, [norm**norm_type for norm in norms]) ** (1 / norm_type)
     scale = max_norm / (total + 1e-6)
     if scale < 1.0:
         for gradient in gradients.values():
@@ -142,6 +143,18 @@ def clip_gradients(session: Session, max_norm: float, norm_type: float) -> torch
         p.dtype for _, p in session.captures.trained.named_parameters() if p.requires_grad and p.is_floating_point()
     ]
     return torch.tensor(total, dtype=functools.reduce(torch.promote_types, dtypes, torch.float32))
+
+
+def _exact_sum(world: World, numbers: Sequence[float]) -> float:
+    """The sum over all ranks, the same whichever ranks have which numbers.  Collective."""
+    whole = sum(numbers)
+    if math.isfinite(whole):  # in two parts, of which the second is what the first was rounded by
+        whole = math.fsum(numbers)
+        rows = world.gather_numbers([whole, math.fsum([*numbers, -whole])])
+    else:
+        rows = world.gather_numbers([whole, 0.0])
+    parts = [part for row in rows for part in row]
+    return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
 
 
 def _elements(gradient: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ where the roofline does not bend in between); a clone of a free op is paid by th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -22,6 +23,7 @@ from autopart.ir.graph import Graph
 from autopart.ir.size import Size
 from autopart.passes.graph.cuts import Ints, crossing_bytes, entering_bytes, holding_bytes
 from autopart.passes.ops.cost_model import FIELDS, CostModel
+from autopart.passes.ops.table import keeps
 
 EXACT_OPS = 1200
 """Programs of at most so many ops are costed at every number of rows, larger ones at powers of two."""
@@ -72,6 +74,11 @@ class RangeCosts:
         return result
 
     @cached_property
+    def longest_tail(self) -> Ints:
+        """[a, b]: the longest end of a block in the range that does not run again, in nanoseconds."""
+        return largest(self.blocks[FIELDS.index("tail_ns")])
+
+    @cached_property
     def heaviest(self) -> Ints:
         """[a, b]: the most bytes that one block of the range saves."""
         return largest(self.blocks[FIELDS.index("saved_bytes")])
@@ -106,6 +113,7 @@ class BlockChain:
         self._most_rows = most_rows
         self._at_powers_of_two = len(captured.ops) > EXACT_OPS
         self._block_of_op = _block_of_op(blocks, captured)
+        self._in_tail = _in_tail(captured, self._block_of_op.tolist())
         self._range_costs: dict[tuple[Size, int], RangeCosts] = {}
         self._graphs: dict[tuple[Size, int], Graph] = {}
 
@@ -144,6 +152,8 @@ class BlockChain:
         scratch = FIELDS.index("scratch_bytes")
         sums[scratch] = 0.0
         np.maximum.at(sums[scratch], self._block_of_op, table.columns[scratch])
+        tails = table.columns[FIELDS.index("fwd_ns")] * self._in_tail
+        sums[FIELDS.index("tail_ns")] = np.bincount(self._block_of_op, weights=tails, minlength=self.n)
         values = tuple(replace(v, size_bytes=table.value_bytes[v.name]) for v in self.blocks.values)
         resized = replace(self.blocks, values=values)
         enters, returns = entering_bytes(resized)
@@ -174,6 +184,22 @@ def _block_of_op(blocks: Graph, captured: Graph) -> Ints:
         for part in block.parts or (block.name,):
             owner.setdefault(part, i)
     return np.array([owner[op.name] for op in captured.ops], dtype=np.int64)
+
+
+def _in_tail(captured: Graph, block_of_op: Sequence[int]) -> Ints:
+    """1 for each captured op at the end of its block that does not run again where the block ends a recomputed group
+    (`stage_costs`), 0 for the others."""
+    found = np.zeros(len(block_of_op), dtype=np.int64)
+    over: set[int] = set()
+    for place in reversed(range(len(block_of_op))):
+        block = block_of_op[place]
+        if block in over:
+            continue
+        kept = keeps(captured.ops[place].target)
+        found[place] = kept != "after"
+        if kept:
+            over.add(block)
+    return found
 
 
 def _around(rows: int, most: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from autopart.ir.size import Size
 from autopart.passes.ops.analytic_costs import Pricing
 from autopart.passes.ops.resize import ResizableGraph
 
-FIELDS = ("fwd_ns", "bwd_ns", "saved_bytes", "scratch_bytes", "flops")
+FIELDS = ("fwd_ns", "bwd_ns", "saved_bytes", "scratch_bytes", "flops", "tail_ns")
 """The rows of a table of costs."""
 
 

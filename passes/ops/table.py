@@ -342,3 +342,14 @@ def row_of(target: str) -> OpRow:
     """The row of an op, by its name and overload ("max.dim") or by its name; of an unknown op one without letters."""
     name, overload = op_name(target), target.rpartition(".")[2]
     return _ROWS.get(f"{name}.{overload}") or _ROWS.get(name) or OpRow(name, OTHER)
+
+
+@lru_cache(maxsize=4096)
+def keeps(target: str) -> str:
+    """When an op hands autograd what its derivative needs: "" never, "before" it runs, or "after", also where that is
+    not known."""
+    row = row_of(target)
+    if row.saves == "nothing" and not row.hidden:
+        return ""
+    operands = row.saves in ("inputs", "factors", "quotient") and not row.hidden
+    return "before" if operands and row.family in (MATMUL, POINTWISE) else "after"

@@ -13,12 +13,16 @@ DURATION = {FORWARD: 1, BACKWARD: 2}
 """Time of a compute, in the unit in which the order is laid out: a backward is about two forwards."""
 
 
-def receivers(links: Sequence[Edge]) -> dict[tuple[str, int], list[int]]:
-    """(way, stage) to the stages that it sends to on that way: later ones forward, earlier ones backward; ascending."""
+def receivers(links: Sequence[Edge], slice: int = 0) -> dict[tuple[str, int], list[int]]:
+    """(way, stage) to the stages that it sends to on that way: later ones forward, earlier ones backward; ascending.
+
+    slice: all slices but the first are alike.
+    """
     found: dict[tuple[str, int], list[int]] = {}
     for edge in links:
-        found.setdefault((FORWARD, edge.src), []).append(edge.dst)
-        if edge.grads:
+        if not slice or edge.names(FORWARD, slice):
+            found.setdefault((FORWARD, edge.src), []).append(edge.dst)
+        if edge.names(BACKWARD, slice):
             found.setdefault((BACKWARD, edge.dst), []).append(edge.src)
     return {key: sorted(stages) for key, stages in found.items()}
 
@@ -29,45 +33,57 @@ def linear_order(
     links: Sequence[Edge],
     stage_ranks: Sequence[tuple[int, ...]],
     micros: int,
+    slices: int = 1,
+    turns: Sequence[int] = (),
 ) -> list[Action]:
     """All computes, each with its messages right behind it, in the order in which they could start.
 
     The workers run side by side in virtual time (`DURATION`; messages take none); of those that can start at the same
     time, the one with the lowest rank comes first (list scheduling).  Any order that keeps each worker's own order and
     has every compute behind what it needs would be right; this one also keeps messages in the order in which they come
-    about.  schedule: its name, for errors.  Raises ProgramError for workers that no ranks fit, and for orders that can
+    about.  schedule: its name, for errors.  turns: of each stage, the replicas that take micro-batches in turn
+    (`worker_orders`).  Raises ProgramError for workers that no ranks fit, and for orders that can
     never end.  O(computes * log workers).
     """
-    _check_workers(schedule, orders, stage_ranks)
-    merge = _Merge(orders, links, stage_ranks)
-    slots = [[Slot(stage, micro) for micro in range(micros)] for stage in range(len(stage_ranks))]
-    sends = {key: [(SENDS[key[0]], peer) for peer in peers] for key, peers in receivers(links).items()}
+    _check_workers(schedule, orders, stage_ranks, turns or (1,) * len(stage_ranks))
+    merge = _Merge(orders, links, stage_ranks, slices)
+    units = [divmod(unit, slices) for unit in range(micros * slices)]
+    slots = [[Slot(stage, micro, piece) for micro, piece in units] for stage in range(len(stage_ranks))]
+    sends = [
+        {key: [(SENDS[key[0]], peer) for peer in peers] for key, peers in receivers(links, piece).items()}
+        for piece in range(slices)
+    ]
     order: list[Action] = []
-    for kind, stage, micro in merge.run():
-        slot = slots[stage][micro]
+    for kind, stage, unit in merge.run():
+        slot = slots[stage][unit]
         order.append(Action(kind, slot))
-        for send, peer in sends.get((ACTIONS[kind].way, stage), ()):
+        for send, peer in sends[slot.slice].get((ACTIONS[kind].way, stage), ()):
             order.append(Action(send, slot, peer))
     merge.check_ended(schedule)
     return order
 
 
-def _check_workers(schedule: str, orders: Sequence[Sequence[Turn]], stage_ranks: Sequence[tuple[int, ...]]) -> None:
-    """Each stage has one worker, the stages of a worker stand on the same ranks, and those of two workers do not."""
-    home: dict[int, int] = {}
+def _check_workers(
+    schedule: str, orders: Sequence[Sequence[Turn]], stage_ranks: Sequence[tuple[int, ...]], turns: Sequence[int]
+) -> None:
+    """Each stage has one worker, or one for each replica where these take turns; the stages of a worker stand on the
+    same ranks, and those of two workers do not."""
+    home: dict[tuple[int, int], int] = {}
     serves: dict[int, int] = {}
-    for worker, turns in enumerate(orders):
-        stages = sorted({stage for _, stage, _ in turns})
-        for stage in stages:
-            if home.setdefault(stage, worker) != worker:
-                raise ProgramError(f"schedule {schedule} runs stage {stage} on workers {home[stage]} and {worker}")
-            if set(stage_ranks[stage]) != set(stage_ranks[stages[0]]):
+    for worker, own in enumerate(orders):
+        pairs = sorted({(stage, micro % turns[stage]) for _, stage, micro in own})
+        first = pairs[0][0] if pairs else 0
+        for stage, place in pairs:
+            if home.setdefault((stage, place), worker) != worker:
+                workers = f"{home[stage, place]} and {worker}"
+                raise ProgramError(f"schedule {schedule} runs stage {stage} on workers {workers}")
+            if set(stage_ranks[stage]) != set(stage_ranks[first]):
                 raise ProgramError(
-                    f"schedule {schedule} runs stages {stages[0]} and {stage} on one worker",
-                    why=f"the plan has them on ranks {stage_ranks[stages[0]]} and {stage_ranks[stage]}",
+                    f"schedule {schedule} runs stages {first} and {stage} on one worker",
+                    why=f"the plan has them on ranks {stage_ranks[first]} and {stage_ranks[stage]}",
                     fix="use a schedule with one worker for each stage",
                 )
-            for rank in stage_ranks[stage]:
+            for rank in stage_ranks[stage] if turns[stage] == 1 else stage_ranks[stage][place : place + 1]:
                 if serves.setdefault(rank, worker) != worker:
                     raise ProgramError(
                         f"schedule {schedule} has stage {stage} on worker {worker}",
@@ -84,7 +100,11 @@ class _Merge:
     """
 
     def __init__(
-        self, orders: Sequence[Sequence[Turn]], links: Sequence[Edge], stage_ranks: Sequence[tuple[int, ...]]
+        self,
+        orders: Sequence[Sequence[Turn]],
+        links: Sequence[Edge],
+        stage_ranks: Sequence[tuple[int, ...]],
+        slices: int,
     ) -> None:
         self._orders = orders
         self._first_rank = [min((stage_ranks[stage][0] for _, stage, _ in turns), default=0) for turns in orders]
@@ -92,7 +112,8 @@ class _Merge:
         self._clock = [0] * len(orders)
         self._ended: dict[Turn, int] = {}
         self._waiting: dict[Turn, list[int]] = {}
-        self._needs = _needs(links, len(stage_ranks))
+        self._slices = slices
+        self._needs = [_needs(links, len(stage_ranks), piece) for piece in range(slices)]
         self._ready: list[tuple[int, int, int]] = []
 
     def run(self) -> list[Turn]:
@@ -116,10 +137,10 @@ class _Merge:
         """Put the next turn of a worker in the queue, or the worker with those that wait for what it lacks."""
         if self._at[worker] == len(self._orders[worker]):
             return
-        kind, stage, micro = self._orders[worker][self._at[worker]]
+        kind, stage, unit = self._orders[worker][self._at[worker]]
         start = self._clock[worker]
-        for needed_kind, needed_stage in self._needs[kind, stage]:
-            need = needed_kind, needed_stage, micro
+        for needed_kind, needed_stage in self._needs[unit % self._slices][kind, stage]:
+            need = needed_kind, needed_stage, unit
             end = self._ended.get(need)
             if end is None:
                 self._waiting.setdefault(need, []).append(worker)
@@ -139,14 +160,14 @@ class _Merge:
         while worker not in seen:
             seen.add(worker)
             need = blocked[worker]
-            chain.append(f"worker {worker} waits at {_text(self._front(worker))} for {_text(need)}")
+            chain.append(f"worker {worker} waits at {self._text(self._front(worker))} for {self._text(need)}")
             if need not in home:
-                chain.append(f"no worker runs {_text(need)}")
+                chain.append(f"no worker runs {self._text(need)}")
                 break
             worker = home[need]
             if worker in seen:
                 chain.append(f"worker {worker} runs it later")
-        waits = f"{_text(self._front(first))} waits for ever for {_text(blocked[first])}"
+        waits = f"{self._text(self._front(first))} waits for ever for {self._text(blocked[first])}"
         raise ProgramError(
             f"schedule {schedule} can never end: {waits}",
             where=f"worker {first}: {self._around(first)}",
@@ -157,25 +178,24 @@ class _Merge:
     def _front(self, worker: int) -> Turn:
         return self._orders[worker][self._at[worker]]
 
+    def _text(self, turn: Turn) -> str:
+        kind, stage, unit = turn
+        return str(Action(kind, Slot(stage, *divmod(unit, self._slices))))
+
     def _around(self, worker: int) -> str:
         at, turns = self._at[worker], self._orders[worker]
         near = range(max(0, at - 5), min(len(turns), at + 6))
-        return " ".join(f"[{_text(turns[i])}]" if i == at else _text(turns[i]) for i in near)
+        return " ".join(f"[{self._text(turns[i])}]" if i == at else self._text(turns[i]) for i in near)
 
 
-def _needs(links: Sequence[Edge], stages: int) -> dict[tuple[str, int], list[tuple[str, int]]]:
-    """(kind, stage) of a compute to the (kind, stage) of those that have to be over first, on the same micro-batch."""
+def _needs(links: Sequence[Edge], stages: int, slice: int) -> dict[tuple[str, int], list[tuple[str, int]]]:
+    """(kind, stage) of a compute to the (kind, stage) of those that have to be over first, on the same slot."""
     found: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for name, kind in ACTIONS.items():
         if kind.role == COMPUTE:
             for stage in range(stages):
                 found[name, stage] = [(kind.needs, stage)] if kind.needs else []
-    for (way, source), peers in receivers(links).items():
+    for (way, source), peers in receivers(links, slice).items():
         for peer in peers:
             found[COMPUTES[way], peer].append((COMPUTES[way], source))
     return found
-
-
-def _text(turn: Turn) -> str:
-    kind, stage, micro = turn
-    return str(Action(kind, Slot(stage, micro)))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import gcd
 
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import COLLECTIVE, RECEIVE, SUM_REPLICAS, SUM_TIED, Action, Program
+from autopart.ir.shares import copies_of
 from autopart.ir.turns import Turn, talking_pairs, turns
 from autopart.passes.program.nccl_rules import RECEIVED, SENT, Collective, Comm, Compute, Item, Op, Post, Wait, play
 
@@ -43,13 +43,13 @@ def one_copy(program: Program) -> Program:
     together.
     """
     widths = [len(ranks) for ranks in program.stage_ranks]
-    copies = gcd(*widths)
+    copies = copies_of([program.division(stage) for stage in range(len(widths))])
     if copies == 1 or len({rank for ranks in program.stage_ranks for rank in ranks}) < sum(widths):
         return program
     first = tuple(ranks[: len(ranks) // copies] for ranks in program.stage_ranks)
     number = {rank: i for i, rank in enumerate(sorted(rank for ranks in first for rank in ranks))}
     placed = tuple(tuple(number[rank] for rank in ranks) for ranks in first)
-    return replace(program, world=len(number), stage_ranks=placed)
+    return replace(program, world=len(number), stage_ranks=placed, divisions=())
 
 
 def _name(send: Action) -> tuple[object, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph, Op
@@ -45,7 +46,7 @@ def _projected(graph: Graph, blocks: Graph, trained: Graph, plan: Decision) -> t
         parts[stage].extend(block.parts or (block.name,))
     place = {op.name: index for index, op in enumerate(graph.ops)}
     return tuple(
-        Stage(tuple(sorted(set(names), key=place.__getitem__)), stage.ranks, _kept_groups(stage, set(names)))
+        replace(stage, ops=tuple(sorted(set(names), key=place.__getitem__)), recompute=_kept_groups(stage, set(names)))
         for names, stage in zip(parts, plan.stages, strict=True)
     )
 

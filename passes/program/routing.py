@@ -5,7 +5,7 @@ Everything here is on the captured graph, so that a plan file can be routed with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
@@ -20,6 +20,7 @@ from autopart.ir.program import (
     Slot,
     linked_stages,
 )
+from autopart.ir.shares import division, same_windows
 from autopart.passes.program.linearize import linear_order
 from autopart.passes.program.schedules import find, worker_orders
 
@@ -27,8 +28,9 @@ Tied = tuple[tuple[str, tuple[int, ...]], ...]
 """Parameters that several stages use, with those stages."""
 
 
-def route(decision: Decision, graph: Graph) -> Program:
-    """The whole program of one step: computes, messages, sums of gradients and the optimizer's step.
+def route(decision: Decision, graph: Graph, prologue: Collection[str] = ()) -> Program:
+    """The whole program of one step: computes, messages, sums of gradients and the optimizer's step.  prologue: as for
+    `edges`.
 
     Before: `plan.check_decision(decision, graph)` holds.  After: the computes of each worker stand in the order of the
     schedule, each as early as it can (`linear_order`); a message stands right behind the compute that makes it, those
@@ -36,13 +38,16 @@ def route(decision: Decision, graph: Graph) -> Program:
     replicas and the optimizer's steps.  Raises UsageError for an unknown schedule and ProgramError for one that can
     never end.  O(reads + actions * log ranks).
     """
-    stages, micros = len(decision.stages), len(decision.micro_rows)
-    links, shared = edges(decision, graph), tied(decision, graph)
+    stages, micros, slices = len(decision.stages), len(decision.micro_rows), decision.slices
+    links, shared = edges(decision, graph, prologue), tied(decision, graph)
     stage_ranks = tuple(stage.ranks for stage in decision.stages)
-    orders = tuple(worker_orders(find(decision.schedule), stages, micros))
-    order = linear_order(decision.schedule, orders, links, stage_ranks, micros)
+    divisions = tuple(stage.division for stage in decision.stages)
+    turns = tuple(each.period for each in divisions)
+    orders = tuple(worker_orders(find(decision.schedule), stages, micros, slices, turns))
+    order = linear_order(decision.schedule, orders, links, stage_ranks, micros, slices, turns)
     order += [Action(kind, Slot(stage)) for kind, stage in step_end(stage_ranks, shared)]
-    return Program(micros, decision.world, stage_ranks, tuple(order), links, shared)
+    told = divisions if any(each != division(each.count) for each in divisions) else ()
+    return Program(micros, decision.world, stage_ranks, tuple(order), links, shared, slices, told)
 
 
 def step_end(stage_ranks: Sequence[tuple[int, ...]], shared: Tied) -> list[tuple[str, int]]:
@@ -56,23 +61,29 @@ def step_end(stage_ranks: Sequence[tuple[int, ...]], shared: Tied) -> list[tuple
     return sums + replicas + [(OPTIMIZER, stage) for stage in range(len(stage_ranks))]
 
 
-def edges(decision: Decision, graph: Graph) -> tuple[Edge, ...]:
+def edges(decision: Decision, graph: Graph, prologue: Collection[str] = ()) -> tuple[Edge, ...]:
     """What flows from stage to stage for each micro-batch, ascending by (src, dst).
 
     A value that a stage reads and does not write comes from the first stage that writes it; a graph input comes from
     stage 0, which is given all of them.  Values go straight to the stage that reads them, however far; outputs stay
-    where they are written.  Values stand in order of graph inputs, then of writing.  Raises PlanError when an op that
-    must run once stands in two stages, or a value would flow back.  O(reads).
+    where they are written.  Values stand in order of graph inputs, then of writing.  Where sequences are cut, what
+    carries no gradient (labels, masks) is not: its readers take what they need of it.  prologue: ops that depend on
+    inputs alone and run at full length in every stage that reads what they make: inputs are sent for them.  Raises
+    PlanError when an op that must run once stands in two stages, or a value would flow back.  O(reads).
     """
     home = _homes(decision, graph)
     writer = {w: op.name for op in graph.ops for w in op.writes}
+    inputs = set(graph.inputs)
     place = {name: i for i, name in enumerate((*graph.inputs, *writer))}
     grad = {v.name for v in graph.values if v.grad and v.name in writer}
     ops = graph.op_map()
+    behind = _inputs_behind(graph, prologue)
     needed: dict[tuple[int, int], set[str]] = {}
     for t, stage in enumerate(decision.stages):
-        own = {w for name in stage.ops for w in ops[name].writes}
-        for read in {r for name in stage.ops for r in ops[name].reads} - own:
+        run = [ops[name] for name in stage.ops if name not in prologue]
+        own = {w for op in run for w in op.writes}
+        reads = {source for op in run for read in op.reads for source in behind.get(read, (read,))}
+        for read in reads - own:
             source = home[writer[read]] if read in writer else 0
             if source > t:
                 raise PlanError(f"value {read} would flow back from stage {source} to stage {t}")
@@ -81,21 +92,33 @@ def edges(decision: Decision, graph: Graph) -> tuple[Edge, ...]:
     result = []
     for (src, dst), names in sorted(needed.items()):
         values = tuple(sorted(names, key=place.__getitem__))
-        result.append(Edge(src, dst, values, tuple(v for v in values if v in grad)))
+        once = inputs if prologue else place.keys() - grad
+        whole = tuple(v for v in values if v in once) if decision.token_slices else ()
+        result.append(Edge(src, dst, values, tuple(v for v in values if v in grad), whole))
     return tuple(result)
 
 
+def _inputs_behind(graph: Graph, prologue: Collection[str]) -> dict[str, set[str]]:
+    """For each value that the prologue makes, the inputs that it depends on."""
+    found: dict[str, set[str]] = {}
+    for op in graph.ops if prologue else ():
+        if op.name in prologue:
+            sources = {source for read in op.reads for source in found.get(read, {read})}
+            found.update(dict.fromkeys(op.writes, sources))
+    return found
+
+
 def divided_values(decision: Decision, graph: Graph) -> tuple[frozenset[str], frozenset[str]]:
-    """What replicas have to cut by rows: (values that pass between stages with other numbers of replicas, what random
-    ops of stages with replicas read and write).  O(reads)."""
+    """What replicas have to cut by rows: (values that pass between stages whose replicas have other rows, what random
+    ops of stages read and write whose replicas have parts of a micro-batch).  O(reads)."""
     crossing = {
         name
         for edge in edges(decision, graph)
-        if len(decision.stages[edge.src].ranks) != len(decision.stages[edge.dst].ranks)
+        if not same_windows(decision.stages[edge.src].division, decision.stages[edge.dst].division)
         for name in edge.values
     }
     ops = graph.op_map()
-    replicated = (ops[name] for stage in decision.stages if len(stage.ranks) > 1 for name in stage.ops)
+    replicated = (ops[name] for stage in decision.stages if stage.division.splits for name in stage.ops)
     drawn = {name for op in replicated if op.random for name in (*op.reads, *op.writes)}
     return frozenset(crossing), frozenset(drawn)
 

@@ -7,6 +7,19 @@ can ever end) is found from the order itself, so that a schedule of a user needs
 gpipe, 2 stages, 3 micro-batches        1f1b
 0F0 0F1 0F2 0B0 0B1 0B2                 0F0 0F1 0B0 0F2 0B1 0B2
 1F0 1F1 1F2 1B0 1B1 1B2                 1F0 1B0 1F1 1B1 1F2 1B2
+
+Sequences may be cut into slices (TeraPipe, ICML 2021, for fill-drain; Seq1F1B, NAACL 2025, for 1F1B).  A slice needs
+what the slices before it left behind, and gets gradients from those after it, so the slices of a micro-batch go back
+last in, first out; micro-batches go back first in, first out, as ever.  A stage holds s - 1 slices more than it would
+hold micro-batches, each an s-th as large: (s + p - 1) / s sequences under 1F1B instead of p.
+
+1f1b, 2 stages, 2 micro-batches of 2 slices
+0F0 0F0.1 0F1 0B0.1 0F1.1 0B0 0B1.1 0B1
+1F0 1F0.1 1B0.1 1F1 1B0 1F1.1 1B1.1 1B1
+
+Where the replicas of a stage take micro-batches in turn, each of them is a worker of its own.  A pipeline then holds as
+many micro-batches as one that has a stage for each of these replicas, and a replica its part of what its stage holds:
+of r replicas, with R of them from this stage to the end, ceil(R / r) under 1F1B (PipeDream, SOSP 2019, section 3.2).
 """
 
 from __future__ import annotations
@@ -15,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, count
+from math import lcm
 
 from autopart.ir.capabilities import ASYNCHRONOUS
 from autopart.ir.errors import ProgramError, UsageError
@@ -22,7 +36,8 @@ from autopart.ir.printable import shortened
 from autopart.ir.program import ACTIONS, BACKWARD, COMPUTE, COMPUTES, FORWARD, Action, parse_action
 
 Turn = tuple[str, int, int]
-"""One compute: its kind, its stage and its micro-batch."""
+"""One compute: its kind, its stage and its unit, which is its micro-batch.  Where each is cut into s slices, slice j of
+micro-batch m is unit s * m + j."""
 
 _F, _B = COMPUTES[FORWARD], COMPUTES[BACKWARD]
 _COMPUTE_KINDS = tuple(name for name, kind in ACTIONS.items() if kind.role == COMPUTE)
@@ -32,15 +47,22 @@ _COMPUTE_KINDS = tuple(name for name, kind in ACTIONS.items() if kind.role == CO
 class Ascending:
     """The order of a worker with one stage that takes the micro-batches in ascending order, forward and backward.
 
-    kinds: of its computes, as "FFBFBB"; the k-th of a kind is that of micro-batch k.  Short to write, fast to count.
+    kinds: of its computes, as "FFBFBB"; the k-th of a kind is that of micro-batch first + k * step.  Short to write,
+    fast to count.  slices: of each micro-batch, which go back in descending order.
     """
 
     stage: int
     kinds: str
+    slices: int = 1
+    first: int = 0
+    step: int = 1
 
     def __iter__(self) -> Iterator[Turn]:
-        micros = {kind: count() for kind in _COMPUTE_KINDS}
-        return ((kind, self.stage, next(micros[kind])) for kind in self.kinds)
+        units = {kind: count(self.first, self.step) for kind in _COMPUTE_KINDS}
+        if self.slices > 1:
+            last = self.slices - 1
+            units[_B] = (k - k % self.slices + last - k % self.slices for k in count())  # type: ignore[assignment]
+        return ((kind, self.stage, next(units[kind])) for kind in self.kinds)
 
 
 Order = Callable[[int, int], Iterable[Iterable[Action | str | Turn]]]
@@ -108,17 +130,68 @@ def names() -> tuple[str, ...]:
 # ---- what follows from an order ------------------------------------------------------------------------------------
 
 
-def worker_orders(schedule: Schedule, stages: int, micros: int) -> Iterator[tuple[Turn, ...]]:
+def takes_slices(schedule: Schedule) -> bool:
+    """Whether there is an order of it over slices."""
+    return schedule in BUILT_IN and schedule.synchronous
+
+
+def most_held(
+    schedule: Schedule, stage: int, stages: int, micros: int, slices: int = 1, turns: tuple[int, ...] = ()
+) -> int | None:
+    """Micro-batches, or slices, that a rank of the stage may have in flight at most; None: the schedule promises
+    nothing.  turns: as for `worker_orders`."""
+    if schedule.limit is None:
+        return None
+    if max(turns, default=1) > 1 and schedule in BUILT_IN:
+        held = schedule.limit(0, sum(turns[stage:]), micros)
+        return min(-(-micros // turns[stage]), -(-held // turns[stage]))
+    units = micros * slices
+    return min(units, schedule.limit(stage, stages, units) + slices - 1)
+
+
+def sliced_orders(schedule: Schedule, stages: int, micros: int, slices: int) -> list[Ascending]:
+    """The order of each worker over the slices of all micro-batches.  Raises ProgramError where there is none."""
+    if not takes_slices(schedule):
+        raise ProgramError(
+            f"schedule {schedule.name} has no order over slices of sequences",
+            fix=f"use one of {', '.join(AUTOMATIC)}, or token_slices=None",
+        )
+    limits = [most_held(schedule, stage, stages, micros, slices) or 0 for stage in range(stages)]
+    return [Ascending(stage, _kinds(most, micros * slices), slices) for stage, most in enumerate(limits)]
+
+
+def _built_in_orders(schedule: Schedule, stages: int, micros: int, turns: tuple[int, ...]) -> Iterator[Ascending]:
+    """The orders of a built-in schedule over whole sequences; see the head of this module for replicas in turn."""
+    if max(turns, default=1) == 1:
+        turns = (1,) * stages
+    for stage, replicas in enumerate(turns):
+        most = most_held(schedule, stage, stages, micros, 1, turns) or 0
+        for replica in range(replicas):
+            own = len(range(replica, micros, replicas))
+            yield Ascending(stage, _kinds(min(most, own), own), 1, replica, replicas)
+
+
+def worker_orders(
+    schedule: Schedule, stages: int, micros: int, slices: int = 1, turns: tuple[int, ...] = ()
+) -> Iterator[tuple[Turn, ...]]:
     """The turns of each worker, one after the other; raises ProgramError for what is not a compute of this pipeline.
 
-    O(stages * micros) for all of them.
+    turns: of each stage, the replicas that take micro-batches in turn, 1 where none do; each is a worker.  A schedule
+    of a user is not asked about them: each does its part of what the stage would do, in that order.
+    O(stages * micros * slices) for all of them.
     """
+    if slices > 1:
+        yield from map(tuple, sliced_orders(schedule, stages, micros, slices))
+        return
+    if schedule in BUILT_IN:
+        yield from map(tuple, _built_in_orders(schedule, stages, micros, turns))
+        return
     try:
         for worker, order in enumerate(schedule.order(stages, micros)):
-            if isinstance(order, Ascending) and schedule in BUILT_IN:
-                yield tuple(order)
-            else:
-                yield tuple(_turn(item, worker, schedule, stages, micros) for item in order)
+            found = tuple(_turn(item, worker, schedule, stages, micros) for item in order)
+            parts = lcm(*(turns[stage] for _, stage, _ in found)) if turns and found else 1
+            for part in range(parts):
+                yield tuple(turn for turn in found if parts == 1 or turn[2] % turns[turn[1]] == part % turns[turn[1]])
     except (TypeError, ValueError) as error:
         raise ProgramError(
             f"schedule {schedule.name} did not return an order of computes for each worker",
@@ -144,24 +217,37 @@ def _turn(item: Action | str | Turn, worker: int, schedule: Schedule, stages: in
     )
 
 
-def in_flight(schedule: Schedule, stage: int, stages: int, micros: int) -> int:
-    """Micro-batches whose activations a stage holds at most, counted from the order."""
-    return _all_in_flight(schedule, stages, micros)[stage]
+def in_flight(
+    schedule: Schedule, stage: int, stages: int, micros: int, slices: int = 1, turns: tuple[int, ...] = ()
+) -> int:
+    """Micro-batches (or slices) whose activations a rank of a stage holds at most, counted from the order.  turns: as
+    for `worker_orders`."""
+    if slices > 1:
+        return _most_in_flight(sliced_orders(schedule, stages, micros, slices)[stage].kinds)
+    return _all_in_flight(schedule, stages, micros, turns)[stage]
 
 
 @lru_cache(maxsize=4096)
-def _all_in_flight(schedule: Schedule, stages: int, micros: int) -> tuple[int, ...]:
+def most_tokens(schedule: Schedule, stage: int, stages: int, micros: int, lengths: tuple[int, ...]) -> int:
+    """Tokens of slices of these lengths whose activations a stage holds at most.  O(stages * micros * slices)."""
+    order = sliced_orders(schedule, stages, micros, len(lengths))[stage]
+    held = accumulate((1 if kind == _F else -1) * lengths[unit % len(lengths)] for kind, _, unit in order)
+    return max(held)
+
+
+@lru_cache(maxsize=4096)
+def _all_in_flight(schedule: Schedule, stages: int, micros: int, turns: tuple[int, ...]) -> tuple[int, ...]:
     """`in_flight` of every stage.  O(stages * micros)."""
-    kinds = [""] * stages
-    orders = list(schedule.order(stages, micros))
-    short = [order for order in orders if isinstance(order, Ascending)]
-    for order in short:
-        kinds[order.stage] = order.kinds
-    if len(short) < len(orders):
-        for turns in worker_orders(schedule, stages, micros):
-            for stage in {stage for _, stage, _ in turns}:
-                kinds[stage] = "".join([kind for kind, at, _ in turns if at == stage])
-    return tuple(map(_most_in_flight, kinds))
+    most = [0] * stages
+    if schedule in BUILT_IN:
+        for order in _built_in_orders(schedule, stages, micros, turns):
+            most[order.stage] = max(most[order.stage], _most_in_flight(order.kinds))
+        return tuple(most)
+    for own in worker_orders(schedule, stages, micros, turns=turns):
+        for stage in {stage for _, stage, _ in own}:
+            kinds = "".join([kind for kind, at, _ in own if at == stage])
+            most[stage] = max(most[stage], _most_in_flight(kinds))
+    return tuple(most)
 
 
 @lru_cache(maxsize=4096)
@@ -175,7 +261,8 @@ class Pattern:
     """An order as the simulator plays it.
 
     turns: (kind, stage) of each compute of each worker.  orders: the same with micro-batches, when the stages do not
-    all take them in one order; None when they do, so that messages are received in the order in which they are sent.
+    all take them in one order or take slices; None else, so that messages are received in the order in which they are
+    sent.
     """
 
     turns: tuple[tuple[tuple[str, int], ...], ...]
@@ -183,12 +270,14 @@ class Pattern:
 
 
 @lru_cache(maxsize=32)
-def pattern(schedule: Schedule, stages: int, micros: int) -> Pattern:
-    """The pattern of a schedule, remembered: candidates of a search share few.  O(stages * micros)."""
-    orders = tuple(turns for turns in worker_orders(schedule, stages, micros) if turns)
+def pattern(schedule: Schedule, stages: int, micros: int, slices: int = 1, replicas: tuple[int, ...] = ()) -> Pattern:
+    """The pattern of a schedule, remembered: candidates of a search share few.  replicas: that take turns, of each
+    stage (`worker_orders`).  O(stages * micros * slices)."""
+    orders = tuple(turns for turns in worker_orders(schedule, stages, micros, slices, replicas) if turns)
     pairs = {(kind, stage): (kind, stage) for kind in _COMPUTE_KINDS for stage in range(stages)}
     turns = tuple(tuple([pairs[kind, stage] for kind, stage, _ in own]) for own in orders)
-    return Pattern(turns, None if in_one_order(orders, stages) else orders)
+    simple = slices == 1 and max(replicas, default=1) == 1
+    return Pattern(turns, None if simple and in_one_order(orders, stages) else orders)
 
 
 def in_one_order(orders: Iterable[Iterable[Turn]], stages: int) -> bool:
@@ -215,11 +304,13 @@ def by_limit(limit: Limit) -> Order:
 
     def order(stages: int, micros: int) -> list[Ascending]:
         held = [limit(stage, stages, micros) for stage in range(stages)]
-        return [
-            Ascending(stage, _F * most + (_B + _F) * (micros - most) + _B * most) for stage, most in enumerate(held)
-        ]
+        return [Ascending(stage, _kinds(most, micros)) for stage, most in enumerate(held)]
 
     return order
+
+
+def _kinds(most: int, units: int) -> str:
+    return _F * most + (_B + _F) * (units - most) + _B * most
 
 
 def _all(stage: int, stages: int, micros: int) -> int:

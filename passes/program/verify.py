@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import (
@@ -30,7 +31,7 @@ from autopart.ir.program import (
     Slot,
 )
 from autopart.passes.program.linearize import receivers
-from autopart.passes.program.schedules import find
+from autopart.passes.program.schedules import find, most_held
 
 
 def check_program(program: Program, schedule: str | None = None, *, backward: bool = True) -> Program:
@@ -41,11 +42,11 @@ def check_program(program: Program, schedule: str | None = None, *, backward: bo
     2. Every action stands behind all that it needs (`ir.program.ACTIONS`): a backward behind its forward, a message
        behind the compute that makes it, a compute behind all messages to it, what ends a step behind all backwards of
        its stage, the sum of tied gradients behind those of all stages that share them.
-    3. Everything that has to happen stands in the order once: F and B of every stage and micro-batch, every message,
+    3. Everything that has to happen stands in the order once: F and B of every stage and slot, every message,
        the sums of tied gradients and over replicas where there are any, the optimizer of every stage.
     4. The sums of stages that share parameters stand side by side, since all of them meet there.
     5. Nothing of a stage stands behind its optimizer.
-    6. F done and B not yet: never more micro-batches than the schedule promises, if one is named and promises any.
+    6. F done and B not yet: never more slots on a rank than the schedule promises, if one is named and promises any.
     With backward=False the program is forward only, and rule 6 does not apply.  O(actions).
     """
     _check_frame(program)
@@ -104,7 +105,7 @@ def _where(program: Program, place: int) -> str:
 
 def _count_owed(program: Program, backward: bool) -> int:
     """How many actions `_owed` has, without making them."""
-    one = sum(1 for _ in _owed(replace(program, micros=1), backward))
+    one = sum(1 for _ in _owed(replace(program, micros=1), backward))  # with all its slices
     none = sum(1 for _ in _owed(replace(program, micros=0), backward))
     return none + program.micros * (one - none)
 
@@ -116,20 +117,21 @@ def _owed(program: Program, backward: bool) -> Iterator[Action]:
     for way, name in ways:
         if way == FORWARD or backward:
             for stage in stages:
+                for micro, piece in product(range(program.micros), range(program.slices)):
+                    yield Action(name, Slot(stage, micro, piece))
+    for piece in range(program.slices):
+        for (way, source), peers in receivers(program.edges, piece).items():
+            if way == FORWARD or backward:
                 for micro in range(program.micros):
-                    yield Action(name, Slot(stage, micro))
-    for (way, source), peers in receivers(program.edges).items():
-        if way == FORWARD or backward:
-            for micro in range(program.micros):
-                yield from (Action(SENDS[way], Slot(source, micro), peer) for peer in peers)
+                    yield from (Action(SENDS[way], Slot(source, micro, piece), peer) for peer in peers)
     if backward:
         yield from (Action(SUM_TIED, Slot(stage)) for group in program.tied_groups for stage in group)
         yield from (Action(SUM_REPLICAS, Slot(stage)) for stage in stages if len(program.stage_ranks[stage]) > 1)
         yield from (Action(OPTIMIZER, Slot(stage)) for stage in stages)
 
 
-Key = tuple[str, int, int, int | None]
-"""Kind, stage, micro-batch and peer."""
+Key = tuple[str, int, int, int, int | None]
+"""Kind, stage, micro-batch, slice and peer."""
 Problem = tuple[str, str]
 """What is wrong, and why."""
 
@@ -137,35 +139,38 @@ Problem = tuple[str, str]
 class _Walk:
     """What is over at one place of the order.
 
-    over: all actions.  computed: by kind and stage, how many micro-batches are done.  live: by stage, those in flight.
-    ended: stages whose optimizer has stepped.  meeting: stages that have yet to join the sum that was begun.
+    over: all actions.  computed: by kind and stage, how many slots are done.  live: those in flight, by stage and,
+    where micro-batches are whole on one replica, by replica.  ended: stages whose optimizer has stepped.  meeting:
+    stages that have yet to join the sum that was begun.
     """
 
     def __init__(self, program: Program, schedule: str | None, backward: bool) -> None:
         self._program, self._backward = program, backward
-        self._limit = find(schedule).limit if schedule is not None else None
-        self._schedule = schedule
+        self._schedule = find(schedule) if schedule is not None else None
+        self._turns = tuple(program.division(stage).period for stage in range(len(program.stage_ranks)))
         self._over: set[Key] = set()
         self._computed: dict[tuple[str, int], int] = {}
-        self._live: dict[int, int] = {}
+        self._live: dict[tuple[int, int | None], int] = {}
+        self._units = "micro-batches" if program.slices == 1 else "slices"
         self._ended: set[int] = set()
         self._meeting: set[int] = set()
         self._groups = {stage: group for group in program.tied_groups for stage in group}
-        self._peers = {key: set(peers) for key, peers in receivers(program.edges).items()}
-        self._sources: dict[tuple[str, int], list[int]] = {}
-        for (way, source), peers in receivers(program.edges).items():
-            for peer in peers:
-                self._sources.setdefault((way, peer), []).append(source)
+        self._peers = [receivers(program.edges, piece) for piece in range(program.slices)]
+        self._sources: list[dict[tuple[str, int], list[int]]] = [{} for _ in self._peers]
+        for sources, links in zip(self._sources, self._peers, strict=True):
+            for (way, source), peers in links.items():
+                for peer in peers:
+                    sources.setdefault((way, peer), []).append(source)
 
     def is_over(self, action: Action) -> bool:
         """Whether it has been played."""
-        return (action.kind, action.stage, action.micro, action.peer) in self._over
+        return (action.kind, action.stage, action.micro, action.slot.slice, action.peer) in self._over
 
     def step(self, action: Action) -> Problem | None:
         """Play one action: what is wrong with it, or None."""
         kind = ACTIONS.get(action.kind)
         slot = action.slot
-        key = action.kind, slot.stage, slot.micro, action.peer
+        key = action.kind, slot.stage, slot.micro, slot.slice, action.peer
         if kind is None or kind.role == RECEIVE:
             return f"{action.kind!r} is not an action of an order", "a receive follows from its send"
         problem = self._misplaced(action)
@@ -187,8 +192,11 @@ class _Walk:
             return f"{action}: there is no stage {slot.stage}", ""
         if kind.is_per_slot and not 0 <= slot.micro < self._program.micros:
             return f"{action}: there is no micro-batch {slot.micro}", f"there are {self._program.micros}"
-        if slot.slice or (slot.micro >= 0) != kind.is_per_slot:
-            return f"{action}: there is no {slot}", "only computes and messages have a micro-batch, and none has slices"
+        if (slot.micro >= 0) != kind.is_per_slot or (slot.slice and not kind.is_per_slot):
+            return f"{action}: there is no {slot}", "only computes and messages have a micro-batch and a slice"
+        if not 0 <= slot.slice < self._program.slices:
+            why = f"each micro-batch has {self._program.slices}" if self._program.slices > 1 else "none has slices"
+            return f"{action}: there is no {slot}", why
         if kind.is_message != (action.peer is not None):
             return f"{action}: messages have a peer, other actions have none", ""
         if not self._backward and kind.way != FORWARD:
@@ -201,29 +209,35 @@ class _Walk:
         return None
 
     def _compute(self, action: Action) -> Problem | None:
-        kind, stage, micro = ACTIONS[action.kind], action.stage, action.micro
-        if kind.needs and (kind.needs, stage, micro, None) not in self._over:
+        kind, stage, micro, piece = ACTIONS[action.kind], action.stage, action.micro, action.slot.slice
+        if kind.needs and (kind.needs, stage, micro, piece, None) not in self._over:
             return f"{action} runs before its {ACTIONS[kind.needs].label}", ""
-        for source in self._sources.get((kind.way, stage), ()):
-            if (SENDS[kind.way], source, micro, stage) not in self._over:
+        neighbour = piece - 1 if kind.way == FORWARD else piece + 1
+        if 0 <= neighbour < self._program.slices and (action.kind, stage, micro, neighbour, None) not in self._over:
+            return f"{action} runs before slice {neighbour}", f"its {kind.label} needs what that one leaves behind"
+        for source in self._sources[piece].get((kind.way, stage), ()):
+            if (SENDS[kind.way], source, micro, piece, stage) not in self._over:
                 return f"{action} runs before it can have received from stage {source}", ""
         self._computed[action.kind, stage] = self._computed.get((action.kind, stage), 0) + 1
-        live = self._live[stage] = self._live.get(stage, 0) + (-1 if kind.frees else 1)
-        if self._limit is None:
+        where = stage, self._program.division(stage).player(micro)
+        live = self._live[where] = self._live.get(where, 0) + (-1 if kind.frees else 1)
+        if self._schedule is None:
             return None
-        allowed = self._limit(stage, len(self._program.stage_ranks), self._program.micros)
-        if live <= allowed:
+        program = self._program
+        stages = len(program.stage_ranks)
+        allowed = most_held(self._schedule, stage, stages, program.micros, program.slices, self._turns)
+        if allowed is None or live <= allowed:
             return None
         return (
-            f"{action} puts {live} micro-batches in flight on stage {stage}",
-            f"schedule {self._schedule} allows {allowed}",
+            f"{action} puts {live} {self._units} in flight on stage {stage}",
+            f"schedule {self._schedule.name} allows {allowed}",
         )
 
     def _send(self, action: Action) -> Problem | None:
         kind, stage = ACTIONS[action.kind], action.stage
-        if action.peer not in self._peers.get((kind.way, stage), ()):
+        if action.peer not in self._peers[action.slot.slice].get((kind.way, stage), ()):
             return f"{action} sends what no edge carries", ""
-        if (kind.needs, stage, action.micro, None) not in self._over:
+        if (kind.needs, stage, action.micro, action.slot.slice, None) not in self._over:
             return f"{action} sends what is not computed yet", ""
         return None
 
@@ -239,9 +253,9 @@ class _Walk:
         elif action.kind == SUM_REPLICAS and len(self._program.stage_ranks[stage]) < 2:
             return f"{action}: stage {stage} has no replicas", ""
         for member in group:
-            done = self._computed.get((needed, member), 0)
-            if done < self._program.micros:
-                why = f"stage {member} has done {done} of {self._program.micros} micro-batches"
+            done, owed = self._computed.get((needed, member), 0), self._program.micros * self._program.slices
+            if done < owed:
+                why = f"stage {member} has done {done} of {owed} {self._units}"
                 return f"{action} stands before the last {ACTIONS[needed].label}", why
         if action.kind == OPTIMIZER:
             self._ended.add(stage)

@@ -85,9 +85,9 @@ def pipeline_model(evaluation: Evaluation) -> PipelineModel:
     micros, count = len(plan.micro_rows), len(plan.stages)
     times, live_bytes = [], []
     for stage in plan.stages:
-        rows = -(-max(plan.micro_rows) // len(stage.ranks))
-        device_types = sorted({costs.device_types.index(costs.cluster.devices[rank]) for rank in stage.ranks})
-        of_types = [_block_costs(space, rows, device_type) for device_type in device_types]
+        places = enumerate(costs.device_types.index(costs.cluster.devices[rank]) for rank in stage.ranks)
+        parts = {(kind, stage.division.part(max(plan.micro_rows), replica)) for replica, kind in places}
+        of_types = [_block_costs(space, rows, device_type) for device_type, rows in sorted(parts)]
         times.append(max((times_ns for times_ns, _ in of_types), key=sum))  # of unlike replicas, the slowest's alone
         live_bytes.append((0,) * len(blocks.ops) if request.may_recompute or request.recomputed else of_types[0][1])
     edges = _edges(blocks)

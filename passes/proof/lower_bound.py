@@ -31,7 +31,7 @@ from autopart.passes.graph.cuts import Ints
 from autopart.passes.search.partition import INFEASIBLE
 from autopart.passes.search.relaxation import fastest_times, gradient_edges, is_chain
 from autopart.passes.search.space import SearchSpace
-from autopart.passes.simulation.stage_costs import optimizer_ns
+from autopart.passes.simulation.stage_costs import optimizer_ns, sent_share
 
 MOST_WORK = 10_000_000
 """Cells of the chain's bound (devices squared times blocks squared, halved); larger problems get that of the work."""
@@ -58,6 +58,8 @@ def _cheap_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
 
 def _bound(space: SearchSpace, cheap_bound: int, micro_rows: tuple[int, ...]) -> int:
     devices = most_devices(space, max(micro_rows)) if space.request.may_replicate else 1
+    if space.request.policy == "turn":  # fewer micro-batches a device, each longer: the chain's bound counts shares
+        return cheap_bound
     too_large = devices**2 * space.chain.n**2 // 2 > MOST_WORK
     if space.request.schedule in ASYNCHRONOUS or not is_chain(space) or too_large:
         return cheap_bound
@@ -88,13 +90,14 @@ def _replicas(space: SearchSpace, rows: int) -> tuple[int, ...]:
     if not request.may_replicate:
         return (1,)
     if request.replicas is None:
-        return tuple(range(1, min(space.costs.cluster.world, rows) + 1))
+        world = space.costs.cluster.world
+        return tuple(range(1, (world if request.policy == "turn" else min(world, rows)) + 1))
     return (request.replicas,) if isinstance(request.replicas, int) else tuple(sorted(set(request.replicas)))
 
 
 def _path_bound(space: SearchSpace, rows: int) -> int:
     """Nanoseconds of the longest path of blocks, forward and backward, on the fastest type of device.  O(reads)."""
-    replicas = max(_replicas(space, rows))
+    replicas = max(_replicas(space, rows)) if space.request.policy == "split" else 1
     times = fastest_times(space, -(-rows // replicas)).tolist()
     ready: dict[str, int] = {}
     longest = 0
@@ -131,6 +134,7 @@ def _optimistic(space: SearchSpace, replicas: int, share: int) -> tuple[Ints, In
     forward = np.min([costs.ranges("fwd_ns") for costs in by_type], axis=0)
     backward = np.min([costs.ranges("bwd_ns") for costs in by_type], axis=0)
     all_reduce = 2 * (replicas - 1) / replicas * 1e9 / _best_rate(context.cluster, replicas)
+    all_reduce *= sent_share(space.request.compress)
     optimizer = min(optimizer_ns(1 << 30, context.state_factor, device) for device in context.device_types) / (1 << 30)
     if space.request.may_shard:
         optimizer /= replicas

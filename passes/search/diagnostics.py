@@ -111,7 +111,7 @@ def infeasible_error(found: SearchResult, space: SearchSpace, retry: Retry) -> I
         where=f"{first} to {last}, in the plan that comes nearest ({plan.schedule}, "
         f"{len(plan.micro_rows)} micro-batches{again})",
         why=f"weights {mib(e.param_bytes)}, gradients and optimizer state {mib(e.state_bytes)}, activations "
-        f"{e.live} x {mib(e.activation_bytes)}, workspace {mib(e.workspace_bytes)}, messages {mib(e.buffer_bytes)}",
+        f"{e.live} x {mib(e.activation_bytes)}, workspace {mib(e.workspace_bytes)}, buffers {mib(e.buffer_bytes)}",
         fix=_change(space, retry, nearest),
     )
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autopart.ir.plan import Decision, Estimate, Stage
+from autopart.ir.program import Edge
 from autopart.ir.size import Size
 from autopart.passes.program.routing import edges, tied
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import Partition
+from autopart.passes.search.proportions import in_proportion
 from autopart.passes.search.recomputation import StageBlocks, fewest_recomputed
 from autopart.passes.search.space import SearchSpace
-from autopart.passes.simulation.estimate import message_bytes, simulated_ns, stage_contexts, stage_estimates
+from autopart.passes.simulation.estimate import excess_of, message_bytes, simulated_ns, stage_contexts, stage_estimates
 from autopart.passes.simulation.stage_costs import Estimator, StageContext
 
 
@@ -27,11 +29,12 @@ class Candidate:
     layout: Layout
     micro_rows: tuple[int, ...]
     schedule: str
+    token_slices: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for candidates that are the same plan."""
-        return self.partition.bounds, self.ranks, self.micro_rows, self.schedule
+        return self.partition.bounds, self.ranks, self.micro_rows, self.schedule, self.token_slices
 
     @property
     def has_replicas(self) -> bool:
@@ -66,6 +69,22 @@ class Evaluation:
     def fits(self) -> bool:
         """Whether every stage fits its devices."""
         return self.over_bytes == 0
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A candidate that is not simulated.  decision: over blocks; flows: its edges; estimates, excess_bytes: of its
+    stages, the latter what each needs beyond what it may use, negative where it fits."""
+
+    decision: Decision
+    flows: tuple[Edge, ...]
+    estimates: tuple[Estimate, ...]
+    excess_bytes: tuple[int, ...]
+
+
+def _slowest(fitted: Fitted) -> tuple[int, int]:
+    """What is worst where, of those that differ in shares alone: bytes too many, and nanoseconds."""
+    return max(0, *fitted.excess_bytes), max(e.fwd_ns + e.bwd_ns for e in fitted.estimates)
 
 
 class Evaluator:
@@ -104,17 +123,46 @@ class Evaluator:
             self._estimators[space.chain.n] = Estimator(costs, space.loads)
         return self._estimators[space.chain.n]
 
-    def _evaluate(self, space: SearchSpace, candidate: Candidate) -> Evaluation:
-        estimator, request, blocks = self._estimator(space), space.request, space.chain.blocks
-        names = [op.name for op in blocks.ops]
+    def estimator(self, space: SearchSpace) -> Estimator:
+        """Estimates over the space's blocks, to propose slices by."""
+        return self._estimator(space)
+
+    def fitted(self, space: SearchSpace, candidate: Candidate) -> Fitted:
+        """The candidate with optimizer state shared and as much recomputed as the memory demands; not simulated.  On
+        unlike devices in equal shares or in proportion, whichever has the faster slowest stage.
+
+        O(blocks), and what it takes to choose what each stage recomputes, once for each.
+        """
+        estimator, request = self._estimator(space), space.request
+        names = [op.name for op in space.chain.blocks.ops]
         stages = tuple(
-            Stage(tuple(names[a:b]), ranks, space.asked_of(names[a:b]))
+            Stage(
+                tuple(names[a:b]),
+                ranks,
+                space.asked_of(names[a:b]),
+                policy=request.policy if len(ranks) > 1 else "split",
+            )
             for (a, b, _, _), ranks in zip(candidate.partition.ranges(), candidate.ranks, strict=True)
         )
+        world, shared = space.costs.cluster.world, int(request.zero == 1)
         decision = Decision(
-            space.costs.cluster.world, stages, candidate.micro_rows, candidate.schedule, int(request.zero == 1)
+            world,
+            stages,
+            candidate.micro_rows,
+            candidate.schedule,
+            shared,
+            candidate.token_slices or request.fixed_slices,
+            bucket_bytes=request.bucket_bytes,
+            compress=request.compress,
         )
-        flows, tied_params = edges(decision, blocks), tied(decision, blocks)
+        found = self._fit(space, candidate, decision)
+        unequal = in_proportion(decision, estimator)
+        return found if unequal == decision else min(found, self._fit(space, candidate, unequal), key=_slowest)
+
+    def _fit(self, space: SearchSpace, candidate: Candidate, decision: Decision) -> Fitted:
+        """A decision over blocks, of which stages, ranks and rows are settled, with what memory demands."""
+        estimator, request = self._estimator(space), space.request
+        flows = edges(decision, space.chain.blocks)
 
         def contexts(decision: Decision) -> list[StageContext]:
             sizes = message_bytes(flows, estimator.graph(Size(max(decision.micro_rows)), 0))
@@ -125,11 +173,11 @@ class Evaluator:
             each = (self._add_recompute(space, context) for context in contexts(decision))
             decision = replace(decision, stages=tuple(each))
         estimates = stage_estimates(decision, flows, estimator)
-        excess = self._excess_bytes(space, decision, estimates)
+        excess = excess_of(decision, flows, estimator, self._spare_bytes)
         if max(excess) > 0 and request.may_shard and candidate.has_replicas and not decision.zero:
             decision = replace(decision, zero=1)  # which takes no time, as recomputation does
             estimates = stage_estimates(decision, flows, estimator)
-            excess = self._excess_bytes(space, decision, estimates)
+            excess = excess_of(decision, flows, estimator, self._spare_bytes)
         if max(excess) > 0 and request.may_recompute and not everything:  # not simulated yet: memory needs no time
             pairs = zip(contexts(decision), excess, strict=True)
             decision = replace(
@@ -137,14 +185,32 @@ class Evaluator:
                 stages=tuple([self._add_recompute(space, c) if over > 0 else c.stage for c, over in pairs]),
             )
             estimates = stage_estimates(decision, flows, estimator)
-            excess = self._excess_bytes(space, decision, estimates)
-        step_ns = simulated_ns(decision, estimates, flows, tied_params, estimator)
-        worst = max(range(len(excess)), key=lambda s: excess[s])
-        return Evaluation(space, candidate, decision, estimates, step_ns, max(0, excess[worst]), worst)
+            excess = excess_of(decision, flows, estimator, self._spare_bytes)
+        return Fitted(decision, flows, estimates, tuple(excess))
 
-    def _excess_bytes(self, space: SearchSpace, decision: Decision, estimates: tuple[Estimate, ...]) -> list[int]:
-        """What each stage needs beyond what it may use; negative where it fits."""
-        return [e.peak_bytes - self._limit(space, stage) for e, stage in zip(estimates, decision.stages, strict=True)]
+    def arriving_ns(self, space: SearchSpace, fitted: Fitted) -> list[int]:
+        """Nanoseconds of the messages into each stage, of the slowest sender, both ways, alone on their ports."""
+        index = self._estimator(space).graph(Size(max(fitted.decision.micro_rows)), 0)
+        ranks = [stage.ranks for stage in fitted.decision.stages]
+        slowest = [0] * len(ranks)
+        for edge in fitted.flows:
+            both_ways = sum(
+                space.loads.p2p(senders, receivers).alone_ns(sum([index.values[name] for name in names]))
+                for senders, receivers, names in (
+                    (ranks[edge.src], ranks[edge.dst], edge.values),
+                    (ranks[edge.dst], ranks[edge.src], edge.grads),
+                )
+            )
+            slowest[edge.dst] = max(slowest[edge.dst], both_ways)
+        return slowest
+
+    def _evaluate(self, space: SearchSpace, candidate: Candidate) -> Evaluation:
+        fitted, estimator = self.fitted(space, candidate), self._estimator(space)
+        decision, excess = fitted.decision, fitted.excess_bytes
+        tied_params = tied(decision, space.chain.blocks)
+        step_ns = simulated_ns(decision, fitted.estimates, fitted.flows, tied_params, estimator)
+        worst = max(range(len(excess)), key=lambda s: excess[s])
+        return Evaluation(space, candidate, decision, fitted.estimates, step_ns, max(0, excess[worst]), worst)
 
     def _limit(self, space: SearchSpace, stage: Stage) -> int:
         return space.costs.cluster.least_memory_bytes(stage.ranks) - self._spare_bytes
@@ -158,11 +224,13 @@ class Evaluator:
 
     def _fewest_recomputed(self, space: SearchSpace, context: StageContext) -> Stage:
         estimator, names = self._estimator(space), context.stage.ops
-        size = Size(-(-context.rows // len(context.stage.ranks)))
+        size = Size(context.stage.division.largest_part(context.rows))
         graph = estimator.graph(size, 0)
         crossing = dict(zip(graph.ops, space.chain.range_costs(size).crossing.tolist(), strict=False))
         costs = [graph.ops[name].cost for name in names]
         saved = [0 if name in space.asked else c.saved_bytes for name, c in zip(names, costs, strict=True)]
-        blocks = StageBlocks(names, saved, [c.fwd_ns for c in costs], [crossing[name] for name in names])
+        blocks = StageBlocks(
+            names, saved, [c.fwd_ns for c in costs], [c.tail_ns for c in costs], [crossing[name] for name in names]
+        )
         limit, everything = self._limit(space, context.stage), space.request.recompute == "all"
         return fewest_recomputed(context, blocks, estimator, limit, everything=everything)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
-from autopart.ir.cluster import Cluster
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Estimate, Report, Stage, check_decision
 from autopart.ir.program import Program
@@ -21,7 +20,7 @@ from autopart.passes.search.archive import SearchResult
 from autopart.passes.search.diagnostics import alternatives
 from autopart.passes.search.evaluation import Evaluation, Evaluator
 from autopart.passes.search.space import PlanRequest, SearchSpace
-from autopart.passes.simulation.estimate import estimate, stage_estimates
+from autopart.passes.simulation.estimate import estimate, excess_of, stage_estimates
 from autopart.passes.simulation.stage_costs import Estimator
 
 _Known = dict[tuple[object, ...], int | None]
@@ -59,7 +58,7 @@ def finalize(found: SearchResult, graph: Graph, estimator: Estimator, space: Sea
         decision = check_decision(_over_ops(evaluation, graph), graph)
         estimates = stage_estimates(decision, edges(decision, graph), estimator)
         # First, since to route and to prove a long program takes longer.
-        if fits(decision, estimates, estimator.context.cluster):
+        if fits(decision, graph, estimator):
             program = check_program(route(decision, graph), decision.schedule)
             report = estimate(decision, program, estimator)
             known_ns[evaluation.key] = report.step_ns
@@ -101,12 +100,9 @@ def _over_ops(evaluation: Evaluation, graph: Graph) -> Decision:
     return replace(over_blocks, stages=lower_to_ops(over_blocks.stages, evaluation.space, graph))
 
 
-def fits(decision: Decision, estimates: tuple[Estimate, ...], cluster: Cluster) -> bool:
-    """Whether no device is asked for more memory than it has."""
-    return all(
-        e.peak_bytes <= cluster.least_memory_bytes(stage.ranks)
-        for e, stage in zip(estimates, decision.stages, strict=True)
-    )
+def fits(decision: Decision, graph: Graph, estimator: Estimator) -> bool:
+    """Whether no device is asked for more memory than it has.  O(uses)."""
+    return max(excess_of(decision, edges(decision, graph), estimator)) <= 0
 
 
 def _unsaid_bytes(known: tuple[Estimate, ...], blocks: tuple[Estimate, ...]) -> int:
@@ -133,7 +129,8 @@ def lower_to_ops(over_blocks: tuple[Stage, ...], space: SearchSpace, captured: G
             fresh = wanted - seen
             seen |= fresh
             groups.append(tuple(sorted(fresh, key=place.__getitem__)))
-        stages.append(Stage(tuple(sorted(ops, key=place.__getitem__)), stage.ranks, tuple(filter(None, groups))))
+        in_order = tuple(sorted(ops, key=place.__getitem__))
+        stages.append(replace(stage, ops=in_order, recompute=tuple(filter(None, groups))))
     return tuple(stages)
 
 
@@ -148,7 +145,10 @@ def notes_of(decision: Decision, blocks: int, request: PlanRequest, graph: Graph
     replicated = {name for stage in decision.stages if len(stage.ranks) > 1 for name in stage.ops}
     writer = graph.writer()
     if any(writer[value] in replicated for _, value in graph.updates):
-        notes.append("statistics of BatchNorm are per replica, each of its own rows; so is any buffer the step updates")
+        own = "micro-batches" if request.policy == "turn" else "rows"
+        notes.append(
+            f"statistics of BatchNorm are per replica, each of its own {own}; so is any buffer the step updates"
+        )
     if not find(decision.schedule).synchronous:
         notes.append("asynchronous: gradients are of older weights; the step is its steady state")
     return tuple(notes)

@@ -56,9 +56,9 @@ def layouts(cluster: Cluster, *, replicas: bool, wanted: int = 1) -> Iterator[La
     """Layouts worth a search, the deepest pipelines first.
 
     Numbers of pipelines: all up to 16 devices, beyond that the divisors of the number of devices, and `wanted`, of
-    which some devices may be left over.  inner: all of them,
-    one, and as many as keep neighbours of a pipeline inside a node.  Devices of several types are laid out in every
-    order that differs in them, or where there are too many in their own order and backwards; where a link between
+    which some devices may be left over.  inner: all of them, one, and as many as keep neighbours of a pipeline inside
+    a node, or where a pipeline is deeper than that, some of its neighbours.  Devices of several types are laid out in
+    every order that differs in them, or where there are too many in their own order and backwards; where a link between
     groups of devices is better than the one inside them, also dealt out so that neighbours are in different groups.
     """
     world = cluster.world
@@ -73,9 +73,19 @@ def layouts(cluster: Cluster, *, replicas: bool, wanted: int = 1) -> Iterator[La
         for count in counts:
             depth = world // count
             inside = {size // depth for size in sizes if size >= depth and size % depth == 0}
+            inside |= {part for size in sizes if size < depth for part in _parts(size)}
             for inner in sorted({1, count, *(i for i in inside if i < count)}, reverse=True):
                 if count % inner == 0:
                     yield Layout(count, depth, inner, order, replicas)
+
+
+def _parts(size: int) -> list[int]:
+    """Halves of a group, halves of these and so on, down to 2: positions of which some are in one group."""
+    parts = []
+    while size % 2 == 0 and size > 2:
+        size //= 2
+        parts.append(size)
+    return parts
 
 
 def _orders(cluster: Cluster) -> list[tuple[int, ...]]:

@@ -10,6 +10,16 @@ through stage q, forward and backward, messages into it included.  So U is the t
 when the first micro-batch has to reach it and the last one has to come back from it; it is the time of a step when
 stages never wait in between (DAPPLE's latency, PPoPP 2021, section 4.1, with every stage tried as the pivot).
 
+Under a schedule that limits the micro-batches in flight a stage also waits: for its first micro-batch to come back
+before it begins one more than it may hold, and for the last one to come back when it has begun them all.  Where tables
+have turns_s, what the stage needs in between, the latency is at least, for every s,
+
+    2 * sum of latency_q over q >= s + turns_s + sum of latency_q over q < s
+
+which with about twice as many micro-batches as stages is the larger one, and in which a slow first stage costs more
+than a slow last one, not less.  The sum over q >= s is then that of the best stages behind s, so this part is not
+exact: other stages might be better together with s.
+
 State: stages left k, devices they use d, first block a.  Recurrence, backwards from the end:
 
     U[k, d, a] = min over r, b of max( busy(a, b), latency(a, b) + U[k - 1, d - r, b] )
@@ -40,8 +50,9 @@ _T = TypeVar("_T", bound=np.generic)
 INFEASIBLE = 1 << 58
 """More than any time or memory; three times as much still fits 64 bits."""
 
-Table = tuple[Ints, Ints]
-"""(busy_ns, latency_ns) over (a, b - a); INFEASIBLE in `busy_ns` where the stage cannot be, also where b > n."""
+Table = tuple[Ints, Ints] | tuple[Ints, Ints, Ints]
+"""(busy_ns, latency_ns and, where stages wait for micro-batches to come back, turns_ns) over (a, b - a); INFEASIBLE in
+`busy_ns` where the stage cannot be, also where b > n."""
 TableOf = Callable[[int, int, int], Table | None]
 """(k: place from the end, from 1; width; devices from its first one to the end) to its table; None: never."""
 
@@ -81,10 +92,11 @@ def ends_of(n: int, length: int) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class _Best:
-    """For the last k stages on d devices, by their first block: the least U, and of the first of these stages the block
-    after its last and its width."""
+    """For the last k stages on d devices, by their first block: the least U, the time of a micro-batch through them,
+    and of the first of these stages the block after its last and its width."""
 
     latency_ns: Ints
+    through_ns: Ints
     end: Ints
     width: Ints
 
@@ -120,21 +132,25 @@ def solve_partition(
 
 
 def _infeasible(n: int) -> _Best:
-    return _Best(np.full(n + 1, INFEASIBLE, dtype=np.int64), np.zeros(n + 1, int), np.zeros(n + 1, int))
+    return _Best(np.full(n + 1, INFEASIBLE, dtype=np.int64), *(np.zeros(n + 1, int) for _ in range(3)))
 
 
 def _better(known: _Best, rest: _Best, table: Table, width: int) -> _Best:
     """For each first block the better of what is known and of a stage of this width before the rest."""
-    busy, latency = table
+    busy, latency = table[:2]
     n = len(rest.latency_ns) - 1
     ends = ends_of(n, busy.shape[1] - 1)
     by_end = np.maximum(busy, latency + rest.latency_ns[ends])
+    through = latency + rest.through_ns[ends]
+    if len(table) == 3:
+        np.maximum(by_end, 2 * through + table[2], out=by_end)
     lengths = by_end.argmin(axis=1)  # the first of the best
     blocks = np.arange(n + 1)
     found = by_end[blocks, lengths]
     better = found < known.latency_ns
     return _Best(
         np.where(better, found, known.latency_ns),
+        np.where(better, through[blocks, lengths], known.through_ns),
         np.where(better, ends[blocks, lengths], known.end),
         np.where(better, width, known.width),
     )

@@ -29,7 +29,7 @@ WORTH = 1.5
 fits."""
 MOST_STAGES = 128
 """Unless more are asked for."""
-MOST_MICROBATCH_OPTIONS = 8
+MOST_MICROBATCH_OPTIONS = 12
 """Ways to cut the batch that get dynamic programs; the others are tried in refinement."""
 
 
@@ -148,7 +148,7 @@ def _layout_tasks(spaces: SearchSpaces, micro_rows: tuple[int, ...]) -> list[_La
     tasks = []
     request, cluster = spaces.coarse.request, spaces.coarse.costs.cluster
     for place, layout in enumerate(layouts(cluster, replicas=request.may_replicate, wanted=request.copies)):
-        if layout.inner == layout.pipeline_replicas <= max(micro_rows):
+        if layout.inner == layout.pipeline_replicas <= request.most_replicas(micro_rows):
             space = spaces.fine if layout.depth > SMALL else spaces.coarse
             bound = layout_bound(space, layout, micro_rows, request.stages or MOST_STAGES)
             tasks.append(_LayoutTask(bound, place, space, layout))

@@ -52,7 +52,7 @@ def _differences(
     yield from _other_places(plan, fine, request)
     program = route(plan.decision, graph)
     known = estimate(plan.decision, program, estimator)
-    if not fits(plan.decision, known.estimates, cluster):
+    if not fits(plan.decision, graph, estimator):
         yield "a device has not enough memory for it"
     if (known.step_ns, known.bubble, known.estimates) != (plan.step_ns, plan.bubble, plan.estimates):
         yield "it does not take what it says"
@@ -64,6 +64,8 @@ def _other_freedom(plan: Plan, request: PlanRequest) -> Iterator[str]:
     counts = tuple(len(stage.ranks) for stage in plan.stages)
     if request.replicas_of(len(counts)) not in (None, counts) or (max(counts) > 1 and not request.may_replicate):
         yield "it has other replicas"
+    if any(len(stage.ranks) > 1 and stage.policy != request.policy for stage in plan.stages):
+        yield "its replicas divide micro-batches otherwise"
     again = [sum(map(len, stage.recompute)) for stage in plan.stages]
     everything = [len(stage.ops) for stage in plan.stages]
     asked = {name for group in request.recomputed for name in group}
@@ -73,8 +75,12 @@ def _other_freedom(plan: Plan, request: PlanRequest) -> Iterator[str]:
             yield "it does not recompute what was asked for"
         if names - asked and not request.may_recompute:
             yield "it recomputes what was not asked for"
+    if request.token_slices not in ("auto", plan.decision.token_slices):
+        yield "it cuts sequences otherwise"
     if (plan.decision.zero and not request.may_shard) or (request.zero == 1 and not plan.decision.zero):
         yield "it shares the optimizer's state otherwise"
+    if (plan.decision.bucket_bytes, plan.decision.compress) != (request.bucket_bytes, request.compress):
+        yield "it sums gradients otherwise"
     if request.recompute == "all" and request.may_recompute and again != everything:
         yield "it does not recompute everything"
 

@@ -14,7 +14,7 @@ every stage is, and more is recomputed where that says that it does not fit.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -25,11 +25,13 @@ from autopart.passes.simulation.stage_costs import Estimator, StageContext
 @dataclass(frozen=True)
 class StageBlocks:
     """The blocks of a stage in order, for a device's share of the rows: their names, the bytes that each saves, the
-    nanoseconds of its forward, and the bytes that cross the boundary before each."""
+    nanoseconds of its forward and of the end of that which a group that ends with it does not run again, and the bytes
+    that cross the boundary before each."""
 
     names: tuple[str, ...]
     saved: Sequence[int]
     fwd_ns: Sequence[int]
+    tail_ns: Sequence[int]
     crossing: Sequence[int]
 
     def by_worth(self) -> list[int]:
@@ -57,37 +59,48 @@ def fewest_recomputed(
     order = [place for place in blocks.by_worth() if blocks.names[place] not in already]
     least = len(order) if everything else 1
 
-    def groups(count: int) -> tuple[int, list[range]]:
-        return _best_groups(blocks, frozenset(order[:count]), context.live)
+    def least_bytes(count: int) -> int:
+        return fixed + min([kept for kept, _ in _sizes_of_groups(blocks, frozenset(order[:count]), context.live)])
 
-    count = least + bisect_left(range(least, len(order)), True, key=lambda count: fixed + groups(count)[0] <= limit)
+    count = least + bisect_left(range(least, len(order)), True, key=lambda count: least_bytes(count) <= limit)
     while count <= len(order):
-        chosen = tuple(tuple(blocks.names[place] for place in group) for group in groups(count)[1])
-        found = replace(stage, recompute=stage.recompute + chosen)
-        if estimator.stage(replace(context, stage=found)).peak_bytes <= limit:
-            return found
+        for groups in _quickest_first(blocks, frozenset(order[:count]), context.live, limit - fixed):
+            chosen = tuple(tuple(blocks.names[place] for place in group) for group in groups)
+            found = replace(stage, recompute=stage.recompute + chosen)
+            if estimator.stage(replace(context, stage=found)).peak_bytes <= limit:
+                return found
         count += max(1, (len(order) - count) // 4) if count < len(order) else 1
     return replace(stage, recompute=(stage.ops,))
 
 
-def _best_groups(blocks: StageBlocks, chosen: frozenset[int], live: int) -> tuple[int, list[range]]:
-    """(bytes kept for all micro-batches in flight and for the largest group, the groups) of the best size of groups."""
+def _quickest_first(blocks: StageBlocks, chosen: frozenset[int], live: int, limit: int) -> list[list[range]]:
+    """Ways to group the chosen blocks: those that seem to fit, the one first that runs least again, and of equals the
+    one that keeps least; where none does, the one that keeps least."""
+
+    def merit(way: tuple[int, list[range]]) -> tuple[int, int]:
+        return -sum([blocks.tail_ns[group[-1]] for group in way[1]]), way[0]
+
+    ways = list(_sizes_of_groups(blocks, chosen, live))
+    fitting = [way for way in ways if way[0] <= limit] or [min(ways, key=lambda way: way[0])]
+    return [groups for _, groups in sorted(fitting, key=merit)]
+
+
+def _sizes_of_groups(blocks: StageBlocks, chosen: frozenset[int], live: int) -> Iterator[tuple[int, list[range]]]:
+    """For several sizes of groups, (bytes kept for all micro-batches in flight and for the largest group, the
+    groups)."""
     runs = _runs(chosen)
     whole = sum(blocks.saved)
     inside = [sum(blocks.saved[place] for place in run) for run in runs]
-    largest, least = max(inside), max(blocks.saved[place] for place in chosen)
-    best: tuple[int, list[range]] | None = None
-    size = largest
-    while best is None or size >= max(1, least):
+    size, least = max(inside), max(1, max(blocks.saved[place] for place in chosen))
+    first = True
+    while first or size >= least:
         groups = [group for run in runs for group in _divided(run, blocks, size)]
         kept = (
             whole - sum(inside) + sum(blocks.crossing[group.start] for group in groups if group.start)
         )  # else it was received
         workspace = max(sum(blocks.saved[place] for place in group) for group in groups)
-        if best is None or live * kept + workspace < best[0]:
-            best = live * kept + workspace, groups
-        size = size * 2 // 3
-    return best
+        yield live * kept + workspace, groups
+        size, first = size * 2 // 3, False
 
 
 def _runs(chosen: frozenset[int]) -> list[range]:

@@ -74,16 +74,16 @@ def _neighbours(candidate: Candidate, space: SearchSpace) -> Iterator[Candidate]
     order = sorted(space.request.micro_rows, key=len)
     place = order.index(candidate.micro_rows)
     for rows in order[max(0, place - 1) : place] + order[place + 1 : place + 2]:
-        if max(partition.widths) * candidate.layout.pipeline_replicas <= max(rows):
+        if max(partition.widths) * candidate.layout.pipeline_replicas <= space.request.most_replicas(rows):
             yield replace(candidate, micro_rows=rows)
     for bounds in _moved(partition.bounds):
         if all(a < b for a, b in pairwise(bounds)) and is_legal(bounds, space):
             yield replace(candidate, partition=replace(partition, bounds=bounds))
     if space.request.replicas is None and max(candidate.layout.widths) > 1:
-        yield from _with_one_device_moved(candidate)
+        yield from _with_one_device_moved(candidate, space)
 
 
-def _with_one_device_moved(candidate: Candidate) -> Iterator[Candidate]:
+def _with_one_device_moved(candidate: Candidate, space: SearchSpace) -> Iterator[Candidate]:
     partition = candidate.partition
     for giver in range(partition.stages):
         for taker in range(partition.stages):
@@ -92,7 +92,7 @@ def _with_one_device_moved(candidate: Candidate) -> Iterator[Candidate]:
             widths = list(partition.widths)
             widths[giver] -= 1
             widths[taker] += 1
-            if max(widths) * candidate.layout.pipeline_replicas <= max(candidate.micro_rows):
+            if max(widths) * candidate.layout.pipeline_replicas <= space.request.most_replicas(candidate.micro_rows):
                 yield replace(candidate, partition=replace(partition, widths=tuple(widths)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopart.ir.cluster import Cluster
 from autopart.ir.cluster import check as check_cluster
 from autopart.ir.errors import UsageError
-from autopart.passes.program.schedules import find, names
+from autopart.passes.program.schedules import AUTOMATIC, find, names, takes_slices
 from autopart.passes.search.space import PlanRequest
 
 
@@ -25,6 +25,12 @@ def check_request(request: PlanRequest, cluster: Cluster) -> None:
             f"nothing can be proved about schedule {request.schedule!r}",
             why="its steps overlap",
             fix="leave prove out or use another schedule",
+        )
+    if request.prove_seconds > 0 and request.policy == "turn":
+        raise UsageError(
+            "nothing can be proved about replicas that take micro-batches in turn",
+            why="the model of the proof has all replicas at work on every micro-batch",
+            fix='leave prove out, or use replica_policy="split"',
         )
     for rows in request.micro_rows or ((),):
         if not rows or min(rows) < 1 or max(rows) - min(rows) > 1:
@@ -63,11 +69,20 @@ def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
             f"{needed} replicas need {needed} devices, but the cluster has {cluster.world}",
             fix=f"use at most {cluster.world} replicas in all, or name a larger cluster",
         )
+    each = request.replicas if isinstance(request.replicas, int) else 1
+    if each * (request.stages or 1) > cluster.world:
+        raise UsageError(
+            f"{request.stages} stages of {each} replicas need {each * (request.stages or 1)} devices, but the cluster "
+            f"has {cluster.world}",
+            fix=f"use at most {cluster.world // each} stages or {cluster.world // (request.stages or 1)} replicas, or "
+            "name a larger cluster",
+        )
     if needed > (len(fixed) if fixed else 1) and not request.abilities.replicas:
         raise UsageError("replicas of a stage cannot be run yet", fix="use autopart.plan to plan with them")
     if (request.recompute == "all" or request.recomputed) and not request.abilities.recompute:
         raise UsageError("recomputation cannot be run yet", fix='use recompute="off", or autopart.plan to plan with it')
     _check_zero(request)
+    _check_slices(request)
     for path, stage in request.pins.items():
         if not 0 <= stage < (request.stages or cluster.world):
             last = (request.stages or cluster.world) - 1
@@ -90,6 +105,21 @@ def _check_zero(request: PlanRequest) -> None:
             f"zero=1 does not go with schedule {request.schedule!r}",
             why="each micro-batch has its own version of the weights",
             fix="use zero=0 or another schedule",
+        )
+
+
+def _check_slices(request: PlanRequest) -> None:
+    if not request.token_slices:
+        return
+    if not request.abilities.token_slices:
+        raise UsageError(
+            "sequences in slices cannot be run yet",
+            fix="use token_slices=None, or autopart.plan to plan with them",
+        )
+    if request.fixed_slices and not any(takes_slices(find(name)) for name in request.schedules):
+        raise UsageError(
+            f"schedule {request.schedule!r} has no order over slices of sequences",
+            fix=f"use one of {', '.join(AUTOMATIC)}, or token_slices=None",
         )
 
 

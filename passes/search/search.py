@@ -5,7 +5,8 @@
 2. The most promising by pipeline latency are evaluated (`evaluation`), the best of them under every schedule and layout
    of the same depth.
 3. From the best few, cuts move by a block and widths by a device as long as the simulated step gets shorter; where
-   that ends close to the best, once more with finer blocks (`refinement`).
+   that ends close to the best, once more with finer blocks (`refinement`).  Of long programs all cuts move at once
+   (`balance`).
 
 The order of trying and every limit is a count, never a clock: the same request gives the same plan everywhere.
 """
@@ -21,6 +22,7 @@ import numpy as np
 from autopart.ir.size import Size
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.search.archive import Archive
+from autopart.passes.search.balance import balanced
 from autopart.passes.search.evaluation import Candidate
 from autopart.passes.search.exhaustive import enumerate_all
 from autopart.passes.search.layout import layouts
@@ -33,6 +35,8 @@ PROMISING = 12
 """Proposals that are evaluated, besides the best one of each number of pipelines."""
 VARIED = 4
 """Evaluated candidates that are tried under all schedules and layouts."""
+LEAST_VARIANTS = 5
+"""Variants of each of these that are tried however long their programs are."""
 REFINED = 3
 """Evaluated candidates that are refined."""
 HOPEFUL, CLOSE = 1.04, 1.005
@@ -78,16 +82,17 @@ def _by_latency(proposals: list[Proposal]) -> list[Proposal]:
 
 
 def _promising(proposals: list[Proposal]) -> list[Proposal]:
-    """The best by latency, and the best of each number of stages and of pipelines, so that every shape of plan is
-    evaluated."""
+    """The best of each number of stages and of pipelines, so that every shape of plan is evaluated, and the best of
+    all."""
     ranked = _by_latency(proposals)
-    chosen = dict.fromkeys(range(min(PROMISING, len(ranked))))
+    chosen: dict[int, None] = {}
     shapes: set[tuple[int, int]] = set()
     for place, (_, candidate) in enumerate(ranked):
         shape = min(candidate.partition.stages, 4), candidate.layout.pipeline_replicas
         if shape not in shapes and len(shapes) < 2 * PROMISING:
             shapes.add(shape)
             chosen[place] = None
+    chosen |= dict.fromkeys(range(min(PROMISING, len(ranked))))
     return [ranked[place] for place in chosen]
 
 
@@ -123,10 +128,11 @@ def evaluate_variants(spaces: SearchSpaces, archive: Archive, watch: Watch | Non
         candidate, space = evaluation.candidate, evaluation.space
         variants = list(_variants(space, candidate))
         actions = actions_of(candidate)
-        for variant in variants[: max(1, effort // actions)]:
+        tried = variants[: max(LEAST_VARIANTS, effort // actions)]
+        for variant in tried:
             archive.evaluate(space, variant)
-        effort -= len(variants) * actions
-        even = _with_even_cuts(candidate, spaces.fine)
+        effort -= len(tried) * actions
+        even = with_even_cuts(candidate, spaces.fine)
         if even is not None:
             archive.evaluate(spaces.fine, even)
         if candidate.partition.stages > 1 and len(candidate.micro_rows) <= FEW * candidate.partition.stages:
@@ -145,14 +151,14 @@ def _variants(space: SearchSpace, candidate: Candidate) -> Iterator[Candidate]:
         if layout.pipeline_replicas == candidate.layout.pipeline_replicas and layout.order == candidate.layout.order
     ]
     schedules = request.schedules if partition.stages > 1 else request.schedules[:1]
-    for layout in same_shape:
-        for first in sorted({0, partition.first}):
-            moved = replace(partition, first=first)
-            for schedule in schedules:
+    for schedule in sorted(schedules, key=lambda name: name != candidate.schedule):  # of a stable order
+        for layout in same_shape:
+            for first in sorted({0, partition.first}):
+                moved = replace(partition, first=first)
                 yield replace(candidate, partition=moved, layout=layout, schedule=schedule)
 
 
-def _with_even_cuts(candidate: Candidate, space: SearchSpace) -> Candidate | None:
+def with_even_cuts(candidate: Candidate, space: SearchSpace) -> Candidate | None:
     """The same with as much work for each device, cut where little crosses: the pipeline latency leaves waiting for
     slow stages out."""
     widths = candidate.partition.widths
@@ -183,11 +189,14 @@ def _cheapest(places: np.ndarray[tuple[int, ...], np.dtype[np.intp]], crossing: 
 
 
 def refine_best(spaces: SearchSpaces, archive: Archive, watch: Watch | None) -> None:
-    """Refine the finalists, and once more over more blocks what comes close to the best."""
+    """Refine the finalists, and once more over more blocks what comes close to the best; first all cuts at once, where
+    programs are too long to move them one by one."""
     for evaluation in archive.finalists(REFINED):
         if archive.fitting and evaluation.step_ns > HOPEFUL * archive.best_ns:
             continue
-        near = refined(evaluation, archive, EFFORT // REFINED)
+        moves = EFFORT // REFINED // actions_of(evaluation.candidate)
+        is_long = moves < 2 * evaluation.candidate.partition.stages
+        near = refined(balanced(evaluation, archive) if is_long else evaluation, archive, EFFORT // REFINED)
         close = not archive.fitting or near.step_ns <= CLOSE * archive.best_ns
         if near.space.chain.n < spaces.fine.chain.n and close:
             over_more_blocks = archive.evaluate(spaces.fine, finer(near, spaces.fine))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +14,13 @@ import numpy.typing as npt
 from autopart.ir.capabilities import ASYNCHRONOUS, RUNTIME, Capabilities
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
+from autopart.ir.program import BUCKET_BYTES
+from autopart.ir.shares import Policy
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.cuts import Ints, module_span
 from autopart.passes.program.schedules import AUTOMATIC
-from autopart.passes.simulation.stage_costs import CostContext, LoadMemo
+from autopart.passes.simulation.stage_costs import CostContext, LoadMemo, sent_share, summed_bytes
+from autopart.passes.tokens.recipe import TokenAxis
 
 Bools = npt.NDArray[np.bool_]
 Watch = Callable[[str, int, int], None]
@@ -29,11 +33,14 @@ class PlanRequest:
 
     micro_rows: the ways to cut the batch that may be chosen from, each the rows of its micro-batches.  schedule: "auto"
     or a name.  cuts: module paths at which a stage begins.  together: groups of module paths, each group to stay in one
-    stage.  pins: module path to its stage.  replicas: of every stage, or one number for each.  recompute: "auto", "off"
+    stage.  pins: module path to its stage.  replicas: of every stage, or one number for each.  policy: how they
+    divide micro-batches.  recompute: "auto", "off"
     or "all"; recomputed: groups of captured ops that are recomputed even when it is "off".  zero: 0, 1 (optimizer state
-    shared by replicas) or "auto" (where memory does not suffice otherwise).  state_factor: bytes of optimizer state per
-    byte of trainable parameter.  abilities: what a plan may use.  prove_seconds: time to find a certificate
-    (`certificate`) of the plan, when its largest micro-batch has prove_rows rows (None: whatever it has).
+    shared by replicas) or "auto" (where memory does not suffice otherwise).  bucket_bytes, compress: of sums of
+    gradients over replicas.  token_slices: lengths of slices, () for whole sequences, "auto" where the planner chooses;
+    token_axis: tells what slices take.  state_factor: bytes of optimizer state per byte of trainable parameter.
+    abilities: what a plan may use.  prove_seconds: time to find a certificate (`certificate`) of the plan, when its
+    largest micro-batch has prove_rows rows (None: whatever it has).
     """
 
     micro_rows: tuple[tuple[int, ...], ...]
@@ -43,9 +50,14 @@ class PlanRequest:
     together: tuple[tuple[str, ...], ...] = ()
     pins: Mapping[str, int] = field(default_factory=dict)
     replicas: int | tuple[int, ...] | None = None
+    policy: Policy = "split"
     recompute: str = "auto"
     recomputed: tuple[tuple[str, ...], ...] = ()
     zero: int | str = "auto"
+    bucket_bytes: int = BUCKET_BYTES
+    compress: Literal["bf16"] | None = None
+    token_slices: tuple[int, ...] | str = ()
+    token_axis: TokenAxis | None = None
     state_factor: float = 2.0
     abilities: Capabilities = RUNTIME
     prove_seconds: float = 0.0
@@ -67,6 +79,11 @@ class PlanRequest:
         return AUTOMATIC
 
     @property
+    def fixed_slices(self) -> tuple[int, ...]:
+        """The lengths of slices that were asked for."""
+        return self.token_slices if isinstance(self.token_slices, tuple) else ()
+
+    @property
     def may_recompute(self) -> bool:
         """Whether memory may be bought with time, beyond what is asked for."""
         return self.abilities.recompute and self.recompute != "off"
@@ -85,6 +102,10 @@ class PlanRequest:
     def copies(self) -> int:
         """Copies of the pipeline that give every stage the replicas asked for: 1 where none are."""
         return math.gcd(*self.replicas) if isinstance(self.replicas, tuple) else self.replicas or 1
+
+    def most_replicas(self, micro_rows: Sequence[int]) -> int:
+        """How many of a stage have something to do."""
+        return len(micro_rows) if self.policy == "turn" else max(micro_rows)
 
     def replicas_of(self, stages: int) -> tuple[int, ...] | None:
         """What the user fixed for each of so many stages, or None."""
@@ -114,6 +135,18 @@ class SearchSpace:
     request: PlanRequest
     fine: Graph
     forced: tuple[int, ...]
+
+    @cached_property
+    def summed_per_trained(self) -> float:
+        """Bytes in which replicas sum the gradients of the model, by byte of trainable parameter."""
+        trained = [param for param in self.chain.blocks.params if param.trainable]
+        whole = sum(param.size_bytes for param in trained)
+        return sum(map(summed_bytes, trained)) / whole if whole else 0.0
+
+    @property
+    def sent_per_trained(self) -> float:
+        """Bytes of gradients that one turn of their sum carries, by byte of trainable parameter."""
+        return self.summed_per_trained * sent_share(self.request.compress)
 
     @cached_property
     def asked(self) -> dict[str, int]:

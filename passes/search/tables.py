@@ -5,6 +5,8 @@ stage over the port it would use, the sum of gradients and the optimizer behind 
 micro-batches in flight.  Where memory is short and recomputation allowed, the stage pays for the share of its blocks
 that has to be recomputed: excess / what recomputing all of them frees, alone or in groups, of its forward.
 
+Devices that are not alike share the rows by speed, to fractions of rows.
+
 Wrong where: recomputed blocks free unequal amounts (the evaluator chooses them one by one); what leaves a stage is all
 that crosses its end.
 """
@@ -18,7 +20,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from autopart.ir.program import BUCKET_BYTES, MESSAGES_AHEAD
+from autopart.ir.program import MESSAGES_AHEAD
 from autopart.ir.size import Size
 from autopart.passes.graph.chain import RangeCosts, largest
 from autopart.passes.graph.cuts import Ints
@@ -26,6 +28,7 @@ from autopart.passes.ops.cost_model import FIELDS
 from autopart.passes.program.schedules import find, in_flight
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import INFEASIBLE, Table, by_length, ends_of
+from autopart.passes.search.proportions import by_speed
 from autopart.passes.search.space import Bools, SearchSpace
 from autopart.passes.simulation.stage_costs import copying_ns, optimizer_ns
 from autopart.passes.simulation.traffic import PortLoad
@@ -74,7 +77,8 @@ class TableMemo:
 
 
 class _Place(NamedTuple):
-    """Device types and least memory of a stage's devices; pace of messages into it and of the sum over its replicas."""
+    """Device types and least memory of a stage's devices (types of each where they differ, since they share the work);
+    pace of messages into it and of the sum over its replicas."""
 
     device_types: tuple[int, ...]
     memory_bytes: int
@@ -112,7 +116,7 @@ class StageCostTables:
     def __call__(self, k: int, width: int, used: int) -> Table | None:
         """The table of a stage that is the k-th from the end, on `width` positions, `used` of them to the end."""
         replicas = width * self._layout.pipeline_replicas
-        if replicas > self._rows or not self._is_allowed(k, replicas):
+        if replicas > self._space.request.most_replicas(self._request.micro_rows) or not self._is_allowed(k, replicas):
             return None
         place = self._place(self._layout.depth - used, width)
         if len(self._layout.widths) == 1:
@@ -127,7 +131,9 @@ class StageCostTables:
     def _describe_place(self, start: int, width: int) -> _Place:
         costs, ranks = self._space.costs, self._layout.ranks(start, width)
         devices = [costs.cluster.devices[rank] for rank in ranks]
-        device_types = tuple(sorted({costs.device_types.index(device) for device in devices}))
+        device_types = tuple(sorted(costs.device_types.index(device) for device in devices))
+        if len(set(device_types)) == 1 or len(ranks) > self._rows:
+            device_types = tuple(sorted(set(device_types)))  # the slowest counts
         memory = INFEASIBLE if self._request.ignore_memory else costs.cluster.least_memory_bytes(ranks)
         arriving = load_into(self._space, self._layout, start, width).pace
         return _Place(device_types, memory, arriving, self._space.loads.ring_allreduce(ranks).pace)
@@ -150,9 +156,10 @@ class StageCostTables:
         return self._request.stages - k
 
     def _table(self, k: int, replicas: int, place: _Place) -> Table:
-        """(busy_ns, latency_ns) of every range."""
-        share = -(-self._rows // replicas)
-        work = self._work(self._live(k), replicas, share, place)
+        """(busy_ns, latency_ns and perhaps turns_ns) of every range."""
+        alternating = replicas if self._space.request.policy == "turn" else 1
+        share = -(-self._rows * alternating // replicas)
+        work = self._work(self._live(k), replicas // alternating, share, place)
         arriving = self._arriving(*place.arriving)
         following = self._following(share, place)
         stage = self._pinned_stage(k)
@@ -160,10 +167,15 @@ class StageCostTables:
             work = np.where(self._legal(self._space.legal_at(stage)), work, INFEASIBLE)
         # Asynchronous schedules update the weights after every micro-batch.
         steps = 1 if self._schedule.synchronous else self._micros
-        step = self._micros * work + steps * following
+        step = -(-self._micros // alternating) * work + steps * following
         busy = np.minimum(np.where(work < INFEASIBLE, step, INFEASIBLE), INFEASIBLE)
         latency = np.minimum(work + arriving, INFEASIBLE)
-        return busy, latency if self._waits is None else np.where(self._waits, latency, 0)
+        if self._waits is not None:  # nor is it known who comes back
+            return busy, np.where(self._waits, latency, 0)
+        turns = self._micros - self._live(k) - 1  # between the first micro-batch that comes back and the last
+        if turns < 0 or alternating > 1 or not self._schedule.synchronous:
+            return busy, latency
+        return busy, latency, np.minimum(turns * work + following, INFEASIBLE)
 
     def _is_allowed(self, k: int, replicas: int) -> bool:
         """Whether the stage may have so many replicas."""
@@ -189,17 +201,19 @@ class StageCostTables:
         return np.where(recomputed <= 1.0, time + extra, INFEASIBLE)
 
     def _times(self, share: int, device_types: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
-        """(forward of what is not recomputed anyway, backward, both ways; INFEASIBLE where the stage may not be) of
-        every range."""
+        """(forward of what is not recomputed anyway, but for one block's end that does not run again; backward; both
+        ways, INFEASIBLE where the stage may not be) of every range."""
 
         def compute() -> tuple[Ints, Ints, Ints]:
             by_type = [self._space.chain.range_costs(Size(share), device_type) for device_type in device_types]
             forwards = [self._sums(costs, "fwd_ns") for costs in by_type]
             backwards = [self._sums(costs, "bwd_ns") for costs in by_type]
-            both_ways = [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]
-            again = np.max([self._sums_of(self._asked(costs, "fwd_ns")) for costs in by_type], axis=0)
-            time = np.where(self._legal(self._space.legal), np.max(both_ways, axis=0) + again, INFEASIBLE)
-            return np.asarray(np.max(forwards, axis=0)) - again, np.asarray(np.max(backwards, axis=0)), time
+            again = by_speed([self._sums_of(self._asked(costs, "fwd_ns")) for costs in by_type])
+            tail = np.min([self._by_length(costs.longest_tail) for costs in by_type], axis=0)
+            forward, backward = by_speed(forwards), by_speed(backwards)
+            both_ways = by_speed([one + other for one, other in zip(forwards, backwards, strict=True)])
+            time = np.where(self._legal(self._space.legal), both_ways + again, INFEASIBLE)
+            return np.maximum(forward - again - tail, 0), backward, time
 
         return _remembered(self._memo.times, (self._longest, share, device_types), compute)
 
@@ -235,9 +249,10 @@ class StageCostTables:
             devices = [self._space.costs.device_types[device_type] for device_type in place.device_types]
             slowest = max(optimizer_ns(1 << 30, state_factor, device) for device in devices)
             optimizer = np.asarray(trained * (slowest / (1 << 30))).astype(np.int64)
-            reduce = alone_ns(trained, *place.ring)
+            sent = (trained * self._space.sent_per_trained).astype(np.int64)
+            reduce = alone_ns(sent, *place.ring)
             if hides and place.ring[1]:
-                last = alone_ns(np.minimum(trained, BUCKET_BYTES), *place.ring)
+                last = alone_ns(np.minimum(sent, self._space.request.bucket_bytes), *place.ring)
                 reduce = np.maximum(reduce - self._times(share, place.device_types)[1], last)
             return reduce + optimizer
 
@@ -283,6 +298,8 @@ class StageCostTables:
             messages = MESSAGES_AHEAD * (enters + costs.crossing[ends_of(chain.n, self._longest)])
             saved, edges, redone = self._asked_memory(costs)
             static = weights + state + self._by_length(costs.scratch) + messages + redone
+            if replicas > 1:
+                static += (trained * self._space.summed_per_trained).astype(np.int64)
             static[0] += self._micros * -(-self._batch_bytes() // replicas)
             least = self._by_length(costs.least_crossing)
             gained = saved - self._by_length(costs.kept) + edges

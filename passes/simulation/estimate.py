@@ -7,10 +7,11 @@ from autopart.ir.program import BACKWARD, FORWARD, Edge, Program
 from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
 from autopart.passes.program.routing import Tied
-from autopart.passes.program.schedules import find, in_flight, pattern
-from autopart.passes.simulation.play import Message, Work
+from autopart.passes.program.schedules import find, in_flight, most_tokens, pattern
+from autopart.passes.simulation.play import Message, SliceWork, Work
 from autopart.passes.simulation.simulate import ordered_ns, simulate, step_ns
-from autopart.passes.simulation.stage_costs import Estimator, GraphIndex, StageContext
+from autopart.passes.simulation.slices import SliceShares, contexts_of, share_of
+from autopart.passes.simulation.stage_costs import Estimator, GraphIndex, StageContext, excess_bytes, sent_share
 
 Estimates = tuple[Estimate, ...]
 """Of each stage, in order."""
@@ -29,9 +30,10 @@ def estimate(decision: Decision, program: Program, estimator: Estimator) -> Repo
     estimates = stage_estimates(decision, program.edges, estimator)
     if not find(decision.schedule).synchronous:
         return Report(steady_ns(decision, estimates), 0.0, estimates)
-    step = step_ns(program, work_of(decision, estimates, program, estimator))
-    busy = program.micros * sum(e.fwd_ns + e.bwd_ns for e in estimates)
-    whole = step * len(decision.stages)
+    work = work_of(decision, estimates, program, estimator)
+    step = step_ns(program, work)
+    busy = program.micros * sum(sum(part.fwd_ns) + sum(part.bwd_ns) for part in work.slices or (work,))
+    whole = step * sum(turns_of(decision))
     return Report(step, max(0.0, 1 - busy / whole) if whole else 0.0, estimates)
 
 
@@ -51,10 +53,11 @@ def simulated_ns(
     stages, micros = len(decision.stages), len(decision.micro_rows)
     if not find(decision.schedule).synchronous:
         return steady_ns(decision, estimates)
-    schedule, ranks = find(decision.schedule), [stage.ranks for stage in decision.stages]
+    schedule, ranks, turns = find(decision.schedule), [stage.ranks for stage in decision.stages], turns_of(decision)
     work = _work(decision, estimates, links, shared, estimator)
-    counts = played(stages, micros, decision.schedule)
-    times = [ordered_ns(pattern(schedule, stages, count), links, shared, ranks, work) for count in counts]
+    counts = played(stages, micros, decision.schedule) if max(turns) == 1 else (micros,)
+    orders = [pattern(schedule, stages, count, decision.slices, replicas=turns) for count in counts]
+    times = [ordered_ns(order, links, shared, ranks, work) for order in orders]
     if len(counts) == 1:
         return times[0]
     return times[1] + (times[1] - times[0]) * (micros - counts[1]) // (counts[1] - counts[0])
@@ -70,10 +73,19 @@ def played(stages: int, micros: int, schedule: str) -> tuple[int, ...]:
     return (full, 2 * full) if full and 6 * stages * micros > LONG and 3 * full < micros else (micros,)
 
 
+def turns_of(decision: Decision) -> tuple[int, ...]:
+    """Of each stage the replicas that take micro-batches in turn, 1 where none do."""
+    return tuple(stage.division.period for stage in decision.stages)
+
+
 def steady_ns(decision: Decision, estimates: Estimates) -> int:
     """Nanoseconds of all micro-batches when nothing is flushed: the slowest stage sets the pace, its replicas take
     turns."""
-    return len(decision.micro_rows) * max(e.fwd_ns + e.bwd_ns + e.reduce_ns + e.optimizer_ns for e in estimates)
+    pairs = zip(estimates, turns_of(decision), strict=True)
+    return max(
+        -(-len(decision.micro_rows) // turns) * (e.fwd_ns + e.bwd_ns + e.reduce_ns + e.optimizer_ns)
+        for e, turns in pairs
+    )
 
 
 def timeline_of(decision: Decision, program: Program, estimator: Estimator) -> Timeline:
@@ -94,29 +106,85 @@ def work_of(decision: Decision, estimates: Estimates, program: Program, estimato
     return _work(decision, estimates, program.edges, program.tied, estimator)
 
 
+def excess_of(decision: Decision, links: tuple[Edge, ...], estimator: Estimator, spare_bytes: int = 0) -> list[int]:
+    """What each stage needs beyond what its devices have, in bytes; negative where it fits.  spare_bytes: left free on
+    each.  O(uses)."""
+    sizes = message_bytes(links, estimator.graph(Size(max(decision.micro_rows)), 0))
+    return [excess_bytes(context, estimator, spare_bytes) for context in stage_contexts(decision, sizes)]
+
+
 def _work(
     decision: Decision, estimates: Estimates, links: tuple[Edge, ...], shared: Tied, estimator: Estimator
 ) -> Work:
     ranks, loads = [stage.ranks for stage in decision.stages], estimator.loads
     index = estimator.graph(Size(max(decision.micro_rows)), 0)
     trained = [(index.trained_bytes(stage), stage.ranks) for stage in decision.stages]
+    share = sent_share(decision.compress)
+    apart = [sum([index.summed[name] for name, users in shared if stage in users]) for stage in range(len(ranks))]
+    summed = [  # what is tied is summed once, over all its stages
+        (int((index.summed_bytes(stage) - tied_bytes) * share), stage.ranks)
+        for stage, tied_bytes in zip(decision.stages, apart, strict=True)
+    ]
     return Work(
         fwd_ns=tuple(e.fwd_ns for e in estimates),
         bwd_ns=tuple(e.bwd_ns for e in estimates),
         held_bytes=tuple(e.activation_bytes for e in estimates),
         messages={
-            (src, dst, way): (size, loads.p2p(ranks[src], ranks[dst]))
+            (src, dst, way): (size, loads.passing(decision.stages[src], decision.stages[dst]))
             for (src, dst, way), size in message_bytes(links, index).items()
         },
         tied=tuple(
-            (users, index.params[name], loads.ring_allreduce(tuple(dict.fromkeys(ranks[stage][0] for stage in users))))
+            (
+                users,
+                index.summed[name],
+                loads.ring_allreduce(tuple(sorted({r for stage in users for r in ranks[stage]}))),
+            )
             for name, users in shared
         ),
-        reduce=tuple((size, loads.ring(ranks, 1 if decision.zero else 2)) for size, ranks in trained),
+        reduce=tuple((size, loads.ring(ranks, 1 if decision.zero else 2)) for size, ranks in summed),
         gather=tuple((size, loads.ring(ranks, 1)) for size, ranks in trained) if decision.zero else (),
         optimizer_ns=tuple(e.optimizer_ns for e in estimates),
         overlap=estimator.context.overlap,
+        turns=turns_of(decision),
+        bucket_bytes=decision.bucket_bytes,
+        slices=slice_works(decision, estimates, links, estimator) if decision.token_slices else (),
     )
+
+
+def slice_works(
+    decision: Decision, estimates: Estimates, links: tuple[Edge, ...], estimator: Estimator
+) -> tuple[SliceWork, ...]:
+    """What each slice takes, in nanoseconds and bytes; estimates: of the stages, for whole sequences.  O(uses)."""
+    lengths, tokens = decision.token_slices, sum(decision.token_slices)
+    shares = estimator.context.slices or SliceShares(tokens, {}, (), (), 0)
+    index, contexts = estimator.graph(Size(max(decision.micro_rows)), 0), contexts_of(lengths)
+    times = []
+    for stage, known in zip(decision.stages, estimates, strict=True):
+        ops = {part for name in stage.ops for part in index.ops[name].parts or (name,)}
+        for total, back in ((known.fwd_ns, False), (known.bwd_ns, True)):
+            times.append(shares.stage_ns(ops, total, lengths, contexts, backward=back).astype(int).tolist())
+    forward, backward = times[::2], times[1::2]
+    return tuple(
+        SliceWork(
+            tuple(own[j] for own in forward),
+            tuple(own[j] for own in backward),
+            tuple(share_of(known.activation_bytes, length, tokens) for known in estimates),
+            _slice_sizes(links, index, j, length, tokens),
+        )
+        for j, length in enumerate(lengths)
+    )
+
+
+def _slice_sizes(links: tuple[Edge, ...], index: GraphIndex, j: int, length: int, tokens: int) -> dict[Message, int]:
+    """Bytes of the messages of a slice."""
+    size = index.values
+
+    def of(edge: Edge, way: str) -> int:
+        whole = set(edge.whole)
+        return sum([size[v] if v in whole else share_of(size[v], length, tokens) for v in edge.names(way, j)])
+
+    sizes = {(e.src, e.dst, FORWARD): of(e, FORWARD) for e in links}
+    return sizes | {(e.dst, e.src, BACKWARD): of(e, BACKWARD) for e in links if e.grads}
 
 
 def stage_contexts(decision: Decision, sizes: dict[Message, int]) -> list[StageContext]:
@@ -132,11 +200,26 @@ def stage_contexts(decision: Decision, sizes: dict[Message, int]) -> list[StageC
     rows, micros = max(decision.micro_rows), len(decision.micro_rows)
     schedule, found = find(decision.schedule), []
     for s, stage in enumerate(decision.stages):
-        live = in_flight(schedule, s, len(decision.stages), micros)
+        live = in_flight(schedule, s, len(decision.stages), micros, turns=turns_of(decision))
+        held = None
+        if lengths := decision.token_slices:
+            held = most_tokens(schedule, s, len(decision.stages), micros, lengths), sum(lengths)
+            live = -(-held[0] // held[1])
         versions = 1 if schedule.synchronous else live
         found.append(
             StageContext(
-                stage, rows, micros, live, s == 0, versions, into[s], out[s], back[s], shared=decision.zero > 0
+                stage,
+                rows,
+                micros,
+                live,
+                s == 0,
+                versions,
+                into[s],
+                out[s],
+                back[s],
+                shared=decision.zero > 0,
+                compress=decision.compress,
+                held=held,
             )
         )
     return found

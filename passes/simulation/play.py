@@ -1,13 +1,15 @@
 """The event loop of the simulator: workers, ports and messages in time.
 
 What plays is a worker: the ranks that run the same stages do the same at the same time, each on its share of the rows,
-so they have one clock.  A message between two stages waits until all ports on its way are free, keeps each busy for its
-bytes there, and arrives a latency after the slowest (`traffic`); so do the sums of gradients.  The sums of stages that
-share parameters begin when the last of these stages is there, one parameter after the other.  Ports serve in the order
-of posting.
+so they have one clock.  Where replicas take micro-batches in turn, each is a worker of its own, and the sum of their
+gradients begins when the last of them is there.  A message between two stages waits until all ports on its way are
+free, keeps each busy for its bytes there, and arrives a latency after the slowest (`traffic`); so do the sums of
+gradients.  The sums of stages that share parameters begin when the last of these stages is there, one parameter after
+the other.  Ports serve in the order of posting.
 
-Assumed, and wrong where: computes take the same time for every micro-batch; a compute and a transfer do not slow each
-other down (on CPU they share cores); replicas with unequal shares wait for the largest; posting takes no time.
+Assumed, and wrong where: computes take the same time for every micro-batch (slices have their own); a compute and a
+transfer do not slow each other down (on CPU they share cores); replicas with other shares wait for the slowest;
+posting takes no time.
 """
 
 from __future__ import annotations
@@ -37,34 +39,64 @@ Message = tuple[int, int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What the simulator has to know of a plan.  Tuples have an entry for each stage.
-
-    fwd_ns, bwd_ns: of F and B.  held_bytes: activations per micro-batch in flight.  messages: bytes and load of each
-    message.  tied: for each tied parameter in order, the stages that share it, its bytes and the load of its sum.
-    reduce: bytes and load of the sum of gradients over replicas.  optimizer_ns: the optimizer's step.  overlap: sums
-    over replicas run beside the last backward, bucket by bucket (`ir.program`), instead of after it.  gather: bytes
-    and load of the new values of parameters, which replicas that share the optimizer's state send each other behind
-    its step."""
+class SliceWork:
+    """What one slice of a micro-batch's sequences takes.  fwd_ns, bwd_ns, held_bytes: of each stage.  sizes: bytes of
+    its messages."""
 
     fwd_ns: tuple[int, ...]
     bwd_ns: tuple[int, ...]
     held_bytes: tuple[int, ...]
-    messages: Mapping[Message, tuple[int, PortLoad]]
+    sizes: Mapping[Message, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the simulator has to know of a plan.  Tuples have an entry for each stage.
+
+    fwd_ns, bwd_ns: of F and B.  held_bytes: activations per micro-batch in flight.  messages: bytes of each message,
+    and its loads, that of micro-batch m at m modulo their number.  tied: for each tied parameter in order, the stages
+    that share it, its bytes and the load of its sum.  turns: replicas that take micro-batches in turn, 1 where none do;
+    empty: nowhere.
+    reduce: bytes and load of the sum of gradients over replicas.  optimizer_ns: the optimizer's step.  overlap: sums
+    over replicas run beside the last backward, bucket by bucket (`ir.program`), instead of after it.  gather: bytes and
+    load of the new values of parameters, which replicas that share the optimizer's state send each other behind its
+    step.  bucket_bytes: summed at once (`Decision`).  slices: of each slice, in order, where sequences are cut; what is
+    said of micro-batches here is then of no use but for the loads."""
+
+    fwd_ns: tuple[int, ...]
+    bwd_ns: tuple[int, ...]
+    held_bytes: tuple[int, ...]
+    messages: Mapping[Message, tuple[int, tuple[PortLoad, ...]]]
     tied: tuple[tuple[tuple[int, ...], int, PortLoad], ...] = ()
     reduce: tuple[tuple[int, PortLoad], ...] = ()
     optimizer_ns: tuple[int, ...] = ()
     overlap: bool = False
     gather: tuple[tuple[int, PortLoad], ...] = ()
+    slices: tuple[SliceWork, ...] = ()
+    turns: tuple[int, ...] = ()
+    bucket_bytes: int = BUCKET_BYTES
+
+    def held(self, stage: int, piece: int) -> int:
+        """Bytes that a micro-batch, or one slice of it, holds on a stage."""
+        return (self.slices[piece] if self.slices else self).held_bytes[stage]
+
+    def phase(self, message: Message, micro: int, piece: int) -> int:
+        """Which of the wires of a message one of a micro-batch, or of a slice of it, takes."""
+        return piece if self.slices else micro % len(self.messages[message][1])
+
+    @property
+    def alternates(self) -> bool:
+        """Whether replicas of any stage take turns."""
+        return max(self.turns, default=1) > 1
 
 
 # ---- programs as numbers -------------------------------------------------------------------------------------------
 
-_COMPUTE, _BACKWARD, _SEND, _RECEIVE, _REDUCE, _MEET, _UPDATE = range(7)
+_COMPUTE, _BACKWARD, _SEND, _RECEIVE, _REDUCE, _MEET, _UPDATE, _JOIN = range(8)
 Wire = tuple[int, tuple[tuple[int, int], ...]]
 """(nanoseconds from start to arrival, (way, nanoseconds that it is busy) of each); no ways: it takes no time."""
 Step = tuple[int, int, Wire]
-"""(one of the seven above; nanoseconds of a compute, or the number of a channel or meeting; how a message travels)."""
+"""(one of the eight above; nanoseconds of a compute, or the number of a channel or meeting; how a message travels)."""
 _NOWHERE: Wire = (0, ())
 
 
@@ -104,32 +136,34 @@ class StepCode:
     """
 
     def __init__(self, work: Work, groups: Sequence[tuple[int, ...]], *, in_order: bool) -> None:
-        self._work, self._in_order = work, in_order
+        self._work, self._in_order = work, in_order and not work.alternates
         self._wires = _wires(work)
         self._meetings = {stage: number for number, group in enumerate(groups) for stage in group}
         self.meetings = [Meeting(group) for group in groups]
         for place, (stages, _, _) in enumerate(work.tied):
             sums = self.meetings[self._meetings[stages[0]]].sums
             sums.append((stages, self._wires.get((SUM_TIED, place), _NOWHERE)))
-        self.buckets = [_buckets(size, load) for size, load in work.reduce]
+        self.buckets = [_buckets(size, load, work.bucket_bytes) for size, load in work.reduce]
         self._channels: dict[tuple[int, int, Hashable], int] = {}
-        self._times = {FORWARD: work.fwd_ns, BACKWARD: work.bwd_ns}
+        self._times = [{FORWARD: part.fwd_ns, BACKWARD: part.bwd_ns} for part in work.slices or (work,)]
 
-    def local(self, kind: str, stage: int) -> Step:
-        """A compute, a sum or an optimizer's step."""
+    def local(self, kind: str, stage: int, piece: int = 0, *, leads: bool = True) -> Step:
+        """A compute (of a slice), a sum or an optimizer's step.  leads: of the replicas that take turns, the first."""
         if kind == SUM_TIED:
             return _MEET, self._meetings[stage], _NOWHERE
         if kind == SUM_REPLICAS:
-            return _REDUCE, stage, self._wires.get((kind, stage), _NOWHERE)
+            alternates = self._work.alternates and self._work.turns[stage] > 1
+            return _JOIN if alternates else _REDUCE, stage, self._wires.get((kind, stage), _NOWHERE)
         if kind == OPTIMIZER:
             taken = self._work.optimizer_ns[stage] if self._work.optimizer_ns else 0
-            return _UPDATE, taken, self._wires.get((kind, stage), _NOWHERE)
+            return _UPDATE, taken, self._wires.get((kind, stage), _NOWHERE) if leads else _NOWHERE
         way = ACTIONS[kind].way
-        return _BACKWARD if way == BACKWARD else _COMPUTE, self._times[way][stage], _NOWHERE
+        return _BACKWARD if way == BACKWARD else _COMPUTE, self._times[piece][way][stage], _NOWHERE
 
-    def send(self, message: Message, slot: Hashable) -> Step:
-        """A message leaves.  slot: its micro-batch."""
-        return _SEND, self._channel(message, slot), self._wires.get(message, _NOWHERE)
+    def send(self, message: Message, slot: Hashable, micro: int, piece: int = 0) -> Step:
+        """A message leaves.  slot: its micro-batch, and slice."""
+        phase = self._work.phase(message, micro, piece)
+        return _SEND, self._channel(message, slot), self._wires.get((*message, phase), _NOWHERE)
 
     def receive(self, message: Message, slot: Hashable) -> Step:
         """A message is waited for."""
@@ -140,14 +174,15 @@ class StepCode:
         return self._channels.setdefault(key, len(self._channels))
 
 
-def _buckets(size: int, load: PortLoad) -> tuple[float, int]:
+def _buckets(size: int, load: PortLoad, bucket_bytes: int) -> tuple[float, int]:
     """Of a sum of so many bytes: the share of the last backward after which the first bucket is complete, and the
     nanoseconds of the last bucket, which is complete when that backward ends."""
-    return min(1.0, FIRST_BUCKET_BYTES / size) if size else 0.0, load.alone_ns(min(size, BUCKET_BYTES))
+    first = min(FIRST_BUCKET_BYTES, bucket_bytes)
+    return min(1.0, first / size) if size else 0.0, load.alone_ns(min(size, bucket_bytes))
 
 
-_Key = Message | tuple[str, int]
-"""A message, or what ends a step: its kind and its stage or (of tied gradients) its place."""
+_Key = tuple[int, int, str, int] | tuple[str, int]
+"""A message and which of its wires, or what ends a step: its kind and its stage or (of tied gradients) its place."""
 
 
 def _wires(work: Work) -> dict[_Key, Wire]:
@@ -155,7 +190,12 @@ def _wires(work: Work) -> dict[_Key, Wire]:
 
     Ways that are always busy together and equally long count as one, so replicas cost nothing.  O(ways of all loads).
     """
-    loads: list[tuple[_Key, tuple[int, PortLoad]]] = [*work.messages.items()]
+    loads: list[tuple[_Key, tuple[int, PortLoad]]] = []
+    for message, (size, each) in work.messages.items():
+        if work.slices:
+            loads += [((*message, j), (part.sizes.get(message, 0), each[0])) for j, part in enumerate(work.slices)]
+        else:
+            loads += [((*message, phase), (size, load)) for phase, load in enumerate(each)]
     loads += [((SUM_REPLICAS, stage), load) for stage, load in enumerate(work.reduce)]
     loads += [((OPTIMIZER, stage), load) for stage, load in enumerate(work.gather)]
     loads += [((SUM_TIED, place), (size, load)) for place, (_, size, load) in enumerate(work.tied)]
@@ -185,7 +225,11 @@ class Play:
         self._meetings, self._buckets, self._overlap, self._spans = code.meetings, code.buckets, overlap, spans
         self._free: defaultdict[int, int] = defaultdict(int)
         self._end = 0
-        self._rank_of = {stage: lane.rank for lane in lanes for stage in lane.stages}
+        self._ranks_of: dict[int, list[int]] = {}
+        for lane in lanes:
+            for stage in lane.stages:
+                self._ranks_of.setdefault(stage, []).append(lane.rank)
+        self._joined: dict[int, set[int]] = {}
 
     def run(self) -> int:
         """The end of the step in nanoseconds.  The rank whose clock is behind acts next: so ports serve in order.
@@ -264,44 +308,63 @@ class Play:
         others."""
         kind, what, wire = lane.steps[lane.at]
         if kind == _REDUCE:
-            return self._reduce(lane, what, wire)
+            return self._reduce([lane], what, wire)[lane.rank], lane.clock
+        if kind == _JOIN:
+            return self._join(lane, what, wire, queue)
         if kind == _UPDATE:
             end = lane.clock + what
             return lane.clock, self._occupy(wire, end)[1] if wire[1] else end
         meeting = self._meetings[what]
-        ranks = {self._rank_of[stage] for stage in meeting.stages}
+        ranks = {rank for stage in meeting.stages for rank in self._ranks_of[stage]}
         if meeting.here != ranks:
             meeting.here.add(lane.rank)
             if meeting.here != ranks:
                 return None
             began = self._meet(meeting, [self._lanes[rank] for rank in sorted(ranks)])
-            for other in sorted(ranks - {lane.rank}):
-                self._note(self._lanes[other], began[other])
-                heappush(queue, (self._lanes[other].clock, other))
-            return began[lane.rank], lane.clock
+            return self._all_over(lane, began, queue)
         return lane.clock, lane.clock  # a rank with several of the stages comes once, and all its sums are over then
 
-    def _reduce(self, lane: Lane, stage: int, wire: Wire) -> tuple[int, int]:
-        """(start, end) of a sum over replicas.
+    def _all_over(self, lane: Lane, began: dict[int, int], queue: list[tuple[int, int]]) -> tuple[int, int]:
+        """What several ranks were there for is over, at the clock of each: (start, end) of the one that came last."""
+        for other in sorted(began.keys() - {lane.rank}):
+            self._note(self._lanes[other], began[other])
+            heappush(queue, (self._lanes[other].clock, other))
+        return began[lane.rank], lane.clock
+
+    def _join(self, lane: Lane, stage: int, wire: Wire, queue: list[tuple[int, int]]) -> tuple[int, int] | None:
+        """The sum of replicas that take turns, when the last of them is there."""
+        here = self._joined.setdefault(stage, set())
+        here.add(lane.rank)
+        if len(here) < len(self._ranks_of[stage]):
+            return None
+        return self._all_over(lane, self._reduce([self._lanes[rank] for rank in sorted(here)], stage, wire), queue)
+
+    def _reduce(self, lanes: list[Lane], stage: int, wire: Wire) -> dict[int, int]:
+        """A sum over replicas: when it begins on each of these ranks; their clocks go to its end.
 
         Beside the last backward, whose gradients are taken to come about evenly: it cannot begin before the first
         bucket is complete, nor end before the last one, which waits for the end of that backward, is summed.
         """
-        now = lane.clock
-        if not wire[1]:
-            return now, now
-        if not self._overlap:
-            return self._occupy(wire, now)
-        first, last_ns = self._buckets[stage]
-        begin = now - lane.last_ns
-        _, end = self._occupy(wire, begin + int(first * lane.last_ns))
-        return begin, max(now + last_ns, end)
+        now = max(lane.clock for lane in lanes)
+        begins = {lane.rank: now for lane in lanes}
+        end = now
+        if wire[1] and not self._overlap:
+            start, end = self._occupy(wire, now)
+            begins = dict.fromkeys(begins, start)
+        elif wire[1]:
+            first, last_ns = self._buckets[stage]
+            begins = {lane.rank: lane.clock - lane.last_ns for lane in lanes}
+            ready = max(begins[lane.rank] + int(first * lane.last_ns) for lane in lanes)
+            end = max(now + last_ns, self._occupy(wire, ready)[1])
+        for lane in lanes:
+            lane.clock = end
+        return begins
 
     def _meet(self, meeting: Meeting, lanes: list[Lane]) -> dict[int, int]:
         """All that share parameters are there: their sums, one after the other, and when each rank's first began."""
         began: dict[int, int] = {}
         for stages, wire in meeting.sums:
-            users = [self._lanes[self._rank_of[stage]] for stage in stages]
+            users = [self._lanes[rank] for stage in stages for rank in self._ranks_of[stage]]
             start = max(user.clock for user in users)
             end = start
             if wire[1]:

@@ -27,8 +27,8 @@ def simulate(program: Program, work: Work) -> Timeline:
     Play(lanes, code, overlap=work.overlap, spans=spans).run()
     peak = [0] * program.world
     for lane in lanes:
-        most = _most_held(lane.actions, work.held_bytes)
-        for rank in program.stage_ranks[lane.stages[0]]:
+        most = _most_held(lane.actions, work)
+        for rank in _alike(program, lane):
             peak[rank] = most
     return Timeline(tuple(sorted(spans, key=lambda span: (span.start_ns, span.rank))), tuple(peak))
 
@@ -47,7 +47,7 @@ def ordered_ns(
     links, shared: edges and tied parameters.  O(actions * log ranks).
     """
     code = StepCode(work, linked_stages(shared), in_order=order.orders is None)
-    steps_of = _Steps(code, links)
+    steps_of = _Steps(code, links, max(1, len(work.slices)))
     lanes = []
     if order.orders is None:
         known = {(kind, stage): steps_of(kind, stage, 0) for kind, stage in dict.fromkeys(chain(*order.turns))}
@@ -55,57 +55,64 @@ def ordered_ns(
     else:
         whole = [list(chain.from_iterable([steps_of(*turn) for turn in turns])) for turns in order.orders]
     ends = step_end(stage_ranks, shared)
-    for turns, steps in zip(order.turns, whole, strict=True):
+    for place, (turns, steps) in enumerate(zip(order.turns, whole, strict=True)):
         stages = tuple(dict.fromkeys(stage for _, stage in turns))
-        steps += [code.local(kind, stage) for kind, stage in ends if stage in stages]
-        lanes.append(Lane(stage_ranks[min(stages)][0], stages, steps))
+        replica = order.orders[place][0][2] % work.turns[stages[0]] if work.alternates and order.orders else 0
+        steps += [code.local(kind, stage, leads=not replica) for kind, stage in ends if stage in stages]
+        lanes.append(Lane(stage_ranks[min(stages)][replica], stages, steps))
     return Play(lanes, code, overlap=work.overlap).run()
 
 
 class _Steps:
     """The steps of a compute with the messages before and behind it."""
 
-    def __init__(self, code: StepCode, links: Sequence[Edge]) -> None:
-        self._code, self._receivers = code, receivers(links)
-        self._senders: dict[tuple[str, int], list[int]] = {}
-        for (way, source), peers in sorted(self._receivers.items()):
-            for peer in peers:
-                self._senders.setdefault((way, peer), []).append(source)
+    def __init__(self, code: StepCode, links: Sequence[Edge], slices: int) -> None:
+        self._code, self._slices = code, slices
+        self._receivers = [receivers(links, piece) for piece in range(slices)]
+        self._senders: list[dict[tuple[str, int], list[int]]] = [{} for _ in range(slices)]
+        for senders, found in zip(self._senders, self._receivers, strict=True):
+            for (way, source), peers in sorted(found.items()):
+                for peer in peers:
+                    senders.setdefault((way, peer), []).append(source)
 
-    def __call__(self, kind: str, stage: int, micro: int) -> list[Step]:
+    def __call__(self, kind: str, stage: int, unit: int) -> list[Step]:
         """As `Program.part` has them: receives and sends with the peers ascending."""
-        code, way = self._code, ACTIONS[kind].way
+        code, way, piece = self._code, ACTIONS[kind].way, unit % self._slices
         return [
-            *[code.receive((source, stage, way), micro) for source in self._senders.get((way, stage), ())],
-            code.local(kind, stage),
-            *[code.send((stage, peer, way), micro) for peer in self._receivers.get((way, stage), ())],
+            *[code.receive((source, stage, way), unit) for source in self._senders[piece].get((way, stage), ())],
+            code.local(kind, stage, piece),
+            *[
+                code.send((stage, peer, way), unit, unit // self._slices, piece)
+                for peer in self._receivers[piece].get((way, stage), ())
+            ],
         ]
 
 
 def _program_lanes(program: Program, work: Work) -> tuple[StepCode, list[Lane]]:
     turns = [(a.kind, a.stage, a.micro) for a in program.order if ACTIONS[a.kind].role == COMPUTE]
-    in_order = in_one_order([turns], len(program.stage_ranks))
+    simple = program.slices == 1 and not work.alternates
+    in_order = simple and in_one_order([turns], len(program.stage_ranks))
     code = StepCode(work, program.tied_groups, in_order=in_order)
     leads = _leads(program)
     parts = program.parts(tuple(leads))
     known: dict[tuple[str, int, int | None], Step] = {}
 
-    def step(action: Action) -> Step:
+    def step(action: Action, lead: int) -> Step:
         if not in_order:
-            return _step(code, action)
+            return _step(code, action, leads=lead == program.stage_ranks[action.stage][0])
         key = action.kind, action.slot.stage, action.peer
         if key not in known:
             known[key] = _step(code, action)
         return known[key]
 
     return code, [
-        Lane(lead, stages, [step(action) for action in part], part)
+        Lane(lead, stages, [step(action, lead) for action in part], part)
         for (lead, stages), part in zip(leads.items(), parts, strict=True)
     ]
 
 
 def _leads(program: Program) -> dict[int, tuple[int, ...]]:
-    """The first rank of each worker, and the stages of the worker."""
+    """The first rank of each worker, and the stages of the worker.  Replicas that take turns are workers."""
     found: dict[frozenset[int], list[int]] = {}
     for stage, ranks in enumerate(program.stage_ranks):
         found.setdefault(frozenset(ranks), []).append(stage)
@@ -115,24 +122,36 @@ def _leads(program: Program) -> dict[int, tuple[int, ...]]:
             where=str(program.stage_ranks),
             fix="put stages that share a rank on the same ranks",
         )
-    return {program.stage_ranks[stages[0]][0]: tuple(stages) for stages in found.values()}
+    return {
+        rank: tuple(stages)
+        for stages in found.values()
+        for rank in program.stage_ranks[stages[0]][: program.division(stages[0]).period]
+    }
 
 
-def _step(code: StepCode, action: Action) -> Step:
+def _alike(program: Program, lane: Lane) -> tuple[int, ...]:
+    """The ranks that do what a lane does."""
+    stage = lane.stages[0]
+    return (lane.rank,) if program.division(stage).in_turn else program.stage_ranks[stage]
+
+
+def _step(code: StepCode, action: Action, *, leads: bool = True) -> Step:
     kind, peer = ACTIONS[action.kind], action.peer
+    slot = action.micro, action.slot.slice
     if peer is not None and kind.role == SEND:
-        return code.send((action.stage, peer, kind.way), action.micro)
+        return code.send((action.stage, peer, kind.way), slot, *slot)
     if peer is not None and kind.role == RECEIVE:
-        return code.receive((peer, action.stage, kind.way), action.micro)
-    return code.local(action.kind, action.stage)
+        return code.receive((peer, action.stage, kind.way), slot)
+    return code.local(action.kind, action.stage, action.slot.slice, leads=leads)
 
 
-def _most_held(actions: Sequence[Action], held_bytes: Sequence[int]) -> int:
-    """Bytes of the micro-batches in flight at most."""
+def _most_held(actions: Sequence[Action], work: Work) -> int:
+    """Bytes of the micro-batches, or slices, in flight at most."""
     held = most = 0
     for action in actions:
         kind = ACTIONS[action.kind]
         if kind.role == COMPUTE:
-            held += -held_bytes[action.stage] if kind.frees else held_bytes[action.stage]
+            own = work.held(action.stage, action.slot.slice)
+            held += -own if kind.frees else own
             most = max(most, held)
     return most

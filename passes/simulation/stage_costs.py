@@ -1,20 +1,24 @@
 """What one stage needs and takes: memory and times of one of its devices.
 
-Memory of a device of stage s with r replicas, live = `schedules.in_flight`:
+Memory of a device of stage s with a share of 1 / r, live = `schedules.in_flight`:
 
     weights + gradients + optimizer state                      of the parameters that the stage uses, each once
     + copies of weights in another precision                   under autocast, made once a step
-    + live * (saved for the backward + received)               of the largest share of a micro-batch, rows / r
+    + live * (saved for the backward + received)               of the device's part of a micro-batch, rows / r
     + workspace                                                largest of one op, and of one recomputed group
     + MESSAGES_AHEAD * (received + sent)                       messages under way, and receives posted ahead
+    + gradients, in single precision at least                  with replicas: the buckets in which they are summed
     + (live - 1) * weights                                     asynchronous schedules alone: a version per micro-batch
     + the whole batch's inputs                                 on the first stage
 
-Where replicas share the optimizer's state, that of the largest share: whole parameters, the largest first, each to the
-replica that has least.  Then gradients go to their owner and new values come back, which is one turn of the ring each,
-as much as a sum.
+Where replicas share the optimizer's state, that of the largest share (`ir.owners`).  Then gradients go to their owner
+and new values come back, which is one turn of the ring each, as much as a sum.
 
-A recomputed group keeps what enters it (what leaves it is kept by whoever needs it) and pays its forward a second time.
+Where replicas take micro-batches in turn, a device has all rows of every r-th one.
+
+A recomputed group keeps what enters it (what leaves it is kept by whoever needs it) and pays its forward a second time,
+up to the last op that autograd needs something of (torch.utils.checkpoint stops there): a product at its end, of which
+only the operands are kept, does not run again.
 
 Assumed, and wrong where: times and saved bytes of a stage are the sums of its ops'; weights, gradients and optimizer
 state stay allocated; what the allocator wastes is left out.  Optimizer: reads weights, gradients and state, writes
@@ -24,27 +28,31 @@ weights and state, at memory speed.  Clones count in every stage that runs them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from heapq import heapreplace
+from dataclasses import dataclass, fields
 
 from autopart.ir.cluster import Cluster, Device
-from autopart.ir.graph import Graph, Op
+from autopart.ir.graph import Graph, Op, Param
+from autopart.ir.owners import largest_share
 from autopart.ir.plan import Estimate, Stage
 from autopart.ir.program import MESSAGES_AHEAD
+from autopart.ir.shares import together
 from autopart.ir.size import Size
 from autopart.passes.ops.cost_model import GraphCosts
+from autopart.passes.ops.table import keeps
+from autopart.passes.simulation.slices import SliceShares, share_of
 from autopart.passes.simulation.traffic import PortLoad, p2p_load, ring_load
 
 
 @dataclass(frozen=True)
 class GraphIndex:
-    """A graph by name.  params, trained, copies, values: bytes of parameters, of the trainable ones, of copies that are
-    held of them, and of values."""
+    """A graph by name.  params, trained, summed, copies, values: bytes of parameters, of the trainable ones, of those
+    as replicas sum their gradients, of copies that are held of parameters, and of values."""
 
     graph: Graph
     ops: dict[str, Op]
     params: dict[str, int]
     trained: dict[str, int]
+    summed: dict[str, int]
     copies: dict[str, int]
     values: dict[str, int]
 
@@ -56,6 +64,7 @@ class GraphIndex:
             graph.op_map(),
             {p.name: p.size_bytes for p in graph.params},
             {p.name: p.size_bytes for p in graph.params if p.trainable},
+            {p.name: summed_bytes(p) for p in graph.params if p.trainable},
             {p.name: p.copy_bytes for p in graph.params if p.copy_bytes},
             {v.name: v.size_bytes for v in graph.values},
         )
@@ -66,10 +75,12 @@ class GraphIndex:
 
     def largest_share(self, stage: Stage) -> int:
         """Bytes of the trainable parameters of the replica that owns most of them."""
-        owned = [0] * len(stage.ranks)  # a heap
-        for size in sorted(self._trained(stage), reverse=True):
-            heapreplace(owned, owned[0] + size)
-        return max(owned)
+        return largest_share(self._trained(stage), len(stage.ranks))
+
+    def summed_bytes(self, stage: Stage) -> int:
+        """Bytes of their gradients as replicas sum them."""
+        used = {name for op in stage.ops for name in self.ops[op].params}
+        return sum([self.summed.get(name, 0) for name in used])
 
     def _trained(self, stage: Stage) -> list[int]:
         used = {name for op in stage.ops for name in self.ops[op].params}
@@ -82,7 +93,7 @@ class CostContext:
 
     device_types: distinct devices of the cluster.  cost_model: costs of the graph whose ops the plan names.
     state_factor: bytes of optimizer state per byte of trainable parameter.  overlap: gradients are summed while the
-    last backward runs.
+    last backward runs.  slices: what slices of sequences take of the whole; None where no decision has any.
     """
 
     cluster: Cluster
@@ -90,6 +101,7 @@ class CostContext:
     cost_model: GraphCosts
     state_factor: float = 2.0
     overlap: bool = False
+    slices: SliceShares | None = None
 
 
 class LoadMemo:
@@ -97,15 +109,29 @@ class LoadMemo:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._messages: dict[tuple[tuple[int, ...], tuple[int, ...]], PortLoad] = {}
+        self._messages: dict[tuple[tuple[int, ...], ...], PortLoad] = {}
         self._rings: dict[tuple[tuple[int, ...], int], PortLoad] = {}
 
-    def p2p(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> PortLoad:
+    def p2p(
+        self,
+        senders: tuple[int, ...],
+        receivers: tuple[int, ...],
+        sent: tuple[int, ...] = (),
+        received: tuple[int, ...] = (),
+    ) -> PortLoad:
         """`traffic.p2p_load` on this cluster."""
-        key = senders, receivers
+        key = senders, receivers, sent, received
         if key not in self._messages:
-            self._messages[key] = p2p_load(self._cluster, senders, receivers)
+            self._messages[key] = p2p_load(self._cluster, *key)
         return self._messages[key]
+
+    def passing(self, src: Stage, dst: Stage) -> tuple[PortLoad, ...]:
+        """Of a message from one stage to another, micro-batch by micro-batch until it repeats itself."""
+        ours, theirs = src.division, dst.division
+        return tuple(
+            self.p2p(src.ranks, dst.ranks, ours.cuts(micro), theirs.cuts(micro))
+            for micro in range(together(ours, theirs))
+        )
 
     def ring_allreduce(self, ranks: tuple[int, ...]) -> PortLoad:
         """`traffic.ring_allreduce_load` on this cluster."""
@@ -150,6 +176,16 @@ def device_types(cluster: Cluster) -> tuple[Device, ...]:
     return tuple(dict.fromkeys(cluster.devices))
 
 
+def summed_bytes(param: Param) -> int:
+    """Bytes of its gradient as replicas sum it: half precision is added up in single."""
+    return param.size_bytes * 2 if param.dtype in ("float16", "bfloat16") else param.size_bytes
+
+
+def sent_share(compress: str | None) -> float:
+    """Of the bytes of summed gradients, those that are sent: in bf16 half of those in single precision."""
+    return 0.5 if compress else 1.0
+
+
 def optimizer_ns(trained_bytes: int, state_factor: float, device: Device) -> int:
     """Nanoseconds of an optimizer's step over parameters of trained_bytes."""
     return int(trained_bytes * (3 + 2 * state_factor) * 1e9 / device.reached_bytes_per_s)
@@ -175,6 +211,8 @@ class StageContext:
     """All that the estimate of a stage depends on.  rows: of the largest micro-batch.  live: micro-batches in flight.
     first: it is given the whole batch.  versions: copies of its weights.  in_bytes, out_bytes: of a whole micro-batch;
     back_bytes: of the gradients that come and go for it.  shared: its replicas share the optimizer's state.
+    compress: how they round the gradients that they sum.  held: where sequences are cut, tokens in flight at most and
+    tokens of a micro-batch.
     """
 
     stage: Stage
@@ -187,43 +225,82 @@ class StageContext:
     out_bytes: int
     back_bytes: int
     shared: bool = False
+    compress: str | None = None
+    held: tuple[int, int] | None = None
 
 
 def stage_estimate(context: StageContext, estimator: Estimator) -> Estimate:
-    """The estimate, in bytes and nanoseconds, of the slowest device of a stage.  O(uses)."""
-    stage, replicas = context.stage, len(context.stage.ranks)
-    size = Size(-(-context.rows // replicas))
+    """The estimate, in bytes and nanoseconds, of a stage: times of its slowest device, memory of the one that needs
+    most.  O(uses) for each share that some device has."""
+    found = [_estimate(context, estimator, ranks) for ranks in alike(context.stage)]
+    if len(found) == 1:
+        return found[0]
+    return Estimate(**{each.name: max(getattr(e, each.name) for e in found) for each in fields(Estimate)})
+
+
+def alike(stage: Stage) -> tuple[tuple[int, ...], ...]:
+    """The ranks of a stage, those with equal parts of a micro-batch together."""
+    found: dict[int, list[int]] = {}
+    for rank, share in zip(stage.ranks, stage.division.shares, strict=True):
+        found.setdefault(share, []).append(rank)
+    return tuple(map(tuple, found.values()))
+
+
+def excess_bytes(context: StageContext, estimator: Estimator, spare_bytes: int = 0) -> int:
+    """What a stage needs beyond what its devices have, on the worst of them; negative where it fits.  spare_bytes: left
+    free on each."""
+    cluster, groups = estimator.context.cluster, alike(context.stage)
+    peaks = (
+        (_estimate(context, estimator, ranks) if len(groups) > 1 else estimator.stage(context)).peak_bytes
+        for ranks in groups
+    )
+    return max(
+        peak - cluster.least_memory_bytes(ranks) + spare_bytes for peak, ranks in zip(peaks, groups, strict=True)
+    )
+
+
+def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int]) -> Estimate:
+    """The estimate of the slowest of these ranks, which have equal parts of a micro-batch."""
+    stage, divided = context.stage, context.stage.division
+    replica = stage.ranks.index(ranks[0])
+
+    def part(amount: int) -> int:
+        return divided.part(amount, replica)
+
+    size = Size(part(context.rows))
     setting = estimator.context
-    kinds = sorted({setting.device_types.index(setting.cluster.devices[rank]) for rank in stage.ranks})
+    kinds = sorted({setting.device_types.index(setting.cluster.devices[rank]) for rank in ranks})
     whole, share = estimator.graph(Size(context.rows), 0), estimator.graph(size, kinds[0])
-    costed = [[index.ops[name].cost for name in stage.ops] for index in (estimator.graph(size, kind) for kind in kinds)]
+    indices = [estimator.graph(size, kind) for kind in kinds]
+    costed = [[index.ops[name].cost for name in stage.ops] for index in indices]
     kept, group_bytes = _kept(stage, share)
-    again = {name for group in stage.recompute for name in group}
-    redone = [[cost.fwd_ns for name, cost in zip(stage.ops, costs, strict=True) if name in again] for costs in costed]
-    recompute_ns = max(map(sum, redone))
+    recompute_ns = max(sum([redone_ns(group, index) for group in stage.recompute]) for index in indices)
     used = {name for op in stage.ops for name in whole.ops[op].params}
     copies = sum([whole.copies.get(name, 0) for name in used])
     weights = sum([whole.params[name] for name in used])
-    param_bytes = weights + copies
     trained = whole.trained_bytes(stage)
     stepped = whole.largest_share(stage) if context.shared else trained
     optimizer_bytes = int(stepped * setting.state_factor)
     state_bytes = trained + optimizer_bytes + (context.versions - 1) * weights
-    received, sent = -(-context.in_bytes // replicas), -(-context.out_bytes // replicas)
+    received, sent = part(context.in_bytes), part(context.out_bytes)
     devices = [setting.device_types[kind] for kind in kinds]
     activation_bytes = kept + received
     workspace = max([cost.scratch_bytes for cost in costed[0]], default=0) + group_bytes
     buffers = MESSAGES_AHEAD * (received + sent)
-    peak_bytes = param_bytes + state_bytes + context.live * activation_bytes + workspace + buffers
+    summed = whole.summed_bytes(stage)
+    if len(stage.ranks) > 1:
+        buffers += summed
+    peak_bytes = weights + copies + state_bytes + _in_flight_bytes(context, activation_bytes) + workspace + buffers
     if context.first:
-        peak_bytes += context.micros * -(-sum(whole.values[name] for name in whole.graph.inputs) // replicas)
+        own_micros = -(-context.micros // divided.period)
+        peak_bytes += own_micros * part(sum(whole.values[name] for name in whole.graph.inputs))
     return Estimate(
         fwd_ns=max(sum([cost.fwd_ns for cost in costs]) for costs in costed) + copying_ns(received + sent, devices),
         bwd_ns=max(sum([cost.bwd_ns for cost in costs]) for costs in costed)
         + recompute_ns
-        + copying_ns(-(-context.back_bytes // replicas), devices),
+        + copying_ns(part(context.back_bytes), devices),
         flops=sum([cost.flops for cost in costed[0]]),
-        param_bytes=param_bytes,
+        param_bytes=weights + copies,
         state_bytes=state_bytes,
         activation_bytes=activation_bytes,
         in_bytes=context.in_bytes,
@@ -234,9 +311,31 @@ def stage_estimate(context: StageContext, estimator: Estimator) -> Estimate:
         workspace_bytes=workspace,
         buffer_bytes=buffers,
         recompute_ns=recompute_ns,
-        reduce_ns=estimator.loads.ring_allreduce(stage.ranks).alone_ns(trained),
+        reduce_ns=estimator.loads.ring_allreduce(stage.ranks).alone_ns(int(summed * sent_share(context.compress))),
         optimizer_ns=max(optimizer_ns(stepped, setting.state_factor, d) + casting_ns(copies, d) for d in devices),
     )
+
+
+def redone_ns(group: Sequence[str], index: GraphIndex) -> int:
+    """Nanoseconds of running a recomputed group again, up to the last op that autograd needs something of: one that
+    keeps its operands alone needs not run for that.  O(group)."""
+    total = sum([index.ops[name].cost.fwd_ns for name in group])
+    for name in reversed(group):
+        op = index.ops[name]
+        if op.parts not in ((), (name,)):  # a block, which knows it of itself
+            return total - op.cost.tail_ns
+        kept = keeps(op.target)
+        total -= op.cost.fwd_ns if kept != "after" else 0
+        if kept:
+            break
+    return total
+
+
+def _in_flight_bytes(context: StageContext, activation_bytes: int) -> int:
+    if context.held is None:
+        return context.live * activation_bytes
+    tokens, whole = context.held
+    return share_of(activation_bytes, tokens, whole)
 
 
 def _kept(stage: Stage, index: GraphIndex) -> tuple[int, int]:

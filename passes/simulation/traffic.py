@@ -52,14 +52,20 @@ def _ns(size_bytes: float, rate: int) -> int:
     return int(-(-size_bytes * 1_000_000_000 // rate))
 
 
-def p2p_load(cluster: Cluster, senders: tuple[int, ...], receivers: tuple[int, ...]) -> PortLoad:
-    """What a message from one stage to another keeps busy.  senders, receivers: ranks in order of their rows.
+def p2p_load(
+    cluster: Cluster,
+    senders: tuple[int, ...],
+    receivers: tuple[int, ...],
+    sent: tuple[int, ...] = (),
+    received: tuple[int, ...] = (),
+) -> PortLoad:
+    """What a message from one stage to another keeps busy.  senders, receivers: ranks in order of their rows; sent,
+    received: where the parts of both are cut (`Division.cuts`), empty for equal shares.
 
-    Sender i holds the rows from i / len(senders) of the whole on; what stays on its rank takes no time.
-    O(senders + receivers) pairs.
+    What stays on its rank takes no time.  O(senders + receivers) pairs.
     """
     hops: list[_Hop] = []
-    for part in split_rows(senders, receivers):
+    for part in split_rows(senders, receivers, sent, received):
         if part.src_rank != part.dst_rank:
             first, end = part.rows
             hops.append((part.src_rank, part.dst_rank, (end - first) / part.of))

@@ -188,7 +188,11 @@ class Monitor:
         beat, phase = seen.beat, Phase(seen.beat["phase"])
         here = beat["machine"] == self._machine
         silent = heart.silent_s(rank)
-        dead = "" if phase is Phase.AWAY else self._dead(rank, beat["pid"] if here else None, silent, now)
+        pid, joining = beat["pid"] if here else None, activity.current().phase == Phase.JOINING
+        if phase is not Phase.AWAY:
+            dead = self._dead(rank, pid, silent, now)
+        else:  # it beats no more; whether it can come back is asked by who waits for that
+            dead = f"has left: its process {pid} is gone" if joining and pid and state_of(pid) == "gone" else ""
         if not dead and rank == 0 and self._rank0_has_store and heart.stuck_s() > SILENT_S:
             dead = f"does not answer: {_silence(heart.stuck_s())}"
         return RankState(rank, beat["label"], beat["note"], phase, beat["waits"], max(0.0, now - seen.same_at), dead)

@@ -85,7 +85,8 @@ def verdict(me: int, states: Mapping[int, RankState], waited_s: float, limit_s: 
         if root.dead:
             return WorkerError(f"{root.name} {root.dead}", where=root.doing, why=_all_lines(states))
     for root in roots:
-        if root.phase is Phase.AWAY and min(waited_s, root.still_s) >= LEFT_S:
+        away = root.phase is Phase.AWAY and states[me].phase is not Phase.JOINING  # between two pipes all are away
+        if away and min(waited_s, root.still_s) >= LEFT_S:
             return _left(root, states[me], states)
     if any(root.phase is Phase.PATIENT for root in roots):
         return None

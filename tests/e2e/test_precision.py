@@ -39,6 +39,40 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all_ranks(pair):
         assert result["loaded"] == 32768.0
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("name", "steps", "counts"),
+    [
+        ("tied", 4, (2, 1)),
+        *(
+            pytest.param(name, 50, counts, marks=SLOW)
+            for name in ("tied", "gpt2", "llama", "bert")
+            for counts in ((2,), (2, 1), (1, 2), (2, 2))
+        ),
+    ],
+)
+def test_replicas_train_as_plain_autocast_does(workers, name, precision, steps, counts):
+    """Beside one process over the parts of the most replicas.  A stage of fewer has the same rows in one call: its sums
+    are rounded once, and overflow at a lower scale in fp16, so that another step may be skipped."""
+    options = {"stages": len(counts), "replicas": counts}
+    even = len(set(counts)) == 1
+    for result in workers.run(trained, name, precision, steps, options):
+        assert result["first"] <= (1e-6 if even else 1e-2)
+        assert all(mine == theirs if even else mine <= 4 * theirs <= 16 * mine for mine, theirs in result["scales"])
+        apart = [abs(mine - theirs) / abs(theirs) for mine, theirs in result["losses"]]
+        assert apart[0] <= (1e-6 if even else 1e-3) and max(apart) <= (2e-2 if even else 6e-2), apart
+
+
+@pytest.mark.parametrize("replicas", [(2,), pytest.param((2, 1), marks=SLOW), pytest.param((1, 2), marks=SLOW)])
+def test_an_overflow_on_one_replica_skips_the_step_on_all_ranks(workers, pair, replicas):
+    for result in (pair if sum(replicas) == 2 else workers).run(overflow, "auto", replicas):
+        before, at, after = result["seen"]
+        assert not before["skipped"] and before["scale"] == 65536.0
+        assert at == {"skipped": True, "empty": True, "moved": False, "scale": 32768.0, "raised": ""}
+        assert not after["skipped"]
+        assert before["moved"] == after["moved"] == result["trains"]
+
+
 def test_an_overflow_is_raised_on_all_ranks_where_it_is_asked_for(pair):
     for result in pair.run(overflow, "raise"):
         before, at, after = result["seen"]

@@ -18,9 +18,16 @@ ARCHITECTURES = [name for name, case in CASES.items() if not case.coupled]
 
 
 def _check(
-    workers: Workers, name: str, counts: tuple[int, ...], micros: int, rows: tuple[int, ...], recompute: str = "auto"
+    workers: Workers,
+    name: str,
+    counts: tuple[int, ...],
+    micros: int,
+    rows: tuple[int, ...],
+    recompute: str = "auto",
+    transport: str = "auto",
+    policy: str | None = None,
 ) -> None:
-    found, planned = workers.run(replica_jobs.replicated, name, counts, micros, rows, recompute)[0]
+    found, planned = workers.run(replica_jobs.replicated, name, counts, micros, rows, recompute, transport, policy)[0]
     assert planned == counts
     for difference in found:
         assert difference.within(torch.float32), difference
@@ -38,6 +45,19 @@ def _check(
 )
 def test_replicas_give_what_one_process_gives(workers, name, counts, micros, rows):
     _check(workers, name, counts, micros, rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "counts", "micros", "transport"),
+    [
+        ("shared_by_all", (1, 3), 4, "auto"),  # tied over stages whose ranks have other micro-batches
+        ("skips", (2, 2), 3, "auto"),
+        ("skips", (4,), 5, "auto"),
+        ("tied", (3, 1), 5, "fake-nccl"),
+    ],
+)
+def test_replicas_that_take_micro_batches_in_turn_give_what_one_process_gives(workers, name, counts, micros, transport):
+    _check(workers, name, counts, micros, (11, 2), transport=transport, policy="turn")
 
 
 def test_a_real_model_with_replicas_trains_as_in_one_process(workers):
@@ -65,18 +85,41 @@ def test_masks_do_not_depend_on_replicas(workers, counts, recompute):
         assert torch.allclose(others[name], gradient, rtol=1e-5, atol=1e-7), name
 
 
+@pytest.mark.parametrize(
+    ("name", "counts", "micros", "rows", "recompute"),
+    [
+        ("pictures", (2, 1), 2, (5, 3), "off"),  # then micro-batches of which a replica has no row
+        *(
+            pytest.param(name, counts, 2, (16, 20), recompute, marks=pytest.mark.slow)
+            for name in ("batch_norm", "buffer3", "resnet", "pictures")
+            for counts in ((2,), (2, 1), (1, 2), (2, 2), (3, 1), (4,))
+            for recompute in ("off", "all")
+            if name != "resnet" or (recompute, len(counts)) == ("off", 2)
+        ),
+        pytest.param("pictures", (3, 1), 2, (12, 5, 4), "all", marks=pytest.mark.slow),
+    ],
+)
+def test_shared_batch_statistics_are_those_of_one_process(workers, name, counts, micros, rows, recompute):
+    for found in workers.run(replica_jobs.synced, name, counts, micros, rows, recompute):
+        for difference in found:
+            assert difference.within(torch.float64), difference
+
+
 def test_batch_statistics_are_of_each_replica_and_running_ones_of_the_first(pair):
     for result in pair.run(replica_jobs.normed, (2,)):
         assert result["difference"].within(torch.float32), result["difference"]
         assert result["compared"] and result["buffers"] < 1e-6
 
 
-def test_sparse_gradients_stay_sparse(pair):
+@pytest.mark.parametrize("zero", [0, 1])
+def test_sparse_gradients_stay_sparse(pair, zero):
     losses, norms, _, state = alone(False)
-    for result in pair.run(replica_jobs.sparse, 2):
-        assert {name.partition(".")[0]: kind for name, kind in result["sparse"].items()} == {
+    results = pair.run(replica_jobs.sparse, 2, zero)
+    for mine in [results] if zero else [[result] for result in results]:
+        assert {name.partition(".")[0]: kind for result in mine for name, kind in result["sparse"].items()} == {
             "words": True, "bag": True, "layer": False, "head": False,
         }  # fmt: skip
+    for result in results:
         assert all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(result["losses"], losses, strict=True))
         assert all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(result["norms"], norms, strict=True))
         assert all(torch.allclose(result["state"][name], tensor) for name, tensor in state.items())
@@ -102,6 +145,24 @@ def test_every_architecture_with_replicas_equals_one_process(workers, name, coun
 @pytest.mark.parametrize(("name", "counts"), list(itertools.product(ARCHITECTURES, ((2, 1), (1, 2), (2, 2)))))
 def test_every_architecture_with_replicas_that_compute_again_equals_one_process(workers, name, counts):
     _check(workers, name, counts, 2, (7,), recompute="all")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "counts", "recompute"),
+    list(itertools.product(ARCHITECTURES, ((2, 1), (1, 2), (2, 2), (3, 1)), ("off", "all"))),
+)
+def test_every_architecture_with_replicas_in_turn_equals_one_process(workers, name, counts, recompute):
+    _check(workers, name, counts, 4, (10, 7), recompute=recompute, policy="turn")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "policy"), list(itertools.product(ARCHITECTURES, ("split", "turn"))))
+def test_replicas_of_every_architecture_are_equal_bit_by_bit_after_many_steps(workers, name, policy):
+    held: dict[str, torch.Tensor] = {}
+    for result in workers.run(replica_jobs.trained, name, (2, 2), 10, 0.1, policy):
+        for parameter, found in result["held"].items():
+            assert torch.equal(held.setdefault(parameter, found), found), parameter
 
 
 def _check_random_plans(workers: Workers, seeds: range) -> None:

@@ -107,10 +107,8 @@ def test_what_the_planner_or_the_runtime_cannot_do_is_refused(options, words):
     ("change", "missing"),
     [
         (lambda p: changed(p, schedule="pipedream"), "schedule pipedream"),
-        (lambda p: changed(p, zero=1, stages=(replace(p.stages[0], ranks=(0, 1)),)),
-         "optimizer state shared by replicas (zero)"),
-        (lambda p: changed(p, zero=1, schedule="pipedream", stages=(replace(p.stages[0], ranks=(1, 0)),)),
-         "schedule pipedream and optimizer state shared by replicas (zero)"),
+        (lambda p: changed(p, schedule="pipedream", stages=(replace(p.stages[0], ranks=(1, 0)),)),
+         "schedule pipedream"),
     ],
 )  # fmt: skip
 def test_a_plan_that_cannot_be_run_yet_is_refused_with_what_it_lacks(tmp_path, change, missing):

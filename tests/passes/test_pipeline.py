@@ -23,7 +23,7 @@ from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.verify import check_program, forward_program
 from autopart.passes.search import finalize as finish
 from autopart.passes.search.space import PlanRequest
-from autopart.passes.simulation.estimate import estimate, stage_estimates
+from autopart.passes.simulation.estimate import estimate, excess_of, stage_estimates
 
 
 def ops(p: Plan) -> list[str]:
@@ -299,6 +299,7 @@ def test_a_plan_that_its_blocks_flatter_gets_more_recomputation(monkeypatch: pyt
         return tuple(replace(e, peak_bytes=e.peak_bytes + 60) for e in stage_estimates(*args))
 
     monkeypatch.setattr(finish, "stage_estimates", more)
+    monkeypatch.setattr(finish, "excess_of", lambda *args: [excess + 60 for excess in excess_of(*args)])
     p = plan_of(g, cluster(2, memory=limit), **options)
     assert max(e.peak_bytes for e in p.estimates) <= limit - 60
     assert 0 < sum(len(stage.recompute) for stage in p.stages) < 8  # no more than it takes
@@ -328,11 +329,11 @@ def test_a_plan_that_does_not_fit_over_ops_is_no_alternative(monkeypatch: pytest
     g, c = layers(8, size=64), cluster(4)
     assert "3 stages" in {a.name for a in plan_of(g, c, micros=8, stages=None).alternatives}
 
-    def more(decision: Decision, *args: Any) -> tuple[Estimate, ...]:
-        extra = 0 if len(decision.stages) == 2 else 1 << 40
-        return tuple(replace(e, peak_bytes=e.peak_bytes + extra) for e in stage_estimates(decision, *args))
+    def more(decision: Decision, *args: Any) -> list[int]:
+        extra = 0 if len(decision.stages) == 2 else 1 << 50
+        return [excess + extra for excess in excess_of(decision, *args)]
 
-    monkeypatch.setattr(finish, "stage_estimates", more)
+    monkeypatch.setattr(finish, "excess_of", more)
     p = plan_of(g, c, micros=8)
     assert len(p.stages) == 2
     assert all(a.step_ns >= p.step_ns or a.why.startswith("does not fit") for a in p.alternatives), p.alternatives
@@ -355,3 +356,8 @@ def test_no_plan_is_slower_than_as_many_layers_for_each_stage(count: int, size: 
     cuts = tuple(f"layers.{count * k // stages}" for k in range(1, stages))
     by_hand = plan_of(g, c, micros=2 * stages, schedule="1f1b", cuts=cuts)
     assert plan_of(g, c, micros=2 * stages, schedule="1f1b", stages=stages).step_ns <= by_hand.step_ns
+
+
+def test_more_stages_times_replicas_than_devices_are_refused_with_the_numbers() -> None:
+    with pytest.raises(UsageError, match="20 stages of 4 replicas need 80 devices, but the cluster has 64"):
+        plan_of(layers(30), cluster(64), rows=(6,) * 4, stages=20, replicas=4, abilities=EVERYTHING)

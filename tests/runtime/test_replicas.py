@@ -12,22 +12,26 @@ def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Param
     return [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
 
 
+def kept_by_all(parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, int | None]]:
+    return [(parameter, None) for parameter in parameters]
+
+
 def test_the_first_bucket_is_small_and_the_others_are_full() -> None:
     megabyte = 1 << 18  # of single precision
-    found = buckets_of(parameters(*[megabyte // 2] * 14), 3 << 20)
+    found = buckets_of(kept_by_all(parameters(*[megabyte // 2] * 14)), 3 << 20)
     assert [len(bucket.parameters) for bucket in found] == [2, 6, 6]
 
 
 def test_a_bucket_holds_one_type_and_half_precision_is_summed_in_single() -> None:
     half, single = parameters(4, 4, dtype=torch.bfloat16), parameters(4)
     frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
-    found = buckets_of([half[0], single[0], frozen, half[1]], 1 << 20)
+    found = buckets_of(kept_by_all([half[0], single[0], frozen, half[1]]), 1 << 20)
     assert [[p.dtype for p in bucket.parameters] for bucket in found] == [[torch.bfloat16] * 2, [torch.float32]]
     assert {bucket.flat.dtype for bucket in found} == {torch.float32}
 
 
 def test_a_gradient_that_nobody_has_stays_none() -> None:
-    (bucket,) = buckets_of(parameters(2, 3, 1), 1 << 20)
+    (bucket,) = buckets_of(kept_by_all(parameters(2, 3, 1)), 1 << 20)
     here, there, nowhere = bucket.parameters
     here.grad = torch.ones(2)
     for place in range(3):
@@ -37,3 +41,10 @@ def test_a_gradient_that_nobody_has_stays_none() -> None:
     bucket.give(uneven=True)
     assert here.grad.tolist() == [1, 1] and there.grad is not None and there.grad.tolist() == [7, 7, 7]
     assert nowhere.grad is None
+
+
+def test_a_bucket_is_cut_by_owners_and_not_by_the_order_of_release() -> None:
+    found = buckets_of(list(zip(parameters(1, 2, 3, 4), [5, 7, 5, None], strict=True)), 1 << 20)
+    assert [(bucket.owner, [p.numel() for p in bucket.parameters]) for bucket in found] == [
+        (5, [1, 3]), (7, [2]), (None, [4]),
+    ]  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopart.ir.program import BACKWARD, FORWARD, Action, Edge, Program, Slot
-from autopart.ir.shares import RowLayout, row_windows
+from autopart.ir.shares import RowLayout, division
 from autopart.runtime.row_routes import RowRoutes, rows_of
 from autopart.runtime.transport import Spec
 
@@ -33,12 +33,12 @@ def played(way: str, senders: int, receivers: int, rows: int) -> list[dict[str, 
     src, dst = (0, 1) if way == FORWARD else (1, 0)
     send = Action("SF" if way == FORWARD else "SB", Slot(src, 0), dst)
     mail: dict[tuple[int, int], list[torch.Tensor]] = {}
-    for rank, window in zip(ranks[src], row_windows(rows, len(ranks[src])), strict=True):
+    for rank, window in zip(ranks[src], division(len(ranks[src])).windows(0, rows), strict=True):
         routes = RowRoutes(rank, program, LAYOUTS)
         for part in routes.parts(send, rows):
             mail[rank, part.peer] = routes.cut(part, of_rows(window.first, window.own))
     found: list[dict[str, torch.Tensor] | None] = []
-    for rank, window in zip(ranks[dst], row_windows(rows, len(ranks[dst])), strict=True):
+    for rank, window in zip(ranks[dst], division(len(ranks[dst])).windows(0, rows), strict=True):
         routes = RowRoutes(rank, program, LAYOUTS)
         specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in of_rows(0, window.own).items()}
         parts = routes.parts(send.other_end, rows)
@@ -55,7 +55,7 @@ def played(way: str, senders: int, receivers: int, rows: int) -> list[dict[str, 
 @pytest.mark.parametrize("way", [FORWARD, BACKWARD])
 def test_every_receiver_has_its_own_rows(way: str, senders: int, receivers: int, rows: int) -> None:
     found = played(way, senders, receivers, rows)
-    windows = row_windows(rows, receivers if way == FORWARD else senders)
+    windows = division(receivers if way == FORWARD else senders).windows(0, rows)
     for window, tensors in zip(windows, found, strict=True):
         assert (tensors is None) == (window.own == 0)
         for name, expected in of_rows(window.first, window.own).items() if tensors is not None else ():

@@ -69,3 +69,11 @@ def test_a_dead_rank_is_named_before_one_that_is_late() -> None:
     states = world(rank(0, EVERYONE), rank(1, still_s=1e3), replace(rank(2), dead=DEAD))
     found = verdict(0, states, 1e3, limit_s=100.0)
     assert found is not None and found.what.startswith("rank 2")
+
+
+def test_a_rank_that_opens_the_group_waits_for_one_that_left_the_one_before() -> None:
+    joining = rank(0, EVERYONE, "opening the process group", phase=Phase.JOINING)
+    states = world(joining, rank(1, phase=Phase.AWAY, still_s=500.0))
+    assert verdict(0, states, 60.0, limit_s=100.0) is None
+    late = verdict(0, states, 100.0, limit_s=100.0)
+    assert late is not None and "did not go on" in late.what

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 import torch
 from support.stages_in_process import Replayed, inputs_of, plan_for, replay
-from torch import nn
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopart.capture import Captured, capture
 from autopart.capture.batch import flatten
+from autopart.ir.cost import Cost
+from autopart.ir.graph import Graph, Op
+from autopart.passes.simulation.stage_costs import GraphIndex, redone_ns
+from autopart.runtime.recompute import RecomputedGroup
 from autopart.session.stage_graph import convex_groups
 
 ROWS, WIDTH = 4, 16
@@ -68,3 +75,39 @@ def test_what_others_wait_for_runs_outside_its_group() -> None:
 def test_groups_that_wait_for_each_other_leave_out_what_makes_them() -> None:
     readers = {"a": {"b"}, "c": {"d"}, "b": set(), "d": set()}  # a -> b leads into the second group, c -> d back
     assert convex_groups(readers, [{"a", "d"}, {"b", "c"}]) == [{"a", "d"}, {"b"}]
+
+
+class _Seen(TorchDispatchMode):
+    """Notes which forwards run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "names", ["tanh silu neg", "silu tanh neg", "convolution silu convolution neg", "silu neg neg"]
+)
+def test_what_runs_again_is_what_the_planner_charges(names: str) -> None:
+    """Up to the last op that autograd needs something of; one that keeps its operands alone does not run for that."""
+    code, x = fx.Graph(), torch.randn(1, 1, 4, requires_grad=True)
+    value = code.placeholder("x")
+    for name in names.split():
+        more = (value, None, [1], [0], [1], False, [0], 1) if name == "convolution" else ()
+        value = code.call_function(getattr(torch.ops.aten, name).default, (value, *more))
+    code.output(value)
+    result = RecomputedGroup(fx.GraphModule(nn.Module(), code))(x.sigmoid())
+    with _Seen() as seen:
+        result.sum().backward()
+    again = [name for name in seen.names if name in {*names.split()} - {"neg"}]
+
+    costed = tuple(
+        Op(f"v{i}", f"aten.{name}.default", ("x",), (f"v{i}",), cost=Cost(10**i))
+        for i, name in enumerate(names.split())
+    )
+    charged = redone_ns([op.name for op in costed], GraphIndex.of(Graph(1, (), (), costed, ("x",), ())))
+    assert charged == sum(10**i for i, name in enumerate(names.split()[: len(again)])), again

@@ -195,10 +195,12 @@ def fitting_ns(decision: Decision, setting: CostContext) -> int | None:
 
 
 def fits(stages: tuple[Stage, ...], estimates: tuple[Estimate, ...], cluster: Cluster) -> bool:
-    """Whether no device is asked for more memory than it has."""
+    """Whether no device is asked for more memory than it has.  An estimate is that of the device which needs most: with
+    unequal shares of the rows that is one which has a large share, and others may have less memory."""
+    limits = [[cluster.devices[rank].memory_bytes for rank in stage.ranks] for stage in stages]
     return all(
-        estimate.peak_bytes <= min(cluster.devices[rank].memory_bytes for rank in stage.ranks)
-        for estimate, stage in zip(estimates, stages, strict=True)
+        estimate.peak_bytes <= (max(limit) if stage.shares else min(limit))
+        for estimate, stage, limit in zip(estimates, stages, limits, strict=True)
     )
 
 

@@ -17,6 +17,7 @@ from autopart.ir.plan import (
     Report,
     Stage,
 )
+from autopart.ir.program import BUCKET_BYTES, MAX_BUCKET_BYTES
 from autopart.passes.program.schedules import BUILT_IN
 
 SIZES = st.integers(0, 2**62)
@@ -67,6 +68,9 @@ def decisions(draw: st.DrawFn, words: st.SearchStrategy[str] = WORDS) -> Decisio
         micro_rows=tuple(rows + extra for extra in draw(st.lists(st.integers(0, 1), min_size=1, max_size=5))),
         schedule=draw(st.sampled_from([schedule.name for schedule in BUILT_IN])),
         zero=draw(st.sampled_from([0, 0, 1])),
+        token_slices=draw(st.just(()) | st.lists(st.integers(1, 10**6), min_size=2, max_size=5).map(tuple)),
+        bucket_bytes=draw(st.just(BUCKET_BYTES) | st.integers(1, MAX_BUCKET_BYTES)),
+        compress=draw(st.sampled_from([None, "bf16"])),
     )
 
 

@@ -13,6 +13,7 @@ import autopart
 from autopart.capture.autocast import autocast_for
 from autopart.capture.batch import flatten
 from autopart.ir.errors import NonFiniteError
+from autopart.session.parts import parts_of
 from support.one_process import case_rows, gradients_of, plain_loss
 from support.step_jobs import EVERY, cluster
 
@@ -26,6 +27,9 @@ def piecewise_step(
     autocast = autocast_for(precision, "cpu")
     total, start = 0.0, 0
     for rows, share in weights:
+        if not share:  # no rows, or a mean over no label: 0/0
+            start += rows
+            continue
         with autocast.region() if autocast is not None else contextlib.nullcontext():
             loss = plain_loss(case, model, case_rows(batch, start, start + rows)).float() * share
         (loss if scaler is None else scaler.scale(loss)).backward()
@@ -55,8 +59,9 @@ def trained(name: str, precision: str, steps: int, options: dict[str, Any]) -> d
     for step in range(steps):
         batch = batches[step % 2]
         loss = pipe.step(batch).item()
-        rows, weights = pipe.session.loss_weights(flatten(batch, with_target=case.loss_fn is not None))
-        shares = list(zip(rows, weights.shares, strict=True))
+        divided = max((stage.division for stage in pipe.plan.stages), key=lambda division: division.count)
+        rows, parts = pipe.session.loss_weights(flatten(batch, with_target=case.loss_fn is not None))
+        shares = list(zip(parts_of(rows, divided), parts.of[divided].shares, strict=True))
         losses.append((loss, piecewise_step(case, reference, batch, shares, precision, scaler)))
         if scaler is not None:
             scaler.unscale_(theirs)
@@ -111,14 +116,17 @@ class Overflowing(nn.Module):
         return self.third(self.second(self.first(x) * 0.01 + 1.0)).float().pow(2).mean()
 
 
-def overflow(non_finite: str) -> dict[str, Any]:
-    """A step whose gradients are infinite on the first stage alone, between two that are well."""
+def overflow(non_finite: str, replicas: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """A step whose gradients are infinite on the first stage alone, of replicas on the last, between two that are
+    well."""
     model = Overflowing()
     good = torch.ones(4, 8)
-    bad = torch.full((4, 8), 6e4)
+    bad = good.clone()
+    bad[0 if replicas is None else 3 :] = 6e4
+    cuts = ["second"] if replicas is None or len(replicas) == 2 else []
     pipe = autopart.compile(
-        model, cluster(), sample=(good,), cuts=["second"], micro_batches=2, precision="fp16", costs="analytic",
-        non_finite=non_finite,
+        model, cluster(), sample=(good,), cuts=cuts, stages=len(cuts) + 1, micro_batches=2, precision="fp16",
+        costs="analytic", non_finite=non_finite, replicas=replicas,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-5)
     scaler = pipe.scaler
@@ -142,9 +150,9 @@ def overflow(non_finite: str) -> dict[str, Any]:
     kept = pipe.state_dict()
     scaler.scale = 1.0
     pipe.load_state_dict(kept)
-    loaded = scaler.scale
+    loaded, trains = scaler.scale, bool(dict(pipe.named_parameters()))
     pipe.close()
-    return {"seen": seen, "loaded": loaded}
+    return {"seen": seen, "loaded": loaded, "trains": trains}
 
 
 def accumulated() -> dict[str, Any]:

@@ -16,9 +16,11 @@ def program(
     micros: int = 3,
     stages: str = "a | b | c | d",
     ranks: tuple[tuple[int, ...], ...] | None = None,
+    slices: int = 1,
 ) -> Program:
     rows = [tuple(names.split()) for names in stages.split("|")]
     ranks = ranks or tuple((s,) for s in range(len(rows)))
     placed = tuple(Stage(names, own) for names, own in zip(rows, ranks, strict=True))
     world = 1 + max(rank for own in ranks for rank in own)
-    return route(Decision(world, placed, (1,) * micros, schedule), graph(SKIPS))
+    cut = (8,) * slices if slices > 1 else ()
+    return route(Decision(world, placed, (1,) * micros, schedule, token_slices=cut), graph(SKIPS))

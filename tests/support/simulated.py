@@ -15,18 +15,19 @@ from autopart.passes.simulation.traffic import p2p_load, ring_allreduce_load
 from support.graphs import cluster, graph
 
 
-def chain(stages: int, micros: int, schedule: str) -> Program:
+def chain(stages: int, micros: int, schedule: str, slices: int = 1) -> Program:
     """One op a stage, in a row."""
     g = graph("; ".join(f"v{s}:1 #4 <- {f'v{s - 1}' if s else 'x'}" for s in range(stages)))
-    plan = Decision(stages, tuple(Stage((f"v{s}",), (s,)) for s in range(stages)), (1,) * micros, schedule)
-    return route(plan, g)
+    cut = (8,) * slices if slices > 1 else ()
+    placed = tuple(Stage((f"v{s}",), (s,)) for s in range(stages))
+    return route(Decision(stages, placed, (1,) * micros, schedule, token_slices=cut), g)
 
 
 def work_of(program: Program, fwd_ns: tuple[int, ...], bwd_ns: tuple[int, ...], c: Cluster, size: int = 0) -> Work:
     """Every message has `size` bytes, every micro-batch in flight holds one."""
     ways = {(a.stage, a.peer, a.is_a.way) for a in program.order if a.peer is not None}
     at = program.stage_ranks
-    messages = {(src, dst, way): (size, p2p_load(c, at[src], at[dst])) for src, dst, way in ways}
+    messages = {(src, dst, way): (size, (p2p_load(c, at[src], at[dst]),)) for src, dst, way in ways}
     return Work(fwd_ns, bwd_ns, (1,) * len(fwd_ns), messages)
 
 

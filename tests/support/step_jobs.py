@@ -70,10 +70,13 @@ def compared(pipe: autopart.Pipe, loss: torch.Tensor, plain: torch.Tensor, model
 
 
 @functools.cache
-def _expected(name: str, dtype: torch.dtype, rows: int, micros: int) -> Expected:
+def expected_of(name: str, dtype: torch.dtype, rows: int, micros: int, without: tuple[str, ...] = ()) -> Expected:
+    """A step in one process.  without: keys of the batch that are left out."""
     case = EVERY[name]
-    model = case.model(dtype=dtype)
-    return Expected.of(plain_step(case, model, case.data(rows, dtype), micros), model)
+    model, batch = case.model(dtype=dtype), case.data(rows, dtype)
+    if without:
+        batch = {key: value for key, value in batch.items() if key not in without}
+    return Expected.of(plain_step(case, model, batch, micros), model)
 
 
 def compare(
@@ -99,7 +102,7 @@ def compare(
         found, state, leads = pipe.gradients(), pipe.state_dict(), pipe.rank == 0
     if not leads:
         return loss, None, ran
-    expected = _expected(name, dtype, rows, micros if case.coupled else 1)
+    expected = expected_of(name, dtype, rows, micros if case.coupled else 1)
     return loss, difference(loss, found, state, expected, dtype), ran
 
 

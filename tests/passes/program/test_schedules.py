@@ -16,6 +16,7 @@ from autopart.passes.program.schedules import (
     Schedule,
     find,
     in_flight,
+    most_held,
     names,
     pattern,
     register,
@@ -48,6 +49,52 @@ def test_schedule_is_as_drawn(case: tuple[str, int, int]) -> None:
     schedule, stages, micros = case
     drawn = [[(a.kind, a.stage, a.micro) for a in parse_actions(line)] for line in DRAWN[case].strip().splitlines()]
     assert list(map(list, worker_orders(find(schedule), stages, micros))) == drawn
+
+
+SLICED = {
+    ("gpipe", 2, 2, 2): """
+        0F0 0F0.1 0F1 0F1.1 0B0.1 0B0 0B1.1 0B1
+        1F0 1F0.1 1F1 1F1.1 1B0.1 1B0 1B1.1 1B1""",
+    ("1f1b", 2, 2, 2): """
+        0F0 0F0.1 0F1 0B0.1 0F1.1 0B0 0B1.1 0B1
+        1F0 1F0.1 1B0.1 1F1 1B0 1F1.1 1B1.1 1B1""",
+    ("1f1b", 3, 1, 3): """
+        0F0 0F0.1 0F0.2 0B0.2 0B0.1 0B0
+        1F0 1F0.1 1F0.2 1B0.2 1B0.1 1B0
+        2F0 2F0.1 2F0.2 2B0.2 2B0.1 2B0""",
+}
+
+
+@pytest.mark.parametrize("case", SLICED, ids=str)
+def test_schedule_over_slices_is_as_drawn(case: tuple[str, int, int, int]) -> None:
+    schedule, stages, micros, slices = case
+    actions = [parse_actions(line) for line in SLICED[case].strip().splitlines()]
+    drawn = [[(a.kind, a.stage, slices * a.micro + a.slot.slice) for a in own] for own in actions]
+    assert list(map(list, worker_orders(find(schedule), stages, micros, slices))) == drawn
+
+
+@given(st.sampled_from(SCHEDULES), st.integers(1, 9), st.integers(1, 12), st.integers(2, 6))
+def test_slices_go_back_last_in_first_out_and_few_are_held(
+    schedule: str, stages: int, micros: int, slices: int
+) -> None:
+    made, units = find(schedule), micros * slices
+    for s, turns in enumerate(worker_orders(made, stages, micros, slices)):
+        live, peak = 0, 0
+        for kind, _, _ in turns:
+            live += 1 if kind == "F" else -1
+            peak = max(peak, live)
+        assert peak == most_held(made, s, stages, micros, slices) == in_flight(made, s, stages, micros, slices)
+        if schedule == "1f1b":  # Seq1F1B: so many before the first that is followed by its backward
+            assert peak == min(units, stages - s + slices - 1)
+        assert [unit for kind, _, unit in turns if kind == "F"] == [*range(units)]
+        back = [divmod(unit, slices) for kind, _, unit in turns if kind == "B"]
+        assert back == [(m, j) for m in range(micros) for j in reversed(range(slices))]
+
+
+def test_only_the_built_in_synchronous_schedules_take_slices() -> None:
+    for schedule in (find("pipedream"), Schedule("mine", lambda stages, micros: [["0F0", "0B0"]])):
+        with pytest.raises(ProgramError, match="no order over slices"):
+            list(worker_orders(schedule, 1, 1, 2))
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 9), st.integers(1, 12))

@@ -35,12 +35,13 @@ def is_good(p: Program, schedule: str) -> bool:
             return False
     limit = find(schedule).limit
     assert limit is not None
+    units, more = p.micros * p.slices, p.slices - 1
     for s in range(len(p.stage_ranks)):
         live = 0
         for action in p.order:
             if action.stage == s and action.kind in ("F", "B"):
                 live += 1 if action.kind == "F" else -1
-                if live > limit(s, len(p.stage_ranks), p.micros):
+                if live > limit(s, len(p.stage_ranks), units) + more:
                     return False
     return True
 
@@ -50,28 +51,37 @@ def wanted(p: Program) -> list[Action]:
     result = [Action("T", Slot(s)) for s in tied]
     for s, ranks in enumerate(p.stage_ranks):
         result += [Action("O", Slot(s))] + [Action("R", Slot(s))] * (len(ranks) > 1)
-        for i in range(p.micros):
-            result += [Action("F", Slot(s, i)), Action("B", Slot(s, i))]
-    for i in range(p.micros):
+        for i, j in slots(p):
+            result += [Action("F", Slot(s, i, j)), Action("B", Slot(s, i, j))]
+    for i, j in slots(p):
         for e in p.edges:
-            result.append(Action("SF", Slot(e.src, i), e.dst))
-            if e.grads:
-                result.append(Action("SB", Slot(e.dst, i), e.src))
+            if not j or set(e.values) - set(e.whole):
+                result.append(Action("SF", Slot(e.src, i, j), e.dst))
+            if set(e.grads) - (set(e.whole) if j else set()):
+                result.append(Action("SB", Slot(e.dst, i, j), e.src))
     return result
+
+
+def slots(p: Program) -> list[tuple[int, int]]:
+    return [(i, j) for i in range(p.micros) for j in range(p.slices)]
 
 
 def needs(p: Program) -> nx.DiGraph:
     """(first, then) of all that depend on each other."""
     found = nx.DiGraph()
-    for i in range(p.micros):
+    there = set(wanted(p))
+    for i, j in slots(p):
         for s in range(len(p.stage_ranks)):
-            found.add_edge(Action("F", Slot(s, i)), Action("B", Slot(s, i)))
+            found.add_edge(Action("F", Slot(s, i, j)), Action("B", Slot(s, i, j)))
+            if j:  # states pass on, and their gradients back
+                found.add_edge(Action("F", Slot(s, i, j - 1)), Action("F", Slot(s, i, j)))
+                found.add_edge(Action("B", Slot(s, i, j)), Action("B", Slot(s, i, j - 1)))
         for e in p.edges:
-            send = Action("SF", Slot(e.src, i), e.dst)
-            nx.add_path(found, [Action("F", Slot(e.src, i)), send, Action("F", Slot(e.dst, i))])
-            if e.grads:
-                back = Action("SB", Slot(e.dst, i), e.src)
-                nx.add_path(found, [Action("B", Slot(e.dst, i)), back, Action("B", Slot(e.src, i))])
+            send, back = Action("SF", Slot(e.src, i, j), e.dst), Action("SB", Slot(e.dst, i, j), e.src)
+            if send in there:
+                nx.add_path(found, [Action("F", Slot(e.src, i, j)), send, Action("F", Slot(e.dst, i, j))])
+            if back in there:
+                nx.add_path(found, [Action("B", Slot(e.dst, i, j)), back, Action("B", Slot(e.src, i, j))])
     for last in [action for action in wanted(p) if action.kind == "O"]:
         of_stage = [a for a in wanted(p) if a.stage == last.stage and a != last]
         found.add_edges_from((action, last) for action in of_stage)
@@ -81,7 +91,7 @@ def needs(p: Program) -> nx.DiGraph:
         group = nx.node_connected_component(nx.Graph((a, b) for _, u in p.tied for a in u for b in u), stages[0])
         for s in stages:
             found.add_edges_from(
-                (Action("B", Slot(other, i)), Action("T", Slot(s))) for other in group for i in range(p.micros)
+                (Action("B", Slot(other, *slot)), Action("T", Slot(s))) for other in group for slot in slots(p)
             )
     return found
 
@@ -127,12 +137,14 @@ RANKS = {
 @given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.data())
 def test_verdict_on_mutated_programs_is_that_of_the_definition(schedule: str, micros: int, data: st.DataObject) -> None:
     stages = data.draw(st.sampled_from(list(RANKS)))
-    p = program(schedule, micros, stages, RANKS[stages])
+    p = program(schedule, micros, stages, RANKS[stages], slices=data.draw(st.sampled_from([1, 1, 2, 3])))
     for _ in range(data.draw(st.integers(1, 3))):
         actions = list(p.order)
         one, two = (data.draw(st.integers(0, len(actions) - 1)) for _ in range(2))
         slot = actions[one].slot
-        match data.draw(st.sampled_from(["swap", "near", "move", "micro", "stage", "peer", "drop", "double"])):
+        match data.draw(st.sampled_from(["swap", "near", "move", "micro", "slice", "stage", "peer", "drop", "double"])):
+            case "slice":
+                actions[one] = replace(actions[one], slot=replace(slot, slice=data.draw(st.integers(0, p.slices))))
             case "swap":
                 actions[one], actions[two] = actions[two], actions[one]
             case "near":

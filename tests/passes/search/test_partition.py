@@ -132,3 +132,24 @@ def test_sixteen_stages_of_sixty_four_blocks_are_found() -> None:
     found = solve_partition(64, 16, (1,), 16, table_of)
     assert [d.stages for d in found] == list(range(1, 17))
     assert all(d.pipeline_latency_ns == value(d.bounds, d.widths, table_of) for d in found)
+
+
+def test_stages_that_wait_for_micro_batches_to_come_back_are_cut_evenly() -> None:
+    """Eight micro-batches through four stages: without waiting, the first stage may be the slow one for nothing."""
+    times, micros = [3, 3, 1, 2, 1, 2, 1, 2, 1], 8
+    sums = np.concatenate([[0], np.cumsum(times)])
+
+    def with_turns(k: int, width: int, used: int) -> Table:
+        busy, latency = chain(times, micros, [0] * 9)(k, width, used)[:2]
+        ends = np.minimum(np.arange(10)[:, None] + np.arange(10)[None, :], 9)
+        return busy, latency, (micros - k - 1) * (sums[ends] - sums[:, None])
+
+    plain, waiting = (
+        solve_partition(9, 4, (1,), 4, table)[-1] for table in (chain(times, micros, [0] * 9), with_turns)
+    )
+
+    def slowest(partition: Partition) -> int:
+        return max(sums[b] - sums[a] for a, b in pairwise(partition.bounds))
+
+    assert slowest(waiting) <= slowest(plain)
+    assert waiting.pipeline_latency_ns >= plain.pipeline_latency_ns

@@ -117,7 +117,7 @@ def test_one_stage_on_all_devices_takes_what_the_table_says(p: Problem) -> None:
             assert table[0][0, space.chain.n] == pytest.approx(report.step_ns, abs=2)
 
 
-def test_slowest_of_unlike_replicas_counts() -> None:
+def test_unlike_replicas_share_the_work_by_speed() -> None:
     p = problem(Random(3), replace(PLAIN, least=4))
     devices = tuple(Device("cpu", 1 << 40, FASTEST // slower, 10**11) for slower in (1, 3))
     mixed = replace(p, cluster=Cluster(devices, (Level(2, Link(0, 10**9)),)), launch=0)
@@ -128,7 +128,7 @@ def test_slowest_of_unlike_replicas_counts() -> None:
         for table in [StageCostTables(TableRequest(each.space, Layout(1, 2, 1, (0, 1)), (2, 2), "1f1b"))(1, 2, 2)]
         if table is not None
     ]
-    assert len(found) == 2 and np.array_equal(*found)
+    assert len(found) == 2 and (found[0] <= found[1]).all() and (found[0] < found[1]).any()
 
 
 def test_a_shared_memo_does_not_mix_up_stages_of_different_numbers_of_them() -> None:

@@ -19,7 +19,7 @@ from autopart.passes.simulation.estimate import estimate
 from autopart.passes.simulation.stage_costs import CostContext, Estimator, GraphIndex, device_types
 
 TEXT = "; ".join(f"v{i}:10 #1 @m.{i} +w{i}:100 <- {f'v{i - 1}' if i else 'x'}" for i in range(4))
-WEIGHTS = 400  # and as much for gradients, twice as much for Adam
+WEIGHTS = 400  # and as much for gradients and for their sums, twice as much for Adam
 
 
 def asked(memory: int, **request: Any) -> Plan:
@@ -28,7 +28,7 @@ def asked(memory: int, **request: Any) -> Plan:
 
 
 def test_state_is_shared_where_memory_binds_and_nowhere_else() -> None:
-    roomy, tight = asked(1 << 40), asked(2 * WEIGHTS + 2 * 100 + 40)
+    roomy, tight = asked(1 << 40), asked(3 * WEIGHTS + 2 * 100 + 40)
     assert (roomy.decision.zero, tight.decision.zero) == (0, 1)
     assert roomy.estimates[0].optimizer_bytes == 2 * WEIGHTS
     assert tight.estimates[0].optimizer_bytes == 2 * 100  # one of four parameters each
@@ -38,12 +38,12 @@ def test_state_is_shared_where_memory_binds_and_nowhere_else() -> None:
 
 
 def test_what_the_runtime_lacks_is_not_planned_for_it() -> None:
-    tight = asked(2 * WEIGHTS + 2 * 100 + 40)
-    assert "optimizer state shared by replicas (zero)" in lacking(tight)
-    assert lacking(tight, EVERYTHING) == ()
-    abilities = replace(RUNTIME, replicas=True, zero=False)
+    tight = asked(3 * WEIGHTS + 2 * 100 + 40)
+    abilities = replace(RUNTIME, zero=False)
+    assert "optimizer state shared by replicas (zero)" in lacking(tight, abilities)
+    assert lacking(tight) == ()
     with pytest.raises(InfeasibleError):
-        asked(2 * WEIGHTS + 2 * 100 + 40, abilities=abilities)
+        asked(3 * WEIGHTS + 2 * 100 + 40, abilities=abilities)
     with pytest.raises(UsageError, match="cannot be run yet"):
         asked(1 << 40, abilities=abilities, zero=1)
     with pytest.raises(UsageError, match="does not go with schedule 'pipedream'"):
@@ -52,7 +52,7 @@ def test_what_the_runtime_lacks_is_not_planned_for_it() -> None:
 
 def test_the_advice_is_to_allow_it() -> None:
     with pytest.raises(InfeasibleError, match='allow zero="auto": tried, fits'):
-        asked(2 * WEIGHTS + 2 * 100 + 40, zero=0)
+        asked(3 * WEIGHTS + 2 * 100 + 40, zero=0)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(1, 5))
@@ -86,3 +86,14 @@ def test_whatever_fits_without_shared_state_fits_with_it(p: Problem) -> None:
     if without is not None:
         assert either is not None and either.step_ns <= without.step_ns * 1.05
     event(f"without {without is not None}, with {either is not None and either.decision.zero}")
+
+
+def test_sums_over_replicas_take_the_memory_of_the_gradients_in_single_precision() -> None:
+    def buffers(dtype: str, replicas: int) -> int:
+        g = graph(TEXT, input_bytes=1)
+        params = tuple(replace(param, dtype=dtype) for param in g.params)
+        made = plan_of(replace(g, params=params), cluster(replicas), rows=(4,), replicas=replicas, stages=1)
+        return made.estimates[0].buffer_bytes
+
+    alone = buffers("float32", 1)
+    assert buffers("float32", 2) - alone == WEIGHTS and buffers("bfloat16", 2) - alone == 2 * WEIGHTS

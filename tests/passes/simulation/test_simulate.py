@@ -345,8 +345,31 @@ def check_ports(timeline: Timeline, work: Work) -> None:
     taken: dict[object, list[tuple[int, int]]] = {}
     for span in timeline.spans:
         if span.action.is_a.role == SEND and span.end_ns > span.start_ns and span.action.peer is not None:
-            size, load = work.messages[span.action.stage, span.action.peer, span.action.is_a.way]
+            size, (load,) = work.messages[span.action.stage, span.action.peer, span.action.is_a.way]
             for way, busy in zip(load.ways, load.busy_ns(size), strict=True):
                 taken.setdefault(way, []).append((span.start_ns, span.start_ns + busy))
     for intervals in taken.values():
         assert all(one[1] <= two[0] for one, two in pairwise(sorted(intervals)))
+
+
+def test_smaller_buckets_leave_less_behind_the_last_backward() -> None:
+    unit, size = BUCKET_BYTES // 25, 4 * BUCKET_BYTES
+    load = ring_allreduce_load(cluster(2, bytes_per_s=10**9 * unit), (0, 1))
+    program = Program(1, 2, ((0, 1),), parse_actions("0F0 0B0 0R"))
+    small, large = (
+        step_ns(program, Work((2,), (200,), (1,), {}, (), ((size, load),), (), True, bucket_bytes=size_of))
+        for size_of in (5 * unit, 50 * unit)
+    )
+    assert (small, large) == (2 + 200 + 5, 2 + 200 + 50)
+
+
+def test_tied_gradients_are_summed_once_over_all_ranks_of_their_stages() -> None:
+    """As the runtime does: not over the first ranks alone, nor once more over the replicas of each stage."""
+    g, c = graph("a:1 +w:8 <- x; b:1 +w +v:4 <- a"), cluster(4)
+    stages = (Stage(("a",), (0, 1)), Stage(("b",), (2, 3)))
+    decision = Decision(4, stages, (2, 2), "1f1b")
+    estimator = Estimator(CostContext(c, device_types(c), source(g, c).cost_model))
+    program = check_program(route(decision, g), "1f1b")
+    work = work_of_plan(decision, stage_estimates(decision, program.edges, estimator), program, estimator)
+    assert work.tied == (((0, 1), 8, ring_allreduce_load(c, (0, 1, 2, 3))),)
+    assert [size for size, _ in work.reduce] == [0, 4]

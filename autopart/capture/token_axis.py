@@ -1,0 +1,256 @@
+"""Whether a captured model can run slice by slice of its tokens: a second capture of shorter sequences, and the numbers
+of its constants for the proof that masks are causal (`passes.tokens`)."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from autopart.capture.batch import Batch
+from autopart.capture.cache import CaptureCache
+from autopart.capture.capture import Captured
+from autopart.ir.errors import CaptureError, RefusedError, TokenRefusal, UsageError
+from autopart.ir.size import Size
+from autopart.passes.tokens.analysis import analyse
+from autopart.passes.tokens.recipe import Form, Recipe, TokenAxis, TokenLayout
+
+_FIX = "leave token_slices out: the model is then trained on whole sequences"
+
+
+def token_recipe(captures: CaptureCache, batch: Batch, size: Size) -> Recipe | TokenRefusal:
+    """How the model runs slice by slice of the sequences of a batch, or why not.
+
+    Costs a capture of shorter sequences.  Raises what capturing the batch itself raises.
+    """
+    captured = captures(batch, size)
+    tokens = sequence_length(batch)
+    if tokens is None or tokens < 4:
+        return TokenRefusal(
+            "the batch has no sequences that could be cut",
+            why="tokens lie along axis 1 of inputs of integers, (rows, tokens), of 4 tokens at least",
+            fix=_FIX,
+        )
+    fewer = fewer_tokens(tokens)
+    try:
+        shorter = captures(shortened(batch, tokens, fewer), size)
+    except (CaptureError, RefusedError) as error:
+        return TokenRefusal(
+            f"the model cannot be captured with sequences of {fewer} tokens",
+            where=error.where,
+            why=f"{error.what}" + (f": {error.why}" if error.why else ""),
+            fix=_FIX,
+        )
+    return analyse(captured.graph, shorter.graph, tokens, fewer, Probed(captured))
+
+
+@dataclass(frozen=True, slots=True)
+class AskedSlices:
+    """What is asked of the planner: lengths, () for whole sequences, or "auto"; what it knows of the axis; a note."""
+
+    token_slices: tuple[int, ...] | str = ()
+    axis: TokenAxis | None = None
+    notes: tuple[str, ...] = ()
+
+
+WHOLE_SEQUENCES = AskedSlices()
+
+
+def asked_slices(
+    asked: str | int | tuple[int, ...] | None, captures: CaptureCache, batch: Batch, size: Size
+) -> AskedSlices:
+    """What `token_slices=` asks for of this model.
+
+    Raises TokenRefusal where it asks for slices of a model that cannot be cut, UsageError for lengths that do not make
+    up its sequences; "auto" then has a note, and the model is planned for whole sequences.
+    """
+    if asked is None or asked == 1:
+        return WHOLE_SEQUENCES
+    recipe = token_recipe(captures, batch, size)
+    if isinstance(recipe, TokenRefusal):
+        if asked != "auto":
+            raise recipe
+        where = f" ({recipe.where})" if recipe.where else ""
+        return AskedSlices(notes=(f"sequences are whole: {recipe.what}{where}",))
+    axis = recipe.axis(captures(batch, size).graph.ops)
+    if isinstance(asked, str):
+        return AskedSlices("auto", axis)
+    tokens = recipe.tokens
+    if isinstance(asked, int):
+        ends = [tokens * i // asked for i in range(asked + 1)]
+        lengths = tuple(b - a for a, b in pairwise(ends))
+    else:
+        lengths = asked
+    if sum(lengths) != tokens or min(lengths) < 1:
+        raise UsageError(
+            f"token_slices={asked} does not make up sequences of {tokens} tokens",
+            fix=f"use at most {tokens} slices, or lengths of at least one token whose sum is {tokens}",
+        )
+    return AskedSlices(lengths if len(lengths) > 1 else (), axis)
+
+
+def not_recomputed(recompute: object) -> str:
+    """What slices need of `recompute=` to be run.  Raises UsageError where it asks for more."""
+    if recompute not in ("auto", "off"):
+        raise UsageError("slices of sequences cannot be recomputed yet", fix='use recompute="off"')
+    return "off"
+
+
+def sequence_length(batch: Batch) -> int | None:
+    """How many tokens the sequences of a batch have: the size of axis 1 that most inputs of integers have."""
+    sizes = Counter(
+        tensor.shape[1]
+        for tensor, split in batch.tensors_and_splits()
+        if split and tensor.dim() == 2 and not tensor.is_floating_point()
+    )
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+def fewer_tokens(tokens: int) -> int:
+    """The length of the second capture: such that what grows is not mistaken for anything else."""
+    return tokens - 3 if tokens > 6 else tokens - 1
+
+
+def shortened(batch: Batch, tokens: int, fewer: int) -> Batch:
+    """The first `fewer` tokens of each sequence: along axis 1 of what has rows, and axis 2 of masks for every two."""
+
+    def cut(tensor: torch.Tensor, split: bool) -> torch.Tensor:
+        for axis in range(1 if split else 0, tensor.dim()):
+            if tensor.shape[axis] == tokens:
+                tensor = tensor.narrow(axis, 0, fewer)
+        return tensor.clone()
+
+    return batch.changed(cut, batch.rows)
+
+
+class Probed:
+    """What running ops of a captured program tells (`passes.tokens.context.Numbers`), on the CPU, when it is asked."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._captured = captured
+        names = captured.names
+        self._nodes = {names.params.get(n.name, names.value(n)): n for n in captured.module.graph.nodes}
+        self._known: dict[fx.Node, Any] = {}
+
+    def of(self, value: str) -> np.ndarray | None:
+        """The numbers of a value that depends on constants alone, None where a constant has none.  O(ops that it
+        depends on), each once."""
+        wanted = self._nodes[value]
+        for node in self._needed(wanted):
+            try:
+                self._known[node] = self._run(node)
+            except _NoNumbers:
+                return None
+        found = self._known[wanted].detach()
+        return np.asarray((found.double() if found.is_floating_point() else found).numpy())
+
+    def which(self, value: str) -> int:
+        """Which of the results of its op a value is."""
+        node = self._nodes[value]
+        place: Any = node.args[1] if node.target is operator.getitem else 0
+        return int(place)
+
+    def apart(self, op: str, reads: Sequence[Form], form: Form) -> bool:
+        """On random numbers, forward and backward, for slices at the start, in the middle and at the end."""
+        node = self._nodes[op]
+        wanted, layout = iter(reads), next(read.queries for read in reads if read.queries is not None)
+        tokens = node.all_input_nodes[0].meta["val"].shape[layout.axis] // (layout.stride * layout.block)
+        held = [arg for arg, read in zip(node.all_input_nodes, wanted, strict=False) if not read.whole]
+        if layout.block != 1 or len(node.all_input_nodes) != len(reads) or not _tryable(node, held):
+            return False
+        generator = torch.Generator().manual_seed(0)
+        given = {
+            arg: torch.randn(arg.meta["val"].shape, generator=generator, dtype=torch.float64).to(arg.meta["val"].dtype)
+            for arg in node.all_input_nodes
+        }
+        parts = [(0, 1), (0, tokens // 2), (tokens // 3, tokens - 1), (tokens - 1, tokens)]
+        try:
+            return all(_same_of_slice(node, given, held[0], (layout, form.queries), tokens, part) for part in parts)
+        except Exception:  # of the op, which does not take a slice
+            return False
+
+    def _needed(self, wanted: fx.Node) -> list[fx.Node]:
+        """What has to be computed, in order."""
+        needed, todo = set(), [wanted]
+        while todo:
+            node = todo.pop()
+            if node not in needed and node not in self._known:
+                needed.add(node)
+                todo.extend(node.all_input_nodes)
+        return [node for node in self._captured.module.graph.nodes if node in needed]
+
+    def _run(self, node: fx.Node) -> Any:
+        if node.op != "call_function":
+            tensor = self._captured.tensors[self._captured.names.params[node.name]].detach()
+            if tensor.is_meta:
+                raise _NoNumbers
+            return tensor.cpu()
+        with torch.no_grad():
+            return _called(node, self._known)
+
+
+class _NoNumbers(Exception):
+    """A constant on the meta device."""
+
+
+def _called(node: fx.Node, given: Mapping[fx.Node, Any]) -> Any:
+    args: Any = fx.node.map_arg(node.args, given.__getitem__)
+    kwargs: Any = fx.node.map_arg(node.kwargs, given.__getitem__)
+    if node.target is operator.getitem:
+        return args[0][args[1]]
+    on_cpu: Any = fx.node.map_aggregate((args, kwargs), _on_cpu)  # type: ignore[arg-type]
+    return node.target(*on_cpu[0], **on_cpu[1])  # type: ignore[operator]
+
+
+def _on_cpu(arg: object) -> object:
+    return torch.device("cpu") if isinstance(arg, torch.device) else arg
+
+
+def _tryable(node: fx.Node, held: Sequence[fx.Node]) -> bool:
+    made = node.meta.get("val")
+    inputs = [arg.meta.get("val") for arg in node.all_input_nodes]
+    floats = all(isinstance(x, torch.Tensor) and x.is_floating_point() for x in [made, *inputs])
+    return floats and len(held) == 1
+
+
+def _same_of_slice(
+    node: fx.Node,
+    given: Mapping[fx.Node, torch.Tensor],
+    held: fx.Node,
+    layouts: tuple[TokenLayout, TokenLayout | None],
+    tokens: int,
+    part: tuple[int, int],
+) -> bool:
+    """Whether a slice of the operand makes that slice of the result, and a gradient of that the one of the whole."""
+    before, after = layouts
+    assert after is not None
+
+    def cut(x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+        pieces = torch.unflatten(x, layout.axis, (layout.stride, tokens, -1))
+        return pieces.narrow(layout.axis + 1, part[0], part[1] - part[0]).flatten(layout.axis, layout.axis + 2)
+
+    whole = given[held].clone().requires_grad_()
+    small = cut(given[held], before).clone().requires_grad_()
+    large = cut(_called(node, {**given, held: whole}), after)
+    own = _called(node, {**given, held: small})
+    if own.shape != large.shape:
+        return False
+    weights = torch.linspace(-1, 1, own.numel(), dtype=torch.float64).to(own.dtype).view(own.shape)
+    if own.requires_grad != large.requires_grad:
+        return False
+    tolerance = 1e-10 if own.dtype == torch.float64 else 1e-4
+    if not torch.allclose(own, large, rtol=tolerance, atol=tolerance):
+        return False
+    if not own.requires_grad:
+        return True
+    (wanted,) = torch.autograd.grad((large * weights).sum(), whole)
+    (found,) = torch.autograd.grad((own * weights).sum(), small)
+    rest = wanted.norm() ** 2 - cut(wanted, before).norm() ** 2
+    return torch.allclose(found, cut(wanted, before), rtol=tolerance, atol=tolerance) and float(rest.abs()) < tolerance

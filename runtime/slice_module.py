@@ -1,0 +1,166 @@
+"""The code of one stage for one slice of tokens, and what that code calls which is no op of the captured program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx.node import map_aggregate
+from torch.nn import functional as F
+
+from autopart.rng import keyed
+from autopart.runtime.stage_module import StageModule
+
+
+@dataclass(frozen=True)
+class SliceModule:
+    """code.module(*params, *inputs, *past) returns the outputs, then the states.
+
+    code.inputs: values received for this slice, values of the prologue at full length, and inputs of the batch.
+    received: of those the first kind, whose gradients go back.  start, end: the tokens.
+    states: values of which this slice's part is kept for later slices of the same micro-batch.  past: of which state
+    and of which slice before each further argument is, in order: leaves, whose gradients belong to the state that the
+    slice returned, and are summed over the later slices that read it.
+    """
+
+    code: StageModule
+    start: int
+    end: int
+    received: tuple[str, ...]
+    states: tuple[str, ...]
+    past: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class KeysSeen:
+    """What a batch must satisfy: every query sees a key that is not after it, through all masks of op `op` together.
+    One that sees none would look at all keys alike, later ones too, where masks hide with finite numbers.
+
+    masks: (value, axis of queries, axis of keys, from which number on it lets see): axes are None where all are treated
+    alike, the number is None where it lets see if it is not 0, and hides if it is not 0 where `inverted` says so.
+    """
+
+    op: str
+    masks: tuple[tuple[str, int | None, int | None, float | None], ...]
+    inverted: tuple[bool, ...]
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Names of the masks."""
+        return tuple(name for name, *_ in self.masks)
+
+    def holds(self, values: Mapping[str, torch.Tensor], tokens: int) -> bool:
+        """values: of the prologue, or inputs, by name.  O(elements of the masks)."""
+        seen: torch.Tensor | None = None
+        for (name, queries, keys, lowest), inverted in zip(self.masks, self.inverted, strict=True):
+            value = values[name]
+            lets = (value == 0 if inverted else value != 0) if lowest is None else value > lowest
+            axes = [axis for axis in (queries, keys) if axis is not None]
+            lets = lets.movedim(axes, list(range(-len(axes), 0)))
+            lets = lets.unsqueeze(-1) if keys is None else lets
+            lets = lets.unsqueeze(-2) if queries is None else lets
+            seen = lets if seen is None else seen & lets
+        assert seen is not None
+        own = torch.ones(tokens, tokens, dtype=torch.bool, device=seen.device).tril()
+        return bool((seen & own).any(-1).all())
+
+
+@dataclass(frozen=True)
+class SlicedStage:
+    """A stage cut into slices.
+
+    prologue: computes what the slices read of inputs and constants alone, once a micro-batch, without gradients; None
+    where they read nothing of it.  slices: in order; the backward runs them from the last to the first.
+    checks: of each micro-batch, once the prologue has run.
+    """
+
+    prologue: StageModule | None
+    slices: tuple[SliceModule, ...]
+    checks: tuple[KeysSeen, ...] = ()
+
+
+def causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, **others: Any
+) -> torch.Tensor:
+    """Causal attention of queries that begin at token `start` to the keys of all tokens up to their last."""
+    others = {name: arg for name, arg in others.items() if name not in ("attn_mask", "is_causal")}
+    if start == 0:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, **others)
+    mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril(start)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **others)
+
+
+def joined(blocks: Sequence[torch.Tensor], axis: int, stride: int) -> torch.Tensor:
+    """Slices of tokens, in order, as one: tokens lie behind the first `stride` entries of an axis."""
+    if stride == 1:
+        return torch.cat(list(blocks), axis)
+    parts = [torch.unflatten(block, axis, (stride, block.shape[axis] // stride)) for block in blocks]
+    return torch.cat(parts, axis + 1).flatten(axis, axis + 1)
+
+
+def last_of(block: torch.Tensor, axis: int) -> torch.Tensor:
+    """The last entry along an axis, which stays."""
+    return block.narrow(axis, block.shape[axis] - 1, 1)
+
+
+def part_of(whole: torch.Tensor, axis: int, stride: int, tokens: int, low: int, high: int) -> torch.Tensor:
+    """Tokens [low, high) of `tokens` along an axis of stride * tokens * block."""
+    if stride == 1:
+        block = whole.shape[axis] // tokens
+        return whole.narrow(axis, low * block, (high - low) * block)
+    parts = torch.unflatten(whole, axis, (stride, tokens, whole.shape[axis] // (stride * tokens)))
+    return parts.narrow(axis + 1, low, high - low).flatten(axis, axis + 2)
+
+
+Places = tuple[tuple[int, int, int, int, int, int], ...]
+"""(axis, stride, block, tokens, low, high) of each axis with tokens, the last axis first: it holds [low, high) of
+`tokens`, as stride * (high - low) * block entries."""
+
+
+def drawn(
+    op: Callable[..., Any], number: int, given: Sequence[Places], made: Places, /, *args: Any, **kwargs: Any
+) -> Any:
+    """`rng.keyed` for a slice: the op runs on the whole sequence, what the slice does not have filled with ones, so
+    that what it draws does not depend on slices.  given: where each tensor that it takes lies in the whole; made: which
+    part of its results is the slice's."""
+    places = iter(given)
+
+    def whole(arg: Any) -> Any:
+        return _among_all(arg, next(places)) if isinstance(arg, torch.Tensor) else arg
+
+    args, kwargs = map_aggregate((args, kwargs), whole)
+    found = keyed(op, number, *args, **kwargs)
+    return _own(found, made) if isinstance(found, torch.Tensor) else tuple(_own(part, made) for part in found)
+
+
+def _own(found: torch.Tensor, made: Places) -> torch.Tensor:
+    for axis, stride, _, tokens, low, high in made:
+        found = part_of(found, axis, stride, tokens, low, high)
+    return found
+
+
+def _among_all(tensor: torch.Tensor, places: Places) -> torch.Tensor:
+    """The tensor as part of one of the whole sequence, with its own order of memory, in which some ops draw."""
+    if not places:
+        return tensor
+    sizes, strides = list(tensor.shape), tensor.stride()
+    for axis, stride, block, tokens, _, _ in places:
+        sizes[axis] = stride * tokens * block
+    order = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
+    filled = torch.empty_permuted(sizes, order, dtype=tensor.dtype, device=tensor.device).fill_(1)
+    place = filled
+    for axis, stride, block, tokens, low, high in places:
+        place = torch.unflatten(place, axis, (stride, tokens, block)).narrow(axis + 1, low, high - low)
+        tensor = torch.unflatten(tensor, axis, (stride, high - low, block))
+    place.copy_(tensor)
+    return filled
+
+
+def counted(target: torch.Tensor, ignore_index: int, weight: torch.Tensor | None = None) -> torch.Tensor:
+    """What the mean of a loss over classes divides by."""
+    valid = target != ignore_index
+    if weight is None:
+        return valid.sum()
+    return torch.where(valid, weight[torch.where(valid, target, 0)], 0).sum()

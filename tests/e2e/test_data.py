@@ -1,0 +1,64 @@
+"""Batches that not every rank is given: exact as the whole batch of one process, or refused on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from support import data_jobs
+
+SLOW = pytest.mark.slow
+
+
+def _check(pool, name, counts, micros, rows):
+    for found in pool.run(data_jobs.fed, name, counts, micros, rows):
+        for way, difference in found:
+            assert difference.within(torch.float64), (way, difference)
+
+
+@pytest.mark.parametrize(
+    ("name", "counts", "micros", "rows"),
+    [
+        ("tied", (2, 1), 2, (8,)),  # tokens are counted, labels are ignored
+        ("late_inputs", (1, 2), 2, (6,)),  # Python values, and inputs that a later stage reads
+        pytest.param("tied", (2, 2), 3, (10, 14, 3), marks=SLOW),  # also fewer rows than replicas
+        *(
+            pytest.param(name, counts, micros, (12, 7, 5, 10), marks=SLOW)
+            for name, counts, micros in itertools.product(
+                ("tied", "stack_sum", "shared_by_all", "rotary"), ((2, 2), (3, 1), (1, 3), (2, 1), (4,)), (1, 2, 3)
+            )
+        ),
+    ],
+)
+def test_a_step_is_that_of_one_process_whatever_ranks_are_given(workers, name, counts, micros, rows):
+    _check(workers, name, counts, micros, rows)
+
+
+@pytest.mark.parametrize("counts", [(2, 1), pytest.param((3, 1), marks=SLOW), pytest.param((4,), marks=SLOW)])
+def test_masks_do_not_depend_on_who_is_given_what(workers, counts):
+    for apart in workers.run(data_jobs.masked_shards, counts, 2, 12 if counts[0] == 3 else 8):
+        assert max(apart) < 1e-6
+
+
+def test_a_prediction_needs_the_batch_on_one_rank(pair):
+    assert all(pair.run(data_jobs.predicted))
+
+
+def test_what_does_not_fit_together_is_told_on_all_ranks(pair):
+    for told in pair.run(data_jobs.refused):
+        assert "rank 0 was given no batch" in told["missing"]
+        assert "rank 0 was given no batch" in told["evaluated"]
+        assert "rank 1 was given no batch" in told["one"]
+        assert "shards of 5 and 1 rows" in told["sizes"]
+        assert "sharded= differs" in told["mixed"]
+
+
+def test_ranks_without_a_batch_follow_what_it_answers(pair):
+    for apart, _ in pair.run(data_jobs.asks, (1, 1), False):
+        assert len(apart) == 3 and max(apart) < 1e-5
+
+
+def test_shards_do_not_answer_for_the_whole_batch(pair):
+    for _, told in pair.run(data_jobs.asks, (2,), True):
+        assert "reads numbers of the whole batch" in told

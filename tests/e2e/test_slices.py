@@ -1,0 +1,40 @@
+"""Sequences in slices, on several processes: loss and gradients are those of one process on whole sequences."""
+
+from __future__ import annotations
+
+import pytest
+from support.slice_jobs import sliced
+from support.zoo import CASES
+
+import autopart
+from autopart.ir.errors import TokenRefusal, UsageError
+from autopart.runtime.launch.local import Workers
+
+UNEVEN = (7, 5, 3, 1)
+
+
+def check(workers: Workers, *what: object, played: str = "", tolerance: float = 1e-10) -> None:
+    results = workers.run(sliced, *what)
+    losses, found, orders = zip(*results, strict=True)
+    assert len(set(losses)) == 1 and played in orders[0]
+    assert found[0].gradient <= tolerance and abs(found[0].loss) <= 1e-6, found[0]  # transformers takes it in fp32
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "micros", "played"),
+    [("llama", "1f1b", 2, "1B0.3"), ("gpt2", "gpipe", 1, "0F0.3 0SF0.3>1")],
+)
+def test_slices_on_two_stages_are_exact(pair: Workers, name: str, schedule: str, micros: int, played: str) -> None:
+    check(pair, name, UNEVEN, 2, schedule, micros, 2 * micros, played=played)
+
+
+def test_what_no_model_can_be_cut_by_is_refused_by_name() -> None:
+    case = CASES["bert"]
+    with pytest.raises(TokenRefusal):
+        autopart.plan(case.model(), "cpu:2", sample=case.data(2), token_slices=2, costs="analytic")
+    plan = autopart.plan(case.model(), "cpu:2", sample=case.data(2), token_slices="auto", costs="analytic")
+    assert plan.decision.token_slices == () and any("sequences are whole" in note for note in plan.notes)
+    with pytest.raises(UsageError, match="does not make up sequences of 16 tokens"):
+        autopart.plan(CASES["gpt2"].model(), "cpu:2", sample=CASES["gpt2"].data(2), token_slices=(8, 4))
+    with pytest.raises(UsageError, match="token_slices is 'many'"):
+        autopart.plan(CASES["gpt2"].model(), "cpu:2", sample=CASES["gpt2"].data(2), token_slices="many")

@@ -1,0 +1,84 @@
+"""Replicas that share the optimizer's state train as those that share nothing, bit by bit, and hold less."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import zero_jobs
+
+
+def _check(pool, name, counts, accumulated=1, clip=None, **options):
+    """The results by rank.  Of each stage, all replicas together hold the state that each had."""
+    results = pool.run(zero_jobs.beside_whole, name, counts, options, 10, accumulated, clip)
+    assert [wrong for wrong, *_ in results] == [[]] * len(results)
+    ranks = iter(results)
+    for count in counts:
+        stage = [next(ranks) for _ in range(count)]
+        assert sum(shared for _, _, shared, _ in stage) == stage[0][1]
+        trained = [name for *_, names in stage for name in names]
+        assert len(set(trained)) == len(trained)
+    return results
+
+
+def test_two_replicas_share_the_state_of_the_optimizer(pair):
+    results = _check(pair, "stack", (2,), clip=0.1, bucket_bytes=2000)
+    assert max(shared for _, _, shared, _ in results) <= 0.6 * results[0][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "counts", "options"),
+    [
+        ("tied", (2, 2), {"accumulated": 2, "clip": 0.1}),
+        ("llama_tied", (2, 2), {"clip": 0.1, "bucket_bytes": 10_000}),
+        ("shared_by_all", (2, 1), {"accumulated": 2}),
+        ("stack", (2, 2), {"precision": "bf16", "clip": 0.1}),
+        ("skips", (2, 2), {"precision": "fp16", "recompute": "all"}),
+        ("dropped", (1, 2), {"recompute": "all"}),
+        ("tied", (2, 2), {"transport": "fake-nccl"}),
+    ],
+)
+def test_stages_with_replicas_share_too(workers, name, counts, options):
+    _check(workers, name, counts, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("counts", "other", "zeros"),
+    [((2, 1), (1, 3), (1, 0)), ((1, 3), (2, 2), (0, 1)), ((2, 2), (4,), (1, 1)), ((3, 1), (1, 1), (1, 1))],
+)
+def test_a_pipe_adopts_a_plan_that_shares_otherwise(workers, counts, other, zeros):
+    assert workers.run(zero_jobs.moved, counts, other, zeros)[0].within(torch.float32)
+
+
+@pytest.mark.slow
+def test_values_that_others_own_are_not_left_behind(pair):
+    here, there = pair.run(zero_jobs.left_without_values)
+    assert here and there and not set(here) & set(there)
+
+
+@pytest.mark.slow
+def test_parameters_are_frozen_and_thawed_as_without_sharing(pair):
+    whole, shared = (pair.run(zero_jobs.frozen_and_thawed, zero)[0] for zero in (0, 1))
+    for before, after in zip(whole, shared, strict=True):
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert any(not torch.equal(whole[0][name], tensor) for name, tensor in whole[-1].items())
+
+
+def _check_rounded(pool, counts, zero):
+    results = pool.run(zero_jobs.rounded, counts, zero)
+    for result in results:
+        assert 1e-5 < max(result["errors"]) < 1e-2  # 8 bits of each number, twice
+        for other in results:
+            for name in result["held"].keys() & other["held"].keys() if result["stage"] == other["stage"] else ():
+                assert torch.equal(result["held"][name], other["held"][name]), name
+
+
+def test_sums_in_bf16_are_near_and_equal_on_all_replicas(pair):
+    _check_rounded(pair, (2,), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("counts", "zero"), [((3, 1), 0), ((3, 1), 1), ((2, 2), 0), ((2, 2), 1)])
+def test_sums_in_bf16_over_more_replicas(workers, counts, zero):
+    _check_rounded(workers, counts, zero)

@@ -1,0 +1,53 @@
+"""Slices in plans: those that are asked for, and those that the planner proposes, or leaves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.graphs import cluster, graph, source
+
+from autopart.ir.capabilities import RUNTIME
+from autopart.ir.errors import PlanError, UsageError
+from autopart.ir.plan import Plan
+from autopart.passes.pipeline import build, recheck
+from autopart.passes.search.space import PlanRequest
+from autopart.passes.tokens.recipe import TokenAxis
+
+MODEL = "; ".join(f"v{i}:8000000 +w{i} #64 <- {f'v{i - 1}' if i else 'x'}" for i in range(8))
+AXIS = TokenAxis(1024, behind=("v2", "v6"))
+
+
+def planned(micros: int, **asked: Any) -> Plan:
+    """Eight layers of 8 ms forward and 16 back on two devices, sequences of 1024."""
+    request = PlanRequest(micro_rows=((1,) * micros,), token_axis=AXIS, **asked)
+    c, g = cluster(2), graph(MODEL)
+    plan = build(source(g, c), c, request)
+    assert recheck(plan, source(g, c), c, request) == plan
+    return plan
+
+
+def test_one_micro_batch_is_sliced_and_many_are_not() -> None:
+    whole, sliced = planned(1), planned(1, token_slices="auto")
+    assert whole.decision.token_slices == () and sum(sliced.decision.token_slices) == 1024
+    assert len(sliced.stages) == 2 and sliced.step_ns < 0.7 * whole.step_ns
+    assert sliced.optimality is not None and sliced.optimality.lower_bound == 0
+    assert "slices of" in sliced.explain()
+    only_even = replace(AXIS, behind=())  # nothing to save by leaving out what masks hide
+    request = PlanRequest(micro_rows=((1,) * 64,), token_axis=only_even, token_slices="auto")
+    c, g = cluster(2), graph(MODEL)
+    assert build(source(g, c), c, request).decision.token_slices == ()
+
+
+def test_slices_that_are_asked_for_are_taken() -> None:
+    plan = planned(2, token_slices=(512, 256, 256))
+    assert plan.decision.token_slices == (512, 256, 256)
+    c, g = cluster(2), graph(MODEL)
+    with pytest.raises(PlanError, match="cuts sequences otherwise"):
+        recheck(plan, source(g, c), c, PlanRequest(micro_rows=((1, 1),), token_axis=AXIS))
+
+
+def test_what_cannot_be_run_is_refused() -> None:
+    with pytest.raises(UsageError, match="cannot be run yet"):
+        planned(1, token_slices=(512, 512), abilities=replace(RUNTIME, token_slices=False))

@@ -1,0 +1,118 @@
+"""What may be cut into slices of tokens, what may not, and that what may is exact: small models written by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.sliced import analysed, inputs_of, run_sliced, unsliced, worst_error
+from support.token_models import (
+    CAUSAL,
+    LEAKS,
+    LOSS_LEAKS,
+    LOSSES,
+    MASKED,
+    MASKED_LEAKS,
+    SEQ,
+    Model,
+    dropped,
+    dropped_inside,
+    dropped_weights,
+    token_batch,
+)  # fmt: skip
+
+from autopart.ir.errors import TokenRefusal
+from autopart.rng import micro_key
+
+LENGTHS = ((5, 4, 2, 1), (1,) * SEQ, (3, 9))
+FAST = ("tril_softmax", "causal_convolution", "running_mean")
+QUICK_LEAKS = ("all_tokens", "one_cell", "flipped", "pooled", "norm_of_tokens", "prefix_mask")
+
+
+def check_equal(mixer, batch, layers: int = 1, loss=None) -> None:
+    found = analysed(Model(mixer, layers, loss).double().train(), batch)
+    inputs = inputs_of(found)
+    expected_loss, expected = unsliced(found, inputs)
+    for lengths in LENGTHS:
+        for cut_at in ((), (len(found.captured.graph.ops) // 2,)):
+            loss, gradients = run_sliced(found, inputs, lengths, cut_at)
+            torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
+            assert worst_error(gradients, expected) <= 1e-10
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_causal_models_are_exact(name):
+    check_equal(CAUSAL[name], token_batch())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causal_models_of_two_layers_are_exact(name):
+    check_equal(CAUSAL[name], token_batch(), layers=2)
+
+
+def test_packed_documents_are_exact():
+    check_equal(MASKED["packed"], token_batch(mask="documents"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("mask", ["padding", "documents"])
+def test_masks_that_depend_on_inputs_are_exact(name, mask):
+    check_equal(MASKED[name], token_batch(mask=mask), layers=2)
+
+
+REASONS = {
+    "all_tokens": ("scaled_dot_product_attention", "neither a mask nor is_causal="),
+    "one_later": ("scaled_dot_product_attention", "not proven to hide every later token"),
+    "one_cell": ("scaled_dot_product_attention", "not proven to hide every later token"),
+    "little_bias": ("scaled_dot_product_attention", "not proven to hide every later token"),
+    "softmax_of_queries": ("softmax", "mixes all of the tokens"),
+    "late_mask": ("softmax", "that the later ones are hidden is not proven"),
+    "flipped": ("flip", "mixes all of the tokens"),
+    "pooled": ("sub", "mean sums over all tokens"),
+    "largest": ("amax", "mixes all of the tokens"),
+    "next_token": ("slice", "picks some of the tokens by their place"),
+    "rolled": ("roll", "mixes all of the tokens"),
+    "centred_convolution": ("conv1d", "convolves a token with later ones"),
+    "norm_of_tokens": ("_native_batch_norm_legit_functional", "takes statistics over all tokens"),
+    "sorted_tokens": ("sort", "mixes all of the tokens"),
+    "first_token": ("slice", "picks some of the tokens by their place"),
+    "global_state": ("matmul", "matmul sums over all tokens"),
+    "prefix_mask": ("scaled_dot_product_attention", "not proven to hide every later token"),
+}
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK_LEAKS else pytest.param(n, marks=pytest.mark.slow) for n in REASONS])
+def test_what_shows_a_later_token_is_refused_by_name(name):
+    mixer = (LEAKS | MASKED_LEAKS)[name]
+    refusal = analysed(Model(mixer).train(), token_batch(mask="padding" if name in MASKED_LEAKS else "")).recipe
+    assert isinstance(refusal, TokenRefusal)
+    op, why = REASONS[name]
+    assert refusal.what.startswith(f"{op} ") and why in refusal.why
+    assert "token_models.py" in refusal.where and refusal.fix
+
+
+def test_masks_of_dropout_are_those_of_the_whole_sequence():
+    with micro_key(3, 1, 0):
+        check_equal(dropped, token_batch())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", [dropped_inside, dropped_weights])
+def test_random_numbers_are_those_of_the_whole_sequence(mixer):
+    with micro_key(3, 1, 0):
+        check_equal(mixer, token_batch(), layers=2)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("masked_mean", "two_terms") else pytest.param(n, marks=pytest.mark.slow) for n in LOSSES]
+)
+def test_losses_add_up(name):
+    check_equal(CAUSAL["is_causal"], token_batch(), loss=LOSSES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOSS_LEAKS)
+def test_losses_that_do_not_add_up_are_refused(name):
+    refusal = analysed(Model(CAUSAL["is_causal"], loss=LOSS_LEAKS[name]), token_batch()).recipe
+    assert isinstance(refusal, TokenRefusal)

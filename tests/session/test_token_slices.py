@@ -1,0 +1,92 @@
+"""Slices of tokens, forward in order and backward from the last, give the loss and gradients of the whole sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.causal_zoo import CAUSAL
+from support.sliced import analysed, inputs_of, run_sliced, unsliced, worst_error
+from support.token_models import SEQ, Model, token_batch, tril_softmax
+from support.zoo import CASES
+
+from autopart.ir.errors import TokenRefusal, UsageError
+from autopart.passes.tokens.recipe import Recipe
+
+LENGTHS = (7, 5, 3, 1)
+
+
+def check_equal(
+    name: str, attention: str | None, *, padded: bool, stages: int, tolerance: float, dtype: torch.dtype = torch.float64
+) -> None:
+    model = (CASES | CAUSAL)[name].model(dtype=dtype)
+    if attention is not None:
+        model.set_attn_implementation(attention)
+    batch = (CASES | CAUSAL)[name].data(2, dtype)
+    if not padded:
+        del batch["attention_mask"]
+    found = analysed(model, batch)
+    count, inputs = len(found.captured.graph.ops), inputs_of(found)
+    loss, gradients = run_sliced(found, inputs, LENGTHS, [count * i // stages for i in range(1, stages)])
+    expected_loss, expected = unsliced(found, inputs)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)  # transformers takes it in fp32
+    assert worst_error(gradients, expected) <= tolerance
+
+
+def test_slices_of_llama_on_two_stages_with_padding():
+    check_equal("llama", None, padded=True, stages=2, tolerance=1e-10)
+
+
+def test_slices_of_gpt2_with_attention_written_out():
+    check_equal("gpt2", "eager", padded=False, stages=1, tolerance=1e-10)
+
+
+def test_lengths_that_do_not_make_up_the_sequence_are_refused():
+    found = analysed(Model(tril_softmax), token_batch())
+    assert isinstance(found.recipe, Recipe) and found.recipe.tokens == SEQ
+    with pytest.raises(UsageError, match="7, 4 tokens do not make up a sequence of 12"):
+        run_sliced(found, inputs_of(found), (7, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "attention", "padded", "tolerance"), [
+    ("llama", "eager", True, 1e-6), ("llama_tied", None, True, 1e-10), ("mistral", None, True, 1e-10),
+    ("mistral", "eager", False, 1e-6), ("qwen3", None, True, 1e-10), ("gpt2", None, True, 1e-10),
+    ("gpt2", "eager", True, 1e-10), ("gpt_neox", None, True, 1e-10), ("gemma2", None, True, 1e-6),
+    ("opt", None, True, 1e-10), ("phi", None, True, 1e-10), ("falcon", None, True, 1e-10),
+    ("olmo2", None, True, 1e-10), ("bloom", None, True, 1e-6), ("gptj", None, True, 1e-6),
+    ("gpt_neo", None, True, 1e-6),
+])  # fmt: skip
+def test_slices_of_causal_language_models(name, attention, padded, tolerance):
+    for stages in (1, 2):
+        check_equal(name, attention, padded=padded, stages=stages, tolerance=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_slices_of_experts(name):
+    """In single precision, for grouped products have no other."""
+    for stages in (1, 2):
+        check_equal(name, None, padded=True, stages=stages, tolerance=1e-5, dtype=torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "op"), [("bert", "scaled_dot_product_attention"), ("t5", "scaled_dot_product")])
+def test_models_that_see_the_future_are_refused(name, op):
+    refusal = analysed(CASES[name].model(), CASES[name].data(2)).recipe
+    assert isinstance(refusal, TokenRefusal)
+    assert refusal.what.startswith(op) and "encoder" in refusal.where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit", "resnet"])
+def test_models_without_sequences_are_refused(name):
+    refusal = analysed(CASES[name].model(), CASES[name].data(2)).recipe
+    assert isinstance(refusal, TokenRefusal) and "no sequences" in refusal.what
+
+
+@pytest.mark.slow
+def test_a_loss_of_the_router_over_all_tokens_is_refused():
+    model = CASES["mixtral"].model()
+    model.config.output_router_logits = True
+    refusal = analysed(model, CASES["mixtral"].data(2)).recipe
+    assert isinstance(refusal, TokenRefusal) and "slice by slice" in refusal.what

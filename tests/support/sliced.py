@@ -1,0 +1,226 @@
+"""Slices of tokens played in one process: the oracle of the analysis and of the code that is cut by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopart.capture import Captured
+from autopart.capture.batch import flatten
+from autopart.capture.cache import CaptureCache
+from autopart.capture.token_axis import token_recipe
+from autopart.ir.errors import TokenRefusal
+from autopart.ir.size import Size
+from autopart.passes.tokens.recipe import Recipe, TokenLayout
+from autopart.runtime.slice_module import SlicedStage, SliceModule
+from autopart.session.token_slices import slice_stage
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Analysed:
+    """A model that was captured, and what the analysis says of it."""
+
+    model: nn.Module
+    batch: Any
+    captured: Captured
+    recipe: Recipe | TokenRefusal
+
+
+def analysed(model: nn.Module, batch: Any, loss_fn: Any = None) -> Analysed:
+    flat = flatten(batch, with_target=loss_fn is not None)
+    captures = CaptureCache(model, loss_fn)
+    size = Size(flat.rows or 1)
+    recipe = token_recipe(captures, flat, size)
+    return Analysed(model, batch, captures(flat, size), recipe)
+
+
+@dataclass
+class _Stage:
+    """A stage while its slices run: what they keep for the backward."""
+
+    code: SlicedStage
+    full: dict[str, torch.Tensor] = field(default_factory=dict)
+    made: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    leaves: list[dict[Any, torch.Tensor]] = field(default_factory=list)
+    owed: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+
+
+def run_sliced(
+    found: Analysed, inputs: Mapping[str, torch.Tensor], lengths: Sequence[int], cut_at: Sequence[int] = ()
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of one micro-batch: slices forward in order through all stages, and backward from the last.
+
+    cut_at: places in the list of ops where a stage begins.
+    """
+    captured, recipe = found.captured, found.recipe
+    assert isinstance(recipe, Recipe), recipe
+    params = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in captured.tensors.items()}
+    stages = [_Stage(code) for code in sliced_stages(captured, recipe, lengths, cut_at)]
+    loss = torch.zeros((), dtype=torch.float64)
+    for stage in stages:
+        stage.full.update(inputs)
+        if stage.code.prologue is not None:
+            code = stage.code.prologue
+            with torch.no_grad():
+                made = code.module(*code.arguments(params), *(inputs[name] for name in code.inputs))
+            stage.full.update(zip(code.outputs, made, strict=True))
+        assert all(check.holds(stage.full, recipe.tokens) for check in stage.code.checks)
+    for number in range(len(lengths)):
+        sent: dict[str, torch.Tensor] = {}
+        for stage in stages:
+            sent.update(_forward(stage, stage.code.slices[number], number, params, sent))
+        loss += sent[captured.graph.outputs[0]].detach().double()
+    for number in reversed(range(len(lengths))):
+        grads = {captured.graph.outputs[0]: torch.ones_like(stages[-1].made[number][captured.graph.outputs[0]])}
+        for stage in reversed(stages):
+            _backward(stage, stage.code.slices[number], number, grads)
+    return loss, {name: p.grad for name, p in params.items() if p.grad is not None}
+
+
+def sliced_stages(
+    captured: Captured, recipe: Recipe, lengths: Sequence[int], cut_at: Sequence[int]
+) -> list[SlicedStage]:
+    ops, ends = captured.graph.ops, [0, *cut_at, len(captured.graph.ops)]
+    stages = []
+    for place, end in enumerate(ends[1:]):
+        inside = ops[ends[place] : end]
+        written = {name for op in inside for name in op.writes}
+        later = {read for op in ops[end:] for read in op.reads if op.name in recipe.ops}
+        outputs = [v.name for v in captured.graph.values if v.name in written & (later | {captured.graph.outputs[0]})]
+        stages.append(slice_stage(captured, recipe, {op.name for op in inside}, outputs, lengths, CPU))
+    return stages
+
+
+def _forward(
+    stage: _Stage, code: SliceModule, number: int, params: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    leaves: dict[Any, torch.Tensor] = {}
+    for name in code.received:
+        leaves[name] = sent[name].detach().requires_grad_(sent[name].is_floating_point())
+    for state, before in code.past:
+        block = stage.made[before][state].detach()
+        leaves[state, before] = block.requires_grad_(block.is_floating_point())
+    args = [leaves[name] if name in leaves else stage.full[name] for name in code.code.inputs]
+    results = code.code.module(*code.code.arguments(params), *args, *(leaves[key] for key in code.past))
+    made = dict(zip((*code.code.outputs, *code.states), results, strict=True))
+    stage.made.append(made)
+    stage.leaves.append(leaves)
+    return {name: made[name] for name in code.code.outputs}
+
+
+def _backward(stage: _Stage, code: SliceModule, number: int, grads: dict[str, torch.Tensor]) -> None:
+    """grads: of values that pass between stages, for this slice."""
+    made, roots = stage.made[number], []
+    for name in code.code.outputs:
+        if name in grads and made[name].requires_grad:
+            roots.append((made[name], grads.pop(name)))
+    for state in code.states:
+        owed = stage.owed.pop((state, number), None)
+        if owed is not None and made[state].requires_grad:
+            roots.append((made[state], owed.to(made[state].dtype)))
+    if roots:
+        torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
+    for key, leaf in stage.leaves[number].items():
+        if leaf.grad is None:
+            continue
+        if isinstance(key, str):
+            grads[key] = grads[key] + leaf.grad if key in grads else leaf.grad
+        else:
+            stage.owed[key] = stage.owed[key] + leaf.grad if key in stage.owed else leaf.grad
+
+
+def unsliced(found: Analysed, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of the captured program as it is."""
+    captured = found.captured
+    params = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in captured.tensors.items()}
+    names = captured.names
+    args = []
+    for node in captured.module.graph.nodes:
+        if node.op == "placeholder":
+            args.append(params[names.params[node.name]] if node.name in names.params else inputs[names.value(node)])
+    results = captured.module(*args)
+    values = [node.name for node in captured.module.graph.find_nodes(op="output")[0].args[0]]
+    loss = results[values.index(captured.graph.outputs[0])]
+    loss.backward()
+    return loss.detach().double(), {name: p.grad for name, p in params.items() if p.grad is not None}
+
+
+def inputs_of(found: Analysed, batch: Any = None, *, with_target: bool = False) -> dict[str, torch.Tensor]:
+    flat = flatten(found.batch if batch is None else batch, with_target=with_target)
+    return dict(zip(found.captured.graph.inputs, flat.tensors, strict=True))
+
+
+def worst_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """The largest relative error of any gradient; all parameters must have one."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    errors = [
+        float((found[name] - wanted).norm() / wanted.norm().clamp(min=1e-30))
+        if wanted.norm() > 1e-12
+        else float(found[name].norm())
+        for name, wanted in expected.items()
+    ]
+    return max(errors)
+
+
+def future_shows(found: Analysed, inputs: Mapping[str, torch.Tensor], token: int) -> list[str]:
+    """Values that show a token at earlier ones: change all tokens from `token` on, and look at what stands before;
+    and values whose later tokens get a gradient from what stands before in the last one.  A second oracle, which knows
+    nothing of rules."""
+    recipe = found.recipe
+    assert isinstance(recipe, Recipe)
+    changed = {}
+    for name, value in inputs.items():
+        other = value.clone()
+        if "label" not in name and not value.is_floating_point() and value.shape[1:2] == (recipe.tokens,):
+            other[:, token:] = (value[:, token:] + 1) % max(2, int(value.max()) + 1)
+        changed[name] = other
+    first, second = (_Recorded(found.captured).run_on(given) for given in (inputs, changed))
+    held = {
+        name: form.queries
+        for name, form in recipe.forms.items()
+        if form.queries is not None and form.keys is None and not form.halo and form.order is None and name in first
+    }
+
+    def part(value: torch.Tensor, layout: TokenLayout, *, later: bool = False) -> torch.Tensor:
+        own = recipe.tokens - layout.short
+        parts = value.unflatten(layout.axis, (layout.stride, own, layout.block))
+        ends = (min(token, own), own) if later else (0, min(token, own))
+        return parts.narrow(layout.axis + 1, ends[0], ends[1] - ends[0])
+
+    shown = [n for n, at in held.items() if not torch.allclose(part(first[n], at), part(second[n], at), 1e-9, 1e-9)]
+    last = [name for name in held if first[name].requires_grad][-1]
+    part(first[last], held[last]).sum().backward()
+    grads = {name: first[name].grad for name in held if first[name].grad is not None}
+    return shown + [name for name, grad in grads.items() if part(grad, held[name], later=True).abs().sum() > 1e-9]
+
+
+class _Recorded(fx.Interpreter):
+    """Runs a captured program and keeps every value, and its gradient."""
+
+    def __init__(self, captured: Captured) -> None:
+        super().__init__(captured.module)
+        self._captured = captured
+        self.values: dict[str, torch.Tensor] = {}
+
+    def run_on(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        names, args = self._captured.names, []
+        for node in self._captured.module.graph.find_nodes(op="placeholder"):
+            name = names.params.get(node.name)
+            own = self._captured.tensors[name] if name is not None else inputs[names.value(node)]
+            args.append(own.detach().clone().requires_grad_(own.requires_grad))
+        self.run(*args)
+        return self.values
+
+    def run_node(self, n: fx.Node) -> Any:
+        made = super().run_node(n)
+        if isinstance(made, torch.Tensor):
+            if made.requires_grad:
+                made.retain_grad()
+            self.values[self._captured.names.value(n)] = made
+        return made

@@ -1,0 +1,165 @@
+"""Training where replicas share the optimizer's state, beside the same where each has all of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import autopart
+from support.one_process import Difference, Expected, difference, plain_step
+from support.step_jobs import EVERY, cluster, compiled, fresh
+
+Counts = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run showed on this rank.  numbers: losses, norms, evaluations.  tensors: states and gradients of
+    the whole model, taken at different moments.  held: bytes of the optimizer's state here; trained: names of what it
+    drives."""
+
+    numbers: list[float]
+    tensors: list[dict[str, torch.Tensor | None]]
+    held: int
+    trained: tuple[str, ...]
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all tensors with an axis that an optimizer keeps."""
+    return sum(t.nbytes for kept in optimizer.state.values() for t in kept.values() if t.dim())
+
+
+def _trained(name: str, counts: Counts, zero: int, steps: int, accumulated: int, clip: float | None, more: Any) -> Run:
+    case = EVERY[name]
+    asked = {"stages": len(counts), "replicas": counts, "micro_batches": 2, "schedule": "1f1b", "zero": zero, **more}
+    batch = case.data(8)
+    with compiled(case, fresh(name), batch, **asked) as pipe:
+        assert pipe.plan.decision.zero == zero
+        held = dict(pipe.named_parameters())
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        numbers, tensors = [], []
+        for step in range(steps):
+            numbers += [pipe.step(case.data(8 - step % 2)).item() for _ in range(accumulated)]
+            if clip is not None:
+                numbers.append(pipe.clip_grad_norm_(clip).item())
+            if step == 1:
+                tensors.append(pipe.gradients())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in (1, 3):  # values that nobody has brought to anyone yet
+                tensors.append(dict(pipe.state_dict()))
+                numbers.append(pipe.eval_loss(batch).item())
+        numbers.append(pipe.eval_loss(batch).item())
+        tensors.append(dict(pipe.state_dict()))
+        found = Run(numbers, tensors, state_bytes(optimizer), tuple(held))
+    return found
+
+
+def beside_whole(
+    name: str, counts: Counts, options: dict[str, Any], steps: int = 10, accumulated: int = 1, clip: float | None = None
+) -> tuple[list[str], int, int, tuple[str, ...]]:
+    """What differs by a single bit from the run in which every replica keeps all state; the bytes of optimizer state
+    of this rank in that run and with shared state, and what it then drives."""
+    whole, shared = (_trained(name, counts, zero, steps, accumulated, clip, options) for zero in (0, 1))
+    wrong = [
+        f"number {i}" for i, pair in enumerate(zip(whole.numbers, shared.numbers, strict=True)) if len(set(pair)) > 1
+    ]
+    for moment, (before, after) in enumerate(zip(whole.tensors, shared.tensors, strict=True)):
+        assert before.keys() == after.keys()
+        wrong += [f"{key} at {moment}" for key, tensor in before.items() if not _same(tensor, after[key])]
+    return wrong, whole.held, shared.held, shared.trained
+
+
+def rounded(counts: Counts, zero: int) -> dict[str, Any]:
+    """Gradients of one step whose sums over replicas are rounded, beside one process; and what this rank holds after
+    some updates."""
+    case = EVERY["stack"]
+    model, batch = case.model(), case.data(8)
+    asked = {"stages": len(counts), "replicas": counts, "micro_batches": 2, "zero": zero, "compress": "bf16"}
+    with compiled(case, fresh("stack"), batch, **asked) as pipe:
+        assert pipe.plan.decision.compress == "bf16"
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        plain_step(case, model, batch, 2)
+        errors = []
+        for step in range(5):
+            pipe.step(batch)
+            for name, p in model.named_parameters() if step == 0 else ():
+                gradient = pipe.gradients()[name]
+                errors.append(float((gradient - p.grad).norm() / p.grad.norm()))
+            optimizer.step()
+            optimizer.zero_grad()
+        pipe.eval_loss(batch)
+        held = {name: p.detach().clone() for name, p in pipe.session.tensors.held.items()}
+        return {"errors": errors, "stage": pipe.plan.decision.stage_of_rank(pipe.rank), "held": held}
+
+
+def moved(counts: Counts, other: Counts, zeros: tuple[int, int]) -> Difference | None:
+    """A step, an update by SGD, half of an accumulated step; then the other half under another plan."""
+    case = EVERY["tied"]
+    batch, model, cpus = case.data(7), case.model(), cluster()
+    plans = [
+        autopart.plan(
+            case.model(), cpus, sample=batch, loss_fn=case.loss_fn, costs="analytic", stages=len(wanted),
+            replicas=wanted, micro_batches=2, schedule="1f1b", zero=zero,
+        )
+        for wanted, zero in zip((counts, other), zeros, strict=True)
+    ]  # fmt: skip
+    with compiled(case, fresh("tied"), batch, plan=plans[0]) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        pipe.step(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        pipe.step(batch)
+        pipe.adopt(plans[1])
+        loss = pipe.step(batch).item()
+        found, state, leads = pipe.gradients(), pipe.state_dict(), pipe.rank == 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        expected = plain_step(case, model, batch, 2)
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return difference(loss, found, state, Expected.of(expected, model)) if leads else None
+
+
+def left_without_values() -> list[str]:
+    """What the model lacks after a pipe that was closed without bringing the values to it."""
+    case, captures = EVERY["stack"], fresh("stack")
+    batch = case.data(8)
+    asked = {"stages": 1, "replicas": 2, "micro_batches": 1, "zero": 1}
+    with compiled(case, captures, batch, **asked) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        pipe.step(batch)
+        optimizer.step()
+        mine = {name for name, _ in pipe.named_parameters()}
+        pipe.close(sync=False)
+    emptied = {name for name, p in captures.model.named_parameters() if not p.numel()}
+    assert emptied == {name for name, _ in captures.model.named_parameters()} - mine
+    return sorted(emptied)
+
+
+def frozen_and_thawed(zero: int) -> list[dict[str, torch.Tensor]]:
+    """States of a run in which one parameter is frozen after an update and trained again, and another comes late."""
+    case, captures = EVERY["skips"], fresh("skips")
+    model, batch = captures.model, case.data(8)
+    first, *_, last = model.parameters()
+    last.requires_grad_(False)
+    states = []
+    with compiled(case, captures, batch, stages=1, replicas=2, micro_batches=2, zero=zero) as pipe:
+        for step in range(5):
+            first.requires_grad_(step not in (1, 2))
+            last.requires_grad_(step > 1)
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+            pipe.step(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            states.append(dict(pipe.state_dict()))
+    for parameter in (first, last):
+        parameter.requires_grad_(True)
+    return states
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)

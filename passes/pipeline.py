@@ -145,7 +145,7 @@ def _provenance(source: PlannerInput) -> Provenance:
 def _costs(source: PlannerInput, cluster: Cluster, request: PlanRequest) -> CostContext:
     axis, slices = request.token_axis, None
     if axis is not None:
-        slices = SliceShares.of(source.graph, axis.tokens, axis.behind, axis.once, cluster.kind)
+        slices = SliceShares.of(source.graph, axis.tokens, axis.behind, axis.once, cluster.devices[0])
     return CostContext(
         cluster, device_types(cluster), source.cost_model, request.state_factor, request.abilities.overlap, slices
     )

@@ -47,7 +47,7 @@ def simulate_plan(
     if plan.decision.token_slices:
         asked = asked_slices(plan.decision.token_slices, captures, batch, Size(rows)).axis
         if asked is not None:
-            slices = SliceShares.of(graph, asked.tokens, asked.behind, asked.once, cluster.kind)
+            slices = SliceShares.of(graph, asked.tokens, asked.behind, asked.once, cluster.devices[0])
     costs = CostContext(cluster, devices, cost_model, factor, EVERYTHING.overlap, slices)
     program = check_program(route(plan.decision, graph), plan.schedule)
     return timeline_of(plan.decision, program, Estimator(costs))

@@ -5,10 +5,13 @@ Of a slice of l tokens behind c others, out of L:
     op that looks back (attention: scores, softmax, their product with V)    l (c + l) / L^2 of its time
     op that depends on inputs alone                                          all of it, with the first slice
     any other op                                                             l / L of its time
-    and every op of every slice                                              its launch, once
+    and, however short the slice is, every op of every slice                 its launch
+                                                                             reading its weights, and writing their
+                                                                             gradients, which are added to those of
+                                                                             the slices before
 
-so slices of attention take less in sum than the whole, which computes what its mask hides too.  Shares are those of the
-costs at the captured size; a stage's own total comes from its estimate.
+so slices of attention take less in sum than the whole, which computes what its mask hides too, and everything else
+takes more.  Shares are those of the costs at the captured size; a stage's own total comes from its estimate.
 
 Assumed, and wrong where: bytes kept are l / L of the whole (states that later slices read again are not counted twice);
 attention that skips what is masked (flash kernels) gains less from slices than is said here.
@@ -17,11 +20,12 @@ attention that skips what is masked (flash kernels) gains less from slices than 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from autopart.ir.cluster import Device
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph
 from autopart.passes.tokens.lengths import Ints
@@ -29,25 +33,49 @@ from autopart.passes.tokens.lengths import Ints
 Floats = npt.NDArray[np.float64]
 LAUNCH_NS = {"cpu": 15_000, "cuda": 10_000}
 """Nanoseconds that an op takes however short the slice is, with its part in autograd: an order of magnitude."""
-_LAUNCH, _EACH, _BEHIND, _ONCE = range(4)
+_FIXED, _EACH, _BEHIND, _ONCE, _ADDED = range(5)
+READ, WRITTEN, ADDED = 1, 1, 3
+"""Times that bytes of weights pass the memory for each slice: read by its forward and by its backward, which writes
+their gradients; to add these to what is there, both are read, and the sum is written."""
 
 
 @dataclass(frozen=True)
 class SliceShares:
     """tokens: of a sequence.  costs: of the captured ops.  behind, once: those that look back, and those that depend on
-    inputs alone.  launch_ns: of one op."""
+    inputs alone.  launch_ns: of one op.  weight_ns, trained_ns: of passing once over the weights that an op reads, and
+    over those of them that are trained."""
 
     tokens: int
     costs: Mapping[str, Cost]
     behind: Collection[str]
     once: Collection[str]
     launch_ns: int
+    weight_ns: Mapping[str, float] = field(default_factory=dict)
+    trained_ns: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
-    def of(graph: Graph, tokens: int, behind: Iterable[str], once: Iterable[str], device_kind: str) -> SliceShares:
-        """Of a captured graph with costs.  O(ops)."""
+    def of(graph: Graph, tokens: int, behind: Iterable[str], once: Iterable[str], device: Device) -> SliceShares:
+        """Of a captured graph with costs; device: the first of the cluster.  O(ops)."""
         costs = {op.name: op.cost for op in graph.ops}
-        return SliceShares(tokens, costs, frozenset(behind), frozenset(once), LAUNCH_NS[device_kind])
+        params, ns_per_byte = graph.param_map(), 1e9 / device.reached_bytes_per_s
+
+        def passing_ns(trained: bool) -> dict[str, float]:
+            return {
+                op.name: ns_per_byte
+                * sum(params[p].size_bytes for p in op.params if params[p].trainable or not trained)
+                for op in graph.ops
+                if op.params
+            }
+
+        return SliceShares(
+            tokens,
+            costs,
+            frozenset(behind),
+            frozenset(once),
+            LAUNCH_NS[device.kind],
+            passing_ns(False),
+            passing_ns(True),
+        )
 
     def stage_ns(
         self, ops: Collection[str], total_ns: int, lengths: npt.ArrayLike, contexts: npt.ArrayLike, *, backward: bool
@@ -57,17 +85,17 @@ class SliceShares:
         O(ops + slices).
         """
         sums = self._sums(ops, backward=backward)
-        launch = min(sums[_LAUNCH], float(total_ns))
-        rest = sum(sums[_EACH:])
-        scale = (total_ns - launch) / rest if rest else 0.0
+        fixed = min(sums[_FIXED], float(total_ns))
+        rest = sum(sums[_EACH:_ADDED])
+        scale = (total_ns - fixed) / rest if rest else 0.0
         length, context = np.asarray(lengths, dtype=np.float64), np.asarray(contexts, dtype=np.float64)
         whole = float(self.tokens)
         share = sums[_EACH] * length / whole + sums[_BEHIND] * length * (context + length) / whole**2
-        return np.asarray(launch + scale * (share + sums[_ONCE] * (context == 0)))
+        return np.asarray(fixed + sums[_ADDED] + scale * (share + sums[_ONCE] * (context == 0)))
 
     def _sums(self, ops: Collection[str], *, backward: bool) -> list[float]:
-        """Launches, and by kind of op what is beyond them."""
-        sums = [0.0] * 4
+        """What every slice takes, by kind of op what is beyond that, and what adding gradients takes."""
+        sums = [0.0] * 5
         for name in ops:
             cost = self.costs.get(name)
             taken = 0 if cost is None else cost.bwd_ns if backward else cost.fwd_ns
@@ -76,9 +104,13 @@ class SliceShares:
             if name in self.once:
                 sums[_ONCE] += taken
                 continue
-            launch = min(taken, self.launch_ns)
-            sums[_LAUNCH] += launch
-            sums[_BEHIND if name in self.behind else _EACH] += taken - launch
+            fixed = self.launch_ns + READ * self.weight_ns.get(name, 0.0)
+            if backward:
+                fixed += WRITTEN * self.trained_ns.get(name, 0.0)
+                sums[_ADDED] += ADDED * self.trained_ns.get(name, 0.0)
+            fixed = min(float(taken), fixed)
+            sums[_FIXED] += fixed
+            sums[_BEHIND if name in self.behind else _EACH] += taken - fixed
         return sums
 
 

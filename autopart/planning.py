@@ -18,7 +18,7 @@ from autopart.capture.gc_pause import gc_paused
 from autopart.capture.gradients import require_something_to_train
 from autopart.capture.reduction import WHOLE, BatchRule, couples_rows, loss_reduction, row_layouts
 from autopart.capture.splits import Splits, other_sizes, ways_to_split
-from autopart.capture.token_axis import WHOLE_SEQUENCES, AskedSlices, asked_slices, not_recomputed
+from autopart.capture.token_axis import WHOLE_SEQUENCES, AskedSlices, asked_slices
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import CostedGraph, costed
 from autopart.files.plan_cache import find_plan, keep_plan, planner_digest
@@ -150,12 +150,9 @@ def _with_reduction(problem: _Problem, family: ProgramFamily, splits: Splits) ->
 
 
 def _with_slices(problem: _Problem, captures: CaptureCache, batch: Batch) -> _Problem:
-    """With the slices that are asked for, which the runtime neither recomputes nor divides by rows as it likes."""
-    options, notes = problem.options, problem.notes
-    asked = asked_slices(options.token_slices, captures, batch, problem.family.base.graph.size)
-    if isinstance(asked.token_slices, tuple) and asked.token_slices and problem.abilities == RUNTIME:
-        options = replace(options, recompute=not_recomputed(options.recompute), replicas=options.replicas or 1)
-    return replace(problem, slices=asked, notes=(*notes, *asked.notes), options=options)
+    """With the slices that are asked for."""
+    asked = asked_slices(problem.options.token_slices, captures, batch, problem.family.base.graph.size)
+    return replace(problem, slices=asked, notes=(*problem.notes, *asked.notes))
 
 
 def _at_one_size(size: Size, splits: Splits, options: Options, abilities: Capabilities) -> tuple[Splits, Options, str]:
@@ -247,14 +244,15 @@ def _settled(problem: _Problem, costs: CostedGraph, plan: Plan, reduction: LossR
         else:
             captured = family.captured(size)
             plan = _made_for(plan, captured.graph)
-    return Planned(plan.with_notes(*notes), captured, _rule(plan, captured, family, reduction))
+    return Planned(plan.with_notes(*notes), captured, _rule(plan, captured, family, reduction, problem.slices))
 
 
-def _rule(plan: Plan, captured: Captured, family: ProgramFamily, reduction: LossReduction) -> BatchRule:
+def _rule(plan: Plan, captured: Captured, family: ProgramFamily, loss: LossReduction, slices: AskedSlices) -> BatchRule:
     """How batches are cut under the plan.  Raises RefusedError for a value that its replicas cannot divide."""
     if len(plan.micro_rows) == 1 and not any(stage.division.splits for stage in plan.stages):
         return BatchRule(WHOLE)
-    return BatchRule(reduction, row_layouts(family, reduction, *divided_values(plan.decision, captured.graph)))
+    divided = divided_values(plan.decision, captured.graph, slices.once if plan.decision.token_slices else ())
+    return BatchRule(loss, row_layouts(family, loss, *divided))
 
 
 def _least_rows(plan: Plan) -> int:
@@ -303,7 +301,8 @@ def _given(
     family = ProgramFamily(captures, batch, captured, other)
     splits = (given.micro_rows if not replicated else given.micro_rows * 2,)
     reduction = loss_reduction(family, splits, options.loss_reduction)
-    return Planned(given, captured, _rule(given, captured, family, reduction))
+    slices = asked_slices(given.decision.token_slices or None, captures, batch, captured.graph.size)
+    return Planned(given, captured, _rule(given, captured, family, reduction, slices))
 
 
 def _found_or_built(

@@ -100,7 +100,7 @@ class Engine:
         specs: Specs,
         ops: Mapping[str, Op],
         loss: str | None,
-        layouts: Mapping[str, RowLayout] = MappingProxyType({}),
+        layouts: Mapping[str | tuple[str, int], RowLayout] = MappingProxyType({}),
         shared: Mapping[int, Shared] = MappingProxyType({}),
     ) -> None:
         self._rank = world.rank

@@ -30,7 +30,7 @@ class Mailbox:
         world: World,
         program: Program,
         specs: Mapping[int | tuple[int, int], Mapping[str, Spec]],
-        layouts: Mapping[str, RowLayout] = MappingProxyType({}),
+        layouts: Mapping[str | tuple[str, int], RowLayout] = MappingProxyType({}),
     ) -> None:
         self._rank = world.rank
         self._specs = specs

@@ -18,23 +18,25 @@ from autopart.runtime.transport import Spec
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What of a message passes between this rank and one other: `count` of this rank's `own` rows, from `first` on."""
+    """What of a message passes between this rank and one other: `count` of this rank's `own` rows, from `first` on.
+    piece: of which slice, where sequences are cut."""
 
     peer: int
     names: tuple[str, ...]
     first: int
     count: int
     own: int
+    piece: int = 0
 
 
 class RowRoutes:
     """The parts of the messages of one rank.
 
     layouts: of the values that hold rows, as far as they have to be cut; a value of which nothing is known passes only
-    between ranks that have the same rows.
+    between ranks that have the same rows.  (value, slice): of those of which a slice holds them otherwise.
     """
 
-    def __init__(self, rank: int, program: Program, layouts: Mapping[str, RowLayout]) -> None:
+    def __init__(self, rank: int, program: Program, layouts: Mapping[str | tuple[str, int], RowLayout]) -> None:
         self._rank = rank
         self._program = program
         self._edges = {(edge.src, edge.dst): edge for edge in program.edges}
@@ -64,14 +66,17 @@ class RowRoutes:
             if not passage.all_rows and not passage.carries_whole:
                 names = tuple(name for name in names if name in self._layouts)
             if names:
-                yield Part(other, names, passage.first - mine.first, passage.end - passage.first, mine.own)
+                yield Part(other, names, passage.first - mine.first, passage.end - passage.first, mine.own, piece)
+
+    def _layout(self, name: str, part: Part) -> RowLayout | None:
+        return self._layouts.get((name, part.piece), self._layouts.get(name))
 
     def specs(self, part: Part, own: Mapping[str, Spec]) -> tuple[Spec, ...]:
         """Shapes of what passes.  own: those of this rank's rows."""
         return tuple(self._spec(name, part, own[name]) for name in part.names)
 
     def _spec(self, name: str, part: Part, spec: Spec) -> Spec:
-        layout = self._layouts.get(name)
+        layout = self._layout(name, part)
         if layout is None or part.count == part.own:
             return spec
         shape = list(spec.shape)
@@ -83,7 +88,7 @@ class RowRoutes:
         return [self._rows(name, part, tensors[name]) for name in part.names]
 
     def _rows(self, name: str, part: Part, tensor: torch.Tensor) -> torch.Tensor:
-        layout = self._layouts.get(name)
+        layout = self._layout(name, part)
         if layout is None or part.count == part.own:
             return tensor
         return rows_of(tensor, layout, part.own, part.first, part.count)
@@ -97,7 +102,7 @@ class RowRoutes:
         result: dict[str, torch.Tensor] = {}
         for part, tensors in zip(parts, found, strict=True):
             for name, tensor in zip(part.names, tensors, strict=True):
-                layout = self._layouts.get(name)
+                layout = self._layout(name, part)
                 if layout is None:
                     result[name] = result[name] + tensor if way == BACKWARD and name in result else tensor
                     continue

@@ -10,13 +10,13 @@ import torch
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
-from autopart.rng import keyed
+from autopart.rng import keyed, keyed_rows
 from autopart.runtime.stage_module import StageModule
 
 
 @dataclass(frozen=True)
 class SliceModule:
-    """code.module(*params, *inputs, *past) returns the outputs, then the states.
+    """code.module(*params, *inputs, *numbers, *past) returns the outputs, then the states.
 
     code.inputs: values received for this slice, values of the prologue at full length, and inputs of the batch.
     received: of those the first kind, whose gradients go back.  start, end: the tokens.
@@ -114,24 +114,33 @@ def part_of(whole: torch.Tensor, axis: int, stride: int, tokens: int, low: int, 
     return parts.narrow(axis + 1, low, high - low).flatten(axis, axis + 2)
 
 
+Rows = tuple[tuple[tuple[int, int] | None, ...], tuple[tuple[int, int] | None, ...], int | None]
+"""`given`, `made` and `size_at` of `rng.keyed_rows`, of tensors that hold the whole sequence."""
 Places = tuple[tuple[int, int, int, int, int, int], ...]
 """(axis, stride, block, tokens, low, high) of each axis with tokens, the last axis first: it holds [low, high) of
 `tokens`, as stride * (high - low) * block entries."""
 
 
 def drawn(
-    op: Callable[..., Any], number: int, given: Sequence[Places], made: Places, /, *args: Any, **kwargs: Any
+    op: Callable[..., Any],
+    number: int,
+    rows: Rows | None,
+    given: Sequence[Places],
+    made: Places,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """`rng.keyed` for a slice: the op runs on the whole sequence, what the slice does not have filled with ones, so
-    that what it draws does not depend on slices.  given: where each tensor that it takes lies in the whole; made: which
-    part of its results is the slice's."""
+    that what it draws does not depend on slices.  rows: where it runs for those of other replicas too.  given: where
+    each tensor that it takes lies in the whole; made: which part of its results is the slice's."""
     places = iter(given)
 
     def whole(arg: Any) -> Any:
         return _among_all(arg, next(places)) if isinstance(arg, torch.Tensor) else arg
 
     args, kwargs = map_aggregate((args, kwargs), whole)
-    found = keyed(op, number, *args, **kwargs)
+    found = keyed(op, number, *args, **kwargs) if rows is None else keyed_rows(op, number, *rows, *args, **kwargs)
     return _own(found, made) if isinstance(found, torch.Tensor) else tuple(_own(part, made) for part in found)
 
 

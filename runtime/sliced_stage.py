@@ -72,15 +72,13 @@ class SlicedRunner(StageRunner):
         numbers: Sequence[float] = (),
     ) -> dict[str, torch.Tensor]:
         """Run the stage on one slice.  values: with the first slice also the inputs of the batch that the stage reads.
-
-        numbers: none, since sequences are not cut where losses have terms of other weights.
-        """
-        assert train and not numbers
+        numbers: of these rows, the same for all slices."""
+        assert train
         stage = self._sliced[window.own]
         part = stage.slices[slot.slice]
         micro = self._micros.setdefault((slot.stage, slot.micro), _Micro())
         if not slot.slice:
-            self._begin(stage, micro, values)
+            self._begin(stage, micro, values, numbers)
         leaves: dict[str | State, torch.Tensor] = {
             name: values[name].detach().requires_grad_() for name in values if name in self._grad_inputs
         }
@@ -92,7 +90,8 @@ class SlicedRunner(StageRunner):
             args += [
                 leaves[n] if n in leaves else values[n] if n in values else micro.full[n] for n in part.code.inputs
             ]
-            results = part.code.module(*args, *(leaves[state] for state in part.past))
+            weights = [numbers[place] for place in part.code.numbers]
+            results = part.code.module(*args, *weights, *(leaves[state] for state in part.past))
         made = dict(zip((*part.code.outputs, *part.states), results, strict=True))
         outputs = {name: made[name] for name in part.code.outputs}
         micro.states.update({(name, slot.slice): made[name] for name in part.states})
@@ -100,13 +99,16 @@ class SlicedRunner(StageRunner):
         micro.roots[slot.slice] = {name: t for name, t in outputs.items() if name in self._grad_outputs}
         return outputs
 
-    def _begin(self, stage: SlicedStage, micro: _Micro, values: Mapping[str, torch.Tensor]) -> None:
+    def _begin(
+        self, stage: SlicedStage, micro: _Micro, values: Mapping[str, torch.Tensor], numbers: Sequence[float]
+    ) -> None:
         """Keep the inputs for all slices, and compute at full length what follows from them alone."""
         micro.full.update((name, value) for name, value in values.items() if name not in self._grad_inputs)
         code = stage.prologue
         if code is not None:
             with torch.no_grad():
-                made = code.module(*code.arguments(self._tensors), *(micro.full[name] for name in code.inputs))
+                own = [*code.arguments(self._tensors), *(micro.full[name] for name in code.inputs)]
+                made = code.module(*own, *(numbers[place] for place in code.numbers))
             micro.full.update(zip(code.outputs, made, strict=True))
 
     def backward(self, slot: Slot, grads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

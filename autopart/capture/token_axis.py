@@ -59,6 +59,11 @@ class AskedSlices:
     axis: TokenAxis | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def once(self) -> tuple[str, ...]:
+        """Ops that every stage runs for itself, at full length."""
+        return self.axis.once if self.axis is not None else ()
+
 
 WHOLE_SEQUENCES = AskedSlices()
 
@@ -94,13 +99,6 @@ def asked_slices(
             fix=f"use at most {tokens} slices, or lengths of at least one token whose sum is {tokens}",
         )
     return AskedSlices(lengths if len(lengths) > 1 else (), axis)
-
-
-def not_recomputed(recompute: object) -> str:
-    """What slices need of `recompute=` to be run.  Raises UsageError where it asks for more."""
-    if recompute not in ("auto", "off"):
-        raise UsageError("slices of sequences cannot be recomputed yet", fix='use recompute="off"')
-    return "off"
 
 
 def sequence_length(batch: Batch) -> int | None:

@@ -45,20 +45,6 @@ def lacking(plan: Plan, abilities: Capabilities = RUNTIME) -> tuple[str, ...]:
         missing.append("recomputation")
     if plan.decision.zero and not abilities.zero and any(len(stage.ranks) > 1 for stage in plan.stages):
         missing.append("optimizer state shared by replicas (zero)")
-    missing += _lacking_for_slices(plan, abilities)
+    if plan.decision.token_slices and not abilities.token_slices:
+        missing.append("slices of sequences")
     return tuple(missing)
-
-
-def _lacking_for_slices(plan: Plan, abilities: Capabilities) -> list[str]:
-    if not plan.decision.token_slices:
-        return []
-    if not abilities.token_slices:
-        return ["slices of sequences"]
-    if abilities == EVERYTHING:
-        return []
-    missing = []
-    if any(stage.recompute for stage in plan.stages):
-        missing.append("recomputation of slices of sequences")
-    if len({stage.division for stage in plan.stages}) > 1:
-        missing.append("slices of sequences between stages that divide rows otherwise")
-    return missing

@@ -337,8 +337,6 @@ def _slice_problems(decision: Decision) -> Iterator[Problem]:
     for i, length in enumerate(decision.token_slices):
         if length < 1:
             yield f"token_slices[{i}]", f"a slice needs at least 1 token, not {length}"
-    if decision.slices > 1 and any(stage.division.in_turn for stage in decision.stages):
-        yield "token_slices", "replicas that take micro-batches in turn have whole sequences, which is []"
 
 
 def _rank_problems(decision: Decision) -> Iterator[Problem]:

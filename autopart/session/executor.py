@@ -77,7 +77,7 @@ class Executor:
         self._planned_rule = rule
         self._weight = rule.reduction if rule is not None else WHOLE
         self._rules: dict[object, BatchRule] = {}
-        self._layouts: dict[str, RowLayout] = {}
+        self._layouts: dict[str | tuple[str, int], RowLayout] = {}
         self._rowless: frozenset[str] = frozenset()
         self._stated = context.loss_reduction
         self._parts = Parts(decision, context.world.rank)
@@ -252,7 +252,8 @@ class Executor:
         several = micro_rows if len(micro_rows) > 1 else [*micro_rows, *micro_rows]
         family = family_of_batch(self._captures, batch, several)
         reduction = loss_reduction(family, (several,), self._stated)
-        return BatchRule(reduction, row_layouts(family, reduction, *divided_values(self._decision, self.graph)))
+        divided = divided_values(self._decision, self.graph, self._slicing.prologue_of(batch))
+        return BatchRule(reduction, row_layouts(family, reduction, *divided))
 
     def _knows_rule(self, signature: object) -> bool:
         alone = len(self._decision.micro_rows) == 1 and not self._parts.divided
@@ -270,6 +271,7 @@ class Executor:
         if signature != self._signature:
             self._code.clear()
             self._counts.clear()
+            self._slicing.clear()
             rule = self._rules[signature]
             self._signature, self._weight = signature, rule.reduction
             self._layouts.clear()
@@ -305,21 +307,24 @@ class Executor:
         return captured
 
     def _add(self, captured: Captured, batch: Batch) -> None:
+        layouts = self._rules[self._signature].layouts
         if self._slicing.active:
-            self._slicing.add(self._code, captured, batch, self.program, self._stage, self._weight.adjusted)
+            adjusted = self._weight.adjusted
+            self._slicing.add(self._code, captured, batch, self.program, self._stage, adjusted, layouts)
+            self._layouts.update(self._slicing.layouts)
         elif self._stage is not None:
-            planned, layouts = self._decision.stages[self._stage], self._rules[self._signature].layouts
+            planned = self._decision.stages[self._stage]
             self._code.add_stage(captured, self.program(1), self._stage, planned, self._weight.adjusted, layouts)
         self._code.add_specs(captured)
 
     def _weights_of(self, batch: Batch, micro_rows: tuple[int, ...]) -> PartWeights:
         """What weighs each part; on the first rank of the first stage."""
+        self._slicing.check(batch, self.graph.inputs)
         found = {}
         for each in self._parts.divisions:
             parts = parts_of(micro_rows, each)
             rows = tuple(filter(None, parts))
             inputs = among_all(batch, self.graph.inputs, parts, self._world.device, range(len(parts)))
-            self._slicing.check(rows, inputs.values())
             weights = self._counts.weights(self._weight, rows, list(inputs.values()))
             found[each] = among(parts, weights, len(self._weight.adjusted))
         return PartWeights(found)
@@ -328,7 +333,7 @@ class Executor:
         """What weighs the parts of shards follows from, of the pieces that this rank has."""
         rows = [pieces.rows[place] for place in pieces.own(self._parts.replica)]
         inputs = among_all(batch, self.graph.inputs, rows, self._world.device, range(len(rows)))
-        self._slicing.check(rows, inputs.values())
+        self._slicing.check(batch, self.graph.inputs)
         measured = self._counts.measured(self._weight, rows, list(inputs.values()))
         return pieces.among(self._parts.replica, measured, self._width)
 

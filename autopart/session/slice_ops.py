@@ -13,7 +13,8 @@ from autopart.ir.graph import Op
 from autopart.passes.ops.table import op_name
 from autopart.passes.tokens import recipe as words
 from autopart.passes.tokens.recipe import Form, OpRecipe, Slice
-from autopart.runtime.slice_module import Places, causal_attention, counted, drawn, part_of
+from autopart.runtime.slice_module import Places, Rows, causal_attention, counted, drawn, part_of
+from autopart.session.stage_graph import draw_for_all
 
 _aten = torch.ops.aten
 
@@ -61,13 +62,20 @@ class _Writer:
         }[how]
         return write()
 
+    def _read(self, arg: fx.Node, want: Form, *, prefix: bool) -> fx.Node:
+        """What the op reads of a value, with what weighs it."""
+        found: fx.Node = self._builder.read(arg, want, prefix=prefix)
+        number = self._builder.needs.reads.get((self._node, arg))
+        if number is None:
+            return found
+        return self._graph.call_function(number.adjust, (found, self._builder.numbers[number.place]))
+
     def _arguments(self) -> dict[str, Any]:
         """Arguments by name, with nodes of the slice in place of the captured ones."""
         reads = iter(self._recipe.reads)
 
         def read(arg: fx.Node) -> fx.Node:
-            found: fx.Node = self._builder.read(arg, next(reads), prefix=self._prefix)
-            return found
+            return self._read(arg, next(reads), prefix=self._prefix)
 
         args, kwargs = fx.node.map_arg((tuple(self._node.args), dict(self._node.kwargs)), read)
         target: Any = self._node.target
@@ -90,10 +98,10 @@ class _Writer:
         if isinstance(self._node.target, torch._ops.OpOverload):
             return self._call(self._node.target, self._arguments())
         reads = iter(self._recipe.reads)  # a random op of whole operands: every slice draws the same
-        return self._graph.node_copy(
-            self._node,
-            lambda arg: self._builder.read(arg, next(reads), prefix=self._prefix),
-        )
+        copy = self._graph.node_copy(self._node, lambda arg: self._read(arg, next(reads), prefix=self._prefix))
+        if self._node in self._builder.needs.drawn:
+            draw_for_all(copy, self._builder.needs.drawn[self._node])
+        return copy
 
     def _shape(self) -> tuple[int, ...]:
         """Of the result in the slice."""
@@ -163,7 +171,7 @@ class _Writer:
 
         def read(arg: fx.Node) -> fx.Node:
             want = next(reads)
-            found: fx.Node = self._builder.read(arg, want, prefix=False)
+            found = self._read(arg, want, prefix=False)
             return found if want.partial else self._graph.call_function(_aten.mul.Tensor, (found, 0))
 
         return self._graph.node_copy(self._node, read)
@@ -235,12 +243,13 @@ class _Writer:
         def read(arg: fx.Node) -> fx.Node:
             want = next(reads)
             places.append(self._places(want))
-            found: fx.Node = self._builder.read(arg, want, prefix=False)
-            return found
+            return self._read(arg, want, prefix=False)
 
         op, number, *args = self._node.args
         taken: Any = fx.node.map_arg((tuple(args), dict(self._node.kwargs)), read)
-        given = (op, number, tuple(places), self._places(form), *taken[0])
+        own = self._builder.needs.drawn.get(self._node)
+        rows: Rows | None = None if own is None else (own.given, own.made, own.size_at)
+        given = (op, number, rows, tuple(places), self._places(form), *taken[0])
         return self._graph.call_function(drawn, given, taken[1])
 
     def _places(self, form: Form) -> Places:

@@ -3,38 +3,42 @@ masks of each batch, which may hide from a token everything that it could look a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
 from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch import Batch
+from autopart.capture.reduction import Layouts
 from autopart.capture.token_axis import token_recipe
-from autopart.ir.errors import BatchError, RefusedError, TokenRefusal
+from autopart.ir.errors import BatchError, TokenRefusal
+from autopart.ir.graph import Adjusted, Graph
 from autopart.ir.plan import Decision
 from autopart.ir.program import Program
+from autopart.ir.shares import RowLayout
 from autopart.ir.size import Size
-from autopart.passes.tokens.recipe import Recipe
+from autopart.passes.tokens.recipe import Recipe, Slice
 from autopart.runtime.slice_module import KeysSeen
 from autopart.runtime.stage_module import StageModule
 from autopart.runtime.tensors import LocalTensors
+from autopart.session.parts import among_all
 from autopart.session.split import cut
 from autopart.session.stage_code import StageCode
 from autopart.session.token_slices import behind, keys_seen
-
-_WHOLE = "leave token_slices out: the model is then trained on whole sequences"
 
 
 class TokenSlicing:
     """The slices of a decision, for batches of one signature at a time.
 
     active: whether there are any.  prologue: ops that every stage runs for itself, at full length; known once code was
-    made.
+    made.  layouts: how slices of values hold rows, where that is not as the whole values do.
     """
 
     def __init__(self, captures: CaptureCache, decision: Decision, tensors: LocalTensors, device: torch.device) -> None:
         self._captures, self._decision, self._tensors, self._device = captures, decision, tensors, device
-        self._recipes: dict[int, Recipe] = {}
+        self._tokens = 0
+        self.layouts: dict[str | tuple[str, int], RowLayout] = {}
         self._guards: dict[int, list[tuple[KeysSeen, StageModule | None]]] = {}
         self.active = bool(decision.token_slices)
         self.prologue: frozenset[str] = frozenset()
@@ -46,32 +50,42 @@ class TokenSlicing:
         batch: Batch,
         program: Callable[[int], Program],
         stage: int | None,
-        adjusted: Collection[object],
+        adjusted: Sequence[Adjusted],
+        layouts: Layouts,
     ) -> None:
         """Make the code of `stage` for the rows of `captured`, and note what messages hold.
 
-        Raises TokenRefusal where the model cannot be cut, RefusedError for losses that are sums of terms with other
-        weights, UsageError for sequences of another length.
+        Raises TokenRefusal where the model cannot be cut, UsageError for sequences of another length, RefusedError as
+        `draws_of`.
         """
-        if adjusted:
-            raise RefusedError(
-                "the terms of this loss have weights of their own, which are not counted slice by slice", fix=_WHOLE
-            )
-        if any(len(one.ranks) > 1 for one in self._decision.stages) and any(op.random for op in captured.graph.ops):
-            raise RefusedError("random numbers are not drawn alike by replicas where sequences are cut", fix=_WHOLE)
         rows = captured.graph.rows
-        recipe = token_recipe(self._captures, batch, Size(rows))
-        if isinstance(recipe, TokenRefusal):
-            raise recipe
-        self._recipes[rows], self.prologue = recipe, recipe.prologue
-        code.add_slice_specs(captured, recipe, self._decision.token_slices)
+        recipe = self._recipe(batch, rows)
+        self._tokens, self.prologue = recipe.tokens, recipe.prologue
+        lengths = self._decision.token_slices
+        code.add_slice_specs(captured, recipe, lengths)
+        self.layouts.update(sliced_layouts(captured.graph, recipe, lengths, layouts))
         if stage is not None:
             planned = self._decision.stages[stage]
-            code.add_sliced(captured, recipe, program(1), stage, planned, self._decision.token_slices)
+            code.add_sliced(captured, recipe, lengths, program(1), stage, planned, adjusted, layouts)
         if stage == 0:
             dtypes = {value.name: value.dtype for value in captured.graph.values}
             guards = [keys_seen(guard, dtypes) for guard in recipe.guards]
             self._guards[rows] = [(guard, self._code_of(captured, recipe, guard.values)) for guard in guards]
+
+    def _recipe(self, batch: Batch, rows: int) -> Recipe:
+        recipe = token_recipe(self._captures, batch, Size(rows))
+        if isinstance(recipe, TokenRefusal):
+            raise recipe
+        return recipe
+
+    def prologue_of(self, batch: Batch) -> frozenset[str]:
+        """The prologue for batches of another kind; nothing where sequences are whole.  Raises TokenRefusal."""
+        return self._recipe(batch, max(self._decision.micro_rows)).prologue if self.active else frozenset()
+
+    def clear(self) -> None:
+        """Forget everything: a batch of another signature comes."""
+        self._guards.clear()
+        self.layouts.clear()
 
     def _code_of(self, captured: Captured, recipe: Recipe, values: Iterable[str]) -> StageModule | None:
         """What computes these masks, but for those that are inputs."""
@@ -82,22 +96,53 @@ class TokenSlicing:
         self._tensors.hold(code.held, captured.tensors)
         return code
 
-    def check(self, rows: Iterable[int], micros: Iterable[Mapping[str, torch.Tensor]]) -> None:
-        """Of the parts of a batch, each of so many rows, that every query sees a key that is not after it.
+    def check(self, batch: Batch, names: Sequence[str]) -> None:
+        """That in these rows of a batch every query sees a key that is not after it.  names: of the inputs.
 
+        Looked at in parts of as many rows as there is code for, of which the last two may overlap.
         Raises BatchError: the whole sequence would have such a query look at all keys alike, later ones too.
         """
-        for own, inputs in zip(rows, micros, strict=True) if self._guards else ():
-            for guard, code in self._guards.get(own, ()):
-                values = dict(inputs)
-                if code is not None:
-                    with torch.no_grad():
-                        made = code.module(*code.arguments(self._tensors.held), *(values[n] for n in code.inputs))
-                    values.update(zip(code.outputs, made, strict=True))
-                if not guard.holds(values, self._recipes[own].tokens):
-                    raise BatchError(
-                        "in this batch some token may look at no token that is not after it",
-                        where=f"the masks of {guard.op}",
-                        why="attention then spreads over all tokens alike, also those of later slices",
-                        fix="pad sequences at their end, or leave token_slices out",
-                    )
+        rows = 1 if batch.rows is None else batch.rows
+        own = max((size for size, guards in self._guards.items() if guards and size <= rows), default=0)
+        if not own:
+            return
+        count, rest = divmod(rows, own)
+        cuts = [((own,) * count + (rest,) * (rest > 0), range(count)), ((rows - own, own), [1] if rest else [])]
+        for sizes, wanted in cuts:
+            for inputs in among_all(batch, names, sizes, self._device, wanted).values() if wanted else ():
+                self._look(own, inputs)
+
+    def _look(self, rows: int, inputs: Mapping[str, torch.Tensor]) -> None:
+        for guard, code in self._guards[rows]:
+            values = dict(inputs)
+            if code is not None:
+                with torch.no_grad():
+                    made = code.module(*code.arguments(self._tensors.held), *(values[n] for n in code.inputs))
+                values.update(zip(code.outputs, made, strict=True))
+            if not guard.holds(values, self._tokens):
+                raise BatchError(
+                    "in this batch some token may look at no token that is not after it",
+                    where=f"the masks of {guard.op}",
+                    why="attention then spreads over all tokens alike, also those of later slices",
+                    fix="pad sequences at their end, or leave token_slices out",
+                )
+
+
+def sliced_layouts(
+    graph: Graph, recipe: Recipe, lengths: Sequence[int], layouts: Layouts
+) -> dict[str | tuple[str, int], RowLayout]:
+    """How slices hold the rows of these values, by (value, slice), where the tokens stand before the rows on one axis:
+    there a slice has fewer entries before each row than the whole has."""
+    found: dict[str | tuple[str, int], RowLayout] = {}
+    shapes = {value.name: value.shape for value in graph.values}
+    parts = [Slice(start, end, recipe.tokens) for start, end in pairwise(accumulate(lengths, initial=0))]
+    for name, layout in layouts.items():
+        form = recipe.form(name)
+        if layout is None or not any(
+            held.axis == layout.axis and held.stride < layout.stride for _, held in form.roles()
+        ):
+            continue
+        for number, part in enumerate(parts):
+            whole, own = shapes[name][layout.axis], form.shape(shapes[name], part)[layout.axis]
+            found[name, number] = RowLayout(layout.axis, layout.stride * own // whole)
+    return found

@@ -127,7 +127,7 @@ def cut(
     params = [node for node in outside if node.name in given]
     inputs = [node for node in outside if node.name not in given]
     groups = [[name for name in group if name not in casts] for group in groups]
-    reads = _adjusted_reads(captured, calls, adjusted)
+    reads = adjusted_reads(captured, calls, adjusted)
     by_value = {names.value(result): result for call in calls for result in results_of(call)}
     by_name = {node.name: node for node in inside}
     results = [by_value[name] for name in outputs] + [by_name[names.updates[buffer]] for buffer in updates]
@@ -151,7 +151,7 @@ def cut(
 _ADJUST: dict[bool, Callable[..., torch.Tensor]] = {False: weighed, True: of_whole_batch}
 
 
-def _adjusted_reads(
+def adjusted_reads(
     captured: Captured, calls: Iterable[fx.Node], adjusted: Sequence[Adjusted]
 ) -> dict[tuple[fx.Node, fx.Node], Number]:
     """For each read, (op, what it reads), that is adjusted: how, and by which number."""

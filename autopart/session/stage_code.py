@@ -18,8 +18,9 @@ from autopart.runtime.slice_module import SlicedStage
 from autopart.runtime.stage_module import StageModule
 from autopart.runtime.tensors import LocalTensors
 from autopart.runtime.transport import Spec
+from autopart.session.random_rows import draws_of
 from autopart.session.split import casts_of, stage_module, wait_for
-from autopart.session.token_slices import slice_stage
+from autopart.session.token_slices import Extras, slice_stage
 
 
 class StageCode:
@@ -69,15 +70,24 @@ class StageCode:
             }
 
     def add_sliced(
-        self, captured: Captured, recipe: Recipe, program: Program, stage: int, planned: Stage, lengths: Sequence[int]
+        self,
+        captured: Captured,
+        recipe: Recipe,
+        lengths: Sequence[int],
+        program: Program,
+        stage: int,
+        planned: Stage,
+        adjusted: Sequence[Adjusted],
+        layouts: Layouts,
     ) -> None:
         """Cut the stage out of `captured` once for each slice, and hold the tensors that it uses."""
         graph, chosen = captured.graph, set(planned.ops)
         written = {value for op in graph.ops if op.name in chosen for value in op.writes}
         sent = {value for edge in program.edges if edge.src == stage for value in edge.values}
         outputs = [v.name for v in graph.values if v.name in (sent | {graph.outputs[0]}) & written]
-        casts = casts_of(graph, chosen, outputs)
-        made = slice_stage(captured, recipe, chosen, outputs, lengths, self._device, casts)
+        drawn = draws_of(captured, chosen, layouts) if planned.division.splits else {}
+        extras = Extras(casts_of(graph, chosen, outputs), planned.recompute, adjusted, drawn)
+        made = slice_stage(captured, recipe, chosen, outputs, lengths, self._device, extras)
         codes = [part.code for part in made.slices] + ([made.prologue] if made.prologue else [])
         self._tensors.hold(tuple(dict.fromkeys(name for code in codes for name in code.held)), captured.tensors)
         for code in codes:

@@ -174,7 +174,12 @@ def _copy(
     copy = env[node] = graph.node_copy(node, read)
     rows = drawn.get(node)
     if rows is not None:
-        op, number, *args = copy.args
-        copy.target, copy.args = keyed_rows, (op, number, rows.given, rows.made, rows.size_at, *args)
+        draw_for_all(copy, rows)
     copy.args = fx.node.map_aggregate(copy.args, moved)  # type: ignore[arg-type]
     copy.kwargs = fx.node.map_aggregate(copy.kwargs, moved)  # type: ignore[arg-type]
+
+
+def draw_for_all(copy: fx.Node, rows: Drawn) -> None:
+    """Let a copy of a random op draw for the rows of all replicas, and take its own."""
+    op, number, *args = copy.args
+    copy.target, copy.args = keyed_rows, (op, number, rows.given, rows.made, rows.size_at, *args)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from types import MappingProxyType
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise, takewhile
 from typing import Any
 
 import torch
@@ -21,17 +20,33 @@ from torch import fx, nn
 from autopart.capture import Captured
 from autopart.capture.to_graph import results_of
 from autopart.ir.errors import UsageError
-from autopart.ir.graph import Op
+from autopart.ir.graph import Adjusted, Op
 from autopart.passes.ops.flops import operands
 from autopart.passes.tokens.causality import lowest
 from autopart.passes.tokens.recipe import Guard, Recipe, Slice, TokenLayout
 from autopart.runtime.casts import Cast
-from autopart.runtime.slice_module import KeysSeen, SlicedStage, SliceModule, joined, last_of
+from autopart.runtime.slice_module import KeysSeen, SlicedStage, SliceModule, joined, last_of, part_of
 from autopart.runtime.stage_module import StageModule
 from autopart.session.slice_ops import emit, narrowed
-from autopart.session.split import cut
+from autopart.session.split import adjusted_reads, cut
+from autopart.session.stage_graph import Draws, numbers_of, stage_graph
 
 _aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a stage does beside running its ops.
+
+    casts: of its ops those that are given (`split.cut`).  groups: of its ops that each slice runs again in its
+    backward; what later slices look back at is kept all the same.  adjusted: values that are read otherwise than they
+    were made.  drawn: random ops that draw for other replicas too.
+    """
+
+    casts: Mapping[str, Cast] = field(default_factory=dict)
+    groups: Sequence[Collection[str]] = ()
+    adjusted: Sequence[Adjusted] = ()
+    drawn: Draws = field(default_factory=dict)
 
 
 def slice_stage(
@@ -41,12 +56,12 @@ def slice_stage(
     outputs: Sequence[str],
     lengths: Sequence[int],
     device: torch.device,
-    casts: Mapping[str, Cast] = MappingProxyType({}),
+    extras: Extras | None = None,
 ) -> SlicedStage:
     """The code of a stage for slices of these lengths.
 
     ops: of the stage; those of the prologue among them do not count, each stage runs what it needs of it.  outputs:
-    values that leave the stage, or the loss.  casts: of `ops` those that are given (`split.cut`).
+    values that leave the stage, or the loss.
     Raises UsageError for lengths that do not make up the sequence.  O(slices * nodes).
     """
     if sum(lengths) != recipe.tokens or min(lengths, default=0) < 1:
@@ -54,14 +69,16 @@ def slice_stage(
             f"slices of {', '.join(map(str, lengths))} tokens do not make up a sequence of {recipe.tokens}",
             fix="pass lengths of at least one token whose sum is the length of the sequences",
         )
-    needs = _Needs(captured, recipe, ops, [name for name in outputs if name in recipe.forms], casts)
+    extras = extras or Extras()
+    needs = _Needs(captured, recipe, ops, [name for name in outputs if name in recipe.forms], extras)
     bounds = pairwise(accumulate(lengths, initial=0))
     parts = [Slice(start, end, recipe.tokens) for start, end in bounds]
     slices = tuple(_Builder(needs, parts, number, device).module() for number in range(len(parts)))
     checks = tuple(keys_seen(guard, needs.dtypes) for guard in recipe.guards if guard.op in needs.by_name)
     inputs, masks = set(captured.graph.inputs), (name for check in checks for name in check.values)
     wanted = [name for name in dict.fromkeys((*needs.prologue, *masks)) if name not in inputs]
-    prologue = cut(captured, behind(captured, recipe, wanted), wanted, device) if wanted else None
+    before = behind(captured, recipe, wanted)
+    prologue = cut(captured, before, wanted, device, adjusted=extras.adjusted) if wanted else None
     return SlicedStage(prologue, slices, checks)
 
 
@@ -97,12 +114,16 @@ class _Needs:
         recipe: Recipe,
         ops: Collection[str],
         outputs: Sequence[str],
-        casts: Mapping[str, Cast],
+        extras: Extras,
     ) -> None:
-        self.captured, self.recipe, self.outputs, self.casts = captured, recipe, tuple(outputs), casts
-        chosen = set(ops)
+        self.captured, self.recipe, self.outputs = captured, recipe, tuple(outputs)
+        self.casts, self.groups, self.drawn = extras.casts, extras.groups, extras.drawn
+        casts, chosen = extras.casts, set(ops)
         self.ops = [op for op in captured.graph.ops if op.name in recipe.ops and op.name in chosen - casts.keys()]
         self.by_name = {op.name: op for op in self.ops}
+        nodes = [node for node in captured.module.graph.nodes if node.name in self.by_name]
+        self.reads = adjusted_reads(captured, nodes, extras.adjusted)
+        self.numbers = numbers_of(nodes, self.reads)
         self.refs = {op.name: [ref[1:] for ref in operands(op)] for op in self.ops}
         self.shapes = {value.name: value.shape for value in captured.graph.values}
         self.dtypes = {value.name: value.dtype for value in captured.graph.values}
@@ -185,6 +206,8 @@ class _Builder:
         self.device = device
         self.graph = fx.Graph()
         self.env = _Env({}, {}, {})
+        self.numbers: dict[int, fx.Node] = {}
+        self._made: dict[str, list[str]] = {}
         self._captured = needs.captured
         self._nodes = {self.name(node): node for node in self._captured.module.graph.nodes}
 
@@ -200,28 +223,45 @@ class _Builder:
         inputs = [self._nodes[name] for name in (*needs.received, *needs.prologue)]
         for node in (*params, *inputs):
             self.env.own[node] = self.graph.placeholder(node.name)
+        self.numbers = {place: self.graph.placeholder(f"number_{place}") for place in needs.numbers}
         past = [(state, number) for state in needs.states for number in self._before(state)]
         self._blocks = {key: self.graph.placeholder(f"past_{self._nodes[key[0]].name}_{key[1]}") for key in past}
         for name in needs.received:
             self._join(name)
         for node in captured.module.graph.nodes:
             if node.op == "call_function" and node not in self.env.own:
+                before = next(reversed(self.graph.nodes))
                 self._emit(node)
+                self._made[node.name] = [one.name for one in self._since(before) if one.target is not part_of]
         states = () if self.last else tuple(needs.states)
         results = [self.env.own[self._nodes[name]] for name in (*needs.outputs, *states)]
-        self.graph.output(tuple(results))
         names = tuple(given[node.name] for node in params)
         constants = {n: captured.tensors[n].to(self.device) for n in names if captured.names.kinds.get(n) == "constant"}
         code = StageModule(
-            fx.GraphModule(nn.Module(), self.graph),
+            self._code(results),
             names,
             tuple(self.name(node) for node in inputs),
             needs.outputs,
             (),
             constants,
+            needs.numbers,
             casts={given[node.name]: needs.casts[node.name] for node in params if node.name in needs.casts},
         )
         return SliceModule(code, self.part.start, self.part.end, tuple(needs.received), states, tuple(past))
+
+    def _since(self, before: fx.Node) -> Iterator[fx.Node]:
+        """What was written after a node."""
+        return takewhile(lambda one: one is not before, reversed(self.graph.nodes))
+
+    def _code(self, results: Sequence[fx.Node]) -> fx.GraphModule:
+        """What was written; of ops that are run again with what is joined for them, since only parts are kept."""
+        groups = [[name for op in group for name in self._made.get(op, ())] for group in self.needs.groups]
+        if not any(groups):
+            self.graph.output(tuple(results))
+            return fx.GraphModule(nn.Module(), self.graph)
+        given = self.graph.find_nodes(op="placeholder")
+        calls = [node for node in self.graph.nodes if node.op == "call_function"]
+        return stage_graph(calls, given, results, self.device, [group for group in groups if group])
 
     def _used(self, node: fx.Node) -> bool:
         needs = self.needs

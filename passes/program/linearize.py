@@ -45,7 +45,7 @@ def linear_order(
     (`worker_orders`).  Raises ProgramError for workers that no ranks fit, and for orders that can
     never end.  O(computes * log workers).
     """
-    _check_workers(schedule, orders, stage_ranks, turns or (1,) * len(stage_ranks))
+    _check_workers(schedule, orders, stage_ranks, turns or (1,) * len(stage_ranks), slices)
     merge = _Merge(orders, links, stage_ranks, slices)
     units = [divmod(unit, slices) for unit in range(micros * slices)]
     slots = [[Slot(stage, micro, piece) for micro, piece in units] for stage in range(len(stage_ranks))]
@@ -64,14 +64,18 @@ def linear_order(
 
 
 def _check_workers(
-    schedule: str, orders: Sequence[Sequence[Turn]], stage_ranks: Sequence[tuple[int, ...]], turns: Sequence[int]
+    schedule: str,
+    orders: Sequence[Sequence[Turn]],
+    stage_ranks: Sequence[tuple[int, ...]],
+    turns: Sequence[int],
+    slices: int,
 ) -> None:
     """Each stage has one worker, or one for each replica where these take turns; the stages of a worker stand on the
     same ranks, and those of two workers do not."""
     home: dict[tuple[int, int], int] = {}
     serves: dict[int, int] = {}
     for worker, own in enumerate(orders):
-        pairs = sorted({(stage, micro % turns[stage]) for _, stage, micro in own})
+        pairs = sorted({(stage, unit // slices % turns[stage]) for _, stage, unit in own})
         first = pairs[0][0] if pairs else 0
         for stage, place in pairs:
             if home.setdefault((stage, place), worker) != worker:

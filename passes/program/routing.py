@@ -108,12 +108,14 @@ def _inputs_behind(graph: Graph, prologue: Collection[str]) -> dict[str, set[str
     return found
 
 
-def divided_values(decision: Decision, graph: Graph) -> tuple[frozenset[str], frozenset[str]]:
+def divided_values(
+    decision: Decision, graph: Graph, prologue: Collection[str] = ()
+) -> tuple[frozenset[str], frozenset[str]]:
     """What replicas have to cut by rows: (values that pass between stages whose replicas have other rows, what random
-    ops of stages read and write whose replicas have parts of a micro-batch).  O(reads)."""
+    ops of stages read and write whose replicas have parts of a micro-batch).  prologue: as for `edges`.  O(reads)."""
     crossing = {
         name
-        for edge in edges(decision, graph)
+        for edge in edges(decision, graph, prologue)
         if not same_windows(decision.stages[edge.src].division, decision.stages[edge.dst].division)
         for name in edge.values
     }

@@ -20,6 +20,7 @@ hold micro-batches, each an s-th as large: (s + p - 1) / s sequences under 1F1B 
 Where the replicas of a stage take micro-batches in turn, each of them is a worker of its own.  A pipeline then holds as
 many micro-batches as one that has a stage for each of these replicas, and a replica its part of what its stage holds:
 of r replicas, with R of them from this stage to the end, ceil(R / r) under 1F1B (PipeDream, SOSP 2019, section 3.2).
+A replica that takes micro-batches in slices holds as many micro-batches, slice by slice.
 """
 
 from __future__ import annotations
@@ -58,11 +59,15 @@ class Ascending:
     step: int = 1
 
     def __iter__(self) -> Iterator[Turn]:
-        units = {kind: count(self.first, self.step) for kind in _COMPUTE_KINDS}
-        if self.slices > 1:
-            last = self.slices - 1
-            units[_B] = (k - k % self.slices + last - k % self.slices for k in count())  # type: ignore[assignment]
+        units = {kind: self._units(back=kind == _B) for kind in _COMPUTE_KINDS}
         return ((kind, self.stage, next(units[kind])) for kind in self.kinds)
+
+    def _units(self, *, back: bool) -> Iterator[int]:
+        micros = count(self.first, self.step)
+        if self.slices == 1:
+            return micros
+        pieces = range(self.slices)[::-1] if back else range(self.slices)
+        return (micro * self.slices + piece for micro in micros for piece in pieces)
 
 
 Order = Callable[[int, int], Iterable[Iterable[Action | str | Turn]]]
@@ -144,31 +149,35 @@ def most_held(
         return None
     if max(turns, default=1) > 1 and schedule in BUILT_IN:
         held = schedule.limit(0, sum(turns[stage:]), micros)
-        return min(-(-micros // turns[stage]), -(-held // turns[stage]))
+        return slices * min(-(-micros // turns[stage]), -(-held // turns[stage]))
     units = micros * slices
     return min(units, schedule.limit(stage, stages, units) + slices - 1)
 
 
-def sliced_orders(schedule: Schedule, stages: int, micros: int, slices: int) -> list[Ascending]:
-    """The order of each worker over the slices of all micro-batches.  Raises ProgramError where there is none."""
+def sliced_orders(
+    schedule: Schedule, stages: int, micros: int, slices: int, turns: tuple[int, ...] = ()
+) -> list[Ascending]:
+    """The order of each worker over the slices of all micro-batches.  turns: as for `worker_orders`.  Raises
+    ProgramError where there is none."""
     if not takes_slices(schedule):
         raise ProgramError(
             f"schedule {schedule.name} has no order over slices of sequences",
             fix=f"use one of {', '.join(AUTOMATIC)}, or token_slices=None",
         )
-    limits = [most_held(schedule, stage, stages, micros, slices) or 0 for stage in range(stages)]
-    return [Ascending(stage, _kinds(most, micros * slices), slices) for stage, most in enumerate(limits)]
+    return list(_built_in_orders(schedule, stages, micros, turns, slices))
 
 
-def _built_in_orders(schedule: Schedule, stages: int, micros: int, turns: tuple[int, ...]) -> Iterator[Ascending]:
-    """The orders of a built-in schedule over whole sequences; see the head of this module for replicas in turn."""
+def _built_in_orders(
+    schedule: Schedule, stages: int, micros: int, turns: tuple[int, ...], slices: int = 1
+) -> Iterator[Ascending]:
+    """The orders of a built-in schedule; see the head of this module for slices, and for replicas in turn."""
     if max(turns, default=1) == 1:
         turns = (1,) * stages
     for stage, replicas in enumerate(turns):
-        most = most_held(schedule, stage, stages, micros, 1, turns) or 0
+        most = most_held(schedule, stage, stages, micros, slices, turns) or 0
         for replica in range(replicas):
-            own = len(range(replica, micros, replicas))
-            yield Ascending(stage, _kinds(min(most, own), own), 1, replica, replicas)
+            own = len(range(replica, micros, replicas)) * slices
+            yield Ascending(stage, _kinds(min(most, own), own), slices, replica, replicas)
 
 
 def worker_orders(
@@ -181,7 +190,7 @@ def worker_orders(
     O(stages * micros * slices) for all of them.
     """
     if slices > 1:
-        yield from map(tuple, sliced_orders(schedule, stages, micros, slices))
+        yield from map(tuple, sliced_orders(schedule, stages, micros, slices, turns))
         return
     if schedule in BUILT_IN:
         yield from map(tuple, _built_in_orders(schedule, stages, micros, turns))
@@ -223,16 +232,23 @@ def in_flight(
     """Micro-batches (or slices) whose activations a rank of a stage holds at most, counted from the order.  turns: as
     for `worker_orders`."""
     if slices > 1:
-        return _most_in_flight(sliced_orders(schedule, stages, micros, slices)[stage].kinds)
+        orders = sliced_orders(schedule, stages, micros, slices, turns)
+        return max(_most_in_flight(order.kinds) for order in orders if order.stage == stage)
     return _all_in_flight(schedule, stages, micros, turns)[stage]
 
 
 @lru_cache(maxsize=4096)
-def most_tokens(schedule: Schedule, stage: int, stages: int, micros: int, lengths: tuple[int, ...]) -> int:
-    """Tokens of slices of these lengths whose activations a stage holds at most.  O(stages * micros * slices)."""
-    order = sliced_orders(schedule, stages, micros, len(lengths))[stage]
-    held = accumulate((1 if kind == _F else -1) * lengths[unit % len(lengths)] for kind, _, unit in order)
-    return max(held)
+def most_tokens(
+    schedule: Schedule, stage: int, stages: int, micros: int, lengths: tuple[int, ...], turns: tuple[int, ...] = ()
+) -> int:
+    """Tokens of slices of these lengths whose activations a rank of a stage holds at most.  turns: as for
+    `worker_orders`.  O(stages * micros * slices)."""
+    most = 0
+    for order in sliced_orders(schedule, stages, micros, len(lengths), turns):
+        if order.stage == stage:
+            held = ((1 if kind == _F else -1) * lengths[unit % len(lengths)] for kind, _, unit in order)
+            most = max(most, *accumulate(held, initial=0), 0)
+    return most
 
 
 @lru_cache(maxsize=4096)

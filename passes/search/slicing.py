@@ -13,7 +13,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopart.ir.capabilities import EVERYTHING
 from autopart.passes.program.schedules import find, takes_slices
 from autopart.passes.search.archive import Archive
 from autopart.passes.search.evaluation import Candidate, Evaluation
@@ -59,13 +58,8 @@ def _evened(found: Evaluation, spaces: SearchSpaces, archive: Archive) -> list[E
 
 
 def _can_be_sliced(found: Evaluation) -> bool:
-    """Whether there is a pipeline to fill, and the runtime that is planned for has what the plan needs."""
-    stages = found.decision.stages
-    if len(stages) < 2 or (found.candidate.token_slices and not found.fits):
-        return False
-    if found.space.request.abilities == EVERYTHING:
-        return True
-    return not any(stage.recompute for stage in stages) and len({stage.division for stage in stages}) == 1
+    """Whether there is a pipeline to fill."""
+    return len(found.decision.stages) > 1 and (found.fits or not found.candidate.token_slices)
 
 
 def _sliced(whole: Evaluation, estimator: Estimator) -> Iterator[Candidate]:

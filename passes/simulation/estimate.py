@@ -203,7 +203,7 @@ def stage_contexts(decision: Decision, sizes: dict[Message, int]) -> list[StageC
         live = in_flight(schedule, s, len(decision.stages), micros, turns=turns_of(decision))
         held = None
         if lengths := decision.token_slices:
-            held = most_tokens(schedule, s, len(decision.stages), micros, lengths), sum(lengths)
+            held = most_tokens(schedule, s, len(decision.stages), micros, lengths, turns_of(decision)), sum(lengths)
             live = -(-held[0] // held[1])
         versions = 1 if schedule.synchronous else live
         found.append(

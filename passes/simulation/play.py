@@ -18,6 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import product
 
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import (
@@ -82,7 +83,7 @@ class Work:
 
     def phase(self, message: Message, micro: int, piece: int) -> int:
         """Which of the wires of a message one of a micro-batch, or of a slice of it, takes."""
-        return piece if self.slices else micro % len(self.messages[message][1])
+        return piece * len(self.messages[message][1]) + micro % len(self.messages[message][1])
 
     @property
     def alternates(self) -> bool:
@@ -192,10 +193,9 @@ def _wires(work: Work) -> dict[_Key, Wire]:
     """
     loads: list[tuple[_Key, tuple[int, PortLoad]]] = []
     for message, (size, each) in work.messages.items():
-        if work.slices:
-            loads += [((*message, j), (part.sizes.get(message, 0), each[0])) for j, part in enumerate(work.slices)]
-        else:
-            loads += [((*message, phase), (size, load)) for phase, load in enumerate(each)]
+        sizes = [part.sizes.get(message, 0) for part in work.slices] or [size]
+        wires = product(sizes, each)  # of every slice, micro-batch by micro-batch until it repeats itself
+        loads += [((*message, number), wire) for number, wire in enumerate(wires)]
     loads += [((SUM_REPLICAS, stage), load) for stage, load in enumerate(work.reduce)]
     loads += [((OPTIMIZER, stage), load) for stage, load in enumerate(work.gather)]
     loads += [((SUM_TIED, place), (size, load)) for place, (_, size, load) in enumerate(work.tied)]

@@ -47,7 +47,8 @@ def ordered_ns(
     links, shared: edges and tied parameters.  O(actions * log ranks).
     """
     code = StepCode(work, linked_stages(shared), in_order=order.orders is None)
-    steps_of = _Steps(code, links, max(1, len(work.slices)))
+    slices = max(1, len(work.slices))
+    steps_of = _Steps(code, links, slices)
     lanes = []
     if order.orders is None:
         known = {(kind, stage): steps_of(kind, stage, 0) for kind, stage in dict.fromkeys(chain(*order.turns))}
@@ -57,7 +58,7 @@ def ordered_ns(
     ends = step_end(stage_ranks, shared)
     for place, (turns, steps) in enumerate(zip(order.turns, whole, strict=True)):
         stages = tuple(dict.fromkeys(stage for _, stage in turns))
-        replica = order.orders[place][0][2] % work.turns[stages[0]] if work.alternates and order.orders else 0
+        replica = order.orders[place][0][2] // slices % work.turns[stages[0]] if work.alternates and order.orders else 0
         steps += [code.local(kind, stage, leads=not replica) for kind, stage in ends if stage in stages]
         lanes.append(Lane(stage_ranks[min(stages)][replica], stages, steps))
     return Play(lanes, code, overlap=work.overlap).run()

@@ -48,6 +48,14 @@ def test_slices_that_are_asked_for_are_taken() -> None:
         recheck(plan, source(g, c), c, PlanRequest(micro_rows=((1, 1),), token_axis=AXIS))
 
 
+def test_slices_are_planned_with_recomputation_for_what_runs() -> None:
+    """Memory for half of what all ops keep of four sequences."""
+    c, g = cluster(2, memory=10_000), graph(MODEL.replace("#64", "#64 ^1000"))
+    asked = PlanRequest(micro_rows=((1,) * 4,), token_axis=AXIS, token_slices=(512, 512), schedule="gpipe")
+    plan = build(source(g, c), c, replace(asked, abilities=RUNTIME))
+    assert plan.decision.token_slices == (512, 512) and all(stage.recompute for stage in plan.stages)
+
+
 def test_what_cannot_be_run_is_refused() -> None:
     with pytest.raises(UsageError, match="cannot be run yet"):
         planned(1, token_slices=(512, 512), abilities=replace(RUNTIME, token_slices=False))

@@ -40,16 +40,18 @@ class KeysSeen:
 
     masks: (value, axis of queries, axis of keys, from which number on it lets see): axes are None where all are treated
     alike, the number is None where it lets see if it is not 0, and hides if it is not 0 where `inverted` says so.
+    lifts: (value, factor, most) of what else is added to the scores: so large that it undoes a mask it must not be.
     """
 
     op: str
     masks: tuple[tuple[str, int | None, int | None, float | None], ...]
     inverted: tuple[bool, ...]
+    lifts: tuple[tuple[str, float, float], ...] = ()
 
     @property
     def values(self) -> tuple[str, ...]:
-        """Names of the masks."""
-        return tuple(name for name, *_ in self.masks)
+        """Names of the masks, and of what else is added."""
+        return tuple(dict.fromkeys([name for name, *_ in self.masks] + [name for name, *_ in self.lifts]))
 
     def holds(self, values: Mapping[str, torch.Tensor], tokens: int) -> bool:
         """values: of the prologue, or inputs, by name.  O(elements of the masks)."""
@@ -61,10 +63,20 @@ class KeysSeen:
             lets = lets.movedim(axes, list(range(-len(axes), 0)))
             lets = lets.unsqueeze(-1) if keys is None else lets
             lets = lets.unsqueeze(-2) if queries is None else lets
+            if lowest is not None and bool((lets & ~_not_later(lets, tokens)).any()):
+                return False
             seen = lets if seen is None else seen & lets
         assert seen is not None
-        own = torch.ones(tokens, tokens, dtype=torch.bool, device=seen.device).tril()
-        return bool((seen & own).any(-1).all())
+        if any(bool((values[name] * factor > most).any()) for name, factor, most in self.lifts):
+            return False
+        return bool((seen & _not_later(seen, tokens)).any(-1).all())
+
+
+def _not_later(cells: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Where the key is not after the query.  cells: (..., queries, keys), 1 where all are treated alike; without the
+    last tokens there may be fewer than `tokens`."""
+    queries, keys = (size if size > 1 else tokens for size in cells.shape[-2:])
+    return torch.ones(queries, keys, dtype=torch.bool, device=cells.device).tril()
 
 
 @dataclass(frozen=True)

@@ -97,10 +97,11 @@ class TokenSlicing:
         return code
 
     def check(self, batch: Batch, names: Sequence[str]) -> None:
-        """That in these rows of a batch every query sees a key that is not after it.  names: of the inputs.
+        """That in these rows of a batch every query sees a key that is not after it, and none that is.  names: of the
+        inputs.
 
         Looked at in parts of as many rows as there is code for, of which the last two may overlap.
-        Raises BatchError: the whole sequence would have such a query look at all keys alike, later ones too.
+        Raises BatchError: the whole sequence would have such a query look at later keys too.
         """
         rows = 1 if batch.rows is None else batch.rows
         own = max((size for size, guards in self._guards.items() if guards and size <= rows), default=0)
@@ -121,9 +122,10 @@ class TokenSlicing:
                 values.update(zip(code.outputs, made, strict=True))
             if not guard.holds(values, self._tokens):
                 raise BatchError(
-                    "in this batch some token may look at no token that is not after it",
+                    "in this batch some token may look at no token that is not after it, or at a later one",
                     where=f"the masks of {guard.op}",
-                    why="attention then spreads over all tokens alike, also those of later slices",
+                    why="attention that sees nothing spreads over all tokens alike, later ones too; and a large "
+                    "number that is added to a finite mask undoes it",
                     fix="pad sequences at their end, or leave token_slices out",
                 )
 

@@ -88,7 +88,7 @@ def keys_seen(guard: Guard, dtypes: Mapping[str, str]) -> KeysSeen:
     for mask in guard.masks:
         limit = lowest(dtypes[mask.value]) if mask.hides == "negative" else None
         masks.append((mask.value, mask.queries, mask.keys, limit))
-    return KeysSeen(guard.op, tuple(masks), tuple(mask.hides == "true" for mask in guard.masks))
+    return KeysSeen(guard.op, tuple(masks), tuple(mask.hides == "true" for mask in guard.masks), guard.lifts)
 
 
 def behind(captured: Captured, recipe: Recipe, values: Iterable[str]) -> list[str]:
@@ -311,9 +311,12 @@ class _Builder:
 
     def last_before(self, name: str) -> fx.Node | None:
         """The last token of a state before this slice; None in the first one."""
-        if not self.number:
+        layout = self._layout(name)
+        sizes = [layout.size(part, prefix=False) for part in self._parts[: self.number]]
+        filled = [number for number, size in enumerate(sizes) if size]  # of a value without the last tokens not all are
+        if not filled:
             return None
-        return self.graph.call_function(last_of, (self._blocks[name, self.number - 1], self._layout(name).axis))
+        return self.graph.call_function(last_of, (self._blocks[name, filled[-1]], layout.axis))
 
     def with_halo(self, node: fx.Node, halo: int) -> fx.Node:
         """The tokens of a slice and as many before them as there are, at most `halo`."""

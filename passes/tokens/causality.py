@@ -8,13 +8,13 @@ of documents may hang on the inputs, as long as a causal one is among what they 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from autopart.passes.tokens.context import Model, Refused, TokenOp
-from autopart.passes.tokens.recipe import Guard, Mask, Shape
+from autopart.passes.tokens.recipe import Guard, Lift, Mask, Shape
 
 FALSE, TRUE, NEGATIVE, ZERO, ONE = "false", "true", "negative", "zero", "one"
 VERY_NEGATIVE = -1e9
@@ -24,6 +24,7 @@ _AND, _OR = ("logical_and", "bitwise_and", "__and__"), ("logical_or", "bitwise_o
 _NOT = ("logical_not", "bitwise_not")
 _OPPOSITE = {FALSE: TRUE, TRUE: FALSE, ZERO: ONE, ONE: ZERO}
 _SAME = ("clone", "contiguous", "detach", "expand", "slice", "transpose", "permute", "alias", "to")
+_RESHAPED = ("reshape", "view", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten")
 _FACTORS = ("dropout", "native_dropout", "neg", "abs", "relu", "square", "sqrt", "tanh", "sin")
 
 
@@ -59,9 +60,7 @@ class Causality:
 
     def _numbers_hold(self, place: Place, what: str) -> bool:
         found = self._model.numbers.of(place.name)
-        if found is None or any(
-            axis is not None and found.shape[axis] not in (1, self._model.tokens) for axis in place[1:]
-        ):
+        if found is None or any(axis is not None and found.shape[axis] > self._model.tokens for axis in place[1:]):
             return False
         there = {
             FALSE: lambda x: x == 0,
@@ -70,7 +69,13 @@ class Causality:
             ZERO: lambda x: x == 0,
             ONE: lambda x: x == 1,
         }[what](found)
-        return bool(np.all(_over_others(there, place, np.all) | ~_later(self._model.tokens)))
+        cells = _over_others(there, place, np.all)
+        return bool(np.all(cells | ~_later(self._sizes(found.shape, place))))
+
+    def _sizes(self, shape: Shape, place: Place) -> tuple[int, int]:
+        """Queries and keys of a value: all tokens, where it is the same for all of them, or those but the last ones."""
+        sizes = [shape[axis] if axis is not None and shape[axis] > 1 else self._model.tokens for axis in place[1:]]
+        return sizes[0], sizes[1]
 
     def _op_holds(self, op: TokenOp, place: Place, what: str) -> bool:
         if op.name in (*_AND, *_OR):
@@ -80,7 +85,7 @@ class Causality:
             return what in _OPPOSITE and self._operand(op, 0, place, _OPPOSITE[what])
         if op.name in _SAME or op.name == "_to_copy":
             return self._copied(op, place, what)
-        if op.name in ("reshape", "view", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten"):
+        if op.name in _RESHAPED:
             moved = _through_reshape(place, op.model.shape(op.refs[0]), op.out.shape)
             return moved is not None and self.holds(Place(op.refs[0], *moved), what)
         if op.name == "where":
@@ -174,24 +179,84 @@ class Causality:
             raise Refused(
                 "its mask depends on parameters, so that no batch can be checked for queries that see nothing"
             )
-        if all(mask.value in self._model.fixed for mask in masks):
+        lifts = self._lifts(op, place.name, {mask.value for mask in masks})
+        if not lifts and all(mask.value in self._model.fixed for mask in masks):
             if masks not in self._visible:
                 self._visible[masks] = self._all_see(masks)
             if not self._visible[masks]:
                 raise Refused("some query sees no key that is not after it, and would look at all of them alike")
             return None
-        return Guard(masks, op.op.name)
+        return Guard(masks, op.op.name, lifts)
+
+    def _lifts(self, op: TokenOp, scores: str, masks: Collection[str]) -> tuple[Lift, ...]:
+        """What is added to scores beside their masks and could undo these: what depends on inputs.  Raises Refused for
+        constants that do undo them."""
+        lifts: dict[Lift, None] = {}
+        for name, factor in self._addends(scores, 1.0):
+            if name in masks or self._dtype(name) == "bool":
+                continue
+            most = -lowest(self._dtype(name)) / 10
+            if name not in self._model.fixed:
+                lifts[name, factor, most] = None
+                continue
+            found = self._model.numbers.of(name)
+            if found is None or not np.all(np.nan_to_num(found, nan=math.inf) * factor <= most):
+                raise Refused("what is added to its scores is so large that it may undo their mask")
+        return tuple(lifts)
+
+    def _addends(self, name: str, factor: float) -> Iterator[tuple[str, float]]:
+        """What scores are sums of, as far as it depends on no parameter, and by what each is multiplied."""
+        op = self._model.writer.get(name)
+        if op is None or name in self._model.full:
+            if name in self._model.full:
+                yield name, factor
+            return
+        here = TokenOp(self._model, op)
+        for key, times in self._added(here):
+            ref = here.ref(key)
+            if ref is not None:
+                yield from self._addends(ref, factor * times)
+
+    def _added(self, op: TokenOp) -> list[tuple[str, float]]:
+        """The arguments that an op adds up, and by what it multiplies them."""
+        name = op.name
+        if name in ("add", "sub", "rsub"):
+            alpha = op.arg("alpha", 1)
+            other = float(alpha) if isinstance(alpha, (int, float)) else 1.0
+            return [
+                ("self", -other if name == "rsub" else 1.0),
+                ("other", {"add": other, "sub": -other}.get(name, 1.0)),
+            ]
+        if name in ("baddbmm", "addmm", "addbmm"):
+            beta = op.arg("beta", 1)
+            return [("self", float(beta) if isinstance(beta, (int, float)) else 1.0)]
+        if name in ("mul", "div"):
+            return [("self", scale if name == "mul" else 1 / scale) for scale in self._scales(op) if scale]
+        if name in ("where", "masked_fill", "maximum", "minimum"):
+            return [("self", 1.0), ("other", 1.0)]
+        return [("self", 1.0), ("input", 1.0)] if name in (*_SAME, *_RESHAPED, "_to_copy") else []
+
+    def _scales(self, op: TokenOp) -> tuple[float, ...]:
+        """What scores are multiplied with: a number, or the ends of a constant."""
+        value, ref = op.arg("other"), op.ref("other")
+        if isinstance(value, (int, float)):
+            return (float(value),)
+        found = self._model.numbers.of(ref) if ref in self._model.fixed and ref is not None else None
+        return () if found is None or not found.size else (float(found.min()), float(found.max()))
 
     def _all_see(self, masks: Sequence[Mask]) -> bool:
-        seen: np.ndarray = ~_later(self._model.tokens)
+        seen: np.ndarray | None = None
         for mask in masks:
             found = self._model.numbers.of(mask.value)
             if found is None:
                 return False
             visible = {FALSE: found != 0, TRUE: found == 0}.get(mask.hides)
             visible = found > lowest(self._dtype(mask.value)) if visible is None else visible
-            seen = seen & _over_others(visible, Place(*_names(mask)), np.all)
-        return bool(np.all(np.any(np.broadcast_to(seen, (self._model.tokens,) * 2), axis=1)))
+            place = Place(*_names(mask))
+            if seen is None:
+                seen = ~_later(self._sizes(found.shape, place))
+            seen = seen & _over_others(visible, place, np.all)
+        return bool(np.all(np.any(seen, axis=1)))
 
     def _masks(self, place: Place) -> list[tuple[Mask, bool]]:
         """The masks that scores meet, and whether they are finite: what -inf hides has no part in any case."""
@@ -247,9 +312,9 @@ def _names(mask: Mask) -> tuple[str, int | None, int | None]:
     return mask.value, mask.queries, mask.keys
 
 
-def _later(tokens: int) -> np.ndarray:
+def _later(sizes: tuple[int, int]) -> np.ndarray:
     """Where the key is later than the query."""
-    return np.triu(np.ones((tokens, tokens), dtype=bool), 1)
+    return np.triu(np.ones(sizes, dtype=bool), 1)
 
 
 def _over_others(found: np.ndarray, place: Place, reduce: object) -> np.ndarray:

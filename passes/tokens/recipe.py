@@ -157,13 +157,19 @@ class Mask:
     hides: str
 
 
+Lift = tuple[str, float, float]
+"""(value, factor, most): what is added to scores, by what it is multiplied, and up to where that undoes no mask."""
+
+
 @dataclass(frozen=True, slots=True)
 class Guard:
     """Every query must see a key that is not after it, whatever the inputs: else the captured program would spread
-    its attention over all keys, later ones too.  Checked of each batch, for the masks together."""
+    its attention over all keys, later ones too.  Checked of each batch, for the masks together; and that masks of
+    finite numbers hide what is later, whatever was added to them: lifts are what else is added to the scores."""
 
     masks: tuple[Mask, ...]
     op: str
+    lifts: tuple[Lift, ...] = ()
 
 
 @dataclass(frozen=True)

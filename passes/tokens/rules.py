@@ -132,7 +132,7 @@ def attention(op: TokenOp, causality: Causality, guards: list[Guard]) -> Found:
         raise Refused("what is asked for does not hold tokens, and the keys do: it attends to all tokens")
     if op.arg("is_causal") is True:
         lengths = {(layout.stride, layout.block, layout.short) for _, layout in (query, key)}
-        if lengths != {(1, 1, 0)}:
+        if len(lengths) > 1 or next(iter(lengths))[:2] != (1, 1):
             raise Refused("its is_causal= is meant for queries and keys of one length")
         return replace(result, recipe=replace(result.recipe, how=CAUSAL))
     mask = op.ref("attn_mask")
@@ -155,7 +155,7 @@ def _index(names: tuple[str, ...], letter: str, shape: tuple[int, ...]) -> int |
 
 
 def _note(guards: list[Guard], guard: Guard | None) -> None:
-    if guard is not None and all(guard.masks != other.masks for other in guards):
+    if guard is not None and all((guard.masks, guard.lifts) != (other.masks, other.lifts) for other in guards):
         guards.append(guard)
 
 
@@ -262,6 +262,14 @@ def _picks(op: TokenOp) -> dict[int, int]:
     return {axis: n for n, axis in enumerate((a for a, pick in enumerate(picks) if isinstance(pick, str)), start=1)}
 
 
+def in_pairs(op: TokenOp, causality: Causality, guards: list[Guard]) -> Found:
+    """view_as_complex, view_as_real: a last axis of two real numbers is one complex number."""
+    form = op.forms[0]
+    if form.partial or form.halo:
+        raise Refused("it pairs what is no value for each token")
+    return op.found(form, (form,))
+
+
 def repeat_interleave(op: TokenOp, causality: Causality, guards: list[Guard]) -> Found:
     """Of a known number along an axis without tokens."""
     form = op.forms[0]
@@ -336,6 +344,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("cat", "stack"), join),
     "scaled_dot_product_attention": attention,
     "embedding": embedding,
+    **dict.fromkeys(("view_as_complex", "view_as_real"), in_pairs),
     "broadcast_tensors": broadcast,
     **dict.fromkeys(("softmax", "_softmax", "_safe_softmax"), softmax),
     **dict.fromkeys(("tril", "triu"), triangle),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.causal_zoo import CAUSAL
-from support.sliced import analysed, inputs_of, run_sliced, unsliced, worst_error
+from support.sliced import analysed, future_shows, inputs_of, run_sliced, unsliced, worst_error
 from support.token_models import SEQ, Model, token_batch, tril_softmax
 from support.zoo import CASES
 
@@ -30,6 +30,8 @@ def check_equal(
     expected_loss, expected = unsliced(found, inputs)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)  # transformers takes it in fp32
     assert worst_error(gradients, expected) <= tolerance
+    for token in (1, 6, 15):
+        assert not future_shows(found, inputs, token, tolerance)
 
 
 def test_slices_of_llama_on_two_stages_with_padding():

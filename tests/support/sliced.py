@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ from torch import fx, nn
 from autopart.capture import Captured
 from autopart.capture.batch import flatten
 from autopart.capture.cache import CaptureCache
-from autopart.capture.token_axis import token_recipe
+from autopart.capture.token_axis import Probed, fewer_tokens, sequence_length, shortened, token_recipe
 from autopart.ir.errors import TokenRefusal
+from autopart.ir.graph import Graph
 from autopart.ir.size import Size
+from autopart.passes.tokens.analysis import analyse
 from autopart.passes.tokens.recipe import Recipe, TokenLayout
 from autopart.runtime.slice_module import SlicedStage, SliceModule
 from autopart.session.token_slices import slice_stage
@@ -38,6 +40,32 @@ def analysed(model: nn.Module, batch: Any, loss_fn: Any = None) -> Analysed:
     size = Size(flat.rows or 1)
     recipe = token_recipe(captures, flat, size)
     return Analysed(model, batch, captures(flat, size), recipe)
+
+
+def judged(model: nn.Module, batch: Any) -> tuple[Analysed, list[Recipe | TokenRefusal]]:
+    """A model whose loss is the sum of a stack of losses: what the analysis says of it, and of each loss alone."""
+    flat, captures = flatten(batch), CaptureCache(model, None)
+    size, tokens = Size(flat.rows or 1), sequence_length(flat)
+    assert tokens is not None
+    fewer = fewer_tokens(tokens)
+    captured = captures(flat, size)
+    whole, short = captured.graph, captures(shortened(flat, tokens, fewer), size).graph
+    stack = next(op for op in reversed(whole.ops) if "stack" in op.target)
+    numbers = Probed(captured)
+    each = [analyse(_only(whole, loss), _only(short, loss), tokens, fewer, numbers) for loss in stack.reads]
+    return Analysed(model, batch, captured, analyse(whole, short, tokens, fewer, numbers)), each
+
+
+def _only(graph: Graph, output: str) -> Graph:
+    """What one value is computed by."""
+    needed, ops = {output}, []
+    for op in reversed(graph.ops):
+        if needed.intersection(op.writes):
+            ops.append(op)
+            needed.update(op.reads)
+            needed.update(op.writes)
+    values = tuple(value for value in graph.values if value.name in needed or value.name in graph.inputs)
+    return replace(graph, ops=tuple(reversed(ops)), values=values, outputs=(output,))
 
 
 @dataclass
@@ -168,10 +196,10 @@ def worst_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
     return max(errors)
 
 
-def future_shows(found: Analysed, inputs: Mapping[str, torch.Tensor], token: int) -> list[str]:
+def future_shows(found: Analysed, inputs: Mapping[str, torch.Tensor], token: int, tolerance: float = 1e-9) -> list[str]:
     """Values that show a token at earlier ones: change all tokens from `token` on, and look at what stands before;
     and values whose later tokens get a gradient from what stands before in the last one.  A second oracle, which knows
-    nothing of rules."""
+    nothing of rules.  tolerance: relative and absolute."""
     recipe = found.recipe
     assert isinstance(recipe, Recipe)
     changed = {}
@@ -193,11 +221,22 @@ def future_shows(found: Analysed, inputs: Mapping[str, torch.Tensor], token: int
         ends = (min(token, own), own) if later else (0, min(token, own))
         return parts.narrow(layout.axis + 1, ends[0], ends[1] - ends[0])
 
-    shown = [n for n, at in held.items() if not torch.allclose(part(first[n], at), part(second[n], at), 1e-9, 1e-9)]
+    shown = [
+        n for n, at in held.items() if not torch.allclose(part(first[n], at), part(second[n], at), tolerance, tolerance)
+    ]
     last = [name for name in held if first[name].requires_grad][-1]
     part(first[last], held[last]).sum().backward()
     grads = {name: first[name].grad for name in held if first[name].grad is not None}
-    return shown + [name for name, grad in grads.items() if part(grad, held[name], later=True).abs().sum() > 1e-9]
+    return shown + [name for name, grad in grads.items() if part(grad, held[name], later=True).abs().sum() > tolerance]
+
+
+def checks_hold(found: Analysed, inputs: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a batch passes what has to be looked at of each."""
+    recipe = found.recipe
+    assert isinstance(recipe, Recipe)
+    values = _Recorded(found.captured).run_on(inputs)
+    (stage,) = sliced_stages(found.captured, recipe, (recipe.tokens,), ())
+    return all(check.holds(values, recipe.tokens) for check in stage.checks)
 
 
 class _Recorded(fx.Interpreter):

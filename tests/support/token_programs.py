@@ -1,16 +1,23 @@
-"""Random causal programs over tokens, and random leaks to put into them."""
+"""Random causal programs over tokens, and random leaks to put into them.
+
+Many programs are one model, the loss of which is the sum of theirs: they are captured at once, which costs a fraction
+of what they cost one by one, and each is judged by itself (`support.sliced.judged`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
+from random import Random
 
 import torch
-from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from support.token_models import CAUSAL, LEAKS, VOCAB, WIDTH, Model, _heads, _joined
+from support.unheard_models import EXACT, LEAKY_UNHEARD, MASKED_LEAKS_UNHEARD
 
 Step = tuple[str, int, int]
+Steps = tuple[Step, ...]
 TOKENS = 9
 Op = Callable[[torch.Tensor, torch.Tensor, Model, int], torch.Tensor]
 
@@ -69,9 +76,37 @@ TOKENWISE: dict[str, Op] = {
     "other_values": _other_values,
     "grouped": _grouped,
 }
-GOOD: dict[str, Op] = TOKENWISE | {
-    name: (lambda x, y, m, n, f=mixer: f(x, m)) for name, mixer in CAUSAL.items() if name != "padded_convolution"
-}
+
+
+def _padding(x: torch.Tensor, ids: torch.Tensor, m: Model, n: int) -> torch.Tensor:
+    """Tokens of one number are hidden from those after them."""
+    own = torch.eye(x.shape[1], dtype=torch.bool)
+    seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() & (ids != n)[:, None, None, :] | own
+    return _joined(F.scaled_dot_product_attention(*_heads(x, m), attn_mask=seen))
+
+
+def _documents(x: torch.Tensor, ids: torch.Tensor, m: Model, n: int) -> torch.Tensor:
+    """A document ends with a token of one number."""
+    q, k, v = _heads(x, m)
+    document = (ids == n).cumsum(1)
+    seen = (document[:, :, None] == document[:, None, :])[:, None]
+    seen = seen & torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    return _joined((q @ k.transpose(-2, -1)).masked_fill(~seen, torch.finfo(x.dtype).min).softmax(-1) @ v)
+
+
+GOOD_BY_IDS: dict[str, Op] = {"padding": _padding, "documents": _documents}
+"""Their second operand is the numbers of the tokens, as that of `LEAKY_BY_IDS`."""
+_SLOW_TO_CAPTURE = ("complex_rotation", "recomputed", "norm_of_tokens", "fourier")
+"""With one of these a whole model of many programs is decomposed op by op; they have tests of their own."""
+GOOD: dict[str, Op] = (
+    TOKENWISE
+    | GOOD_BY_IDS
+    | {
+        name: (lambda x, y, m, n, f=mixer: f(x, m))
+        for name, mixer in (CAUSAL | EXACT).items()
+        if name not in ("padded_convolution", *_SLOW_TO_CAPTURE)
+    }
+)
 
 
 def _cell(x: torch.Tensor, y: torch.Tensor, m: Model, n: int) -> torch.Tensor:
@@ -105,49 +140,78 @@ def _interleaved(x: torch.Tensor, y: torch.Tensor, m: Model, n: int) -> torch.Te
     return x.transpose(0, 1).reshape(x.shape)
 
 
+LEAKY_BY_IDS: dict[str, Op] = {
+    name: (lambda x, ids, m, n, f=mixer: f(x, m, (ids + n) % 4)) for name, mixer in MASKED_LEAKS_UNHEARD.items()
+}
+"""They let a later token be seen for some inputs."""
 LEAKY: dict[str, Op] = {
     "cell": _cell, "some_later": _some_later, "backwards": _backwards, "spread": _spread, "left": _left,
-    "interleaved": _interleaved,
-    **{name: (lambda x, y, m, n, f=mixer: f(x, m)) for name, mixer in LEAKS.items() if name != "one_cell"},
+    "interleaved": _interleaved, **LEAKY_BY_IDS,
+    **{
+        name: (lambda x, y, m, n, f=mixer: f(x, m))
+        for name, mixer in (LEAKS | LEAKY_UNHEARD).items() if name not in ("one_cell", *_SLOW_TO_CAPTURE)
+    },
 }  # fmt: skip
 
 
-class Program(Model):
-    """Each step adds what an op makes of two earlier values to the last one, so that every step reaches the loss."""
+class Several(Model):
+    """Programs with the same weights, side by side: the loss is the sum of theirs.  Steps that programs begin with
+    alike are taken once.  Each step adds what an op makes of two earlier values to the last one, so that every step
+    reaches the loss."""
 
-    def __init__(self, steps: tuple[Step, ...]) -> None:
+    def __init__(self, programs: Sequence[Steps]) -> None:
         super().__init__(lambda x, m: x)
-        self.steps = steps
+        self.programs = tuple(programs)
         self.double().train()
 
-    def __repr__(self) -> str:
-        return f"Program({self.steps!r})"
-
     def forward(self, ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        values = [self.embedding(ids) + self.places[: ids.shape[1]]]
-        for name, other, number in self.steps:
-            op = (GOOD | LEAKY)[name]
-            made = op(values[-1], values[other % len(values)], self, number)
-            values.append(values[-1] + torch.tanh(made) * 0.5)
-        logits = self.head(self.norm(values[-1]))
-        return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
+        known = {(): (self.embedding(ids) + self.places[: ids.shape[1]],)}
+        targets, losses = labels[:, 1:].reshape(-1), []
+        for program in self.programs:
+            for end in range(1, len(program) + 1):
+                if program[:end] not in known:
+                    values = known[program[: end - 1]]
+                    known[program[:end]] = (*values, self._step(program[end - 1], values, ids))
+            logits = self.head(self.norm(known[program][-1]))
+            losses.append(F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), targets))
+        return torch.stack(losses).sum()
+
+    def _step(self, step: Step, values: tuple[torch.Tensor, ...], ids: torch.Tensor) -> torch.Tensor:
+        name, other, number = step
+        beside = ids if name in GOOD_BY_IDS or name in LEAKY_BY_IDS else values[other % len(values)]
+        made = (GOOD | LEAKY)[name](values[-1], beside, self, number)
+        return values[-1] + torch.tanh(made) * 0.5
 
 
-_numbers = st.tuples(st.integers(0, 6), st.integers(0, 6))
+def _step(random: Random, names: Collection[str]) -> Step:
+    return random.choice(sorted(names)), random.randint(0, 6), random.randint(0, 6)
 
 
-def programs(most: int = 6) -> st.SearchStrategy[tuple[Step, ...]]:
-    step = st.tuples(st.sampled_from(sorted(GOOD)), _numbers).map(lambda s: (s[0], *s[1]))
-    return st.lists(step, min_size=1, max_size=most).map(tuple)
+def programs(random: Random, count: int, most: int = 6) -> list[Steps]:
+    """Different causal programs of up to so many steps, most of which begin like others."""
+    found: dict[Steps, None] = {}
+    while len(found) < count:
+        start: Steps = random.choice([(), *found]) if random.random() < 0.9 else ()
+        start = start[: random.randint(0, most - 1)]
+        more = 1 if start else random.randint(1, most)
+        found[(*start, *(_step(random, GOOD) for _ in range(more)))] = None
+    return list(found)
 
 
-@st.composite
-def leaky(draw: st.DrawFn) -> tuple[Step, ...]:
-    """A causal program with one leak somewhere in it."""
-    steps = list(draw(programs(most=3)))
-    leak = (draw(st.sampled_from(sorted(LEAKY))), *draw(_numbers))
-    steps.insert(draw(st.integers(0, len(steps))), leak)
-    return tuple(steps)
+def leaky_programs(random: Random, count: int, most: int = 4) -> list[Steps]:
+    """Different programs with one leak each, before or behind which there are causal steps."""
+    causal, found = programs(random, max(1, count // 10), most), {}
+    while len(found) < count:
+        start = random.choice(causal)[: random.randint(0, most)]
+        rest = [_step(random, GOOD) for _ in range(random.randint(0, 1))]
+        found[(*start, _step(random, LEAKY), *rest)] = None
+    return list(found)
+
+
+def lengths(random: Random, tokens: int) -> tuple[int, ...]:
+    """Of slices."""
+    cuts = random.sample(range(1, tokens), random.randint(1, 5))
+    return tuple(b - a for a, b in pairwise([0, *sorted(cuts), tokens]))
 
 
 def batch_of() -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.sliced import analysed, inputs_of, run_sliced, unsliced, worst_error
+from support.sliced import analysed, checks_hold, future_shows, inputs_of, run_sliced, unsliced, worst_error
 from support.token_models import (
     CAUSAL,
     LEAKS,
@@ -19,6 +19,14 @@ from support.token_models import (
     dropped_weights,
     token_batch,
 )  # fmt: skip
+from support.unheard_models import (
+    CAUSAL_REFUSED,
+    EXACT,
+    LEAKY_UNHEARD,
+    MASKED_LEAKS_UNHEARD,
+    UNDONE_BY_BATCH,
+    WithoutLast,
+)
 
 from autopart.ir.errors import TokenRefusal
 from autopart.rng import micro_key
@@ -28,8 +36,8 @@ FAST = ("tril_softmax", "causal_convolution", "running_mean")
 QUICK_LEAKS = ("all_tokens", "one_cell", "flipped", "pooled", "norm_of_tokens", "prefix_mask")
 
 
-def check_equal(mixer, batch, layers: int = 1, loss=None) -> None:
-    found = analysed(Model(mixer, layers, loss).double().train(), batch)
+def check_equal(mixer, batch, layers: int = 1, loss=None, make=Model) -> None:
+    found = analysed(make(mixer, layers, loss).double().train(), batch)
     inputs = inputs_of(found)
     expected_loss, expected = unsliced(found, inputs)
     for lengths in LENGTHS:
@@ -37,6 +45,7 @@ def check_equal(mixer, batch, layers: int = 1, loss=None) -> None:
             loss, gradients = run_sliced(found, inputs, lengths, cut_at)
             torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
             assert worst_error(gradients, expected) <= 1e-10
+    assert not future_shows(found, inputs, SEQ // 2)
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -45,9 +54,9 @@ def test_causal_models_are_exact(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", CAUSAL | EXACT)
 def test_causal_models_of_two_layers_are_exact(name):
-    check_equal(CAUSAL[name], token_batch(), layers=2)
+    check_equal((CAUSAL | EXACT)[name], token_batch(), layers=2)
 
 
 def test_packed_documents_are_exact():
@@ -90,6 +99,33 @@ def test_what_shows_a_later_token_is_refused_by_name(name):
     op, why = REASONS[name]
     assert refusal.what.startswith(f"{op} ") and why in refusal.why
     assert "token_models.py" in refusal.where and refusal.fix
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tril_softmax", "is_causal", "running_mean"])
+def test_a_last_token_that_is_cut_off_is_no_obstacle(name):
+    check_equal(CAUSAL[name], token_batch(), layers=2, make=WithoutLast)
+
+
+@pytest.mark.parametrize("name", ["lifted_by_batch", pytest.param("undone_by_batch", marks=pytest.mark.slow)])
+def test_a_batch_that_undoes_a_mask_is_refused_and_others_are_exact(name):
+    batch = token_batch(mask="padding")
+    check_equal(UNDONE_BY_BATCH[name], batch)
+    found = analysed(Model(UNDONE_BY_BATCH[name]), batch)
+    assert checks_hold(found, inputs_of(found))
+    batch["mask"][1, 2] = 2
+    assert not checks_hold(found, inputs_of(found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CAUSAL_REFUSED | LEAKY_UNHEARD | MASKED_LEAKS_UNHEARD)
+def test_what_no_rule_was_written_for_is_refused(name):
+    """Of causal ones too: what is not understood is not cut."""
+    masked = name in MASKED_LEAKS_UNHEARD
+    mixer = (CAUSAL_REFUSED | LEAKY_UNHEARD | MASKED_LEAKS_UNHEARD)[name]
+    refusal = analysed(Model(mixer, 2), token_batch(mask="padding" if masked else "")).recipe
+    assert isinstance(refusal, TokenRefusal)
+    assert "unheard_models.py" in refusal.where and refusal.why and refusal.fix
 
 
 def test_masks_of_dropout_are_those_of_the_whole_sequence():

@@ -2,78 +2,75 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
+from random import Random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from support.sliced import analysed, future_shows, inputs_of, run_sliced, unsliced, worst_error
-from support.token_programs import LEAKY, Program, batch_of, leaky, programs
+from support.sliced import analysed, future_shows, inputs_of, judged, run_sliced, unsliced, worst_error
+from support.token_programs import LEAKY, Several, Steps, batch_of, leaky_programs, lengths, programs
 
 from autopart.ir.errors import TokenRefusal
 from autopart.passes.tokens.recipe import Recipe
 
-HEALTH = [HealthCheck.too_slow, HealthCheck.data_too_large]
-quick = settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=HEALTH)
-long = settings(max_examples=2000, deadline=None, suppress_health_check=HEALTH)
+TOGETHER, BATCHES = 50, 40  # 2,000 programs
 
 
-@st.composite
-def lengths(draw: st.DrawFn, tokens: int) -> tuple[int, ...]:
-    cuts = draw(st.sets(st.integers(1, tokens - 1), min_size=1, max_size=5))
-    ends = [0, *sorted(cuts), tokens]
-    return tuple(b - a for a, b in pairwise(ends))
-
-
-def check_equal(program: Program, data: st.DataObject) -> None:
-    batch = batch_of()
-    found = analysed(program, batch)
-    assert isinstance(found.recipe, Recipe), found.recipe
+def check_equal(several: Sequence[Steps], random: Random) -> None:
+    """All of them at once, in two slicings, in one stage and over up to three."""
+    found, each = judged(Several(several), batch_of())
+    refused = {steps: own for steps, own in zip(several, each, strict=True) if not isinstance(own, Recipe)}
+    assert not refused and isinstance(found.recipe, Recipe), refused
     inputs, count = inputs_of(found), len(found.captured.graph.ops)
-    cut_at = data.draw(st.sampled_from([(), (count // 3,), (count // 2,), (count // 4, count // 2)]))
-    loss, gradients = run_sliced(found, inputs, data.draw(lengths(found.recipe.tokens)), cut_at)
     expected_loss, expected = unsliced(found, inputs)
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=1e-12)
-    assert worst_error(gradients, expected) <= 1e-9
-    assert not future_shows(found, inputs, data.draw(st.integers(1, found.recipe.tokens - 1)))
+    for cut_at in ((), random.choice([(random.randrange(1, count),), (count // 4, count // 2)])):
+        cut = lengths(random, found.recipe.tokens)
+        loss, gradients = run_sliced(found, inputs, cut, cut_at)
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=1e-12)
+        assert worst_error(gradients, expected) <= 1e-9, (cut, cut_at)
+    assert not future_shows(found, inputs, random.randrange(1, found.recipe.tokens))
 
 
-def check_refused(program: Program) -> None:
-    refusal = analysed(program, batch_of()).recipe
-    assert isinstance(refusal, TokenRefusal)
-    assert refusal.where and refusal.why and refusal.fix
+def check_refused(several: Sequence[Steps]) -> None:
+    _, each = judged(Several(several), batch_of())
+    passed = [steps for steps, own in zip(several, each, strict=True) if not isinstance(own, TokenRefusal)]
+    assert not passed
+    assert all(own.where and own.why and own.fix for own in each if isinstance(own, TokenRefusal))
 
 
-@quick
-@given(programs().map(Program), st.data())
-def test_random_causal_programs_are_exact(program, data):
-    check_equal(program, data)
+def test_random_causal_programs_are_exact():
+    random = Random(1)
+    check_equal(programs(random, 5, most=4), random)
 
 
-@quick
-@given(leaky().map(Program))
-def test_random_leaks_are_refused(program):
-    check_refused(program)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-@long
-@given(programs().map(Program), st.data())
-def test_many_random_causal_programs_are_exact(program, data):
-    check_equal(program, data)
+def test_random_leaks_are_refused():
+    check_refused(leaky_programs(Random(2), 8, most=2))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
-@long
-@given(leaky().map(Program))
-def test_many_random_leaks_are_refused(program):
-    check_refused(program)
+@pytest.mark.parametrize("seed", range(BATCHES))
+def test_many_random_causal_programs_are_exact(seed):
+    random = Random(1000 + seed)
+    check_equal(programs(random, TOGETHER), random)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LEAKY)
-def test_each_leak_alone_is_refused(name):
-    check_refused(Program((("linear", 0, 0), (name, 0, 7), ("gate", 0, 1))))
+@pytest.mark.parametrize("seed", range(BATCHES))
+def test_many_random_leaks_are_refused(seed):
+    check_refused(leaky_programs(Random(2000 + seed), TOGETHER))
+
+
+@pytest.mark.slow
+def test_each_leak_alone_is_refused():
+    check_refused([(("linear", 0, 0), (name, 0, 7), ("gate", 0, 1)) for name in LEAKY])
+
+
+@pytest.mark.slow
+def test_programs_are_judged_as_each_alone():
+    several = [*programs(Random(3), 2), *leaky_programs(Random(4), 2)]
+    _, each = judged(Several(several), batch_of())
+    for steps, together in zip(several, each, strict=True):
+        alone = analysed(Several([steps]), batch_of()).recipe
+        assert type(alone) is type(together)
+        if isinstance(alone, TokenRefusal) and isinstance(together, TokenRefusal):
+            assert alone.why == together.why

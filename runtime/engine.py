@@ -117,6 +117,10 @@ class Engine:
         self._tied = TiedGradients(world, program)
         self._sums = self._open_sums(world, program, shared)
         self._owners = {name: rank for stage in runners for name, rank in shared.get(stage, Shared()).owners.items()}
+        self._divided = {
+            stage: (program.division(stage), program.stage_ranks[stage].index(world.rank)) for stage in runners
+        }
+        self._windows: dict[tuple[int, int, int], Window] = {}
         self._last_backward = {a.stage: a for a in self._part if a.kind == "B"}
         self._last_sum = next((a for a in reversed(self._part) if a.kind == "T"), None)
         self._do: dict[str, Callable[[Action, _State], None]] = {
@@ -200,9 +204,12 @@ class Engine:
     # -- computes ------------------------------------------------------------------------------------------------
 
     def _window(self, slot: Slot, state: _State) -> Window:
-        """The rows of a micro-batch that this rank has."""
-        windows = self._program.division(slot.stage).windows(slot.micro, state.given.rows[slot.micro])
-        return windows[self._program.stage_ranks[slot.stage].index(self._rank)]
+        """The rows of a micro-batch that this rank has: found once, since that takes as long as there are replicas."""
+        divided, replica = self._divided[slot.stage]
+        key = slot.stage, slot.micro % divided.period, state.given.rows[slot.micro]
+        if key not in self._windows:
+            self._windows[key] = divided.windows(slot.micro, key[-1])[replica]
+        return self._windows[key]
 
     def _run_forward(self, action: Action, state: _State) -> None:
         slot, given = action.slot, state.given

@@ -3,48 +3,53 @@
 Targets on a laptop's core, imports aside: GPT-2 XL on 16 devices 10 s; Llama-8B on 64 devices 10 s, 2 s of them after
 capture; GPT-3 175B on 384 devices (as trained by Narayanan et al., "Efficient Large-Scale Language Model Training on
 GPU Clusters Using Megatron-LM", SC 2021) 25 s and 2 GB; Llama-3.1 405B, a batch of 2,048 x 8,192 tokens on 1,024
-devices 60 s, on 4,096 devices 120 s, both within 2 GB.  Then growth with layers and with devices, which is expected to
-be linear in the layers (capture) and below linear in the devices (powers of two and divisors of the world are tried).
-Seconds are of the processor, so that other programs do not count; what a clock on the wall saw stands beside them.
+devices 60 s, on 4,096 devices 120 s, both within 2 GB.  Presets assume that kernels reach a share of their devices'
+peak rates (`files/presets.py`); the last model is planned at peak rates too, where nothing is assumed of kernels, and
+there also in 40 stages.  Then growth with layers and with devices, which is expected to be linear in the layers
+(capture) and below linear in the devices (powers of two and divisors of the world are tried).  Seconds are of the
+processor, so that other programs do not count; what a clock on the wall saw stands beside them.
 
     python benchmarks/plan_speed.py             writes results/plan_speed.json and results/plan_speed.svg
-    python benchmarks/plan_speed.py --only gpt3 one of the targets; writes nothing
-    python benchmarks/plan_speed.py --only gpt3 --profile 40      and where the time after capture goes
+    python benchmarks/plan_speed.py --only gpt3 those whose names match this; what else was written before stays
+    python benchmarks/plan_speed.py --only gpt3 --profile 40      where the time after capture goes; writes nothing
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import json
 import pstats
+import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import shapes
 import torch
 from common import RESULTS, write
 
-from autopart import planning
 from autopart.capture import CaptureCache, Captured, family, reduction
 from autopart.capture.batch import Batch, flatten
 from autopart.costs import sources
 from autopart.files.clusters import parse_cluster
 from autopart.ir.capabilities import EVERYTHING
+from autopart.ir.cluster import Cluster
 from autopart.ir.size import Size
 from autopart.options import read_options
 from autopart.passes import pipeline
 from autopart.passes.search import finalize
+from autopart.planning import make
 
 STEPS = (  # names that the compiler's own modules hold, and the pass whose time they are
     (family, "infer_other_size", "capture"),
     (reduction, "derive_loss_weight", "loss"),
     (reduction, "mark_rows", "loss"),
     (sources, "analytic_costs", "costs"),
-    (planning, "ExtrapolatedCosts", "costs"),
+    (make, "ExtrapolatedCosts", "costs"),
     (pipeline, "atoms", "atoms"),
     (pipeline, "coarsen", "coarsen"),
     (pipeline, "BlockChain", "chain"),
@@ -57,7 +62,8 @@ STEPS = (  # names that the compiler's own modules hold, and the pass whose time
 
 @dataclass(frozen=True)
 class Case:
-    """seconds, solving_s, rss_gb: targets, 0 where there is none.  optimizer: as in `autopart.plan`."""
+    """seconds, solving_s, rss_gb: targets, 0 where there is none.  optimizer: as in `autopart.plan`.  peak: with
+    kernels that reach the peak rates of their devices.  asked: other options of `autopart.plan`."""
 
     name: str
     make: Callable[[], torch.nn.Module]
@@ -68,15 +74,29 @@ class Case:
     solving_s: float = 0.0
     rss_gb: float = 0.0
     optimizer: str = "adamw+masters"
+    peak: bool = False
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
 
+def _llama_405b(name: str, nodes: int, seconds: float, **more: Any) -> Case:
+    """A batch of 2,048 x 8,192 tokens, on nodes of eight H200."""
+    cluster = f"h200x8:{nodes}"
+    return Case(name, shapes.llama_405b, 2048, 8192, cluster, seconds=seconds, rss_gb=2, optimizer="adamw", **more)
+
+
+FORTY_STAGES = {"stages": 40, "replicas": 25, "micro_batches": 82}
+"""As many micro-batches as let no replica have more than a row: the planner itself cuts 2,048 rows by powers of two."""
 TARGETS = (
     Case("gpt2-xl", lambda: shapes.gpt2(48, 1600, 25), 512, 1024, "a100x8:2", seconds=10),
     Case("llama-8b", shapes.llama_8b, 512, 4096, "h100x8:8", seconds=10, solving_s=2),
     Case("gpt3-175b", lambda: shapes.gpt2(96, 12288, 96, 2048), 1536, 2048, "a100x8:48", seconds=25, rss_gb=2),
-    Case("llama-405b", shapes.llama_405b, 2048, 8192, "h200x8:128", seconds=60, rss_gb=2, optimizer="adamw"),
-    Case("llama-405b on 4096", shapes.llama_405b, 2048, 8192, "h200x8:512", seconds=120, rss_gb=2, optimizer="adamw"),
+    _llama_405b("llama-405b", 128, 60),
+    _llama_405b("llama-405b at peak rates", 128, 60, peak=True),
+    _llama_405b("llama-405b at peak rates, 40 stages", 128, 0, peak=True, asked=FORTY_STAGES),
+    _llama_405b("llama-405b on 4096", 512, 120),
+    _llama_405b("llama-405b on 4096 at peak rates", 512, 120, peak=True),
 )
+GROWTH = ("layers", "devices")
 LAYERS = (12, 24, 48, 96)
 DEVICES = (8, 16, 32, 64, 128, 256, 384)
 LINES = (("#1f77b4", "captured_s"), ("#d62728", "solving_s"))
@@ -149,17 +169,19 @@ def result(case: Case, profile: int = 0) -> dict[str, Any]:
         model, given = case.make().bfloat16(), shapes.causal_batch(case.rows, case.length)
     wall = time.perf_counter()
     clock = Clock()
-    options = read_options(optimizer=case.optimizer, watch=clock.watch, cache=False)
+    options = read_options(optimizer=case.optimizer, watch=clock.watch, cache=False, **case.asked)
     batch, cluster = flatten(given), parse_cluster(case.cluster)
+    if case.peak:
+        cluster = at_peak_rates(cluster)
     capturer = CaptureCache(model)
     counted = _Clocked(capturer, clock)
     if profile:  # after the captures, which are remembered
-        planning.make_plan(capturer, batch, cluster, options, EVERYTHING)
-        profiled(lambda: planning.make_plan(capturer, batch, cluster, options, EVERYTHING), profile)
+        make.make_plan(capturer, batch, cluster, options, EVERYTHING)
+        profiled(lambda: make.make_plan(capturer, batch, cluster, options, EVERYTHING), profile)
         clock.lap()
         clock.seconds.clear()
     with timed_passes(clock):
-        plan = planning.make_plan(counted, batch, cluster, options, EVERYTHING).plan
+        plan = make.make_plan(counted, batch, cluster, options, EVERYTHING).plan
     clock.lap()
     total = sum(clock.seconds.values())
     assert plan.optimality
@@ -178,11 +200,20 @@ def result(case: Case, profile: int = 0) -> dict[str, Any]:
         "schedule": plan.schedule,
         "peak_gb": max(e.peak_bytes for e in plan.estimates) / 1e9,
         "limit_gb": cluster.devices[0].memory_bytes / 1e9,
+        "rates_reached": cluster.devices[0].efficiency,
         "step_ms": plan.step_ns / 1e6,
+        "bound_ms": plan.optimality.lower_bound / 1e6,
         "bubble": plan.bubble,
         "gap": plan.optimality.gap,
+        "alternatives": [f"{a.name}: {a.step_ns / 1e6:.0f} ms, {a.why}" for a in plan.alternatives],
         "notes": list(plan.notes),
     }
+
+
+def at_peak_rates(cluster: Cluster) -> Cluster:
+    """The same machines with kernels that reach the rates and the memory bandwidth of their data sheets."""
+    devices = tuple(replace(device, efficiency=1.0, memory_efficiency=1.0) for device in cluster.devices)
+    return replace(cluster, devices=devices)
 
 
 def profiled(work: Callable[[], Any], lines: int) -> None:
@@ -193,31 +224,27 @@ def profiled(work: Callable[[], Any], lines: int) -> None:
         pstats.Stats(profile).strip_dirs().sort_stats(order).print_stats(lines)
 
 
-def growth() -> dict[str, list[dict[str, Any]]]:
-    """Over layers on 16 devices, and over devices at 48 layers."""
+def growth(axis: str) -> list[dict[str, Any]]:
+    """Over "layers" on 16 devices, or over "devices" at 48 layers."""
 
     def at(layers: int, devices: int) -> dict[str, Any]:
         case = Case("", lambda: shapes.gpt2(layers, 1600, 25), 3072, 1024, f"a100x8:{devices // 8}")
-        return shapes.alone(lambda: {"layers": layers, "devices": devices, **result(case)})
+        found = shapes.alone(lambda: {"layers": layers, "devices": devices, **result(case)})
+        print(line(f"{layers} layers on {devices} devices", found), flush=True)
+        return found
 
-    found: dict[str, list[dict[str, Any]]] = {"layers": [], "devices": []}
-    for layers in LAYERS:
-        found["layers"].append(at(layers, 16))
-        print(line(f"{layers} layers", found["layers"][-1]), flush=True)
-    for devices in DEVICES:
-        found["devices"].append(at(48, devices))
-        print(line(f"{devices} devices", found["devices"][-1]), flush=True)
-    return found
+    return [at(layers, 16) for layers in LAYERS] if axis == "layers" else [at(48, devices) for devices in DEVICES]
 
 
 def line(name: str, found: dict[str, Any]) -> str:
     """One result on one line."""
     if "failed" in found:
-        return f"{name:12s} {found['failed']}"
+        return f"{name:36s} {found['failed']}"
     passes = sorted(found["passes_s"].items(), key=lambda item: -item[1])
     return (
-        f"{name:12s} {found['seconds']:6.1f} s ({found['wall_s']:.1f} by the wall), {found['solving_s']:5.2f} after "
-        f"capture, {found['rss_gb']:.2f} GB;  {found['stages']} stages, step {found['step_ms']:.0f} ms, "
+        f"{name:36s} {found['seconds']:6.1f} s ({found['wall_s']:.1f} by the wall), {found['solving_s']:5.2f} after "
+        f"capture, {found['rss_gb']:.2f} GB;  {found['stages']} stages of {max(found['replicas'])}, "
+        f"step {found['step_ms']:.0f} ms, at least {found['bound_ms']:.0f}, "
         f"bubble {found['bubble']:.0%};  " + "  ".join(f"{n} {s:.2f}" for n, s in passes if s >= 0.005)
     )
 
@@ -257,24 +284,44 @@ def judged(case: Case, found: dict[str, Any]) -> dict[str, bool]:
     }
 
 
+def kept() -> dict[str, Any]:
+    """What was written before."""
+    path = RESULTS / "plan_speed.json"
+    return json.loads(path.read_text()) if path.exists() else {}  # type: ignore[no-any-return]
+
+
+def written(targets: dict[str, Any], grown: dict[str, Any]) -> dict[str, bool]:
+    """Write what was measured beside what was before.  The claims about all of it."""
+    before = kept()
+    known = {**before.get("targets", {}), **targets}
+    known = {case.name: known[case.name] for case in TARGETS if case.name in known}
+    claims: dict[str, bool] = {}
+    for case in TARGETS:
+        claims |= judged(case, known[case.name]) if case.name in known else {}
+    grown = {**before.get("growth", {}), **grown}
+    write("plan_speed", {"claims": claims, "targets": known, "growth": grown})
+    if grown.keys() >= set(GROWTH):
+        (RESULTS / "plan_speed.svg").write_text(plot({axis: grown[axis] for axis in GROWTH}))
+    return claims
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="targets whose names contain this; nothing is written")
+    parser.add_argument("--only", default="", help="regular expression; what else was written before stays")
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="profile what comes after capture")
     given = parser.parse_args(argv)
     shapes.warm()
-    done, claims = {}, {}
+    claims: dict[str, bool] = {}
     for case in TARGETS:
-        if given.only in case.name:
-            done[case.name] = shapes.alone(lambda case=case: result(case, given.profile))  # type: ignore[misc]
-            print(line(case.name, done[case.name]), flush=True)
-            claims |= {} if given.profile else judged(case, done[case.name])
+        if re.search(given.only, case.name):
+            found = shapes.alone(lambda case=case: result(case, given.profile))  # type: ignore[misc]
+            print(line(case.name, found), flush=True)
+            claims = {} if given.profile else written({case.name: found}, {})
+    for axis in GROWTH:
+        if not given.profile and re.search(given.only, f"growth over {axis}"):
+            claims = written({}, {axis: growth(axis)})
     for claim, holds in claims.items():
         print("met   " if holds else "MISSED", claim)
-    if not given.only:
-        found = growth()
-        write("plan_speed", {"claims": claims, "targets": done, "growth": found})
-        (RESULTS / "plan_speed.svg").write_text(plot(found))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,11 @@ from autopart.files.plans import match_plan
 from autopart.ir.capabilities import EVERYTHING, RUNTIME
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.errors import CoupledLossError, RefusedError, UsageError
+from autopart.ir.shares import parts
 from autopart.ir.size import Size
 from autopart.options import read_options
-from autopart.planning import Planned, _at_one_size, make_plan
+from autopart.planning import Planned, make_plan
+from autopart.planning.restrictions import at_one_size
 
 SLOW = Cluster((Device("cpu", 1 << 40, 10**7, 10**12),) * 4, (Level(4, Link(0, 10**12)),))
 """Four devices on which only operations count, so that the smallest micro-batches have the shortest step."""
@@ -134,9 +136,24 @@ def test_replicas_of_such_a_program_are_refused() -> None:
 
 
 def test_of_uneven_growth_the_captured_size_is_left_or_the_only_one_asked_for() -> None:
-    for splits in (((8,), (2,) * 4, (1,) * 8), ((1,) * 8,)):
-        kept, _, note = _at_one_size(Size(2), splits, read_options(), RUNTIME)
-        assert kept == (((2,) * 4,) if len(splits) > 1 else splits) and f"of {kept[0][0]} row" in note
+    assert at_one_size(((8,), (2,) * 4, (1,) * 8), Size(2)) == ((2,) * 4,)
+    assert at_one_size(((1,) * 8,), Size(2)) == ((1,) * 8,)
+
+
+@pytest.mark.parametrize("extra", [expanding, refusing])
+def test_replicas_of_a_model_that_one_row_makes_another_program_get_two_rows_each(extra: Any) -> None:
+    plan = planned(extra, rows=4, runtime=False, micro_batches=1)[0].plan
+    assert max(len(stage.ranks) for stage in plan.stages) == 2
+    assert {own for stage in plan.stages for own in parts(stage.division, 0, 4)} <= {2, 4}
+    assert "replicas with one row of a micro-batch were left out: on a single row" in " ".join(plan.notes)
+    assert max(len(stage.ranks) for stage in planned(rows=4, runtime=False, micro_batches=1)[0].plan.stages) == 4
+
+
+def test_replicas_that_were_asked_for_and_would_have_such_a_row_are_refused_with_a_way_out() -> None:
+    with pytest.raises(UsageError, match=r"(?s)4 replicas cannot be planned.*single row.*at least 8 rows"):
+        planned(expanding, rows=4, runtime=False, replicas=4, micro_batches=1)
+    plan = planned(expanding, runtime=False, replicas=4, micro_batches=1)[0].plan
+    assert [len(stage.ranks) for stage in plan.stages] == [4] and plan.notes == ()
 
 
 def contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopart.ir.errors import ClusterError
 from autopart.ir.printable import shortened
@@ -111,6 +111,11 @@ class Cluster:
     def least_memory_bytes(self, ranks: tuple[int, ...]) -> int:
         """Bytes that a plan may use on every one of these ranks."""
         return min([self.devices[rank].memory_bytes for rank in ranks])
+
+    def with_less_memory(self, size_bytes: int) -> Cluster:
+        """The same machines, each with so much less memory."""
+        less = {d: replace(d, memory_bytes=max(1, d.memory_bytes - size_bytes)) for d in dict.fromkeys(self.devices)}
+        return replace(self, devices=tuple(less[device] for device in self.devices))
 
     @property
     def world(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopart.ir.cluster import Cluster
@@ -19,26 +19,33 @@ Retry = Callable[[PlanRequest, Cluster], Evaluation | None]
 """Another search: the best evaluation that fits, or None."""
 
 
-def alternatives(found: SearchResult) -> tuple[Alternative, ...]:
-    """Data parallelism alone, pipelining alone, and fewer and more stages, each with its best simulated step."""
-    best = found.best
-    assert best is not None
-    space, stages = best.space, best.candidate.partition.stages
+def alternatives(best: Evaluation, seen: Sequence[Evaluation], fastest: Evaluation) -> tuple[Alternative, ...]:
+    """Data parallelism alone, pipelining alone, and fewer and more stages, each with its best simulated step; and the
+    fastest, where the plan has fewer stages than that.
+
+    best: the plan that is taken.  seen: what else fits.  fastest: the plan itself, or one with more stages.
+    """
+    space, stages = best.space, best.stages
     wanted: list[tuple[str, Evaluation | None]] = []
     if space.request.may_replicate and stages > 1:
         wanted.append((f"data parallel alone, {_most_replicas(space)} replicas", _data_parallel(best)))
     for count in (stages - 1, stages + 1):
-        wanted.append((_count(count, "stage"), _fastest(e for e in found.seen if _stages(e) == count)))
+        if count != fastest.stages:
+            wanted.append((_count(count, "stage"), _fastest(e for e in seen if e.stages == count)))
     if space.request.may_replicate and max(map(len, best.candidate.ranks)) > 1:
-        without_replicas = [e for e in found.seen if len(e.candidate.ranks[0]) == 1 and _stages(e) > 1]
-        fastest = _fastest(without_replicas)
-        if fastest is not None:
-            wanted.append((f"no replicas, {_stages(fastest)} stages", fastest))
-    return tuple(_alternative(name, evaluation, best) for name, evaluation in wanted if evaluation is not None)
+        without_replicas = [e for e in seen if len(e.candidate.ranks[0]) == 1 and e.stages > 1]
+        found = _fastest(without_replicas)
+        if found is not None:
+            wanted.append((f"no replicas, {found.stages} stages", found))
+    others = tuple(_alternative(name, evaluation, best) for name, evaluation in wanted if evaluation is not None)
+    return others if fastest.stages == stages else (_faster(fastest, best), *others)
 
 
-def _stages(evaluation: Evaluation) -> int:
-    return evaluation.candidate.partition.stages
+def _faster(fastest: Evaluation, best: Evaluation) -> Alternative:
+    """The fastest, which has more stages than the plan."""
+    stages, slower = _count(fastest.stages, "stage"), best.step_ns / fastest.step_ns - 1
+    why = f"the plan is {slower:.1%} slower than {stages}; fewer stages"
+    return Alternative(f"the fastest, {stages}", fastest.step_ns, why)
 
 
 def _fastest(evaluations: Iterable[Evaluation]) -> Evaluation | None:
@@ -46,7 +53,7 @@ def _fastest(evaluations: Iterable[Evaluation]) -> Evaluation | None:
 
 
 def _most_replicas(space: SearchSpace) -> int:
-    return min(space.costs.cluster.world, max(max(rows) for rows in space.request.micro_rows))
+    return min(space.costs.cluster.world, max(map(space.request.most_replicas, space.request.micro_rows)))
 
 
 def _data_parallel(best: Evaluation) -> Evaluation | None:
@@ -55,7 +62,7 @@ def _data_parallel(best: Evaluation) -> Evaluation | None:
     order = best.candidate.layout.order
     evaluations = []
     for micro_rows in space.request.micro_rows:
-        replicas = min(space.costs.cluster.world, max(micro_rows))
+        replicas = min(space.costs.cluster.world, space.request.most_replicas(micro_rows))
         layout = Layout(replicas, 1, replicas, order)
         partition = Partition((0, space.chain.n), (1,), 0)
         candidate = Candidate(partition, layout, micro_rows, space.request.schedules[0])

@@ -66,6 +66,11 @@ class Evaluation:
         return self.space.chain.n, *self.candidate.key
 
     @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return self.candidate.partition.stages
+
+    @property
     def fits(self) -> bool:
         """Whether every stage fits its devices."""
         return self.over_bytes == 0
@@ -156,7 +161,7 @@ class Evaluator:
             compress=request.compress,
         )
         found = self._fit(space, candidate, decision)
-        unequal = in_proportion(decision, estimator)
+        unequal = in_proportion(decision, estimator, request.least_rows)
         return found if unequal == decision else min(found, self._fit(space, candidate, unequal), key=_slowest)
 
     def _fit(self, space: SearchSpace, candidate: Candidate, decision: Decision) -> Fitted:

@@ -51,7 +51,7 @@ def _candidates(space: SearchSpace, all_layouts: list[Layout]) -> Iterator[Candi
             replicas = max(partition.widths) * layout.pipeline_replicas
             schedules = request.schedules if partition.stages > 1 else request.schedules[:1]
             for micro_rows in request.micro_rows:
-                if replicas <= max(micro_rows):
+                if replicas <= request.most_replicas(micro_rows):
                     for schedule in schedules:
                         yield Candidate(partition, layout, micro_rows, schedule)
 

@@ -2,6 +2,10 @@
 
 Only over captured ops are clones and recomputed groups counted exactly.  A plan that then needs more memory than its
 blocks said is evaluated once more with so much left free, which costs it some recomputation, and takes its turn again.
+
+Of plans that are about as fast the one with the fewest stages is handed out: what the simulator leaves out (ranks that
+slow each other down, variation between micro-batches, a rank that fails) grows with the devices that a micro-batch
+passes.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import edges, route
 from autopart.passes.program.schedules import find
 from autopart.passes.program.verify import check_program
-from autopart.passes.search.archive import SearchResult
+from autopart.passes.search.archive import SearchResult, about_as_fast
 from autopart.passes.search.diagnostics import alternatives
 from autopart.passes.search.evaluation import Evaluation, Evaluator
 from autopart.passes.search.space import PlanRequest, SearchSpace
@@ -32,66 +36,115 @@ TIGHTER = 3
 
 @dataclass(frozen=True)
 class Finalized:
-    """decision, report: over captured ops.  evaluation: of the candidate that was taken, over blocks."""
+    """decision, report: over captured ops.  evaluation: of the candidate that was taken, over blocks.  fastest_ns: step
+    of the fastest plan that was proven, which may have more stages."""
 
     decision: Decision
     report: Report
     evaluation: Evaluation
+    fastest_ns: int
 
 
-def finalize(found: SearchResult, graph: Graph, estimator: Estimator, space: SearchSpace) -> Finalized | None:
-    """The fastest of the plans found that also fits over captured ops, and whose program is proven.
+@dataclass(frozen=True)
+class _Proven:
+    """A plan over captured ops that fits, and its program, which is proven."""
 
-    Before: found.best is set.  space: the blocks that were cut.  None when no plan fits.  Clones make a plan slower
-    over ops than over blocks, so the next ones take their turn as long as their blocks promise a faster step than the
-    best has over ops.  O(found * (ops + uses)), and the programs of those that took their turn and fit.
+    decision: Decision
+    program: Program
+    report: Report
+    evaluation: Evaluation
+
+    @property
+    def step_ns(self) -> int:
+        return self.report.step_ns
+
+    @property
+    def stages(self) -> int:
+        return len(self.decision.stages)
+
+
+def finalize(found: SearchResult, graph: Graph, estimator: Estimator, space: SearchSpace) -> Finalized | Evaluation:
+    """Of the plans found that also fit over captured ops, and whose programs are proven, the one with the fewest stages
+    that is about as fast as the fastest (`about_as_fast`); of several the fastest.
+
+    Before: found.best is set.  space: the blocks that were cut.  When none fits, the one that lacks least.  Clones make
+    a plan slower over ops than over blocks, so the next ones take their turn as long as their blocks promise a step
+    that is faster, or about as fast with fewer stages.  O(found * (ops + uses)), and the programs of those that took
+    their turn.
     """
     assert found.best is not None
     evaluations = {evaluation.key: evaluation for evaluation in (found.best, *found.seen)}
     queue = [(evaluation.step_ns, i, 0, 0, evaluation) for i, evaluation in enumerate(evaluations.values())]
     heapify(queue)
-    best: Finalized | None = None
-    taken: Program | None = None
+    proven: list[_Proven] = []
+    lacking: list[Evaluation] = []
     known_ns: _Known = {}
-    while queue and (best is None or queue[0][0] < best.report.step_ns):
-        _, i, spare, turn, evaluation = heappop(queue)
+    while queue:
+        step_ns, i, spare, turn, evaluation = heappop(queue)
+        if not _may_be_taken(step_ns, evaluation, proven):
+            continue
         decision = check_decision(_over_ops(evaluation, graph), graph)
         estimates = stage_estimates(decision, edges(decision, graph), estimator)
-        # First, since to route and to prove a long program takes longer.
-        if fits(decision, graph, estimator):
+        excess = excess_of(decision, edges(decision, graph), estimator)
+        if max(excess) <= 0:  # first, since to route and to prove a long program takes longer
             program = check_program(route(decision, graph), decision.schedule)
-            report = estimate(decision, program, estimator)
-            known_ns[evaluation.key] = report.step_ns
-            if best is None or report.step_ns < best.report.step_ns:
-                best, taken = Finalized(decision, report, evaluation), program
+            proven.append(_Proven(decision, program, estimate(decision, program, estimator), evaluation))
+            known_ns[evaluation.key] = proven[-1].step_ns
             continue
+        worst = max(range(len(excess)), key=excess.__getitem__)
+        lacking.append(replace(evaluation, estimates=estimates, over_bytes=excess[worst], stage=worst))
         known_ns.setdefault(evaluation.key, None)
         if space.request.may_recompute and turn < TIGHTER:
             spare = _unsaid_bytes(estimates, evaluation.estimates)  # more than the last time, since it was not enough
             again = Evaluator(spare)(evaluation.space, evaluation.candidate)
             if again.fits:
                 heappush(queue, (again.step_ns, i, spare, turn + 1, again))
-    if taken is not None and estimator.context.cluster.kind == "cuda":
-        check_messages(taken)
-    return None if best is None else _explained(best, found, known_ns, graph, space)
+    if not proven:
+        return min(lacking, key=lambda each: each.over_bytes)
+    taken = min(_good(proven), key=lambda each: (each.stages, each.step_ns))
+    if estimator.context.cluster.kind == "cuda":
+        check_messages(taken.program)
+    return _explained(taken, proven, found, known_ns, graph, space)
+
+
+def _good(proven: list[_Proven]) -> list[_Proven]:
+    """Those that are about as fast as the fastest."""
+    limit = about_as_fast(min(each.step_ns for each in proven))
+    return [each for each in proven if each.step_ns <= limit]
+
+
+def _may_be_taken(step_ns: int, evaluation: Evaluation, proven: list[_Proven]) -> bool:
+    """Whether a plan with this step over blocks may be the fastest, or of the good ones that with the fewest stages."""
+    if not proven or step_ns < min(each.step_ns for each in proven):
+        return True
+    good = _good(proven)
+    return step_ns <= about_as_fast(min(each.step_ns for each in good)) and evaluation.stages < min(
+        each.stages for each in good
+    )
 
 
 def _explained(
-    taken: Finalized,
+    taken: _Proven,
+    proven: list[_Proven],
     found: SearchResult,
     known_ns: _Known,
     graph: Graph,
     space: SearchSpace,
 ) -> Finalized:
-    """With notes and alternatives, of which none is listed that is known not to fit."""
-    steps = [(e, known_ns.get(e.key, e.step_ns)) for e in found.seen if e is not taken.evaluation]
-    seen = tuple(replace(e, step_ns=step_ns) for e, step_ns in steps if step_ns is not None)
+    """With notes and alternatives, of which none is listed that is known not to fit, or faster over blocks alone."""
+    evaluation, step_ns = taken.evaluation, taken.step_ns
+    judged = [(e, known_ns[e.key]) for e in found.seen if e is not evaluation and e.key in known_ns]
+    steps = judged + [(e, e.step_ns) for e in found.seen if e.key not in known_ns and e.step_ns >= step_ns]
+    seen = tuple(replace(e, step_ns=known) for e, known in steps if known is not None)
+    fastest = min(proven, key=lambda each: (each.step_ns, each.stages))
     report = replace(
         taken.report,
         notes=notes_of(taken.decision, space.chain.n, space.request, graph),
-        alternatives=alternatives(replace(found, best=taken.evaluation, seen=(taken.evaluation, *seen))),
+        alternatives=alternatives(
+            replace(evaluation, step_ns=step_ns), seen, replace(fastest.evaluation, step_ns=fastest.step_ns)
+        ),
     )
-    return replace(taken, report=report)
+    return Finalized(taken.decision, report, evaluation, fastest.step_ns)
 
 
 def _over_ops(evaluation: Evaluation, graph: Graph) -> Decision:

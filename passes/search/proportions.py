@@ -15,43 +15,45 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from autopart.ir.plan import Decision, Stage
-from autopart.ir.shares import MOST_SHARES
+from autopart.ir.shares import MOST_SHARES, division, parts
 from autopart.ir.size import Size
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.simulation.stage_costs import Estimator
 
 
-def dealt_out(rows: int, row_ns: Sequence[int]) -> tuple[int, ...]:
-    """Rows of each device, at least one; row_ns: nanoseconds that each needs for a row.  O(rows log devices)."""
-    found = [1] * len(row_ns)
-    queue = [(2 * taken, place) for place, taken in enumerate(row_ns)]
+def dealt_out(rows: int, row_ns: Sequence[int], least: int = 1) -> tuple[int, ...]:
+    """Rows of each device, at least `least`; row_ns: nanoseconds that each needs for a row.  O(rows log devices)."""
+    found = [least] * len(row_ns)
+    queue = [((least + 1) * taken, place) for place, taken in enumerate(row_ns)]
     heapify(queue)
-    for _ in range(rows - len(found)):
+    for _ in range(rows - sum(found)):
         end, place = heappop(queue)
         found[place] += 1
         heappush(queue, (end + row_ns[place], place))
     return tuple(found)
 
 
-def in_proportion(decision: Decision, estimator: Estimator) -> Decision:
+def in_proportion(decision: Decision, estimator: Estimator, least_rows: int = 1) -> Decision:
     """The decision with the rows of each stage on unlike devices in proportion to their speed; itself where there are
-    none, or fewer rows than devices.  O(uses + rows log devices)."""
-    rows = max(decision.micro_rows)
-    return replace(decision, stages=tuple(_in_proportion(stage, rows, estimator) for stage in decision.stages))
+    none, or too few rows for `least_rows` on each.  O(uses + rows log devices)."""
+    stages = tuple(_in_proportion(stage, decision.micro_rows, estimator, least_rows) for stage in decision.stages)
+    return replace(decision, stages=stages)
 
 
-def _in_proportion(stage: Stage, rows: int, estimator: Estimator) -> Stage:
-    setting = estimator.context
+def _in_proportion(stage: Stage, micro_rows: Sequence[int], estimator: Estimator, least_rows: int) -> Stage:
+    setting, rows = estimator.context, max(micro_rows)
     kinds = [setting.device_types.index(setting.cluster.devices[rank]) for rank in stage.ranks]
-    if len(set(kinds)) == 1 or rows < len(kinds) or not stage.division.splits:
+    if len(set(kinds)) == 1 or rows < least_rows * len(kinds) or not stage.division.splits:
         return stage
     size = Size(stage.division.largest_part(rows))
     taken = {}
     for kind in set(kinds):
         ops = estimator.graph(size, kind).ops
         taken[kind] = max(1, sum(ops[name].cost.total_ns for name in stage.ops))
-    shares = dealt_out(min(rows, MOST_SHARES), [taken[kind] for kind in kinds])
-    return stage if len(set(shares)) == 1 else replace(stage, shares=shares)
+    shares = dealt_out(min(rows, MOST_SHARES), [taken[kind] for kind in kinds], least_rows)
+    divided = division(len(kinds), shares)
+    too_few = any(0 < own < least_rows for each in set(micro_rows) for own in parts(divided, 0, each))
+    return stage if len(set(shares)) == 1 or too_few else replace(stage, shares=shares)
 
 
 def by_speed(times: list[Ints]) -> Ints:

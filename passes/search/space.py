@@ -51,6 +51,7 @@ class PlanRequest:
     pins: Mapping[str, int] = field(default_factory=dict)
     replicas: int | tuple[int, ...] | None = None
     policy: Policy = "split"
+    least_rows: int = 1
     recompute: str = "auto"
     recomputed: tuple[tuple[str, ...], ...] = ()
     zero: int | str = "auto"
@@ -104,8 +105,10 @@ class PlanRequest:
         return math.gcd(*self.replicas) if isinstance(self.replicas, tuple) else self.replicas or 1
 
     def most_replicas(self, micro_rows: Sequence[int]) -> int:
-        """How many of a stage have something to do."""
-        return len(micro_rows) if self.policy == "turn" else max(micro_rows)
+        """How many of a stage have something to do, and `least_rows` rows at least where they have any."""
+        if self.policy == "turn":
+            return len(micro_rows)
+        return max(micro_rows) if self.least_rows == 1 else max(1, min(micro_rows) // self.least_rows)
 
     def replicas_of(self, stages: int) -> tuple[int, ...] | None:
         """What the user fixed for each of so many stages, or None."""

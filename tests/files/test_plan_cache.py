@@ -16,7 +16,6 @@ from support.plans import changed
 from torch import nn
 
 import autopart
-from autopart import planning
 from autopart.cli.main import main
 from autopart.files import plan_cache
 from autopart.files.kept import CacheWarning, read_kept, write_kept
@@ -30,7 +29,7 @@ from autopart.passes import pipeline
 from autopart.passes.pipeline import PlannerInput, build, recheck
 from autopart.passes.program import schedules
 from autopart.passes.search.space import PlanRequest
-from autopart.planning import plan_key
+from autopart.planning import make, plan_key
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +161,7 @@ def test_the_key_covers_costs_modules_captures_and_versions(monkeypatch: pytest.
     ]
     assert len(set(keys)) == len(keys)
     assert key(replace(known, graph=elsewhere)) == keys[0] == key(source(g, cluster(2)))
-    monkeypatch.setattr(planning, "planner_digest", lambda: "another planner")
+    monkeypatch.setattr(make, "planner_digest", lambda: "another planner")
     assert key(known) not in keys
 
 

@@ -325,6 +325,41 @@ def test_a_plan_that_is_slower_over_ops_than_its_blocks_said_makes_room_for_the_
         assert alternative.step_ns >= p.step_ns or alternative.why.startswith("does not fit")
 
 
+@pytest.mark.parametrize(("slower", "stages"), [(1.005, 3), (1.02, 4)])
+def test_of_plans_about_as_fast_the_one_with_the_fewest_stages_is_taken_and_said_so(
+    slower: float, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g, c = layers(8, size=64), cluster(4)
+    known = plan_of(g, c, micros=8)
+    (three_ns,) = [a.step_ns for a in known.alternatives if a.name == "3 stages"]
+    four_ns = int(three_ns / slower)
+
+    def told(decision: Decision, *args: Any) -> Report:
+        report = estimate(decision, *args)
+        return replace(report, step_ns=four_ns if len(decision.stages) == 4 else report.step_ns)
+
+    monkeypatch.setattr(finish, "estimate", told)
+    p = plan_of(g, c, micros=8)
+    assert len(known.stages) == 4 and len(p.stages) == stages
+    said = [a for a in p.alternatives if a.name == "the fastest, 4 stages"]
+    assert p.optimality is not None and p.optimality.objective == p.step_ns
+    if stages == 4:
+        assert not said
+        return
+    assert said[0].step_ns == four_ns and said[0].why == "the plan is 0.5% slower than 4 stages; fewer stages"
+    assert said[0].why in p.explain()
+    assert p.optimality.lower_bound <= four_ns and not p.optimality.proved
+
+
+def test_where_no_plan_fits_over_ops_the_excess_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def more(*args: Any) -> list[int]:
+        return [excess + (1 << 50) for excess in excess_of(*args)]
+
+    monkeypatch.setattr(finish, "excess_of", more)
+    with pytest.raises(InfeasibleError, match=r"[1-9][\d.]* GiB too much"):
+        plan_of(layers(4), cluster(2), micros=4)
+
+
 def test_a_plan_that_does_not_fit_over_ops_is_no_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
     g, c = layers(8, size=64), cluster(4)
     assert "3 stages" in {a.name for a in plan_of(g, c, micros=8, stages=None).alternatives}

@@ -12,6 +12,7 @@ from support.planner_oracle import two_kinds
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.plan import Decision, Plan
+from autopart.ir.shares import parts
 from autopart.passes.program.routing import route
 from autopart.passes.search.proportions import dealt_out
 from autopart.passes.simulation.estimate import estimate
@@ -50,3 +51,12 @@ def test_a_slow_device_beside_a_fast_one_gets_fewer_rows_and_the_step_is_shorter
 def test_equal_devices_have_equal_shares() -> None:
     plan = plan_of(MODEL, two_kinds(2), rows=(12, 12), stages=1, replicas=2)
     assert plan.stages[0].shares == ()
+
+
+@pytest.mark.parametrize("rows", [(12, 12), (5, 4)])
+def test_the_slow_device_gets_as_many_rows_as_a_replica_has_at_least(rows: tuple[int, ...]) -> None:
+    c = two_kinds(2, fast=(0,), slower=30)
+    (stage,) = plan_of(MODEL, c, rows=rows, stages=1, replicas=2, least_rows=2).stages
+    assert min(own for each in rows for own in parts(stage.division, 0, each)) == 2
+    (stage,) = plan_of(MODEL, c, rows=rows, stages=1, replicas=2).stages
+    assert min(own for each in rows for own in parts(stage.division, 0, each)) < 2

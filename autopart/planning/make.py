@@ -16,20 +16,19 @@ from autopart.capture.batch import Batch
 from autopart.capture.family import ProgramFamily, another_size, capture_family
 from autopart.capture.gc_pause import gc_paused
 from autopart.capture.gradients import require_something_to_train
-from autopart.capture.reduction import WHOLE, BatchRule, couples_rows, loss_reduction, row_layouts
+from autopart.capture.reduction import WHOLE, BatchRule, loss_reduction, row_layouts
 from autopart.capture.splits import Splits, other_sizes, ways_to_split
-from autopart.capture.token_axis import WHOLE_SEQUENCES, AskedSlices, asked_slices
+from autopart.capture.token_axis import AskedSlices, asked_slices
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import CostedGraph, costed
 from autopart.files.plan_cache import find_plan, keep_plan, planner_digest
 from autopart.files.plans import VERSION, load_plan, match_plan
 from autopart.ir.capabilities import RUNTIME, Capabilities, lacking
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import CaptureError, CoupledLossError, PlanError, RefusedError, UsageError
+from autopart.ir.errors import PlanError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Plan, Precision
 from autopart.ir.program import BUCKET_BYTES
-from autopart.ir.shares import parts
 from autopart.ir.size import Size
 from autopart.options import Options
 from autopart.passes.graph.module_groups import wanted_groups
@@ -40,6 +39,14 @@ from autopart.passes.program.routing import divided_values
 from autopart.passes.program.schedules import BUILT_IN, find
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
+from autopart.planning.problem import Problem
+from autopart.planning.restrictions import (
+    at_known_sizes,
+    needs_more_rows,
+    with_more_rows,
+    with_reduction,
+    with_undivided_values,
+)
 
 
 @dataclass(frozen=True)
@@ -75,9 +82,9 @@ def make_plan(
     family = capture_family(captures, batch, _first_size(splits, batch, cluster, options), other_sizes(splits, batch))
     require_something_to_train(family.base.graph)
     # What to plan: how the batch may be cut, and whether stages may have replicas.
-    problem = _problem(family, splits, cluster, options, abilities)
+    problem = at_known_sizes(Problem(family, splits, cluster, options, abilities))
     # How the losses of its parts combine to the batch's, or a refusal.
-    problem, reduction = _with_reduction(problem, family, splits)
+    problem, reduction = with_reduction(problem, family, splits)
     # Whether sequences may be cut, where that is asked for.
     problem = _with_slices(problem, captures, batch)
     # What every op costs at the size of the base; the cost model extends it to where the program is known.
@@ -86,95 +93,21 @@ def make_plan(
         # The fastest plan under these costs; it has to be the program that will run, with the costs of its own size.
         return _settled(problem, costs, _built(problem, costs), reduction)
     except RefusedError as refusal:
-        if not abilities.replicas or options.replicas is not None:
-            raise
-        alone = _without_replicas(problem, refusal.what)
+        alone = with_undivided_values(problem, refusal)
         return _settled(alone, costs, _built(alone, costs), reduction)
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """What to plan.  family: its base is the program whose costs are taken; splits: to choose from; notes: what to say
-    about that choice."""
-
-    family: ProgramFamily
-    splits: Splits
-    cluster: Cluster
-    options: Options
-    abilities: Capabilities
-    notes: tuple[str, ...] = ()
-    slices: AskedSlices = WHOLE_SEQUENCES
-
-
-def _problem(
-    family: ProgramFamily, splits: Splits, cluster: Cluster, options: Options, abilities: Capabilities
-) -> _Problem:
-    """With all splits where the program, and so its costs, is known at all their sizes; else with those of one size."""
-    sizes = {Size(max(micro_rows)) for micro_rows in splits}
-    shares = {Size(1)} if abilities.replicas and options.replicas != 1 else set()
-    if family.refusal is None and (family.other is None or family.known(sizes | shares)):
-        return _Problem(family, splits, cluster, options, abilities)
-    kept, options, note = _at_one_size(family.base.graph.size, splits, options, abilities)
-    return _Problem(family.alone(Size(max(kept[0]))), kept, cluster, options, abilities, (note,))
-
-
-def _without_replicas(problem: _Problem, why: str) -> _Problem:
-    """The same with one device for each stage, and a note on it.  Raises UsageError where the user wants more."""
-    if problem.options.replicas not in (None, 1):
-        raise UsageError("replicas cannot be planned for this model", why=why, fix="use replicas=1")
-    options = replace(problem.options, replicas=1)
-    return replace(problem, options=options, notes=(*problem.notes, f"no replicas were tried: {why}"))
-
-
-def _with_reduction(problem: _Problem, family: ProgramFamily, splits: Splits) -> tuple[_Problem, LossReduction]:
-    """How the losses of parts of the batch combine; without replicas where a micro-batch is the whole batch, which has
-    none to combine, and could not be cut.  family, splits: all there are, though costs be known at one size alone."""
-    options = problem.options
-    may = problem.abilities.replicas and options.replicas is None  # a plan shows what could be; what runs is exact
-    if may and problem.abilities == RUNTIME and couples_rows(family.base.graph, synced=options.sync_batchnorm):
-        why = "each would have batch statistics and buffers of its own rows, as in DistributedDataParallel"
-        problem = _without_replicas(problem, f"{why}; replicas= asks for that, sync_batchnorm=True shares them")
-        options = problem.options
-    whole = all(len(micro_rows) == 1 for micro_rows in splits)
-    if whole and problem.abilities.replicas and options.replicas != 1:
-        if family.batch.rows in (None, 1):
-            return _without_replicas(problem, "the batch has no rows to divide"), WHOLE
-        halves = tuple((*micro_rows, *micro_rows) for micro_rows in splits)
-        try:
-            return problem, loss_reduction(family, halves, options.loss_reduction)
-        except CoupledLossError as refusal:
-            if options.replicas is not None:
-                raise
-            return _without_replicas(problem, refusal.what), WHOLE
-    return problem, loss_reduction(family, splits, options.loss_reduction)
-
-
-def _with_slices(problem: _Problem, captures: CaptureCache, batch: Batch) -> _Problem:
+def _with_slices(problem: Problem, captures: CaptureCache, batch: Batch) -> Problem:
     """With the slices that are asked for."""
     asked = asked_slices(problem.options.token_slices, captures, batch, problem.family.base.graph.size)
     return replace(problem, slices=asked, notes=(*problem.notes, *asked.notes))
 
 
-def _at_one_size(size: Size, splits: Splits, options: Options, abilities: Capabilities) -> tuple[Splits, Options, str]:
-    """What can be planned with costs at one size alone: the splits that have it, without replicas, and a note on it."""
-    if abilities.replicas and options.replicas not in (None, 1):
-        raise UsageError(
-            "replicas cannot be planned for this model",
-            why="its program does not grow evenly with the rows, so the costs of a share of them are not known",
-            fix="use replicas=1",
-        )
-    kept = tuple(micro_rows for micro_rows in splits if max(micro_rows) == size.rows) or splits[-1:]
-    what = f"only micro-batches of {Size(max(kept[0]))}"
-    if abilities.replicas and options.replicas is None:
-        what, options = f"{what} and no replicas", replace(options, replicas=1)
-    return kept, options, f"{what} were tried: the program does not grow evenly with the rows"
-
-
-def _costs(problem: _Problem) -> CostedGraph:
+def _costs(problem: Problem) -> CostedGraph:
     return costed(problem.family.base, problem.cluster.devices[0], problem.options.costs)
 
 
-def _built(problem: _Problem, costs: CostedGraph) -> Plan:
+def _built(problem: Problem, costs: CostedGraph) -> Plan:
     """The plan for one of the splits, kept from before or new."""
     resizable = problem.family.resizable(costs.graph)
     request, notes = _request(problem, costs.graph)
@@ -187,7 +120,7 @@ def _built(problem: _Problem, costs: CostedGraph) -> Plan:
     return replace(plan, provenance=replace(plan.provenance, precision=precision)).with_notes(*costs.notes, *notes)
 
 
-def _request(problem: _Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, ...]]:
+def _request(problem: Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, ...]]:
     """What is asked of the passes, and what to say about the optimizer."""
     options = problem.options
     base = problem.family.base
@@ -208,6 +141,7 @@ def _request(problem: _Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, .
         zero=options.zero,
         bucket_bytes=options.bucket_bytes or BUCKET_BYTES,
         compress=options.compress,
+        least_rows=problem.least_rows,
         token_slices=problem.slices.token_slices,
         token_axis=problem.slices.axis,
         state_factor=factor,
@@ -218,33 +152,35 @@ def _request(problem: _Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, .
     return request, notes
 
 
-def _settled(problem: _Problem, costs: CostedGraph, plan: Plan, reduction: LossReduction) -> Planned:
+def _settled(problem: Problem, costs: CostedGraph, plan: Plan, reduction: LossReduction) -> Planned:
     """The plan for what runs: captured at its own size, and planned once more with costs of that size.
 
-    A model without values is not measured: of its plan only the digest is that of its own size; and whether replicas
-    with a single row of it run its program is seen by who has the values.
+    A model without values is not measured: of its plan only the digest is that of its own size.
     """
-    family, notes = problem.family, problem.notes
-    single = _least_rows(plan) == 1 < min(plan.micro_rows) and not family.on_meta
-    if single and not _runs_on_one_row(problem):
-        problem = _without_replicas(problem, "on a single row the model runs other operations")
-        plan, notes = _built(problem, costs), problem.notes
-    if min(plan.micro_rows) == 1 and not _runs_on_one_row(problem):
-        larger = tuple(micro_rows for micro_rows in problem.splits if min(micro_rows) > 1)
-        plan = _built(replace(problem, splits=larger), costs)
-        notes += ("micro-batches of one row were left out: on a single row the model runs other operations",)
+    problem, plan = _with_enough_rows(problem, costs, plan)
+    family = problem.family
     size = Size(max(plan.micro_rows))
     captured = family.base
     if family.other is not None and size != captured.graph.size:
         if not family.on_meta:
             own = replace(problem, family=family.based_at(size), splits=(plan.micro_rows,))
-            plan, captured = _built(own, _costs(own)), own.family.base
+            measured = _costs(own)
+            problem, plan = _with_enough_rows(own, measured, _built(own, measured))
+            captured = own.family.base
         elif size.rows > 1:
             plan = _made_for(plan, family.at(size))
         else:
             captured = family.captured(size)
             plan = _made_for(plan, captured.graph)
-    return Planned(plan.with_notes(*notes), captured, _rule(plan, captured, family, reduction, problem.slices))
+    return Planned(plan.with_notes(*problem.notes), captured, _rule(plan, captured, family, reduction, problem.slices))
+
+
+def _with_enough_rows(problem: Problem, costs: CostedGraph, plan: Plan) -> tuple[Problem, Plan]:
+    """The plan, or another one where on a single row, which it has somewhere, the model runs another program."""
+    if not needs_more_rows(problem, plan):
+        return problem, plan
+    larger = with_more_rows(problem)
+    return larger, _built(larger, costs)
 
 
 def _rule(plan: Plan, captured: Captured, family: ProgramFamily, loss: LossReduction, slices: AskedSlices) -> BatchRule:
@@ -253,25 +189,6 @@ def _rule(plan: Plan, captured: Captured, family: ProgramFamily, loss: LossReduc
         return BatchRule(WHOLE)
     divided = divided_values(plan.decision, captured.graph, slices.once if plan.decision.token_slices else ())
     return BatchRule(loss, row_layouts(family, loss, *divided))
-
-
-def _least_rows(plan: Plan) -> int:
-    """The fewest rows that a replica has of a micro-batch, if it has any."""
-    pairs = {(rows, stage.division) for rows in plan.micro_rows for stage in plan.stages}
-    return min(own for rows, divided in pairs for own in parts(divided, 0, rows) if own)
-
-
-def _runs_on_one_row(problem: _Problem) -> bool:
-    """Whether a single row runs the program of several.  Raises the reason why not when there is no larger split."""
-    if problem.family.base.graph.size == Size(1):
-        return True
-    try:
-        problem.family.captured(Size(1))
-    except (CaptureError, RefusedError):
-        if all(min(micro_rows) == 1 for micro_rows in problem.splits):
-            raise
-        return False
-    return True
 
 
 def _made_for(plan: Plan, graph: Graph) -> Plan:

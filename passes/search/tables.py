@@ -30,7 +30,7 @@ from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import INFEASIBLE, Table, by_length, ends_of
 from autopart.passes.search.proportions import by_speed
 from autopart.passes.search.space import Bools, SearchSpace
-from autopart.passes.simulation.stage_costs import copying_ns, optimizer_ns
+from autopart.passes.simulation.stage_costs import copying_ns, optimizer_ns, summing_ns
 from autopart.passes.simulation.traffic import PortLoad
 
 GROUPS = (2, 4, 8)
@@ -78,12 +78,13 @@ class TableMemo:
 
 class _Place(NamedTuple):
     """Device types and least memory of a stage's devices (types of each where they differ, since they share the work);
-    pace of messages into it and of the sum over its replicas."""
+    pace of messages into it and of the sum over its replicas; summing: ns per byte that the sum takes of their work."""
 
     device_types: tuple[int, ...]
     memory_bytes: int
     arriving: tuple[int, float]
     ring: tuple[int, float]
+    summing: float
 
 
 class _Memory(NamedTuple):
@@ -136,7 +137,8 @@ class StageCostTables:
             device_types = tuple(sorted(set(device_types)))  # the slowest counts
         memory = INFEASIBLE if self._request.ignore_memory else costs.cluster.least_memory_bytes(ranks)
         arriving = load_into(self._space, self._layout, start, width).pace
-        return _Place(device_types, memory, arriving, self._space.loads.ring_allreduce(ranks).pace)
+        summing = summing_ns(1 << 30, ranks, costs.cluster) / (1 << 30)
+        return _Place(device_types, memory, arriving, self._space.loads.ring_allreduce(ranks).pace, summing)
 
     def _live(self, k: int) -> int:
         """Micro-batches in flight on the k-th stage from the end.
@@ -254,10 +256,10 @@ class StageCostTables:
             if hides and place.ring[1]:
                 last = alone_ns(np.minimum(sent, self._space.request.bucket_bytes), *place.ring)
                 reduce = np.maximum(reduce - self._times(share, place.device_types)[1], last)
-            return reduce + optimizer
+            return reduce + (sent * place.summing).astype(np.int64) + optimizer
 
         hides = self._space.costs.overlap
-        key = self._longest, share if hides else 0, place.ring, place.device_types
+        key = self._longest, share if hides else 0, place.ring, place.summing, place.device_types
         return _remembered(self._memo.following, key, compute)
 
     # ---- memory ----------------------------------------------------------------------------------------------------

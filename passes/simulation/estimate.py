@@ -11,7 +11,14 @@ from autopart.passes.program.schedules import find, in_flight, most_tokens, patt
 from autopart.passes.simulation.play import Message, SliceWork, Work
 from autopart.passes.simulation.simulate import ordered_ns, simulate, step_ns
 from autopart.passes.simulation.slices import SliceShares, contexts_of, share_of
-from autopart.passes.simulation.stage_costs import Estimator, GraphIndex, StageContext, excess_bytes, sent_share
+from autopart.passes.simulation.stage_costs import (
+    Estimator,
+    GraphIndex,
+    StageContext,
+    excess_bytes,
+    sent_share,
+    summing_ns,
+)
 
 Estimates = tuple[Estimate, ...]
 """Of each stage, in order."""
@@ -142,6 +149,7 @@ def _work(
             for name, users in shared
         ),
         reduce=tuple((size, loads.ring(ranks, 1 if decision.zero else 2)) for size, ranks in summed),
+        summing_ns=tuple(summing_ns(size, ranks, estimator.context.cluster) for size, ranks in summed),
         gather=tuple((size, loads.ring(ranks, 1)) for size, ranks in trained) if decision.zero else (),
         optimizer_ns=tuple(e.optimizer_ns for e in estimates),
         overlap=estimator.context.overlap,

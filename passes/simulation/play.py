@@ -61,7 +61,8 @@ class Work:
     reduce: bytes and load of the sum of gradients over replicas.  optimizer_ns: the optimizer's step.  overlap: sums
     over replicas run beside the last backward, bucket by bucket (`ir.program`), instead of after it.  gather: bytes and
     load of the new values of parameters, which replicas that share the optimizer's state send each other behind its
-    step.  bucket_bytes: summed at once (`Decision`).  slices: of each slice, in order, where sequences are cut; what is
+    step.  bucket_bytes: summed at once (`Decision`).  summing_ns: what sums take from the cores that compute, on CPUs;
+    empty: nothing.  slices: of each slice, in order, where sequences are cut; what is
     said of micro-batches here is then of no use but for the loads."""
 
     fwd_ns: tuple[int, ...]
@@ -76,6 +77,7 @@ class Work:
     slices: tuple[SliceWork, ...] = ()
     turns: tuple[int, ...] = ()
     bucket_bytes: int = BUCKET_BYTES
+    summing_ns: tuple[int, ...] = ()
 
     def held(self, stage: int, piece: int) -> int:
         """Bytes that a micro-batch, or one slice of it, holds on a stage."""
@@ -145,6 +147,7 @@ class StepCode:
             sums = self.meetings[self._meetings[stages[0]]].sums
             sums.append((stages, self._wires.get((SUM_TIED, place), _NOWHERE)))
         self.buckets = [_buckets(size, load, work.bucket_bytes) for size, load in work.reduce]
+        self.summing_ns = work.summing_ns or (0,) * len(work.reduce)
         self._channels: dict[tuple[int, int, Hashable], int] = {}
         self._times = [{FORWARD: part.fwd_ns, BACKWARD: part.bwd_ns} for part in work.slices or (work,)]
 
@@ -223,6 +226,7 @@ class Play:
         """spans: where to note them, if at all."""
         self._lanes = {lane.rank: lane for lane in lanes}
         self._meetings, self._buckets, self._overlap, self._spans = code.meetings, code.buckets, overlap, spans
+        self._summing_ns = code.summing_ns
         self._free: defaultdict[int, int] = defaultdict(int)
         self._end = 0
         self._ranks_of: dict[int, list[int]] = {}
@@ -343,7 +347,8 @@ class Play:
         """A sum over replicas: when it begins on each of these ranks; their clocks go to its end.
 
         Beside the last backward, whose gradients are taken to come about evenly: it cannot begin before the first
-        bucket is complete, nor end before the last one, which waits for the end of that backward, is summed.
+        bucket is complete, nor end before the last one, which waits for the end of that backward, is summed.  What it
+        takes from the cores that compute comes on top: it makes that backward longer.
         """
         now = max(lane.clock for lane in lanes)
         begins = {lane.rank: now for lane in lanes}
@@ -357,7 +362,7 @@ class Play:
             ready = max(begins[lane.rank] + int(first * lane.last_ns) for lane in lanes)
             end = max(now + last_ns, self._occupy(wire, ready)[1])
         for lane in lanes:
-            lane.clock = end
+            lane.clock = end + (self._summing_ns[stage] if wire[1] else 0)
         return begins
 
     def _meet(self, meeting: Meeting, lanes: list[Lane]) -> dict[int, int]:

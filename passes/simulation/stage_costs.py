@@ -206,6 +206,20 @@ def copying_ns(size_bytes: int, devices: Sequence[Device]) -> int:
     return int(4 * size_bytes * 1e9 / min(rates)) if rates else 0
 
 
+def summing_ns(size_bytes: int, ranks: Sequence[int], cluster: Cluster) -> int:
+    """Nanoseconds that a sum of size_bytes over the ranks of a stage takes from the work of the slowest of them.
+
+    A GPU sums beside its work.  On a CPU each rank sends 2 (n - 1) / n of it and receives as much (`copying_ns`), adds
+    up half of that, and copies gradients into buckets and out of them.
+    """
+    if cluster.kind != "cpu" or len(ranks) < 2:
+        return 0
+    passing = 2 * size_bytes * (len(ranks) - 1) // len(ranks)
+    devices = [cluster.devices[rank] for rank in ranks]
+    slowest = min(device.reached_bytes_per_s for device in devices)
+    return copying_ns(2 * passing, devices) + int((1.5 * passing + 4 * size_bytes) * 1e9 / slowest)
+
+
 @dataclass(frozen=True)
 class StageContext:
     """All that the estimate of a stage depends on.  rows: of the largest micro-batch.  live: micro-batches in flight.
@@ -288,6 +302,7 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
     workspace = max([cost.scratch_bytes for cost in costed[0]], default=0) + group_bytes
     buffers = MESSAGES_AHEAD * (received + sent)
     summed = whole.summed_bytes(stage)
+    sent_bytes = int(summed * sent_share(context.compress))
     if len(stage.ranks) > 1:
         buffers += summed
     peak_bytes = weights + copies + state_bytes + _in_flight_bytes(context, activation_bytes) + workspace + buffers
@@ -311,7 +326,8 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
         workspace_bytes=workspace,
         buffer_bytes=buffers,
         recompute_ns=recompute_ns,
-        reduce_ns=estimator.loads.ring_allreduce(stage.ranks).alone_ns(int(summed * sent_share(context.compress))),
+        reduce_ns=estimator.loads.ring_allreduce(stage.ranks).alone_ns(sent_bytes)
+        + summing_ns(sent_bytes, stage.ranks, setting.cluster),
         optimizer_ns=max(optimizer_ns(stepped, setting.state_factor, d) + casting_ns(copies, d) for d in devices),
     )
 

@@ -2,8 +2,9 @@
 
 GPT-2 (hidden 256) on the meta device at several depths, planned for 4 stages and 16 micro-batches with analytic costs:
 seconds of every step from the model object to the verified program, the fastest of a few runs.  Expected growth:
-capture, atoms, route and verify linear in the ops; coarsening O(n log n) with a small constant; search and bound
-depend on the number of blocks, which is bounded.  "build" is all of it behind capture and costs.
+capture, tokens, atoms, route and verify linear in the ops; coarsening O(n log n) with a small constant; search and
+bound depend on the number of blocks, which is bounded.  "build" is all of it behind capture and costs.  "tokens" is the
+analysis that `token_slices=` asks for, behind its second capture; it fails where that takes more than 1 s.
 
     python benchmarks/pass_growth.py          about 2 minutes on 2 cores; writes results/pass_growth.json
 """
@@ -25,6 +26,7 @@ from common import write
 from autopart.capture import capture
 from autopart.capture.batch import flatten
 from autopart.capture.gc_pause import gc_paused
+from autopart.capture.token_axis import Probed, fewer_tokens, shortened
 from autopart.files.clusters import parse_cluster
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain
@@ -38,8 +40,12 @@ from autopart.passes.program.verify import check_program
 from autopart.passes.proof.lower_bound import lower_bound
 from autopart.passes.search.space import PlanRequest, SearchSpace, SearchSpaces
 from autopart.passes.simulation.stage_costs import CostContext, LoadMemo, device_types
+from autopart.passes.tokens.analysis import analyse
+from autopart.passes.tokens.recipe import Recipe
 
 STAGES, MICROS = 4, 16
+TOKENS = 128
+FEWER = fewer_tokens(TOKENS)
 
 
 def gpt2(layers: int) -> torch.nn.Module:
@@ -61,7 +67,7 @@ def fastest(runs: int, work: Callable[[], Any]) -> tuple[float, Any]:
 
 def passes(layers: int, runs: int) -> dict[str, float]:
     """Seconds of each pass at one depth, and the number of ops."""
-    ids = torch.randint(0, 1000, (2, 128))
+    ids = torch.randint(0, 1000, (2, TOKENS))
     batch = flatten({"input_ids": ids, "labels": ids})
     cluster = parse_cluster("cpu:4")
     seconds: dict[str, float] = {}
@@ -72,6 +78,9 @@ def passes(layers: int, runs: int) -> dict[str, float]:
 
     model = gpt2(layers)
     captured = timed("capture", lambda: capture(model, batch), 1)
+    shorter = timed("shorter capture", lambda: capture(model, shortened(batch, TOKENS, FEWER)), 1).graph
+    recipe = timed("tokens", lambda: analyse(captured.graph, shorter, TOKENS, FEWER, Probed(captured)))
+    assert isinstance(recipe, Recipe) and seconds["tokens"] <= 1, (recipe, seconds["tokens"])
     graph = timed("costs", lambda: analytic_costs(captured.graph, cluster.devices[0]))
     fine = timed("atoms", lambda: atoms(graph))
     blocks = timed("coarsen", lambda: coarsen(fine, blocks=BLOCKS))

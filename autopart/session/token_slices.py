@@ -151,11 +151,10 @@ class _Needs:
             self._keep(op.writes[0], recipe.amount)
         for ref, read in zip(self.refs[op.name], recipe.reads, strict=True):
             form = self.recipe.forms.get(ref)
-            if ref not in self.shapes or recipe.how == "made":
-                continue
+            if ref not in self.shapes or ref in self._cast_values or recipe.how == "made":
+                continue  # casts of parameters are given like these
             if form is None:
-                if ref not in self._cast_values:
-                    self._full.add(ref)
+                self._full.add(ref)
             elif form.queries is not None and form.keys is None and read.keys is not None:
                 self.prefix.add(ref)
                 if ref not in self._writer:

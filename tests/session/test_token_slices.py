@@ -5,12 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from support.causal_zoo import CAUSAL
-from support.sliced import analysed, future_shows, inputs_of, run_sliced, unsliced, worst_error
+from support.sliced import CPU, analysed, future_shows, inputs_of, run_sliced, unsliced, worst_error
 from support.token_models import SEQ, Model, token_batch, tril_softmax
 from support.zoo import CASES
 
+from autopart.capture import CaptureCache
+from autopart.capture.batch import flatten
+from autopart.capture.token_axis import token_recipe
 from autopart.ir.errors import TokenRefusal, UsageError
+from autopart.ir.size import Size
 from autopart.passes.tokens.recipe import Recipe
+from autopart.session.split import casts_of
+from autopart.session.token_slices import Extras, slice_stage
 
 LENGTHS = (7, 5, 3, 1)
 
@@ -47,6 +53,19 @@ def test_lengths_that_do_not_make_up_the_sequence_are_refused():
     assert isinstance(found.recipe, Recipe) and found.recipe.tokens == SEQ
     with pytest.raises(UsageError, match="7, 4 tokens do not make up a sequence of 12"):
         run_sliced(found, inputs_of(found), (7, 4))
+
+
+def test_casts_of_parameters_are_given_to_every_slice_and_received_from_no_stage():
+    captures, batch = CaptureCache(Model(tril_softmax)), flatten(token_batch())
+    captures.run_in("bf16", "cpu")
+    recipe, captured = token_recipe(captures, batch, Size(2)), captures(batch, Size(2))
+    assert isinstance(recipe, Recipe)
+    ops = {op.name for op in captured.graph.ops}
+    casts = casts_of(captured.graph, ops, captured.graph.outputs)
+    stage = slice_stage(captured, recipe, ops, captured.graph.outputs, (9, 3), CPU, Extras(casts))
+    assert casts
+    for part in stage.slices:
+        assert not part.received and set(part.code.casts.values()) == set(casts.values())
 
 
 @pytest.mark.slow

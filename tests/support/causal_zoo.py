@@ -1,14 +1,21 @@
-"""More causal language models of transformers, small, with random weights: those that only slices of tokens ask for."""
+"""More causal language models, small, with random weights: those that only slices of tokens ask for; and models that
+no slices can be made of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 import transformers as hf
 from torch import nn
 
-from support.zoo import HIDDEN, VOCAB, Case, language_batch
+from support import token_models as small
+from support.unheard_models import EXACT
+from support.zoo import CASES, HIDDEN, SEQ, VOCAB, Case, language_batch
+from support.zoo import tokens as random_tokens
 
 _ENDS: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _TEXT = {
@@ -68,4 +75,85 @@ _MAKE: dict[str, Callable[[float], nn.Module]] = {
     "phi": _phi, "falcon": _falcon, "olmo2": _olmo2, "bloom": _bloom, "gptj": _gptj, "gpt_neo": _gpt_neo,
     "qwen3_moe": _qwen3_moe,
 }  # fmt: skip
-CAUSAL = {name: Case(name, make, language_batch) for name, make in _MAKE.items()}
+
+
+def packed_batch(rows: int) -> dict[str, torch.Tensor]:
+    """Documents one after the other, told by positions that begin anew."""
+    ids = random_tokens(rows)
+    lengths = [(5, 1, SEQ - 6), (9, SEQ - 9)]
+    places = [torch.cat([torch.arange(n) for n in lengths[row % 2]]) for row in range(rows)]
+    labels = ids.clone()
+    labels[:, :3] = -100
+    return {"input_ids": ids, "position_ids": torch.stack(places), "labels": labels}
+
+
+def long_batch(rows: int) -> dict[str, torch.Tensor]:
+    """128 tokens in each row."""
+    ids = torch.randint(3, VOCAB, (rows, 128), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _written_out(case: Case) -> Case:
+    """The same model with its attention as matrix products."""
+
+    def make(p: float) -> nn.Module:
+        model: Any = case.make(p)
+        model.set_attn_implementation("eager")
+        return model
+
+    return Case(f"{case.name}_eager", make, case.batch)
+
+
+def _by_hand(name: str, mixer: small.Mixer, mask: str = "", *, coupled: bool = False) -> Case:
+    """A model of `token_models` with two layers."""
+    return Case(name, lambda p: small.Model(mixer, 2), partial(small.token_batch, mask=mask), coupled, double=True)
+
+
+def convolved_and_shifted(x: torch.Tensor, model: small.Model) -> torch.Tensor:
+    return small.shift_by_padding(small.causal_convolution(x, model), model)
+
+
+BY_HAND = {
+    case.name: case
+    for case in (
+        _by_hand("tril_softmax", small.tril_softmax),
+        _by_hand("is_causal", small.is_causal),
+        _by_hand("convolved_and_shifted", convolved_and_shifted),
+        _by_hand("with_padding", small.with_padding, "padding"),
+        _by_hand("documents", small.packed, "documents"),
+        _by_hand("outer_products", EXACT["outer_products"]),
+        _by_hand("relative_bias", EXACT["relative_bias"]),
+        _by_hand("complex_rotation", EXACT["complex_rotation"]),
+    )
+}
+CAUSAL = {name: Case(name, make, language_batch) for name, make in _MAKE.items()} | {
+    case.name: case
+    for case in (
+        *(_written_out(CASES[name]) for name in ("gpt2", "llama", "mistral")),
+        *(replace(CASES[name], name=f"{name}_packed", batch=packed_batch) for name in ("llama", "mistral")),
+        replace(CASES["llama"], name="llama_long", batch=long_batch),
+        *BY_HAND.values(),
+    )
+}
+
+
+def _with_router_loss(p: float) -> nn.Module:
+    model = CASES["mixtral"].make(p)
+    model.config.output_router_logits = True
+    return model
+
+
+REFUSED = {
+    case.name: case
+    for case in (
+        *(CASES[name] for name in ("bert", "t5", "vit")),
+        Case("router_loss", _with_router_loss, language_batch),
+        _by_hand("pooled", small.pooled),
+        _by_hand("norm_of_tokens", small.norm_of_tokens, coupled=True),
+        _by_hand("flipped", small.flipped),
+        _by_hand("one_cell", small.one_cell),
+        _by_hand("prefix_mask", small.prefix_mask, "padding"),
+    )
+}
+"""They are refused by name where slices are asked for, and trained on whole sequences where slices are left to the
+planner.  `prefix_mask` lets a later token be seen for some inputs alone."""

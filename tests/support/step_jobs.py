@@ -20,13 +20,14 @@ from autopart.files.clusters import parse_cluster
 from autopart.options import read_options
 from autopart.session.pipe import Pipe
 from support import fake_nccl  # noqa: F401  a transport of that name
+from support.causal_zoo import CAUSAL, REFUSED
 from support.one_process import Difference, Expected, difference, plain_step
 from support.peer_models import PEERS, tokens
 from support.small_models import SMALL, Small
 from support.zoo import CASES, Case
 
 ALL = {**SMALL, **PEERS}
-EVERY: dict[str, Small | Case] = {**ALL, **CASES}
+EVERY: dict[str, Small | Case] = {**ALL, **CASES, **CAUSAL, **REFUSED}
 
 
 def cluster() -> str:

@@ -46,11 +46,17 @@ class BatchRule:
 def couples_rows(graph: Graph, *, synced: bool = False) -> bool:
     """Whether parts of a batch are run otherwise than the whole: batch statistics are taken, also where no running ones
     are kept, or buffers change.  synced: whether batch norms take those of all parts; counts of batches are alike."""
+    return bool(coupling_ops(graph, synced=synced))
+
+
+def coupling_ops(graph: Graph, *, synced: bool = False) -> set[str]:
+    """The ops for which `couples_rows`: those that take statistics, or write the new value of a buffer."""
     norms = {op.name for op in graph.ops if "batch_norm" in op.target and ("training", True) in op.attrs}
-    if not synced:
-        return bool(graph.updates or norms)
     writers = {value: op for op in graph.ops for value in op.writes}
-    return any(writers[value].name not in norms and writers[value].reads for _, value in graph.updates)
+    updating = [writers[value] for _, value in graph.updates]
+    if not synced:
+        return norms | {op.name for op in updating}
+    return {op.name for op in updating if op.reads} - norms
 
 
 def family_of_batch(captures: CaptureCache, batch: Batch, micro_rows: Sequence[int]) -> ProgramFamily:

@@ -81,14 +81,15 @@ class PartWeights:
         weights, count = self.of[division], division.count
         return Weights(weights.shares[replica::count], weights.numbers[replica::count])
 
-    def whole(self) -> Weights | None:
-        """By micro-batch, where the ranks of any stage run them whole."""
-        for division, weights in self.of.items():
-            if not division.splits:
-                micros = range(len(weights.shares) // division.count)
-                places = [micro * division.count + (division.player(micro) or 0) for micro in micros]
-                return Weights([weights.shares[i] for i in places], [weights.numbers[i] for i in places])
-        return None
+    def whole(self) -> list[float] | None:
+        """Shares of whole micro-batches in the loss, None where terms of the loss are weighed by themselves."""
+        if any(row for weights in self.of.values() for row in weights.numbers):
+            return None
+        division, weights = min(self.of.items(), key=lambda item: item[0].splits)
+        shares = weights.shares
+        own = [shares[place : place + division.count] for place in range(0, len(shares), division.count)]
+        # Shares of a mean add up to 1 over all parts; of a sum each is 1, also that of the whole.
+        return [max(each) for each in own] if 1.0 in shares else [sum(each) for each in own]
 
     @property
     def uneven(self) -> bool:

@@ -29,11 +29,12 @@ from autopart.capture import CaptureCache
 from autopart.capture.batch import Batch, flatten, unflatten
 from autopart.capture.export import LossFn, loss_of, scalar
 from autopart.capture.guards import check_model
-from autopart.capture.reduction import couples_rows
+from autopart.capture.reduction import couples_rows, coupling_ops
 from autopart.capture.trained import Trained
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
+from autopart.ir.plan import Decision
 from autopart.options import Options
 from autopart.report.difference_table import DifferenceRow, difference_lines
 from autopart.runtime.tensors import dense
@@ -141,24 +142,23 @@ def verify_step(
         session = pipe.session
         graph, decision = session.graph, pipe.plan.decision
         micro_rows, parts = session.loss_weights(batch)
-        weights = parts.whole()
-        shares = weights.shares if weights is not None else [1.0]
+        shares = parts.whole()
         autocast = session.captures.autocast
         home = decision.stages[0].ranks[0]
         alone: Outcome | None = None
         random, couples = any(op.random for op in graph.ops), couples_rows(graph)
-        if couples and any(len(stage.ranks) > 1 for stage in decision.stages):
+        if _of_own_rows(graph, decision, options.sync_batchnorm):
             raise session.world.known(_per_replica())
-        if random or (couples and weights is not None and any(weights.numbers)):
+        if random or (couples and shares is None):
             reference = RANDOM if random else TERMS
             alone = _captured_alone(model, cluster, sample, options, len(micro_rows))
         elif couples:
             reference = BUFFERS
-        elif autocast is not None and weights is not None and not any(weights.numbers):
+        elif autocast is not None and shares is not None:
             reference = CAST
         else:
             reference = PLAIN
-            micro_rows, shares = (batch.rows or 1,), [1.0]
+            micro_rows, shares = (batch.rows or 1,), None
         content: dict[str, Any] | None = None
         failure: BaseException | None = None
         if pipe.rank == home:
@@ -167,7 +167,7 @@ def verify_step(
                 if expected is None:
                     plain = _fresh(model, options.loss_fn).to(session.world.device)
                     with autocast.region() if autocast is not None else contextlib.nullcontext():
-                        expected = plain_outcome(plain.model, batch, plain.loss_fn, micro_rows, shares)
+                        expected = plain_outcome(plain.model, batch, plain.loss_fn, micro_rows, shares or [1.0])
                 stages = {name: decision.stage_of_rank(rank) for name, rank in session.owners.items()}
                 content = asdict(compared(found, expected, stages, precision_of(graph), tolerance, reference))
             except FAILURES as error:
@@ -175,11 +175,17 @@ def verify_step(
         return _from_json(broadcast_result(session.world, content, failure, "running the model in one process", home))
 
 
+def _of_own_rows(graph: Graph, decision: Decision, synced: bool) -> bool:
+    """Whether replicas take statistics or update buffers by the rows of their own alone."""
+    coupling = coupling_ops(graph, synced=synced)
+    return any(len(stage.ranks) > 1 and coupling & set(stage.ops) for stage in decision.stages)
+
+
 def _per_replica() -> UsageError:
     return UsageError(
         "this plan cannot be compared with one process",
         why="the model takes statistics of a batch or updates buffers, of which each replica of a stage has its own",
-        fix="verify with replicas=1",
+        fix="verify with replicas=1, or, where these are the statistics of batch norms, with sync_batchnorm=True",
     )
 
 

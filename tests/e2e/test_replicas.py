@@ -13,8 +13,16 @@ from support.zoo import CASES
 
 from autopart.runtime.launch.local import Workers
 
-COUNTS = ((2,), (2, 1), (1, 2), (2, 2), (3, 1), (1, 3))
-ARCHITECTURES = [name for name, case in CASES.items() if not case.coupled]
+
+@pytest.fixture(scope="session")
+def trio(own_cache):
+    """Three processes, none of which is without a stage."""
+    with Workers(3, timeout=240) as pool:
+        yield pool
+
+
+COUNTS = ((2,), (4,), (2, 1), (1, 2), (2, 2), (3, 1), (1, 3))  # (2,), (4,), (2, 2): copies of a pipeline
+ARCHITECTURES = [name for name, case in CASES.items() if not case.coupled]  # test_batch_statistics.py has the others
 
 
 def _check(
@@ -60,6 +68,31 @@ def test_replicas_that_take_micro_batches_in_turn_give_what_one_process_gives(wo
     _check(workers, name, counts, micros, (11, 2), transport=transport, policy="turn")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "slower", "rows", "options"),
+    [
+        ("llama_tied", (1, 3), (16, 7), {}),
+        ("gpt2", (1, 2, 4, 2), (18, 13), {}),
+        ("bert", (2, 1, 1, 3), (24, 5), {}),
+        ("t5", (1, 4, 2, 2), (20, 9), {"stages": 2, "replicas": 2}),
+        ("convnext", (1, 2, 3, 1), (16, 11), {"stages": 1}),
+        ("tied", (3, 1, 2, 5), (22, 9), {"zero": 1, "recompute": "all"}),
+    ],
+)
+def test_what_is_planned_for_unlike_devices_equals_one_process(workers, pair, name, slower, rows, options):
+    """The planner finds shares of its own."""
+    found, planned = (pair if len(slower) == 2 else workers).run(replica_jobs.unlike, name, slower, rows, options)[0]
+    unequal = 0
+    for ranks, shares in planned:
+        for (a, mine), (b, other) in itertools.combinations(zip(ranks, shares, strict=True), 2):
+            assert (mine >= other) if slower[a] < slower[b] else (mine <= other or slower[a] == slower[b])
+        unequal += len(set(shares)) > 1
+    assert unequal, planned
+    for difference in found:
+        assert difference.within(torch.float32), difference
+
+
 def test_a_real_model_with_replicas_trains_as_in_one_process(workers):
     _check(workers, "llama_tied", (2, 1), 2, (9,), recompute="all")
 
@@ -83,32 +116,6 @@ def test_masks_do_not_depend_on_replicas(workers, counts, recompute):
     assert found == pytest.approx(expected, rel=1e-6)
     for name, gradient in gradients.items():
         assert torch.allclose(others[name], gradient, rtol=1e-5, atol=1e-7), name
-
-
-@pytest.mark.parametrize(
-    ("name", "counts", "micros", "rows", "recompute"),
-    [
-        ("pictures", (2, 1), 2, (5, 3), "off"),  # then micro-batches of which a replica has no row
-        *(
-            pytest.param(name, counts, 2, (16, 20), recompute, marks=pytest.mark.slow)
-            for name in ("batch_norm", "buffer3", "resnet", "pictures")
-            for counts in ((2,), (2, 1), (1, 2), (2, 2), (3, 1), (4,))
-            for recompute in ("off", "all")
-            if name != "resnet" or (recompute, len(counts)) == ("off", 2)
-        ),
-        pytest.param("pictures", (3, 1), 2, (12, 5, 4), "all", marks=pytest.mark.slow),
-    ],
-)
-def test_shared_batch_statistics_are_those_of_one_process(workers, name, counts, micros, rows, recompute):
-    for found in workers.run(replica_jobs.synced, name, counts, micros, rows, recompute):
-        for difference in found:
-            assert difference.within(torch.float64), difference
-
-
-def test_batch_statistics_are_of_each_replica_and_running_ones_of_the_first(pair):
-    for result in pair.run(replica_jobs.normed, (2,)):
-        assert result["difference"].within(torch.float32), result["difference"]
-        assert result["compared"] and result["buffers"] < 1e-6
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -135,32 +142,38 @@ def test_a_pipe_adopts_another_number_of_replicas(workers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "counts"), list(itertools.product(ARCHITECTURES, COUNTS)))
-def test_every_architecture_with_replicas_equals_one_process(workers, name, counts):
-    """Accumulated over a step of uneven shares and one of another number of rows."""
-    _check(workers, name, counts, 2, (7 if max(counts) < 3 else 10, 12))
+@pytest.mark.parametrize(
+    ("name", "counts", "policy", "recompute"),
+    list(itertools.product(ARCHITECTURES, COUNTS, ("split", "turn"), ("off", "all"))),
+)
+def test_every_architecture_with_replicas_equals_one_process(workers, name, counts, policy, recompute):
+    """Compared after a step and accumulated over another one of fewer rows; parts are uneven, and of four replicas one
+    has none."""
+    _check(workers, name, counts, 2 if policy == "split" else 4, (10, 7), recompute, policy=policy)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "counts"), list(itertools.product(ARCHITECTURES, ((2, 1), (1, 2), (2, 2)))))
-def test_every_architecture_with_replicas_that_compute_again_equals_one_process(workers, name, counts):
-    _check(workers, name, counts, 2, (7,), recompute="all")
+@pytest.mark.parametrize(("name", "counts"), list(itertools.product(("gpt2", "bert", "vit"), ((3,), (2, 1), (1, 2)))))
+def test_replicas_on_all_ranks_there_are_equal_one_process(trio, name, counts):
+    _check(trio, name, counts, 2, (10, 7))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "counts", "recompute"),
-    list(itertools.product(ARCHITECTURES, ((2, 1), (1, 2), (2, 2), (3, 1)), ("off", "all"))),
+    ("name", "counts", "policy"),
+    [
+        (name, counts, policy)
+        for name in CASES
+        for counts in ((2, 1), (1, 2), (2, 2), (3, 1))
+        for policy in ("split", "turn")
+        if policy == "split" or sum(counts) == 4
+    ],
 )
-def test_every_architecture_with_replicas_in_turn_equals_one_process(workers, name, counts, recompute):
-    _check(workers, name, counts, 4, (10, 7), recompute=recompute, policy="turn")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "policy"), list(itertools.product(ARCHITECTURES, ("split", "turn"))))
-def test_replicas_of_every_architecture_are_equal_bit_by_bit_after_many_steps(workers, name, policy):
+def test_replicas_of_every_architecture_are_equal_bit_by_bit_after_many_steps(workers, name, counts, policy):
     held: dict[str, torch.Tensor] = {}
-    for result in workers.run(replica_jobs.trained, name, (2, 2), 10, 0.1, policy):
+    for result in workers.run(replica_jobs.trained, name, counts, 10, 0.1, policy):
+        assert name not in ARCHITECTURES or result["losses"][0][0] == pytest.approx(result["losses"][0][1], rel=1e-5)
+        assert result["losses"][-1][0] < result["losses"][0][0]
         for parameter, found in result["held"].items():
             assert torch.equal(held.setdefault(parameter, found), found), parameter
 

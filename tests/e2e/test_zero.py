@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from support import zero_jobs
+from support.zoo import CASES
 
 
 def _check(pool, name, counts, accumulated=1, clip=None, **options):
-    """The results by rank.  Of each stage, all replicas together hold the state that each had."""
+    """All replicas of a stage together hold the state that each had; and each its part, as far as whole parameters
+    can be dealt out."""
     results = pool.run(zero_jobs.beside_whole, name, counts, options, 10, accumulated, clip)
-    assert [wrong for wrong, *_ in results] == [[]] * len(results)
+    assert [result.wrong for result in results] == [[]] * len(results)
     ranks = iter(results)
     for count in counts:
         stage = [next(ranks) for _ in range(count)]
-        assert sum(shared for _, _, shared, _ in stage) == stage[0][1]
-        trained = [name for *_, names in stage for name in names]
+        whole, largest = stage[0].whole, stage[0].largest
+        assert sum(result.shared for result in stage) == whole > 0
+        assert max(result.shared for result in stage) <= whole / count + largest * (1 - 1 / count)
+        trained = [name for result in stage for name in result.trained]
         assert len(set(trained)) == len(trained)
     return results
 
 
 def test_two_replicas_share_the_state_of_the_optimizer(pair):
     results = _check(pair, "stack", (2,), clip=0.1, bucket_bytes=2000)
-    assert max(shared for _, _, shared, _ in results) <= 0.6 * results[0][1]
+    assert max(result.shared for result in results) <= 0.6 * results[0].whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "counts"), list(itertools.product(CASES, ((2,), (3, 1)))))
+def test_the_state_of_every_architecture_is_shared(workers, name, counts):
+    results = _check(workers, name, counts, clip=0.1)
+    assert max(result.shared for result in results[: counts[0]]) < results[0].whole
 
 
 @pytest.mark.slow

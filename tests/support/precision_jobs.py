@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from typing import Any
 
 import torch
@@ -13,11 +12,14 @@ import autopart
 from autopart.capture.autocast import autocast_for
 from autopart.capture.batch import flatten
 from autopart.ir.errors import NonFiniteError
+from autopart.ir.shares import Division
 from autopart.session.parts import parts_of
 from support.one_process import case_rows, gradients_of, plain_loss
-from support.step_jobs import EVERY, cluster
+from support.step_jobs import EVERY, cluster, compiled, fresh
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
+Shares = dict[Division, list[tuple[int, float]]]
+"""By how replicas divide a micro-batch: (rows, share of the loss) of every part."""
 
 
 def piecewise_step(
@@ -37,62 +39,103 @@ def piecewise_step(
     return total
 
 
+def last_stages(pipe: autopart.Pipe) -> dict[str, int]:
+    """Of each parameter, the last stage that reads it."""
+    stage_of = {op: number for number, stage in enumerate(pipe.plan.stages) for op in stage.ops}
+    found: dict[str, int] = {}
+    for op in pipe.session.graph.ops:
+        for name in op.params:
+            found[name] = max(found.get(name, 0), stage_of[op.name])
+    return found
+
+
+def stagewise_step(
+    case: Any,
+    model: nn.Module,
+    batch: Any,
+    shares: Shares,
+    homes: dict[str, Division],
+    precision: Any,
+    scaler: Any = None,
+) -> float:
+    """A step of one process in a precision, in which each parameter has the gradient of a run over the parts that
+    `homes` says.  In half precision the gradient of two rows in one call is rounded once, and may be infinite where
+    those of one row are not.  What is tied is looked up, not multiplied, before the last stage that reads it."""
+    losses, gradients = {}, {}
+    for division, weights in shares.items():
+        model.zero_grad()
+        losses[division] = piecewise_step(case, model, batch, weights, precision, scaler)
+        gradients[division] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradients[homes[name]][name] if name in homes else None
+    return next(iter(reversed(losses.values())))
+
+
+class Plain:
+    """The same training in one process, for rank 0 of a pipe, over the parts that its replicas have."""
+
+    def __init__(self, case: Any, pipe: autopart.Pipe, precision: str) -> None:
+        self.losses: list[float] = []
+        self.scales: list[float] = []
+        self.model = case.model()
+        self._case, self._precision = case, precision
+        self._homes = {name: pipe.plan.stages[stage].division for name, stage in last_stages(pipe).items()}
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), **ADAMW)
+        self._scaler = torch.amp.GradScaler("cpu", growth_interval=4) if precision == "fp16" else None
+
+    def backward(self, batch: Any, shares: Shares) -> None:
+        """Loss and unscaled gradients."""
+        step = stagewise_step(self._case, self.model, batch, shares, self._homes, self._precision, self._scaler)
+        self.losses.append(step)
+        if self._scaler is not None:
+            self._scaler.unscale_(self._optimizer)
+
+    def update(self) -> None:
+        """The optimizer's step, unless gradients are infinite."""
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+            self.scales.append(self._scaler.get_scale())
+        self._optimizer.zero_grad()
+
+
 def trained(name: str, precision: str, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Losses of both, the largest relative error of a weight at the end, and of the first step's gradients."""
+    """Losses and scales of this rank, and what the state remembers.  On rank 0 those of one process too, and the
+    largest relative error of a gradient in the first step that was not skipped."""
     case = EVERY[name]
-    model, reference = case.model(), case.model()
     batches = [case.data(8), case.data(12)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pipe = autopart.compile(
-            model, cluster(), sample=batches[0], loss_fn=case.loss_fn, micro_batches=4, precision=precision,
-            costs="analytic", **options,
-        )  # fmt: skip
-    mine = torch.optim.AdamW(pipe.parameters(), **ADAMW)
-    theirs = torch.optim.AdamW(reference.parameters(), **ADAMW)
-    scaler = torch.amp.GradScaler("cpu", growth_interval=4) if precision == "fp16" else None
-    if pipe.scaler is not None:
-        pipe.scaler.growth_interval = 4
-    losses, first, scales, skipped = [], {}, [], 0
-    plain = case.model()  # in fp32
-    fourth, whole = torch.optim.AdamW(plain.parameters(), **ADAMW), []
-    for step in range(steps):
-        batch = batches[step % 2]
-        loss = pipe.step(batch).item()
-        divided = max((stage.division for stage in pipe.plan.stages), key=lambda division: division.count)
-        rows, parts = pipe.session.loss_weights(flatten(batch, with_target=case.loss_fn is not None))
-        shares = list(zip(parts_of(rows, divided), parts.of[divided].shares, strict=True))
-        losses.append((loss, piecewise_step(case, reference, batch, shares, precision, scaler)))
-        if scaler is not None:
-            scaler.unscale_(theirs)
-        if not step and not pipe.skipped:
-            found = pipe.gradients()
-            first = {n: _relative(found[n], expected) for n, expected in gradients_of(reference).items()}
-        skipped += pipe.skipped
-        if not pipe.skipped:
-            mine.step()
-            whole.append(piecewise_step(case, plain, batch, shares, "fp32"))
-            fourth.step()
-            fourth.zero_grad()
-        else:
-            whole.append(whole[-1] if whole else losses[-1][1])
-        if scaler is None:
-            theirs.step()
-        else:
-            scaler.step(theirs)
-            scaler.update()
-            assert pipe.scaler is not None
-            scales.append((pipe.scaler.get_scale(), scaler.get_scale()))
-        mine.zero_grad()
-        theirs.zero_grad()
-    state, expected = pipe.state_dict(), reference.state_dict()
-    weights = {n: _relative(state[n], expected[n]) for n in expected}
-    evaluated = pipe.eval_loss(batches[0]).item()
-    remembered = state._metadata["autopart"]  # type: ignore[attr-defined]
-    pipe.close()
+    pipe = compiled(
+        case, fresh(name, precision=precision), batches[0], micro_batches=4, precision=precision,
+        **{"replicas": 1, **options},
+    )  # fmt: skip
+    losses, scales, first = [], [], {}
+    with pipe:
+        plain = Plain(case, pipe, precision) if pipe.rank == 0 else None
+        optimizer = torch.optim.AdamW(pipe.parameters(), **ADAMW)
+        if pipe.scaler is not None:
+            pipe.scaler.growth_interval = 4
+        for step in range(steps):
+            batch = batches[step % 2]
+            losses.append(pipe.step(batch).item())
+            rows, parts = pipe.session.loss_weights(flatten(batch, with_target=case.loss_fn is not None))
+            shares = {d: list(zip(parts_of(rows, d), weights.shares, strict=True)) for d, weights in parts.of.items()}
+            found = pipe.gradients() if not first and not pipe.skipped else {}
+            if plain is not None:
+                plain.backward(batch, shares)
+                first = first or {n: _relative(found[n], g) for n, g in gradients_of(plain.model).items() if n in found}
+                plain.update()
+            first = first or dict.fromkeys(found, 0.0)
+            if not pipe.skipped:
+                optimizer.step()
+            if pipe.scaler is not None:
+                scales.append(pipe.scaler.get_scale())
+            optimizer.zero_grad()
+        remembered = pipe.state_dict()._metadata["autopart"]  # type: ignore[attr-defined]
     return {
-        "losses": losses, "weights": max(weights.values()), "first": max(first.values(), default=0.0),
-        "scales": scales, "whole": whole, "skipped": skipped, "evaluated": evaluated, "remembered": remembered,
+        "losses": losses, "scales": scales, "remembered": remembered, "first": max(first.values()),
+        "plain": None if plain is None else {"losses": plain.losses, "scales": plain.scales},
     }  # fmt: skip
 
 

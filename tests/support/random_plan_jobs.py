@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -71,10 +72,13 @@ def _random_plan(seed: int) -> tuple[str, bool | None]:
     captures, cpus = CaptureCache(Random(steps).double()), parse_cluster(cluster())
     graph = captures(flatten(batch), Size(max(split_rows(rows, micros)))).graph
     plan = drawn_plan(graph, rows, micros, cpus.world, draw)
-    check_messages(check_program(route(plan.decision, graph), plan.schedule))
-    text = f"seed {seed}: {steps} {plan.decision}"
+    for count in range(1, micros + 1):  # also of smaller batches; as Gloo passes messages, and as NCCL does
+        decision = replace(plan.decision, micro_rows=(1,) * count)
+        check_messages(check_program(route(decision, graph), plan.schedule))
+    transport = draw.choice(("auto", "fake-nccl"))
+    text = f"seed {seed}: {steps} {plan.decision} {transport}"
     try:
-        with Pipe(captures, cpus, read_options(plan=plan, costs="analytic"), batch) as pipe:
+        with Pipe(captures, cpus, read_options(plan=plan, costs="analytic", transport=transport), batch) as pipe:
             loss = pipe.step(batch).item()
             gradients = pipe.gradients()
             other = pipe.step(batch_of_double(max(1, rows - 1), seed)).item()  # accumulated, other shares

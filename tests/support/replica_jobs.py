@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import autopart
+from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.errors import BatchError
-from autopart.session.parts import micro_cut
-from support.one_process import Difference, Expected, case_rows, difference, plain_loss, plain_step
-from support.small_models import Small, floats, mse
+from autopart.options import read_options
+from autopart.session.pipe import Pipe
+from support.one_process import Difference, Expected, difference, plain_loss, plain_step
 from support.sparse_jobs import Bag, batches, optimizers
 from support.step_jobs import EVERY, cluster, compiled, fresh
 
@@ -52,14 +52,37 @@ def replicated(
     return (found if leads else None), planned
 
 
+def unlike(
+    name: str, slower: tuple[int, ...], rows: tuple[int, ...], options: dict[str, Any]
+) -> tuple[list[Difference] | None, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """Steps on devices of which each is so many times slower than the fastest, as planned for them, beside one process.
+    Every rank returns the ranks and shares of each stage, rank 0 how far off each step was."""
+    case, found, reference = EVERY[name], [], EVERY[name].model()
+    devices = tuple(Device("cpu", 1 << 40, 10**9 // each, 10**9 // each) for each in slower)
+    cpus = Cluster(devices, (Level(len(devices), Link(0, 10**12)),))
+    torch.set_num_threads(1)
+    asked = read_options(costs="analytic", loss_fn=case.loss_fn, micro_batches=2, **options)
+    with Pipe(fresh(name), cpus, asked, case.data(rows[0])) as pipe:
+        planned = [(stage.ranks, stage.division.shares) for stage in pipe.plan.stages]
+        for count in rows:
+            loss = pipe.step(case.data(count)).item()
+            gradients, state = pipe.gradients(), pipe.state_dict()
+            if pipe.rank == 0:
+                expected = Expected.of(plain_step(case, reference, case.data(count), 2), reference)
+                found.append(difference(loss, gradients, state, expected))
+        leads = pipe.rank == 0
+    return (found if leads else None), planned
+
+
 def trained(name: str, counts: Counts, steps: int, clip: float, policy: str = "split") -> dict[str, Any]:
-    """AdamW with clipping: losses and norms beside those of one process; the stage of this rank and what it holds."""
+    """AdamW with clipping: losses and norms beside those of one process; the stage of this rank and what it holds,
+    buffers included."""
     case = EVERY[name]
     reference, batch = case.model(), case.data(7)
     with compiled(case, fresh(name), batch, **asked_replicas(counts, 2, replica_policy=policy)) as pipe:
-        held = dict(pipe.named_parameters())
         mine = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+        own = dict(reference.named_parameters()).keys() | dict(reference.named_buffers()).keys()
         losses, norms = [], []
         for _ in range(steps):
             losses.append((pipe.step(batch).item(), plain_step(case, reference, batch, 2).item()))
@@ -74,7 +97,7 @@ def trained(name: str, counts: Counts, steps: int, clip: float, policy: str = "s
             "norms": norms,
             "evaluated": evaluated,
             "stage": pipe.plan.decision.stage_of_rank(pipe.rank),
-            "held": {n: p.detach().clone() for n, p in held.items()},
+            "held": {n: t.detach().clone() for n, t in pipe.session.tensors.held.items() if n in own},
         }
 
 
@@ -86,65 +109,6 @@ def masked(counts: Counts, recompute: str) -> tuple[list[float], dict[str, torch
     ) as pipe:
         losses = [pipe.step(case.data(7)).item() for _ in range(2)]
         return losses, pipe.gradients()
-
-
-def normed(counts: Counts) -> dict[str, Any]:
-    """Batch statistics: one step of replicas of one stage against the plain model over their parts in order; and the
-    running statistics of each rank against those of the first replica's parts alone."""
-    case, rows = EVERY["batch_norm"], 12
-    batch, model, first = case.data(rows), case.model(), case.model()
-    with compiled(case, fresh("batch_norm"), batch, **asked_replicas(counts, 2)) as pipe:
-        loss = pipe.step(batch).item()
-        gradients = pipe.gradients()
-        buffers = {n: t.clone() for n, t in pipe.session.tensors.held.items() if "running" in n or "tracked" in n}
-    each = rows // 2 // counts[0]
-    expected = 0.0
-    for place, start in enumerate(range(0, rows, each)):
-        part = case_rows(batch, start, start + each)
-        share = plain_loss(case, model, part) * (each / rows)
-        share.backward()
-        expected += share.item()
-        if place % counts[0] == 0:
-            plain_loss(case, first, part)
-    wanted = {n: t for n, t in first.named_buffers() if n in buffers}
-    off = max((buffers[n].double() - t.double()).abs().max().item() for n, t in wanted.items())
-    found = difference(loss, gradients, {}, Expected.of(torch.tensor(expected), model))
-    return {"difference": found, "buffers": off, "compared": len(wanted)}
-
-
-class Pictures(nn.Module):
-    """Batch norms over pictures, of which one row is enough; a branch, and one without running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(3, track_running_stats=place != 1) for place in range(3))
-        self.last = nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.norms[0](self.first(x)))
-        x = x + self.norms[1](self.second(x)) * torch.sigmoid(self.norms[2](self.third(x)))
-        return self.last(x.mean((2, 3)))
-
-
-PICTURES = Small(Pictures, lambda n: (floats(n, 3, 4, 4), floats(n, 2, seed=9)), mse, coupled=True)
-
-
-def synced(name: str, counts: Counts, micros: int, rows: tuple[int, ...], recompute: str = "off") -> list[Difference]:
-    """Batch statistics of whole micro-batches, in steps of so many rows, accumulated, beside one process over the same
-    micro-batches: losses, gradients and buffers, on every rank."""
-    case, found = EVERY.get(name, PICTURES), []
-    dtype = torch.float64
-    model = fresh(name, dtype) if name in EVERY else case.model(dtype=dtype)
-    reference, options = case.model(dtype=dtype), {"sync_batchnorm": True, "recompute": recompute}
-    with compiled(case, model, case.data(rows[0], dtype), **asked_replicas(counts, micros, **options)) as pipe:
-        for count in rows:
-            batch = case.data(count, dtype)
-            loss = pipe.step(batch).item()
-            cut = micro_cut(count, pipe.plan.micro_rows)
-            expected = Expected.of(plain_step(case, reference, batch, len(cut)), reference)
-            found.append(difference(loss, pipe.gradients(), pipe.state_dict(), expected, dtype))
-    return found
 
 
 def sparse(replicas: int, zero: int = 0) -> dict[str, Any]:

@@ -37,16 +37,16 @@ def cluster() -> str:
 
 
 @functools.cache
-def _captures(name: str, dtype: torch.dtype) -> tuple[CaptureCache, dict[str, torch.Tensor]]:
-    """The captures of a model, and its first weights."""
+def _captures(name: str, dtype: torch.dtype, precision: str) -> tuple[CaptureCache, dict[str, torch.Tensor]]:
+    """The captures of a model for one precision, and its first weights."""
     case = EVERY[name]
     model = case.model(dtype=dtype)
     return CaptureCache(model, case.loss_fn), {k: v.clone() for k, v in model.state_dict().items()}
 
 
-def fresh(name: str, dtype: torch.dtype = torch.float32) -> CaptureCache:
+def fresh(name: str, dtype: torch.dtype = torch.float32, precision: str = "fp32") -> CaptureCache:
     """The captures of a model that has its first weights again, no gradients, and trains."""
-    captures, first = _captures(name, dtype)
+    captures, first = _captures(name, dtype, precision)
     captures.model.load_state_dict(first)
     captures.model.zero_grad()
     captures.model.train()

@@ -17,18 +17,35 @@ Counts = tuple[int, ...]
 @dataclass(frozen=True)
 class Run:
     """What a training run showed on this rank.  numbers: losses, norms, evaluations.  tensors: states and gradients of
-    the whole model, taken at different moments.  held: bytes of the optimizer's state here; trained: names of what it
-    drives."""
+    the whole model, taken at different moments.  held: bytes of the optimizer's state here, largest: of one parameter;
+    trained: names of what it drives."""
 
     numbers: list[float]
     tensors: list[dict[str, torch.Tensor | None]]
     held: int
     trained: tuple[str, ...]
+    largest: int
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Two runs on this rank.  wrong: what differs by a single bit where replicas share the optimizer's state; whole,
+    shared: bytes of that state without and with sharing, largest: of one parameter's; trained: what it then drives."""
+
+    wrong: list[str]
+    whole: int
+    shared: int
+    largest: int
+    trained: tuple[str, ...]
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of all tensors with an axis that an optimizer keeps."""
-    return sum(t.nbytes for kept in optimizer.state.values() for t in kept.values() if t.dim())
+    return sum(_bytes_by_parameter(optimizer))
+
+
+def _bytes_by_parameter(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [sum(t.nbytes for t in kept.values() if t.dim()) for kept in optimizer.state.values()]
 
 
 def _trained(name: str, counts: Counts, zero: int, steps: int, accumulated: int, clip: float | None, more: Any) -> Run:
@@ -53,15 +70,15 @@ def _trained(name: str, counts: Counts, zero: int, steps: int, accumulated: int,
                 numbers.append(pipe.eval_loss(batch).item())
         numbers.append(pipe.eval_loss(batch).item())
         tensors.append(dict(pipe.state_dict()))
-        found = Run(numbers, tensors, state_bytes(optimizer), tuple(held))
+        largest = max(_bytes_by_parameter(optimizer), default=0)
+        found = Run(numbers, tensors, state_bytes(optimizer), tuple(held), largest)
     return found
 
 
 def beside_whole(
     name: str, counts: Counts, options: dict[str, Any], steps: int = 10, accumulated: int = 1, clip: float | None = None
-) -> tuple[list[str], int, int, tuple[str, ...]]:
-    """What differs by a single bit from the run in which every replica keeps all state; the bytes of optimizer state
-    of this rank in that run and with shared state, and what it then drives."""
+) -> Beside:
+    """The run in which every replica keeps all state, and the one with shared state."""
     whole, shared = (_trained(name, counts, zero, steps, accumulated, clip, options) for zero in (0, 1))
     wrong = [
         f"number {i}" for i, pair in enumerate(zip(whole.numbers, shared.numbers, strict=True)) if len(set(pair)) > 1
@@ -69,7 +86,7 @@ def beside_whole(
     for moment, (before, after) in enumerate(zip(whole.tensors, shared.tensors, strict=True)):
         assert before.keys() == after.keys()
         wrong += [f"{key} at {moment}" for key, tensor in before.items() if not _same(tensor, after[key])]
-    return wrong, whole.held, shared.held, shared.trained
+    return Beside(wrong, whole.held, shared.held, whole.largest, shared.trained)
 
 
 def rounded(counts: Counts, zero: int) -> dict[str, Any]:

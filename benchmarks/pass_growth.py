@@ -4,7 +4,7 @@ GPT-2 (hidden 256) on the meta device at several depths, planned for 4 stages an
 seconds of every step from the model object to the verified program, the fastest of a few runs.  Expected growth:
 capture, tokens, atoms, route and verify linear in the ops; coarsening O(n log n) with a small constant; search and
 bound depend on the number of blocks, which is bounded.  "build" is all of it behind capture and costs.  "tokens" is the
-analysis that `token_slices=` asks for, behind its second capture; it fails where that takes more than 1 s.
+analysis that `token_slices=` asks for, behind its second capture; it fails where that takes more than 1 s of processor.
 
     python benchmarks/pass_growth.py          about 2 minutes on 2 cores; writes results/pass_growth.json
 """
@@ -79,8 +79,10 @@ def passes(layers: int, runs: int) -> dict[str, float]:
     model = gpt2(layers)
     captured = timed("capture", lambda: capture(model, batch), 1)
     shorter = timed("shorter capture", lambda: capture(model, shortened(batch, TOKENS, FEWER)), 1).graph
+    spent = time.process_time()
     recipe = timed("tokens", lambda: analyse(captured.graph, shorter, TOKENS, FEWER, Probed(captured)))
-    assert isinstance(recipe, Recipe) and seconds["tokens"] <= 1, (recipe, seconds["tokens"])
+    spent = (time.process_time() - spent) / runs
+    assert isinstance(recipe, Recipe) and spent <= 1, f"the analysis of tokens took {spent:.2f} s of processor"
     graph = timed("costs", lambda: analytic_costs(captured.graph, cluster.devices[0]))
     fine = timed("atoms", lambda: atoms(graph))
     blocks = timed("coarsen", lambda: coarsen(fine, blocks=BLOCKS))

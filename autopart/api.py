@@ -71,6 +71,7 @@ def compile(
     precision: Precision | None = None,
     sync_batchnorm: bool = False,
     zero: Zero = "auto",
+    master_weights: bool = False,
     bucket_bytes: int | None = None,
     compress: Compress | None = None,
     non_finite: NonFinite = "auto",
@@ -101,7 +102,7 @@ def compile(
         costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
         transport=transport, precision=precision, zero=zero, bucket_bytes=bucket_bytes,
         compress=compress, non_finite=non_finite, replica_policy=replica_policy,
-        sync_batchnorm=sync_batchnorm,
+        sync_batchnorm=sync_batchnorm, master_weights=master_weights,
     )  # fmt: skip
     return Pipe(CaptureCache(model, loss_fn), _cluster(cluster), options, sample)
 
@@ -127,6 +128,7 @@ def plan(
     precision: Precision | None = None,
     sync_batchnorm: bool = False,
     zero: Zero = "auto",
+    master_weights: bool = False,
     bucket_bytes: int | None = None,
     compress: Compress | None = None,
     non_finite: NonFinite = "auto",
@@ -153,7 +155,7 @@ def plan(
         costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
         transport=transport, precision=precision, zero=zero, bucket_bytes=bucket_bytes,
         compress=compress, non_finite=non_finite, replica_policy=replica_policy,
-        sync_batchnorm=sync_batchnorm,
+        sync_batchnorm=sync_batchnorm, master_weights=master_weights,
     )  # fmt: skip
     return planned(model, cluster, sample, options).plan
 
@@ -180,6 +182,7 @@ def verify(
     precision: Precision | None = None,
     sync_batchnorm: bool = False,
     zero: Zero = "auto",
+    master_weights: bool = False,
     bucket_bytes: int | None = None,
     compress: Compress | None = None,
     non_finite: NonFinite = "auto",
@@ -206,7 +209,7 @@ def verify(
         costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
         transport=transport, precision=precision, zero=zero, bucket_bytes=bucket_bytes,
         compress=compress, non_finite=non_finite, replica_policy=replica_policy,
-        sync_batchnorm=sync_batchnorm,
+        sync_batchnorm=sync_batchnorm, master_weights=master_weights,
     )  # fmt: skip
     return checked(model, cluster, sample, options, tolerance)
 
@@ -219,17 +222,20 @@ def simulate(
     sample: Any,
     loss_fn: LossFn | None = None,
     optimizer: OptimizerLike | None = None,
+    master_weights: bool = False,
     costs: str | CostSource | None = None,
 ) -> Timeline:
     """One step of a plan as the simulator sees it, action by action, in nanoseconds and bytes.
 
-    plan: a Plan or the path of a plan file.  model, cluster, sample, loss_fn, optimizer: what it was made for; the
-    model may be on the meta device.  costs: as in `plan`; None for the source that the plan
-    names.  Of replicas the
-    first rank is shown; of an asynchronous schedule one step by itself.  `save_trace` writes it for a viewer.  Raises
-    UsageError, CaptureError, and PlanError for a plan of another model, shape, torch release or number of ranks.
+    plan: a Plan or the path of a plan file.  model, cluster, sample, loss_fn, optimizer, master_weights: what it was
+    made for; the model may be on the meta device.  costs: as in `plan`; None for the source that the plan names.  Of
+    replicas the first rank is shown; of an asynchronous schedule one step by itself.  `save_trace` writes it for a
+    viewer.  Raises UsageError, CaptureError, and PlanError for a plan of another model, shape, torch release or number
+    of ranks.
     """
-    options = read_options(plan=plan, loss_fn=loss_fn, optimizer=optimizer, costs=costs or "auto")
+    options = read_options(
+        plan=plan, loss_fn=loss_fn, optimizer=optimizer, master_weights=master_weights, costs=costs or "auto"
+    )
     return simulated(model, cluster, sample, options)[1]
 
 

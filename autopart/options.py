@@ -53,6 +53,8 @@ class Options:
                     of its own rows, as in DistributedDataParallel
     zero            1: the replicas of a stage share the optimizer's state among them (ZeRO-1); 0: each has all of it;
                     "auto": where memory does not suffice otherwise
+    master_weights  True: parameters in bf16 or fp16 have masters in fp32, which `Pipe.parameters` yields, and the
+                    model gets their values, rounded, before every run
     bucket_bytes    gradients that replicas of a stage sum together; None for 25 MiB
     compress        "bf16": gradients are rounded to that for sums over replicas, which sends half the bytes and is not
                     exact; None sums them as wide as they are
@@ -90,6 +92,7 @@ class Options:
     precision: Precision | None = None
     sync_batchnorm: bool = False
     zero: int | str = "auto"
+    master_weights: bool = False
     bucket_bytes: int | None = None
     compress: Literal["bf16"] | None = None
     non_finite: str = "auto"
@@ -136,7 +139,7 @@ def read_options(**given: Any) -> Options:
         raise UsageError(f"bucket_bytes is {options.bucket_bytes}", fix=f"use at most {MAX_BUCKET_BYTES}")
     if not isinstance(options.seed, int):
         raise UsageError(f"seed is {options.seed!r}", fix="use an integer")
-    for name in ("cache", "sync_batchnorm"):
+    for name in ("cache", "sync_batchnorm", "master_weights"):
         if not isinstance(getattr(options, name), bool):
             raise UsageError(f"{name} is {getattr(options, name)!r}", fix="use True or False")
     _seconds("prove", options.prove)

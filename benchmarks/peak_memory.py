@@ -28,7 +28,7 @@ import autopart
 @dataclass(frozen=True)
 class Case:
     """layers: recompute each layer by itself, as a pattern.  accumulates: the step adds to gradients of one before.
-    adam: AdamW, else SGD, which has no state."""
+    adam: AdamW, else SGD, which has no state.  masters: the model is in bf16, with masters in fp32."""
 
     model: str
     micros: int
@@ -38,6 +38,7 @@ class Case:
     replicas: int = 1
     zero: int = 0
     adam: bool = False
+    masters: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -46,12 +47,14 @@ class Case:
         return {
             "micro_batches": self.micros, "recompute": again, "stages": self.stages, "replicas": self.replicas,
             "zero": self.zero, "optimizer": "adamw" if self.adam else "sgd", "costs": "analytic",
+            "master_weights": self.masters,
         }  # fmt: skip
 
     def __str__(self) -> str:
         parts = [f"{self.model}, {self.micros} micro-batches, recompute {self.recompute}"]
         if self.stages * self.replicas > 1:
             parts.append(f"{self.stages} stages x {self.replicas} replicas")
+        parts += ["bf16 with masters"] * self.masters
         parts += ["ZeRO-1"] * self.zero + ["AdamW"] * self.adam + ["accumulating"] * self.accumulates
         return ", ".join(parts)
 
@@ -64,6 +67,8 @@ ALONE = (
     ),
     Case("gpt2", 4, accumulates=True),
     Case("gpt2", 4, adam=True),
+    Case("gpt2", 4, adam=True, masters=True),
+    Case("llama", 4, "each layer", adam=True, masters=True),
 )
 TOGETHER = (
     Case("gpt2", 4, stages=2, adam=True),
@@ -76,6 +81,8 @@ TOGETHER = (
         for zero in (0, 1)
     ),
     Case("gpt2", 2, replicas=2, adam=True, accumulates=True),
+    Case("gpt2", 2, replicas=2, adam=True, masters=True),
+    Case("gpt2", 2, replicas=2, zero=1, adam=True, masters=True),
 )  # fmt: skip
 """On two ranks."""
 
@@ -84,6 +91,7 @@ def measured(case: Case) -> dict[str, Any]:
     """What a plan predicts for this rank and what a step of it takes, in bytes."""
     torch.set_num_threads(1)
     batch, model = MODELS[case.model].batch(), MODELS[case.model].model()
+    model = model.bfloat16() if case.masters else model
     cluster = f"cpu:{case.stages * case.replicas}"
     with autopart.compile(model, cluster, sample=batch, **case.options) as pipe:
         optimizer = adamw(pipe.parameters()) if case.adam else torch.optim.SGD(pipe.parameters(), lr=1e-4)
@@ -103,7 +111,9 @@ def measured(case: Case) -> dict[str, Any]:
         peak = before + allocated(step)
         predicted = pipe.plan.estimates[stage].peak_bytes
         if case.accumulates:
-            predicted += sum(p.nbytes for p in pipe.session.tensors.held.values() if isinstance(p, torch.nn.Parameter))
+            predicted += sum(
+                p.nbytes for p in pipe.session.tensors.driven.values() if isinstance(p, torch.nn.Parameter)
+            )
         pipe.close(sync=False)
     return {"plan": str(case), "measured_bytes": peak, "predicted_bytes": predicted, "error": predicted / peak - 1}
 

@@ -152,8 +152,9 @@ class Engine:
         *,
         train: bool,
         agree: Callable[[StepResult], bool] | None = None,
+        masters: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
     ) -> StepResult:
-        """Play the program once.
+        """Play the program once.  masters: of some of the parameters, which get their gradients.
 
         agree: called when this rank's part is done; it raises when another rank's is not, so that the step counts on
         all ranks or on none, and says whether what was added to gradients is to be kept.  Raises StageError for a
@@ -161,7 +162,7 @@ class Engine:
         still be under way, so no other step may follow.
         """
         state = _State(given, train, self._sends.copy(), parameters if train else {})
-        aside = GradientsAside(state.parameters)
+        aside = GradientsAside(state.parameters, masters)
         try:
             self._play(state)
             for name, owner in self._owners.items():

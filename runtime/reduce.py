@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 from autopart.ir.program import Program
 from autopart.runtime.activity import waiting
+from autopart.runtime.masters import CAN_WIDEN, HALF
 from autopart.runtime.tensors import dense
 from autopart.runtime.world import World
-
-_HALF = (torch.float16, torch.bfloat16)
-_CAN_WIDEN = hasattr(torch.Tensor, "grad_dtype")  # from torch 2.12 on; before, sums are of the parameter's own type
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,17 @@ class GradientsAside:
     During the step those of half-precision parameters are summed in fp32, over micro-batches and ranks, and rounded
     once at its end: in bf16 every addend would be rounded to 8 bits of the sum.  Takes 4 bytes a parameter."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        self._before = [(parameter, parameter.grad) for parameter in parameters.values()]
-        self._widened = [p for p in parameters.values() if p.dtype in _HALF and p.requires_grad and _CAN_WIDEN]
-        for parameter, before in self._before:
-            if before is not None:
-                parameter.grad = None
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        masters: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
+    ) -> None:
+        """masters: of those that have one, which then gets the gradient, not rounded."""
+        self._before = [(p, masters.get(name, p).grad) for name, p in parameters.items()]
+        self._masters = {id(parameters[name]): master for name, master in masters.items() if name in parameters}
+        self._widened = [p for p in parameters.values() if p.dtype in HALF and p.requires_grad and CAN_WIDEN]
+        for parameter, _ in self._before:
+            parameter.grad = None
         for parameter in self._widened:
             parameter.grad_dtype = torch.float32
 
@@ -77,21 +81,26 @@ class GradientsAside:
             parameter.grad = None
         self._narrow()
         for parameter, before in self._before:
-            parameter.grad = before
+            self._keeper(parameter).grad = before
 
     def keep(self) -> None:
         """The step is over: what it contributed is added."""
-        added = [parameter.grad for parameter, _ in self._before]
+        added = [parameter.grad for parameter, _ in reversed(self._before)]
         for parameter in self._widened:
             parameter.grad = None
         self._narrow()
-        for (parameter, before), fresh in zip(self._before, added, strict=True):
+        for parameter, before in self._before:
+            fresh, keeper = added.pop(), self._keeper(parameter)
             if before is None:
-                parameter.grad = fresh if fresh is None else _rounded(fresh, parameter.dtype)
+                keeper.grad = fresh if fresh is None else _rounded(fresh, keeper.dtype)
             elif fresh is None:
-                parameter.grad = before
+                keeper.grad = before
             else:
-                parameter.grad = _added(before, fresh)
+                keeper.grad = _added(before, fresh)
+
+    def _keeper(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        """What gets its gradient."""
+        return self._masters.get(id(parameter), parameter)
 
     def _narrow(self) -> None:
         for parameter in self._widened:
@@ -131,7 +140,7 @@ def _summed(world: World, parameter: torch.nn.Parameter, group: dist.ProcessGrou
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """In what gradients of this type are summed over ranks."""
-    return torch.float32 if dtype in _HALF else dtype
+    return torch.float32 if dtype in HALF else dtype
 
 
 def gradient_dtype(parameter: torch.nn.Parameter) -> torch.dtype:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from autopart.ir.errors import RefusedError
+from autopart.runtime.masters import Masters, needs_master
 from autopart.runtime.raw_bytes import memory_of
 from autopart.runtime.world import World
 
@@ -19,22 +21,71 @@ class LocalTensors:
     Another is copied once, and the copy keeps its `requires_grad`.
     """
 
-    def __init__(self, device: torch.device, earlier: LocalTensors | None = None) -> None:
-        """earlier: what this rank held before; tensors that are held again are taken over as the same objects."""
+    def __init__(
+        self,
+        device: torch.device,
+        earlier: LocalTensors | None = None,
+        mastered: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        """earlier: what this rank held before; tensors that are held again are taken over as the same objects.
+        mastered: which parameters in half precision have masters here."""
         self._device = device
         self._held: dict[str, torch.Tensor] = {}
-        self._earlier: Mapping[str, torch.Tensor] = earlier.held if earlier is not None else {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._earlier = earlier
+        self._mastered = mastered
+        self.masters = Masters()
 
     def hold(self, names: Iterable[str], source: Mapping[str, torch.Tensor]) -> None:
         """Hold what is named and not yet held."""
+        earlier = self._earlier
         for name in names:
             if name not in self._held:
-                before = self._earlier.get(name)
-                self._held[name] = before if before is not None else self._placed(source[name])
+                before = earlier.held.get(name) if earlier is not None else None
+                held = self._held[name] = before if before is not None else self._placed(source[name])
+                self._dtypes[name] = held.dtype
+                known = earlier.masters if earlier is not None else Masters()
+                if self._mastered(name) and (needs_master(held) or name in known.by_name):
+                    self.hold_master(name, known)
+
+    def hold_master(self, name: str, known: Masters | None = None) -> None:
+        """Hold a master of what is held.  known: those of before."""
+        held = self._held[name]
+        assert isinstance(held, torch.nn.Parameter)
+        self.masters.hold(name, held, known)
 
     def forget_earlier(self) -> None:
         """Let go of what was held before and is not held any more."""
-        self._earlier = {}
+        self._earlier = None
+
+    def check(self) -> None:
+        """Raises RefusedError when something was converted in place, as model.to(dtype) does, or changed where masters
+        change it."""
+        for name, tensor in self._held.items():
+            if tensor.dtype != self._dtypes[name]:
+                raise RefusedError(
+                    f"{name} is of {tensor.dtype}, and was of {self._dtypes[name]} when the model was compiled",
+                    why="the program, and what it sends between ranks, is of that type",
+                    fix="convert the model before compile; to go on in another precision, close the pipe and compile "
+                    "anew",
+                )
+        self.masters.check()
+
+    def follow_flags(self, trained: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        """Copies of parameters, as those on another device, require gradients as the model's own do.
+
+        Raises RefusedError for a parameter that is trained now and has no master, though others have."""
+        for name, parameter in trained:
+            held = self._held.get(name)
+            if held is not None and held.requires_grad != parameter.requires_grad:
+                held.requires_grad_(parameter.requires_grad)
+            if held is not None and needs_master(held) and self._mastered(name) and name not in self.masters.by_name:
+                raise RefusedError(
+                    f"{name} is trained now, and was frozen when the model was compiled",
+                    why="it has no master in fp32: optimizers made from pipe.parameters() would not see its gradient",
+                    fix="let it be trained before compile; it can be frozen, and trained again, afterwards",
+                )
+        self.masters.follow()
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device == self._device:
@@ -46,6 +97,11 @@ class LocalTensors:
     def held(self) -> Mapping[str, torch.Tensor]:
         """Everything this rank holds."""
         return self._held
+
+    @property
+    def driven(self) -> Mapping[str, torch.Tensor]:
+        """The same, with masters in the place of what they are rounded to: where gradients and optimizers are."""
+        return {**self._held, **self.masters.by_name}
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -82,6 +82,9 @@ class PlanFlags:
     zero: Annotated[
         str, typer.Option(metavar=_one_of(*map(str, ZERO)), help="Let replicas of a stage share the optimizer state")
     ] = "auto"
+    master_weights: Annotated[
+        bool, typer.Option("--master-weights", help="fp32 masters of parameters in half precision")
+    ] = False
     bucket_bytes: Annotated[
         int | None, typer.Option(help="Gradients that replicas sum together; 25 MiB unless said otherwise")
     ] = None
@@ -120,6 +123,7 @@ class PlanFlags:
             recompute=_recompute(self.recompute or ["auto"]),
             precision=self.precision,
             zero=int(self.zero) if self.zero.isdecimal() else self.zero,
+            master_weights=self.master_weights,
             bucket_bytes=self.bucket_bytes,
             compress=self.compress,
             optimizer=self.optimizer,

@@ -18,13 +18,17 @@ _NAMED = {"sgd": 0.0, "momentum": 1.0, "adam": ADAM, "adamw": ADAM}
 _MASTERS = "+masters"
 
 
-def state_factor(optimizer: Any, param_bytes: int = 4) -> tuple[float, tuple[str, ...]]:
+def state_factor(optimizer: Any, param_bytes: int = 4, *, masters: bool = False) -> tuple[float, tuple[str, ...]]:
     """(bytes of optimizer state per byte of trainable parameter, what to say about it).
 
     optimizer: None (charged as Adam, and said so), "sgd", "momentum", "adam" or "adamw", each also with "+masters"
     (float32 copies of the weights and float32 states beside parameters of param_bytes each), an optimizer class or
-    function that takes parameters, or an optimizer.  Raises UsageError.
+    function that takes parameters, or an optimizer.  masters: it drives such copies.  Raises UsageError.
     """
+    if masters and param_bytes < 4:
+        plain = optimizer.lower().removesuffix(_MASTERS) if isinstance(optimizer, str) else optimizer
+        factor, notes = state_factor(plain)
+        return 4 * (1 + factor) / param_bytes, notes
     if optimizer is None:
         return ADAM, ("no optimizer was named: memory is charged for Adam; pass optimizer=torch.optim.SGD or the like",)
     if isinstance(optimizer, str):

@@ -125,7 +125,7 @@ def _request(problem: Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, ..
     options = problem.options
     base = problem.family.base
     recompute, recomputed = wanted_groups(base.graph, options.recompute, base.checkpointed)
-    factor, notes = state_factor(options.optimizer, narrowest_bytes(graph))
+    factor, notes = state_factor(options.optimizer, narrowest_bytes(graph), masters=options.master_weights)
     final = problem.family.other is None or problem.family.on_meta  # else it is planned once more at its own size
     request = PlanRequest(
         micro_rows=problem.splits,

@@ -179,7 +179,8 @@ class Executor:
         idle = {micro: names - self._rowless for micro, names in weights.idle(self.graph, self._weight).items()}
         step = StepInput(micro_rows, inputs, shares, key, weights.numbers, idle, uneven)
         with self._values.gathered():
-            return engine.step(step, self._parameters(), train=self.train, agree=agree)
+            masters = self._tensors.masters.by_name
+            return engine.step(step, self._parameters(), train=self.train, agree=agree, masters=masters)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {name: t for name, t in self._tensors.held.items() if isinstance(t, nn.Parameter)}

@@ -35,12 +35,14 @@ from autopart.session.state import (
     clip_gradients,
     empty_foreign,
     gather_gradients,
-    gather_state,
     load_state,
+    masters_of,
     remembered,
     steps_of,
+    sync_at_the_end,
     sync_state,
-    with_steps,
+    take_masters,
+    whole_state,
 )
 from autopart.session.torch_habits import watch_optimizers, without_backward
 
@@ -62,6 +64,7 @@ class Pipe:
         self._steps = 0
         self._scaler = LossScaler()
         self._skipped = False
+        self._restored: Mapping[str, torch.Tensor] = {}
         self._closed = False
         self._unwatch: Callable[[], None] = lambda: None
         if sample is not None:
@@ -71,8 +74,8 @@ class Pipe:
         session = Session(self._captures, self._cluster, self._options, read)
         session.bring_up()
         self._session = session
-        if session.world.size > 1:
-            self._unwatch = watch_optimizers(self.parameters)
+        take_masters(session, self._restored)
+        self._unwatch = watch_optimizers(session)
         return session
 
     def _flatten(self, batch: Any) -> Batch:
@@ -284,7 +287,7 @@ class Pipe:
         if self._session is None:
             yield from self._captures.trained.named_parameters()
             return
-        for name, tensor in self._session.tensors.held.items():
+        for name, tensor in self._session.tensors.driven.items():
             if isinstance(tensor, nn.Parameter) and self._session.context.keeps(name):
                 yield name, tensor
 
@@ -316,15 +319,14 @@ class Pipe:
         """The whole model's state under its original names, buffers included, on every rank, on the CPU; the plain
         model's load_state_dict takes it.  It remembers `steps`, as long as it is kept by torch.save."""
         with self.session.call("state_dict") as session:
-            scaler = self.scaler
-            kept = {} if scaler is None else {"scaler": scaler.state_dict()}
-            return with_steps(gather_state(session), self._steps, kept)
+            return whole_state(session, self._steps, self.scaler)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over a state of the plain model, given alike on every rank, and `steps` where it is remembered.
         Nothing changes when a name or a shape does not fit (UsageError)."""
         self._require_open()
         load_state(self._captures.trained, self._session, state)
+        self._restored = masters_of(state)
         steps = steps_of(state)
         if steps is not None:
             self._steps = steps
@@ -366,7 +368,7 @@ class Pipe:
         try:
             if sync and session.healthy:
                 with session.call("close"):
-                    sync_state(session)
+                    sync_at_the_end(session)
             elif self._steps:
                 empty_foreign(session)
         finally:

@@ -11,7 +11,7 @@ from autopart.ir.graph import Graph
 from autopart.ir.owners import owners_of
 from autopart.ir.plan import Decision
 from autopart.runtime.shared_values import Sharing
-from autopart.runtime.tensors import move_tensors
+from autopart.runtime.tensors import LocalTensors, move_tensors
 from autopart.runtime.world import World
 
 Route = tuple[str, int, int]
@@ -85,19 +85,21 @@ def relocate(
     world: World,
     old: Placement,
     new: Placement,
-    old_tensors: Mapping[str, torch.Tensor],
-    new_tensors: Mapping[str, torch.Tensor],
+    before: LocalTensors,
+    after: LocalTensors,
 ) -> None:
     """Bring the tensors that this rank held under `old`, and their gradients, to the holders under `new`.  Collective.
 
-    old_tensors, new_tensors: what this rank holds, by name, with the newest values.  Gradients go to the keepers alone.
-    A tensor that no rank held before is not moved: no step has changed it.
+    before, after: what this rank holds, with the newest values.  Masters and gradients go to the keepers alone.  A
+    tensor that no rank held before is not moved: no step has changed it.
     """
-    routes = list(_routes(old.owners, old.holders, new.holders))
-    move_tensors(world, routes, {**new_tensors, **{n: t for n, t in old_tensors.items() if n not in new_tensors}})
-    _move_gradients(world, list(_routes(old.owners, old.keepers, new.keepers)), old.owners, old_tensors, new_tensors)
-    for name, tensor in old_tensors.items():
-        if name not in new_tensors or not new.keeps(world.rank, name):
+    move_tensors(world, list(_routes(old.owners, old.holders, new.holders)), {**after.held, **before.held})
+    kept = list(_routes(old.owners, old.keepers, new.keepers))
+    _move_masters(world, kept, old.owners, before, after)
+    was, now = before.driven, after.driven
+    _move_gradients(world, kept, old.owners, was, now)
+    for name, tensor in was.items():
+        if tensor is not now.get(name) or not new.keeps(world.rank, name):
             tensor.grad = None
 
 
@@ -114,6 +116,24 @@ def _routes(
                 yield name, source, rank
 
 
+def _move_masters(
+    world: World, routes: list[Route], owners: Mapping[str, int], before: LocalTensors, after: LocalTensors
+) -> None:
+    """Masters go to who drives the parameter now, also that of one which is frozen by now."""
+    present = _present(world, [name for name in before.masters.by_name if owners.get(name) == world.rank])
+    moving = [route for route in routes if route[0] in present]
+    for name, _, target in moving:
+        if target == world.rank and name not in after.masters.by_name:
+            after.hold_master(name)
+    move_tensors(world, moving, {**after.masters.by_name, **before.masters.by_name})
+    after.masters.write()
+
+
+def _present(world: World, mine: list[str]) -> set[str]:
+    """The names of all ranks."""
+    return {name for text in world.gather_text("\n".join(mine)) for name in text.split("\n")}
+
+
 def _move_gradients(
     world: World,
     routes: list[Route],
@@ -123,7 +143,7 @@ def _move_gradients(
 ) -> None:
     """As the tensors; what has no gradient where it was gets none."""
     mine = [n for n, t in old_tensors.items() if owners.get(n) == world.rank and t.grad is not None]
-    present = {name for text in world.gather_text("\n".join(mine)) for name in text.split("\n")}
+    present = _present(world, mine)
     moving = [route for route in routes if route[0] in present]
     gradients: dict[str, torch.Tensor] = {}
     for name, source, target in moving:

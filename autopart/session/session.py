@@ -6,7 +6,6 @@ the plan while the processes live: weights move to where the new plan wants them
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from autopart.capture.rows import program_key
 from autopart.capture.trained import refuse_meta
 from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan, Stage
 from autopart.ir.program import Program
@@ -46,7 +44,6 @@ from autopart.session.health import Health
 from autopart.session.placement import Placement, placement_of, relocate
 
 _CALLS = {Mode.TRAIN: "step", Mode.LOSS: "eval_loss", Mode.PREDICT: "predict"}
-_dtype = operator.attrgetter("dtype")
 Read = Callable[[], Batch | None]
 """Takes the batch of a call apart; None where this rank was given none."""
 _KEEP = 32  # kinds of batches whose executor is remembered
@@ -72,7 +69,6 @@ class Session:
         self._training: Executor | None = None
         self._planned: Planned | None = None
         self._trace: Trace | None = None
-        self._dtypes: list[torch.dtype] = []
         self.tied: Mapping[str, str] = {}
         self.world = World(
             cluster.kind,
@@ -83,7 +79,7 @@ class Session:
         )
         self._calls = Calls(self.world)
         self._known = KnownBatches(self.world)
-        self.context = self._context_of(LocalTensors(self.world.device))
+        self.context = self._context_of()
 
     # -- getting there ---------------------------------------------------------------------------------------------
 
@@ -103,7 +99,7 @@ class Session:
                 planned = self._plan_together(self._options)
                 set_activity("comparing weights")
                 broadcast_weights_if_different(self.world, planned.captured.tensors)
-                context = self._context_of(LocalTensors(self.world.device), planned)
+                context = self._context_of(planned)
                 self._install(planned, context, self._executor_of(planned, context))
         except BaseException:
             self.close()
@@ -118,12 +114,12 @@ class Session:
         """
         with self.call("adopt"):
             planned = self._plan_together(replace(self._options, plan=plan))
-            context = self._context_of(LocalTensors(self.world.device, self.tensors), planned)
+            context = self._context_of(planned, self.tensors)
             executor = self._executor_of(planned, context)
             with self._health.watched("moving the weights to another plan"):
+                self.tensors.masters.write()
                 self.context.values.gather()
-                old, new = self.context.placement, context.placement
-                relocate(self.world, old, new, self.tensors.held, context.tensors.held)
+                relocate(self.world, self.context.placement, context.placement, self.tensors, context.tensors)
             self._install(planned, context, executor)
 
     def _plan_together(self, options: Options) -> Planned:
@@ -146,13 +142,17 @@ class Session:
                 captured = self.captures(self._batch, Size(max(plan.micro_rows)))
                 mine = Planned(plan, captured, BatchRule.from_json(content["rule"]))
             self._batch = self.captures.judged(self._batch)
-            fingerprint = f"{mine.captured.graph.shape_digest()} {mine.plan.digest()} {options.seed}"
+            fingerprint = (
+                f"{mine.captured.graph.shape_digest()} {mine.plan.digest()} {options.seed} {options.master_weights}"
+            )
         require_same_everywhere(self.world, fingerprint)
         return mine
 
-    def _context_of(self, tensors: LocalTensors, planned: Planned | None = None) -> RankContext:
-        """What executors share under a plan, which hold this rank's share of the model in `tensors`.  Collective."""
+    def _context_of(self, planned: Planned | None = None, earlier: LocalTensors | None = None) -> RankContext:
+        """What executors share under a plan.  earlier: what this rank held before.  Collective."""
         placement = Placement() if planned is None else placement_of(planned.captured.graph, planned.plan.decision)
+        rank, wanted = self.world.rank, self.has_masters
+        tensors = LocalTensors(self.world.device, earlier, lambda name: wanted and placement.keeps(rank, name))
         values = SharedValues(self.world, placement.sharing, tensors.held)
         stated, synced = self._options.loss_reduction, self._options.sync_batchnorm
         return RankContext(self.world, self.captures, tensors, placement, values, self._health, stated, synced)
@@ -168,7 +168,6 @@ class Session:
 
     def _install(self, planned: Planned, context: RankContext, executor: Executor) -> None:
         context.tensors.forget_earlier()
-        self._dtypes = list(map(_dtype, context.tensors.held.values()))
         self._planned = planned
         self.context = context
         context.values.keep_own()
@@ -204,6 +203,11 @@ class Session:
         return self.context.tensors
 
     @property
+    def has_masters(self) -> bool:
+        """Whether parameters in half precision that are trained have masters, each with whoever drives it."""
+        return self._options.master_weights
+
+    @property
     def owners(self) -> Mapping[str, int]:
         """For each parameter and buffer of the plan, the rank that answers for it."""
         return self.context.placement.owners
@@ -232,6 +236,8 @@ class Session:
         try:
             if name != "close":
                 self.captures.check_tensors()
+            if name not in ("close", "sync_model"):
+                self.tensors.masters.check()
         except FAILURES as error:
             failure = error
         with self.told(name):
@@ -267,9 +273,10 @@ class Session:
             batch = read()
             check_autocast(self.world.device.type)
             set_activity("comparing the model with its capture")
-            self._check_dtypes()
+            self._check_held()
             if self.captures.refresh(training=mode is Mode.TRAIN):
-                self._follow_flags()
+                self.tensors.follow_flags(self.captures.trained.named_parameters())
+            self.tensors.masters.write()
             if batch is not None and not sharded:
                 with patient("capturing the model"):
                     batch = self.captures.settled(batch, self._largest(batch, mode), mode.value)
@@ -281,18 +288,13 @@ class Session:
         heard = self._calls.enter(call or _CALLS[mode], given, failure, needed)
         return self._known.taken(batch, heard, needed, self.plan.decision, sharded=sharded)
 
-    def _check_dtypes(self) -> None:
-        """Raises RefusedError when what this rank holds was converted in place, as model.to(dtype) does."""
-        held = self.tensors.held
-        found = list(map(_dtype, held.values()))
-        if found[: len(self._dtypes)] != self._dtypes:
-            name, old, new = next(row for row in zip(held, self._dtypes, found, strict=False) if row[1] != row[2])
-            raise RefusedError(
-                f"{name} is of {new}, and was of {old} when the model was compiled",
-                why="the program, and what it sends between ranks, is of that type",
-                fix="convert the model before compile; to go on in another precision, close the pipe and compile anew",
-            )
-        self._dtypes = found
+    def _check_held(self) -> None:
+        """Raises RefusedError when what this rank holds was changed so that no run can follow; flags of masters go to
+        the model."""
+        self.tensors.check()
+        if toggled := self.tensors.masters.toggled():
+            for name, parameter in self.captures.trained.named_parameters():
+                parameter.requires_grad_(toggled.get(name, parameter.requires_grad))
 
     def loss(
         self, mode: Mode, read: Read, step: int = 0, guard: Guard = UNGUARDED, *, sharded: bool = False
@@ -366,13 +368,6 @@ class Session:
         if same and mode is Mode.TRAIN:
             return self.plan.decision.stages
         return project_plan(graph, self.graph, self.plan.decision)
-
-    def _follow_flags(self) -> None:
-        """Copies of parameters on another device require gradients as the model's own do."""
-        for name, parameter in self.captures.trained.named_parameters():
-            held = self.tensors.held.get(name)
-            if held is not None and held.requires_grad != parameter.requires_grad:
-                held.requires_grad_(parameter.requires_grad)
 
     @property
     def healthy(self) -> bool:

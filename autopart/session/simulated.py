@@ -40,7 +40,7 @@ def simulate_plan(
         several = sorted((size for size in sizes if size.rows > 1), key=lambda size: size.rows)
         other = captures(batch, another_size(graph.size, several))
     devices = device_types(cluster)
-    factor, _ = state_factor(options.optimizer, narrowest_bytes(graph))
+    factor, _ = state_factor(options.optimizer, narrowest_bytes(graph), masters=options.master_weights)
     family = ProgramFamily(captures, batch, captured, other)
     cost_model = ExtrapolatedCosts(family.resizable(graph), devices)
     slices = None

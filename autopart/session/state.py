@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 from autopart.capture.guards import EMPTIED
 from autopart.capture.trained import Trained
 from autopart.ir.errors import UsageError
+from autopart.runtime.masters import HALF, needs_master
 from autopart.runtime.tensors import gather_tensors
 from autopart.runtime.world import World
+from autopart.session.scaler import LossScaler
 from autopart.session.session import Session
 
 _STEPS = "autopart"
@@ -23,6 +26,7 @@ _STEPS = "autopart"
 def gather_state(session: Session) -> dict[str, torch.Tensor]:
     """The model's state_dict on every rank, on the CPU, without what was put into the model since.  Collective."""
     session.require_healthy()
+    session.tensors.masters.write()
     held, tied = session.tensors.held, session.tied
     captures = session.captures
     whole = {n: t for n, t in captures.trained.state_dict().items() if captures.is_own(n, t)}
@@ -41,6 +45,18 @@ def gather_state(session: Session) -> dict[str, torch.Tensor]:
     return state
 
 
+def gather_masters(session: Session) -> dict[str, torch.Tensor]:
+    """The masters of the whole model, tied ones once, on every rank, on the CPU.  Collective."""
+    wanted = {
+        name: torch.empty_like(tensor, dtype=torch.float32, device="meta")
+        for name, tensor in session.captures.trained.named_parameters()
+        if session.has_masters and tensor.dtype in HALF
+    }
+    owners = {name: session.owners.get(name, 0) for name in wanted}
+    found = gather_tensors(session.world, owners, wanted, session.tensors.masters.by_name.get)
+    return {name: master for name, master in found.items() if master is not None}
+
+
 def sync_state(session: Session) -> None:
     """Bring what other ranks hold to this rank's model, in place.  Collective.  Bytes sent: the size of the model."""
     state = gather_state(session)
@@ -49,12 +65,25 @@ def sync_state(session: Session) -> None:
         for name, tensor in state.items():
             if own[name].shape == tensor.shape:
                 own[name].copy_(tensor)
+    session.tensors.masters.accept()  # of a tied parameter this may be the value of another rank
+
+
+def sync_at_the_end(session: Session) -> None:
+    """`sync_state`, which says what it takes away from a user."""
+    name = session.tensors.masters.written()
+    if name is not None:
+        warnings.warn(
+            f"{name} was written to in the model since the last run; that is lost: its master has the trained value",
+            stacklevel=4,
+        )
+    sync_state(session)
 
 
 def empty_foreign(session: Session) -> None:
     """Empty the parameters and updated buffers of this rank's model that other ranks trained: their values here are
     old, and must be neither saved nor trained on."""
     model, held, tied = session.captures.trained, session.tensors.held, session.tied
+    session.tensors.masters.write()
     updated = {buffer for buffer, _ in session.graph.updates}
     trained = {param.name for param in session.graph.params if param.trainable} | updated
     with torch.no_grad():
@@ -65,10 +94,13 @@ def empty_foreign(session: Session) -> None:
                 setattr(tensor, EMPTIED, True)
 
 
-def with_steps(state: dict[str, torch.Tensor], steps: int, more: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The state with the number of steps, and `more`, in its metadata, where torch keeps the versions of modules."""
-    kept = OrderedDict(state)
-    kept._metadata = {_STEPS: {"steps": steps, **more}}  # type: ignore[attr-defined]
+def whole_state(session: Session, steps: int, scaler: LossScaler | None) -> dict[str, torch.Tensor]:
+    """The state with the number of steps, and what else there is of scaler and masters, in its metadata, where torch
+    keeps the versions of modules.  Collective."""
+    kept = OrderedDict(gather_state(session))
+    masters = gather_masters(session)
+    more = {"steps": steps, "scaler": scaler and scaler.state_dict(), "masters": masters}
+    kept._metadata = {_STEPS: {key: value for key, value in more.items() if value or key == "steps"}}  # type: ignore[attr-defined]
     return kept
 
 
@@ -95,24 +127,41 @@ def load_state(model: Trained, session: Session | None, state: Mapping[str, torc
     model.load_state_dict(dict(state))
     if session is None:
         return
-    held, tied = session.tensors.held, session.tied
+    held, tied, masters = session.tensors.held, session.tied, masters_of(state)
     with torch.no_grad():
         for name in own:
-            target = held.get(tied.get(name, name))
-            if target is not None:
-                target.copy_(state[name])
+            first = tied.get(name, name)
+            if first in held:
+                held[first].copy_(state[name])
+                session.tensors.masters.take_over(first, state[name], masters.get(first))
+    session.tensors.masters.write()
+
+
+def masters_of(state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """The masters that a state remembers, by name."""
+    found = remembered(state).get("masters")
+    return found if isinstance(found, Mapping) else {}
+
+
+def take_masters(session: Session, masters: Mapping[str, torch.Tensor]) -> None:
+    """Masters of a state that was loaded into the model before there was a session."""
+    for name, master in masters.items():
+        if name in session.tensors.held:
+            session.tensors.masters.take_over(name, session.tensors.held[name], master)
 
 
 def gather_gradients(session: Session) -> dict[str, torch.Tensor | None]:
     """The gradient of every trainable parameter, tied ones once, on every rank, on the CPU.  Collective."""
     session.require_healthy()
-    held = session.tensors.held
+    driven = session.tensors.driven
     trainable = {name: p for name, p in session.captures.trained.named_parameters() if p.requires_grad}
+    wide = [name for name, p in trainable.items() if session.has_masters and needs_master(p)]
+    like = trainable | {name: torch.empty_like(trainable[name], dtype=torch.float32, device="meta") for name in wide}
     return gather_tensors(
         session.world,
         {name: session.owners.get(name, 0) for name in trainable},
-        trainable,
-        lambda name: held.get(name, trainable[name]).grad,
+        like,
+        lambda name: driven.get(name, trainable[name]).grad,
     )
 
 
@@ -125,7 +174,7 @@ def check_norm_type(norm_type: float) -> None:
 def clip_gradients(session: Session, max_norm: float, norm_type: float) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most max_norm; returns the norm before.  Collective."""
     world, owners = session.world, session.owners
-    gradients = {name: t.grad for name, t in session.tensors.held.items() if t.grad is not None}
+    gradients = {name: t.grad for name, t in session.tensors.driven.items() if t.grad is not None}
     norms = [
         torch.linalg.vector_norm(_elements(gradient).double(), norm_type).item()
         for name, gradient in gradients.items()

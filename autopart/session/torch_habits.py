@@ -6,15 +6,15 @@ parameters at once, of which a rank holds a part: it is refused when it steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopart.costs.optimizer_state import needs_closure
 from autopart.ir.errors import UsageError
+from autopart.session.session import Session
 
 
 class Loss(torch.Tensor):
@@ -40,21 +40,30 @@ def without_backward(loss: torch.Tensor) -> torch.Tensor:
     return loss.as_subclass(Loss)
 
 
-def watch_optimizers(parameters: Callable[[], Iterable[nn.Parameter]]) -> Callable[[], None]:
-    """From now on a step of an optimizer that needs a closure raises UsageError when it drives one of the parameters.
+def watch_optimizers(session: Session) -> Callable[[], None]:
+    """From now on a step of an optimizer that cannot train what it was made for raises UsageError: one that needs a
+    closure, over several ranks, and one that drives parameters of the model in the place of their masters.
 
-    Returns what ends it.  Other optimizers take no time: asked once for each kind.
+    Returns what ends it.  Other optimizers take the time of looking for theirs.
     """
     known: dict[type, bool] = {}
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         kind = type(optimizer)
         if kind not in known:
-            known[kind] = needs_closure(kind)
-        if not known[kind]:
+            known[kind] = session.world.size > 1 and needs_closure(kind)
+        rounded = session.tensors.masters.rounded
+        if not known[kind] and not rounded:
             return
-        mine = {id(parameter) for parameter in parameters()}
-        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        driven = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        mastered = next((rounded[one] for one in driven if one in rounded), None)
+        if mastered is not None:
+            raise UsageError(
+                f"an optimizer drives {mastered} of the model, which has a master",
+                why="with master_weights=True gradients go to masters in fp32, and the model gets their values rounded",
+                fix="make the optimizer from pipe.parameters(), or pipe.named_parameters(), after the pipe is planned",
+            )
+        if known[kind] and {id(tensor) for tensor in session.tensors.driven.values()}.intersection(driven):
             raise UsageError(
                 f"{kind.__name__} cannot drive the parameters of a pipeline over several ranks",
                 why="it looks at all parameters at once, and each rank holds its own part of them",

@@ -296,12 +296,13 @@ class StageCostTables:
             owned = trained
             if self._space.request.may_shard:  # a replica's share, of whole parameters
                 owned = np.maximum(trained / replicas, self._by_length(chain.largest_trained))
-            state = (trained + owned * self._space.request.state_factor).astype(np.int64)
+            summed = trained * self._space.summed_per_trained
+            state = (summed + owned * self._space.request.state_factor).astype(np.int64)
             messages = MESSAGES_AHEAD * (enters + costs.crossing[ends_of(chain.n, self._longest)])
             saved, edges, redone = self._asked_memory(costs)
             static = weights + state + self._by_length(costs.scratch) + messages + redone
             if replicas > 1:
-                static += (trained * self._space.summed_per_trained).astype(np.int64)
+                static += summed.astype(np.int64)
             static[0] += self._micros * -(-self._batch_bytes() // replicas)
             least = self._by_length(costs.least_crossing)
             gained = saved - self._by_length(costs.kept) + edges

@@ -2,7 +2,8 @@
 
 Memory of a device of stage s with a share of 1 / r, live = `schedules.in_flight`:
 
-    weights + gradients + optimizer state                      of the parameters that the stage uses, each once
+    weights + gradients + optimizer state                      of the parameters that the stage uses, each once; in a
+                                                               step gradients are in single precision at least
     + copies of weights in another precision                   under autocast, made once a step
     + live * (saved for the backward + received)               of the device's part of a micro-batch, rows / r
     + workspace                                                largest of one op, and of one recomputed group
@@ -295,13 +296,13 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
     trained = whole.trained_bytes(stage)
     stepped = whole.largest_share(stage) if context.shared else trained
     optimizer_bytes = int(stepped * setting.state_factor)
-    state_bytes = trained + optimizer_bytes + (context.versions - 1) * weights
+    summed = whole.summed_bytes(stage)
+    state_bytes = summed + optimizer_bytes + (context.versions - 1) * weights
     received, sent = part(context.in_bytes), part(context.out_bytes)
     devices = [setting.device_types[kind] for kind in kinds]
     activation_bytes = kept + received
     workspace = max([cost.scratch_bytes for cost in costed[0]], default=0) + group_bytes
     buffers = MESSAGES_AHEAD * (received + sent)
-    summed = whole.summed_bytes(stage)
     sent_bytes = int(summed * sent_share(context.compress))
     if len(stage.ranks) > 1:
         buffers += summed

@@ -51,14 +51,16 @@ def _bytes_by_parameter(optimizer: torch.optim.Optimizer) -> list[int]:
 def _trained(name: str, counts: Counts, zero: int, steps: int, accumulated: int, clip: float | None, more: Any) -> Run:
     case = EVERY[name]
     asked = {"stages": len(counts), "replicas": counts, "micro_batches": 2, "schedule": "1f1b", "zero": zero, **more}
-    batch = case.data(8)
-    with compiled(case, fresh(name), batch, **asked) as pipe:
+    half = torch.float16 if more.get("precision") == "fp16" else torch.bfloat16
+    dtype = half if more.get("master_weights") else torch.float32
+    batch = case.data(8, dtype)
+    with compiled(case, fresh(name, dtype), batch, **asked) as pipe:
         assert pipe.plan.decision.zero == zero
         held = dict(pipe.named_parameters())
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         numbers, tensors = [], []
         for step in range(steps):
-            numbers += [pipe.step(case.data(8 - step % 2)).item() for _ in range(accumulated)]
+            numbers += [pipe.step(case.data(8 - step % 2, dtype)).item() for _ in range(accumulated)]
             if clip is not None:
                 numbers.append(pipe.clip_grad_norm_(clip).item())
             if step == 1:

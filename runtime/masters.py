@@ -1,0 +1,146 @@
+"""fp32 masters of parameters in half precision: an optimizer drives these, and the model has their rounded values.
+
+A weight in bf16 has 8 bits: an update of less than a 512th of it is lost in the rounding.  With a master the update
+adds up in fp32, and before every run the model's own parameter becomes the master, rounded.  A step's gradient goes to
+the master as it was summed, in fp32 (`reduce.GradientsAside`).
+
+Whoever writes into the model's parameter between two runs would be overwritten by the next, so that is found out: a
+digest of the values is kept, for a write through `.data` leaves no other trace.  It costs a pass over the bytes of the
+model, twice a run.
+
+Micikevicius et al., "Mixed Precision Training" (2018), section 3.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TypeGuard
+
+import torch
+from torch import nn
+
+from autopart.ir.errors import RefusedError, UsageError
+
+HALF = (torch.float16, torch.bfloat16)
+CAN_WIDEN = hasattr(torch.Tensor, "grad_dtype")  # from torch 2.12 on; before, sums are of the parameter's own type
+_MINE = "with master_weights=True the optimizer drives masters in fp32, which pipe.parameters() yields"
+
+
+class Masters:
+    """The masters of what this rank trains.
+
+    by_name: the masters.  rounded: names of the parameters that become their values, by the identity of those."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, nn.Parameter] = {}
+        self.rounded: dict[int, str] = {}
+        self._rounded: dict[str, nn.Parameter] = {}
+        self._digests: dict[str, torch.Tensor] = {}
+        self._trained: dict[str, bool] = {}
+
+    def hold(self, name: str, parameter: nn.Parameter, earlier: Masters | None = None) -> None:
+        """Make a master of a parameter in half precision, or take over the earlier one; a gradient that is there
+        already goes to it."""
+        if not CAN_WIDEN:
+            raise UsageError(
+                "master_weights=True needs torch 2.12 or newer",
+                why=f"in torch {torch.__version__} the gradients of {name} are summed in {parameter.dtype}",
+                fix="update torch, or leave master_weights out",
+            )
+        master = earlier.by_name.get(name) if earlier is not None else None
+        if master is None:
+            master = nn.Parameter(parameter.detach().float(), parameter.requires_grad)
+            if parameter.grad is not None:
+                master.grad, parameter.grad = parameter.grad.float(), None
+        self.by_name[name], self._rounded[name], self.rounded[id(parameter)] = master, parameter, name
+        self._digests[name], self._trained[name] = _digest(parameter), parameter.requires_grad
+
+    def write(self) -> None:
+        """The model's parameters become their masters, rounded.  O(parameters)."""
+        if self.by_name:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self._rounded.values()), list(self.by_name.values()))
+            self.accept()
+
+    def accept(self) -> None:
+        """What the model's parameters hold now is known."""
+        self._digests = {name: _digest(parameter) for name, parameter in self._rounded.items()}
+
+    def written(self) -> str | None:
+        """The first parameter of the model that somebody else wrote to.  Waits for the device, once."""
+        if not self._digests:
+            return None
+        found = {name: _digest(parameter) for name, parameter in self._rounded.items()}
+        changed = [name for name, digest in found.items() if digest.shape != self._digests[name].shape]
+        if not changed and not torch.equal(_joined(found), _joined(self._digests)):
+            changed = [name for name, digest in found.items() if not torch.equal(digest, self._digests[name])]
+        return changed[0] if changed else None
+
+    def check(self) -> None:
+        """Raises RefusedError for a parameter of the model that somebody else wrote to, or gave a gradient: both would
+        be lost."""
+        name = self.written()
+        if name is not None:
+            raise RefusedError(
+                f"{name} was written to in the model since the last run",
+                why=f"{_MINE}, and at every run the model's value becomes the master's, rounded",
+                fix="call pipe.sync_model(), which brings back the trained values, and write to the parameter that "
+                "pipe.named_parameters() yields under this name; or pipe.load_state_dict(model.state_dict()), which "
+                "takes over all of the model's values",
+            )
+        name = next((name for name, parameter in self._rounded.items() if parameter.grad is not None), None)
+        if name is not None:
+            raise RefusedError(
+                f"{name} has a gradient in the model",
+                why=f"{_MINE}, and gradients are theirs",
+                fix="add it to the gradient of the parameter that pipe.named_parameters() yields under this name, and "
+                "set the model's to None",
+            )
+
+    def toggled(self) -> dict[str, bool]:
+        """Whether it is to be trained, of each whose master was frozen, or trained again, by its user; the parameter
+        that it is rounded to follows."""
+        found = {n: p.requires_grad for n, p in self.by_name.items() if p.requires_grad != self._trained[n]}
+        for name, trained in found.items():
+            self._rounded[name].requires_grad_(trained)
+        self._trained.update(found)
+        return found
+
+    def follow(self) -> None:
+        """Masters are trained where the parameters are that they are rounded to."""
+        for name, parameter in self._rounded.items():
+            self.by_name[name].requires_grad_(parameter.requires_grad)
+            self._trained[name] = parameter.requires_grad
+
+    def take_over(self, name: str, value: torch.Tensor, master: torch.Tensor | None = None) -> None:
+        """A value from a state, and what was its master there: that counts where it is what was rounded."""
+        own = self.by_name.get(name)
+        if own is None:
+            return
+        exact = master is not None and master.shape == value.shape and torch.equal(master.to(value), value)
+        with torch.no_grad():
+            own.copy_(master if exact and master is not None else value)
+
+
+def needs_master(tensor: torch.Tensor) -> TypeGuard[nn.Parameter]:
+    """Whether it is a parameter in half precision that is trained."""
+    return isinstance(tensor, nn.Parameter) and tensor.dtype in HALF and tensor.requires_grad
+
+
+def _joined(digests: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(digests.values()))
+
+
+def _digest(parameter: torch.Tensor) -> torch.Tensor:
+    """Numbers that tell whether the values changed, also where they were exchanged: sums along rows and columns of
+    their bits, laid out as a square.  Of n bytes about sqrt(2 * n) bytes."""
+    bits = parameter.detach().reshape(-1)
+    whole = bits.numel() % 4 == 0 and bits.storage_offset() % 4 == 0
+    bits = bits.view(torch.int64 if whole else torch.int16)
+    width = math.isqrt(bits.numel())
+    if width < 2:
+        return bits.to(torch.int64)
+    square = bits[: bits.numel() // width * width].view(-1, width)
+    rest = bits[square.numel() :].to(torch.int64)
+    return torch.cat([square.sum(0, dtype=torch.int64), square.sum(1, dtype=torch.int64), rest])

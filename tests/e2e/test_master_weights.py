@@ -1,0 +1,75 @@
+"""fp32 masters over stages and replicas are those that one process keeps by hand, to the bit."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from support import master_jobs, zero_jobs
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="needs a later torch"),
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stages": 2},
+        {"stages": 2, "schedule": "gpipe", "recompute": "all"},
+        {"stages": 1, "replicas": 2},
+        {"stages": 1, "replicas": 2, "bucket_bytes": 2000},
+        {"stages": 1, "replicas": 2, "zero": 1, "bucket_bytes": 2000},
+    ],
+)
+def test_ten_steps_are_those_of_masters_kept_by_hand(pair, options):
+    results = pair.run(partial(master_jobs.trained, **options))
+    for wrong, left, masters in results:
+        assert (wrong, left) == ([], [])
+        assert all(master.dtype == torch.float32 for master in masters.values())
+    here, there = (masters for *_, masters in results)
+    assert bool(here.keys() & there.keys()) == (options["stages"] == 1 and not options.get("zero"))
+    assert here.keys() | there.keys() == dict(master_jobs.model().named_parameters()).keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "counts", "options"),
+    [
+        ("tied", (2, 2), {"accumulated": 2, "clip": 0.1}),
+        ("llama_tied", (2, 2), {"clip": 0.1, "bucket_bytes": 10_000}),
+        ("shared_by_all", (2, 1), {"accumulated": 2}),
+        ("stack", (2, 2), {"precision": "bf16", "clip": 0.1}),
+        ("skips", (2, 2), {"precision": "fp16", "recompute": "all"}),
+        ("tied", (2, 2), {"transport": "fake-nccl"}),
+    ],
+)
+def test_owners_alone_have_masters_and_train_as_all(workers, name, counts, options):
+    options = {"accumulated": 1, "clip": None, "master_weights": True, **options}
+    accumulated, clip = options.pop("accumulated"), options.pop("clip")
+    results = workers.run(zero_jobs.beside_whole, name, counts, options, 10, accumulated, clip)
+    assert [wrong for wrong, *_ in results] == [[]] * len(results)
+    ranks = iter(results)
+    for count in counts:
+        names = [name for *_, own in (next(ranks) for _ in range(count)) for name in own]
+        assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "replicas"),
+    [
+        ({"cuts": ["1"], "stages": 2}, {"cuts": ["4"], "stages": 2}, 1),
+        ({"stages": 2}, {"stages": 1}, 1),
+        ({"stages": 1, "zero": 1}, {"stages": 1, "zero": 0}, 2),
+        ({"stages": 1, "zero": 0}, {"stages": 1, "zero": 1}, 2),
+    ],
+)
+def test_masters_and_their_gradients_move_to_another_plan(pair, first, second, replicas):
+    assert pair.run(master_jobs.adopted, first, second, replicas) == [[], []]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("options", [{"stages": 2}, {"stages": 1, "replicas": 2, "zero": 1}])
+def test_a_checkpoint_has_the_masters_exactly(pair, when, options):
+    assert pair.run(partial(master_jobs.resumed, when, **options)) == [[], []]

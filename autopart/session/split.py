@@ -44,10 +44,7 @@ def stage_module(
     """
     graph = captured.graph
     chosen = set(planned.ops)
-    written = {value for op in graph.ops if op.name in chosen for value in op.writes}
-    sent = {value for edge in program.edges if edge.src == stage for value in edge.values}
-    wanted = (sent | set(graph.outputs)) & written
-    outputs = [v.name for v in graph.values if v.name in wanted]
+    outputs = leaving(graph, program, stage, chosen)
     updates = own_updates(graph, chosen)
     casts = casts_of(graph, chosen, {*outputs, *(value for _, value in graph.updates)})
     drawn = draws_of(captured, chosen, layouts) if planned.division.splits else {}
@@ -55,6 +52,15 @@ def stage_module(
         captured, chosen, outputs, device, updates=updates, groups=planned.recompute, adjusted=adjusted, casts=casts,
         drawn=drawn,
     )  # fmt: skip
+
+
+def leaving(graph: Graph, program: Program, stage: int, ops: Collection[str]) -> list[str]:
+    """Values that `ops`, those of `stage`, compute for later stages, and for whoever called.  O(ops + values)."""
+    sent = {value for edge in program.edges if edge.src == stage for value in edge.values}
+    wanted = sent | set(graph.outputs)
+    written = {value for op in graph.ops if op.name in ops for value in op.writes}
+    leaves = wanted & written
+    return [value.name for value in graph.values if value.name in leaves]
 
 
 def wait_for(code: StageModule, parameters: Collection[str]) -> None:

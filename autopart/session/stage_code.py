@@ -19,7 +19,7 @@ from autopart.runtime.stage_module import StageModule
 from autopart.runtime.tensors import LocalTensors
 from autopart.runtime.transport import Spec
 from autopart.session.random_rows import draws_of
-from autopart.session.split import casts_of, stage_module, wait_for
+from autopart.session.split import casts_of, leaving, stage_module, wait_for
 from autopart.session.token_slices import Extras, slice_stage
 
 
@@ -82,9 +82,7 @@ class StageCode:
     ) -> None:
         """Cut the stage out of `captured` once for each slice, and hold the tensors that it uses."""
         graph, chosen = captured.graph, set(planned.ops)
-        written = {value for op in graph.ops if op.name in chosen for value in op.writes}
-        sent = {value for edge in program.edges if edge.src == stage for value in edge.values}
-        outputs = [v.name for v in graph.values if v.name in (sent | {graph.outputs[0]}) & written]
+        outputs = leaving(graph, program, stage, chosen)
         drawn = draws_of(captured, chosen, layouts) if planned.division.splits else {}
         extras = Extras(casts_of(graph, chosen, outputs), planned.recompute, adjusted, drawn)
         made = slice_stage(captured, recipe, chosen, outputs, lengths, self._device, extras)

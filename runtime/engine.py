@@ -164,6 +164,8 @@ class Engine:
         state = _State(given, train, self._sends.copy(), parameters if train else {})
         aside = GradientsAside(state.parameters, masters)
         try:
+            for sums in self._sums.values() if train else ():
+                sums.begin(state.parameters)
             self._play(state)
             for name, owner in self._owners.items():
                 if train and owner != self._rank:
@@ -180,7 +182,7 @@ class Engine:
                 runner.clear()
             raise
         if kept:
-            aside.keep()
+            aside.keep({place for sums in self._sums.values() for place in sums.lent()})
         else:
             aside.restore()
         for runner in self._runners.values():
@@ -250,7 +252,7 @@ class Engine:
         idle = state.given.idle.get(slot.micro, frozenset())  # may be 0/0: even a gradient of 0 would be NaN there
         grads = {name: grad for name, grad in grads.items() if name not in idle}
         if slot.stage in self._sums and action == self._last_backward[slot.stage]:
-            self._sums[slot.stage].arm(state.parameters)
+            self._sums[slot.stage].arm()
         try:
             back = runner.backward(slot, grads)
         except Exception as error:

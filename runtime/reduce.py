@@ -7,7 +7,7 @@ gradient left from an earlier step was summed then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -83,8 +83,9 @@ class GradientsAside:
         for parameter, before in self._before:
             self._keeper(parameter).grad = before
 
-    def keep(self) -> None:
-        """The step is over: what it contributed is added."""
+    def keep(self, lent: Collection[int] = ()) -> None:
+        """The step is over: what it contributed is added.  lent: identities of gradients that have to be copied, for
+        they lie where the next step collects its own."""
         added = [parameter.grad for parameter, _ in reversed(self._before)]
         for parameter in self._widened:
             parameter.grad = None
@@ -92,7 +93,7 @@ class GradientsAside:
         for parameter, before in self._before:
             fresh, keeper = added.pop(), self._keeper(parameter)
             if before is None:
-                keeper.grad = fresh if fresh is None else _rounded(fresh, keeper.dtype)
+                keeper.grad = fresh if fresh is None else _rounded(fresh, keeper.dtype, copied=id(fresh) in lent)
             elif fresh is None:
                 keeper.grad = before
             else:
@@ -107,10 +108,10 @@ class GradientsAside:
             parameter.grad_dtype = parameter.dtype
 
 
-def _rounded(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _rounded(gradient: torch.Tensor, dtype: torch.dtype, *, copied: bool = False) -> torch.Tensor:
     """The gradient in the parameter's type; entries of a sparse one are added up first."""
     if gradient.dtype == dtype:
-        return gradient
+        return gradient.clone() if copied else gradient
     return (gradient.coalesce() if gradient.is_sparse else gradient).to(dtype)
 
 

@@ -1,10 +1,12 @@
 """Sums of gradients over the replicas of a stage, overlapped with its last backward.
 
-Parameters lie in flat buckets in the order in which the last backward releases their gradients.  While it runs, a hook
-behind each parameter copies its gradient into the bucket; a bucket that is full is summed at once, without waiting, and
-buckets are summed in their order, so that all replicas sum the same ones.  What was not released then (a replica may
-have no rows in the last micro-batch) follows at the end.  Every replica copies the same sums back, so their gradients
-are equal to the bit.  What is summed is what this step contributed; weights are in it already (`StepInput.weights`).
+Parameters lie in flat buckets in the order in which the last backward releases their gradients.  The first gradient of
+a step moves into its place in the bucket, and the others are added to it there, so that a step holds gradients once
+(they leave the buckets when it is over, `reduce.GradientsAside`).  While the last backward runs, a bucket that is full
+is summed at once, without waiting, and buckets are summed in their order, so that all replicas sum the same ones.  What
+was not released then (a replica may have no rows in the last micro-batch) follows at the end.  Every replica has the
+same sums, so their gradients are equal to the bit.  What is summed is what this step contributed; weights are in it
+already (`StepInput.weights`).
 
 Where replicas share the optimizer's state, a bucket is cut by owners, and each part is summed at its owner alone (a
 reduce, not a reduce-scatter: shares of whole parameters are uneven).  Between two replicas these are the bits that each
@@ -74,13 +76,21 @@ class _Bucket:
     def flags(self) -> torch.Tensor:
         return self.flat[-len(self.parameters) :]
 
+    def lend(self, place: int) -> None:
+        """Let a parameter have the gradient that it has in the bucket, where its type allows that."""
+        parameter, view = self.parameters[place], self.views[place]
+        if parameter.grad is not None and parameter.grad is not view:
+            view.copy_(parameter.grad)
+            if view.dtype == gradient_dtype(parameter):
+                parameter.grad = view
+
     def take(self, place: int) -> None:
-        """Copy what a parameter has now."""
+        """The bucket has what a parameter has now."""
         gradient = self.parameters[place].grad
         if gradient is None:
             self.views[place].zero_()
         else:
-            self.views[place].copy_(gradient)
+            self.lend(place)
         self.flags[place] = 0 if gradient is None else 1
         self.waiting_for.discard(place)
 
@@ -88,10 +98,12 @@ class _Bucket:
         """Hand out the sums; a parameter without gradient on any replica has none."""
         flags = self.flags.abs().tolist() if uneven or self.flat.device.type == "cpu" else None
         for place, (parameter, total) in enumerate(zip(self.parameters, self.views, strict=True)):
+            if parameter.grad is total:
+                continue
             if parameter.grad is not None:
                 parameter.grad.copy_(total)
             elif flags is not None and flags[place]:
-                parameter.grad = total.to(gradient_dtype(parameter), copy=True)
+                parameter.grad = total.to(gradient_dtype(parameter))
 
 
 class ReplicaSums:
@@ -112,20 +124,32 @@ class ReplicaSums:
         self._shared = shared
         self._buckets: list[_Bucket] | None = None
         self._launched = 0
+        self._armed = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
-    def arm(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """The last backward of the step begins: what it releases is summed as it comes, where sums may be under way
-        beside messages."""
-        for bucket in self._made(parameters) if self._overlaps else ():
+    def begin(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """A step begins: gradients collect in the buckets."""
+        for bucket in self._made(parameters):
             for place, parameter in enumerate(bucket.parameters):
                 hook = self._released(bucket, place)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
+    def arm(self) -> None:
+        """The last backward of the step begins: what it releases is summed as it comes, where sums may be under way
+        beside messages."""
+        self._armed = self._overlaps
+
+    def lent(self) -> set[int]:
+        """The identities of gradients that lie in the buckets."""
+        return {id(view) for bucket in self._buckets or () for view in bucket.views}
+
     def _released(self, bucket: _Bucket, place: int) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
-            bucket.take(place)
-            self._launch_full()
+            if self._armed:
+                bucket.take(place)
+                self._launch_full()
+            else:
+                bucket.lend(place)
 
         return hook
 
@@ -183,6 +207,7 @@ class ReplicaSums:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._armed = False
 
     def _made(self, parameters: Mapping[str, torch.nn.Parameter]) -> list[_Bucket]:
         if self._buckets is None:

@@ -301,8 +301,6 @@ class StageCostTables:
             messages = MESSAGES_AHEAD * (enters + costs.crossing[ends_of(chain.n, self._longest)])
             saved, edges, redone = self._asked_memory(costs)
             static = weights + state + self._by_length(costs.scratch) + messages + redone
-            if replicas > 1:
-                static += summed.astype(np.int64)
             static[0] += self._micros * -(-self._batch_bytes() // replicas)
             least = self._by_length(costs.least_crossing)
             gained = saved - self._by_length(costs.kept) + edges

@@ -8,7 +8,10 @@ Memory of a device of stage s with a share of 1 / r, live = `schedules.in_flight
     + live * (saved for the backward + received)               of the device's part of a micro-batch, rows / r
     + workspace                                                largest of one op, and of one recomputed group
     + MESSAGES_AHEAD * (received + sent)                       messages under way, and receives posted ahead
-    + gradients, in single precision at least                  with replicas: the buckets in which they are summed
+    + gradients, in single precision at least                  with replicas: they lie in the buckets in which they are
+                                                               summed until the step is over, and then each that a
+                                                               device keeps is copied; as far as that is more than
+                                                               activations, workspace and messages were
     + (live - 1) * weights                                     asynchronous schedules alone: a version per micro-batch
     + the whole batch's inputs                                 on the first stage
 
@@ -304,9 +307,11 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
     workspace = max([cost.scratch_bytes for cost in costed[0]], default=0) + group_bytes
     buffers = MESSAGES_AHEAD * (received + sent)
     sent_bytes = int(summed * sent_share(context.compress))
-    if len(stage.ranks) > 1:
-        buffers += summed
-    peak_bytes = weights + copies + state_bytes + _in_flight_bytes(context, activation_bytes) + workspace + buffers
+    in_flight = _in_flight_bytes(context, activation_bytes)
+    if len(stage.ranks) > 1:  # what is gone by then makes room for it
+        given_out = summed * stepped // max(1, trained)
+        buffers += max(0, given_out - in_flight - workspace - buffers)
+    peak_bytes = weights + copies + state_bytes + in_flight + workspace + buffers
     if context.first:
         own_micros = -(-context.micros // divided.period)
         peak_bytes += own_micros * part(sum(whole.values[name] for name in whole.graph.inputs))

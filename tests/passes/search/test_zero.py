@@ -88,12 +88,15 @@ def test_whatever_fits_without_shared_state_fits_with_it(p: Problem) -> None:
     event(f"without {without is not None}, with {either is not None and either.decision.zero}")
 
 
-def test_sums_over_replicas_take_the_memory_of_the_gradients_in_single_precision() -> None:
-    def buffers(dtype: str, replicas: int) -> int:
-        g = graph(TEXT, input_bytes=1)
+def test_gradients_lie_in_the_buckets_of_their_sums_and_are_copied_when_activations_are_gone() -> None:
+    def peak(dtype: str, replicas: int, text: str = TEXT) -> int:
+        g = graph(text, input_bytes=1)
         params = tuple(replace(param, dtype=dtype) for param in g.params)
         made = plan_of(replace(g, params=params), cluster(replicas), rows=(4,), replicas=replicas, stages=1)
-        return made.estimates[0].buffer_bytes
+        assert made.estimates[0].state_bytes == (3 if dtype == "float32" else 4) * WEIGHTS
+        return made.estimates[0].peak_bytes
 
-    alone = buffers("float32", 1)
-    assert buffers("float32", 2) - alone == WEIGHTS and buffers("bfloat16", 2) - alone == 2 * WEIGHTS
+    inputs = 4
+    assert peak("float32", 2) == 5 * WEIGHTS + inputs // 2 and peak("bfloat16", 2) == 7 * WEIGHTS + inputs // 2
+    large = "; ".join(f"v{i}:1 ^999 @m.{i} +w{i}:100 <- {f'v{i - 1}' if i else 'x'}" for i in range(4))
+    assert peak("float32", 2, large) < peak("float32", 1, large)

@@ -16,7 +16,7 @@ from autopart.passes.graph.coarsen import coarsen, nested
 from autopart.passes.graph.cuts import check_own_ops, forced_bounds, module_span
 from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.proof.certificate import certified, settles
-from autopart.passes.proof.lower_bound import lower_bound
+from autopart.passes.proof.lower_bound import lower_bound, slices_bound
 from autopart.passes.search.archive import Archive, SearchResult
 from autopart.passes.search.diagnostics import infeasible_error
 from autopart.passes.search.evaluation import Evaluation
@@ -140,9 +140,10 @@ def _with_bounds(final: Finalized, spaces: SearchSpaces, watch: Watch | None) ->
     bound_ns = lower_bound(spaces.coarse if cluster.world <= SMALL else spaces.fine)
     if watch:
         watch("bound", report.step_ns, bound_ns)
-    if request.token_slices:
-        # The bounds are of whole sequences: slices of attention leave out what masks hide, and so take less.
-        return replace(report, optimality=Optimality.of(report.step_ns, 0))
+    if request.token_slices:  # slices of attention leave out what masks hide, and so take less than whole sequences
+        sliced_ns = slices_bound(spaces.coarse)
+        bound_ns = sliced_ns if request.fixed_slices else min(bound_ns, sliced_ns)
+        return replace(report, optimality=Optimality.of(report.step_ns, bound_ns))
     if request.prove_seconds > 0 and request.prove_rows in (None, max(final.decision.micro_rows)):
         certificate = certified(final.evaluation, request.prove_seconds)
         report = replace(report, notes=(*report.notes, certificate.note(report.step_ns)))

@@ -11,6 +11,10 @@ For any plan that cuts between the blocks of a chain, with any number of stages,
               their latency, the best place for every sum of gradients, memory for one micro-batch.  Valid where the
               chain is the only order of the blocks, that is where each block reads from the one before it.
 
+    slices    where sequences are cut, the work alone: the fastest stage for a slice is not known, and short slices fill
+              a pipeline at once.  What slices save of it, and what they add, is bounded by their model
+              (`SliceShares.least_ns`).
+
 The bound of a request is the least over the ways to cut the batch that it allows.  The certificate of `exact` covers
 all orders, for one number of stages.
 
@@ -73,6 +77,26 @@ def work_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
         costs = space.chain.range_costs(Size(max(micro_rows)), device_type)
         totals.append(int((costs.blocks[0] + costs.blocks[1]).sum()))
     return len(micro_rows) * min(totals) // most_devices(space, max(micro_rows))
+
+
+def slices_bound(space: SearchSpace) -> int:
+    """Nanoseconds that no plan of the space with slices of sequences is simulated faster than: of those lengths that
+    are asked for, else of any."""
+    return min(_slices_bound(space, rows) for rows in space.request.micro_rows)
+
+
+def _slices_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
+    shares, lengths = space.costs.slices, space.request.fixed_slices
+    if shares is None:
+        return 0
+    blocks = [op.parts or (op.name,) for op in space.chain.blocks.ops]
+    totals = []
+    for device_type in range(len(space.costs.device_types)):
+        forward, backward = space.chain.range_costs(Size(max(micro_rows)), device_type).blocks[:2]
+        both_ways = shares.least_ns(blocks, forward, lengths, backward=False)
+        both_ways = both_ways + shares.least_ns(blocks, backward, lengths, backward=True)
+        totals.append(float(both_ways.min()))
+    return max(0, int(len(micro_rows) * min(totals)) // most_devices(space, max(micro_rows)))
 
 
 def most_devices(space: SearchSpace, rows: int) -> int:

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import InfeasibleError
+from autopart.ir.explain import listed_runs
 from autopart.ir.graph import Op
 from autopart.ir.plan import Alternative
 from autopart.passes.search.archive import SearchResult
 from autopart.passes.search.evaluation import Candidate, Evaluation, Evaluator
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import Partition
+from autopart.passes.search.slicing import slices_of, whole_of
 from autopart.passes.search.space import PlanRequest, SearchSpace
 
 Retry = Callable[[PlanRequest, Cluster], Evaluation | None]
@@ -20,8 +22,8 @@ Retry = Callable[[PlanRequest, Cluster], Evaluation | None]
 
 
 def alternatives(best: Evaluation, seen: Sequence[Evaluation], fastest: Evaluation) -> tuple[Alternative, ...]:
-    """Data parallelism alone, pipelining alone, and fewer and more stages, each with its best simulated step; and the
-    fastest, where the plan has fewer stages than that.
+    """Data parallelism alone, pipelining alone, fewer and more stages, and sequences whole (or in slices, where the
+    planner may choose), each with its best simulated step; and the fastest, where the plan has fewer stages than that.
 
     best: the plan that is taken.  seen: what else fits.  fastest: the plan itself, or one with more stages.
     """
@@ -37,6 +39,7 @@ def alternatives(best: Evaluation, seen: Sequence[Evaluation], fastest: Evaluati
         found = _fastest(without_replicas)
         if found is not None:
             wanted.append((f"no replicas, {found.stages} stages", found))
+    wanted.append(_cut_otherwise(best))
     others = tuple(_alternative(name, evaluation, best) for name, evaluation in wanted if evaluation is not None)
     return others if fastest.stages == stages else (_faster(fastest, best), *others)
 
@@ -46,6 +49,17 @@ def _faster(fastest: Evaluation, best: Evaluation) -> Alternative:
     stages, slower = _count(fastest.stages, "stage"), best.step_ns / fastest.step_ns - 1
     why = f"the plan is {slower:.1%} slower than {stages}; fewer stages"
     return Alternative(f"the fastest, {stages}", fastest.step_ns, why)
+
+
+def _cut_otherwise(best: Evaluation) -> tuple[str, Evaluation | None]:
+    """What slices of sequences gain over whole ones, or would."""
+    if best.decision.token_slices:
+        return "whole sequences", whole_of(best, Evaluator())
+    if best.space.request.token_slices != "auto":
+        return "", None
+    sliced = slices_of(best, Evaluator())
+    lengths = sliced.decision.token_slices if sliced is not None else ()
+    return f"slices of {listed_runs(lengths)} tokens", sliced
 
 
 def _fastest(evaluations: Iterable[Evaluation]) -> Evaluation | None:
@@ -76,6 +90,8 @@ def _alternative(name: str, evaluation: Evaluation, best: Evaluation) -> Alterna
         return Alternative(name, 0, f"does not fit: {excess} too much on a device of stage {evaluation.stage}")
     slower = evaluation.step_ns / best.step_ns - 1 if best.step_ns else 0.0
     step_ns = max(1, evaluation.step_ns)
+    if evaluation.decision.token_slices:
+        return Alternative(name, evaluation.step_ns, f"{slower:+.1%} (slices are taken where they clearly save time)")
     micros = len(evaluation.decision.micro_rows)
     busiest = max(e.fwd_ns + e.bwd_ns for e in evaluation.estimates) * micros / step_ns
     reduce = max(e.reduce_ns for e in evaluation.estimates) / step_ns

@@ -3,6 +3,10 @@
 The lengths minimise the time of a pipeline whose stages take alpha_k * t (`passes.tokens.lengths`), with what slices
 take of the stages of the plan (`simulation.slices`); what comes out of it is simulated like every other candidate,
 under every schedule that takes slices, and has to be clearly faster than whole sequences.
+
+TeraPipe cuts batch and tokens in one program (section 3.4), of which all published results share one token cut among
+all micro-batches, as ours must.  Of equal micro-batches that is the best over their numbers of the best cut of one: so
+the best plan is tried with every number of micro-batches that is allowed, few of which are best for whole sequences.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import numpy as np
 
 from autopart.passes.program.schedules import find, takes_slices
 from autopart.passes.search.archive import Archive
-from autopart.passes.search.evaluation import Candidate, Evaluation
+from autopart.passes.search.evaluation import Candidate, Evaluation, Evaluator
 from autopart.passes.search.search import with_even_cuts
 from autopart.passes.search.space import SearchSpaces, Watch
 from autopart.passes.simulation.slices import SliceShares
@@ -39,8 +43,9 @@ def evaluate_slices(spaces: SearchSpaces, archive: Archive, watch: Watch | None)
     if request.token_slices != "auto" or request.token_axis is None or not archive.fitting:
         return
     limit = WORTH * archive.best_ns
-    for found in archive.finalists(SLICED):
-        for whole in (found, *_evened(found, spaces, archive)):
+    for place, found in enumerate(archive.finalists(SLICED)):
+        others = _other_micros(found, archive) if not place else ()
+        for whole in (found, *_evened(found, spaces, archive), *others):
             if not _can_be_sliced(whole):
                 continue
             for candidate in _sliced(whole, archive.evaluator.estimator(whole.space)):
@@ -57,9 +62,35 @@ def _evened(found: Evaluation, spaces: SearchSpaces, archive: Archive) -> list[E
     return [] if even is None else [archive.evaluate(spaces.fine, even)]
 
 
+def _other_micros(found: Evaluation, archive: Archive) -> Iterator[Evaluation]:
+    """The same with the batch cut into other numbers of micro-batches."""
+    request, candidate = found.space.request, found.candidate
+    most = candidate.layout.pipeline_replicas * max(candidate.partition.widths)
+    for micro_rows in request.micro_rows:
+        if micro_rows != candidate.micro_rows and request.most_replicas(micro_rows) >= most:
+            yield archive.evaluator(found.space, replace(candidate, micro_rows=micro_rows))
+
+
 def _can_be_sliced(found: Evaluation) -> bool:
     """Whether there is a pipeline to fill."""
     return len(found.decision.stages) > 1 and (found.fits or not found.candidate.token_slices)
+
+
+def slices_of(whole: Evaluation, evaluator: Evaluator) -> Evaluation | None:
+    """The fastest that fits of a plan with its sequences in slices; None where there is none."""
+    if not _can_be_sliced(whole):
+        return None
+    candidates = _sliced(whole, evaluator.estimator(whole.space))
+    found = [evaluator(whole.space, candidate) for candidate in candidates]
+    return min((e for e in found if e.fits), key=lambda e: e.step_ns, default=None)
+
+
+def whole_of(sliced: Evaluation, evaluator: Evaluator) -> Evaluation | None:
+    """The fastest that fits of a plan with its sequences whole; None where there is none."""
+    space = replace(sliced.space, request=replace(sliced.space.request, token_slices=()))
+    candidates = [replace(sliced.candidate, token_slices=(), schedule=name) for name in space.request.schedules]
+    found = [evaluator(space, candidate) for candidate in candidates]
+    return min((e for e in found if e.fits), key=lambda e: e.step_ns, default=None)
 
 
 def _sliced(whole: Evaluation, estimator: Estimator) -> Iterator[Candidate]:

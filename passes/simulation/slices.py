@@ -93,6 +93,37 @@ class SliceShares:
         share = sums[_EACH] * length / whole + sums[_BEHIND] * length * (context + length) / whole**2
         return np.asarray(fixed + sums[_ADDED] + scale * (share + sums[_ONCE] * (context == 0)))
 
+    def least_ns(
+        self, blocks: Sequence[Collection[str]], totals: npt.ArrayLike, lengths: Sequence[int], *, backward: bool
+    ) -> Floats:
+        """What stages take in all at least of a micro-batch in slices, however these blocks of captured ops are grouped
+        into stages.
+
+        totals: nanoseconds of each block for whole sequences.  Of slices of these lengths one number; without lengths
+        one for each count of slices from 2 on, whatever their lengths.
+
+        A stage takes its time for whole sequences, less k (1 - q) of what looks back, and what is fixed s - 1 times
+        more, with k = (time - fixed) / (the rest) and q = sum of l (c + l) / L^2, at least (1 + 1 / s) / 2.  A ratio of
+        sums is at most the largest of the ratios: so no k is above that of some block.  O(ops + tokens).
+        """
+        taken, seen, own = np.asarray(totals, dtype=np.float64), set[str](), []
+        for ops in blocks:  # what several blocks run counts once, where that makes the bound lower
+            own.append(self._sums([name for name in dict.fromkeys(ops) if name not in seen], backward=backward))
+            seen.update(ops)
+        sums = np.array(own)
+        behind = sum(self._sums(ops, backward=backward)[_BEHIND] for ops in blocks)
+        rest, beyond = sums[:, _EACH:_ADDED].sum(axis=1), taken - sums[:, _FIXED]
+        ratios = np.divide(beyond, rest, out=np.where(beyond > 0, np.inf, 0.0), where=rest > 0)
+        most = min(float(taken.sum()), float(max(0.0, ratios.max())) * behind if behind else 0.0)
+        counts = np.array([len(lengths)]) if lengths else np.arange(2, max(3, self.tokens + 1))
+        looked = (1 + 1 / counts) / 2
+        if lengths:
+            looked = np.array([float(np.dot(lengths, contexts_of(lengths) + lengths)) / self.tokens**2])
+        each_time = np.minimum(sums[:, _FIXED], taken).sum() + sums[:, _ADDED].sum()
+        least = taken.sum() - most * (1 - looked) + each_time * (counts - 1) + sums[:, _ADDED].sum()
+        # What a stage of nothing but launches takes beyond them is in no slice; and slices take whole nanoseconds.
+        return np.asarray(least - beyond[(rest <= 0) & (beyond > 0)].sum() - len(blocks) * counts)
+
     def _sums(self, ops: Collection[str], *, backward: bool) -> list[float]:
         """What every slice takes, by kind of op what is beyond that, and what adding gradients takes."""
         sums = [0.0] * 5

@@ -108,7 +108,7 @@ class _Writer:
         written = self._op.writes[0]
         form: Form = self._builder.needs.recipe.form(written)
         if self._prefix:
-            form = form.as_prefix()
+            form = form.as_prefix(self._builder.needs.recipe.reach.get(written))
         return form.shape(self._builder.needs.shapes[written], self._part)
 
     def _sizes(self) -> fx.Node:

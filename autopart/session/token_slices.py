@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, takewhile
 from typing import Any
 
@@ -132,6 +132,7 @@ class _Needs:
         self.own: set[str] = set(outputs)
         self.prefix: set[str] = set()
         self.states: dict[str, int | None] = {}
+        self.joined: set[str] = set()
         self._full: set[str] = set()
         for op in reversed(self.ops):
             self._see(op)
@@ -169,10 +170,11 @@ class _Needs:
         way = [name]
         while way[-1] in self._writer and way[-1] in self.recipe.chain:
             way.append(self.recipe.chain[way[-1]])
-        best = next((v for v in way if self.states.get(v, 0) is None), None)
+        best = next((v for v in way if v in self.joined), None)
         if best is None:
             best = min(way, key=lambda v: (self._stride(v) > 1, math.prod(self.shapes[v])))
-        self._keep(best, None)
+        self._keep(best, self.recipe.reach.get(best))
+        self.joined.add(best)
         self.own.add(best)
         self.prefix.update(way[: way.index(best) + 1])
 
@@ -284,7 +286,7 @@ class _Builder:
             for result in results_of(node):
                 if result is node:
                     self._join(self.name(node))
-        if any(name in self.needs.prefix and self.needs.states.get(name, 0) is not None for name in op.writes):
+        if any(name in self.needs.prefix and name not in self.needs.joined for name in op.writes):
             self.env.prefix[node] = emit(self, node, op, prefix=True)
 
     def _before(self, state: str) -> list[int]:
@@ -302,11 +304,23 @@ class _Builder:
         return layout
 
     def _join(self, name: str) -> None:
-        if self.needs.states.get(name, 0) is not None:
+        if name not in self.needs.joined:
             return
         node, layout = self._nodes[name], self._layout(name)
-        every = [self._blocks[name, number] for number in range(self.number)] + [self.env.own[node]]
-        self.env.prefix[node] = self.graph.call_function(joined, (every, layout.axis, layout.stride))
+        before = self._before(name)
+        every = [self._blocks[name, number] for number in before] + [self.env.own[node]]
+        found = self.graph.call_function(joined, (every, layout.axis, layout.stride))
+        held = replace(layout, reach=self.needs.recipe.reach.get(name))
+        (low, high), first = held.bounds(self.part, prefix=True), self._first(name, before)
+        if low > first:  # in the oldest slice that is needed, some tokens are not
+            there = high - first
+            found = self.graph.call_function(part_of, (found, layout.axis, layout.stride, there, low - first, there))
+        self.env.prefix[node] = found
+
+    def _first(self, name: str, before: Sequence[int]) -> int:
+        """The first token of the parts of a state."""
+        part = self._parts[before[0]] if before else self.part
+        return self._layout(name).bounds(part, prefix=False)[0]
 
     def last_before(self, name: str) -> fx.Node | None:
         """The last token of a state before this slice; None in the first one."""

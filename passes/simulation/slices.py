@@ -13,7 +13,8 @@ Of a slice of l tokens behind c others, out of L:
 so slices of attention take less in sum than the whole, which computes what its mask hides too, and everything else
 takes more.  Shares are those of the costs at the captured size; a stage's own total comes from its estimate.
 
-Assumed, and wrong where: bytes kept are l / L of the whole (states that later slices read again are not counted twice);
+Assumed, and wrong where: bytes kept are l / L of the whole (what is joined for a slice counts as its own, and what a
+recomputed group keeps for later slices is not counted); a window is charged as attention to all tokens before;
 attention that skips what is masked (flash kernels) gains less from slices than is said here.
 """
 

@@ -19,6 +19,7 @@ from autopart.passes.tokens.propagation import by_letters
 from autopart.passes.tokens.recipe import PLAIN, SIZES, WHOLE, Form, Guard, OpRecipe, Recipe
 from autopart.passes.tokens.routing_rules import routed, sort
 from autopart.passes.tokens.rules import RULES, drawn, made, opaque
+from autopart.passes.tokens.windows import windows
 
 _FIX = "leave token_slices out: the model is then trained on whole sequences"
 
@@ -85,7 +86,9 @@ class _Analysis:
             return refused
         model = self._model
         guards = tuple(self._guards)
-        return Recipe(model.tokens, model.forms, frozenset(self._prologue), self._ops, self._chain, guards)
+        found = windows(model, self._ops, self._chain, self._causality)
+        prologue = frozenset(self._prologue)
+        return Recipe(model.tokens, found.forms, prologue, found.ops, self._chain, guards, found.reach)
 
     def _refusal(self) -> TokenRefusal | None:
         graph, model = self._graph, self._model
@@ -178,7 +181,7 @@ class _Analysis:
         """What only rearranges one value that holds tokens can be made of that value's tokens before the slice too."""
         model, how = self._model, found.recipe.how
         held = [name for name in op.reads if model.form(name).queries is not None]
-        arranges = TokenOp(model, op).row.family == VIEW or op_name(op.target) == "cat"
+        arranges = TokenOp(model, op).row.family == VIEW or op_name(op.target) in _ARRANGING
         if len(held) != 1 or model.form(held[0]).order is not None or not arranges:
             return
         if how not in (PLAIN, SIZES) or found.recipe.amount:
@@ -189,6 +192,10 @@ class _Analysis:
             form = model.forms[name]
             if form.keys is None and form.queries is not None and model.form(held[0]).keys is None:
                 self._chain[name] = held[0]
+
+
+_ARRANGING = ("cat", "repeat", "tile", "repeat_interleave")
+"""Ops that rearrange or repeat elements and are no views."""
 
 
 class _Earlier(Exception):

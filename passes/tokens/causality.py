@@ -37,12 +37,40 @@ class Place(NamedTuple):
 
 
 class Causality:
-    """Of one model.  What was found is kept, so that layers that share a mask ask once."""
+    """Of one model.  What was found is kept, so that layers that share a mask ask once.
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    reach: where that is given, the question is not about later keys, but about those that are more tokens before the
+    query.  asked: what ops relied on.  seen: constants that hid what was asked for.
+    """
+
+    def __init__(self, model: Model, reach: int | None = None) -> None:
+        self._model, self.reach = model, reach
+        self.asked: dict[str, list[tuple[Place, str]]] = {}
+        self.seen: dict[tuple[Place, str], None] = {}
         self._known: dict[tuple[Place, str], bool] = {}
         self._visible: dict[tuple[Mask, ...], bool] = {}
+
+    def relies(self, op: TokenOp, place: Place, what: str) -> bool:
+        """`holds`, noted as what lets an op take all keys at once."""
+        self.asked.setdefault(op.op.name, []).append((place, what))
+        return self.holds(place, what)
+
+    def furthest(self, place: Place, what: str) -> int | None:
+        """How many tokens before the query a key is at most that constants do not hide; None where they hide none."""
+        there = self._there(place, what)
+        if there is None:
+            return None
+        queries, keys = np.nonzero(~there)
+        return max(0, int((queries - keys).max(initial=0)))
+
+    def covers(self, place: Place, proof: Causality) -> bool:
+        """Whether one of the masks that hide what is later proves what `proof` asks for as well: that queries see some
+        key is known of these (`guard`), not of what others hide."""
+        try:
+            met = self._masks(place)
+        except Refused:
+            return False
+        return any(proof.holds(Place(*_names(mask)), mask.hides) for mask, _ in met)
 
     def holds(self, place: Place, what: str) -> bool:
         """Whether a value is `what` wherever the key is later than the query."""
@@ -59,9 +87,20 @@ class Causality:
         return op is not None and self._op_holds(TokenOp(self._model, op), place, what)
 
     def _numbers_hold(self, place: Place, what: str) -> bool:
+        there = self._there(place, what)
+        if there is None:
+            return False
+        asked = _later(there.shape) if self.reach is None else _older(there.shape, self.reach)
+        if not np.all(there | ~asked):
+            return False
+        self.seen[place, what] = None
+        return True
+
+    def _there(self, place: Place, what: str) -> np.ndarray | None:
+        """Where a constant is `what`: (queries, keys)."""
         found = self._model.numbers.of(place.name)
         if found is None or any(axis is not None and found.shape[axis] > self._model.tokens for axis in place[1:]):
-            return False
+            return None
         there = {
             FALSE: lambda x: x == 0,
             TRUE: lambda x: x != 0,
@@ -69,8 +108,7 @@ class Causality:
             ZERO: lambda x: x == 0,
             ONE: lambda x: x == 1,
         }[what](found)
-        cells = _over_others(there, place, np.all)
-        return bool(np.all(cells | ~_later(self._sizes(found.shape, place))))
+        return np.broadcast_to(_over_others(there, place, np.all), self._sizes(found.shape, place))
 
     def _sizes(self, shape: Shape, place: Place) -> tuple[int, int]:
         """Queries and keys of a value: all tokens, where it is the same for all of them, or those but the last ones."""
@@ -143,7 +181,7 @@ class Causality:
         if op.name in ("softmax", "_softmax", "_safe_softmax"):
             along = op.axis("dim", len(op.out.shape), -1)
             return along == place.keys and self._operand(op, 0, place, NEGATIVE)
-        if op.name == "tril":
+        if op.name == "tril" and self.reach is None:
             last = len(op.out.shape) - 1
             return (place.queries, place.keys) == (last - 1, last) and op.number("diagonal", 0) <= 0
         return op.name in _FACTORS and self._operand(op, 0, place, ZERO)
@@ -312,9 +350,14 @@ def _names(mask: Mask) -> tuple[str, int | None, int | None]:
     return mask.value, mask.queries, mask.keys
 
 
-def _later(sizes: tuple[int, int]) -> np.ndarray:
+def _later(sizes: tuple[int, ...]) -> np.ndarray:
     """Where the key is later than the query."""
     return np.triu(np.ones(sizes, dtype=bool), 1)
+
+
+def _older(sizes: tuple[int, ...], reach: int) -> np.ndarray:
+    """Where the key is more than so many tokens before the query."""
+    return np.tril(np.ones(sizes, dtype=bool), -reach - 1)
 
 
 def _over_others(found: np.ndarray, place: Place, reduce: object) -> np.ndarray:

@@ -168,7 +168,7 @@ class Letters:
             for ref, names in zip(self.op.refs, self.operands, strict=False)
             if query in names and name in names
         ]
-        return any(self.causality.holds(place, ZERO) for place in places)
+        return any(self.causality.relies(self.op, place, ZERO) for place in places)
 
     def _form(self, names: Sequence[str], partial: bool) -> Form:
         if partial and self.order is not None:

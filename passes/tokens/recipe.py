@@ -26,17 +26,19 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """Where a value holds tokens; the module docstring says how."""
+    """Where a value holds tokens; the module docstring says how.  reach: of keys, so many before the slice alone."""
 
     axis: int
     stride: int = 1
     block: int = 1
     short: int = 0
+    reach: int | None = None
 
     def bounds(self, part: Slice, *, prefix: bool) -> tuple[int, int]:
         """Which of the tokens that this axis has belong to a slice; prefix: and to those before it."""
         most = part.tokens - self.short
-        return 0 if prefix else min(part.start, most), min(part.end, most)
+        first = 0 if prefix and self.reach is None else part.start - (self.reach or 0) * prefix
+        return min(max(0, first), most), min(part.end, most)
 
     def size(self, part: Slice, *, prefix: bool) -> int:
         """The size of the axis in a slice."""
@@ -67,9 +69,13 @@ class Form:
         """Whether every slice holds all of it."""
         return self.queries is None and self.keys is None and not self.partial and self.order is None
 
-    def as_prefix(self) -> Form:
-        """What holds the tokens of the slices before too, of a value that holds those of one."""
-        return Form(keys=self.queries)
+    def as_prefix(self, reach: int | None = None) -> Form:
+        """What holds the tokens of the slices before too, of a value that holds those of one; reach: so many alone."""
+        return Form(keys=self.queries and replace(self.queries, reach=reach))
+
+    def reaching(self, reach: int) -> Form:
+        """The same with so many keys before the slice alone."""
+        return replace(self, keys=self.keys and replace(self.keys, reach=reach))
 
     def roles(self) -> Iterator[tuple[bool, TokenLayout]]:
         """(whether it holds the tokens before too, layout) of each axis that holds tokens."""
@@ -179,7 +185,8 @@ class Recipe:
     tokens: of the sequence.  forms: of every value that is not of the prologue.  prologue: ops that depend on inputs
     and constants alone: they run at full length, once a micro-batch.  ops: how every other op is run, where it can be.
     chain: for a value that only rearranges or repeats elements of another, that one: K and V may be kept as any of
-    them.  guards: what must hold of each batch.
+    them.  guards: what must hold of each batch.  reach: of values that are needed with the tokens before the slice, how
+    many of these are; all of those of others.
     """
 
     tokens: int
@@ -188,6 +195,7 @@ class Recipe:
     ops: Mapping[str, OpRecipe]
     chain: Mapping[str, str] = field(default_factory=dict)
     guards: tuple[Guard, ...] = ()
+    reach: Mapping[str, int] = field(default_factory=dict)
 
     def axis(self, ops: Iterable[Op]) -> TokenAxis:
         """What a planner has to know, of the ops of the captured graph."""

@@ -141,7 +141,7 @@ def attention(op: TokenOp, causality: Causality, guards: list[Guard]) -> Found:
     names = found.operands[3]
     place = Place(mask, _index(names, "q", op.model.shape(mask)), _index(names, "k", op.model.shape(mask)))
     of_bools = op.model.values[mask].dtype == "bool" if mask in op.model.values else False
-    if not causality.holds(place, FALSE if of_bools else NEGATIVE):
+    if not causality.relies(op, place, FALSE if of_bools else NEGATIVE):
         raise Refused("its mask is not proven to hide every later token", _MASK)
     _note(guards, None if of_bools else causality.guard(op, place))
     return result
@@ -168,7 +168,7 @@ def softmax(op: TokenOp, causality: Causality, guards: list[Guard]) -> Found:
     if form.queries is None:
         raise Refused("it is taken over all tokens")
     place = Place(op.refs[0], form.queries.axis, along)
-    if not causality.holds(place, NEGATIVE):
+    if not causality.relies(op, place, NEGATIVE):
         raise Refused("it is taken over all tokens: that the later ones are hidden is not proven", _MASK)
     _note(guards, causality.guard(op, place))
     return op.found(form, (form,))

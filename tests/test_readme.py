@@ -43,7 +43,7 @@ def test_the_example_runs_and_prints_a_plan_and_a_loss(tmp_path):
 def kinds(lines: list[str]) -> set[str]:
     """The lines below the table, without numbers and without what the planner chooses anew on every machine."""
     below = [line for line in lines if re.match(r"(schedule|simulated|at most|memory|op costs|note|loss)", line)]
-    below = [re.sub(r"schedule [\w-]+", "schedule", shape(line)) for line in below]
+    below = [shape(re.sub(r"schedule [\w-]+, .* rows?,", "schedule,", line)) for line in below]
     return {re.sub(r"\b(micro-batch|row|stage|rank)(es|s)?\b", r"\1", line).replace(" idle", "") for line in below}
 
 

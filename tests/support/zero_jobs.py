@@ -18,8 +18,9 @@ Counts = tuple[int, ...]
 class Run:
     """What a training run showed on this rank.  numbers: losses, norms, evaluations.  tensors: states and gradients of
     the whole model, taken at different moments.  held: bytes of the optimizer's state here, largest: of one parameter;
-    trained: names of what it drives."""
+    trained: names of what it drives.  stage: of this rank, None where it has none."""
 
+    stage: int | None
     numbers: list[float]
     tensors: list[dict[str, torch.Tensor | None]]
     held: int
@@ -30,8 +31,10 @@ class Run:
 @dataclass(frozen=True)
 class Beside:
     """Two runs on this rank.  wrong: what differs by a single bit where replicas share the optimizer's state; whole,
-    shared: bytes of that state without and with sharing, largest: of one parameter's; trained: what it then drives."""
+    shared: bytes of that state without and with sharing, largest: of one parameter's; trained: what it then drives.
+    stage: of this rank, None where it has none."""
 
+    stage: int | None
     wrong: list[str]
     whole: int
     shared: int
@@ -54,7 +57,7 @@ def _trained(name: str, counts: Counts, zero: int, steps: int, accumulated: int,
     half = torch.float16 if more.get("precision") == "fp16" else torch.bfloat16
     dtype = half if more.get("master_weights") else torch.float32
     batch = case.data(8, dtype)
-    with compiled(case, fresh(name, dtype), batch, **asked) as pipe:
+    with compiled(case, fresh(name, dtype, more.get("precision", "fp32")), batch, **asked) as pipe:
         assert pipe.plan.decision.zero == zero
         held = dict(pipe.named_parameters())
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
@@ -73,7 +76,8 @@ def _trained(name: str, counts: Counts, zero: int, steps: int, accumulated: int,
         numbers.append(pipe.eval_loss(batch).item())
         tensors.append(dict(pipe.state_dict()))
         largest = max(_bytes_by_parameter(optimizer), default=0)
-        found = Run(numbers, tensors, state_bytes(optimizer), tuple(held), largest)
+        stage = pipe.plan.decision.stage_of_rank(pipe.rank)
+        found = Run(stage, numbers, tensors, state_bytes(optimizer), tuple(held), largest)
     return found
 
 
@@ -88,7 +92,7 @@ def beside_whole(
     for moment, (before, after) in enumerate(zip(whole.tensors, shared.tensors, strict=True)):
         assert before.keys() == after.keys()
         wrong += [f"{key} at {moment}" for key, tensor in before.items() if not _same(tensor, after[key])]
-    return Beside(wrong, whole.held, shared.held, whole.largest, shared.trained)
+    return Beside(shared.stage, wrong, whole.held, shared.held, whole.largest, shared.trained)
 
 
 def rounded(counts: Counts, zero: int) -> dict[str, Any]:

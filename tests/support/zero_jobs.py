@@ -149,17 +149,18 @@ def moved(counts: Counts, other: Counts, zeros: tuple[int, int]) -> Difference |
 
 def left_without_values() -> list[str]:
     """What the model lacks after a pipe that was closed without bringing the values to it."""
-    case, captures = EVERY["stack"], fresh("stack")
+    case = EVERY["stack"]
+    model = case.model()  # of its own: what is left of it is of no use to others
     batch = case.data(8)
     asked = {"stages": 1, "replicas": 2, "micro_batches": 1, "zero": 1}
-    with compiled(case, captures, batch, **asked) as pipe:
+    with compiled(case, model, batch, **asked) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         pipe.step(batch)
         optimizer.step()
         mine = {name for name, _ in pipe.named_parameters()}
         pipe.close(sync=False)
-    emptied = {name for name, p in captures.model.named_parameters() if not p.numel()}
-    assert emptied == {name for name, _ in captures.model.named_parameters()} - mine
+    emptied = {name for name, p in model.named_parameters() if not p.numel()}
+    assert emptied == {name for name, _ in model.named_parameters()} - mine
     return sorted(emptied)
 
 

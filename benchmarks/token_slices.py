@@ -11,7 +11,7 @@ messages that cost nothing; the share reached is that time, plus the optimizer's
 Then 16 sequences in 16 micro-batches, which fill the pipeline without slices.  These may be faster all the same, since
 they do not compute what the mask hides: the planner has to be right about that, for short sequences and for long ones.
 
-    python benchmarks/token_slices.py         about 10 minutes on 2 cores; writes results/token_slices.json
+    python benchmarks/token_slices.py         about 15 minutes on 2 cores; writes results/token_slices.json
 """
 
 from __future__ import annotations

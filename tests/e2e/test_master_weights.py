@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from support import master_jobs, zero_jobs
+from support import master_jobs
+from support.shared_state import shared_state
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,14 +47,7 @@ def test_ten_steps_are_those_of_masters_kept_by_hand(pair, options):
     ],
 )
 def test_owners_alone_have_masters_and_train_as_all(workers, name, counts, options):
-    options = {"accumulated": 1, "clip": None, "master_weights": True, **options}
-    accumulated, clip = options.pop("accumulated"), options.pop("clip")
-    results = workers.run(zero_jobs.beside_whole, name, counts, options, 10, accumulated, clip)
-    assert [wrong for wrong, *_ in results] == [[]] * len(results)
-    ranks = iter(results)
-    for count in counts:
-        names = [name for *_, own in (next(ranks) for _ in range(count)) for name in own]
-        assert len(set(names)) == len(names)
+    shared_state(workers, name, counts, **options, master_weights=True)
 
 
 @pytest.mark.parametrize(

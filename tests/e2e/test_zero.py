@@ -7,35 +7,19 @@ import itertools
 import pytest
 import torch
 from support import zero_jobs
+from support.shared_state import shared_state
 from support.zoo import CASES
 
 
-def _check(pool, name, counts, accumulated=1, clip=None, **options):
-    """All replicas of a stage together hold the state that each had; and each its part, as far as whole parameters
-    can be dealt out.  counts: at most 2 each, of which sums do not depend on the order in which they are added up."""
-    results = pool.run(zero_jobs.beside_whole, name, counts, options, 10, accumulated, clip)
-    assert [result.wrong for result in results] == [[]] * len(results)
-    assert any(result.whole for result in results)
-    for number, count in enumerate(counts):
-        stage = [result for result in results if result.stage == number]
-        assert len(stage) == count
-        whole, largest = stage[0].whole, stage[0].largest
-        assert sum(result.shared for result in stage) == whole
-        assert max(result.shared for result in stage) <= whole / count + largest * (1 - 1 / count)
-        trained = [name for result in stage for name in result.trained]
-        assert len(set(trained)) == len(trained)
-    return results
-
-
 def test_two_replicas_share_the_state_of_the_optimizer(pair):
-    results = _check(pair, "stack", (2,), clip=0.1, bucket_bytes=2000)
+    results = shared_state(pair, "stack", (2,), clip=0.1, bucket_bytes=2000)
     assert max(result.shared for result in results) <= 0.6 * results[0].whole
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "counts"), list(itertools.product(CASES, ((2,), (2, 1)))))
 def test_the_state_of_every_architecture_is_shared(workers, name, counts):
-    first = [result for result in _check(workers, name, counts, clip=0.1) if result.stage == 0]
+    first = [result for result in shared_state(workers, name, counts, clip=0.1) if result.stage == 0]
     assert max(result.shared for result in first) < first[0].whole
 
 
@@ -53,7 +37,7 @@ def test_the_state_of_every_architecture_is_shared(workers, name, counts):
     ],
 )
 def test_stages_with_replicas_share_too(workers, name, counts, options):
-    _check(workers, name, counts, **options)
+    shared_state(workers, name, counts, **options)
 
 
 @pytest.mark.slow

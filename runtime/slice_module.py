@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,18 +13,22 @@ from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
 from autopart.rng import keyed, keyed_rows
+from autopart.runtime.joined_states import Joined
 from autopart.runtime.stage_module import StageModule
 
 
 @dataclass(frozen=True)
 class SliceModule:
-    """code.module(*params, *inputs, *numbers, *past) returns the outputs, then the states.
+    """code.module(*params, *inputs, *numbers, *past, *shared) returns the outputs, then the states, then what is added
+    to those of `joined`.
 
     code.inputs: values received for this slice, values of the prologue at full length, and inputs of the batch.
     received: of those the first kind, whose gradients go back.  start, end: the tokens.
     states: values of which this slice's part is kept for later slices of the same micro-batch.  past: of which state
     and of which slice before each further argument is, in order: leaves, whose gradients belong to the state that the
     slice returned, and are summed over the later slices that read it.
+    joined: states that lie in one tensor.  shared: of each that tensor, then what lies there before the slice, a leaf
+    too, where the slice reads some of it.
     """
 
     code: StageModule
@@ -31,6 +37,7 @@ class SliceModule:
     received: tuple[str, ...]
     states: tuple[str, ...]
     past: tuple[tuple[str, int], ...]
+    joined: tuple[Joined, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,12 +92,10 @@ class SlicedStage:
 
     prologue: computes what the slices read of inputs and constants alone, once a micro-batch, without gradients; None
     where they read nothing of it.  slices: in order; the backward runs them from the last to the first.
-    checks: of each micro-batch, once the prologue has run.
     """
 
     prologue: StageModule | None
     slices: tuple[SliceModule, ...]
-    checks: tuple[KeysSeen, ...] = ()
 
 
 def causal_attention(
@@ -100,8 +105,21 @@ def causal_attention(
     others = {name: arg for name, arg in others.items() if name not in ("attn_mask", "is_causal")}
     if start == 0:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, **others)
-    mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril(start)
+    mask = _causal_mask(start, query.shape[-2], key.shape[-2], query.dtype, query.device)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **others)
+
+
+_MASKS: weakref.WeakValueDictionary[tuple[Any, ...], torch.Tensor] = weakref.WeakValueDictionary()
+
+
+def _causal_mask(start: int, queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What is added to the scores of queries that begin at token `start`: one tensor for all layers and micro-batches
+    under way, which each keep it for their backward.  Of a mask of bools every call of attention would make its own."""
+    found = _MASKS.get((start, queries, keys, dtype, device))
+    if found is None:
+        found = torch.full((queries, keys), -math.inf, dtype=dtype, device=device).triu(start + 1)
+        _MASKS[start, queries, keys, dtype, device] = found
+    return found
 
 
 def joined(blocks: Sequence[torch.Tensor], axis: int, stride: int) -> torch.Tensor:

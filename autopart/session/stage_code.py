@@ -19,8 +19,9 @@ from autopart.runtime.stage_module import StageModule
 from autopart.runtime.tensors import LocalTensors
 from autopart.runtime.transport import Spec
 from autopart.session.random_rows import draws_of
+from autopart.session.slice_needs import Extras
 from autopart.session.split import casts_of, leaving, stage_module, wait_for
-from autopart.session.token_slices import Extras, slice_stage
+from autopart.session.token_slices import slice_stage
 
 
 class StageCode:

@@ -7,10 +7,9 @@ the blocks that earlier slices made.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, takewhile
 from typing import Any
 
@@ -20,33 +19,17 @@ from torch import fx, nn
 from autopart.capture import Captured
 from autopart.capture.to_graph import results_of
 from autopart.ir.errors import UsageError
-from autopart.ir.graph import Adjusted, Op
-from autopart.passes.ops.flops import operands
 from autopart.passes.tokens.causality import lowest
 from autopart.passes.tokens.recipe import Guard, Recipe, Slice, TokenLayout
-from autopart.runtime.casts import Cast
+from autopart.runtime.joined_states import Joined
 from autopart.runtime.slice_module import KeysSeen, SlicedStage, SliceModule, joined, last_of, part_of
 from autopart.runtime.stage_module import StageModule
+from autopart.session.slice_needs import Extras, SliceNeeds
 from autopart.session.slice_ops import emit, narrowed
-from autopart.session.split import adjusted_reads, cut
-from autopart.session.stage_graph import Draws, numbers_of, stage_graph
+from autopart.session.split import cut
+from autopart.session.stage_graph import stage_graph
 
 _aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Extras:
-    """What a stage does beside running its ops.
-
-    casts: of its ops those that are given (`split.cut`).  groups: of its ops that each slice runs again in its
-    backward; what later slices look back at is kept all the same.  adjusted: values that are read otherwise than they
-    were made.  drawn: random ops that draw for other replicas too.
-    """
-
-    casts: Mapping[str, Cast] = field(default_factory=dict)
-    groups: Sequence[Collection[str]] = ()
-    adjusted: Sequence[Adjusted] = ()
-    drawn: Draws = field(default_factory=dict)
 
 
 def slice_stage(
@@ -70,16 +53,13 @@ def slice_stage(
             fix="pass lengths of at least one token whose sum is the length of the sequences",
         )
     extras = extras or Extras()
-    needs = _Needs(captured, recipe, ops, [name for name in outputs if name in recipe.forms], extras)
+    needs = SliceNeeds(captured, recipe, ops, [name for name in outputs if name in recipe.forms], extras)
     bounds = pairwise(accumulate(lengths, initial=0))
     parts = [Slice(start, end, recipe.tokens) for start, end in bounds]
     slices = tuple(_Builder(needs, parts, number, device).module() for number in range(len(parts)))
-    checks = tuple(keys_seen(guard, needs.dtypes) for guard in recipe.guards if guard.op in needs.by_name)
-    inputs, masks = set(captured.graph.inputs), (name for check in checks for name in check.values)
-    wanted = [name for name in dict.fromkeys((*needs.prologue, *masks)) if name not in inputs]
-    before = behind(captured, recipe, wanted)
-    prologue = cut(captured, before, wanted, device, adjusted=extras.adjusted) if wanted else None
-    return SlicedStage(prologue, slices, checks)
+    before = behind(captured, recipe, needs.prologue)
+    prologue = cut(captured, before, needs.prologue, device, adjusted=extras.adjusted) if needs.prologue else None
+    return SlicedStage(prologue, slices)
 
 
 def keys_seen(guard: Guard, dtypes: Mapping[str, str]) -> KeysSeen:
@@ -101,94 +81,6 @@ def behind(captured: Captured, recipe: Recipe, values: Iterable[str]) -> list[st
     return ops
 
 
-class _Needs:
-    """What the code of every slice of a stage computes: which values with their own tokens, which with those before
-    them too, and which of those are states.
-
-    prologue: values at full length that are read.  received: values of other stages.
-    """
-
-    def __init__(
-        self,
-        captured: Captured,
-        recipe: Recipe,
-        ops: Collection[str],
-        outputs: Sequence[str],
-        extras: Extras,
-    ) -> None:
-        self.captured, self.recipe, self.outputs = captured, recipe, tuple(outputs)
-        self.casts, self.groups, self.drawn = extras.casts, extras.groups, extras.drawn
-        casts, chosen = extras.casts, set(ops)
-        self.ops = [op for op in captured.graph.ops if op.name in recipe.ops and op.name in chosen - casts.keys()]
-        self.by_name = {op.name: op for op in self.ops}
-        nodes = [node for node in captured.module.graph.nodes if node.name in self.by_name]
-        self.reads = adjusted_reads(captured, nodes, extras.adjusted)
-        self.numbers = numbers_of(nodes, self.reads)
-        self.refs = {op.name: [ref[1:] for ref in operands(op)] for op in self.ops}
-        self.shapes = {value.name: value.shape for value in captured.graph.values}
-        self.dtypes = {value.name: value.dtype for value in captured.graph.values}
-        self._cast_values = {name for op in captured.graph.ops if op.name in casts for name in op.writes}
-        self._writer = {name: op.name for op in self.ops for name in op.writes}
-        self.own: set[str] = set(outputs)
-        self.prefix: set[str] = set()
-        self.states: dict[str, int | None] = {}
-        self.joined: set[str] = set()
-        self._full: set[str] = set()
-        for op in reversed(self.ops):
-            self._see(op)
-        order = [value.name for value in captured.graph.values]
-        self.received = [v for v in order if v in self.own and v not in self._writer]
-        self.prologue = [v for v in order if v in self._full]
-        self.states = {v: self.states[v] for v in order if v in self.states}
-
-    def _see(self, op: Op) -> None:
-        for name in op.writes:
-            if name in self.prefix:
-                self._see_prefix(name)
-        if self.own.isdisjoint(op.writes):
-            return
-        recipe = self.recipe.ops[op.name]
-        if recipe.how == "carry":
-            self._keep(op.writes[0], recipe.amount)
-        for ref, read in zip(self.refs[op.name], recipe.reads, strict=True):
-            form = self.recipe.forms.get(ref)
-            if ref not in self.shapes or ref in self._cast_values or recipe.how == "made":
-                continue  # casts of parameters are given like these
-            if form is None:
-                self._full.add(ref)
-            elif form.queries is not None and form.keys is None and read.keys is not None:
-                self.prefix.add(ref)
-                if ref not in self._writer:
-                    self._see_prefix(ref)
-            else:
-                self.own.add(ref)
-                if read.halo > 0 and not form.halo:
-                    self._keep(ref, read.halo)
-
-    def _see_prefix(self, name: str) -> None:
-        """Keep the narrowest value on the way here: of equals the last, for what follows runs on all tokens before."""
-        way = [name]
-        while way[-1] in self._writer and way[-1] in self.recipe.chain:
-            way.append(self.recipe.chain[way[-1]])
-        best = next((v for v in way if v in self.joined), None)
-        if best is None:
-            best = min(way, key=lambda v: (self._stride(v) > 1, math.prod(self.shapes[v])))
-        self._keep(best, self.recipe.reach.get(best))
-        self.joined.add(best)
-        self.own.add(best)
-        self.prefix.update(way[: way.index(best) + 1])
-
-    def _keep(self, name: str, reach: int | None) -> None:
-        """Later slices read so many tokens before them, None for all."""
-        before = self.states.get(name, 0)
-        self.states[name] = None if reach is None or before is None else max(reach, before)
-
-    def _stride(self, name: str) -> int:
-        layout = self.recipe.forms[name].queries
-        assert layout is not None
-        return layout.stride
-
-
 @dataclass
 class _Env:
     """Nodes of the code that is made, by captured node: own tokens, with those before, and cut ones by how."""
@@ -198,10 +90,19 @@ class _Env:
     cut: dict[tuple[Any, ...], fx.Node]
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """A state that slices share: where it lies, and what is given of it."""
+
+    place: Joined
+    buffer: fx.Node
+    before: fx.Node | None
+
+
 class _Builder:
     """Makes the code of one slice."""
 
-    def __init__(self, needs: _Needs, parts: Sequence[Slice], number: int, device: torch.device) -> None:
+    def __init__(self, needs: SliceNeeds, parts: Sequence[Slice], number: int, device: torch.device) -> None:
         self.needs, self.part, self.number, self.last = needs, parts[number], number, number == len(parts) - 1
         self._parts = parts
         self.device = device
@@ -209,6 +110,7 @@ class _Builder:
         self.env = _Env({}, {}, {})
         self.numbers: dict[int, fx.Node] = {}
         self._made: dict[str, list[str]] = {}
+        self._added: dict[str, fx.Node] = {}
         self._captured = needs.captured
         self._nodes = {self.name(node): node for node in self._captured.module.graph.nodes}
 
@@ -221,12 +123,14 @@ class _Builder:
         needs, captured = self.needs, self._captured
         given = {**captured.names.params, **{name: f"cast {name}" for name in needs.casts}}
         params = [node for node in captured.module.graph.nodes if node.name in given and self._used(node)]
-        inputs = [self._nodes[name] for name in (*needs.received, *needs.prologue)]
+        inputs = [self._nodes[name] for name in (*needs.received, *needs.full)]
         for node in (*params, *inputs):
             self.env.own[node] = self.graph.placeholder(node.name)
         self.numbers = {place: self.graph.placeholder(f"number_{place}") for place in needs.numbers}
         past = [(state, number) for state in needs.states for number in self._before(state)]
         self._blocks = {key: self.graph.placeholder(f"past_{self._nodes[key[0]].name}_{key[1]}") for key in past}
+        shared = {name: self._place(name) for name in needs.shared}
+        self._shared = {name: _Shared(place, *self._room(place)) for name, place in shared.items()}
         for name in needs.received:
             self._join(name)
         for node in captured.module.graph.nodes:
@@ -234,8 +138,9 @@ class _Builder:
                 before = next(reversed(self.graph.nodes))
                 self._emit(node)
                 self._made[node.name] = [one.name for one in self._since(before) if one.target is not part_of]
-        states = () if self.last else tuple(needs.states)
+        states, joint = ((), ()) if self.last else (tuple(needs.states), tuple(needs.shared))
         results = [self.env.own[self._nodes[name]] for name in (*needs.outputs, *states)]
+        results += [self._added[name] for name in joint]
         names = tuple(given[node.name] for node in params)
         constants = {n: captured.tensors[n].to(self.device) for n in names if captured.names.kinds.get(n) == "constant"}
         code = StageModule(
@@ -248,7 +153,24 @@ class _Builder:
             needs.numbers,
             casts={given[node.name]: needs.casts[node.name] for node in params if node.name in needs.casts},
         )
-        return SliceModule(code, self.part.start, self.part.end, tuple(needs.received), states, tuple(past))
+        return SliceModule(
+            code, self.part.start, self.part.end, tuple(needs.received), states, tuple(past), tuple(shared.values())
+        )
+
+    def _place(self, name: str) -> Joined:
+        """Where a state lies in the tensor that slices share, and what this slice reads of it."""
+        layout, needs = self._layout(name), self.needs
+        held = replace(layout, reach=needs.recipe.reach.get(name))
+        low, _ = (layout.block * token for token in held.bounds(self.part, prefix=True))
+        start, end = (layout.block * token for token in layout.bounds(self.part, prefix=False))
+        dtype = self._nodes[name].meta["val"].dtype
+        return Joined(name, needs.shapes[name], dtype, self.device, layout.axis, min(low, start), start, end)
+
+    def _room(self, place: Joined) -> tuple[fx.Node, fx.Node | None]:
+        """What is given of it."""
+        name = self._nodes[place.state].name
+        buffer = self.graph.placeholder(f"all_{name}")
+        return buffer, self.graph.placeholder(f"before_{name}") if place.start > place.low else None
 
     def _since(self, before: fx.Node) -> Iterator[fx.Node]:
         """What was written after a node."""
@@ -307,6 +229,13 @@ class _Builder:
         if name not in self.needs.joined:
             return
         node, layout = self._nodes[name], self._layout(name)
+        if name in self._shared:
+            shared = self._shared[name]
+            given = (shared.buffer, self.env.own[node], shared.before)
+            both = self.graph.call_function(shared.place.grown, given)
+            self._added[name] = self.graph.call_function(operator.getitem, (both, 0))
+            self.env.prefix[node] = self.graph.call_function(operator.getitem, (both, 1))
+            return
         before = self._before(name)
         every = [self._blocks[name, number] for number in before] + [self.env.own[node]]
         found = self.graph.call_function(joined, (every, layout.axis, layout.stride))

@@ -1,4 +1,4 @@
-"""What slices keep of keys and values: before they are repeated, and no more of them than a window shows."""
+"""What slices keep of keys and values: once, as attention reads them, and they read no more than a window shows."""
 
 from __future__ import annotations
 
@@ -32,17 +32,12 @@ def test_a_slice_reads_what_its_window_shows(window: int | None) -> None:
     recipe = model.recipe
     assert isinstance(recipe, Recipe)
     (stage,) = sliced_stages(model.captured, recipe, LENGTHS, ())
-    first = stage.slices[0]
-    shapes = model.captured.graph.value_map()
-    for state in first.states:  # two heads of keys, not four
-        assert shapes[state].size_bytes == shapes[state].shape[0] * SEQ * WIDTH * 2 // HEADS * 8
-    starts = [part.start for part in stage.slices]
     for part in stage.slices:
-        reach = part.start if window is None else window - 1
-        seen = [
-            n for n, other in enumerate(stage.slices) if other.end > part.start - reach and other.start < part.start
-        ]
-        assert {number for _, number in part.past} == set(seen), (starts, part.start)
+        assert len(part.joined) == 2 and not part.past
+        first = 0 if window is None else max(0, part.start - (window - 1))
+        for at in part.joined:  # of all heads, as attention reads them
+            assert at.shape == (2, HEADS, SEQ, WIDTH // HEADS)
+            assert (at.low, at.start, at.end) == (first, part.start, part.end)
     check_exact(model)
 
 

@@ -15,8 +15,9 @@ from autopart.capture.token_axis import token_recipe
 from autopart.ir.errors import TokenRefusal, UsageError
 from autopart.ir.size import Size
 from autopart.passes.tokens.recipe import Recipe
+from autopart.session.slice_needs import Extras
 from autopart.session.split import casts_of
-from autopart.session.token_slices import Extras, slice_stage
+from autopart.session.token_slices import slice_stage
 
 LENGTHS = (7, 5, 3, 1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,15 @@ from autopart.capture.cache import CaptureCache
 from autopart.capture.token_axis import Probed, fewer_tokens, sequence_length, shortened, token_recipe
 from autopart.ir.errors import TokenRefusal
 from autopart.ir.graph import Graph
+from autopart.ir.program import Slot
+from autopart.ir.shares import Window
 from autopart.ir.size import Size
 from autopart.passes.tokens.analysis import analyse
 from autopart.passes.tokens.recipe import Recipe, TokenLayout
-from autopart.runtime.slice_module import SlicedStage, SliceModule
-from autopart.session.token_slices import slice_stage
+from autopart.rng import current_key
+from autopart.runtime.slice_module import SlicedStage
+from autopart.runtime.sliced_stage import SlicedRunner
+from autopart.session.token_slices import keys_seen, slice_stage
 
 CPU = torch.device("cpu")
 
@@ -68,17 +72,6 @@ def _only(graph: Graph, output: str) -> Graph:
     return replace(graph, ops=tuple(reversed(ops)), values=values, outputs=(output,))
 
 
-@dataclass
-class _Stage:
-    """A stage while its slices run: what they keep for the backward."""
-
-    code: SlicedStage
-    full: dict[str, torch.Tensor] = field(default_factory=dict)
-    made: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    leaves: list[dict[Any, torch.Tensor]] = field(default_factory=list)
-    owed: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-
-
 def run_sliced(
     found: Analysed, inputs: Mapping[str, torch.Tensor], lengths: Sequence[int], cut_at: Sequence[int] = ()
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -88,27 +81,31 @@ def run_sliced(
     """
     captured, recipe = found.captured, found.recipe
     assert isinstance(recipe, Recipe), recipe
+    assert checks_hold(found, inputs)
     params = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in captured.tensors.items()}
-    stages = [_Stage(code) for code in sliced_stages(captured, recipe, lengths, cut_at)]
-    loss = torch.zeros((), dtype=torch.float64)
-    for stage in stages:
-        stage.full.update(inputs)
-        if stage.code.prologue is not None:
-            code = stage.code.prologue
-            with torch.no_grad():
-                made = code.module(*code.arguments(params), *(inputs[name] for name in code.inputs))
-            stage.full.update(zip(code.outputs, made, strict=True))
-        assert all(check.holds(stage.full, recipe.tokens) for check in stage.code.checks)
+    codes, (output,) = sliced_stages(captured, recipe, lengths, cut_at), captured.graph.outputs
+    runners = [_runner(code, params, captured.graph) for code in codes]
+    window, loss, full = Window(0, 1, 1), torch.zeros((), dtype=torch.float64), dict(inputs)
     for number in range(len(lengths)):
         sent: dict[str, torch.Tensor] = {}
-        for stage in stages:
-            sent.update(_forward(stage, stage.code.slices[number], number, params, sent))
-        loss += sent[captured.graph.outputs[0]].detach().double()
+        for place, (code, runner) in enumerate(zip(codes, runners, strict=True)):
+            given = {name: sent[name] for name in code.slices[number].received}
+            values = given if number else {**full, **given}
+            sent.update(runner.forward(Slot(place, 0, number), window, values, current_key()[:2], train=True))
+        loss += sent[output].detach().double()
+        last = sent[output]
     for number in reversed(range(len(lengths))):
-        grads = {captured.graph.outputs[0]: torch.ones_like(stages[-1].made[number][captured.graph.outputs[0]])}
-        for stage in reversed(stages):
-            _backward(stage, stage.code.slices[number], number, grads)
+        grads = {output: torch.ones_like(last)}
+        for place, runner in reversed(list(enumerate(runners))):
+            for name, grad in runner.backward(Slot(place, 0, number), grads).items():
+                grads[name] = grads[name] + grad if name in grads else grad
     return loss, {name: p.grad for name, p in params.items() if p.grad is not None}
+
+
+def _runner(code: SlicedStage, params: Mapping[str, torch.Tensor], graph: Graph) -> SlicedRunner:
+    differentiable = {value.name for value in graph.values if value.grad}
+    received = differentiable.intersection(code.slices[0].received)
+    return SlicedRunner({1: code}, params, frozenset(received), frozenset(code.slices[0].code.outputs))
 
 
 def sliced_stages(
@@ -123,44 +120,6 @@ def sliced_stages(
         outputs = [v.name for v in captured.graph.values if v.name in written & (later | {captured.graph.outputs[0]})]
         stages.append(slice_stage(captured, recipe, {op.name for op in inside}, outputs, lengths, CPU))
     return stages
-
-
-def _forward(
-    stage: _Stage, code: SliceModule, number: int, params: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    leaves: dict[Any, torch.Tensor] = {}
-    for name in code.received:
-        leaves[name] = sent[name].detach().requires_grad_(sent[name].is_floating_point())
-    for state, before in code.past:
-        block = stage.made[before][state].detach()
-        leaves[state, before] = block.requires_grad_(block.is_floating_point())
-    args = [leaves[name] if name in leaves else stage.full[name] for name in code.code.inputs]
-    results = code.code.module(*code.code.arguments(params), *args, *(leaves[key] for key in code.past))
-    made = dict(zip((*code.code.outputs, *code.states), results, strict=True))
-    stage.made.append(made)
-    stage.leaves.append(leaves)
-    return {name: made[name] for name in code.code.outputs}
-
-
-def _backward(stage: _Stage, code: SliceModule, number: int, grads: dict[str, torch.Tensor]) -> None:
-    """grads: of values that pass between stages, for this slice."""
-    made, roots = stage.made[number], []
-    for name in code.code.outputs:
-        if name in grads and made[name].requires_grad:
-            roots.append((made[name], grads.pop(name)))
-    for state in code.states:
-        owed = stage.owed.pop((state, number), None)
-        if owed is not None and made[state].requires_grad:
-            roots.append((made[state], owed.to(made[state].dtype)))
-    if roots:
-        torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
-    for key, leaf in stage.leaves[number].items():
-        if leaf.grad is None:
-            continue
-        if isinstance(key, str):
-            grads[key] = grads[key] + leaf.grad if key in grads else leaf.grad
-        else:
-            stage.owed[key] = stage.owed[key] + leaf.grad if key in stage.owed else leaf.grad
 
 
 def unsliced(found: Analysed, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -235,8 +194,8 @@ def checks_hold(found: Analysed, inputs: Mapping[str, torch.Tensor]) -> bool:
     recipe = found.recipe
     assert isinstance(recipe, Recipe)
     values = _Recorded(found.captured).run_on(inputs)
-    (stage,) = sliced_stages(found.captured, recipe, (recipe.tokens,), ())
-    return all(check.holds(values, recipe.tokens) for check in stage.checks)
+    dtypes = {value.name: value.dtype for value in found.captured.graph.values}
+    return all(keys_seen(guard, dtypes).holds(values, recipe.tokens) for guard in recipe.guards)
 
 
 class _Recorded(fx.Interpreter):

@@ -6,6 +6,7 @@ estimated once more over captured ops (`finalize`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopart.ir.plan import Decision, Estimate, Stage
@@ -15,7 +16,7 @@ from autopart.passes.program.routing import edges, tied
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import Partition
 from autopart.passes.search.proportions import in_proportion
-from autopart.passes.search.recomputation import StageBlocks, fewest_recomputed
+from autopart.passes.search.recomputation import StageBlocks, least_recomputed
 from autopart.passes.search.space import SearchSpace
 from autopart.passes.simulation.estimate import excess_of, message_bytes, simulated_ns, stage_contexts, stage_estimates
 from autopart.passes.simulation.stage_costs import Estimator, StageContext
@@ -95,15 +96,15 @@ def _slowest(fitted: Fitted) -> tuple[int, int]:
 class Evaluator:
     """Evaluates candidates and remembers the results: all that is remembered while one plan is searched is here.
 
-    It serves the spaces of one request, told apart by their numbers of blocks.  spare_bytes: left free on every device,
-    where blocks are known to say too little.
+    It serves the spaces of one request, told apart by their numbers of blocks.  spare_bytes: of each stage, for candidates
+    with so many stages: left free on its devices, where blocks are known to say too little.
     """
 
-    def __init__(self, spare_bytes: int = 0) -> None:
-        self._spare_bytes = spare_bytes
+    def __init__(self, spare_bytes: Sequence[int] = ()) -> None:
+        self._spare_bytes = tuple(spare_bytes)
         self._estimators: dict[int, Estimator] = {}
         self._evaluations: dict[tuple[object, ...], Evaluation] = {}
-        self._recomputing: dict[tuple[int, StageContext], Stage] = {}
+        self._recomputing: dict[tuple[int, int, StageContext], Stage] = {}
 
     def __call__(self, space: SearchSpace, candidate: Candidate) -> Evaluation:
         """The candidate over the blocks of this space, with optimizer state shared and as much recomputed as the
@@ -175,7 +176,7 @@ class Evaluator:
 
         everything = request.recompute == "all" and request.may_recompute
         if everything:
-            each = (self._add_recompute(space, context) for context in contexts(decision))
+            each = (self._add_recompute(space, stage, context) for stage, context in enumerate(contexts(decision)))
             decision = replace(decision, stages=tuple(each))
         estimates = stage_estimates(decision, flows, estimator)
         excess = excess_of(decision, flows, estimator, self._spare_bytes)
@@ -184,11 +185,11 @@ class Evaluator:
             estimates = stage_estimates(decision, flows, estimator)
             excess = excess_of(decision, flows, estimator, self._spare_bytes)
         if max(excess) > 0 and request.may_recompute and not everything:  # not simulated yet: memory needs no time
-            pairs = zip(contexts(decision), excess, strict=True)
-            decision = replace(
-                decision,
-                stages=tuple([self._add_recompute(space, c) if over > 0 else c.stage for c, over in pairs]),
+            each = (
+                self._add_recompute(space, stage, context) if excess[stage] > 0 else context.stage
+                for stage, context in enumerate(contexts(decision))
             )
+            decision = replace(decision, stages=tuple(each))
             estimates = stage_estimates(decision, flows, estimator)
             excess = excess_of(decision, flows, estimator, self._spare_bytes)
         return Fitted(decision, flows, estimates, tuple(excess))
@@ -217,17 +218,15 @@ class Evaluator:
         worst = max(range(len(excess)), key=lambda s: excess[s])
         return Evaluation(space, candidate, decision, fitted.estimates, step_ns, max(0, excess[worst]), worst)
 
-    def _limit(self, space: SearchSpace, stage: Stage) -> int:
-        return space.costs.cluster.least_memory_bytes(stage.ranks) - self._spare_bytes
-
-    def _add_recompute(self, space: SearchSpace, context: StageContext) -> Stage:
-        """The stage with the fewest recomputed blocks that make it fit, each found once."""
-        key = space.chain.n, context
+    def _add_recompute(self, space: SearchSpace, stage: int, context: StageContext) -> Stage:
+        """The stage with the quickest recomputation that makes it fit, each found once.  stage: its number."""
+        spare = self._spare_bytes[stage] if self._spare_bytes else 0
+        key = space.chain.n, spare, context
         if key not in self._recomputing:
-            self._recomputing[key] = self._fewest_recomputed(space, context)
+            self._recomputing[key] = self._least_recomputed(space, spare, context)
         return self._recomputing[key]
 
-    def _fewest_recomputed(self, space: SearchSpace, context: StageContext) -> Stage:
+    def _least_recomputed(self, space: SearchSpace, spare: int, context: StageContext) -> Stage:
         estimator, names = self._estimator(space), context.stage.ops
         size = Size(context.stage.division.largest_part(context.rows))
         graph = estimator.graph(size, 0)
@@ -237,5 +236,5 @@ class Evaluator:
         blocks = StageBlocks(
             names, saved, [c.fwd_ns for c in costs], [c.tail_ns for c in costs], [crossing[name] for name in names]
         )
-        limit, everything = self._limit(space, context.stage), space.request.recompute == "all"
-        return fewest_recomputed(context, blocks, estimator, limit, everything=everything)
+        limit = space.costs.cluster.least_memory_bytes(context.stage.ranks) - spare
+        return least_recomputed(context, blocks, estimator, limit, everything=space.request.recompute == "all")

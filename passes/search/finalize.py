@@ -10,6 +10,7 @@ passes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
@@ -74,7 +75,9 @@ def finalize(found: SearchResult, graph: Graph, estimator: Estimator, space: Sea
     """
     assert found.best is not None
     evaluations = {evaluation.key: evaluation for evaluation in (found.best, *found.seen)}
-    queue = [(evaluation.step_ns, i, 0, 0, evaluation) for i, evaluation in enumerate(evaluations.values())]
+    queue: list[tuple[int, int, tuple[int, ...], int, Evaluation]] = [
+        (evaluation.step_ns, i, (), 0, evaluation) for i, evaluation in enumerate(evaluations.values())
+    ]
     heapify(queue)
     proven: list[_Proven] = []
     lacking: list[Evaluation] = []
@@ -95,7 +98,7 @@ def finalize(found: SearchResult, graph: Graph, estimator: Estimator, space: Sea
         lacking.append(replace(evaluation, estimates=estimates, over_bytes=excess[worst], stage=worst))
         known_ns.setdefault(evaluation.key, None)
         if space.request.may_recompute and turn < TIGHTER:
-            spare = _unsaid_bytes(estimates, evaluation.estimates)  # more than the last time, since it was not enough
+            spare = _unsaid_bytes(estimates, evaluation, excess, spare)
             again = Evaluator(spare)(evaluation.space, evaluation.candidate)
             if again.fits:
                 heappush(queue, (again.step_ns, i, spare, turn + 1, again))
@@ -158,9 +161,17 @@ def fits(decision: Decision, graph: Graph, estimator: Estimator) -> bool:
     return max(excess_of(decision, edges(decision, graph), estimator)) <= 0
 
 
-def _unsaid_bytes(known: tuple[Estimate, ...], blocks: tuple[Estimate, ...]) -> int:
-    """The most that a stage needs over captured ops and not over blocks."""
-    return max(e.peak_bytes - said.peak_bytes for e, said in zip(known, blocks, strict=True))
+def _unsaid_bytes(
+    known: tuple[Estimate, ...], evaluation: Evaluation, excess: Sequence[int], before: tuple[int, ...]
+) -> tuple[int, ...]:
+    """By stage what to leave free: of one that does not fit what it needs over captured ops and not over blocks, which
+    is more than before, since that was not enough."""
+    blocks, spare = evaluation.estimates, before or (0,) * len(known)
+    return tuple(
+        max(free, each.peak_bytes - said.peak_bytes) if over > 0 else free
+        for each, said, over, free in zip(known, blocks, excess, spare, strict=True)
+    )
+
 
 
 def lower_to_ops(over_blocks: tuple[Stage, ...], space: SearchSpace, captured: Graph) -> tuple[Stage, ...]:

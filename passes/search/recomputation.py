@@ -1,11 +1,12 @@
 """Which blocks of a stage are recomputed, and in which groups, so that it fits with the least time for that.
 
 Blocks are taken in order of bytes saved per nanosecond of forward (Piper, NeurIPS 2021, section 5.2, chooses so too),
-as few as fit.  Neighbours that are recomputed form groups: a group keeps what enters it for each micro-batch in flight,
+as few as fit, or some more where that is quicker.  Neighbours that are recomputed form groups: a group keeps what enters it for each micro-batch in flight,
 and in its own backward everything inside once, so few large groups keep little and need a large workspace, many small
 ones the other way round.  Several sizes are tried; a group of a size ends where the fewest bytes cross in the second
 half of what it may hold (for one size everywhere and equal layers: between layers; Chen et al., "Training Deep Nets
-with Sublinear Memory Cost", 2016, has the square root of their number as the best).
+with Sublinear Memory Cost", 2016, has the square root of their number as the best).  Where memory is left, groups end
+at more blocks: what ends a group is not run again.
 
 Assumed, and wrong where: a value that passes by a group counts at each of its ends.  What is found is estimated as
 every stage is, and more is recomputed where that says that it does not fit.
@@ -44,14 +45,13 @@ class StageBlocks:
         return sorted(range(len(self.names)), key=worth)
 
 
-def fewest_recomputed(
+def least_recomputed(
     context: StageContext, blocks: StageBlocks, estimator: Estimator, limit: int, *, everything: bool
 ) -> Stage:
-    """The stage with as little recomputation as fits `limit` bytes; where nothing does, all of it as one group.
+    """The stage with the quickest recomputation that fits `limit` bytes; where nothing does, all of it as one group.
 
     What it recomputes already stays; these blocks count as saving nothing.  everything: all blocks are recomputed, and
-    only their groups are chosen.  O(blocks log^2 blocks), and an estimate for each number of blocks that turns out to
-    be too small.
+    only their groups are chosen.  O(blocks log^2 blocks), and an estimate for each way that turns out to be too large.
     """
     stage, already = context.stage, {name for group in context.stage.recompute for name in group}
     plain = estimator.stage(context)
@@ -64,7 +64,8 @@ def fewest_recomputed(
 
     count = least + bisect_left(range(least, len(order)), True, key=lambda count: least_bytes(count) <= limit)
     while count <= len(order):
-        for groups in _quickest_first(blocks, frozenset(order[:count]), context.live, limit - fixed):
+        more = [count + 2**step - 1 for step in range((len(order) - count + 1).bit_length())]
+        for groups in _quickest_first(blocks, [frozenset(order[:n]) for n in more], context.live, limit - fixed):
             chosen = tuple(tuple(blocks.names[place] for place in group) for group in groups)
             found = replace(stage, recompute=stage.recompute + chosen)
             if estimator.stage(replace(context, stage=found)).peak_bytes <= limit:
@@ -73,16 +74,40 @@ def fewest_recomputed(
     return replace(stage, recompute=(stage.ops,))
 
 
-def _quickest_first(blocks: StageBlocks, chosen: frozenset[int], live: int, limit: int) -> list[list[range]]:
-    """Ways to group the chosen blocks: those that seem to fit, the one first that runs least again, and of equals the
-    one that keeps least; where none does, the one that keeps least."""
+def _quickest_first(
+    blocks: StageBlocks, choices: Sequence[frozenset[int]], live: int, limit: int
+) -> list[list[range]]:
+    """Ways to group any of these choices of blocks: those that seem to fit, the one first that runs least again, and of
+    equals the one that keeps least; where none does, the one that keeps least."""
+    ways = [way for chosen in choices for way in _sizes_of_groups(blocks, chosen, live)]
+    fitting = [_ended_oftener(way, blocks, live, limit) for way in ways if way[0] <= limit]
 
     def merit(way: tuple[int, list[range]]) -> tuple[int, int]:
-        return -sum([blocks.tail_ns[group[-1]] for group in way[1]]), way[0]
+        again = sum([blocks.fwd_ns[place] for group in way[1] for place in group])
+        return again - sum([blocks.tail_ns[group[-1]] for group in way[1]]), way[0]
 
-    ways = list(_sizes_of_groups(blocks, chosen, live))
-    fitting = [way for way in ways if way[0] <= limit] or [min(ways, key=lambda way: way[0])]
-    return [groups for _, groups in sorted(fitting, key=merit)]
+    return [groups for _, groups in sorted(fitting or [min(ways, key=lambda way: way[0])], key=merit)]
+
+
+def _ended_oftener(
+    way: tuple[int, list[range]], blocks: StageBlocks, live: int, limit: int
+) -> tuple[int, list[range]]:
+    """Groups that end at more blocks, those first of which most is then not run again for the bytes that cross there,
+    as long as `limit` allows."""
+    kept, groups = way
+    inside = [place for group in groups for place in group[1:] if blocks.tail_ns[place - 1] > 0]
+    begins = set()
+    for place in sorted(inside, key=lambda p: blocks.crossing[p] / blocks.tail_ns[p - 1]):
+        if kept + live * blocks.crossing[place] <= limit:
+            kept += live * blocks.crossing[place]
+            begins.add(place)
+    if not begins:
+        return way
+    ended: list[range] = []
+    for group in groups:
+        starts = [group.start, *(place for place in group if place in begins), group.stop]
+        ended += [range(first, end) for first, end in pairwise(starts)]
+    return kept, ended
 
 
 def _sizes_of_groups(blocks: StageBlocks, chosen: frozenset[int], live: int) -> Iterator[tuple[int, list[range]]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopart.ir.plan import Decision, Estimate, Report
 from autopart.ir.program import BACKWARD, FORWARD, Edge, Program
 from autopart.ir.size import Size
@@ -113,11 +115,15 @@ def work_of(decision: Decision, estimates: Estimates, program: Program, estimato
     return _work(decision, estimates, program.edges, program.tied, estimator)
 
 
-def excess_of(decision: Decision, links: tuple[Edge, ...], estimator: Estimator, spare_bytes: int = 0) -> list[int]:
-    """What each stage needs beyond what its devices have, in bytes; negative where it fits.  spare_bytes: left free on
-    each.  O(uses)."""
+def excess_of(
+    decision: Decision, links: tuple[Edge, ...], estimator: Estimator, spare_bytes: Sequence[int] = ()
+) -> list[int]:
+    """What each stage needs beyond what its devices have, in bytes; negative where it fits.  spare_bytes: of each stage
+    what is left free on its devices, where not nothing.  O(uses)."""
     sizes = message_bytes(links, estimator.graph(Size(max(decision.micro_rows)), 0))
-    return [excess_bytes(context, estimator, spare_bytes) for context in stage_contexts(decision, sizes)]
+    contexts = stage_contexts(decision, sizes)
+    spare = spare_bytes or (0,) * len(contexts)
+    return [excess_bytes(context, estimator, free) for context, free in zip(contexts, spare, strict=True)]
 
 
 def _work(

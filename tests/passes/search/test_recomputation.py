@@ -1,4 +1,4 @@
-"""Groups of recomputed blocks: which they are, where they end, and that no smaller number would fit."""
+"""Groups of recomputed blocks: which they are, where they end, and that memory that is left makes them quicker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.graphs import cluster, graph, layers, plan_of, source
 
 from autopart.ir.errors import InfeasibleError
 from autopart.ir.plan import Stage
-from autopart.passes.search.recomputation import StageBlocks, _sizes_of_groups, fewest_recomputed
+from autopart.passes.search.recomputation import StageBlocks, _ended_oftener, _sizes_of_groups, least_recomputed
 from autopart.passes.simulation.stage_costs import CostContext, Estimator, StageContext, device_types
 
 SIZES = st.integers(0, 30)
@@ -44,14 +44,29 @@ def test_a_few_layers_each_where_keeping_them_all_or_one_by_one_does_not_fit() -
     context = StageContext(stage, 1, 8, 8, True, 1, 0, 0, 0)
     blocks = StageBlocks(stage.ops, [100] * 8, [10] * 8, [0] * 8, [1, 40, 1, 40, 1, 40, 1, 40])
     one = estimator.stage(context).peak_bytes - 8 * 800 + 8 * 3 + 200
-    found = fewest_recomputed(context, blocks, estimator, one, everything=False)
+    found = least_recomputed(context, blocks, estimator, one, everything=False)
     assert found.recompute == (("v0", "v1"), ("v2", "v3"), ("v4", "v5"), ("v6", "v7"))
-    roomier = fewest_recomputed(context, blocks, estimator, one + 8 * 100, everything=False)
+    roomier = least_recomputed(context, blocks, estimator, one + 8 * 100, everything=False)
     assert sum(map(len, roomier.recompute)) == 7
-    everything = fewest_recomputed(context, blocks, estimator, one + 8 * 100, everything=True)
+    everything = least_recomputed(context, blocks, estimator, one + 8 * 100, everything=True)
     assert sum(map(len, everything.recompute)) == 8
-    nothing_fits = fewest_recomputed(context, blocks, estimator, 1, everything=False)
+    nothing_fits = least_recomputed(context, blocks, estimator, 1, everything=False)
     assert nothing_fits.recompute == (stage.ops,)
+
+
+@given(st.lists(st.tuples(SIZES, SIZES, SIZES), min_size=2, max_size=10), st.integers(1, 6), st.integers(0, 200))
+def test_where_memory_is_left_groups_end_at_more_blocks(rows: list[tuple[int, int, int]], live: int, room: int):
+    """What ends a group is not run again; what that keeps never exceeds the limit."""
+    saved, tail, crossing = map(list, zip(*rows, strict=True))
+    blocks = StageBlocks(tuple(map(str, range(len(rows)))), saved, [30] * len(rows), tail, crossing)
+    way = (sum(saved), [range(len(rows))])
+    kept, groups = _ended_oftener(way, blocks, live, sum(saved) + room)
+    assert [place for group in groups for place in group] == list(range(len(rows)))
+    assert kept == sum(saved) + live * sum(crossing[group.start] for group in groups[1:]) <= sum(saved) + room
+    begins = {group.start for group in groups}
+    left = sum(saved) + room - kept
+    for place in range(1, len(rows)):
+        assert place in begins or not tail[place - 1] or live * crossing[place] > left
 
 
 LAYERS = tuple(tuple(op.name for op in layers(4).ops if op.module.startswith(f"layers.{i}")) for i in range(4))

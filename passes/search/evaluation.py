@@ -96,8 +96,8 @@ def _slowest(fitted: Fitted) -> tuple[int, int]:
 class Evaluator:
     """Evaluates candidates and remembers the results: all that is remembered while one plan is searched is here.
 
-    It serves the spaces of one request, told apart by their numbers of blocks.  spare_bytes: of each stage, for candidates
-    with so many stages: left free on its devices, where blocks are known to say too little.
+    It serves the spaces of one request, told apart by their numbers of blocks.  spare_bytes: of each stage, for
+    candidates with so many stages: left free on its devices, where blocks are known to say too little.
     """
 
     def __init__(self, spare_bytes: Sequence[int] = ()) -> None:

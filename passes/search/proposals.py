@@ -175,15 +175,25 @@ def _partitions(wanted: TableRequest, memo: TableMemo) -> list[Partition]:
         most = request.stages or min(MOST_STAGES, layout.depth)
         tables = StageCostTables(wanted, memo)
         found = solve_partition(n, layout.depth, layout.widths, most, tables, spare=_spare(space, layout, 1))
-        return [partition for partition in found if request.stages in (None, partition.stages)]
+        return [_moved_up(p, space, layout) for p in found if request.stages in (None, p.stages)]
     found = []
     counts = [request.stages] if request.stages else range(1, min(MOST_STAGES, layout.depth, n) + 1)
     for stages in counts:  # what is asked of a stage by its number needs the number of stages
         tables = StageCostTables(replace(wanted, stages=stages), memo)
         spare = _spare(space, layout, stages)
         partitions = solve_partition(n, layout.depth, layout.widths, stages, tables, spare=spare)
-        found += [partition for partition in partitions if partition.stages == stages]
+        found += [_moved_up(partition, space, layout) for partition in partitions if partition.stages == stages]
     return found
+
+
+def _moved_up(partition: Partition, space: SearchSpace, layout: Layout) -> Partition:
+    """The same on the first positions, where others are no different: the last ranks idle, not those that users look
+    at first."""
+    cluster = space.costs.cluster
+    if len(set(cluster.devices)) > 1 or (len(cluster.levels) > 1 and layout.pipeline_replicas > 1):
+        return partition
+    unit = cluster.levels[-2].size if len(cluster.levels) > 1 else 1  # whole nodes
+    return replace(partition, first=partition.first % unit)
 
 
 def with_equal_stages(candidate: Candidate, space: SearchSpace, most_ns: int) -> Iterator[Candidate]:

@@ -1,12 +1,12 @@
 """Which blocks of a stage are recomputed, and in which groups, so that it fits with the least time for that.
 
 Blocks are taken in order of bytes saved per nanosecond of forward (Piper, NeurIPS 2021, section 5.2, chooses so too),
-as few as fit, or some more where that is quicker.  Neighbours that are recomputed form groups: a group keeps what enters it for each micro-batch in flight,
-and in its own backward everything inside once, so few large groups keep little and need a large workspace, many small
-ones the other way round.  Several sizes are tried; a group of a size ends where the fewest bytes cross in the second
-half of what it may hold (for one size everywhere and equal layers: between layers; Chen et al., "Training Deep Nets
-with Sublinear Memory Cost", 2016, has the square root of their number as the best).  Where memory is left, groups end
-at more blocks: what ends a group is not run again.
+as few as fit, or some more where that is quicker.  Neighbours that are recomputed form groups: a group keeps what
+enters it for each micro-batch in flight, and in its own backward everything inside once, so few large groups keep
+little and need a large workspace, many small ones the other way round.  Several sizes are tried; a group of a size ends
+where the fewest bytes cross in the second half of what it may hold (for one size everywhere and equal layers: between
+layers; Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, has the square root of their number as the
+best).  Where memory is left, groups end at more blocks: what ends a group is not run again.
 
 Assumed, and wrong where: a value that passes by a group counts at each of its ends.  What is found is estimated as
 every stage is, and more is recomputed where that says that it does not fit.

@@ -173,7 +173,6 @@ def _unsaid_bytes(
     )
 
 
-
 def lower_to_ops(over_blocks: tuple[Stage, ...], space: SearchSpace, captured: Graph) -> tuple[Stage, ...]:
     """Stages over blocks as stages of captured ops, in captured order.
 

@@ -74,9 +74,7 @@ def least_recomputed(
     return replace(stage, recompute=(stage.ops,))
 
 
-def _quickest_first(
-    blocks: StageBlocks, choices: Sequence[frozenset[int]], live: int, limit: int
-) -> list[list[range]]:
+def _quickest_first(blocks: StageBlocks, choices: Sequence[frozenset[int]], live: int, limit: int) -> list[list[range]]:
     """Ways to group any of these choices of blocks: those that seem to fit, the one first that runs least again, and of
     equals the one that keeps least; where none does, the one that keeps least."""
     ways = [way for chosen in choices for way in _sizes_of_groups(blocks, chosen, live)]
@@ -89,9 +87,7 @@ def _quickest_first(
     return [groups for _, groups in sorted(fitting or [min(ways, key=lambda way: way[0])], key=merit)]
 
 
-def _ended_oftener(
-    way: tuple[int, list[range]], blocks: StageBlocks, live: int, limit: int
-) -> tuple[int, list[range]]:
+def _ended_oftener(way: tuple[int, list[range]], blocks: StageBlocks, live: int, limit: int) -> tuple[int, list[range]]:
     """Groups that end at more blocks, those first of which most is then not run again for the bytes that cross there,
     as long as `limit` allows."""
     kept, groups = way

@@ -114,10 +114,12 @@ def infeasible_error(found: SearchResult, space: SearchSpace, retry: Retry) -> I
     """The error that says which stage lacks how much in the plan that comes nearest, and a change that was tried."""
     nearest, cluster = found.nearest, space.costs.cluster
     if nearest is None:
+        in_turn = space.request.policy == "turn"
+        least = "one micro-batch of every step" if in_turn else "one row of every micro-batch"
         return InfeasibleError(
             "the model cannot be cut into stages as asked",
             where=", ".join(_asked(space)),
-            why="memory aside: a stage takes whole blocks, and a replica at least one row of every micro-batch",
+            why=f"memory aside: a stage takes whole blocks, and a replica at least {least}",
             fix=_change(space, retry, None),
         )
     stage, plan = nearest.stage, nearest.decision

@@ -51,13 +51,14 @@ class PlannerInput:
     """What a plan is for.
 
     graph: captured, with costs.  cost_model: its costs at other sizes and on other devices.  torch_version, costs:
-    noted in the plan.
+    noted in the plan.  group_ns: what a recomputed group takes beside its ops (`costs.GROUP_NS`).
     """
 
     graph: Graph
     cost_model: CostModel
     torch_version: str
     costs: str = "analytic"
+    group_ns: int = 0
 
 
 def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: Watch | None = None) -> Plan:
@@ -163,7 +164,13 @@ def _costs(source: PlannerInput, cluster: Cluster, request: PlanRequest) -> Cost
     if axis is not None:
         slices = SliceShares.of(source.graph, axis.tokens, axis.behind, axis.once, cluster.devices[0])
     return CostContext(
-        cluster, device_types(cluster), source.cost_model, request.state_factor, request.abilities.overlap, slices
+        cluster,
+        device_types(cluster),
+        source.cost_model,
+        request.state_factor,
+        request.abilities.overlap,
+        slices,
+        source.group_ns,
     )
 
 

@@ -20,7 +20,7 @@ from autopart.capture.reduction import WHOLE, BatchRule, loss_reduction, row_lay
 from autopart.capture.splits import Splits, other_sizes, ways_to_split
 from autopart.capture.token_axis import AskedSlices, asked_slices
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
-from autopart.costs.sources import CostedGraph, costed
+from autopart.costs.sources import GROUP_NS, CostedGraph, costed
 from autopart.files.plan_cache import find_plan, keep_plan, planner_digest
 from autopart.files.plans import VERSION, load_plan, match_plan
 from autopart.ir.capabilities import RUNTIME, Capabilities, lacking
@@ -112,7 +112,7 @@ def _built(problem: Problem, costs: CostedGraph) -> Plan:
     resizable = problem.family.resizable(costs.graph)
     request, notes = _request(problem, costs.graph)
     cost_model = ExtrapolatedCosts(resizable, device_types(problem.cluster))
-    asked = PlannerInput(costs.graph, cost_model, torch.__version__, costs.source)
+    asked = PlannerInput(costs.graph, cost_model, torch.__version__, costs.source, GROUP_NS[problem.cluster.kind])
     plan = _found_or_built(asked, resizable.other, problem.cluster, request, problem.options)
     precision = precision_of(problem.options, None)
     if is_stand_in(precision, problem.cluster.kind):

@@ -7,7 +7,7 @@ from autopart.capture.batch import Batch
 from autopart.capture.family import ProgramFamily, another_size
 from autopart.capture.token_axis import asked_slices
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
-from autopart.costs.sources import COST_SOURCES, costed
+from autopart.costs.sources import COST_SOURCES, GROUP_NS, costed
 from autopart.ir.capabilities import EVERYTHING
 from autopart.ir.cluster import Cluster
 from autopart.ir.size import Size
@@ -48,6 +48,6 @@ def simulate_plan(
         asked = asked_slices(plan.decision.token_slices, captures, batch, Size(rows)).axis
         if asked is not None:
             slices = SliceShares.of(graph, asked.tokens, asked.behind, asked.once, cluster.devices[0])
-    costs = CostContext(cluster, devices, cost_model, factor, EVERYTHING.overlap, slices)
+    costs = CostContext(cluster, devices, cost_model, factor, EVERYTHING.overlap, slices, GROUP_NS[cluster.kind])
     program = check_program(route(plan.decision, graph), plan.schedule)
     return timeline_of(plan.decision, program, Estimator(costs))

@@ -234,7 +234,12 @@ class Evaluator:
         costs = [graph.ops[name].cost for name in names]
         saved = [0 if name in space.asked else c.saved_bytes for name, c in zip(names, costs, strict=True)]
         blocks = StageBlocks(
-            names, saved, [c.fwd_ns for c in costs], [c.tail_ns for c in costs], [crossing[name] for name in names]
+            names,
+            saved,
+            [c.fwd_ns for c in costs],
+            [c.tail_ns for c in costs],
+            [crossing[name] for name in names],
+            space.costs.group_ns,
         )
         limit = space.costs.cluster.least_memory_bytes(context.stage.ranks) - spare
         return least_recomputed(context, blocks, estimator, limit, everything=space.request.recompute == "all")

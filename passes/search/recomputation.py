@@ -22,18 +22,22 @@ from itertools import pairwise
 from autopart.ir.plan import Stage
 from autopart.passes.simulation.stage_costs import Estimator, StageContext
 
+Way = tuple[int, list[range]]
+"""Bytes kept for all micro-batches in flight and for the largest group, and the groups."""
+
 
 @dataclass(frozen=True)
 class StageBlocks:
     """The blocks of a stage in order, for a device's share of the rows: their names, the bytes that each saves, the
     nanoseconds of its forward and of the end of that which a group that ends with it does not run again, and the bytes
-    that cross the boundary before each."""
+    that cross the boundary before each.  group_ns: what a group takes beside its blocks."""
 
     names: tuple[str, ...]
     saved: Sequence[int]
     fwd_ns: Sequence[int]
     tail_ns: Sequence[int]
     crossing: Sequence[int]
+    group_ns: int = 0
 
     def by_worth(self) -> list[int]:
         """Places of all blocks, those first that free most bytes for their time; last those that free none."""
@@ -50,8 +54,8 @@ def least_recomputed(
 ) -> Stage:
     """The stage with the quickest recomputation that fits `limit` bytes; where nothing does, all of it as one group.
 
-    What it recomputes already stays; these blocks count as saving nothing.  everything: all blocks are recomputed, and
-    only their groups are chosen.  O(blocks log^2 blocks), and an estimate for each way that turns out to be too large.
+    What it recomputes already stays; these blocks count as saving nothing.  everything: all blocks are recomputed, in
+    the groups that hold least.  O(blocks log^2 blocks), and an estimate for each way that turns out to be too large.
     """
     stage, already = context.stage, {name for group in context.stage.recompute for name in group}
     plain = estimator.stage(context)
@@ -65,7 +69,10 @@ def least_recomputed(
     count = least + bisect_left(range(least, len(order)), True, key=lambda count: least_bytes(count) <= limit)
     while count <= len(order):
         more = [count + 2**step - 1 for step in range((len(order) - count + 1).bit_length())]
-        for groups in _quickest_first(blocks, [frozenset(order[:n]) for n in more], context.live, limit - fixed):
+        choices = [frozenset(order[:n]) for n in more]
+        ways = [way for chosen in choices for way in _sizes_of_groups(blocks, chosen, context.live)]
+        least_first = [groups for _, groups in sorted(ways, key=lambda way: way[0])]
+        for groups in least_first if everything else _quickest_first(blocks, ways, context.live, limit - fixed):
             chosen = tuple(tuple(blocks.names[place] for place in group) for group in groups)
             found = replace(stage, recompute=stage.recompute + chosen)
             if estimator.stage(replace(context, stage=found)).peak_bytes <= limit:
@@ -74,24 +81,24 @@ def least_recomputed(
     return replace(stage, recompute=(stage.ops,))
 
 
-def _quickest_first(blocks: StageBlocks, choices: Sequence[frozenset[int]], live: int, limit: int) -> list[list[range]]:
-    """Ways to group any of these choices of blocks: those that seem to fit, the one first that runs least again, and of
-    equals the one that keeps least; where none does, the one that keeps least."""
-    ways = [way for chosen in choices for way in _sizes_of_groups(blocks, chosen, live)]
+def _quickest_first(blocks: StageBlocks, ways: Sequence[Way], live: int, limit: int) -> list[list[range]]:
+    """Of these ways those that seem to fit, the one first that runs least again, and of equals the one that keeps
+    least; where none does, the one that keeps least."""
     fitting = [_ended_oftener(way, blocks, live, limit) for way in ways if way[0] <= limit]
 
-    def merit(way: tuple[int, list[range]]) -> tuple[int, int]:
+    def merit(way: Way) -> tuple[int, int]:
         again = sum([blocks.fwd_ns[place] for group in way[1] for place in group])
-        return again - sum([blocks.tail_ns[group[-1]] for group in way[1]]), way[0]
+        spared = sum([blocks.tail_ns[group[-1]] - blocks.group_ns for group in way[1]])
+        return again - spared, way[0]
 
     return [groups for _, groups in sorted(fitting or [min(ways, key=lambda way: way[0])], key=merit)]
 
 
-def _ended_oftener(way: tuple[int, list[range]], blocks: StageBlocks, live: int, limit: int) -> tuple[int, list[range]]:
+def _ended_oftener(way: Way, blocks: StageBlocks, live: int, limit: int) -> Way:
     """Groups that end at more blocks, those first of which most is then not run again for the bytes that cross there,
     as long as `limit` allows."""
     kept, groups = way
-    inside = [place for group in groups for place in group[1:] if blocks.tail_ns[place - 1] > 0]
+    inside = [place for group in groups for place in group[1:] if blocks.tail_ns[place - 1] > blocks.group_ns]
     begins = set()
     for place in sorted(inside, key=lambda p: blocks.crossing[p] / blocks.tail_ns[p - 1]):
         if kept + live * blocks.crossing[place] <= limit:
@@ -106,9 +113,8 @@ def _ended_oftener(way: tuple[int, list[range]], blocks: StageBlocks, live: int,
     return kept, ended
 
 
-def _sizes_of_groups(blocks: StageBlocks, chosen: frozenset[int], live: int) -> Iterator[tuple[int, list[range]]]:
-    """For several sizes of groups, (bytes kept for all micro-batches in flight and for the largest group, the
-    groups)."""
+def _sizes_of_groups(blocks: StageBlocks, chosen: frozenset[int], live: int) -> Iterator[Way]:
+    """Groups of several sizes."""
     runs = _runs(chosen)
     whole = sum(blocks.saved)
     inside = [sum(blocks.saved[place] for place in run) for run in runs]

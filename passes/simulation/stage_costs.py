@@ -98,6 +98,7 @@ class CostContext:
     device_types: distinct devices of the cluster.  cost_model: costs of the graph whose ops the plan names.
     state_factor: bytes of optimizer state per byte of trainable parameter.  overlap: gradients are summed while the
     last backward runs.  slices: what slices of sequences take of the whole; None where no decision has any.
+    group_ns: what a recomputed group takes beside its ops.
     """
 
     cluster: Cluster
@@ -106,6 +107,7 @@ class CostContext:
     state_factor: float = 2.0
     overlap: bool = False
     slices: SliceShares | None = None
+    group_ns: int = 0
 
 
 class LoadMemo:
@@ -293,6 +295,7 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
     costed = [[index.ops[name].cost for name in stage.ops] for index in indices]
     kept, group_bytes = _kept(stage, share)
     recompute_ns = max(sum([redone_ns(group, index) for group in stage.recompute]) for index in indices)
+    recompute_ns += setting.group_ns * len(stage.recompute)
     used = {name for op in stage.ops for name in whole.ops[op].params}
     copies = sum([whole.copies.get(name, 0) for name in used])
     weights = sum([whole.params[name] for name in used])

@@ -60,7 +60,8 @@ class Difference:
     """One gradient or buffer.  stage: where the pipeline has it, -1 for nowhere; size: its norm in one process.
 
     error: norm of the difference over `size`; negligible: beyond tolerance, but rounding beside the gradient of the
-    whole model, as for a gradient that is zero in theory; ok: within tolerance or negligible.
+    whole model, as for a gradient that is zero in theory, or of a running mean beside its deviations; ok: within
+    tolerance or negligible.
     """
 
     name: str
@@ -286,28 +287,46 @@ def compared(
     """Every gradient, buffer and the loss of one step against another.  stages: where each tensor is, by name;
     precision, tolerance: what can be expected; reference: what the other step ran."""
     limit = tolerance if tolerance is not None else TOLERANCE[precision]
-    whole = math.hypot(*(_norm(g) for g in expected.gradients.values() if g is not None))
+    whole = NEGLIGIBLE[precision] * math.hypot(*(_norm(g) for g in expected.gradients.values() if g is not None))
+    least = dict.fromkeys(expected.gradients, whole)
+    buffers = {name: expected.buffers[name] for name in found.buffers}
+    floors = {name: NEGLIGIBLE[precision] * deviation for name, deviation in _deviations(buffers).items()}
     return Verification(
         found.loss,
         expected.loss,
         limit,
         reference,
-        _differences("gradient", found.gradients, expected.gradients, stages, limit, NEGLIGIBLE[precision] * whole),
-        _differences("buffer", found.buffers, {n: expected.buffers[n] for n in found.buffers}, stages, limit, 0.0),
+        _differences(
+            "gradient", found.gradients, expected.gradients, stages, limit, dict.fromkeys(expected.gradients, whole)
+        ),
+        _differences("buffer", found.buffers, buffers, stages, limit, floors),
     )
 
 
+def _deviations(buffers: Tensors) -> dict[str, float]:
+    """Of each running mean of a batch norm the norm of the deviations that it stands beside: it may be zero in theory,
+    as behind another batch norm."""
+    kind = "running_mean"
+    beside = {name: buffers.get(f"{name.removesuffix(kind)}running_var") for name in buffers if name.endswith(kind)}
+    return {name: math.sqrt(_norm(variance)) for name, variance in beside.items() if variance is not None}
+
+
 def _differences(
-    kind: str, found: Tensors, expected: Tensors, stages: Mapping[str, int | None], limit: float, floor: float
+    kind: str,
+    found: Tensors,
+    expected: Tensors,
+    stages: Mapping[str, int | None],
+    limit: float,
+    floors: Mapping[str, float],
 ) -> tuple[Difference, ...]:
-    """Every tensor of one kind, the largest relevant error first.  floor: a norm below which nothing counts."""
+    """Every tensor of one kind, the largest relevant error first.  floors: by name norms below which nothing counts."""
     rows = []
     for name, reference in expected.items():
         size = _norm(reference) if reference is not None else 0.0
         off = _distance(found.get(name), reference)
         error = _ratio(off, size)
         close = error <= limit
-        negligible = not close and off <= floor
+        negligible = not close and off <= floors.get(name, 0.0)
         stage = stages.get(name)
         rows.append(
             Difference(name, kind, -1 if stage is None else stage, size, error, negligible, close or negligible)

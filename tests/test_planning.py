@@ -156,6 +156,22 @@ def test_replicas_that_were_asked_for_and_would_have_such_a_row_are_refused_with
     assert [len(stage.ranks) for stage in plan.stages] == [4] and plan.notes == ()
 
 
+def scaled(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output, target) * 2
+
+
+def test_stages_with_other_replicas_are_cut_before_a_sum_over_rows_not_behind_it() -> None:
+    """Behind it is where the least work is left to the stage with one device."""
+    data = (torch.ones(8, 16), torch.ones(8, 16))
+    for micro_batches in (1, 2):
+        plan = autopart.plan(
+            Layers(), SLOW, sample=data, loss_fn=scaled, costs="analytic", stages=2, replicas=(3, 1),
+            micro_batches=micro_batches,
+        )  # fmt: skip
+        assert [len(stage.ranks) for stage in plan.stages] == [3, 1]
+        assert any("mse_loss" in op for op in plan.stages[1].ops), plan.stages[1].ops
+
+
 def contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output @ target.T, torch.arange(output.shape[0]))
 

@@ -81,6 +81,15 @@ class RefusedError(AutopartError):
     """Captured, but running it as a pipeline would not be exact."""
 
 
+class UndividedError(RefusedError):
+    """A value that replicas cannot divide would pass between stages that have other replicas.
+
+    value: its name, where the refusal is raised.
+    """
+
+    value: str = ""
+
+
 class CoupledLossError(RefusedError):
     """The loss couples the rows of the batch, so that micro-batches cannot reproduce it."""
 

@@ -25,7 +25,7 @@ from autopart.files.plan_cache import find_plan, keep_plan, planner_digest
 from autopart.files.plans import VERSION, load_plan, match_plan
 from autopart.ir.capabilities import RUNTIME, Capabilities, lacking
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import PlanError, RefusedError, UsageError
+from autopart.ir.errors import InfeasibleError, PlanError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Plan, Precision
 from autopart.ir.program import BUCKET_BYTES
@@ -46,6 +46,7 @@ from autopart.planning.restrictions import (
     with_more_rows,
     with_reduction,
     with_undivided_values,
+    without_cuts_that_divide,
 )
 
 
@@ -89,12 +90,18 @@ def make_plan(
     problem = _with_slices(problem, captures, batch)
     # What every op costs at the size of the base; the cost model extends it to where the program is known.
     costs = _costs(problem)
-    try:
-        # The fastest plan under these costs; it has to be the program that will run, with the costs of its own size.
-        return _settled(problem, costs, _built(problem, costs), reduction)
-    except RefusedError as refusal:
-        alone = with_undivided_values(problem, refusal)
-        return _settled(alone, costs, _built(alone, costs), reduction)
+    # The fastest plan under these costs; it has to be the program that will run, with the costs of its own size.
+    refused: RefusedError | None = None
+    while True:
+        try:
+            return _settled(problem, costs, _built(problem, costs), reduction)
+        except RefusedError as refusal:
+            refused = refusal
+            problem = with_undivided_values(problem, refusal)
+        except InfeasibleError:
+            if refused is None:
+                raise
+            problem = without_cuts_that_divide(problem, refused)
 
 
 def _with_slices(problem: Problem, captures: CaptureCache, batch: Batch) -> Problem:
@@ -134,6 +141,7 @@ def _request(problem: Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, ..
         cuts=options.cuts,
         together=options.together,
         pins=options.pins,
+        uncut=problem.uncut,
         replicas=options.replicas,
         policy=options.replica_policy or "split",
         recompute=recompute,

@@ -15,7 +15,8 @@ from autopart.options import Options
 @dataclass(frozen=True)
 class Problem:
     """What to plan.  family: its base is the program whose costs are taken; splits: to choose from; least_rows: that a
-    replica has of a micro-batch, where it has any; notes: what to say about that choice."""
+    replica has of a micro-batch, where it has any; uncut: values that must not pass between stages; notes: what to say
+    about that choice."""
 
     family: ProgramFamily
     splits: Splits
@@ -25,3 +26,4 @@ class Problem:
     notes: tuple[str, ...] = ()
     slices: AskedSlices = WHOLE_SEQUENCES
     least_rows: int = 1
+    uncut: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from autopart.capture.family import ProgramFamily
 from autopart.capture.reduction import WHOLE, couples_rows, loss_reduction
 from autopart.capture.splits import Splits
 from autopart.ir.capabilities import RUNTIME
-from autopart.ir.errors import CaptureError, CoupledLossError, RefusedError, UsageError
+from autopart.ir.errors import CaptureError, CoupledLossError, RefusedError, UndividedError, UsageError
 from autopart.ir.graph import LossReduction
 from autopart.ir.plan import Plan
 from autopart.ir.shares import parts
@@ -25,6 +25,8 @@ OWN_STATISTICS = (
     "that, sync_batchnorm=True shares them"
 )
 NO_ROWS = "the batch has no rows to divide"
+MOST_UNCUT = 8
+"""Values that are kept inside a stage before replicas are given up."""
 ANOTHER_PROGRAM = "on a single row the model runs other operations"
 
 
@@ -67,11 +69,19 @@ def with_reduction(problem: Problem, family: ProgramFamily, splits: Splits) -> t
 
 
 def with_undivided_values(problem: Problem, refusal: RefusedError) -> Problem:
-    """Without replicas, since a value that passes between stages cannot be divided among them.  Raises the refusal
-    where replicas were asked for, or there were none."""
+    """Without cuts at a value that passes between stages and cannot be divided among replicas; where that does not
+    help, without replicas.  Raises the refusal where replicas were asked for, or there were none."""
+    value = refusal.value if isinstance(refusal, UndividedError) else ""
+    if value and value not in problem.uncut and len(problem.uncut) < MOST_UNCUT:
+        return replace(problem, uncut=(*problem.uncut, value))
+    return without_cuts_that_divide(problem, refusal)
+
+
+def without_cuts_that_divide(problem: Problem, refusal: RefusedError) -> Problem:
+    """Without replicas, cut anywhere.  Raises the refusal where replicas were asked for, or there were none."""
     if not problem.abilities.replicas or problem.options.replicas is not None:
         raise refusal
-    return without_replicas(problem, refusal.what)
+    return replace(without_replicas(problem, refusal.what), uncut=())
 
 
 # ---- sizes ---------------------------------------------------------------------------------------------------------

@@ -296,9 +296,7 @@ def compared(
         expected.loss,
         limit,
         reference,
-        _differences(
-            "gradient", found.gradients, expected.gradients, stages, limit, dict.fromkeys(expected.gradients, whole)
-        ),
+        _differences("gradient", found.gradients, expected.gradients, stages, limit, least),
         _differences("buffer", found.buffers, buffers, stages, limit, floors),
     )
 

@@ -33,11 +33,11 @@ class PlanRequest:
 
     micro_rows: the ways to cut the batch that may be chosen from, each the rows of its micro-batches.  schedule: "auto"
     or a name.  cuts: module paths at which a stage begins.  together: groups of module paths, each group to stay in one
-    stage.  pins: module path to its stage.  replicas: of every stage, or one number for each.  policy: how they
-    divide micro-batches.  recompute: "auto", "off"
-    or "all"; recomputed: groups of captured ops that are recomputed even when it is "off".  zero: 0, 1 (optimizer state
-    shared by replicas) or "auto" (where memory does not suffice otherwise).  bucket_bytes, compress: of sums of
-    gradients over replicas.  token_slices: lengths of slices, () for whole sequences, "auto" where the planner chooses;
+    stage.  pins: module path to its stage.  uncut: values that no stage may pass to another.  replicas: of every stage,
+    or one number for each.  policy: how they divide micro-batches.  recompute: "auto", "off" or "all"; recomputed:
+    groups of captured ops that are recomputed even when it is "off".  zero: 0, 1 (optimizer state shared by replicas)
+    or "auto" (where memory does not suffice otherwise).  bucket_bytes, compress: of sums of gradients over replicas.
+    token_slices: lengths of slices, () for whole sequences, "auto" where the planner chooses;
     token_axis: tells what slices take.  state_factor: bytes of optimizer state per byte of trainable parameter.
     abilities: what a plan may use.  prove_seconds: time to find a certificate (`certificate`) of the plan, when its
     largest micro-batch has prove_rows rows (None: whatever it has).
@@ -49,6 +49,7 @@ class PlanRequest:
     cuts: tuple[str, ...] = ()
     together: tuple[tuple[str, ...], ...] = ()
     pins: Mapping[str, int] = field(default_factory=dict)
+    uncut: tuple[str, ...] = ()
     replicas: int | tuple[int, ...] | None = None
     policy: Policy = "split"
     least_rows: int = 1
@@ -184,6 +185,17 @@ class SearchSpace:
         return [block_span(self.chain.blocks, self.fine, paths) for paths in self.request.keep_together()]
 
     @cached_property
+    def _uncut(self) -> list[tuple[int, int]]:
+        """[first block, block after the last) between which a value passes that no stage may pass on."""
+        wanted = frozenset(self.request.uncut)
+        ops = self.chain.blocks.ops if wanted else ()
+        places = {name: [i] for i, op in enumerate(ops) for name in wanted.intersection(op.writes)}
+        for i, op in enumerate(ops):
+            for name in wanted.intersection(op.reads):
+                places[name].append(i)
+        return [(min(found), max(found) + 1) for found in places.values()]
+
+    @cached_property
     def legal(self) -> Bools:
         """[a, b]: not empty, no forced cut inside, and no cut inside what stays together at either end."""
         n = self.chain.n
@@ -191,7 +203,7 @@ class SearchSpace:
         legal = a < b
         for cut in self.forced:
             legal &= ~((a < cut) & (cut < b))
-        for first, end in self.spans:
+        for first, end in (*self.spans, *self._uncut):
             for boundary in (a, b):
                 legal &= ~((first < boundary) & (boundary < end))
         return np.asarray(legal)

@@ -55,9 +55,9 @@ class Work:
     """What the simulator has to know of a plan.  Tuples have an entry for each stage.
 
     fwd_ns, bwd_ns: of F and B.  held_bytes: activations per micro-batch in flight.  messages: bytes of each message,
-    and its loads, that of micro-batch m at m modulo their number.  tied: for each tied parameter in order, the stages
-    that share it, its bytes and the load of its sum.  turns: replicas that take micro-batches in turn, 1 where none do;
-    empty: nowhere.
+    and its loads, that of micro-batch m at m modulo their number; one that is missing takes no time.  tied: for each
+    tied parameter in order, the stages that share it, its bytes and the load of its sum.  turns: replicas that take
+    micro-batches in turn, 1 where none do; empty: nowhere.
     reduce: bytes and load of the sum of gradients over replicas.  optimizer_ns: the optimizer's step.  overlap: sums
     over replicas run beside the last backward, bucket by bucket (`ir.program`), instead of after it.  gather: bytes and
     load of the new values of parameters, which replicas that share the optimizer's state send each other behind its
@@ -85,7 +85,8 @@ class Work:
 
     def phase(self, message: Message, micro: int, piece: int) -> int:
         """Which of the wires of a message one of a micro-batch, or of a slice of it, takes."""
-        return piece * len(self.messages[message][1]) + micro % len(self.messages[message][1])
+        loads = len(self.messages[message][1]) if message in self.messages else 1
+        return piece * loads + micro % loads
 
     @property
     def alternates(self) -> bool:

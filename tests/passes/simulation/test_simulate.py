@@ -49,6 +49,12 @@ def test_gpipe_without_transfers_is_two_flow_shops(times: list[tuple[int, int]],
     assert timeline.step_ns == sum(sum(ts) + (micros - 1) * max(ts) for ts in (fwd_ns, bwd_ns))
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_messages_that_are_not_told_take_no_time(schedule: str) -> None:
+    program = chain(3, 4, schedule)
+    assert step_ns(program, Work((2,) * 3, (3,) * 3, (0,) * 3, {})) == (3 + 4 - 1) * (2 + 3)
+
+
 @given(st.integers(1, 6), st.integers(1, 8), st.integers(0, 9), st.integers(0, 9))
 def test_equal_stages_take_what_the_partition_minimises(stages: int, micros: int, fwd: int, bwd: int) -> None:
     for schedule in SCHEDULES:

@@ -137,7 +137,8 @@ class _Builder:
             if node.op == "call_function" and node not in self.env.own:
                 before = next(reversed(self.graph.nodes))
                 self._emit(node)
-                self._made[node.name] = [one.name for one in self._since(before) if one.target is not part_of]
+                made = (one.name for one in self._since(before) if one.target not in (part_of, operator.getitem))
+                self._made[node.name] = list(made)
         states, joint = ((), ()) if self.last else (tuple(needs.states), tuple(needs.shared))
         results = [self.env.own[self._nodes[name]] for name in (*needs.outputs, *states)]
         results += [self._added[name] for name in joint]

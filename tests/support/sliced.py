@@ -167,6 +167,8 @@ def future_shows(found: Analysed, inputs: Mapping[str, torch.Tensor], token: int
         if "label" not in name and not value.is_floating_point() and value.shape[1:2] == (recipe.tokens,):
             other[:, token:] = (value[:, token:] + 1) % max(2, int(value.max()) + 1)
         changed[name] = other
+    if not checks_hold(found, changed):  # a query that sees nothing gives no number, which reaches all
+        changed |= {name: value for name, value in inputs.items() if "mask" in name}
     first, second = (_Recorded(found.captured).run_on(given) for given in (inputs, changed))
     held = {
         name: form.queries

@@ -60,9 +60,7 @@ class _Grown(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         block = _same_memory(buffer, place.axis, place.start, place.end)
         block.copy_(own)
-        return _same_memory(buffer, place.axis, place.start, place.end), _same_memory(
-            buffer, place.axis, place.low, place.end
-        )
+        return block, _same_memory(buffer, place.axis, place.low, place.end)
 
     @staticmethod
     @once_differentiable

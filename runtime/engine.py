@@ -182,7 +182,9 @@ class Engine:
                 runner.clear()
             raise
         if kept:
-            aside.keep({place for sums in self._sums.values() for place in sums.lent()})
+            taken = aside.keep()
+            for sums in self._sums.values():
+                sums.hand_out(taken)
         else:
             aside.restore()
         for runner in self._runners.values():

@@ -7,7 +7,7 @@ gradient left from an earlier step was summed then.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -83,9 +83,9 @@ class GradientsAside:
         for parameter, before in self._before:
             self._keeper(parameter).grad = before
 
-    def keep(self, lent: Collection[int] = ()) -> None:
-        """The step is over: what it contributed is added.  lent: identities of gradients that have to be copied, for
-        they lie where the next step collects its own."""
+    def keep(self) -> frozenset[int]:
+        """The step is over: what it contributed is added.  The identities of gradients that are kept where they lie."""
+        taken = set()
         added = [parameter.grad for parameter, _ in reversed(self._before)]
         for parameter in self._widened:
             parameter.grad = None
@@ -93,11 +93,14 @@ class GradientsAside:
         for parameter, before in self._before:
             fresh, keeper = added.pop(), self._keeper(parameter)
             if before is None:
-                keeper.grad = fresh if fresh is None else _rounded(fresh, keeper.dtype, copied=id(fresh) in lent)
+                keeper.grad = fresh if fresh is None else _rounded(fresh, keeper.dtype)
+                if keeper.grad is fresh:
+                    taken.add(id(fresh))
             elif fresh is None:
                 keeper.grad = before
             else:
                 keeper.grad = _added(before, fresh)
+        return frozenset(taken)
 
     def _keeper(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         """What gets its gradient."""
@@ -108,10 +111,10 @@ class GradientsAside:
             parameter.grad_dtype = parameter.dtype
 
 
-def _rounded(gradient: torch.Tensor, dtype: torch.dtype, *, copied: bool = False) -> torch.Tensor:
+def _rounded(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The gradient in the parameter's type; entries of a sparse one are added up first."""
     if gradient.dtype == dtype:
-        return gradient.clone() if copied else gradient
+        return gradient
     return (gradient.coalesce() if gradient.is_sparse else gradient).to(dtype)
 
 

@@ -1,12 +1,12 @@
 """Sums of gradients over the replicas of a stage, overlapped with its last backward.
 
 Parameters lie in flat buckets in the order in which the last backward releases their gradients.  The first gradient of
-a step moves into its place in the bucket, and the others are added to it there, so that a step holds gradients once
-(they leave the buckets when it is over, `reduce.GradientsAside`).  While the last backward runs, a bucket that is full
-is summed at once, without waiting, and buckets are summed in their order, so that all replicas sum the same ones.  What
-was not released then (a replica may have no rows in the last micro-batch) follows at the end.  Every replica has the
-same sums, so their gradients are equal to the bit.  What is summed is what this step contributed; weights are in it
-already (`StepInput.weights`).
+a step moves into its place in the bucket, and the others are added to it there, so that a step holds gradients once.
+When it is over they are handed out where they lie, and the next step takes other memory for its buckets.  While the
+last backward runs, a bucket that is full is summed at once, without waiting, and buckets are summed in their order, so
+that all replicas sum the same ones.  What was not released then (a replica may have no rows in the last micro-batch)
+follows at the end.  Every replica has the same sums, so their gradients are equal to the bit.  What is summed is what
+this step contributed; weights are in it already (`StepInput.weights`).
 
 Where replicas share the optimizer's state, a bucket is cut by owners, and each part is summed at its owner alone (a
 reduce, not a reduce-scatter: shares of whole parameters are uneven).  Between two replicas these are the bits that each
@@ -17,7 +17,7 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +32,9 @@ from autopart.runtime.world import World
 
 Owned = tuple[torch.nn.Parameter, int | None]
 """A parameter and the rank that owns it, None where all keep it."""
+
+Part = tuple[list[torch.nn.Parameter], int | None]
+"""What a bucket holds, and its owner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class Shared:
 
 
 @dataclass
-class _Bucket:
+class Bucket:
     """flat: gradients side by side, wide enough to add up half precision, then for each parameter 1 where this replica
     has a gradient.  views: of each gradient in it.  owner: the rank that gets the sums, None where all do.
     waiting_for: parameters that have yet to come.  work, rounded: the sum that is under way."""
@@ -58,19 +61,20 @@ class _Bucket:
     parameters: list[torch.nn.Parameter]
     flat: torch.Tensor
     views: list[torch.Tensor]
-    owner: int | None = None
-    waiting_for: set[int] = field(default_factory=set)
+    owner: int | None
+    waiting_for: set[int]
     work: dist.Work | None = None
     rounded: CompressedSum | None = None
 
     @staticmethod
-    def of(parameters: list[torch.nn.Parameter], owner: int | None) -> _Bucket:
+    def of(parameters: list[torch.nn.Parameter], owner: int | None) -> Bucket:
         sizes = [parameter.numel() for parameter in parameters]
         first = parameters[0]
-        flat = torch.zeros(sum(sizes) + len(sizes), dtype=wide_dtype(first.dtype), device=first.device)
+        flat = torch.empty(sum(sizes) + len(sizes), dtype=wide_dtype(first.dtype), device=first.device)
         pieces = torch.split(flat, [*sizes, len(sizes)])[:-1]
-        views = [piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)]
-        return _Bucket(parameters, flat, views, owner)
+        # Detached, they are no views to autograd, which lets nobody change a view's history in place.
+        views = [piece.view(p.shape).detach() for piece, p in zip(pieces, parameters, strict=True)]
+        return Bucket(parameters, flat, views, owner, set(range(len(parameters))))
 
     @property
     def flags(self) -> torch.Tensor:
@@ -93,6 +97,11 @@ class _Bucket:
             self.lend(place)
         self.flags[place] = 0 if gradient is None else 1
         self.waiting_for.discard(place)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.work = self.rounded = None
+        self.waiting_for = set(range(len(self.parameters)))
 
     def give(self, *, uneven: bool) -> None:
         """Hand out the sums; a parameter without gradient on any replica has none."""
@@ -122,14 +131,22 @@ class ReplicaSums:
         self._group = world.group(ranks, purpose="replicas" if self._overlaps else "")
         self._runner = runner
         self._shared = shared
-        self._buckets: list[_Bucket] | None = None
+        self._parts: list[Part] | None = None
+        self._buckets: dict[int, Bucket] = {}
         self._launched = 0
         self._armed = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def begin(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """A step begins: gradients collect in the buckets."""
-        for bucket in self._made(parameters):
+        if self._parts is None:
+            names = [name for name in self._shared.released if name not in self._shared.sparse]
+            owned = [(parameters[name], self._shared.owners.get(name)) for name in names]
+            self._parts = parts_of(owned, self._shared.bucket_bytes)
+        self._launched = 0
+        self._buckets = {place: self._buckets.get(place) or Bucket.of(*part) for place, part in enumerate(self._parts)}
+        for bucket in self._buckets.values():
+            bucket.begin()
             for place, parameter in enumerate(bucket.parameters):
                 hook = self._released(bucket, place)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
@@ -139,11 +156,16 @@ class ReplicaSums:
         beside messages."""
         self._armed = self._overlaps
 
-    def lent(self) -> set[int]:
-        """The identities of gradients that lie in the buckets."""
-        return {id(view) for bucket in self._buckets or () for view in bucket.views}
+    def hand_out(self, gradients: Collection[int]) -> None:
+        """The step is over, and parameters keep the gradients of these identities: what lies beside them in a bucket
+        is theirs too, and the next step takes a new one."""
+        self._buckets = {
+            place: bucket
+            for place, bucket in self._buckets.items()
+            if not any(id(view) in gradients for view in bucket.views)
+        }
 
-    def _released(self, bucket: _Bucket, place: int) -> Callable[[torch.Tensor], None]:
+    def _released(self, bucket: Bucket, place: int) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
             if self._armed:
                 bucket.take(place)
@@ -154,12 +176,11 @@ class ReplicaSums:
         return hook
 
     def _launch_full(self) -> None:
-        assert self._buckets is not None
         while self._launched < len(self._buckets) and not self._buckets[self._launched].waiting_for:
             self._launch(self._buckets[self._launched])
             self._launched += 1
 
-    def _launch(self, bucket: _Bucket) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         if self._shared.compress:
             bucket.rounded = CompressedSum(bucket.flat, self._world, self._ranks, self._group, bucket.owner)
         elif not self._overlaps:
@@ -175,7 +196,7 @@ class ReplicaSums:
 
         uneven: whether a gradient may be missing on one replica and not on another.
         """
-        buckets = self._made(parameters)
+        buckets = self._buckets.values()
         self._disarm()
         for bucket in buckets:
             for place in sorted(bucket.waiting_for):
@@ -197,7 +218,6 @@ class ReplicaSums:
                 if name in self._shared.sparse and parameter is not None and parameter.requires_grad:
                     parameter.grad = self._summed_sparse(parameter)
             self._share_buffers()
-        self._begin()
 
     def abandon(self) -> None:
         """The step failed."""
@@ -208,21 +228,6 @@ class ReplicaSums:
             hook.remove()
         self._hooks.clear()
         self._armed = False
-
-    def _made(self, parameters: Mapping[str, torch.nn.Parameter]) -> list[_Bucket]:
-        if self._buckets is None:
-            names = [name for name in self._shared.released if name not in self._shared.sparse]
-            owned = [(parameters[name], self._shared.owners.get(name)) for name in names]
-            self._buckets = buckets_of(owned, self._shared.bucket_bytes)
-            self._begin()
-        return self._buckets
-
-    def _begin(self) -> None:
-        """Ready for the next step."""
-        self._launched = 0
-        for bucket in self._buckets or ():
-            bucket.work = bucket.rounded = None
-            bucket.waiting_for = set(range(len(bucket.parameters)))
 
     def _summed_sparse(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """The sum of sparse gradients: all of their entries, of every replica in order."""
@@ -257,8 +262,9 @@ class ReplicaSums:
                 tensor.copy_(piece.view(tensor.shape))
 
 
-def buckets_of(parameters: Sequence[Owned], bucket_bytes: int) -> list[_Bucket]:
-    """Buckets of one type each, in the order in which they are full; of several owners, a part for each."""
+def parts_of(parameters: Sequence[Owned], bucket_bytes: int) -> list[Part]:
+    """What each bucket holds: parameters of one type, in the order in which buckets are full; of several owners, a part
+    for each."""
     found: list[list[Owned]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[Owned]] = {}
     for parameter, owner in parameters:
@@ -271,7 +277,7 @@ def buckets_of(parameters: Sequence[Owned], bucket_bytes: int) -> list[_Bucket]:
     parts = []
     for group in (*found, *filling.values()):
         for owner in dict.fromkeys(owner for _, owner in group):
-            parts.append(_Bucket.of([parameter for parameter, its in group if its == owner], owner))
+            parts.append(([parameter for parameter, its in group if its == owner], owner))
     return parts
 
 

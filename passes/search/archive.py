@@ -7,16 +7,6 @@ from dataclasses import dataclass
 from autopart.passes.search.evaluation import Candidate, Evaluation, Evaluator
 from autopart.passes.search.space import SearchSpace
 
-SLOWER = 0.01
-"""A plan with fewer stages is taken where its step is longer by at most this part of the fastest one's: predicted steps
-are off by some 5 % of measured ones (benchmarks/results/prediction.json), so that a difference of 1 % says nothing,
-while each stage is one more hop for every micro-batch, and one more device that all others wait for."""
-
-
-def about_as_fast(fastest_ns: int) -> int:
-    """The longest step of a plan that is taken for its fewer stages."""
-    return int(fastest_ns * (1 + SLOWER))
-
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -69,13 +59,13 @@ class Archive:
             chosen.setdefault(shape, evaluation)
         return list(chosen.values())[:most]
 
-    def by_stages(self, most_ns: int) -> list[Evaluation]:
-        """Of each number of stages the fastest, as far as it takes at most most_ns; the fewest stages first."""
+    @property
+    def preferred(self) -> list[Evaluation]:
+        """Of each number of stages the fastest that fits, in the order of `preference`."""
         found: dict[int, Evaluation] = {}
         for evaluation in self.ranked:
-            if evaluation.step_ns <= most_ns:
-                found.setdefault(evaluation.stages, evaluation)
-        return [found[stages] for stages in sorted(found)]
+            found.setdefault(evaluation.stages, evaluation)
+        return sorted(found.values(), key=lambda e: e.preference)
 
     def result(self) -> SearchResult:
         """What the search returns."""

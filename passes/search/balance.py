@@ -12,6 +12,7 @@ simulated.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
@@ -26,10 +27,13 @@ CHOICES = 7
 crosses."""
 ROUNDS = 4
 """Rounds that a candidate may take."""
+WAYS = 12
+"""Ways to cut the stages from a place on that are kept, of those of which none is better in both of its merits: a
+larger bound with less time through the stages can end in the smaller one."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Need:
+class Need:
     """What a stage needs for a micro-batch and behind its last one, messages into it, and micro-batches in flight."""
 
     work_ns: int
@@ -39,7 +43,7 @@ class _Need:
 
 
 @dataclass(frozen=True, slots=True)
-class _Suffix:
+class Suffix:
     """The stages from one on: the least bound of their step, the time of a micro-batch through them, their bounds."""
 
     bound_ns: int
@@ -55,7 +59,7 @@ class _Suffix:
 def balanced(evaluation: Evaluation, archive: Archive) -> Evaluation:
     """The candidate with its cuts moved as long as that makes its simulated step shorter, `ROUNDS` times at most.
 
-    O(rounds * (choices^2 * (estimates + stages) + actions)).  All that is simulated goes into the archive.
+    O(rounds * (choices^2 * (estimates + stages * ways) + actions)).  All that is simulated goes into the archive.
     """
     space, best = evaluation.space, evaluation
     if evaluation.candidate.partition.stages < 2 or not evaluation.fits:
@@ -95,22 +99,38 @@ def _moved(candidate: Candidate, space: SearchSpace, bounds: tuple[int, ...]) ->
 
 def _best_bounds(candidate: Candidate, space: SearchSpace, evaluator: Evaluator) -> tuple[int, ...]:
     """The bounds with the least bound of the step, out of `_places`; the candidate's own where none can be judged."""
-    needs = dict(_needs(candidate, space, evaluator))
-    stages, micros = candidate.partition.stages, len(candidate.micro_rows)
-    last = candidate.partition.bounds[-1]
-    behind = {last: _Suffix(0, 0, (last,))}  # by their first bound
-    for stage in reversed(range(stages)):
-        here: dict[int, _Suffix] = {}
-        for (first, end), need in needs.get(stage, {}).items():
-            if end in behind:
-                found = _joined(need, behind[end], first, micros)
-                if first not in here or found.merit < here[first].merit:
-                    here[first] = found
-        behind = here
-    return behind[0].bounds if behind else candidate.partition.bounds
+    bounds, micros = candidate.partition.bounds, len(candidate.micro_rows)
+    needs = _needs(candidate, space, evaluator)
+    best = least_bound([needs.get(stage, {}) for stage in range(len(bounds) - 1)], micros, bounds[-1])
+    return best.bounds if best is not None else bounds
 
 
-def _joined(need: _Need, rest: _Suffix, first: int, micros: int) -> _Suffix:
+def least_bound(needs: Sequence[Mapping[tuple[int, int], Need]], micros: int, last: int) -> Suffix | None:
+    """The way through all stages, from 0 to `last`, with the least bound of the step; needs: of each stage by its two
+    bounds.  O(sum of needs * ways * log ways)."""
+    behind = {last: [Suffix(0, 0, (last,))]}  # by their first bound
+    for choices in reversed(needs):
+        here: dict[int, list[Suffix]] = {}
+        for (first, end), need in choices.items():
+            joined = [_joined(need, rest, first, micros) for rest in behind.get(end, ())]
+            here.setdefault(first, []).extend(joined)
+        behind = {first: _undominated(found) for first, found in here.items() if found}
+    return min(behind.get(0, ()), key=lambda suffix: suffix.merit, default=None)
+
+
+def _undominated(found: list[Suffix]) -> list[Suffix]:
+    """Those of which no other has both a smaller bound and less time through them, the smallest bound first; `WAYS` of
+    them, evenly."""
+    front: list[Suffix] = []
+    for each in sorted(found, key=lambda suffix: suffix.merit):
+        if not front or each.through_ns < front[-1].through_ns:
+            front.append(each)
+    if len(front) <= WAYS:
+        return front
+    return [front[i * (len(front) - 1) // (WAYS - 1)] for i in range(WAYS)]
+
+
+def _joined(need: Need, rest: Suffix, first: int, micros: int) -> Suffix:
     """A stage before others."""
     latency = need.work_ns + need.arriving_ns
     through = latency + rest.through_ns
@@ -118,16 +138,16 @@ def _joined(need: _Need, rest: _Suffix, first: int, micros: int) -> _Suffix:
     turns = micros - need.live - 1
     if turns >= 0:
         bound = max(bound, 2 * through + turns * need.work_ns + need.following_ns)
-    return _Suffix(bound, through, (first, *rest.bounds))
+    return Suffix(bound, through, (first, *rest.bounds))
 
 
-def _needs(candidate: Candidate, space: SearchSpace, evaluator: Evaluator) -> dict[int, dict[tuple[int, int], _Need]]:
+def _needs(candidate: Candidate, space: SearchSpace, evaluator: Evaluator) -> dict[int, dict[tuple[int, int], Need]]:
     """By stage and its two bounds what every stage that fits needs, with its bounds at any of their places.
 
     Stages are estimated all together, even bounds at one place and odd ones at another, so that as many estimates as
     there are pairs show them all.
     """
-    needs: dict[int, dict[tuple[int, int], _Need]] = {}
+    needs: dict[int, dict[tuple[int, int], Need]] = {}
     places = _places(candidate, space)
     for pair in product(range(CHOICES), range(CHOICES)):
         bounds = tuple([choices[pair[number % 2]] for number, choices in enumerate(places)])
@@ -140,6 +160,6 @@ def _needs(candidate: Candidate, space: SearchSpace, evaluator: Evaluator) -> di
             if fitted.excess_bytes[stage] <= 0:
                 e = fitted.estimates[stage]
                 reduce_ns = max(0, e.reduce_ns - e.bwd_ns) if space.costs.overlap else e.reduce_ns
-                need = _Need(e.fwd_ns + e.bwd_ns, reduce_ns + e.optimizer_ns, arriving[stage], e.live)
+                need = Need(e.fwd_ns + e.bwd_ns, reduce_ns + e.optimizer_ns, arriving[stage], e.live)
                 needs.setdefault(stage, {})[between] = need
     return needs

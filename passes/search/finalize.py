@@ -3,9 +3,9 @@
 Only over captured ops are clones and recomputed groups counted exactly.  A plan that then needs more memory than its
 blocks said is evaluated once more with so much left free, which costs it some recomputation, and takes its turn again.
 
-Of plans that are about as fast the one with the fewest stages is handed out: what the simulator leaves out (ranks that
-slow each other down, variation between micro-batches, a rank that fails) grows with the devices that a micro-batch
-passes.
+Of plans that are about as fast one with fewer stages is handed out (`evaluation.preference`): what the simulator leaves
+out (ranks that slow each other down, variation between micro-batches, a rank that fails) grows with the devices that a
+micro-batch passes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import edges, route
 from autopart.passes.program.schedules import find
 from autopart.passes.program.verify import check_program
-from autopart.passes.search.archive import SearchResult, about_as_fast
+from autopart.passes.search.archive import SearchResult
 from autopart.passes.search.diagnostics import alternatives
-from autopart.passes.search.evaluation import Evaluation, Evaluator
+from autopart.passes.search.evaluation import Evaluation, Evaluator, preference
 from autopart.passes.search.space import PlanRequest, SearchSpace
 from autopart.passes.simulation.estimate import estimate, excess_of, stage_estimates
 from autopart.passes.simulation.stage_costs import Estimator
@@ -60,18 +60,16 @@ class _Proven:
         return self.report.step_ns
 
     @property
-    def stages(self) -> int:
-        return len(self.decision.stages)
+    def preference(self) -> float:
+        return preference(self.step_ns, len(self.decision.stages))
 
 
 def finalize(found: SearchResult, graph: Graph, estimator: Estimator, space: SearchSpace) -> Finalized | Evaluation:
-    """Of the plans found that also fit over captured ops, and whose programs are proven, the one with the fewest stages
-    that is about as fast as the fastest (`about_as_fast`); of several the fastest.
+    """Of the plans found that also fit over captured ops, and whose programs are proven, the preferred one.
 
     Before: found.best is set.  space: the blocks that were cut.  When none fits, the one that lacks least.  Clones make
     a plan slower over ops than over blocks, so the next ones take their turn as long as their blocks promise a step
-    that is faster, or about as fast with fewer stages.  O(found * (ops + uses)), and the programs of those that took
-    their turn.
+    that is faster, or preferred.  O(found * (ops + uses)), and the programs of those that took their turn.
     """
     assert found.best is not None
     evaluations = {evaluation.key: evaluation for evaluation in (found.best, *found.seen)}
@@ -104,25 +102,17 @@ def finalize(found: SearchResult, graph: Graph, estimator: Estimator, space: Sea
                 heappush(queue, (again.step_ns, i, spare, turn + 1, again))
     if not proven:
         return min(lacking, key=lambda each: each.over_bytes)
-    taken = min(_good(proven), key=lambda each: (each.stages, each.step_ns))
+    taken = min(proven, key=lambda each: (each.preference, each.step_ns))
     if estimator.context.cluster.kind == "cuda":
         check_messages(taken.program)
     return _explained(taken, proven, found, known_ns, graph, space)
 
 
-def _good(proven: list[_Proven]) -> list[_Proven]:
-    """Those that are about as fast as the fastest."""
-    limit = about_as_fast(min(each.step_ns for each in proven))
-    return [each for each in proven if each.step_ns <= limit]
-
-
 def _may_be_taken(step_ns: int, evaluation: Evaluation, proven: list[_Proven]) -> bool:
-    """Whether a plan with this step over blocks may be the fastest, or of the good ones that with the fewest stages."""
-    if not proven or step_ns < min(each.step_ns for each in proven):
-        return True
-    good = _good(proven)
-    return step_ns <= about_as_fast(min(each.step_ns for each in good)) and evaluation.stages < min(
-        each.stages for each in good
+    """Whether a plan with this step over blocks may be the fastest, or the preferred one."""
+    return not proven or (
+        step_ns < min(each.step_ns for each in proven)
+        or preference(step_ns, evaluation.stages) < min(each.preference for each in proven)
     )
 
 
@@ -139,7 +129,7 @@ def _explained(
     judged = [(e, known_ns[e.key]) for e in found.seen if e is not evaluation and e.key in known_ns]
     steps = judged + [(e, e.step_ns) for e in found.seen if e.key not in known_ns and e.step_ns >= step_ns]
     seen = tuple(replace(e, step_ns=known) for e, known in steps if known is not None)
-    fastest = min(proven, key=lambda each: (each.step_ns, each.stages))
+    fastest = min(proven, key=lambda each: (each.step_ns, each.preference))
     report = replace(
         taken.report,
         notes=notes_of(taken.decision, space.chain.n, space.request, graph),

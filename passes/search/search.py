@@ -21,7 +21,7 @@ import numpy as np
 
 from autopart.ir.size import Size
 from autopart.passes.graph.cuts import Ints
-from autopart.passes.search.archive import Archive, about_as_fast
+from autopart.passes.search.archive import Archive
 from autopart.passes.search.balance import balanced
 from autopart.passes.search.evaluation import Candidate, Evaluation
 from autopart.passes.search.exhaustive import enumerate_all
@@ -41,8 +41,6 @@ REFINED = 3
 """Evaluated candidates that are refined."""
 HOPEFUL, CLOSE = 1.04, 1.005
 """How far above the best a candidate may be to be refined, and to be refined over more blocks after that over few."""
-FAR_FEWER = 0.75
-"""The part of the stages that a candidate may have at most to be refined in order to be preferred for it."""
 EVEN = 8
 """Even cuts may be off by this part of a device's share of the work, where less crosses."""
 FEW = 4
@@ -191,8 +189,7 @@ def _cheapest(places: np.ndarray[tuple[int, ...], np.dtype[np.intp]], crossing: 
 
 
 def refine_best(spaces: SearchSpaces, archive: Archive, watch: Watch | None) -> None:
-    """Refine the finalists, and those with far fewer stages that may come close enough to the best to be preferred
-    (`about_as_fast`), the fewest first."""
+    """Refine the fastest, and those that may be preferred to them (`evaluation.preference`), best first."""
     done = set()
     for evaluation in archive.finalists(REFINED):
         done.add(evaluation.stages)
@@ -200,8 +197,8 @@ def refine_best(spaces: SearchSpaces, archive: Archive, watch: Watch | None) -> 
             _refine(evaluation, spaces, archive)
         if watch:
             watch("refine", archive.best_ns, 0)
-    for evaluation in archive.by_stages(int(HOPEFUL * archive.best_ns))[:REFINED]:
-        if evaluation.stages > FAR_FEWER * archive.by_stages(about_as_fast(archive.best_ns))[0].stages:
+    for evaluation in archive.preferred[:REFINED]:
+        if evaluation.preference > HOPEFUL * archive.preferred[0].preference:
             break
         if evaluation.stages not in done:
             _refine(evaluation, spaces, archive)
@@ -212,16 +209,19 @@ def refine_best(spaces: SearchSpaces, archive: Archive, watch: Watch | None) -> 
 def _refine(evaluation: Evaluation, spaces: SearchSpaces, archive: Archive) -> None:
     """Refine one, and once more over more blocks what comes close to the best; first all cuts at once, where programs
     are too long to move them one by one."""
+    near = _moved(evaluation, archive)
+    if near.space.chain.n < spaces.fine.chain.n and (not archive.fitting or _is_close(near, archive)):
+        _moved(archive.evaluate(spaces.fine, finer(near, spaces.fine)), archive)
+
+
+def _moved(evaluation: Evaluation, archive: Archive) -> Evaluation:
+    """The candidate refined over the blocks it has."""
     moves = EFFORT // REFINED // actions_of(evaluation.candidate)
     is_long = moves < 2 * evaluation.stages
-    near = refined(balanced(evaluation, archive) if is_long else evaluation, archive, EFFORT // REFINED)
-    if near.space.chain.n < spaces.fine.chain.n and (not archive.fitting or _is_close(near, archive)):
-        over_more_blocks = archive.evaluate(spaces.fine, finer(near, spaces.fine))
-        refined(over_more_blocks, archive, EFFORT // REFINED)
+    return refined(balanced(evaluation, archive) if is_long else evaluation, archive, EFFORT // REFINED)
 
 
 def _is_close(evaluation: Evaluation, archive: Archive) -> bool:
-    """Whether more blocks may make it the best, or about as fast with fewer stages."""
-    best = archive.ranked[0]
-    fewer = evaluation.stages < best.stages
-    return evaluation.step_ns <= CLOSE * (about_as_fast(best.step_ns) if fewer else best.step_ns)
+    """Whether more blocks may make it the fastest, or the preferred one."""
+    preferred = CLOSE * archive.preferred[0].preference
+    return evaluation.step_ns <= CLOSE * archive.best_ns or evaluation.preference <= preferred

@@ -8,10 +8,10 @@ Memory of a device of stage s with a share of 1 / r, live = `schedules.in_flight
     + live * (saved for the backward + received)               of the device's part of a micro-batch, rows / r
     + workspace                                                largest of one op, and of one recomputed group
     + MESSAGES_AHEAD * (received + sent)                       messages under way, and receives posted ahead
-    + gradients, in single precision at least                  with replicas: they lie in the buckets in which they are
-                                                               summed until the step is over, and then each that a
-                                                               device keeps is copied; as far as that is more than
-                                                               activations, workspace and messages were
+    + gradients, in half precision                             with replicas, of parameters in half precision: they are
+                                                               summed in single precision and rounded when the step is
+                                                               over; as far as that is more than activations, workspace
+                                                               and messages were
     + (live - 1) * weights                                     asynchronous schedules alone: a version per micro-batch
     + the whole batch's inputs                                 on the first stage
 
@@ -216,14 +216,14 @@ def summing_ns(size_bytes: int, ranks: Sequence[int], cluster: Cluster) -> int:
     """Nanoseconds that a sum of size_bytes over the ranks of a stage takes from the work of the slowest of them.
 
     A GPU sums beside its work.  On a CPU each rank sends 2 (n - 1) / n of it and receives as much (`copying_ns`), adds
-    up half of that, and copies gradients into buckets and out of them.
+    up half of that, and copies gradients into buckets.
     """
     if cluster.kind != "cpu" or len(ranks) < 2:
         return 0
     passing = 2 * size_bytes * (len(ranks) - 1) // len(ranks)
     devices = [cluster.devices[rank] for rank in ranks]
     slowest = min(device.reached_bytes_per_s for device in devices)
-    return copying_ns(2 * passing, devices) + int((1.5 * passing + 4 * size_bytes) * 1e9 / slowest)
+    return copying_ns(2 * passing, devices) + int((1.5 * passing + 2 * size_bytes) * 1e9 / slowest)
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,7 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
     sent_bytes = int(summed * sent_share(context.compress))
     in_flight = _in_flight_bytes(context, activation_bytes)
     if len(stage.ranks) > 1:  # what is gone by then makes room for it
-        given_out = summed * stepped // max(1, trained)
+        given_out = (summed - trained) * stepped // max(1, trained)
         buffers += max(0, given_out - in_flight - workspace - buffers)
     peak_bytes = weights + copies + state_bytes + in_flight + workspace + buffers
     if context.first:

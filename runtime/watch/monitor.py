@@ -144,6 +144,8 @@ class Monitor:
                 end_process(str(self.verdict))
             return
         states = self._states(now)
+        if key != (status.changes, status.waits):  # it went on meanwhile: the status is that of the main thread
+            return
         found = verdict(self.rank, states, waited, self.limit_s)
         if found is not None:
             self._decide(found, now)

@@ -75,6 +75,8 @@ def held_up_by(me: int, states: Mapping[int, RankState]) -> list[RankState]:
 
 
 def _others(state: RankState, states: Mapping[int, RankState]) -> Sequence[int]:
+    if state.waits == NOBODY:
+        return ()
     return list(states) if state.waits == EVERYONE else [state.waits - 1]
 
 

@@ -132,6 +132,10 @@ def test_sparse_gradients_stay_sparse(pair, zero):
         assert all(torch.allclose(result["state"][name], tensor) for name, tensor in state.items())
 
 
+def test_gradients_belong_to_whoever_holds_them_when_a_step_is_over(pair):
+    assert pair.run(replica_jobs.held_on_to) == [{"same": True, "apart": True, "freed": True}] * 2
+
+
 def test_replicas_that_bring_batches_of_their_own_are_told(pair):
     for text in pair.run(replica_jobs.given_other_batches):
         assert "different batches" in text and "DistributedSampler" in text

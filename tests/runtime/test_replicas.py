@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from autopart.runtime.replicas import buckets_of
+from autopart.runtime.replicas import Bucket, parts_of
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -18,20 +18,21 @@ def kept_by_all(parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, int 
 
 def test_the_first_bucket_is_small_and_the_others_are_full() -> None:
     megabyte = 1 << 18  # of single precision
-    found = buckets_of(kept_by_all(parameters(*[megabyte // 2] * 14)), 3 << 20)
-    assert [len(bucket.parameters) for bucket in found] == [2, 6, 6]
+    found = parts_of(kept_by_all(parameters(*[megabyte // 2] * 14)), 3 << 20)
+    assert [len(inside) for inside, _ in found] == [2, 6, 6]
 
 
 def test_a_bucket_holds_one_type_and_half_precision_is_summed_in_single() -> None:
     half, single = parameters(4, 4, dtype=torch.bfloat16), parameters(4)
     frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
-    found = buckets_of(kept_by_all([half[0], single[0], frozen, half[1]]), 1 << 20)
-    assert [[p.dtype for p in bucket.parameters] for bucket in found] == [[torch.bfloat16] * 2, [torch.float32]]
-    assert {bucket.flat.dtype for bucket in found} == {torch.float32}
+    found = parts_of(kept_by_all([half[0], single[0], frozen, half[1]]), 1 << 20)
+    assert [[p.dtype for p in inside] for inside, _ in found] == [[torch.bfloat16] * 2, [torch.float32]]
+    assert {Bucket.of(*part).flat.dtype for part in found} == {torch.float32}
 
 
 def test_a_gradient_that_nobody_has_stays_none() -> None:
-    (bucket,) = buckets_of(kept_by_all(parameters(2, 3, 1)), 1 << 20)
+    (part,) = parts_of(kept_by_all(parameters(2, 3, 1)), 1 << 20)
+    bucket = Bucket.of(*part)
     here, there, nowhere = bucket.parameters
     here.grad = torch.ones(2)
     for place in range(3):
@@ -44,7 +45,7 @@ def test_a_gradient_that_nobody_has_stays_none() -> None:
 
 
 def test_a_bucket_is_cut_by_owners_and_not_by_the_order_of_release() -> None:
-    found = buckets_of(list(zip(parameters(1, 2, 3, 4), [5, 7, 5, None], strict=True)), 1 << 20)
-    assert [(bucket.owner, [p.numel() for p in bucket.parameters]) for bucket in found] == [
+    found = parts_of(list(zip(parameters(1, 2, 3, 4), [5, 7, 5, None], strict=True)), 1 << 20)
+    assert [(owner, [p.numel() for p in inside]) for inside, owner in found] == [
         (5, [1, 3]), (7, [2]), (None, [4]),
     ]  # fmt: skip

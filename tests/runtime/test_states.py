@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
 
-from autopart.runtime.activity import EVERYONE, Phase
+from autopart.runtime import activity
+from autopart.runtime.activity import EVERYONE, Phase, SharedStatus
+from autopart.runtime.watch.monitor import Monitor
 from autopart.runtime.watch.states import RankState, held_up_by, verdict
 
 DEAD = "is stopped: process 7, by a signal"
@@ -36,6 +39,7 @@ CHAIN = (rank(0, waits_for(1)), rank(1, waits_for(2)))
         ([rank(0, EVERYONE), rank(1, waits_for(2)), rank(2)], [2]),
         ([*CHAIN, rank(2, waits_for(0), phase=Phase.AWAY)], [2]),
         ([*CHAIN, rank(2, EVERYONE)], []),
+        ([rank(0), rank(1), rank(2)], []),
     ],
 )
 def test_the_ends_of_the_chains_of_waiting_ranks_hold_up_the_others(states: list[RankState], named: list[int]) -> None:
@@ -77,3 +81,27 @@ def test_a_rank_that_opens_the_group_waits_for_one_that_left_the_one_before() ->
     assert verdict(0, states, 60.0, limit_s=100.0) is None
     late = verdict(0, states, 100.0, limit_s=100.0)
     assert late is not None and "did not go on" in late.what
+
+
+def test_a_rank_that_goes_on_while_it_is_looked_at_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = SharedStatus(waits=waits_for(1))
+    monkeypatch.setattr(activity, "_status", status)
+    monitor = Monitor(0, 2, limit_s=0.0)
+    monitor._ending.set()
+    monitor._thread.join()
+    monitor._wait_key, monitor._wait_from = (status.changes, status.waits), time.monotonic() - 100.0
+    monitor._looked_at = time.monotonic()
+
+    def seen(ending: bool) -> dict[int, RankState]:
+        if ending:
+            activity.waiting().__exit__()
+        return world(monitor._mine(), rank(1, still_s=200.0))
+
+    monkeypatch.setattr(monitor, "_states", lambda _: seen(ending=True))
+    monitor._look()
+    assert monitor.verdict is None
+    status.waits = waits_for(1)
+    monkeypatch.setattr(monitor, "_states", lambda _: seen(ending=False))
+    monitor._look()
+    assert monitor.verdict is not None
+    monitor.stop()

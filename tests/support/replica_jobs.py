@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -136,6 +137,31 @@ def sparse(replicas: int, zero: int = 0) -> dict[str, Any]:
                 stepper.step()
                 stepper.zero_grad()
         return {"losses": losses, "norms": norms, "state": pipe.state_dict(), "sparse": kinds}
+
+
+def held_on_to() -> dict[str, bool]:
+    """Of gradients that a user keeps: whether they are what they were when the next step is over, beside it; whether
+    they can be detached in place, as some optimizers do; and whether what a step leaves is freed with them."""
+    case = EVERY["stack"]
+    with compiled(case, fresh("stack"), case.data(8), **asked_replicas((2,), 2)) as pipe:
+        pipe.step(case.data(8))
+        kept = [p.grad for p in pipe.parameters() if p.grad is not None]
+        before = [gradient.clone() for gradient in kept]
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        pipe.step(case.data(6))
+        fresh_ones = [p.grad for p in pipe.parameters() if p.grad is not None]
+        apart = {g.untyped_storage().data_ptr() for g in kept}.isdisjoint(
+            g.untyped_storage().data_ptr() for g in fresh_ones
+        )
+        whole = weakref.ref(fresh_ones[0].untyped_storage())
+        for parameter in pipe.parameters():
+            if parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+            parameter.grad = None
+        fresh_ones.clear()
+        same = all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
+        return {"same": same, "apart": apart, "freed": whole() is None}
 
 
 def given_other_batches() -> str:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise, product
+from unittest import mock
 
+from hypothesis import given
+from hypothesis import strategies as st
 from support.graphs import cluster, graph, source
 
 from autopart.passes.pipeline import _spaces
+from autopart.passes.search import balance
 from autopart.passes.search.archive import Archive
-from autopart.passes.search.balance import balanced
+from autopart.passes.search.balance import Need, balanced, least_bound
 from autopart.passes.search.evaluation import Candidate
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import Partition
@@ -38,3 +43,33 @@ def test_all_cuts_move_together_as_long_as_the_step_gets_shorter() -> None:
     assert after.step_ns <= archive.evaluate(space, equal).step_ns
     alone = archive.evaluate(space, replace(uneven, partition=Partition((0, BLOCKS), (1,), 0)))
     assert balanced(alone, archive) is alone
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 6))
+def test_the_dynamic_program_finds_the_bounds_with_the_least_bound_of_the_step(
+    data: st.DataObject, stages: int, micros: int
+) -> None:
+    places = [(0,), *[(10 * s, 10 * s + 1, 10 * s + 2) for s in range(1, stages)], (10 * stages,)]
+    ns = st.integers(0, 30)
+    needs = [
+        {pair: Need(data.draw(ns), data.draw(ns), data.draw(ns), stages - s) for pair in product(*places[s : s + 2])}
+        for s in range(stages)
+    ]
+
+    def bound(bounds: tuple[int, ...]) -> int:
+        way = [need[pair] for need, pair in zip(needs, pairwise(bounds), strict=True)]
+        latencies = [need.work_ns + need.arriving_ns for need in way]
+        found = []
+        for s, need in enumerate(way):
+            through, turns = sum(latencies[s:]), micros - need.live - 1
+            ends = [micros * need.work_ns + need.following_ns, through]
+            ends += [2 * through + turns * need.work_ns + need.following_ns] if turns >= 0 else []
+            found.append(sum(latencies[:s]) + max(ends))
+        return max(found)
+
+    with mock.patch.object(balance, "WAYS", 1000):
+        best = least_bound(needs, micros, 10 * stages)
+    assert best is not None
+    assert best.bound_ns == bound(best.bounds) == min(map(bound, product(*places)))
+    some = least_bound(needs, micros, 10 * stages)
+    assert some is not None and some.bound_ns == bound(some.bounds) >= best.bound_ns

@@ -56,13 +56,15 @@ class Shared:
 class Bucket:
     """flat: gradients side by side, wide enough to add up half precision, then for each parameter 1 where this replica
     has a gradient.  views: of each gradient in it.  owner: the rank that gets the sums, None where all do.
-    waiting_for: parameters that have yet to come.  work, rounded: the sum that is under way."""
+    waiting_for: parameters that have yet to come; missing: those without a gradient here, so far.  work, rounded: the
+    sum that is under way."""
 
     parameters: list[torch.nn.Parameter]
     flat: torch.Tensor
     views: list[torch.Tensor]
     owner: int | None
     waiting_for: set[int]
+    missing: set[int]
     work: dist.Work | None = None
     rounded: CompressedSum | None = None
 
@@ -74,11 +76,7 @@ class Bucket:
         pieces = torch.split(flat, [*sizes, len(sizes)])[:-1]
         # Detached, they are no views to autograd, which lets nobody change a view's history in place.
         views = [piece.view(p.shape).detach() for piece, p in zip(pieces, parameters, strict=True)]
-        return Bucket(parameters, flat, views, owner, set(range(len(parameters))))
-
-    @property
-    def flags(self) -> torch.Tensor:
-        return self.flat[-len(self.parameters) :]
+        return Bucket(parameters, flat, views, owner, set(range(len(sizes))), set(range(len(sizes))))
 
     def lend(self, place: int) -> None:
         """Let a parameter have the gradient that it has in the bucket, where its type allows that."""
@@ -95,17 +93,25 @@ class Bucket:
             self.views[place].zero_()
         else:
             self.lend(place)
-        self.flags[place] = 0 if gradient is None else 1
+            self.missing.discard(place)
         self.waiting_for.discard(place)
+
+    def flag(self) -> None:
+        """Tell the other replicas which gradients are here, in few operations: mostly all are."""
+        flags = self.flat[-len(self.parameters) :].fill_(1)
+        for place in self.missing:
+            flags[place] = 0
 
     def begin(self) -> None:
         """A step begins."""
         self.work = self.rounded = None
         self.waiting_for = set(range(len(self.parameters)))
+        self.missing = set(range(len(self.parameters)))
 
     def give(self, *, uneven: bool) -> None:
         """Hand out the sums; a parameter without gradient on any replica has none."""
-        flags = self.flags.abs().tolist() if uneven or self.flat.device.type == "cpu" else None
+        read = uneven or self.flat.device.type == "cpu"
+        flags = self.flat[-len(self.parameters) :].tolist() if read else None
         for place, (parameter, total) in enumerate(zip(self.parameters, self.views, strict=True)):
             if parameter.grad is total:
                 continue
@@ -181,6 +187,7 @@ class ReplicaSums:
             self._launched += 1
 
     def _launch(self, bucket: Bucket) -> None:
+        bucket.flag()
         if self._shared.compress:
             bucket.rounded = CompressedSum(bucket.flat, self._world, self._ranks, self._group, bucket.owner)
         elif not self._overlaps:

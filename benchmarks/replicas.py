@@ -39,6 +39,7 @@ from hosts import leave, on_both, why_not
 from step_time import BATCH, HIDDEN, LAYERS, SEQ, VOCAB, gpt2
 from torch.nn.parallel import DistributedDataParallel
 from trained import adamw
+from turns import taking_turns
 
 import autopart
 from autopart.ir.program import BUCKET_BYTES
@@ -136,29 +137,19 @@ def measure(rounds: int, warmup: int, bucket_bytes: int) -> dict[str, Any]:
     second, _ = ours(ids, bucket_bytes, overlapped=False)
     third, model = peer(ids, bucket_bytes, summed=True)
     fourth, _ = peer(ids, bucket_bytes, summed=False)
-    steps = {OURS: first, BEHIND: second, PEER: third, ALONE: fourth}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    apart = 0.0
-    for number in range(warmup + rounds):
-        losses = {}
-        for name, step in steps.items():
-            dist.barrier()
-            began = time.perf_counter()
-            losses[name] = step()
-            dist.barrier()
-            if number >= warmup:
-                seconds[name].append(time.perf_counter() - began)
-        apart = max(apart, abs(losses[OURS] - losses[PEER]) / losses[PEER])
+    turns = taking_turns({OURS: first, BEHIND: second, PEER: third, ALONE: fourth}, rounds, warmup)
+    losses = zip(turns.results[OURS], turns.results[PEER], strict=True)
+    apart = max(abs(mine - its) / its for mine, its in losses)
     theirs = dict(model.module.named_parameters())
     off = max((p - theirs[n]).abs().max().item() for n, p in pipe.named_parameters())
     releases = Releases()
     with releases.noted():
         for _ in range(5):
             first()
-    middle = {name: statistics.median(values) for name, values in seconds.items()}
+    middle = {name: statistics.median(values) for name, values in turns.seconds.items()}
     whole = max(0.0, middle[BEHIND] - middle[ALONE])
     return {
-        "seconds": seconds, "losses_apart": apart, "parameters_apart": off, "sum_seconds": whole,
+        "seconds": turns.seconds, "losses_apart": apart, "parameters_apart": off, "sum_seconds": whole,
         "coverable_seconds": releases.coverable(whole), "buckets": len(releases.sizes),
     }  # fmt: skip
 

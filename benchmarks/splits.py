@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from common import ratio, spread, write
 from trained import MODELS, Trained, adamw
+from turns import taking_turns
 
 import autopart
 from autopart.api import planned
@@ -82,7 +81,7 @@ def measure(cluster: autopart.Cluster, rounds: int, names: list[str]) -> dict[st
         for way, cuts in by_hand(pipes["planned"].session.graph, model, 2).items():
             pipes[way] = autopart.compile(model.model(), cluster, cuts=cuts, **common)
         found[name] = {
-            "seconds": taking_turns({way: step_of(pipe, common["sample"]) for way, pipe in pipes.items()}, rounds),
+            "seconds": taking_turns({w: step_of(pipe, common["sample"]) for w, pipe in pipes.items()}, rounds).seconds,
             "simulated": {way: pipe.plan.step_ns * 1e-9 for way, pipe in pipes.items()},
         }
     return found
@@ -97,21 +96,6 @@ def step_of(pipe: autopart.Pipe, batch: Any) -> Callable[[], None]:
         optimizer.zero_grad()
 
     return step
-
-
-def taking_turns(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every step of each, after two for warming up; who comes first changes from round to round."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    for number in range(rounds + 2):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            dist.barrier()
-            began = time.perf_counter()
-            steps[name]()
-            dist.barrier()
-            if number >= 2:
-                seconds[name].append(time.perf_counter() - began)
-    return seconds
 
 
 def simulated(name: str) -> dict[str, float]:

@@ -19,6 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -30,6 +31,7 @@ from common import ratio, spread, write
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch_pipeline import torch_pipeline
 from trained import adamw
+from turns import taking_turns
 
 import autopart
 from autopart.passes.simulation.play import Work
@@ -109,23 +111,17 @@ def measure(rounds: int, warmup: int, cut: str) -> dict[str, Any]:
         steps[name] = peer(schedule, ids, cut)
     alone = one_process(ids)
     steps["one process"] = alone if dist.get_rank() == 0 else lambda: None
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    parts: dict[str, list[tuple[int, int, int]]] = {name: [] for name in pipes}
-    for number in range(warmup + rounds):
-        for name, step in steps.items():
-            trace = pipes[name].traced() if name in pipes else contextlib.nullcontext()
-            dist.barrier()
-            began = time.perf_counter()
-            with trace as found:
-                step()
-            own = time.perf_counter() - began
-            dist.barrier()
-            if number < warmup:
-                continue
-            seconds[name].append(time.perf_counter() - began)
-            if found is not None:
-                parts[name].append(stage_times(found, own))
-    return {"seconds": seconds, "allowed": {n: allowed(pipe, parts[n], seconds[n]) for n, pipe in pipes.items()}}
+    turns = taking_turns({name: partial(traced, step, pipes.get(name)) for name, step in steps.items()}, rounds, warmup)
+    limits = {n: allowed(pipe, turns.results[n], turns.seconds[n]) for n, pipe in pipes.items()}
+    return {"seconds": turns.seconds, "allowed": limits}
+
+
+def traced(step: Callable[[], None], pipe: autopart.Pipe | None) -> Any:
+    """A step; its `stage_times`, where a pipe takes it."""
+    began = time.perf_counter()
+    with pipe.traced() if pipe is not None else contextlib.nullcontext() as trace:
+        step()
+    return None if trace is None else stage_times(trace, time.perf_counter() - began)
 
 
 def stage_times(trace: Any, seconds: float) -> tuple[int, int, int]:

@@ -20,6 +20,7 @@ import argparse
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -31,6 +32,7 @@ import torch.distributed as dist
 import transformers as hf
 from common import ratio, spread, write
 from trained import Trained, adamw, tokens
+from turns import taking_turns
 
 import autopart
 from autopart.ir.program import BACKWARD, COMPUTE, FORWARD, Program, Slot
@@ -91,26 +93,40 @@ def measure(name: str, seq: int, micros: int, rounds: int, warmup: int, counts: 
     batch = model.batch()
     pipes = {label: compiled(model, micros, slices) for label, slices in variants(counts).items()}
     optimizers = {label: adamw(pipe.parameters()) for label, pipe in pipes.items()}
-    seconds: dict[str, list[float]] = {label: [] for label in pipes}
-    ideals: dict[str, list[float]] = {label: [] for label in pipes}
-    losses: dict[str, float] = {}
-    for number in range(warmup + rounds):
-        for label, pipe in pipes.items():
-            dist.barrier()
-            began = time.perf_counter()
-            with pipe.traced() as trace:
-                losses[label] = pipe.step(batch).item()
-            optimizers[label].step()
-            optimizers[label].zero_grad()
-            own = time.perf_counter() - began
-            dist.barrier()
-            if number >= warmup:
-                seconds[label].append(time.perf_counter() - began)
-                ideals[label].append(allowed_seconds(pipe.program, trace, own))
-    apart = max(abs(loss / losses[WHOLE] - 1) for loss in losses.values())
+    turns = taking_turns(
+        {label: partial(stepped, pipe, optimizers[label], batch) for label, pipe in pipes.items()}, rounds, warmup
+    )
+    ideals = {
+        label: [allowed_seconds(pipe.program, each.trace, each.seconds) for each in turns.results[label]]
+        for label, pipe in pipes.items()
+    }
+    apart = max(
+        abs(each.loss / whole.loss - 1)
+        for found in turns.results.values()
+        for each, whole in zip(found, turns.results[WHOLE], strict=True)
+    )
     lengths = {label: list(pipe.plan.decision.token_slices) for label, pipe in pipes.items()}
     expected = {label: pipe.plan.step_ns * 1e-9 for label, pipe in pipes.items()}
-    return {"seconds": seconds, "ideal": ideals, "lengths": lengths, "simulated": expected, "losses_apart": apart}
+    return {"seconds": turns.seconds, "ideal": ideals, "lengths": lengths, "simulated": expected, "losses_apart": apart}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank saw of a step: its seconds here, without waiting for the others behind it."""
+
+    loss: float
+    trace: Any
+    seconds: float
+
+
+def stepped(pipe: autopart.Pipe, optimizer: torch.optim.Optimizer, batch: Any) -> Step:
+    """A step with its optimizer's."""
+    began = time.perf_counter()
+    with pipe.traced() as trace:
+        loss = pipe.step(batch).item()
+    optimizer.step()
+    optimizer.zero_grad()
+    return Step(loss, trace, time.perf_counter() - began)
 
 
 def allowed_seconds(program: Program, trace: Any, own_seconds: float) -> float:

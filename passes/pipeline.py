@@ -62,8 +62,8 @@ class PlannerInput:
 
 
 def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: Watch | None = None) -> Plan:
-    """The plan with the shortest simulated step, or one about as fast with fewer stages (`archive.SLOWER`), which says
-    how far from the best one it can be.
+    """The plan with the shortest simulated step, or one about as fast with fewer stages (`evaluation.preference`),
+    which says how far from the best one it can be.
 
     Before: the graph is checked and has costs.  After: the plan's decision is checked and its program is verified; the
     plan's digests are those of `graph`, whatever its number of rows.  Raises UsageError, InfeasibleError; GraphError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,14 +12,17 @@ from support.one_process import Difference, Expected, difference, plain_step
 from support.step_jobs import EVERY, cluster, compiled, fresh
 
 Counts = tuple[int, ...]
+SETTLED = ("bucket_bytes", "compress", "replica_policy", "recompute")
+"""Options that a plan settles."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run showed on this rank.  numbers: losses, norms, evaluations.  tensors: states and gradients of
-    the whole model, taken at different moments.  held: bytes of the optimizer's state here, largest: of one parameter;
-    trained: names of what it drives.  stage: of this rank, None where it has none."""
+    """What a training run showed on this rank.  plan: under which it ran.  numbers: losses, norms, evaluations.
+    tensors: states and gradients of the whole model, taken at different moments.  held: bytes of the optimizer's state
+    here, largest: of one parameter; trained: names of what it drives.  stage: of this rank, None where it has none."""
 
+    plan: autopart.Plan
     stage: int | None
     numbers: list[float]
     tensors: list[dict[str, torch.Tensor | None]]
@@ -51,14 +54,13 @@ def _bytes_by_parameter(optimizer: torch.optim.Optimizer) -> list[int]:
     return [sum(t.nbytes for t in kept.values() if t.dim()) for kept in optimizer.state.values()]
 
 
-def _trained(name: str, counts: Counts, zero: int, steps: int, accumulated: int, clip: float | None, more: Any) -> Run:
+def _trained(name: str, asked: dict[str, Any], steps: int, accumulated: int, clip: float | None, more: Any) -> Run:
+    """asked: what settles the plan; more: other options."""
     case = EVERY[name]
-    asked = {"stages": len(counts), "replicas": counts, "micro_batches": 2, "schedule": "1f1b", "zero": zero, **more}
     half = torch.float16 if more.get("precision") == "fp16" else torch.bfloat16
     dtype = half if more.get("master_weights") else torch.float32
     batch = case.data(8, dtype)
-    with compiled(case, fresh(name, dtype, more.get("precision", "fp32")), batch, **asked) as pipe:
-        assert pipe.plan.decision.zero == zero
+    with compiled(case, fresh(name, dtype, more.get("precision", "fp32")), batch, **asked, **more) as pipe:
         held = dict(pipe.named_parameters())
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         numbers, tensors = [], []
@@ -77,15 +79,23 @@ def _trained(name: str, counts: Counts, zero: int, steps: int, accumulated: int,
         tensors.append(dict(pipe.state_dict()))
         largest = max(_bytes_by_parameter(optimizer), default=0)
         stage = pipe.plan.decision.stage_of_rank(pipe.rank)
-        found = Run(stage, numbers, tensors, state_bytes(optimizer), tuple(held), largest)
+        found = Run(pipe.plan, stage, numbers, tensors, state_bytes(optimizer), tuple(held), largest)
     return found
 
 
 def beside_whole(
     name: str, counts: Counts, options: dict[str, Any], steps: int = 10, accumulated: int = 1, clip: float | None = None
 ) -> Beside:
-    """The run in which every replica keeps all state, and the one with shared state."""
-    whole, shared = (_trained(name, counts, zero, steps, accumulated, clip, options) for zero in (0, 1))
+    """The run in which every replica keeps all state, and the one with shared state, cut at the same places: rows in
+    groups of another size are rounded otherwise."""
+    settled = {key: value for key, value in options.items() if key in SETTLED}
+    more = {key: value for key, value in options.items() if key not in SETTLED}
+    asked = {"stages": len(counts), "replicas": counts, "micro_batches": 2, "schedule": "1f1b", "zero": 0, **settled}
+    whole = _trained(name, asked, steps, accumulated, clip, more)
+    assert not whole.plan.decision.zero
+    plan = replace(whole.plan, decision=replace(whole.plan.decision, zero=1))
+    shared = _trained(name, {"plan": plan}, steps, accumulated, clip, more)
+    assert shared.plan.decision.zero == 1
     wrong = [
         f"number {i}" for i, pair in enumerate(zip(whole.numbers, shared.numbers, strict=True)) if len(set(pair)) > 1
     ]

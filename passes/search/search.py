@@ -41,6 +41,8 @@ REFINED = 3
 """Evaluated candidates that are refined."""
 HOPEFUL, CLOSE = 1.04, 1.005
 """How far above the best a candidate may be to be refined, and to be refined over more blocks after that over few."""
+FAR_FEWER = 0.75
+"""The part of the preferred stages that a candidate may have at most to be refined in order to be preferred itself."""
 EVEN = 8
 """Even cuts may be off by this part of a device's share of the work, where less crosses."""
 FEW = 4
@@ -198,12 +200,14 @@ def refine_best(spaces: SearchSpaces, archive: Archive, watch: Watch | None) -> 
         if watch:
             watch("refine", archive.best_ns, 0)
     for evaluation in archive.preferred[:REFINED]:
-        if evaluation.preference > HOPEFUL * archive.preferred[0].preference:
-            break
-        if evaluation.stages not in done:
+        preferred = archive.preferred[0]
+        is_near = evaluation.preference <= HOPEFUL * preferred.preference
+        is_apart = evaluation.stages <= FAR_FEWER * preferred.stages
+        if evaluation.stages not in done and (evaluation is preferred or (is_near and is_apart)):
+            done.add(evaluation.stages)
             _refine(evaluation, spaces, archive)
-        if watch:
-            watch("refine", archive.best_ns, 0)
+            if watch:
+                watch("refine", archive.best_ns, 0)
 
 
 def _refine(evaluation: Evaluation, spaces: SearchSpaces, archive: Archive) -> None:

@@ -14,10 +14,10 @@ every stage is, and more is recomputed where that says that it does not fit.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from autopart.ir.plan import Stage
 from autopart.passes.simulation.stage_costs import Estimator, StageContext
@@ -115,18 +115,15 @@ def _ended_oftener(way: Way, blocks: StageBlocks, live: int, limit: int) -> Way:
 
 def _sizes_of_groups(blocks: StageBlocks, chosen: frozenset[int], live: int) -> Iterator[Way]:
     """Groups of several sizes."""
-    runs = _runs(chosen)
-    whole = sum(blocks.saved)
-    inside = [sum(blocks.saved[place] for place in run) for run in runs]
+    runs, before = _runs(chosen), [0, *accumulate(blocks.saved)]
+    inside = [before[run.stop] - before[run.start] for run in runs]
     size, least = max(inside), max(1, max(blocks.saved[place] for place in chosen))
     first = True
     while first or size >= least:
-        groups = [group for run in runs for group in _divided(run, blocks, size)]
-        kept = (
-            whole - sum(inside) + sum(blocks.crossing[group.start] for group in groups if group.start)
-        )  # else it was received
-        workspace = max(sum(blocks.saved[place] for place in group) for group in groups)
-        yield live * kept + workspace, groups
+        groups = [group for run in runs for group in _divided(run, blocks, before, size)]
+        entering = sum([blocks.crossing[group.start] for group in groups if group.start])  # else it was received
+        workspace = max([before[group.stop] - before[group.start] for group in groups])
+        yield live * (before[-1] - sum(inside) + entering) + workspace, groups
         size, first = size * 2 // 3, False
 
 
@@ -137,26 +134,17 @@ def _runs(chosen: frozenset[int]) -> list[range]:
     return [range(places[a], places[b - 1] + 1) for a, b in pairwise(breaks)]
 
 
-def _divided(run: range, blocks: StageBlocks, size: int) -> list[range]:
-    """A run in groups that save at most `size` bytes each, or are single blocks."""
+def _divided(run: range, blocks: StageBlocks, before: Sequence[int], size: int) -> list[range]:
+    """A run in groups that save at most `size` bytes each, or are single blocks.  before: saved in front of a block."""
     groups: list[range] = []
     start = run.start
     while start < run.stop:
-        held = blocks.saved[start]
-        end = best = start + 1
-        while end < run.stop and held + blocks.saved[end] <= size:
-            held += blocks.saved[end]
-            end += 1
-            in_second_half = 2 * held >= size
-            if end == run.stop or (
-                in_second_half and (best == start + 1 or _crossing(blocks, end) <= _crossing(blocks, best))
-            ):
-                best = end
-        groups.append(range(start, best))
-        start = best
+        last = bisect_right(before, before[start] + size, start + 1, run.stop + 1) - 1
+        end = max(last, start + 1)
+        if end < run.stop:
+            half = bisect_left(before, before[start] + (size + 1) // 2, start + 2, max(last, start + 1) + 1)
+            crossing = blocks.crossing[half : last + 1]
+            end = last - crossing[::-1].index(min(crossing)) if crossing else start + 1
+        groups.append(range(start, end))
+        start = end
     return groups
-
-
-def _crossing(blocks: StageBlocks, place: int) -> int:
-    """Bytes over the boundary before this place; 0 at the end of the stage."""
-    return blocks.crossing[place] if place < len(blocks.names) else 0

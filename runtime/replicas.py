@@ -63,8 +63,8 @@ class Bucket:
     flat: torch.Tensor
     views: list[torch.Tensor]
     owner: int | None
-    waiting_for: set[int]
-    missing: set[int]
+    waiting_for: set[int] = field(default_factory=set)
+    missing: set[int] = field(default_factory=set)
     work: dist.Work | None = None
     rounded: CompressedSum | None = None
 
@@ -76,7 +76,11 @@ class Bucket:
         pieces = torch.split(flat, [*sizes, len(sizes)])[:-1]
         # Detached, they are no views to autograd, which lets nobody change a view's history in place.
         views = [piece.view(p.shape).detach() for piece, p in zip(pieces, parameters, strict=True)]
-        return Bucket(parameters, flat, views, owner, set(range(len(sizes))), set(range(len(sizes))))
+        return Bucket(parameters, flat, views, owner)
+
+    @property
+    def flags(self) -> torch.Tensor:
+        return self.flat[-len(self.parameters) :]
 
     def lend(self, place: int) -> None:
         """Let a parameter have the gradient that it has in the bucket, where its type allows that."""
@@ -98,7 +102,7 @@ class Bucket:
 
     def flag(self) -> None:
         """Tell the other replicas which gradients are here, in few operations: mostly all are."""
-        flags = self.flat[-len(self.parameters) :].fill_(1)
+        flags = self.flags.fill_(1)
         for place in self.missing:
             flags[place] = 0
 
@@ -110,8 +114,7 @@ class Bucket:
 
     def give(self, *, uneven: bool) -> None:
         """Hand out the sums; a parameter without gradient on any replica has none."""
-        read = uneven or self.flat.device.type == "cpu"
-        flags = self.flat[-len(self.parameters) :].tolist() if read else None
+        flags = self.flags.tolist() if uneven or self.flat.device.type == "cpu" else None
         for place, (parameter, total) in enumerate(zip(self.parameters, self.views, strict=True)):
             if parameter.grad is total:
                 continue

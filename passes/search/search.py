@@ -211,15 +211,14 @@ def refine_best(spaces: SearchSpaces, archive: Archive, watch: Watch | None) -> 
 
 
 def _refine(evaluation: Evaluation, spaces: SearchSpaces, archive: Archive) -> None:
-    """Refine one, and once more over more blocks what comes close to the best; first all cuts at once, where programs
-    are too long to move them one by one."""
-    near = _moved(evaluation, archive)
+    """Refine one, and once more over more blocks what comes close to the best."""
+    near = _refined_over_its_blocks(evaluation, archive)
     if near.space.chain.n < spaces.fine.chain.n and (not archive.fitting or _is_close(near, archive)):
-        _moved(archive.evaluate(spaces.fine, finer(near, spaces.fine)), archive)
+        _refined_over_its_blocks(archive.evaluate(spaces.fine, finer(near, spaces.fine)), archive)
 
 
-def _moved(evaluation: Evaluation, archive: Archive) -> Evaluation:
-    """The candidate refined over the blocks it has."""
+def _refined_over_its_blocks(evaluation: Evaluation, archive: Archive) -> Evaluation:
+    """The candidate refined; first all cuts at once, where programs are too long to move them one by one."""
     moves = EFFORT // REFINED // actions_of(evaluation.candidate)
     is_long = moves < 2 * evaluation.stages
     return refined(balanced(evaluation, archive) if is_long else evaluation, archive, EFFORT // REFINED)

@@ -6,7 +6,7 @@ schedule x cut x micro-batches) is compiled, simulated with costs of its ops whe
 that autograd keeps for the backward and that were received for it, parameters aside, at the worst moment of a step,
 against live * activations of the estimate.
 
-    python benchmarks/prediction.py           about 7 minutes on 2 cores; writes results/prediction.json
+    python benchmarks/prediction.py           about 10 minutes on 2 cores; writes results/prediction.json
 """
 
 from __future__ import annotations

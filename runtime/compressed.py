@@ -25,6 +25,8 @@ class CompressedSum:
     def __init__(
         self, flat: torch.Tensor, world: World, ranks: Sequence[int], group: dist.ProcessGroup, to: int | None
     ) -> None:
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).view(-1)
         self._flat, self._group, self._to = flat, group, to
         self._receives = to in (None, world.rank)
         device = torch.device("cpu") if world.staged else flat.device

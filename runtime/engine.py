@@ -59,10 +59,12 @@ class StepInput:
 @dataclass(frozen=True)
 class StepResult:
     """On the rank that computes it: losses by micro-batch (0-dim, unweighted).  results: in evaluation, what the stages
-    of this rank returned, by micro-batch and value name."""
+    of this rank returned, by micro-batch and value name.  before: gradients of earlier steps, by parameter, to which
+    those of this one are to be added."""
 
     losses: dict[int, torch.Tensor]
     results: dict[int, dict[str, torch.Tensor]]
+    before: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -170,7 +172,7 @@ class Engine:
             for name, owner in self._owners.items():
                 if train and owner != self._rank:
                     state.parameters[name].grad = None  # its owner has the sum
-            result = StepResult(state.losses, dict(state.results))
+            result = StepResult(state.losses, dict(state.results), aside.before)
             kept = agree is None or agree(result)
             if self.trace is not None:
                 self.trace.end()
@@ -182,11 +184,11 @@ class Engine:
                 runner.clear()
             raise
         if kept:
-            taken = aside.keep()
-            for sums in self._sums.values():
-                sums.hand_out(taken)
+            aside.keep()
         else:
             aside.restore()
+        for sums in self._sums.values():
+            sums.release()
         for runner in self._runners.values():
             runner.finish()
         set_activity("between steps")

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
 from autopart.runtime.activity import waiting
+from autopart.runtime.masters import HALF
+from autopart.runtime.tensors import dense
 
 
-def unscale(parameters: Mapping[str, torch.nn.Parameter], scale: float) -> str | None:
+def unscale(
+    parameters: Mapping[str, torch.nn.Parameter],
+    scale: float,
+    masters: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
+    before: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> str | None:
     """Divide all gradients by `scale`, in place; the name of the first that is not finite, None where all are.
 
+    Looked at is what the optimizer gets: rounded to the type of its parameter, or to that of its master, and in half
+    precision added to the gradient of earlier steps, `before`.
     Waits for the device, once.  O(gradients).
     """
     names, flags = [], []
@@ -25,7 +35,10 @@ def unscale(parameters: Mapping[str, torch.nn.Parameter], scale: float) -> str |
         if scale != 1.0:
             numbers.mul_(1.0 / scale)
         names.append(name)
-        flags.append(torch.isfinite(numbers).all())
+        kept = masters.get(name, parameter).dtype
+        if kept in HALF and name in before:
+            numbers = dense(parameter.grad) + dense(before[name])
+        flags.append(torch.isfinite(numbers.to(kept)).all())
     if not flags:
         return None
     with waiting():

@@ -68,6 +68,8 @@ class GradientsAside:
     ) -> None:
         """masters: of those that have one, which then gets the gradient, not rounded."""
         self._before = [(p, masters.get(name, p).grad) for name, p in parameters.items()]
+        kept = zip(parameters, self._before, strict=True)
+        self.before = {name: gradient for name, (_, gradient) in kept if gradient is not None}
         self._masters = {id(parameters[name]): master for name, master in masters.items() if name in parameters}
         self._widened = [p for p in parameters.values() if p.dtype in HALF and p.requires_grad and CAN_WIDEN]
         for parameter, _ in self._before:
@@ -83,9 +85,8 @@ class GradientsAside:
         for parameter, before in self._before:
             self._keeper(parameter).grad = before
 
-    def keep(self) -> frozenset[int]:
-        """The step is over: what it contributed is added.  The identities of gradients that are kept where they lie."""
-        taken = set()
+    def keep(self) -> None:
+        """The step is over: what it contributed is added."""
         added = [parameter.grad for parameter, _ in reversed(self._before)]
         for parameter in self._widened:
             parameter.grad = None
@@ -94,13 +95,10 @@ class GradientsAside:
             fresh, keeper = added.pop(), self._keeper(parameter)
             if before is None:
                 keeper.grad = fresh if fresh is None else _rounded(fresh, keeper.dtype)
-                if keeper.grad is fresh:
-                    taken.add(id(fresh))
             elif fresh is None:
                 keeper.grad = before
             else:
                 keeper.grad = _added(before, fresh)
-        return frozenset(taken)
 
     def _keeper(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         """What gets its gradient."""

@@ -17,7 +17,7 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +28,7 @@ from autopart.runtime.activity import waiting
 from autopart.runtime.compressed import CompressedSum
 from autopart.runtime.reduce import gradient_dtype, wide_dtype
 from autopart.runtime.stage import StageRunner
+from autopart.runtime.tensors import dense
 from autopart.runtime.world import World
 
 Owned = tuple[torch.nn.Parameter, int | None]
@@ -74,8 +75,9 @@ class Bucket:
         first = parameters[0]
         flat = torch.empty(sum(sizes) + len(sizes), dtype=wide_dtype(first.dtype), device=first.device)
         pieces = torch.split(flat, [*sizes, len(sizes)])[:-1]
-        # Detached, they are no views to autograd, which lets nobody change a view's history in place.
-        views = [piece.view(p.shape).detach() for piece, p in zip(pieces, parameters, strict=True)]
+        # By `.data` they are no views to autograd: nobody could change a view's history in place, and what one user of
+        # a gradient writes would count as a change of all others.
+        views = [piece.view(p.shape).data for piece, p in zip(pieces, parameters, strict=True)]
         return Bucket(parameters, flat, views, owner)
 
     @property
@@ -86,7 +88,7 @@ class Bucket:
         """Let a parameter have the gradient that it has in the bucket, where its type allows that."""
         parameter, view = self.parameters[place], self.views[place]
         if parameter.grad is not None and parameter.grad is not view:
-            view.copy_(parameter.grad)
+            view.copy_(dense(parameter.grad))
             if view.dtype == gradient_dtype(parameter):
                 parameter.grad = view
 
@@ -153,7 +155,7 @@ class ReplicaSums:
             owned = [(parameters[name], self._shared.owners.get(name)) for name in names]
             self._parts = parts_of(owned, self._shared.bucket_bytes)
         self._launched = 0
-        self._buckets = {place: self._buckets.get(place) or Bucket.of(*part) for place, part in enumerate(self._parts)}
+        self._buckets = {place: Bucket.of(*part) for place, part in enumerate(self._parts)}
         for bucket in self._buckets.values():
             bucket.begin()
             for place, parameter in enumerate(bucket.parameters):
@@ -165,14 +167,9 @@ class ReplicaSums:
         beside messages."""
         self._armed = self._overlaps
 
-    def hand_out(self, gradients: Collection[int]) -> None:
-        """The step is over, and parameters keep the gradients of these identities: what lies beside them in a bucket
-        is theirs too, and the next step takes a new one."""
-        self._buckets = {
-            place: bucket
-            for place, bucket in self._buckets.items()
-            if not any(id(view) in gradients for view in bucket.views)
-        }
+    def release(self) -> None:
+        """The step is over: parameters keep the gradients that lie in the buckets, and the next step takes new ones."""
+        self._buckets = {}
 
     def _released(self, bucket: Bucket, place: int) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
@@ -232,6 +229,7 @@ class ReplicaSums:
     def abandon(self) -> None:
         """The step failed."""
         self._disarm()
+        self._buckets = {}
 
     def _disarm(self) -> None:
         for hook in self._hooks:

@@ -47,13 +47,14 @@ class KeysSeen:
 
     masks: (value, axis of queries, axis of keys, from which number on it lets see): axes are None where all are treated
     alike, the number is None where it lets see if it is not 0, and hides if it is not 0 where `inverted` says so.
-    lifts: (value, factor, most) of what else is added to the scores: so large that it undoes a mask it must not be.
+    lifts: (value, axes, factor, most, least) of what else is added to the scores: so large that it undoes a mask it
+    must not be, and up to the last number it hides.
     """
 
     op: str
     masks: tuple[tuple[str, int | None, int | None, float | None], ...]
     inverted: tuple[bool, ...]
-    lifts: tuple[tuple[str, float, float], ...] = ()
+    lifts: tuple[tuple[str, int | None, int | None, float, float, float], ...] = ()
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -66,17 +67,26 @@ class KeysSeen:
         for (name, queries, keys, lowest), inverted in zip(self.masks, self.inverted, strict=True):
             value = values[name]
             lets = (value == 0 if inverted else value != 0) if lowest is None else value > lowest
-            axes = [axis for axis in (queries, keys) if axis is not None]
-            lets = lets.movedim(axes, list(range(-len(axes), 0)))
-            lets = lets.unsqueeze(-1) if keys is None else lets
-            lets = lets.unsqueeze(-2) if queries is None else lets
+            lets = _cells(lets, queries, keys)
             if lowest is not None and bool((lets & ~_not_later(lets, tokens)).any()):
                 return False
             seen = lets if seen is None else seen & lets
         assert seen is not None
-        if any(bool((values[name] * factor > most).any()) for name, factor, most in self.lifts):
-            return False
+        for name, queries, keys, factor, most, least in self.lifts:
+            added = values[name] * factor
+            if bool((added > most).any()):
+                return False
+            if least > -math.inf:
+                seen = seen & _cells(added > least, queries, keys)
         return bool((seen & _not_later(seen, tokens)).any(-1).all())
+
+
+def _cells(found: torch.Tensor, queries: int | None, keys: int | None) -> torch.Tensor:
+    """The same with its axes of queries and keys last, of size 1 where it has none."""
+    axes = [axis for axis in (queries, keys) if axis is not None]
+    found = found.movedim(axes, list(range(-len(axes), 0)))
+    found = found.unsqueeze(-1) if keys is None else found
+    return found.unsqueeze(-2) if queries is None else found
 
 
 def _not_later(cells: torch.Tensor, tokens: int) -> torch.Tensor:

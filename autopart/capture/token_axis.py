@@ -6,7 +6,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -48,7 +48,9 @@ def token_recipe(captures: CaptureCache, batch: Batch, size: Size) -> Recipe | T
             why=f"{error.what}" + (f": {error.why}" if error.why else ""),
             fix=_FIX,
         )
-    return analyse(captured.graph, shorter.graph, tokens, fewer, Probed(captured))
+    numbers = Probed(captured)
+    recipe = analyse(captured.graph, shorter.graph, tokens, fewer, numbers)
+    return replace(recipe, constants=frozenset(numbers.read)) if isinstance(recipe, Recipe) else recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +130,18 @@ def shortened(batch: Batch, tokens: int, fewer: int) -> Batch:
     return batch.changed(cut, batch.rows)
 
 
+_DECADES = [10 ** (half / 2) for half in range(-12, 9)]
+_SIZES = (*((1.0, steep) for steep in _DECADES), *((size, 1.0) for size in _DECADES))
+"""Of numbers, and of gradients, that ops are tried on: what joins tokens may do so beyond a threshold alone."""
+
+
 class Probed:
-    """What running ops of a captured program tells (`passes.tokens.context.Numbers`), on the CPU, when it is asked."""
+    """What running ops of a captured program tells (`passes.tokens.context.Numbers`), on the CPU, when it is asked.
+
+    read: the constants that were looked at."""
 
     def __init__(self, captured: Captured) -> None:
+        self.read: set[str] = set()
         self._captured = captured
         names = captured.names
         self._nodes = {names.params.get(n.name, names.value(n)): n for n in captured.module.graph.nodes}
@@ -170,7 +180,12 @@ class Probed:
         }
         parts = [(0, 1), (0, tokens // 2), (tokens // 3, tokens - 1), (tokens - 1, tokens)]
         try:
-            return all(_same_of_slice(node, given, held[0], (layout, form.queries), tokens, part) for part in parts)
+            return all(
+                _same_of_slice(node, scaled, held[0], (layout, form.queries), tokens, part, steep)
+                for size, steep in _SIZES
+                for scaled in [{arg: value * size for arg, value in given.items()}]
+                for part in parts
+            )
         except Exception:  # of the op, which does not take a slice
             return False
 
@@ -186,7 +201,9 @@ class Probed:
 
     def _run(self, node: fx.Node) -> Any:
         if node.op != "call_function":
-            tensor = self._captured.tensors[self._captured.names.params[node.name]].detach()
+            name = self._captured.names.params[node.name]
+            self.read.add(name)
+            tensor = self._captured.tensors[name].detach()
             if tensor.is_meta:
                 raise _NoNumbers
             return tensor.cpu()
@@ -225,8 +242,10 @@ def _same_of_slice(
     layouts: tuple[TokenLayout, TokenLayout | None],
     tokens: int,
     part: tuple[int, int],
+    steep: float,
 ) -> bool:
-    """Whether a slice of the operand makes that slice of the result, and a gradient of that the one of the whole."""
+    """Whether a slice of the operand makes that slice of the result, and gradients of that, of about `steep`, those of
+    the whole."""
     before, after = layouts
     assert after is not None
 
@@ -234,21 +253,25 @@ def _same_of_slice(
         pieces = torch.unflatten(x, layout.axis, (layout.stride, tokens, -1))
         return pieces.narrow(layout.axis + 1, part[0], part[1] - part[0]).flatten(layout.axis, layout.axis + 2)
 
+    def like(x: torch.Tensor, y: torch.Tensor) -> bool:
+        tolerance = 1e-10 if y.dtype == torch.float64 else 1e-4
+        size = float(y.detach().nan_to_num(posinf=0.0, neginf=0.0).abs().max())
+        return torch.allclose(x, y, rtol=tolerance, atol=tolerance * max(size, 1e-6), equal_nan=True)
+
     whole = given[held].clone().requires_grad_()
     small = cut(given[held], before).clone().requires_grad_()
-    large = cut(_called(node, {**given, held: whole}), after)
-    own = _called(node, {**given, held: small})
-    if own.shape != large.shape:
-        return False
-    weights = torch.linspace(-1, 1, own.numel(), dtype=torch.float64).to(own.dtype).view(own.shape)
-    if own.requires_grad != large.requires_grad:
-        return False
-    tolerance = 1e-10 if own.dtype == torch.float64 else 1e-4
-    if not torch.allclose(own, large, rtol=tolerance, atol=tolerance):
+    made = _called(node, {**given, held: whole})
+    large, own = cut(made, after), _called(node, {**given, held: small})
+    if own.shape != large.shape or own.requires_grad != large.requires_grad or not like(own, large):
         return False
     if not own.requires_grad:
         return True
-    (wanted,) = torch.autograd.grad((large * weights).sum(), whole)
-    (found,) = torch.autograd.grad((own * weights).sum(), small)
-    rest = wanted.norm() ** 2 - cut(wanted, before).norm() ** 2
-    return torch.allclose(found, cut(wanted, before), rtol=tolerance, atol=tolerance) and float(rest.abs()) < tolerance
+    weights = steep * torch.linspace(-1, 1, made.numel(), dtype=torch.float64).to(own.dtype).view(made.shape)
+    (every,) = torch.autograd.grad((made * weights).sum(), whole, retain_graph=True)
+    (alone,) = torch.autograd.grad((large * cut(weights, after)).sum(), whole)
+    (found,) = torch.autograd.grad((own * cut(weights, after)).sum(), small)
+    rest = alone.clone()
+    own_tokens = torch.unflatten(rest, before.axis, (before.stride, tokens, -1))
+    own_tokens.narrow(before.axis + 1, part[0], part[1] - part[0]).zero_()
+    alike = like(found, cut(alone, before)) and like(found, cut(every, before))
+    return alike and not bool(rest.nan_to_num().any())

@@ -125,7 +125,8 @@ class Executor:
             """Every rank gets the loss, and none before all have done their part; so with infinite gradients."""
             nonlocal total, overflow
             mine = weighted_loss(result.losses, weights.shares)
-            first = unscale(self._parameters(), guard.scale) if self.train and guard.looks else None
+            given = (self._tensors.masters.by_name, result.before)
+            first = unscale(self._parameters(), guard.scale, *given) if self.train and guard.looks else None
             everyone = self._world.gather_numbers([mine, float(first is not None)])
             total = sum(everyone[rank][0] for rank in self._ranks_of(output))
             if any(row[1] for row in everyone):
@@ -294,6 +295,7 @@ class Executor:
             for rows in self._sizes_to_count(micro_rows, pieces):
                 if not self._counts.has(rows):
                     self._counts.add(self._capture(batch, rows), self._weight)
+        self._slicing.check_constants()
 
     def _sizes_to_count(self, micro_rows: Sequence[int], pieces: Pieces | None) -> Sequence[int]:
         """The numbers of rows at which this rank counts what weighs losses."""

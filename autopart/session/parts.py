@@ -144,14 +144,15 @@ def shared_of(graph: Graph, decision: Decision, stage: int, owners: Mapping[str,
     trained = {param.name for param in graph.params if param.trainable} - apart
     released: dict[str, None] = {}  # in the order of their first use: a gradient is complete when that one is over
     sparse: set[str] = set()
+    dense: set[str] = set()  # of both the sum is dense
     for op in graph.ops:
         if op.name in chosen:
             used = [name for name in op.params if name in trained]
             released.update(dict.fromkeys(used))
-            sparse.update(used if ("sparse", True) in op.attrs else ())
+            (sparse if ("sparse", True) in op.attrs else dense).update(used)
     return Shared(
         tuple(reversed(released)),
-        frozenset(sparse),
+        frozenset(sparse - dense),
         own_updates(graph, chosen),
         owners,
         decision.bucket_bytes,

@@ -12,7 +12,7 @@ from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch import Batch
 from autopart.capture.reduction import Layouts
 from autopart.capture.token_axis import token_recipe
-from autopart.ir.errors import BatchError, TokenRefusal
+from autopart.ir.errors import BatchError, RefusedError, TokenRefusal
 from autopart.ir.graph import Adjusted, Graph
 from autopart.ir.plan import Decision
 from autopart.ir.program import Program
@@ -40,6 +40,8 @@ class TokenSlicing:
         self._tokens = 0
         self.layouts: dict[str | tuple[str, int], RowLayout] = {}
         self._guards: dict[int, list[tuple[KeysSeen, StageModule | None]]] = {}
+        self._proved_by: dict[str, torch.Tensor] = {}
+        self._versions: dict[str, tuple[int, int]] = {}
         self.active = bool(decision.token_slices)
         self.prologue: frozenset[str] = frozenset()
 
@@ -62,6 +64,8 @@ class TokenSlicing:
         recipe = self._recipe(batch, rows)
         self._tokens, self.prologue = recipe.tokens, recipe.prologue
         lengths = self._decision.token_slices
+        for name in recipe.constants - self._proved_by.keys():
+            self._proved_by[name] = captured.tensors[name].detach().cpu().clone()
         code.add_slice_specs(captured, recipe, lengths)
         self.layouts.update(sliced_layouts(captured.graph, recipe, lengths, layouts))
         if stage is not None:
@@ -88,13 +92,33 @@ class TokenSlicing:
         self.layouts.clear()
 
     def _code_of(self, captured: Captured, recipe: Recipe, values: Iterable[str]) -> StageModule | None:
-        """What computes these masks, but for those that are inputs."""
-        masks = [name for name in dict.fromkeys(values) if name not in captured.graph.inputs]
+        """What computes these masks, but for those that are inputs or held."""
+        self._tensors.hold([name for name in values if name in captured.tensors], captured.tensors)
+        there = {*captured.graph.inputs, *captured.tensors}
+        masks = [name for name in dict.fromkeys(values) if name not in there]
         if not masks:
             return None
         code = cut(captured, behind(captured, recipe, masks), masks, self._device)
         self._tensors.hold(code.held, captured.tensors)
         return code
+
+    def check_constants(self) -> None:
+        """That buffers from the numbers of which it was proven that no token looks at a later one still have these.
+
+        Raises RefusedError.  O(buffers); O(elements) of those that were written to.
+        """
+        for name, before in self._proved_by.items():
+            held = self._tensors.held.get(name)
+            if held is None or self._versions.get(name) == (id(held), held._version):
+                continue
+            if not torch.equal(held.detach().cpu(), before):
+                raise RefusedError(
+                    "a buffer was changed from which it was proven that no token looks at a later one",
+                    where=name,
+                    why="sequences are cut into slices because of what it held when the model was compiled",
+                    fix="compile again with it, or leave token_slices out",
+                )
+            self._versions[name] = id(held), held._version
 
     def check(self, batch: Batch, names: Sequence[str]) -> None:
         """That in these rows of a batch every query sees a key that is not after it, and none that is.  names: of the
@@ -116,6 +140,7 @@ class TokenSlicing:
     def _look(self, rows: int, inputs: Mapping[str, torch.Tensor]) -> None:
         for guard, code in self._guards[rows]:
             values = dict(inputs)
+            values.update((n, self._tensors.held[n]) for n in guard.values if n in self._tensors.held)
             if code is not None:
                 with torch.no_grad():
                     made = code.module(*code.arguments(self._tensors.held), *(values[n] for n in code.inputs))

@@ -6,7 +6,7 @@ import functools
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -176,16 +176,16 @@ def clip_gradients(session: Session, max_norm: float, norm_type: float) -> torch
     world, owners = session.world, session.owners
     gradients = {name: t.grad for name, t in session.tensors.driven.items() if t.grad is not None}
     norms = [
-        torch.linalg.vector_norm(_elements(gradient).double(), norm_type).item()
+        torch.linalg.vector_norm(_elements(gradient).to(_wide(gradient.dtype)), norm_type).item()
         for name, gradient in gradients.items()
         if owners.get(name) == world.rank
     ]
     if math.isinf(norm_type):
-        total = max(row[0] for row in world.gather_numbers([max(norms, default=0.0)]))
+        total = _largest(row[0] for row in world.gather_numbers([_largest(norms)]))
     else:
         total = _exact_sum(world, [norm**norm_type for norm in norms]) ** (1 / norm_type)
     scale = max_norm / (total + 1e-6)
-    if scale < 1.0:
+    if not scale >= 1.0:  # nor is NaN
         for gradient in gradients.values():
             gradient.mul_(scale)
     dtypes = [
@@ -204,6 +204,17 @@ def _exact_sum(world: World, numbers: Sequence[float]) -> float:
         rows = world.gather_numbers([whole, 0.0])
     parts = [part for row in rows for part in row]
     return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
+
+
+def _largest(norms: Iterable[float]) -> float:
+    """The largest, or NaN where there is one, which max() may pass over."""
+    found = list(norms)
+    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In what norms are taken: of complex numbers too."""
+    return torch.promote_types(dtype, torch.float64)
 
 
 def _elements(gradient: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import accumulate, pairwise, takewhile
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import fx, nn
 from autopart.capture import Captured
 from autopart.capture.to_graph import results_of
 from autopart.ir.errors import UsageError
-from autopart.passes.tokens.causality import lowest
+from autopart.passes.tokens.places import lowest
 from autopart.passes.tokens.recipe import Guard, Recipe, Slice, TokenLayout
 from autopart.runtime.joined_states import Joined
 from autopart.runtime.slice_module import KeysSeen, SlicedStage, SliceModule, joined, last_of, part_of
@@ -68,7 +68,8 @@ def keys_seen(guard: Guard, dtypes: Mapping[str, str]) -> KeysSeen:
     for mask in guard.masks:
         limit = lowest(dtypes[mask.value]) if mask.hides == "negative" else None
         masks.append((mask.value, mask.queries, mask.keys, limit))
-    return KeysSeen(guard.op, tuple(masks), tuple(mask.hides == "true" for mask in guard.masks), guard.lifts)
+    inverted = tuple(mask.hides == "true" for mask in guard.masks)
+    return KeysSeen(guard.op, tuple(masks), inverted, tuple(astuple(lift) for lift in guard.lifts))
 
 
 def behind(captured: Captured, recipe: Recipe, values: Iterable[str]) -> list[str]:

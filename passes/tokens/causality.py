@@ -8,32 +8,31 @@ of documents may hang on the inputs, as long as a causal one is among what they 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
 from autopart.passes.tokens.context import Model, Refused, TokenOp
+from autopart.passes.tokens.places import (
+    FALSE,
+    NEGATIVE,
+    ONE,
+    RESHAPED,
+    SAME,
+    TRUE,
+    ZERO,
+    Place,
+    lowest,
+    operand_place,
+    through_reshape,
+)
 from autopart.passes.tokens.recipe import Guard, Lift, Mask, Shape
+from autopart.passes.tokens.scores import Scores
 
-FALSE, TRUE, NEGATIVE, ZERO, ONE = "false", "true", "negative", "zero", "one"
-VERY_NEGATIVE = -1e9
-"""A bias from here on makes a probability 0 whatever the scores are, which are far smaller."""
-_LOWEST = {"float16": -65504.0}
 _AND, _OR = ("logical_and", "bitwise_and", "__and__"), ("logical_or", "bitwise_or", "__or__")
 _NOT = ("logical_not", "bitwise_not")
 _OPPOSITE = {FALSE: TRUE, TRUE: FALSE, ZERO: ONE, ONE: ZERO}
-_SAME = ("clone", "contiguous", "detach", "expand", "slice", "transpose", "permute", "alias", "to")
-_RESHAPED = ("reshape", "view", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten")
 _FACTORS = ("dropout", "native_dropout", "neg", "abs", "relu", "square", "sqrt", "tanh", "sin")
-
-
-class Place(NamedTuple):
-    """A value and where its queries and keys lie; None where it is the same for all of them."""
-
-    name: str
-    queries: int | None
-    keys: int | None
 
 
 class Causality:
@@ -48,7 +47,7 @@ class Causality:
         self.asked: dict[str, list[tuple[Place, str]]] = {}
         self.seen: dict[tuple[Place, str], None] = {}
         self._known: dict[tuple[Place, str], bool] = {}
-        self._visible: dict[tuple[Mask, ...], bool] = {}
+        self._visible: dict[tuple[tuple[Mask, ...], tuple[Lift, ...]], bool] = {}
 
     def relies(self, op: TokenOp, place: Place, what: str) -> bool:
         """`holds`, noted as what lets an op take all keys at once."""
@@ -104,7 +103,7 @@ class Causality:
         there = {
             FALSE: lambda x: x == 0,
             TRUE: lambda x: x != 0,
-            NEGATIVE: lambda x: x <= lowest(self._dtype(place.name)),
+            NEGATIVE: lambda x: x <= lowest(self._model.dtype(place.name)),
             ZERO: lambda x: x == 0,
             ONE: lambda x: x == 1,
         }[what](found)
@@ -121,10 +120,10 @@ class Causality:
             return _combined(every, [self._operand(op, i, place, what) for i in range(len(op.refs))])
         if op.name in _NOT:
             return what in _OPPOSITE and self._operand(op, 0, place, _OPPOSITE[what])
-        if op.name in _SAME or op.name == "_to_copy":
+        if op.name in SAME or op.name == "_to_copy":
             return self._copied(op, place, what)
-        if op.name in _RESHAPED:
-            moved = _through_reshape(place, op.model.shape(op.refs[0]), op.out.shape)
+        if op.name in RESHAPED:
+            moved = through_reshape(place, op.model.shape(op.refs[0]), op.out.shape)
             return moved is not None and self.holds(Place(op.refs[0], *moved), what)
         if op.name == "where":
             return self._where(op, place, what)
@@ -140,8 +139,8 @@ class Causality:
         if op.name == "slice" and before != after:
             return False
         if op.out.dtype == "bool" or what in (FALSE, TRUE):
-            what = {FALSE: ZERO, TRUE: ONE}.get(what, what) if self._dtype(op.refs[0]) != "bool" else what
-        elif self._dtype(op.refs[0]) == "bool":
+            what = {FALSE: ZERO, TRUE: ONE}.get(what, what) if self._model.dtype(op.refs[0]) != "bool" else what
+        elif self._model.dtype(op.refs[0]) == "bool":
             what = {ZERO: FALSE, ONE: TRUE}.get(what, what)
         return self._operand(op, 0, place, what)
 
@@ -203,105 +202,50 @@ class Causality:
             return False
         return self.holds(operand_place(op.refs[number], names.operands[number], names.results[0], place), what)
 
-    def _dtype(self, name: str) -> str:
-        found = self._model.values.get(name)
-        return found.dtype if found is not None else self._model.params[name].dtype
-
     def guard(self, op: TokenOp, place: Place) -> Guard | None:
         """What must hold of the batch for a softmax over keys: None where it always does."""
         met = self._masks(place)
         if not any(finite for _, finite in met):
             return None
-        masks = tuple(dict.fromkeys(mask for mask, _ in met))
-        if not all(mask.value in self._model.full for mask in masks):
+        found = Scores(self._model, lambda at: self.holds(at, NEGATIVE))
+        found.walk(place)
+        masks, lifts = tuple(dict.fromkeys([*(mask for mask, _ in met), *found.masks])), tuple(found.lifts)
+        known = self._model.full | self._model.fixed
+        if not all(mask.value in known for mask in masks):
             raise Refused(
                 "its mask depends on parameters, so that no batch can be checked for queries that see nothing"
             )
-        lifts = self._lifts(op, place.name, {mask.value for mask in masks})
-        if not lifts and all(mask.value in self._model.fixed for mask in masks):
-            if masks not in self._visible:
-                self._visible[masks] = self._all_see(masks)
-            if not self._visible[masks]:
+        if self._model.fixed.issuperset([*(mask.value for mask in masks), *(lift.value for lift in lifts)]):
+            if (masks, lifts) not in self._visible:
+                self._visible[masks, lifts] = self._all_see(masks, lifts)
+            if not self._visible[masks, lifts]:
                 raise Refused("some query sees no key that is not after it, and would look at all of them alike")
             return None
         return Guard(masks, op.op.name, lifts)
 
-    def _lifts(self, op: TokenOp, scores: str, masks: Collection[str]) -> tuple[Lift, ...]:
-        """What is added to scores beside their masks and could undo these: what depends on inputs.  Raises Refused for
-        constants that do undo them."""
-        lifts: dict[Lift, None] = {}
-        for name, factor in self._addends(scores, 1.0):
-            if name in masks or self._dtype(name) == "bool":
-                continue
-            most = -lowest(self._dtype(name)) / 10
-            if name not in self._model.fixed:
-                lifts[name, factor, most] = None
-                continue
-            found = self._model.numbers.of(name)
-            if found is None or not np.all(np.nan_to_num(found, nan=math.inf) * factor <= most):
-                raise Refused("what is added to its scores is so large that it may undo their mask")
-        return tuple(lifts)
-
-    def _addends(self, name: str, factor: float) -> Iterator[tuple[str, float]]:
-        """What scores are sums of, as far as it depends on no parameter, and by what each is multiplied."""
-        op = self._model.writer.get(name)
-        if op is None or name in self._model.full:
-            if name in self._model.full:
-                yield name, factor
-            return
-        here = TokenOp(self._model, op)
-        for key, times in self._added(here):
-            ref = here.ref(key)
-            if ref is not None:
-                yield from self._addends(ref, factor * times)
-
-    def _added(self, op: TokenOp) -> list[tuple[str, float]]:
-        """The arguments that an op adds up, and by what it multiplies them."""
-        name = op.name
-        if name in ("add", "sub", "rsub"):
-            alpha = op.arg("alpha", 1)
-            other = float(alpha) if isinstance(alpha, (int, float)) else 1.0
-            return [
-                ("self", -other if name == "rsub" else 1.0),
-                ("other", {"add": other, "sub": -other}.get(name, 1.0)),
-            ]
-        if name in ("baddbmm", "addmm", "addbmm"):
-            beta = op.arg("beta", 1)
-            return [("self", float(beta) if isinstance(beta, (int, float)) else 1.0)]
-        if name in ("mul", "div"):
-            return [("self", scale if name == "mul" else 1 / scale) for scale in self._scales(op) if scale]
-        if name in ("where", "masked_fill", "maximum", "minimum"):
-            return [("self", 1.0), ("other", 1.0)]
-        return [("self", 1.0), ("input", 1.0)] if name in (*_SAME, *_RESHAPED, "_to_copy") else []
-
-    def _scales(self, op: TokenOp) -> tuple[float, ...]:
-        """What scores are multiplied with: a number, or the ends of a constant."""
-        value, ref = op.arg("other"), op.ref("other")
-        if isinstance(value, (int, float)):
-            return (float(value),)
-        found = self._model.numbers.of(ref) if ref in self._model.fixed and ref is not None else None
-        return () if found is None or not found.size else (float(found.min()), float(found.max()))
-
-    def _all_see(self, masks: Sequence[Mask]) -> bool:
-        seen: np.ndarray | None = None
+    def _all_see(self, masks: Sequence[Mask], lifts: Sequence[Lift]) -> bool:
+        shown: list[tuple[Place, np.ndarray]] = []
         for mask in masks:
             found = self._model.numbers.of(mask.value)
             if found is None:
                 return False
-            visible = {FALSE: found != 0, TRUE: found == 0}.get(mask.hides)
-            visible = found > lowest(self._dtype(mask.value)) if visible is None else visible
-            place = Place(*_names(mask))
-            if seen is None:
-                seen = ~_later(self._sizes(found.shape, place))
-            seen = seen & _over_others(visible, place, np.all)
+            finite = found > lowest(self._model.dtype(mask.value))
+            shown.append((Place(*_names(mask)), {FALSE: found != 0, TRUE: found == 0}.get(mask.hides, finite)))
+        for lift in lifts:
+            found = self._model.numbers.of(lift.value)
+            assert found is not None  # it was looked at
+            shown.append((Place(lift.value, lift.queries, lift.keys), found * lift.factor > lift.least))
+        seen = ~_later(self._sizes(shown[0][1].shape, shown[0][0]))
+        for place, cells in shown:
+            seen = seen & _over_others(cells, place, np.all)
         return bool(np.all(np.any(seen, axis=1)))
 
     def _masks(self, place: Place) -> list[tuple[Mask, bool]]:
         """The masks that scores meet, and whether they are finite: what -inf hides has no part in any case."""
-        op = self._model.writer.get(place.name)
-        if op is None or not self.holds(place, NEGATIVE):
+        if not self.holds(place, NEGATIVE):
             return []
-        if place.name in self._model.full:
+        op = self._model.writer.get(place.name)
+        if op is None or place.name in self._model.full:
             return [(Mask(*place, NEGATIVE), True)]
         here = TokenOp(self._model, op)
         names = here.letters()
@@ -329,21 +273,6 @@ class Causality:
 
 
 _MASKING, _CARRIED = ("where", "masked_fill"), ("add", "_to_copy", "clone", "detach", "expand", "contiguous")
-
-
-def operand_place(name: str, operand: Sequence[str], result: Sequence[str], place: Place) -> Place:
-    """Where an operand holds what its result holds at `place`."""
-
-    def axis(number: int | None) -> int | None:
-        found = "" if number is None else result[number]
-        return operand.index(found) if found and found in operand else None
-
-    return Place(name, axis(place.queries), axis(place.keys))
-
-
-def lowest(dtype: str) -> float:
-    """Up to which number a bias of this type hides."""
-    return max(VERY_NEGATIVE, _LOWEST.get(dtype, -math.inf))
 
 
 def _names(mask: Mask) -> tuple[str, int | None, int | None]:
@@ -374,18 +303,3 @@ def _over_others(found: np.ndarray, place: Place, reduce: object) -> np.ndarray:
 
 def _combined(every: bool, found: Sequence[bool]) -> bool:
     return all(found) if every else any(found)
-
-
-def _through_reshape(place: Place, before: Shape, after: Shape) -> tuple[int | None, int | None] | None:
-    """The axes of queries and keys in what was reshaped; None where one of them is no axis there."""
-    found: list[int | None] = []
-    for axis in place[1:]:
-        if axis is None or after[axis] == 1:
-            found.append(None)
-            continue
-        ahead = math.prod(after[:axis])
-        same = [b for b, size in enumerate(before) if size == after[axis] and math.prod(before[:b]) == ahead]
-        if not same:
-            return None
-        found.append(same[0])
-    return found[0], found[1]

@@ -101,6 +101,11 @@ class Model:
         pairs = zip(self.values[name].shape, self.other_values[name].shape, strict=True)
         return tuple(axis for axis, (a, b) in enumerate(pairs) if a != b)
 
+    def dtype(self, name: str) -> str:
+        """Of a value or a parameter."""
+        found = self.values.get(name)
+        return found.dtype if found is not None else self.params[name].dtype
+
     def layout(self, name: str, axis: int) -> TokenLayout | None:
         """How an axis of a whole value may be cut into tokens; of a merged one the tokens are taken to lie last."""
         size, other = self.values[name].shape[axis], self.other_values[name].shape[axis]

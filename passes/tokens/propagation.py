@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from autopart.passes.ops.letters import Names
 from autopart.passes.ops.row import POINTWISE
-from autopart.passes.tokens.causality import ZERO, Causality, Place
+from autopart.passes.tokens.causality import Causality
 from autopart.passes.tokens.context import Found, Refused, TokenOp
+from autopart.passes.tokens.places import ZERO, Place
 from autopart.passes.tokens.recipe import MEAN, PLAIN, SIZES, WHOLE, Form, OpRecipe, TokenLayout
 
 Role = tuple[bool, TokenLayout]

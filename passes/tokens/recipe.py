@@ -163,8 +163,17 @@ class Mask:
     hides: str
 
 
-Lift = tuple[str, float, float]
-"""(value, factor, most): what is added to scores, by what it is multiplied, and up to where that undoes no mask."""
+@dataclass(frozen=True, slots=True)
+class Lift:
+    """What else is added to scores, `factor` times: above `most` it undoes masks, up to `least` it hides as they do.
+    queries, keys: its axes, None where it is the same for all of them."""
+
+    value: str
+    queries: int | None
+    keys: int | None
+    factor: float
+    most: float
+    least: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +195,7 @@ class Recipe:
     and constants alone: they run at full length, once a micro-batch.  ops: how every other op is run, where it can be.
     chain: for a value that only rearranges or repeats elements of another, that one: K and V may be kept as any of
     them.  guards: what must hold of each batch.  reach: of values that are needed with the tokens before the slice, how
-    many of these are; all of those of others.
+    many of these are; all of those of others.  constants: buffers on the numbers of which all this rests.
     """
 
     tokens: int
@@ -196,6 +205,7 @@ class Recipe:
     chain: Mapping[str, str] = field(default_factory=dict)
     guards: tuple[Guard, ...] = ()
     reach: Mapping[str, int] = field(default_factory=dict)
+    constants: frozenset[str] = frozenset()
 
     def axis(self, ops: Iterable[Op]) -> TokenAxis:
         """What a planner has to know, of the ops of the captured graph."""

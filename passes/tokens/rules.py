@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopart.ir.graph import Literal
-from autopart.passes.tokens.causality import FALSE, NEGATIVE, Causality, Place
+from autopart.passes.tokens.causality import Causality
 from autopart.passes.tokens.context import Found, Refused, TokenOp, before
+from autopart.passes.tokens.places import FALSE, NEGATIVE, Place
 from autopart.passes.tokens.propagation import Letters, by_letters
 from autopart.passes.tokens.recipe import (
     CAUSAL,

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopart.passes.ops.flops import operands
-from autopart.passes.tokens.causality import NEGATIVE, Causality
+from autopart.passes.tokens.causality import Causality
 from autopart.passes.tokens.context import Model
+from autopart.passes.tokens.places import NEGATIVE
 from autopart.passes.tokens.recipe import CAUSAL, DIAGONAL, Form, OpRecipe
 
 

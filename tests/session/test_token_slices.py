@@ -7,8 +7,12 @@ import torch
 from support.causal_zoo import CAUSAL
 from support.sliced import CPU, analysed, future_shows, inputs_of, run_sliced, unsliced, worst_error
 from support.token_models import SEQ, Model, token_batch, tril_softmax
+from support.token_models import _heads as heads
+from support.token_models import _joined as joined
 from support.zoo import CASES
+from torch.nn import functional as F
 
+import autopart
 from autopart.capture import CaptureCache
 from autopart.capture.batch import flatten
 from autopart.capture.token_axis import token_recipe
@@ -112,3 +116,29 @@ def test_a_loss_of_the_router_over_all_tokens_is_refused():
     model.config.output_router_logits = True
     refusal = analysed(model, CASES["mixtral"].data(2)).recipe
     assert isinstance(refusal, TokenRefusal) and "slice by slice" in refusal.what
+
+
+class _MaskInBuffer(Model):
+    def __init__(self) -> None:
+        super().__init__(self.attend)
+        self.register_buffer("seen", torch.ones(2 * SEQ, 2 * SEQ, dtype=torch.bool).tril())
+
+    @staticmethod
+    def attend(x: torch.Tensor, model: Model) -> torch.Tensor:
+        (q, k, v), count = heads(x, model), x.shape[1]
+        return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=model.seen[:count, :count]))
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_mask_that_was_changed_after_it_was_proven_causal_is_refused(loaded):
+    model, batch = _MaskInBuffer(), token_batch()
+    with autopart.compile(model, "cpu:1", sample=batch, token_slices=2, costs="analytic", cache=False) as pipe:
+        pipe.step(batch)
+        changed = model.seen.clone()
+        changed[:, :2] = True
+        if loaded:
+            pipe.load_state_dict({**pipe.state_dict(), "seen": changed})
+        else:
+            model.seen.copy_(changed)
+        with pytest.raises(autopart.RefusedError, match="buffer was changed from which it was proven"):
+            pipe.step(batch)

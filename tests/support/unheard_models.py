@@ -354,22 +354,6 @@ def scaled_bias(x, model, mask):
 MASKED_LEAKS_UNHEARD = {f.__name__: f for f in (marked, given_positions, by_exclusive_or, scaled_bias)}
 
 
-def undone_by_batch(x, model, mask):
-    """The bias that takes back what is hidden hangs on the batch; within the mask itself."""
-    bias = (_far(x) < 0) * -1e9 + ((mask == 2) * 1e9)[:, None, None, :]
-    return _joined(F.scaled_dot_product_attention(*_heads(x, model), attn_mask=bias.to(x.dtype)))
-
-
-def lifted_by_batch(x, model, mask):
-    """The same beside a mask of constants."""
-    q, k, v = _heads(x, model)
-    scores = q @ k.transpose(-2, -1) + ((mask == 2) * 1e9)[:, None, None, :]
-    return _joined((scores + (_far(x) < 0) * -1e9).softmax(-1) @ v)
-
-
-UNDONE_BY_BATCH = {f.__name__: f for f in (undone_by_batch, lifted_by_batch)}
-
-
 class WithoutLast(Model):
     """The last token is cut off before anything is done with the others."""
 

@@ -19,12 +19,12 @@ from support.token_models import (
     dropped_weights,
     token_batch,
 )  # fmt: skip
+from support.undone_masks import BEYOND_THRESHOLD, UNDONE_BY_BATCH, UNDONE_BY_CONSTANTS
 from support.unheard_models import (
     CAUSAL_REFUSED,
     EXACT,
     LEAKY_UNHEARD,
     MASKED_LEAKS_UNHEARD,
-    UNDONE_BY_BATCH,
     WithoutLast,
 )
 
@@ -107,14 +107,31 @@ def test_a_last_token_that_is_cut_off_is_no_obstacle(name):
     check_equal(CAUSAL[name], token_batch(), layers=2, make=WithoutLast)
 
 
-@pytest.mark.parametrize("name", ["lifted_by_batch", pytest.param("undone_by_batch", marks=pytest.mark.slow)])
+QUICK_UNDONE = ("lifted_by_batch", "padded_first", "multiplied_by_batch")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK_UNDONE else pytest.param(n, marks=pytest.mark.slow) for n in UNDONE_BY_BATCH]
+)
 def test_a_batch_that_undoes_a_mask_is_refused_and_others_are_exact(name):
     batch = token_batch(mask="padding")
     check_equal(UNDONE_BY_BATCH[name], batch)
     found = analysed(Model(UNDONE_BY_BATCH[name]), batch)
     assert checks_hold(found, inputs_of(found))
-    batch["mask"][1, 2] = 2
+    batch["mask"][1, :3] = 2
     assert not checks_hold(found, inputs_of(found))
+
+
+@pytest.mark.parametrize("name", UNDONE_BY_CONSTANTS)
+def test_a_large_number_among_masked_scores_is_refused(name):
+    refusal = analysed(Model(UNDONE_BY_CONSTANTS[name]), token_batch(mask="padding")).recipe
+    assert isinstance(refusal, TokenRefusal) and "so large that it may undo" in refusal.why
+
+
+@pytest.mark.parametrize("name", BEYOND_THRESHOLD)
+def test_tokens_that_meet_beyond_a_threshold_are_refused(name):
+    refusal = analysed(Model(BEYOND_THRESHOLD[name]), token_batch()).recipe
+    assert isinstance(refusal, TokenRefusal) and refusal.why == "no rule says how it treats tokens"
 
 
 @pytest.mark.slow

@@ -101,7 +101,8 @@ class Session:
                 set_activity("comparing weights")
                 broadcast_weights_if_different(self.world, planned.captured.tensors)
                 context = self._context_of(planned)
-                side_by_side.enter(self, context.placement)
+                with together(self.world, "taking the model"):
+                    side_by_side.enter(self, context.placement)
                 self._install(planned, context, self._executor_of(planned, context))
         except BaseException:
             self.close()
@@ -117,7 +118,8 @@ class Session:
         with self.call("adopt"):
             planned = self._plan_together(replace(self._options, plan=plan))
             context = self._context_of(planned, self.tensors)
-            side_by_side.enter(self, context.placement)
+            with together(self.world, "taking the model"):
+                side_by_side.enter(self, context.placement)
             executor = self._executor_of(planned, context)
             with self._health.watched("moving the weights to another plan"):
                 self.tensors.masters.write()

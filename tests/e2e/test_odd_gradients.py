@@ -1,0 +1,54 @@
+"""Gradients that are complex, infinite or of mixed layout on replicas, and pipes beside each other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support import odd_gradient_jobs
+from support.odd_gradient_jobs import Complex, batch
+
+import autopart
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "tolerance"),
+    [
+        ("complex", {}, 1e-5),
+        ("complex", {"zero": 1}, 1e-5),
+        ("complex", {"compress": "bf16"}, 1e-2),  # 8 bits
+        ("tied", {}, 1e-5),
+    ],
+)
+def test_gradients_and_their_norm_are_those_of_one_process(pair, kind, options, tolerance):
+    for name, error in pair.run(odd_gradient_jobs.differences, kind, options)[0].items():
+        assert error <= tolerance, name
+
+
+def test_what_overflows_when_it_is_rounded_or_added_up_is_refused(pair):
+    """In half precision: 1.5 makes gradients of 45,000, 4 such of 120,000."""
+    assert pair.run(odd_gradient_jobs.overflowing, (1.5, 4.0, 1.5))[0] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [({}, False), ({"replicas": 1, "stages": 2}, True), ({"zero": 1}, True)],
+)
+def test_a_second_pipe_of_a_model_has_its_parameters_where_the_first_has_them(pair, options, refused):
+    said = pair.run(odd_gradient_jobs.beside, options)[0]
+    assert ("another open pipe" in said) == refused
+
+
+def test_gradients_share_no_version_counter_and_no_bucket_is_kept(pair):
+    assert pair.run(odd_gradient_jobs.held_between_steps)[0] == (True, True)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_clipping_by_a_norm_that_is_no_number_makes_all_gradients_nan(norm_type):
+    with autopart.compile(Complex(), "cpu:1", sample=batch(), costs="analytic", cache=False) as pipe:
+        pipe.step(batch())
+        parameters = list(pipe.parameters())
+        parameters[-1].grad.fill_(math.nan)
+        norm = pipe.clip_grad_norm_(1e-3, norm_type=norm_type)
+        assert norm.isnan() and all(torch.isnan(parameter.grad).all() for parameter in parameters)

@@ -1,0 +1,121 @@
+"""Gradients that are complex, infinite or of mixed layout, on two replicas; and two pipes of one model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopart
+from autopart.ir.errors import NonFiniteError
+
+OPTIONS: dict[str, Any] = {"replicas": 2, "stages": 1, "micro_batches": 2, "costs": "analytic", "cache": False}
+
+
+class Complex(nn.Module):
+    """A complex parameter, and real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        turned = x * self.turn
+        return F.mse_loss(self.out(turned.real + 2 * turned.imag), y)
+
+
+class Tied(nn.Module):
+    """The weight of an embedding with sparse gradients is that of the head, whose gradients are dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 6, sparse=True)
+        self.head = nn.Linear(6, 11)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.words(x)), y)
+
+
+class Large(nn.Module):
+    """Half precision: gradients of 45,000, which fit, and twice that, which do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 1, dtype=torch.float16))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ((x @ self.weight.float() - y) * 30_000).mean()
+
+
+def batch(rows: int = 8, value: float | None = None) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 4, generator=generator) if value is None else torch.full((rows, 4), value)
+    return {"x": x, "y": torch.randn(rows, 1, generator=generator)}
+
+
+def differences(kind: str, options: dict[str, Any]) -> dict[str, float]:
+    """Relative errors of gradients, and of their norm, beside one process."""
+    torch.manual_seed(0)
+    model, given = {"complex": Complex, "tied": Tied}[kind](), batch()
+    if kind == "tied":
+        given = {"x": torch.arange(8), "y": torch.arange(8)}
+    alone = copy.deepcopy(model)
+    alone(**given).backward()
+    with autopart.compile(model, "cpu:2", sample=given, **OPTIONS, **options) as pipe:
+        pipe.step(given)
+        found = pipe.gradients()
+        norm = pipe.clip_grad_norm_(1e9)
+    wanted = {name: parameter.grad.to_dense() for name, parameter in alone.named_parameters()}
+    errors = {name: ((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()).item() for name in wanted}
+    expected = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in wanted.values()]))
+    return errors | {"norm": abs(norm.item() / expected.item() - 1)}
+
+
+def overflowing(values: tuple[float, ...]) -> list[bool]:
+    """Whether each of these steps, which accumulate, was refused."""
+    refused = []
+    with autopart.compile(Large(), "cpu:2", sample=batch(), non_finite="raise", **OPTIONS) as pipe:
+        for value in values:
+            try:
+                pipe.step(batch(value=value))
+                refused.append(False)
+            except NonFiniteError:
+                refused.append(True)
+            assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in pipe.parameters())
+    return refused
+
+
+def beside(options: dict[str, Any]) -> str:
+    """What is said of a second pipe of a model that another trains on two replicas; "" where it may be."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    sample = (batch()["x"], batch()["y"])
+    common: dict[str, Any] = {"sample": sample, "loss_fn": F.mse_loss}
+    with autopart.compile(model, "cpu:2", **common, **OPTIONS) as first:
+        try:
+            second = autopart.compile(model, "cpu:2", **common, **OPTIONS | options)
+        except autopart.UsageError as error:
+            return error.what
+        losses = [pipe.step(sample).item() for pipe in (first, second)]
+        assert losses[0] == losses[1]
+        second.close()
+    with autopart.compile(model, "cpu:2", **common, **OPTIONS | {"replicas": 1, "stages": 2}) as later:
+        later.step(sample)  # the first is closed
+    return ""
+
+
+def held_between_steps() -> tuple[bool, bool]:
+    """Whether gradients share nothing but memory, and whether a step leaves no bucket behind."""
+    given = batch()
+    with autopart.compile(Complex(), "cpu:2", sample=given, **OPTIONS) as pipe:
+        pipe.step(given)
+        versions = [parameter.grad._version for parameter in pipe.parameters()]
+        next(iter(pipe.parameters())).grad.zero_()
+        alone = [parameter.grad._version for parameter in pipe.parameters()][1:] == versions[1:]
+        stores = {parameter.grad.untyped_storage().data_ptr() for parameter in pipe.parameters()}
+        pipe.step(given)
+        return alone, {p.grad.untyped_storage().data_ptr() for p in pipe.parameters()} == stores

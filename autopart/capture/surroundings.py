@@ -6,6 +6,7 @@ functions themselves: any of them may be another one at the next step.
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections.abc import Iterable, Iterator
@@ -118,7 +119,7 @@ class _Walk:
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
             self._note(function, name, f"{function.__qualname__}.{name}")
         names = _words(function)
-        for name in names & function.__globals__.keys():
+        for name in _globals(function) & function.__globals__.keys():
             if not name.startswith("__"):
                 self._mentioned(function.__globals__, name, f"{function.__module__}.{name}", names)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -152,6 +153,12 @@ _METHODS = (types.FunctionType, staticmethod, classmethod, property, functools.c
 def _words(function: types.FunctionType) -> set[str]:
     """The names that a function mentions: globals and attributes."""
     return {name for code in _codes(function.__code__) for name in code.co_names}
+
+
+def _globals(function: types.FunctionType) -> set[str]:
+    """The names that a function looks up in its module, and not as attributes."""
+    found = (step for code in _codes(function.__code__) for step in dis.get_instructions(code))
+    return {step.argval for step in found if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
 
 
 def _functions(thing: Any) -> Iterator[types.FunctionType]:

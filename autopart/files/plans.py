@@ -130,7 +130,7 @@ def match_plan(plan: Plan, graph: Graph, *, torch_version: str, world: int, loca
     problems = list(_mismatches(plan, graph, torch_version, world))
     if problems:
         only_world = plan.world != world and len(problems) == 1
-        fix = torchrun_line(plan.world, local) if only_world else AGAIN
+        fix = torchrun_line(plan.world, local) if only_world and not plan.world % (local or 1) else AGAIN
         raise PlanError("the plan was made for something else", why=listed(map(printable, problems)), fix=fix)
     plan_ir.check(plan, graph)
 

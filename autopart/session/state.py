@@ -222,7 +222,12 @@ def _elements(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.layout == torch.strided else gradient.coalesce().values()
 
 
+_THIS_MODELS = "pass a state of this model, as its state_dict() returns it"
+
+
 def _check_state(own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+    if not isinstance(state, Mapping):
+        raise UsageError(f"the state is a {type(state).__name__}", fix=_THIS_MODELS)
     missing, unexpected = sorted(set(own) - set(state)), sorted(set(state) - set(own))
     wrong = [
         f"{len(names)} {kind}, such as {names[0]}"
@@ -230,12 +235,14 @@ def _check_state(own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tens
         if names
     ]
     if wrong:
-        raise UsageError("the state does not belong to this model", why="; ".join(wrong))
+        raise UsageError("the state does not belong to this model", why="; ".join(wrong), fix=_THIS_MODELS)
     for name, tensor in own.items():
         if not isinstance(state[name], torch.Tensor):
             raise UsageError(f"{name} is a {type(state[name]).__name__} in the state", fix="pass tensors")
         if tuple(state[name].shape) != tuple(tensor.shape):
             raise UsageError(
                 f"{name} has shape {tuple(state[name].shape)} in the state and {tuple(tensor.shape)} in the model",
-                fix="pass a state of this model, as its state_dict() returns it",
+                fix=_THIS_MODELS,
             )
+        if state[name].is_complex() and not tensor.is_complex():
+            raise UsageError(f"{name} is complex in the state and real in the model", fix=_THIS_MODELS)

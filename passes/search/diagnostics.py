@@ -177,7 +177,8 @@ def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tup
     if request.schedule not in ("auto", "1f1b"):
         yield 'use schedule="1f1b"', replace(request, schedule="1f1b"), cluster
     if request.stages is not None and not request.cuts:
-        yield "leave stages to the planner", replace(request, stages=None, pins={}, replicas=None), cluster
+        left = " and ".join(("stages", *_settled(request)))
+        yield f"leave {left} to the planner", replace(request, stages=None, pins={}, replicas=None), cluster
     rows = sum(request.micro_rows[0])
     if 1 < rows <= 4096 and (1,) * rows not in request.micro_rows:
         yield f"use micro_batches={rows}", replace(request, micro_rows=((1,) * rows,)), cluster
@@ -192,11 +193,18 @@ def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tup
             devices=cluster.devices * factor,
             levels=(*cluster.levels[:-1], replace(cluster.levels[-1], size=cluster.levels[-1].size * factor)),
         )
-        yield f"use {more.world} such devices", replace(request, stages=None, pins={}, replicas=None), more
+        left = " and ".join((*(["stages"] if request.stages is not None else []), *_settled(request)))
+        text = f"use {more.world} such devices" + (f", and leave {left} to the planner" if left else "")
+        yield text, replace(request, stages=None, pins={}, replicas=None), more
     if nearest is not None:
         larger = tuple(replace(d, memory_bytes=d.memory_bytes + nearest.over_bytes) for d in cluster.devices)
         need = max(d.memory_bytes for d in larger)
         yield f"use devices with {mib(need)}", request, replace(cluster, devices=larger)
+
+
+def _settled(request: PlanRequest) -> list[str]:
+    """What is asked for of stages by their number."""
+    return [name for name, asked in (("pins", request.pins), ("replicas", request.replicas)) if asked]
 
 
 def _place(block: Op, end: int, modules: Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 
 from autopart.capture import CaptureCache
 from autopart.capture.batch import flatten
+from autopart.capture.surroundings import surroundings
 from autopart.ir.errors import RefusedError
 from autopart.ir.size import Size
 
@@ -168,3 +169,15 @@ def test_what_stays_the_same_is_not_captured_anew(watched, name):
     SAME[name](model)
     assert captures.refresh(training=True) == []
     assert captures.refresh(training=True) == []
+
+
+def alpha():
+    """A function of this module that bears the name of an attribute."""
+
+
+def test_an_attribute_is_not_taken_for_what_bears_its_name_in_the_module():
+    def reads(model):
+        return model.alpha, CONFIG
+
+    names = {reading.place.rpartition(".")[2] for reading in surroundings([reads])}
+    assert "CONFIG" in names and "alpha" not in names

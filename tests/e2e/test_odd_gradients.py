@@ -52,3 +52,12 @@ def test_clipping_by_a_norm_that_is_no_number_makes_all_gradients_nan(norm_type)
         parameters[-1].grad.fill_(math.nan)
         norm = pipe.clip_grad_norm_(1e-3, norm_type=norm_type)
         assert norm.isnan() and all(torch.isnan(parameter.grad).all() for parameter in parameters)
+
+
+def test_a_state_that_is_none_is_refused():
+    with autopart.compile(Complex(), "cpu:1", sample=batch(), costs="analytic", cache=False) as pipe:
+        state = pipe.state_dict()
+        for wrong in (3, {**state, "out.bias": torch.ones(1, dtype=torch.complex64)}, {}):
+            with pytest.raises(autopart.UsageError) as caught:
+                pipe.load_state_dict(wrong)
+            assert caught.value.fix

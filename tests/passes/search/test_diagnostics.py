@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import event, given, settings
@@ -30,6 +31,12 @@ def failure(p: Problem) -> InfeasibleError | None:
     return None
 
 
+def left(request: PlanRequest, names: str) -> PlanRequest:
+    """Without what is named, and that alone."""
+    free: dict[str, Any] = {"stages": None, "pins": {}, "replicas": None}
+    return replace(request, **{name: free[name] for name in names.split(" and ")})
+
+
 def changed(p: Problem, advice: str) -> Problem:
     """The problem with the change that the text asks for, done as a user would."""
     request, c = p.request, p.cluster
@@ -37,8 +44,8 @@ def changed(p: Problem, advice: str) -> Problem:
         return replace(p, request=replace(request, recompute="auto"))
     if found := re.match(r'use schedule="(\S+)"', advice):
         return replace(p, request=replace(request, schedule=found[1]))
-    if re.match(r"leave stages to the planner", advice):
-        return replace(p, request=replace(request, stages=None, pins={}, replicas=None))
+    if found := re.match(r"leave (.+) to the planner", advice):
+        return replace(p, request=left(request, found[1]))
     if found := re.match(r"use micro_batches=(\d+)", advice):
         assert int(found[1]) == sum(request.micro_rows[0])
         return replace(p, request=replace(request, micro_rows=((1,) * int(found[1]),)))
@@ -51,7 +58,8 @@ def changed(p: Problem, advice: str) -> Problem:
         factor = int(found[1]) // c.world
         last = replace(c.levels[-1], size=c.levels[-1].size * factor)
         more = Cluster(c.devices * factor, (*c.levels[:-1], last))
-        return replace(p, cluster=more, request=replace(request, stages=None, pins={}, replicas=None))
+        also = re.search(r"and leave (.+) to the planner", advice)
+        return replace(p, cluster=more, request=left(request, also[1]) if also else request)
     if found := re.match(r"use devices with ([\d.]+) (\w+)", advice):
         memory = int(float(found[1]) * UNITS[found[2]])
         devices = tuple(replace(d, memory_bytes=max(d.memory_bytes, memory)) for d in c.devices)

@@ -146,6 +146,7 @@ class Probed:
         names = captured.names
         self._nodes = {names.params.get(n.name, names.value(n)): n for n in captured.module.graph.nodes}
         self._known: dict[fx.Node, Any] = {}
+        self._apart: dict[str, bool] = {}
 
     def of(self, value: str) -> np.ndarray | None:
         """The numbers of a value that depends on constants alone, None where a constant has none.  O(ops that it
@@ -166,8 +167,17 @@ class Probed:
         return int(place)
 
     def apart(self, op: str, reads: Sequence[Form], form: Form) -> bool:
-        """On random numbers, forward and backward, for slices at the start, in the middle and at the end."""
+        """On random numbers, forward and backward, for slices at the start, in the middle and at the end; numbers and
+        gradients of all sizes for the first token.  Ops that are alike, as those of layers are, are tried once."""
         node = self._nodes[op]
+        specs = [(arg.meta["val"].shape, arg.meta["val"].dtype) for arg in node.all_input_nodes]
+        others = fx.node.map_arg((node.args, dict(node.kwargs)), lambda _: None)
+        alike = str((id(node.target), specs, others, reads, form))
+        if alike not in self._apart:
+            self._apart[alike] = self._tried(node, reads, form)
+        return self._apart[alike]
+
+    def _tried(self, node: fx.Node, reads: Sequence[Form], form: Form) -> bool:
         wanted, layout = iter(reads), next(read.queries for read in reads if read.queries is not None)
         tokens = node.all_input_nodes[0].meta["val"].shape[layout.axis] // (layout.stride * layout.block)
         held = [arg for arg, read in zip(node.all_input_nodes, wanted, strict=False) if not read.whole]
@@ -178,16 +188,17 @@ class Probed:
             arg: torch.randn(arg.meta["val"].shape, generator=generator, dtype=torch.float64).to(arg.meta["val"].dtype)
             for arg in node.all_input_nodes
         }
-        parts = [(0, 1), (0, tokens // 2), (tokens // 3, tokens - 1), (tokens - 1, tokens)]
+        parts = [(0, tokens // 2), (tokens // 3, tokens - 1), (tokens - 1, tokens)]
+        tries = [*((part, 1.0, 1.0) for part in parts), *(((0, 1), *sizes) for sizes in _SIZES)]
+        layouts = layout, form.queries
         try:
-            return all(
-                _same_of_slice(node, scaled, held[0], (layout, form.queries), tokens, part, steep)
-                for size, steep in _SIZES
-                for scaled in [{arg: value * size for arg, value in given.items()}]
-                for part in parts
-            )
+            for part, size, steep in tries:
+                scaled = {arg: value * size for arg, value in given.items()}
+                if not _same_of_slice(node, scaled, held[0], layouts, tokens, part, steep):
+                    return False
         except Exception:  # of the op, which does not take a slice
             return False
+        return True
 
     def _needed(self, wanted: fx.Node) -> list[fx.Node]:
         """What has to be computed, in order."""

@@ -34,7 +34,6 @@ from autopart.runtime.shared_values import SharedValues
 from autopart.runtime.tensors import LocalTensors, broadcast_weights_if_different
 from autopart.runtime.trace import Trace
 from autopart.runtime.world import World
-from autopart.session import side_by_side
 from autopart.session.agreement import FAILURES, broadcast_result, require_same_everywhere, together
 from autopart.session.batch_counts import PartWeights
 from autopart.session.calls import Calls, Given
@@ -101,8 +100,6 @@ class Session:
                 set_activity("comparing weights")
                 broadcast_weights_if_different(self.world, planned.captured.tensors)
                 context = self._context_of(planned)
-                with together(self.world, "taking the model"):
-                    side_by_side.enter(self, context.placement)
                 self._install(planned, context, self._executor_of(planned, context))
         except BaseException:
             self.close()
@@ -118,8 +115,6 @@ class Session:
         with self.call("adopt"):
             planned = self._plan_together(replace(self._options, plan=plan))
             context = self._context_of(planned, self.tensors)
-            with together(self.world, "taking the model"):
-                side_by_side.enter(self, context.placement)
             executor = self._executor_of(planned, context)
             with self._health.watched("moving the weights to another plan"):
                 self.tensors.masters.write()
@@ -393,7 +388,6 @@ class Session:
 
     def close(self) -> None:
         """Leave the process group.  The model keeps the weights that this rank holds."""
-        side_by_side.leave(self)
         self._executors.clear()
         self._chosen.clear()
         self.world.close()

@@ -1,4 +1,4 @@
-"""Gradients that are complex, infinite or of mixed layout on replicas, and pipes beside each other."""
+"""Gradients that are complex, infinite or of mixed layout on replicas."""
 
 from __future__ import annotations
 
@@ -29,15 +29,6 @@ def test_gradients_and_their_norm_are_those_of_one_process(pair, kind, options, 
 def test_what_overflows_when_it_is_rounded_or_added_up_is_refused(pair):
     """In half precision: 1.5 makes gradients of 45,000, 4 such of 120,000."""
     assert pair.run(odd_gradient_jobs.overflowing, (1.5, 4.0, 1.5))[0] == [False, True, True]
-
-
-@pytest.mark.parametrize(
-    ("options", "refused"),
-    [({}, False), ({"replicas": 1, "stages": 2}, True), ({"zero": 1}, True)],
-)
-def test_a_second_pipe_of_a_model_has_its_parameters_where_the_first_has_them(pair, options, refused):
-    said = pair.run(odd_gradient_jobs.beside, options)[0]
-    assert ("another open pipe" in said) == refused
 
 
 def test_gradients_share_no_version_counter_and_no_bucket_is_kept(pair):

@@ -1,4 +1,4 @@
-"""Gradients that are complex, infinite or of mixed layout, on two replicas; and two pipes of one model."""
+"""Gradients that are complex, infinite or of mixed layout, on two replicas."""
 
 from __future__ import annotations
 
@@ -88,24 +88,6 @@ def overflowing(values: tuple[float, ...]) -> list[bool]:
                 refused.append(True)
             assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in pipe.parameters())
     return refused
-
-
-def beside(options: dict[str, Any]) -> str:
-    """What is said of a second pipe of a model that another trains on two replicas; "" where it may be."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-    sample = (batch()["x"], batch()["y"])
-    common: dict[str, Any] = {"sample": sample, "loss_fn": F.mse_loss}
-    with autopart.compile(model, "cpu:2", **common, **OPTIONS) as first:
-        try:
-            second = autopart.compile(model, "cpu:2", **common, **OPTIONS | options)
-        except autopart.UsageError as error:
-            return error.what
-        losses = [pipe.step(sample).item() for pipe in (first, second)]
-        assert losses[0] == losses[1]
-        second.close()
-    with autopart.compile(model, "cpu:2", **common, **OPTIONS | {"replicas": 1, "stages": 2}) as later:
-        later.step(sample)  # the first is closed
-    return ""
 
 
 def held_between_steps() -> tuple[bool, bool]:

@@ -64,8 +64,8 @@ class Bucket:
     flat: torch.Tensor
     views: list[torch.Tensor]
     owner: int | None
-    waiting_for: set[int] = field(default_factory=set)
-    missing: set[int] = field(default_factory=set)
+    waiting_for: set[int]
+    missing: set[int]
     work: dist.Work | None = None
     rounded: CompressedSum | None = None
 
@@ -78,7 +78,7 @@ class Bucket:
         # By `.data` they are no views to autograd: nobody could change a view's history in place, and what one user of
         # a gradient writes would count as a change of all others.
         views = [piece.view(p.shape).data for piece, p in zip(pieces, parameters, strict=True)]
-        return Bucket(parameters, flat, views, owner)
+        return Bucket(parameters, flat, views, owner, set(range(len(sizes))), set(range(len(sizes))))
 
     @property
     def flags(self) -> torch.Tensor:
@@ -107,12 +107,6 @@ class Bucket:
         flags = self.flags.fill_(1)
         for place in self.missing:
             flags[place] = 0
-
-    def begin(self) -> None:
-        """A step begins."""
-        self.work = self.rounded = None
-        self.waiting_for = set(range(len(self.parameters)))
-        self.missing = set(range(len(self.parameters)))
 
     def give(self, *, uneven: bool) -> None:
         """Hand out the sums; a parameter without gradient on any replica has none."""
@@ -157,7 +151,6 @@ class ReplicaSums:
         self._launched = 0
         self._buckets = {place: Bucket.of(*part) for place, part in enumerate(self._parts)}
         for bucket in self._buckets.values():
-            bucket.begin()
             for place, parameter in enumerate(bucket.parameters):
                 hook = self._released(bucket, place)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]

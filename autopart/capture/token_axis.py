@@ -130,8 +130,8 @@ def shortened(batch: Batch, tokens: int, fewer: int) -> Batch:
     return batch.changed(cut, batch.rows)
 
 
-_DECADES = [10 ** (half / 2) for half in range(-12, 9)]
-_SIZES = (*((1.0, steep) for steep in _DECADES), *((size, 1.0) for size in _DECADES))
+_HALF_DECADES = [10 ** (half / 2) for half in range(-12, 9)]
+_SIZES = tuple({*((1.0, steep) for steep in _HALF_DECADES), *((size, 1.0) for size in _HALF_DECADES)})
 """Of numbers, and of gradients, that ops are tried on: what joins tokens may do so beyond a threshold alone."""
 
 

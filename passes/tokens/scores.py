@@ -47,7 +47,7 @@ class Scores:
         if not factor or (place, factor) in self._walked:
             return
         self._walked.add((place, factor))
-        if place.name in self._model.full or place.name in self._model.fixed:
+        if self._constant(place.name):
             self._added(place, factor)
             return
         op = self._model.writer.get(place.name)
@@ -180,6 +180,7 @@ class Scores:
             self.walk(at[op.refs.index(ref)], factor)
 
     def _constant(self, name: str) -> bool:
+        """Whether it depends on no parameter."""
         return name in self._model.full or name in self._model.fixed
 
 

@@ -31,7 +31,7 @@ def test_what_overflows_when_it_is_rounded_or_added_up_is_refused(pair):
     assert pair.run(odd_gradient_jobs.overflowing, (1.5, 4.0, 1.5))[0] == [False, True, True]
 
 
-def test_gradients_share_no_version_counter_and_no_bucket_is_kept(pair):
+def test_gradients_share_no_version_counter_and_stay_where_they_lie_while_steps_accumulate(pair):
     assert pair.run(odd_gradient_jobs.held_between_steps)[0] == (True, True)
 
 

@@ -33,7 +33,6 @@ def test_a_bucket_holds_one_type_and_half_precision_is_summed_in_single() -> Non
 def test_a_gradient_that_nobody_has_stays_none() -> None:
     (part,) = parts_of(kept_by_all(parameters(2, 3, 1)), 1 << 20)
     bucket = Bucket.of(*part)
-    bucket.begin()
     here, there, nowhere = bucket.parameters
     here.grad = torch.ones(2)
     for place in range(3):

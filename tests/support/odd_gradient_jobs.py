@@ -91,7 +91,7 @@ def overflowing(values: tuple[float, ...]) -> list[bool]:
 
 
 def held_between_steps() -> tuple[bool, bool]:
-    """Whether gradients share nothing but memory, and whether a step leaves no bucket behind."""
+    """Whether gradients share nothing but memory, and whether they stay where they lie while steps accumulate."""
     given = batch()
     with autopart.compile(Complex(), "cpu:2", sample=given, **OPTIONS) as pipe:
         pipe.step(given)

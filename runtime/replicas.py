@@ -23,19 +23,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from autopart.ir.program import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from autopart.ir.program import BUCKET_BYTES
 from autopart.runtime.activity import waiting
-from autopart.runtime.compressed import CompressedSum
-from autopart.runtime.reduce import gradient_dtype, wide_dtype
+from autopart.runtime.buckets import Bucket, Part, parts_of
+from autopart.runtime.sparse_sums import summed_sparse
 from autopart.runtime.stage import StageRunner
-from autopart.runtime.tensors import dense
 from autopart.runtime.world import World
-
-Owned = tuple[torch.nn.Parameter, int | None]
-"""A parameter and the rank that owns it, None where all keep it."""
-
-Part = tuple[list[torch.nn.Parameter], int | None]
-"""What a bucket holds, and its owner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,81 +36,13 @@ class Shared:
     """What the replicas of a stage keep alike.  released: parameters that are summed, in the order in which a backward
     releases their gradients.  sparse: of those, the ones whose gradients are sparse.  updated: buffers that change.
     owners: the rank that owns a parameter; all ranks keep those that are not in it.  bucket_bytes: gradients that are
-    summed at once.  compress: whether they are rounded to bf16 for that (`compressed`)."""
+    summed at once."""
 
     released: tuple[str, ...] = ()
     sparse: frozenset[str] = frozenset()
     updated: tuple[str, ...] = ()
     owners: Mapping[str, int] = field(default_factory=dict)
     bucket_bytes: int = BUCKET_BYTES
-    compress: bool = False
-
-
-@dataclass
-class Bucket:
-    """flat: gradients side by side, wide enough to add up half precision, then for each parameter 1 where this replica
-    has a gradient.  views: of each gradient in it.  owner: the rank that gets the sums, None where all do.
-    waiting_for: parameters that have yet to come; missing: those without a gradient here, so far.  work, rounded: the
-    sum that is under way."""
-
-    parameters: list[torch.nn.Parameter]
-    flat: torch.Tensor
-    views: list[torch.Tensor]
-    owner: int | None
-    waiting_for: set[int]
-    missing: set[int]
-    work: dist.Work | None = None
-    rounded: CompressedSum | None = None
-
-    @staticmethod
-    def of(parameters: list[torch.nn.Parameter], owner: int | None) -> Bucket:
-        sizes = [parameter.numel() for parameter in parameters]
-        first = parameters[0]
-        flat = torch.empty(sum(sizes) + len(sizes), dtype=wide_dtype(first.dtype), device=first.device)
-        pieces = torch.split(flat, [*sizes, len(sizes)])[:-1]
-        # By `.data` they are no views to autograd: nobody could change a view's history in place, and what one user of
-        # a gradient writes would count as a change of all others.
-        views = [piece.view(p.shape).data for piece, p in zip(pieces, parameters, strict=True)]
-        return Bucket(parameters, flat, views, owner, set(range(len(sizes))), set(range(len(sizes))))
-
-    @property
-    def flags(self) -> torch.Tensor:
-        return self.flat[-len(self.parameters) :]
-
-    def lend(self, place: int) -> None:
-        """Let a parameter have the gradient that it has in the bucket, where its type allows that."""
-        parameter, view = self.parameters[place], self.views[place]
-        if parameter.grad is not None and parameter.grad is not view:
-            view.copy_(dense(parameter.grad))
-            if view.dtype == gradient_dtype(parameter):
-                parameter.grad = view
-
-    def take(self, place: int) -> None:
-        """The bucket has what a parameter has now."""
-        gradient = self.parameters[place].grad
-        if gradient is None:
-            self.views[place].zero_()
-        else:
-            self.lend(place)
-            self.missing.discard(place)
-        self.waiting_for.discard(place)
-
-    def flag(self) -> None:
-        """Tell the other replicas which gradients are here, in few operations: mostly all are."""
-        flags = self.flags.fill_(1)
-        for place in self.missing:
-            flags[place] = 0
-
-    def give(self, *, uneven: bool) -> None:
-        """Hand out the sums; a parameter without gradient on any replica has none."""
-        flags = self.flags.tolist() if uneven or self.flat.device.type == "cpu" else None
-        for place, (parameter, total) in enumerate(zip(self.parameters, self.views, strict=True)):
-            if parameter.grad is total:
-                continue
-            if parameter.grad is not None:
-                parameter.grad.copy_(total)
-            elif flags is not None and flags[place]:
-                parameter.grad = total.to(gradient_dtype(parameter))
 
 
 class ReplicaSums:
@@ -181,9 +106,7 @@ class ReplicaSums:
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.flag()
-        if self._shared.compress:
-            bucket.rounded = CompressedSum(bucket.flat, self._world, self._ranks, self._group, bucket.owner)
-        elif not self._overlaps:
+        if not self._overlaps:
             self._world.all_reduce(bucket.flat, self._group, to=bucket.owner)
         elif bucket.owner is None:
             bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
@@ -204,11 +127,6 @@ class ReplicaSums:
         self._launch_full()
         with waiting():
             for bucket in buckets:
-                if bucket.rounded is not None:
-                    bucket.rounded.finish_sending()
-            for bucket in buckets:
-                if bucket.rounded is not None:
-                    bucket.rounded.finish()
                 if bucket.work is not None:
                     bucket.work.wait()
                 if bucket.owner in (None, self._world.rank):
@@ -216,7 +134,7 @@ class ReplicaSums:
             for name in self._shared.released:
                 parameter = parameters.get(name)
                 if name in self._shared.sparse and parameter is not None and parameter.requires_grad:
-                    parameter.grad = self._summed_sparse(parameter)
+                    parameter.grad = summed_sparse(parameter, self._ranks, self._group)
             self._share_buffers()
 
     def abandon(self) -> None:
@@ -230,25 +148,6 @@ class ReplicaSums:
         self._hooks.clear()
         self._armed = False
 
-    def _summed_sparse(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """The sum of sparse gradients: all of their entries, of every replica in order."""
-        own = (parameter.grad if parameter.grad is not None else _empty_rows(parameter)).coalesce()
-        counts = [torch.zeros(1, dtype=torch.int64, device=parameter.device) for _ in self._ranks]
-        mine = torch.tensor([own._nnz() if parameter.grad is not None else -1], device=parameter.device)
-        dist.all_gather(counts, mine, group=self._group)
-        entries = [int(count) for count in counts]
-        if max(entries) < 0:
-            return None
-        most = max(entries)
-        indices = _gathered(own.indices().t(), most, self._ranks, self._group)
-        values = _gathered(own.values(), most, self._ranks, self._group)
-        kept = [slice(0, max(0, count)) for count in entries]
-        return torch.sparse_coo_tensor(
-            torch.cat([rows[part] for rows, part in zip(indices, kept, strict=True)]).t(),
-            torch.cat([rows[part] for rows, part in zip(values, kept, strict=True)]),
-            parameter.shape,
-        ).coalesce()
-
     def _share_buffers(self) -> None:
         if not self._shared.updated or self._runner is None:
             return
@@ -261,39 +160,3 @@ class ReplicaSums:
             dist.broadcast(flat, self._ranks[0], group=self._group)
             for tensor, piece in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
                 tensor.copy_(piece.view(tensor.shape))
-
-
-def parts_of(parameters: Sequence[Owned], bucket_bytes: int) -> list[Part]:
-    """What each bucket holds: parameters of one type, in the order in which buckets are full; of several owners, a part
-    for each."""
-    found: list[list[Owned]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[Owned]] = {}
-    for parameter, owner in parameters:
-        if not parameter.requires_grad:
-            continue
-        group = filling.setdefault((parameter.dtype, parameter.device), [])
-        group.append((parameter, owner))
-        if sum(p.nbytes for p, _ in group) >= (bucket_bytes if found else min(FIRST_BUCKET_BYTES, bucket_bytes)):
-            found.append(filling.pop((parameter.dtype, parameter.device)))
-    parts = []
-    for group in (*found, *filling.values()):
-        for owner in dict.fromkeys(owner for _, owner in group):
-            parts.append(([parameter for parameter, its in group if its == owner], owner))
-    return parts
-
-
-def _empty_rows(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A sparse tensor of the shape of an embedding, without entries."""
-    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-    dtype = gradient_dtype(parameter)
-    values = torch.empty((0, *parameter.shape[1:]), dtype=dtype, device=parameter.device)
-    return torch.sparse_coo_tensor(indices, values, parameter.shape)
-
-
-def _gathered(rows: torch.Tensor, most: int, ranks: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """`rows` of every rank, each filled up to `most`."""
-    padded = torch.zeros((most, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
-    padded[: len(rows)] = rows
-    found = [torch.empty_like(padded) for _ in ranks]
-    dist.all_gather(found, padded, group=group)
-    return found

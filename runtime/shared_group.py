@@ -53,16 +53,19 @@ class _SharedGroup:
         assert self._group is not None
         return self._group
 
-    def enter(self, backend: str, limit_s: float, breaker: Callable[[], None]) -> int:
-        """Open the group unless it is open; returns a lease.  Collective when it is not.  breaker: breaks the groups
-        that a world adds."""
+    def enter(self, backend: str, limit_s: float, planning_s: float, breaker: Callable[[], None]) -> int:
+        """Open the group unless it is open, and return a lease.  Collective when it is not open.
+
+        limit_s: seconds that a rank may wait for others; planning_s: for others that plan or capture.  breaker: breaks
+        the groups that a world adds.
+        """
         set_activity("opening the process group", Phase.JOINING)
         if self._breakers and (self._broken or not dist.is_initialized() or self._failed()):
             self._drop()
         if not self._breakers:
             self._open(backend, limit_s)
-        elif self.monitor is not None:
-            self.monitor.limit_s = limit_s
+        if self.monitor is not None:
+            self.monitor.limit_s, self.monitor.planning_s = limit_s, planning_s
         self._breakers.append(breaker)
         set_activity("preparing")
         return self._opening

@@ -8,6 +8,7 @@ other.  On request Gloo carries CUDA tensors too, staged through the host: then 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,10 +26,13 @@ from autopart.runtime.carriers import CARRIERS, Carrier
 from autopart.runtime.raw_bytes import from_bytes, to_bytes
 from autopart.runtime.rendezvous import UNWATCHED
 from autopart.runtime.shared_group import default_timeout_s, shared_group
+from autopart.runtime.watch.slow_phase import watch_slow_phases
 
 E = TypeVar("E", bound=BaseException)
 
 AUTO, NCCL, GLOO = "auto", "nccl", "gloo"
+PLANNING_TIMES = 10
+"""Planning and capturing may take as many times `timeout=`, where that is given."""
 
 
 def transports() -> tuple[str, ...]:
@@ -49,9 +53,11 @@ class World:
         transport: str = AUTO,
     ) -> None:
         """local: ranks on each host, None for all.  timeout_s: seconds that a rank may wait for others that do not go
-        on; None for AUTOPART_TIMEOUT_S or 600.  transport: one of `transports()`.
+        on; None for AUTOPART_TIMEOUT_S or 600.  A rank that plans or captures has ten times what is given here, and no
+        limit for None.  transport: one of `transports()`.
 
         Raises ClusterError where this host lacks the CUDA devices that its ranks need."""
+        watch_slow_phases()
         self.transport = transport_of(kind, transport)
         self.size = size
         self.rank = 0
@@ -88,7 +94,8 @@ class World:
         else:
             require_world(size, dist.get_world_size(), self._local)
         limit_s = default_timeout_s() if timeout_s is None else timeout_s
-        self._lease = shared_group.enter(self._backend, limit_s, self._broken)
+        planning_s = PLANNING_TIMES * timeout_s if timeout_s is not None else math.inf
+        self._lease = shared_group.enter(self._backend, limit_s, planning_s, self._broken)
         self.size = dist.get_world_size()
         self.rank = dist.get_rank()
 

@@ -159,8 +159,6 @@ def _summary(plan: Plan) -> str:
         parts.append("optimizer state shared by replicas")
     if plan.decision.bucket_bytes != BUCKET_BYTES:
         parts.append(f"gradients summed in buckets of {plan.decision.bucket_bytes / 2**20:g} MiB")
-    if plan.decision.compress:
-        parts.append(f"gradients rounded to {plan.decision.compress} for sums over replicas")
     if plan.world > used:
         parts.append(f"{plan.world - used} idle")
     return ", ".join(parts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from autopart.ir.cost import Cost
 from autopart.ir.errors import GraphError, PlanError
@@ -21,7 +20,7 @@ _PARAM = re.compile(r"([^:=&]+)(?::([^=&]+))?(?:&(\d+))?(?:=(.+))?$")
 _HEAD = re.compile(r"([^:]+?)(-?)(?::(\d+)(?:/(\d+))?)?$")
 _DECISION = re.compile(
     r"schedule (\S*), micro-batches of ([\d ]*) rows(?:, slices of ([\d ]*) tokens)?, world (-?\d+)(?:, zero (\d+))?"
-    r"(?:, buckets of (\d+) bytes)?(?:, sums in (bf16))?$"
+    r"(?:, buckets of (\d+) bytes)?$"
 )
 _STAGE = re.compile(r"stage on ([-\d ]*?)(?: in shares ([\d ]+?))?( in turn)?:(.*)$")
 _SEPARATOR = re.compile(r"[;\n]")
@@ -261,8 +260,7 @@ def parse_decision(text: str) -> Decision:
             raise PlanError(f"{shortened(line, _SHOWN)!r} is not a line of a decision", fix=_LANGUAGE)
     world, rows = _numbers(head[4], lines[0])[0], _numbers(head[2], lines[0])
     slices, bucket_bytes = _numbers(head[3] or "", lines[0]), int(head[6] or BUCKET_BYTES)
-    compress: Literal["bf16"] | None = "bf16" if head[7] else None
-    return Decision(world, tuple(stages), rows, head[1], int(head[5] or 0), slices, bucket_bytes, compress)
+    return Decision(world, tuple(stages), rows, head[1], int(head[5] or 0), slices, bucket_bytes)
 
 
 def _numbers(text: str, line: str) -> tuple[int, ...]:

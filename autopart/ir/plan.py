@@ -136,8 +136,7 @@ class Decision:
     stage's parameters alone, whole ones, and new values are gathered after the step (ZeRO, SC 2020); 0: all keep all.
     token_slices: lengths of the slices that the sequences of every micro-batch are cut into, in order; (): they are
     whole.  bucket_bytes: gradients that replicas sum together (`ir.program`); the buckets follow from it, for their
-    order is that in which the last backward releases them.  compress: "bf16" where each gradient is rounded to that
-    for these sums, which are then not exact; None for sums as wide as gradients are.
+    order is that in which the last backward releases them.
     """
 
     world: int
@@ -147,7 +146,6 @@ class Decision:
     zero: int = 0
     token_slices: tuple[int, ...] = ()
     bucket_bytes: int = BUCKET_BYTES
-    compress: Literal["bf16"] | None = None
 
     def __str__(self) -> str:
         return decision_text(self)

@@ -179,8 +179,6 @@ def decision_text(decision: Decision) -> str:
     cut = f", slices of {' '.join(map(str, decision.token_slices))} tokens" if decision.token_slices else ""
     buckets = f", buckets of {decision.bucket_bytes} bytes" if decision.bucket_bytes != BUCKET_BYTES else ""
     lines = [f"schedule {decision.schedule}, micro-batches of {rows} rows{cut}, world {decision.world}{zero}{buckets}"]
-    if decision.compress:
-        lines[0] += f", sums in {decision.compress}"
     for stage in decision.stages:
         how = f" in shares {' '.join(map(str, stage.shares))}" if stage.shares else ""
         how += " in turn" if stage.policy == "turn" else ""

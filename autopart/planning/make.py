@@ -148,7 +148,6 @@ def _request(problem: Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, ..
         recomputed=recomputed,
         zero=options.zero,
         bucket_bytes=options.bucket_bytes or BUCKET_BYTES,
-        compress=options.compress,
         least_rows=problem.least_rows,
         token_slices=problem.slices.token_slices,
         token_axis=problem.slices.axis,

@@ -156,5 +156,4 @@ def shared_of(graph: Graph, decision: Decision, stage: int, owners: Mapping[str,
         own_updates(graph, chosen),
         owners,
         decision.bucket_bytes,
-        compress=decision.compress == "bf16",
     )

@@ -35,7 +35,7 @@ from autopart.passes.graph.cuts import Ints
 from autopart.passes.search.partition import INFEASIBLE
 from autopart.passes.search.relaxation import fastest_times, gradient_edges, is_chain
 from autopart.passes.search.space import SearchSpace
-from autopart.passes.simulation.stage_costs import optimizer_ns, sent_share
+from autopart.passes.simulation.stage_costs import optimizer_ns
 
 MOST_WORK = 10_000_000
 """Cells of the chain's bound (devices squared times blocks squared, halved); larger problems get that of the work."""
@@ -158,7 +158,6 @@ def _optimistic(space: SearchSpace, replicas: int, share: int) -> tuple[Ints, In
     forward = np.min([costs.ranges("fwd_ns") for costs in by_type], axis=0)
     backward = np.min([costs.ranges("bwd_ns") for costs in by_type], axis=0)
     all_reduce = 2 * (replicas - 1) / replicas * 1e9 / _best_rate(context.cluster, replicas)
-    all_reduce *= sent_share(space.request.compress)
     optimizer = min(optimizer_ns(1 << 30, context.state_factor, device) for device in context.device_types) / (1 << 30)
     if space.request.may_shard:
         optimizer /= replicas

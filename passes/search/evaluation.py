@@ -175,7 +175,6 @@ class Evaluator:
             shared,
             candidate.token_slices or request.fixed_slices,
             bucket_bytes=request.bucket_bytes,
-            compress=request.compress,
         )
         found = self._fit(space, candidate, decision)
         unequal = in_proportion(decision, estimator, request.least_rows)

@@ -79,7 +79,7 @@ def _other_freedom(plan: Plan, request: PlanRequest) -> Iterator[str]:
         yield "it cuts sequences otherwise"
     if (plan.decision.zero and not request.may_shard) or (request.zero == 1 and not plan.decision.zero):
         yield "it shares the optimizer's state otherwise"
-    if (plan.decision.bucket_bytes, plan.decision.compress) != (request.bucket_bytes, request.compress):
+    if plan.decision.bucket_bytes != request.bucket_bytes:
         yield "it sums gradients otherwise"
     if request.recompute == "all" and request.may_recompute and again != everything:
         yield "it does not recompute everything"

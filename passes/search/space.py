@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from autopart.ir.shares import Policy
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.cuts import Ints, module_span
 from autopart.passes.program.schedules import AUTOMATIC
-from autopart.passes.simulation.stage_costs import CostContext, LoadMemo, sent_share, summed_bytes
+from autopart.passes.simulation.stage_costs import CostContext, LoadMemo, summed_bytes
 from autopart.passes.tokens.recipe import TokenAxis
 
 Bools = npt.NDArray[np.bool_]
@@ -36,7 +35,7 @@ class PlanRequest:
     stage.  pins: module path to its stage.  uncut: values that no stage may pass to another.  replicas: of every stage,
     or one number for each.  policy: how they divide micro-batches.  recompute: "auto", "off" or "all"; recomputed:
     groups of captured ops that are recomputed even when it is "off".  zero: 0, 1 (optimizer state shared by replicas)
-    or "auto" (where memory does not suffice otherwise).  bucket_bytes, compress: of sums of gradients over replicas.
+    or "auto" (where memory does not suffice otherwise).  bucket_bytes: gradients that replicas sum together.
     token_slices: lengths of slices, () for whole sequences, "auto" where the planner chooses;
     token_axis: tells what slices take.  state_factor: bytes of optimizer state per byte of trainable parameter.
     abilities: what a plan may use.  prove_seconds: time to find a certificate (`certificate`) of the plan, when its
@@ -57,7 +56,6 @@ class PlanRequest:
     recomputed: tuple[tuple[str, ...], ...] = ()
     zero: int | str = "auto"
     bucket_bytes: int = BUCKET_BYTES
-    compress: Literal["bf16"] | None = None
     token_slices: tuple[int, ...] | str = ()
     token_axis: TokenAxis | None = None
     state_factor: float = 2.0
@@ -146,11 +144,6 @@ class SearchSpace:
         trained = [param for param in self.chain.blocks.params if param.trainable]
         whole = sum(param.size_bytes for param in trained)
         return sum(map(summed_bytes, trained)) / whole if whole else 0.0
-
-    @property
-    def sent_per_trained(self) -> float:
-        """Bytes of gradients that one turn of their sum carries, by byte of trainable parameter."""
-        return self.summed_per_trained * sent_share(self.request.compress)
 
     @cached_property
     def asked(self) -> dict[str, int]:

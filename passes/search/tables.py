@@ -251,7 +251,7 @@ class StageCostTables:
             devices = [self._space.costs.device_types[device_type] for device_type in place.device_types]
             slowest = max(optimizer_ns(1 << 30, state_factor, device) for device in devices)
             optimizer = np.asarray(trained * (slowest / (1 << 30))).astype(np.int64)
-            sent = (trained * self._space.sent_per_trained).astype(np.int64)
+            sent = (trained * self._space.summed_per_trained).astype(np.int64)
             reduce = alone_ns(sent, *place.ring)
             if hides and place.ring[1]:
                 last = alone_ns(np.minimum(sent, self._space.request.bucket_bytes), *place.ring)

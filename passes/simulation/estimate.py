@@ -18,7 +18,6 @@ from autopart.passes.simulation.stage_costs import (
     GraphIndex,
     StageContext,
     excess_bytes,
-    sent_share,
     summing_ns,
 )
 
@@ -132,10 +131,9 @@ def _work(
     ranks, loads = [stage.ranks for stage in decision.stages], estimator.loads
     index = estimator.graph(Size(max(decision.micro_rows)), 0)
     trained = [(index.trained_bytes(stage), stage.ranks) for stage in decision.stages]
-    share = sent_share(decision.compress)
     apart = [sum([index.summed[name] for name, users in shared if stage in users]) for stage in range(len(ranks))]
     summed = [  # what is tied is summed once, over all its stages
-        (int((index.summed_bytes(stage) - tied_bytes) * share), stage.ranks)
+        (int(index.summed_bytes(stage) - tied_bytes), stage.ranks)
         for stage, tied_bytes in zip(decision.stages, apart, strict=True)
     ]
     return Work(
@@ -232,7 +230,6 @@ def stage_contexts(decision: Decision, sizes: dict[Message, int]) -> list[StageC
                 out[s],
                 back[s],
                 shared=decision.zero > 0,
-                compress=decision.compress,
                 held=held,
             )
         )

@@ -187,11 +187,6 @@ def summed_bytes(param: Param) -> int:
     return param.size_bytes * 2 if param.dtype in ("float16", "bfloat16") else param.size_bytes
 
 
-def sent_share(compress: str | None) -> float:
-    """Of the bytes of summed gradients, those that are sent: in bf16 half of those in single precision."""
-    return 0.5 if compress else 1.0
-
-
 def optimizer_ns(trained_bytes: int, state_factor: float, device: Device) -> int:
     """Nanoseconds of an optimizer's step over parameters of trained_bytes."""
     return int(trained_bytes * (3 + 2 * state_factor) * 1e9 / device.reached_bytes_per_s)
@@ -231,7 +226,7 @@ class StageContext:
     """All that the estimate of a stage depends on.  rows: of the largest micro-batch.  live: micro-batches in flight.
     first: it is given the whole batch.  versions: copies of its weights.  in_bytes, out_bytes: of a whole micro-batch;
     back_bytes: of the gradients that come and go for it.  shared: its replicas share the optimizer's state.
-    compress: how they round the gradients that they sum.  held: where sequences are cut, tokens in flight at most and
+    held: where sequences are cut, tokens in flight at most and
     tokens of a micro-batch.
     """
 
@@ -245,7 +240,6 @@ class StageContext:
     out_bytes: int
     back_bytes: int
     shared: bool = False
-    compress: str | None = None
     held: tuple[int, int] | None = None
 
 
@@ -309,7 +303,6 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
     activation_bytes = kept + received
     workspace = max([cost.scratch_bytes for cost in costed[0]], default=0) + group_bytes
     buffers = MESSAGES_AHEAD * (received + sent)
-    sent_bytes = int(summed * sent_share(context.compress))
     in_flight = _in_flight_bytes(context, activation_bytes)
     if len(stage.ranks) > 1:  # what is gone by then makes room for it
         given_out = (summed - trained) * stepped // max(1, trained)
@@ -335,8 +328,8 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
         workspace_bytes=workspace,
         buffer_bytes=buffers,
         recompute_ns=recompute_ns,
-        reduce_ns=estimator.loads.ring_allreduce(stage.ranks).alone_ns(sent_bytes)
-        + summing_ns(sent_bytes, stage.ranks, setting.cluster),
+        reduce_ns=estimator.loads.ring_allreduce(stage.ranks).alone_ns(summed)
+        + summing_ns(summed, stage.ranks, setting.cluster),
         optimizer_ns=max(optimizer_ns(stepped, setting.state_factor, d) + casting_ns(copies, d) for d in devices),
     )
 

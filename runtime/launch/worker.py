@@ -24,7 +24,6 @@ from typing import Any
 from autopart.ir.errors import AutopartError, UsageError
 from autopart.runtime.activity import NOBODY, SharedStatus, leave, publish_to, set_activity
 from autopart.runtime.effects import is_effect
-from autopart.runtime.watch.launcher import LOOK_S, Stopped
 
 READY = "ready"
 
@@ -101,11 +100,32 @@ def main(init: WorkerInit) -> None:
 
 
 def _answer(rank: int, run: Run) -> Success | Failure:
+    pid = os.getpid()
     try:
         fn, args = _load_call(run)
-        return Success(rank, _dump_result(rank, run.name, fn(*args)), _in_group())
+        result = fn(*args)
+        _end_forked_child(pid)
+        return Success(rank, _dump_result(rank, run.name, result), _in_group())
     except BaseException as error:  # SystemExit too: a worker has no other way to end early than to say so
+        _end_forked_child(pid, error)
         return _failure(rank, error)
+
+
+def _end_forked_child(pid: int, error: BaseException | None = None) -> None:
+    """End this process if the called function forked it: a child of a rank reports nothing to the parent.
+
+    pid: of the rank.  error: what the child raised; the exit status is that of an ordinary Python process.
+    """
+    if os.getpid() == pid:
+        return
+    status = 0
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        traceback.print_exception(error)
+        status = 1
+    _flush()
+    os._exit(status)
 
 
 def _load_call(run: Run) -> tuple[Any, tuple[Any, ...]]:
@@ -174,10 +194,7 @@ def _tie_to_parent(init: WorkerInit) -> None:
     assert parent is not None
 
     def watch() -> None:
-        stopped = Stopped(init.parent)
-        while parent.is_alive():
-            stopped.look()
-            parent.join(LOOK_S)
+        parent.join()
         os._exit(1)
 
     threading.Thread(target=watch, name="autopart-parent-watch", daemon=True).start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import threading
 import time
@@ -29,9 +30,10 @@ from autopart.runtime.watch.states import RankState, held_up_by, verdict
 TICK_S = 0.25
 LOOK_S = 0.5  # a wait that is longer is looked into
 SEEK_S = 1.0  # between two searches for a process that has not come
-SILENT_S = 10.0  # as is a rank of another machine that does not beat
-DEAF_S = 60.0  # and a process of this machine that runs and yet does not beat
-NOTE_S = 10.0  # whoever is waited for longer than this is noted in the log
+QUIET_S = 5.0  # a rank whose last heartbeat is older than this is not believed to wait: its thread may be held up
+SILENT_S = 10.0  # a rank of another machine without a heartbeat for this long is taken for dead
+DEAF_S = 60.0  # and one of this machine whose process runs
+NOTE_S = 10.0  # a rank that others wait for longer than this is named in the log
 GRACE_S = 5.0  # for the main thread to raise once its connections are broken
 CAUSE_S = 1.0  # for the rank that failed first to say so
 
@@ -42,7 +44,7 @@ class Monitor:
     """Watches from `start` to `stop`; `attach` gives it the store, `enter` the group whose failures count."""
 
     def __init__(self, rank: int, size: int, limit_s: float) -> None:
-        self.rank, self.size, self.limit_s = rank, size, limit_s
+        self.rank, self.size, self.limit_s, self.planning_s = rank, size, limit_s, math.inf
         self.verdict: WorkerError | None = None
         self._breakers: list[Callable[[], None]] = []
         self._heart: Heart | None = None
@@ -146,7 +148,7 @@ class Monitor:
         states = self._states(now)
         if key != (status.changes, status.waits):  # it went on meanwhile: the status is that of the main thread
             return
-        found = verdict(self.rank, states, waited, self.limit_s)
+        found = verdict(self.rank, states, waited, self.limit_s, self.planning_s)
         if found is not None:
             self._decide(found, now)
         elif waited >= self._note_s:
@@ -196,8 +198,11 @@ class Monitor:
         else:  # it beats no more; whether it can come back is asked by who waits for that
             dead = f"has left: its process {pid} is gone" if joining and pid and state_of(pid) == "gone" else ""
         if not dead and rank == 0 and self._rank0_has_store and heart.stuck_s() > SILENT_S:
-            dead = f"does not answer: {_silence(heart.stuck_s())}"
-        return RankState(rank, beat["label"], beat["note"], phase, beat["waits"], max(0.0, now - seen.same_at), dead)
+            dead = f"does not answer: {_silence(heart.stuck_s(), runs=False)}"
+        doing, waits = beat["note"], beat["waits"]
+        if not dead and phase is not Phase.AWAY and silent >= QUIET_S:
+            doing, waits = f"{doing}; {_silence(silent, runs=bool(pid))}", NOBODY
+        return RankState(rank, beat["label"], doing, phase, waits, max(0.0, now - seen.same_at), dead)
 
     def _dead(self, rank: int, pid: int | None, silent: float, now: float) -> str:
         """Why a rank cannot go on, or ""."""
@@ -209,7 +214,7 @@ class Monitor:
         elif now - self._stopped_from.setdefault(rank, now) >= STOPPED_S:
             return f"is stopped: process {pid}, by a signal"
         if silent >= (DEAF_S if state else SILENT_S):
-            return f"does not answer: {_silence(silent)}"
+            return f"does not answer: {_silence(silent, runs=bool(state))}"
         return ""
 
     def _dead_unseen(self, rank: int, now: float) -> str:
@@ -221,8 +226,14 @@ class Monitor:
         return self._dead(rank, self._siblings[rank], 0.0, now) if rank in self._siblings else ""
 
 
-def _silence(seconds: float) -> str:
-    return f"no sign of life for {seconds:.0f} s; its process is stopped, or its machine is gone"
+def _silence(seconds: float, *, runs: bool) -> str:
+    """Describe a missing heartbeat.  runs: whether the rank's process is known to run."""
+    why = (
+        "its process runs: native code that holds the GIL?"
+        if runs
+        else "its process is stopped, or its machine is gone"
+    )
+    return f"no sign of life for {seconds:.0f} s, {why}"
 
 
 def _report(rank: int, error: BaseException, *, known: bool) -> dict[str, Any]:

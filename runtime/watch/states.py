@@ -7,6 +7,7 @@ waited for plans or captures.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -80,8 +81,14 @@ def _others(state: RankState, states: Mapping[int, RankState]) -> Sequence[int]:
     return list(states) if state.waits == EVERYONE else [state.waits - 1]
 
 
-def verdict(me: int, states: Mapping[int, RankState], waited_s: float, limit_s: float) -> WorkerError | None:
-    """Why waiting is pointless, or None while it is not.  me: a rank that has waited for `waited_s` seconds."""
+def verdict(
+    me: int, states: Mapping[int, RankState], waited_s: float, limit_s: float, planning_s: float = math.inf
+) -> WorkerError | None:
+    """Return why waiting is pointless, or None while it is not.
+
+    me: a rank that has waited for `waited_s` seconds.  limit_s: seconds after which a rank that does not go on is
+    blamed; planning_s: the same for one that plans or captures.
+    """
     roots = held_up_by(me, states)
     for root in roots:
         if root.dead:
@@ -90,8 +97,8 @@ def verdict(me: int, states: Mapping[int, RankState], waited_s: float, limit_s: 
         away = root.phase is Phase.AWAY and states[me].phase is not Phase.JOINING  # between two pipes all are away
         if away and min(waited_s, root.still_s) >= LEFT_S:
             return _left(root, states[me], states)
-    if any(root.phase is Phase.PATIENT for root in roots):
-        return None
+    planning = any(root.phase is Phase.PATIENT for root in roots)
+    limit_s = planning_s if planning else limit_s
     late = [root for root in roots if root.still_s >= limit_s]
     if waited_s >= limit_s and (late or not roots):
         return _too_late(late, limit_s, states)

@@ -186,6 +186,11 @@ def test_a_dead_worker_is_seen_though_its_forked_child_holds_its_pipes(workers: 
         server.accept()[0].close()  # lets the forked child end
 
 
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_forked_child_that_exits_is_not_taken_for_its_rank(workers: Workers, status: int) -> None:
+    assert workers.run(jobs.forked_child_exits, status) == [status] * workers.world
+
+
 def test_timeout_says_what_each_rank_did(workers: Workers) -> None:
     pids = [r[2] for r in workers.run(jobs.double, 1)]
     with Workers(2, timeout=100) as pool:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from autopart.runtime import activity
 from autopart.runtime.activity import EVERYONE, Phase, SharedStatus
+from autopart.runtime.watch.heart import Seen
 from autopart.runtime.watch.monitor import Monitor
+from autopart.runtime.watch.slow_phase import SlowPhase
 from autopart.runtime.watch.states import RankState, held_up_by, verdict
 
 DEAD = "is stopped: process 7, by a signal"
@@ -67,6 +71,52 @@ def test_waiting_is_ended_for_a_rank_that_cannot_go_on_or_has_left_or_at_the_lim
     assert (found and found.what) == says
     if found is not None:
         assert all(f"rank {number} (stage {number}): " in found.why for number in range(3))
+
+
+def test_planning_has_no_limit_but_the_one_that_is_set() -> None:
+    planning = rank(0, still_s=500.0, doing="planning", phase=Phase.PATIENT)
+    states = world(planning, rank(1, EVERYONE))
+    assert verdict(1, states, 500.0, limit_s=10.0) is None
+    assert verdict(1, states, 500.0, limit_s=10.0, planning_s=501.0) is None
+    found = verdict(1, states, 500.0, limit_s=10.0, planning_s=100.0)
+    assert found is not None and "rank 0 (stage 0) did not go on for 100 s" in found.what
+
+
+def test_a_long_capture_is_named_after_half_a_minute_and_again_after_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity, "_status", SharedStatus())
+    slow = SlowPhase()
+    with activity.patient("capturing the model"):
+        lines = [slow.look(float(second)) for second in range(200)]
+    assert {second: line for second, line in enumerate(lines) if line} == {
+        30: "autopart: rank 0 has been capturing the model for 30 s",
+        120: "autopart: rank 0 has been capturing the model for 120 s",
+    }
+    assert slow.look(500.0) is None and slow.look(1000.0) is None  # nothing is said of what is no capture
+
+
+def test_a_rank_that_waits_but_sends_no_heartbeat_is_the_one_that_holds_up_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Native code may hold the GIL: then the last heartbeat says that the rank waits, and it never goes on."""
+    monkeypatch.setattr(activity, "_status", SharedStatus())
+    monitor = Monitor(0, 2, limit_s=12.0)
+    monitor._ending.set()
+    monitor._thread.join()
+    beat = {"machine": monitor._machine, "pid": os.getpid(), "label": "stage 1", "note": "1R0", "waits": waits_for(0),
+            "phase": Phase.BUSY}  # fmt: skip
+    heart = SimpleNamespace(seen={1: Seen(beat, 0.0, 0.0)}, silent_s=lambda rank: silent, stuck_s=lambda: 0.0)
+    monkeypatch.setattr(monitor, "_heart", heart)
+    named = {}
+    for silent in (1.0, 13.0):
+        states = monitor._states(13.0) | {0: rank(0, waits_for(1))}
+        found = verdict(0, states, 13.0, 12.0)
+        assert found is not None
+        named[silent] = found
+    assert named[1.0].what == "the ranks have waited for each other for 12 s"
+    assert named[13.0].what.startswith("rank 1 (stage 1) did not go on for 12 s")
+    assert "no sign of life for 13 s, its process runs: native code that holds the GIL?" in named[13.0].where
+    monitor._heart = None
+    monitor.stop()
 
 
 def test_a_dead_rank_is_named_before_one_that_is_late() -> None:

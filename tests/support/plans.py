@@ -70,7 +70,6 @@ def decisions(draw: st.DrawFn, words: st.SearchStrategy[str] = WORDS) -> Decisio
         zero=draw(st.sampled_from([0, 0, 1])),
         token_slices=draw(st.just(()) | st.lists(st.integers(1, 10**6), min_size=2, max_size=5).map(tuple)),
         bucket_bytes=draw(st.just(BUCKET_BYTES) | st.integers(1, MAX_BUCKET_BYTES)),
-        compress=draw(st.sampled_from([None, "bf16"])),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -291,10 +291,6 @@ class World:
             with waiting(source):
                 dist.recv(tensor, source, group=shared_group.group)
         return tensor
-
-    def sum_numbers(self, numbers: Iterable[float]) -> list[float]:
-        """Sums over the ranks, in the order of the ranks, so that every rank gets the same bits.  Collective."""
-        return [sum(column) for column in zip(*self.gather_numbers(list(numbers)), strict=True)]
 
 
 def transport_of(kind: str, asked: str) -> str:

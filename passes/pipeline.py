@@ -168,7 +168,7 @@ def _costs(source: PlannerInput, cluster: Cluster, request: PlanRequest) -> Cost
         device_types(cluster),
         source.cost_model,
         request.state_factor,
-        request.abilities.overlap,
+        True,
         slices,
         source.group_ns,
     )

@@ -13,7 +13,6 @@ import autopart
 from autopart.capture import CaptureCache
 from autopart.capture.batch import flatten
 from autopart.files.plans import match_plan
-from autopart.ir.capabilities import EVERYTHING, RUNTIME
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.errors import CoupledLossError, RefusedError, UsageError
 from autopart.ir.shares import parts
@@ -80,7 +79,7 @@ def planned(
     capturer = Counted(model, F.mse_loss)
     options = {"replicas": 1, **options} if runtime else options
     read = read_options(costs="analytic", loss_fn=F.mse_loss, optimizer="sgd", **options)
-    made = make_plan(capturer, flatten(data, with_target=True), SLOW, read, RUNTIME if runtime else EVERYTHING)
+    made = make_plan(capturer, flatten(data, with_target=True), SLOW, read, to_run=runtime)
     size = Size(max(made.plan.micro_rows))
     fresh = CaptureCache(model, F.mse_loss)(flatten(data, with_target=True), size)
     match_plan(made.plan, fresh.graph, torch_version=torch.__version__, world=4)

@@ -8,7 +8,6 @@ from autopart.capture.family import ProgramFamily, another_size
 from autopart.capture.token_axis import asked_slices
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import COST_SOURCES, GROUP_NS, costed
-from autopart.ir.capabilities import EVERYTHING
 from autopart.ir.cluster import Cluster
 from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
@@ -48,6 +47,6 @@ def simulate_plan(
         asked = asked_slices(plan.decision.token_slices, captures, batch, Size(rows)).axis
         if asked is not None:
             slices = SliceShares.of(graph, asked.tokens, asked.behind, asked.once, cluster.devices[0])
-    costs = CostContext(cluster, devices, cost_model, factor, EVERYTHING.overlap, slices, GROUP_NS[cluster.kind])
+    costs = CostContext(cluster, devices, cost_model, factor, True, slices, GROUP_NS[cluster.kind])
     program = check_program(route(plan.decision, graph), plan.schedule)
     return timeline_of(plan.decision, program, Estimator(costs))

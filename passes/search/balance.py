@@ -65,7 +65,7 @@ def balanced(evaluation: Evaluation, archive: Archive) -> Evaluation:
     if evaluation.candidate.partition.stages < 2 or not evaluation.fits:
         return evaluation
     for _ in range(ROUNDS):
-        bounds = _best_bounds(best.candidate, space, archive.evaluator)
+        bounds = _best_bounds(best, archive.evaluator)
         moved = _moved(best.candidate, space, bounds)
         if moved is None or bounds == best.candidate.partition.bounds:
             break
@@ -97,10 +97,10 @@ def _moved(candidate: Candidate, space: SearchSpace, bounds: tuple[int, ...]) ->
     return replace(candidate, partition=replace(candidate.partition, bounds=bounds))
 
 
-def _best_bounds(candidate: Candidate, space: SearchSpace, evaluator: Evaluator) -> tuple[int, ...]:
+def _best_bounds(known: Evaluation, evaluator: Evaluator) -> tuple[int, ...]:
     """The bounds with the least bound of the step, out of `_places`; the candidate's own where none can be judged."""
-    bounds, micros = candidate.partition.bounds, len(candidate.micro_rows)
-    needs = _needs(candidate, space, evaluator)
+    bounds, micros = known.candidate.partition.bounds, len(known.candidate.micro_rows)
+    needs = _needs(known, evaluator)
     best = least_bound([needs.get(stage, {}) for stage in range(len(bounds) - 1)], micros, bounds[-1])
     return best.bounds if best is not None else bounds
 
@@ -141,12 +141,13 @@ def _joined(need: Need, rest: Suffix, first: int, micros: int) -> Suffix:
     return Suffix(bound, through, (first, *rest.bounds))
 
 
-def _needs(candidate: Candidate, space: SearchSpace, evaluator: Evaluator) -> dict[int, dict[tuple[int, int], Need]]:
+def _needs(known: Evaluation, evaluator: Evaluator) -> dict[int, dict[tuple[int, int], Need]]:
     """By stage and its two bounds what every stage that fits needs, with its bounds at any of their places.
 
     Stages are estimated all together, even bounds at one place and odd ones at another, so that as many estimates as
     there are pairs show them all.
     """
+    candidate, space = known.candidate, known.space
     needs: dict[int, dict[tuple[int, int], Need]] = {}
     places = _places(candidate, space)
     for pair in product(range(CHOICES), range(CHOICES)):
@@ -154,7 +155,7 @@ def _needs(candidate: Candidate, space: SearchSpace, evaluator: Evaluator) -> di
         moved = _moved(candidate, space, bounds)
         if moved is None:
             continue
-        fitted = evaluator.fitted(space, moved)
+        fitted = evaluator.fitted(space, moved, known.decision.zero)
         arriving = evaluator.arriving_ns(space, fitted)
         for stage, between in enumerate(pairwise(bounds)):
             if fitted.excess_bytes[stage] <= 0:

@@ -170,9 +170,9 @@ def _short(evaluation: Evaluation) -> str:
 
 def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tuple[str, PlanRequest, Cluster]]:
     request, cluster = space.request, space.costs.cluster
-    if request.recompute == "off" and request.abilities.recompute:
+    if request.recompute == "off":
         yield 'allow recompute="auto"', replace(request, recompute="auto", recomputed=()), cluster
-    if request.zero == 0 and request.abilities.zero and request.may_replicate:
+    if request.zero == 0 and request.may_replicate:
         yield 'allow zero="auto"', replace(request, zero="auto"), cluster
     if request.schedule not in ("auto", "1f1b"):
         yield 'use schedule="1f1b"', replace(request, schedule="1f1b"), cluster

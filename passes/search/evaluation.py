@@ -123,10 +123,11 @@ class Evaluator:
         self._recomputing: dict[tuple[int, int, StageContext], Stage] = {}
 
     def __call__(self, space: SearchSpace, candidate: Candidate) -> Evaluation:
-        """The candidate over the blocks of this space, with optimizer state shared and as much recomputed as the
-        memory demands.
+        """Evaluate the candidate over the blocks of this space, with as much recomputed as the memory demands.
 
-        O(blocks + actions), and O(stages) when it was evaluated before.
+        Where it has replicas and the request leaves that open, once with an optimizer state for each of them and once
+        with one that they share: the faster one counts.  O(blocks + actions), and O(stages) when it was evaluated
+        before.
         """
         key = (space.chain.n, *candidate.key)
         if key not in self._evaluations:
@@ -149,11 +150,12 @@ class Evaluator:
         """Estimates over the space's blocks, to propose slices by."""
         return self._estimator(space)
 
-    def fitted(self, space: SearchSpace, candidate: Candidate) -> Fitted:
-        """The candidate with optimizer state shared and as much recomputed as the memory demands; not simulated.  On
-        unlike devices in equal shares or in proportion, whichever has the faster slowest stage.
+    def fitted(self, space: SearchSpace, candidate: Candidate, zero: int) -> Fitted:
+        """Fit the candidate into memory by recomputation, without simulating it.  On unlike devices it has equal shares
+        or shares in proportion, whichever has the faster slowest stage.
 
-        O(blocks), and what it takes to choose what each stage recomputes, once for each.
+        zero: 1 where replicas share the optimizer's state.  O(blocks), and what it takes to choose what each stage
+        recomputes, once for each.
         """
         estimator, request = self._estimator(space), space.request
         names = [op.name for op in space.chain.blocks.ops]
@@ -166,22 +168,21 @@ class Evaluator:
             )
             for (a, b, _, _), ranks in zip(candidate.partition.ranges(), candidate.ranks, strict=True)
         )
-        world, shared = space.costs.cluster.world, int(request.zero == 1)
         decision = Decision(
-            world,
+            space.costs.cluster.world,
             stages,
             candidate.micro_rows,
             candidate.schedule,
-            shared,
+            zero,
             candidate.token_slices or request.fixed_slices,
             bucket_bytes=request.bucket_bytes,
             compress=request.compress,
         )
-        found = self._fit(space, candidate, decision)
+        found = self._fit(space, decision)
         unequal = in_proportion(decision, estimator, request.least_rows)
-        return found if unequal == decision else min(found, self._fit(space, candidate, unequal), key=_slowest)
+        return found if unequal == decision else min(found, self._fit(space, unequal), key=_slowest)
 
-    def _fit(self, space: SearchSpace, candidate: Candidate, decision: Decision) -> Fitted:
+    def _fit(self, space: SearchSpace, decision: Decision) -> Fitted:
         """A decision over blocks, of which stages, ranks and rows are settled, with what memory demands."""
         estimator, request = self._estimator(space), space.request
         flows = edges(decision, space.chain.blocks)
@@ -196,10 +197,6 @@ class Evaluator:
             decision = replace(decision, stages=tuple(each))
         estimates = stage_estimates(decision, flows, estimator)
         excess = excess_of(decision, flows, estimator, self._spare_bytes)
-        if max(excess) > 0 and request.may_shard and candidate.has_replicas and not decision.zero:
-            decision = replace(decision, zero=1)  # which takes no time, as recomputation does
-            estimates = stage_estimates(decision, flows, estimator)
-            excess = excess_of(decision, flows, estimator, self._spare_bytes)
         if max(excess) > 0 and request.may_recompute and not everything:  # not simulated yet: memory needs no time
             each = (
                 self._add_recompute(space, stage, context) if excess[stage] > 0 else context.stage
@@ -227,7 +224,15 @@ class Evaluator:
         return slowest
 
     def _evaluate(self, space: SearchSpace, candidate: Candidate) -> Evaluation:
-        fitted, estimator = self.fitted(space, candidate), self._estimator(space)
+        request = space.request
+        zeros: tuple[int, ...] = (int(request.zero == 1),)
+        if request.zero == "auto" and request.may_shard and candidate.has_replicas:
+            zeros = 0, 1
+        found = [self._simulated(space, candidate, zero) for zero in zeros]
+        return min(found, key=lambda evaluation: (evaluation.over_bytes, evaluation.step_ns))
+
+    def _simulated(self, space: SearchSpace, candidate: Candidate, zero: int) -> Evaluation:
+        fitted, estimator = self.fitted(space, candidate, zero), self._estimator(space)
         decision, excess = fitted.decision, fitted.excess_bytes
         tied_params = tied(decision, space.chain.blocks)
         step_ns = simulated_ns(decision, fitted.estimates, fitted.flows, tied_params, estimator)

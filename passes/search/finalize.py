@@ -203,7 +203,7 @@ def notes_of(decision: Decision, blocks: int, request: PlanRequest, graph: Graph
             f"statistics of BatchNorm are per replica, each of its own {own}; so is any buffer the step updates"
         )
     if not find(decision.schedule).synchronous:
-        notes.append("asynchronous: gradients are of older weights; the step is its steady state")
+        notes.append("asynchronous: gradients are of older weights; its step is the steady state; it cannot be run yet")
     return tuple(notes)
 
 

@@ -11,14 +11,13 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from autopart.ir.capabilities import ASYNCHRONOUS, RUNTIME, Capabilities
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.program import BUCKET_BYTES
 from autopart.ir.shares import Policy
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.cuts import Ints, module_span
-from autopart.passes.program.schedules import AUTOMATIC
+from autopart.passes.program.schedules import AUTOMATIC, find
 from autopart.passes.simulation.stage_costs import CostContext, LoadMemo, sent_share, summed_bytes
 from autopart.passes.tokens.recipe import TokenAxis
 
@@ -39,7 +38,7 @@ class PlanRequest:
     or "auto" (where memory does not suffice otherwise).  bucket_bytes, compress: of sums of gradients over replicas.
     token_slices: lengths of slices, () for whole sequences, "auto" where the planner chooses;
     token_axis: tells what slices take.  state_factor: bytes of optimizer state per byte of trainable parameter.
-    abilities: what a plan may use.  prove_seconds: time to find a certificate (`certificate`) of the plan, when its
+    prove_seconds: time to find a certificate (`certificate`) of the plan, when its
     largest micro-batch has prove_rows rows (None: whatever it has).
     """
 
@@ -61,7 +60,6 @@ class PlanRequest:
     token_slices: tuple[int, ...] | str = ()
     token_axis: TokenAxis | None = None
     state_factor: float = 2.0
-    abilities: Capabilities = RUNTIME
     prove_seconds: float = 0.0
     prove_rows: int | None = None
 
@@ -88,17 +86,22 @@ class PlanRequest:
     @property
     def may_recompute(self) -> bool:
         """Whether memory may be bought with time, beyond what is asked for."""
-        return self.abilities.recompute and self.recompute != "off"
+        return self.recompute != "off"
 
     @property
     def may_shard(self) -> bool:
         """Whether replicas may share the optimizer's state; never where it steps while micro-batches are in flight."""
-        return self.abilities.zero and self.zero != 0 and self.schedule not in ASYNCHRONOUS
+        return self.zero != 0 and self.synchronous
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the optimizer steps when no micro-batch is in flight."""
+        return self.schedule == "auto" or find(self.schedule).synchronous
 
     @property
     def may_replicate(self) -> bool:
         """Whether stages may have several devices."""
-        return self.abilities.replicas and self.replicas != 1
+        return self.replicas != 1
 
     @property
     def copies(self) -> int:

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from support.graphs import cluster, graph
-from support.planner_oracle import SYNCHRONOUS, Problem
+from support.planner_oracle import Problem
 
 from autopart.passes.search.layout import SMALL
 from autopart.passes.search.proposals import WORTH, Proposal, proposals_of
@@ -24,9 +24,7 @@ def deep(seed: int, *, chain: bool = True, **request: object) -> Problem:
         for i in range(40)
     ]
     rows = ((8,) * 2, (4,) * 4, (1,) * 16)
-    return Problem(
-        graph("; ".join(ops), input_bytes=0), cluster(20), PlanRequest(rows, abilities=SYNCHRONOUS, **request)
-    )  # type: ignore[arg-type]
+    return Problem(graph("; ".join(ops), input_bytes=0), cluster(20), PlanRequest(rows, **request))  # type: ignore[arg-type]
 
 
 def latencies(proposals: list[Proposal]) -> dict[object, int]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from support.graphs import cluster, graph
-from support.planner_oracle import FASTEST, SYNCHRONOUS, Kind, Problem, problem, problems
+from support.planner_oracle import FASTEST, Kind, Problem, problem, problems
 
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.plan import Decision, Estimate, Stage
@@ -134,7 +134,7 @@ def test_unlike_replicas_share_the_work_by_speed() -> None:
 def test_a_shared_memo_does_not_mix_up_stages_of_different_numbers_of_them() -> None:
     """Counted from the end the same stage has another number, so something else may be pinned to it."""
     text = "; ".join(f"v{i}:9 #1 @m.{i} <- {f'v{i - 1}' if i else 'x'}" for i in range(6))
-    request = PlanRequest(((2, 2),), pins={"m.2": 1}, abilities=SYNCHRONOUS)
+    request = PlanRequest(((2, 2),), pins={"m.2": 1})
     space = Problem(graph(text), cluster(4), request).space
     memo = TableMemo()
     for stages in (2, 3):

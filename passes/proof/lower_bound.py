@@ -32,8 +32,7 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.size import Size
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.search.partition import INFEASIBLE
-from autopart.passes.search.relaxation import fastest_times, gradient_edges, is_chain
-from autopart.passes.search.space import SearchSpace
+from autopart.passes.search.space import SearchSpace, fastest_times, gradient_edges, is_chain
 from autopart.passes.simulation.stage_costs import optimizer_ns, sent_share
 
 MOST_WORK = 10_000_000

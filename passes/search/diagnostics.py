@@ -10,8 +10,7 @@ from autopart.ir.errors import InfeasibleError
 from autopart.ir.explain import listed_runs
 from autopart.ir.graph import Op
 from autopart.ir.plan import Alternative
-from autopart.passes.search.archive import SearchResult
-from autopart.passes.search.evaluation import Candidate, Evaluation, Evaluator
+from autopart.passes.search.evaluation import Candidate, Evaluation, Evaluator, SearchResult
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import Partition
 from autopart.passes.search.slicing import slices_of, whole_of

@@ -21,9 +21,8 @@ from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import edges, route
 from autopart.passes.program.schedules import find
 from autopart.passes.program.verify import check_program
-from autopart.passes.search.archive import SearchResult
 from autopart.passes.search.diagnostics import alternatives
-from autopart.passes.search.evaluation import Evaluation, Evaluator, preference
+from autopart.passes.search.evaluation import Evaluation, Evaluator, SearchResult, preference
 from autopart.passes.search.space import PlanRequest, SearchSpace
 from autopart.passes.simulation.estimate import estimate, excess_of, stage_estimates
 from autopart.passes.simulation.stage_costs import Estimator

@@ -1,4 +1,8 @@
-"""What the planner may choose from: what is asked for, and the chain of blocks and the cluster it is about."""
+"""What the planner may choose from: what is asked for, the chain of blocks and the cluster it is about.
+
+At the end stand relaxations, which the search and the proof share: what a part of any plan of a space takes at least.
+There blocks are taken on their fastest type of device, and messages are left out.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -15,9 +20,11 @@ from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.program import BUCKET_BYTES
 from autopart.ir.shares import Policy
+from autopart.ir.size import Size
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.cuts import Ints, module_span
 from autopart.passes.program.schedules import AUTOMATIC, find
+from autopart.passes.search.layout import Layout
 from autopart.passes.simulation.stage_costs import CostContext, LoadMemo, sent_share, summed_bytes
 from autopart.passes.tokens.recipe import TokenAxis
 
@@ -246,3 +253,67 @@ def block_span(blocks: Graph, fine: Graph, paths: tuple[str, ...]) -> tuple[int,
     if not places:
         raise UsageError(f"no block holds {', '.join(paths)}")
     return min(places), max(places) + 1
+
+
+# ---- relaxations ---------------------------------------------------------------------------------------------------
+
+
+def is_chain(space: SearchSpace) -> bool:
+    """Whether the chain is the only order of the blocks: each reads what the one before it writes."""
+    ops = space.chain.blocks.ops
+    return all(set(a.writes) & set(b.reads) for a, b in pairwise(ops))
+
+
+def gradient_edges(space: SearchSpace, rows: int | None = None) -> Ints:
+    """[a, b] is 1 where block b reads, with a gradient, what the range [a, b) writes, else 0.
+
+    The stage that begins with b then waits for the one that is [a, b), forward and backward.  rows: only values that
+    have bytes at so many rows count, since nothing else is sent.
+    """
+    ops, n = space.chain.blocks.ops, space.chain.n
+    values = space.chain.blocks.values
+    sizes = [1] * len(values) if rows is None else space.chain.range_costs(Size(rows)).sizes.tolist()
+    grad = {v.name for v, size in zip(values, sizes, strict=True) if v.grad and size}
+    writer = {w: i for i, op in enumerate(ops) for w in op.writes}
+    found = np.zeros((n + 1, n + 1), dtype=np.int64)
+    for b, op in enumerate(ops):
+        nearest = max((writer[r] for r in op.reads if r in writer and r in grad), default=-1)
+        if nearest >= 0:
+            found[: nearest + 1, b] = 1
+    return found
+
+
+def layout_bound(space: SearchSpace, layout: Layout, micro_rows: tuple[int, ...], most: int) -> int:
+    """About the least pipeline latency, in nanoseconds, of any partition into at most `most` stages on this layout.
+
+    Stages of t_1 .. t_S that wait for one another have U >= sum of t_q over q < s + M * t_s for each s, which is least
+    where all of these are equal: U = sum of t / (1 - (1 - 1 / M)^S).  Where widths are free, all that is known is that
+    the positions share the work.  O(blocks).
+    """
+    micros = len(micro_rows)
+    whole = fastest_sums(space, -(-max(micro_rows) // layout.pipeline_replicas))[-1]
+    if len(layout.widths) > 1 or not is_chain(space):
+        positions = layout.depth if len(layout.widths) > 1 else min(layout.depth, most)
+        return int(micros * whole) // positions
+    return int(whole / (1 - (1 - 1 / micros) ** min(layout.depth, most, space.chain.n)))
+
+
+def longest_range(space: SearchSpace, share: int, micros: int, most_ns: int) -> int:
+    """Blocks of the longest range whose micro-batches, of `share` rows each, take at most most_ns nanoseconds.
+
+    O(blocks log blocks).
+    """
+    sums = fastest_sums(space, share)
+    last = np.searchsorted(sums, sums + most_ns // micros, side="right") - 1
+    return max(1, int((last - np.arange(len(sums))).max()))
+
+
+def fastest_sums(space: SearchSpace, rows: int) -> Ints:
+    """Entry i: nanoseconds of the first i blocks at so many rows, each on its fastest type of device."""
+    return np.concatenate([[0], np.cumsum(fastest_times(space, rows))]).astype(np.int64)
+
+
+def fastest_times(space: SearchSpace, rows: int) -> Ints:
+    """Nanoseconds of each block at so many rows, both ways, on its fastest type of device."""
+    by_type = [space.chain.range_costs(Size(rows), device_type) for device_type in range(len(space.costs.device_types))]
+    return np.asarray(np.min([costs.blocks[0] + costs.blocks[1] for costs in by_type], axis=0))

@@ -190,3 +190,19 @@ def test_statistics_of_replicas_are_their_own_and_said_so() -> None:
     options = {"sample": data, "loss_fn": F.mse_loss, "costs": "analytic", "micro_batches": 1, "stages": 1}
     notes = {n: " ".join(autopart.plan(model, SLOW, replicas=n, **options).notes) for n in (1, 2)}
     assert "BatchNorm" in notes[2] and "BatchNorm" not in notes[1]
+
+
+@pytest.mark.parametrize("asked", [None, "auto"])
+def test_slices_of_long_sequences_are_suggested_where_devices_idle(asked: str | None) -> None:
+    model = nn.Sequential(nn.Embedding(8, 16), *(nn.Linear(16, 16) for _ in range(4)))
+    read = read_options(costs="analytic", loss_fn=lambda y, t: y.mean() * t, stages=4, replicas=1, token_slices=asked)
+    batch = flatten((torch.zeros(4, 64, dtype=torch.long), torch.ones(())), with_target=True)
+    plan = make_plan(CaptureCache(model, read.loss_fn), batch, SLOW, read).plan
+    assert plan.bubble > 0.15
+    assert any("token_slices=" in note for note in plan.notes) == (asked is None)
+
+
+def test_a_schedule_that_cannot_be_run_is_refused_for_what_runs_alone() -> None:
+    with pytest.raises(UsageError, match="schedule 'pipedream' cannot be run yet"):
+        planned(schedule="pipedream")
+    assert planned(runtime=False, schedule="pipedream")[0].plan.schedule == "pipedream"

@@ -18,7 +18,7 @@ from autopart.capture.gc_pause import gc_paused
 from autopart.capture.gradients import require_something_to_train
 from autopart.capture.reduction import WHOLE, BatchRule, loss_reduction, row_layouts
 from autopart.capture.splits import Splits, other_sizes, ways_to_split
-from autopart.capture.token_axis import AskedSlices, asked_slices
+from autopart.capture.token_axis import AskedSlices, asked_slices, sequence_length
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import GROUP_NS, CostedGraph, costed
 from autopart.files.plan_cache import find_plan, keep_plan, planner_digest
@@ -46,6 +46,11 @@ from autopart.planning.restrictions import (
     with_more_rows,
     with_reduction,
 )
+
+IDLE = 0.15
+"""The part of a step that devices idle from which on slices of sequences are suggested."""
+LONG = 64
+"""Tokens of a sequence from which on slices are suggested."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,18 @@ def _built(problem: Problem, costs: CostedGraph) -> Plan:
     precision = precision_of(problem.options, None)
     if is_stand_in(precision, problem.cluster.kind):
         notes = (*notes, "this torch has no CUDA: its casts are those of CPUs; to run it, plan again on the cluster")
-    return replace(plan, provenance=replace(plan.provenance, precision=precision)).with_notes(*costs.notes, *notes)
+    notes = (*costs.notes, *notes, *_hint_at_slices(problem, plan))
+    return replace(plan, provenance=replace(plan.provenance, precision=precision)).with_notes(*notes)
+
+
+def _hint_at_slices(problem: Problem, plan: Plan) -> tuple[str, ...]:
+    """A note where slices of sequences may pay: to try them takes a second capture, so they are tried when asked."""
+    if problem.options.token_slices is not None or plan.bubble < IDLE or len(plan.stages) < 2:
+        return ()
+    tokens = sequence_length(problem.family.batch)
+    if tokens is None or tokens < LONG:
+        return ()
+    return (f'devices idle for {plan.bubble:.0%} of the step: token_slices="auto" tries slices of the sequences',)
 
 
 def _request(problem: Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, ...]]:

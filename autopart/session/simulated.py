@@ -18,7 +18,7 @@ from autopart.passes.program.verify import check_program
 from autopart.passes.simulation.estimate import timeline_of
 from autopart.passes.simulation.slices import SliceShares
 from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
-from autopart.planning import Planned
+from autopart.planning.make import Planned
 
 
 def simulate_plan(

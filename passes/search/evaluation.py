@@ -6,7 +6,7 @@ estimated once more over captured ops (`finalize`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import log2
 
@@ -16,7 +16,7 @@ from autopart.ir.size import Size
 from autopart.passes.program.routing import edges, tied
 from autopart.passes.search.layout import Layout, in_proportion
 from autopart.passes.search.partition import Partition
-from autopart.passes.search.recomputation import StageBlocks, least_recomputed
+from autopart.passes.search.recomputation import StageBlocks, Way, least_recomputed
 from autopart.passes.search.space import SearchSpace, SearchSpaces, Watch
 from autopart.passes.simulation.estimate import excess_of, message_bytes, simulated_ns, stage_contexts, stage_estimates
 from autopart.passes.simulation.stage_costs import Estimator, StageContext
@@ -120,6 +120,7 @@ class Evaluator:
         self._estimators: dict[int, Estimator] = {}
         self._evaluations: dict[tuple[object, ...], Evaluation] = {}
         self._recomputing: dict[tuple[int, int, StageContext], Stage] = {}
+        self._ways: dict[Hashable, dict[int, list[Way]]] = {}  # equal layers are grouped alike in every stage
 
     def __call__(self, space: SearchSpace, candidate: Candidate) -> Evaluation:
         """Evaluate the candidate over the blocks of this space, with as much recomputed as the memory demands.
@@ -148,12 +149,12 @@ class Evaluator:
         """Estimates over the space's blocks, to propose slices by."""
         return self._estimator(space)
 
-    def fitted(self, space: SearchSpace, candidate: Candidate, zero: int, *, recompute: bool = True) -> Fitted:
-        """Fit the candidate into memory by recomputation, without simulating it.  On unlike devices it has equal shares
-        or shares in proportion, whichever has the faster slowest stage.
+    def fitted(self, space: SearchSpace, candidate: Candidate, zero: int) -> Fitted:
+        """Fit the candidate into memory by sharing the optimizer's state and then by recomputation, without simulating
+        it.  On unlike devices it has equal shares or shares in proportion, whichever has the faster slowest stage.
 
-        zero: 1 where replicas share the optimizer's state.  recompute: whether more may be recomputed than is asked
-        for.  O(blocks), and what it takes to choose what each stage recomputes, once for each.
+        zero: 1 where replicas share the optimizer's state in any case.  O(blocks), and what it takes to choose what
+        each stage recomputes, once for each.
         """
         estimator, request = self._estimator(space), space.request
         names = [op.name for op in space.chain.blocks.ops]
@@ -176,13 +177,11 @@ class Evaluator:
             bucket_bytes=request.bucket_bytes,
             compress=request.compress,
         )
-        found = self._fit(space, decision, recompute=recompute)
+        found = self._fit(space, candidate, decision)
         unequal = in_proportion(decision, estimator, request.least_rows)
-        if unequal == decision:
-            return found
-        return min(found, self._fit(space, unequal, recompute=recompute), key=_slowest)
+        return found if unequal == decision else min(found, self._fit(space, candidate, unequal), key=_slowest)
 
-    def _fit(self, space: SearchSpace, decision: Decision, *, recompute: bool) -> Fitted:
+    def _fit(self, space: SearchSpace, candidate: Candidate, decision: Decision) -> Fitted:
         """A decision over blocks, of which stages, ranks and rows are settled, with what memory demands."""
         estimator, request = self._estimator(space), space.request
         flows = edges(decision, space.chain.blocks)
@@ -197,9 +196,11 @@ class Evaluator:
             decision = replace(decision, stages=tuple(each))
         estimates = stage_estimates(decision, flows, estimator)
         excess = excess_of(decision, flows, estimator, self._spare_bytes)
-        if (
-            max(excess) > 0 and recompute and request.may_recompute and not everything
-        ):  # not simulated yet: memory needs no time
+        if max(excess) > 0 and request.may_shard and candidate.has_replicas and not decision.zero:
+            decision = replace(decision, zero=1)
+            estimates = stage_estimates(decision, flows, estimator)
+            excess = excess_of(decision, flows, estimator, self._spare_bytes)
+        if max(excess) > 0 and request.may_recompute and not everything:  # not simulated yet: memory needs no time
             each = (
                 self._add_recompute(space, stage, context) if excess[stage] > 0 else context.stage
                 for stage, context in enumerate(contexts(decision))
@@ -227,11 +228,8 @@ class Evaluator:
 
     def _evaluate(self, space: SearchSpace, candidate: Candidate) -> Evaluation:
         request, estimator = space.request, self._estimator(space)
-        either = request.zero == "auto" and request.may_shard and candidate.has_replicas
-        found = [self.fitted(space, candidate, int(request.zero == 1), recompute=not either)]
-        if either and max(found[0].excess_bytes) > 0:
-            found = [self.fitted(space, candidate, 1)]
-        elif either:
+        found = [self.fitted(space, candidate, int(request.zero == 1))]
+        if request.may_shard and candidate.has_replicas and not found[0].decision.zero:
             shared, flows = replace(found[0].decision, zero=1), found[0].flows
             estimates = stage_estimates(shared, flows, estimator)
             found.append(Fitted(shared, flows, estimates, found[0].excess_bytes))  # it needs less memory
@@ -259,14 +257,15 @@ class Evaluator:
         saved = [0 if name in space.asked else c.saved_bytes for name, c in zip(names, costs, strict=True)]
         blocks = StageBlocks(
             names,
-            saved,
-            [c.fwd_ns for c in costs],
-            [c.tail_ns for c in costs],
-            [crossing[name] for name in names],
+            tuple(saved),
+            tuple([c.fwd_ns for c in costs]),
+            tuple([c.tail_ns for c in costs]),
+            tuple([crossing[name] for name in names]),
             space.costs.group_ns,
         )
         limit = space.costs.cluster.least_memory_bytes(context.stage.ranks) - spare
-        return least_recomputed(context, blocks, estimator, limit, everything=space.request.recompute == "all")
+        everything = space.request.recompute == "all"
+        return least_recomputed(context, blocks, estimator, limit, everything=everything, known=self._ways)
 
 
 # ---- the search ----------------------------------------------------------------------------------------------------

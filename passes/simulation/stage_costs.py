@@ -142,7 +142,7 @@ class LoadMemo:
         )
 
     def ring_allreduce(self, ranks: tuple[int, ...]) -> PortLoad:
-        """`traffic.ring_allreduce_load` on this cluster."""
+        """A sum over these ranks: two turns of the ring."""
         return self.ring(ranks, 2)
 
     def ring(self, ranks: tuple[int, ...], turns: int) -> PortLoad:

@@ -74,11 +74,6 @@ def p2p_load(
     return _load(cluster, hops, hops, 1)
 
 
-def ring_allreduce_load(cluster: Cluster, ranks: tuple[int, ...]) -> PortLoad:
-    """What a sum over `ranks`, of something that each of them has, keeps busy.  O(ranks)."""
-    return ring_load(cluster, ranks, 2)
-
-
 def ring_load(cluster: Cluster, ranks: tuple[int, ...], turns: int) -> PortLoad:
     """What goes round a ring of `ranks` so many times keeps busy: once is a reduce-scatter or an all-gather, twice is
     both, a sum that all have.  O(ranks)."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.graphs import cluster, graph, layers
+from support.graphs import cluster, graph, layers, plan_of, source
 from support.planner_oracle import Kind, Problem, fits, problem
 
 from autopart.ir.cluster import Cluster
@@ -150,3 +150,23 @@ def test_alternatives_say_what_speaks_against_them() -> None:
     plan = build(p.source, p.cluster, p.request)
     assert all(a.name and a.why for a in plan.alternatives)
     assert all(a.step_ns >= plan.step_ns or not a.step_ns for a in plan.alternatives)
+
+
+@pytest.mark.parametrize(
+    ("request_of", "why", "fix"),
+    [
+        (PlanRequest(((2, 2),), replicas=4, policy="turn"), "a step has 2 of them at most", "at least 4 micro-batches"),
+        (PlanRequest(((4,),), replicas=8), "micro-batches have 4 rows at most", "use at most 4 replicas"),
+    ],
+)
+def test_more_replicas_than_have_work_are_named_as_the_cause(request_of: PlanRequest, why: str, fix: str) -> None:
+    with pytest.raises(InfeasibleError) as raised:
+        build(source(layers(4), cluster(8)), cluster(8), request_of)
+    assert why in raised.value.why and fix in raised.value.fix
+
+
+def test_a_stage_that_has_the_loss_alone_is_noted() -> None:
+    g = graph("a:1000 #9 +w:8 @body <- x; loss:1 #1 @loss <- a")
+    notes = plan_of(g, cluster(2), rows=(1,), stages=2).notes
+    assert any(note.startswith("stage 1 has 0.1% of the work: with 1 micro-batch no even cut") for note in notes)
+    assert not plan_of(layers(4), cluster(2), stages=2).notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from support.planner_oracle import Kind, Problem, planned, problems
 
 from autopart.ir.errors import InfeasibleError, UsageError
 from autopart.ir.plan import Decision, Plan, Stage
+from autopart.passes.pipeline import search
 from autopart.passes.program.routing import route
+from autopart.passes.search.space import SearchSpaces
 from autopart.passes.simulation.estimate import estimate
 from autopart.passes.simulation.stage_costs import CostContext, Estimator, GraphIndex, device_types
 
@@ -91,3 +94,22 @@ def test_gradients_lie_in_the_buckets_of_their_sums_and_are_rounded_when_activat
     assert peak("float32", 2) == 4 * WEIGHTS + inputs // 2 and peak("bfloat16", 2) == 6 * WEIGHTS + inputs // 2
     large = "; ".join(f"v{i}:1 ^999 @m.{i} +w{i}:100 <- {f'v{i - 1}' if i else 'x'}" for i in range(4))
     assert peak("float32", 2, large) < peak("float32", 1, large)
+
+
+@settings(max_examples=10)
+@given(problems(Kind(least=2, most=4, devices=3, replicas=True)))
+def test_neither_a_fixed_choice_nor_less_memory_beats_the_free_plan(p: Problem) -> None:
+    def best_ns(zero: int | str, memory: int = 1 << 40) -> int | None:
+        """The step of the fastest plan between blocks: fewer stages may be preferred to it."""
+        devices = tuple(replace(device, memory_bytes=memory) for device in p.cluster.devices)
+        request = replace(p.request.normalized(), zero=zero, schedule="auto")
+        p_now = replace(p, cluster=replace(p.cluster, devices=devices), request=request)
+        found = search(SearchSpaces(p_now.space, p_now.space)).best
+        return None if found is None else found.step_ns
+
+    free = best_ns("auto")
+    assert free is not None
+    fixed = [step for step in (best_ns(0), best_ns(1)) if step is not None]
+    tight = [step for step in map(partial(best_ns, "auto"), (400, 800, 1600)) if step is not None]
+    assert free <= min(fixed) and all(free <= step for step in tight)
+    assert tight == sorted(tight, reverse=True)

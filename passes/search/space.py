@@ -42,7 +42,7 @@ class PlanRequest:
     stage.  pins: module path to its stage.  uncut: values that no stage may pass to another.  replicas: of every stage,
     or one number for each.  policy: how they divide micro-batches.  recompute: "auto", "off" or "all"; recomputed:
     groups of captured ops that are recomputed even when it is "off".  zero: 0, 1 (optimizer state shared by replicas)
-    or "auto" (where memory does not suffice otherwise).  bucket_bytes, compress: of sums of gradients over replicas.
+    or "auto" (where that is faster, or memory does not suffice otherwise).  bucket_bytes, compress: of sums of gradients over replicas.
     token_slices: lengths of slices, () for whole sequences, "auto" where the planner chooses;
     token_axis: tells what slices take.  state_factor: bytes of optimizer state per byte of trainable parameter.
     prove_seconds: time to find a certificate (`certificate`) of the plan, when its

@@ -167,9 +167,9 @@ def _costs(source: PlannerInput, cluster: Cluster, request: PlanRequest) -> Cost
         device_types(cluster),
         source.cost_model,
         request.state_factor,
-        True,
-        slices,
-        source.group_ns,
+        overlap=True,
+        slices=slices,
+        group_ns=source.group_ns,
     )
 
 

@@ -47,6 +47,8 @@ def simulate_plan(
         asked = asked_slices(plan.decision.token_slices, captures, batch, Size(rows)).axis
         if asked is not None:
             slices = SliceShares.of(graph, asked.tokens, asked.behind, asked.once, cluster.devices[0])
-    costs = CostContext(cluster, devices, cost_model, factor, True, slices, GROUP_NS[cluster.kind])
+    costs = CostContext(
+        cluster, devices, cost_model, factor, overlap=True, slices=slices, group_ns=GROUP_NS[cluster.kind]
+    )
     program = check_program(route(plan.decision, graph), plan.schedule)
     return timeline_of(plan.decision, program, Estimator(costs))

@@ -113,11 +113,10 @@ def infeasible_error(found: SearchResult, space: SearchSpace, retry: Retry) -> I
     """The error that says which stage lacks how much in the plan that comes nearest, and a change that was tried."""
     nearest, cluster = found.nearest, space.costs.cluster
     if nearest is None:
-        too_many = _too_many_replicas(space.request)
-        why, fix = too_many or (
-            "a stage takes whole blocks, which cuts, pins and modules kept together do not allow; memory aside",
-            _change(space, retry, None),
-        )
+        why = "a stage takes whole blocks, which cuts, pins and modules kept together do not allow; memory aside"
+        fix = _change(space, retry, None)
+        if too_many := _too_many_replicas(space.request):
+            why, fix = too_many[0], f"{too_many[1]}; or {fix}"
         return InfeasibleError(
             "the model cannot be cut into stages as asked", where=", ".join(_asked(space)), why=why, fix=fix
         )

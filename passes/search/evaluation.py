@@ -233,7 +233,7 @@ class Evaluator:
             shared, flows = replace(found[0].decision, zero=1), found[0].flows
             estimates = stage_estimates(shared, flows, estimator)
             found.append(Fitted(shared, flows, estimates, found[0].excess_bytes))  # it needs less memory
-        shared_params = tied(found[0].decision, space.chain.blocks)
+        shared_params = tied(found[0].decision, space.chain.blocks) if space.may_be_tied else ()
         steps = [simulated_ns(f.decision, f.estimates, f.flows, shared_params, estimator) for f in found]
         step_ns, fitted = min(zip(steps, found, strict=True), key=lambda pair: pair[0])
         excess = fitted.excess_bytes

@@ -7,6 +7,7 @@ There blocks are taken on their fastest type of device, and messages are left ou
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -42,11 +43,11 @@ class PlanRequest:
     stage.  pins: module path to its stage.  uncut: values that no stage may pass to another.  replicas: of every stage,
     or one number for each.  policy: how they divide micro-batches.  recompute: "auto", "off" or "all"; recomputed:
     groups of captured ops that are recomputed even when it is "off".  zero: 0, 1 (optimizer state shared by replicas)
-    or "auto" (where that is faster, or memory does not suffice otherwise).  bucket_bytes, compress: of sums of gradients over replicas.
-    token_slices: lengths of slices, () for whole sequences, "auto" where the planner chooses;
+    or "auto" (where that is faster, or memory demands it).  bucket_bytes, compress: of sums of gradients over
+    replicas.  token_slices: lengths of slices, () for whole sequences, "auto" where the planner chooses;
     token_axis: tells what slices take.  state_factor: bytes of optimizer state per byte of trainable parameter.
-    prove_seconds: time to find a certificate (`certificate`) of the plan, when its
-    largest micro-batch has prove_rows rows (None: whatever it has).
+    prove_seconds: time to find a certificate (`certificate`) of the plan, when its largest micro-batch has prove_rows
+    rows (None: whatever it has).
     """
 
     micro_rows: tuple[tuple[int, ...], ...]
@@ -156,6 +157,12 @@ class SearchSpace:
         trained = [param for param in self.chain.blocks.params if param.trainable]
         whole = sum(param.size_bytes for param in trained)
         return sum(map(summed_bytes, trained)) / whole if whole else 0.0
+
+    @cached_property
+    def may_be_tied(self) -> bool:
+        """Whether two blocks use one parameter, which then may be tied across stages."""
+        users = Counter(name for op in self.chain.blocks.ops for name in set(op.params))
+        return any(count > 1 for count in users.values())
 
     @property
     def sent_per_trained(self) -> float:

@@ -14,7 +14,6 @@ from autopart.capture.batch import flatten
 from autopart.capture.export import LossFn
 from autopart.costs.sources import CostSource
 from autopart.files.clusters import parse_cluster
-from autopart.ir.capabilities import EVERYTHING
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan, Precision
@@ -255,14 +254,14 @@ def launch(fn: Callable[..., Any], cluster: ClusterLike = None, *args: Any, time
 def planned(model: nn.Module, cluster: ClusterLike, sample: Any, options: Options) -> Planned:
     """As `plan`, with the captured graph that the plan is for."""
     batch = flatten(_given(sample, "plan"), with_target=options.loss_fn is not None)
-    return make_plan(CaptureCache(model, options.loss_fn), batch, _cluster(cluster), options, EVERYTHING)
+    return make_plan(CaptureCache(model, options.loss_fn), batch, _cluster(cluster), options, to_run=False)
 
 
 def simulated(model: nn.Module, cluster: ClusterLike, sample: Any, options: Options) -> tuple[Planned, Timeline]:
     """As `planned`, with the simulated step."""
     capturer, machines = CaptureCache(model, options.loss_fn), _cluster(cluster)
     batch = flatten(_given(sample, "simulate"), with_target=options.loss_fn is not None)
-    made = make_plan(capturer, batch, machines, options, EVERYTHING)
+    made = make_plan(capturer, batch, machines, options, to_run=False)
     return made, simulate_plan(made, capturer, batch, machines, options)
 
 

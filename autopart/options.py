@@ -52,7 +52,7 @@ class Options:
     sync_batchnorm  True: the replicas of a stage take batch statistics of the whole micro-batch together; False: each
                     of its own rows, as in DistributedDataParallel
     zero            1: the replicas of a stage share the optimizer's state among them (ZeRO-1); 0: each has all of it;
-                    "auto": where memory does not suffice otherwise
+                    "auto": where that is faster, or memory does not suffice otherwise
     master_weights  True: parameters in bf16 or fp16 have masters in fp32, which `Pipe.parameters` yields, and the
                     model gets their values, rounded, before every run
     bucket_bytes    gradients that replicas of a stage sum together; None for 25 MiB

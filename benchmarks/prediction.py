@@ -32,7 +32,6 @@ import autopart
 from autopart.capture.batch import flatten
 from autopart.costs.profiler import profile_costs
 from autopart.costs.sources import GROUP_NS
-from autopart.ir.capabilities import RUNTIME
 from autopart.ir.graph import Graph
 from autopart.ir.program import Slot
 from autopart.ir.size import Size
@@ -187,7 +186,7 @@ def predicted(pipe: autopart.Pipe, batch: Any) -> float:
             assert found is not None
             graphs[Size(own)] = found[0]
     context = CostContext(
-        pipe.cluster, device_types(pipe.cluster), _Graphs(graphs), overlap=RUNTIME.overlap, group_ns=GROUP_NS["cpu"]
+        pipe.cluster, device_types(pipe.cluster), _Graphs(graphs), overlap=True, group_ns=GROUP_NS["cpu"]
     )  # as `compile` plans
     estimator, decision = Estimator(context), pipe.plan.decision
     estimates = stage_estimates(decision, pipe.program.edges, estimator)

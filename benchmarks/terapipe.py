@@ -28,8 +28,9 @@ from typing import Any
 
 import numpy as np
 from common import write
+from planners.terapipe import cut_batch
 
-from autopart.passes.tokens.lengths import Ints, SliceCost, cut_batch, cut_tokens, slice_times
+from autopart.passes.tokens.lengths import Ints, SliceCost, cut_tokens, slice_times
 
 F0, E, A, W_AR, R = 2.957e-3, 1.589e14, 1.346e-10, 32.9e-6, 1.487e10
 P_MESSAGE, W_MESSAGE, U, N_DATA = 1.293e-3, 7.33e9, 1.268e-9, 1.912e9

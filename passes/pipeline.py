@@ -17,9 +17,8 @@ from autopart.passes.graph.cuts import check_own_ops, forced_bounds, module_span
 from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.proof.certificate import certified, settles
 from autopart.passes.proof.lower_bound import lower_bound, slices_bound
-from autopart.passes.search.archive import Archive, SearchResult
 from autopart.passes.search.diagnostics import infeasible_error
-from autopart.passes.search.evaluation import Evaluation
+from autopart.passes.search.evaluation import Evaluation, Search, SearchResult
 from autopart.passes.search.finalize import Finalized, finalize
 from autopart.passes.search.layout import SMALL
 from autopart.passes.search.proposals import proposals_of
@@ -113,26 +112,26 @@ def recheck(plan: Plan, source: PlannerInput, cluster: Cluster, request: PlanReq
 
 def search(spaces: SearchSpaces, watch: Watch | None = None) -> SearchResult:
     """The fastest candidate found (`search.search` says how it is looked for)."""
-    archive = Archive()
+    found = Search(spaces, watch)
     # Small spaces whole.
-    if evaluate_all(spaces, archive):
-        evaluate_slices(spaces, archive, watch)
-        return archive.result()
+    if evaluate_all(found):
+        evaluate_slices(found)
+        return found.result()
     # Chains to partitions by dynamic programs, and the promising ones to simulated steps.
-    proposals = proposals_of(spaces, watch)
-    evaluate_promising(proposals, archive, watch)
-    if not archive.fitting:  # none of the good ones does: others may
-        proposals = proposals_of(spaces, watch, worth=math.inf) or proposals_of(spaces, watch, ignore_memory=True)
-        evaluate_promising(proposals, archive, watch)
+    proposals = proposals_of(found)
+    evaluate_promising(found, proposals)
+    if not found.fitting:  # none of the good ones does: others may
+        proposals = proposals_of(found, worth=math.inf) or proposals_of(found, ignore_memory=True)
+        evaluate_promising(found, proposals)
     if not proposals:  # the model cannot be cut as it was asked for
-        return archive.result()
+        return found.result()
     # The best of these to other schedules, layouts and cuts.
-    evaluate_variants(spaces, archive, watch)
-    evaluate_for_comparison(proposals, archive)
-    refine_best(spaces, archive, watch)
+    evaluate_variants(found)
+    evaluate_for_comparison(found, proposals)
+    refine_best(found)
     # Of the best that there is for whole sequences, what slices of them would gain.
-    evaluate_slices(spaces, archive, watch)
-    return archive.result()
+    evaluate_slices(found)
+    return found.result()
 
 
 def _with_bounds(final: Finalized, spaces: SearchSpaces, watch: Watch | None) -> Report:
@@ -168,9 +167,9 @@ def _costs(source: PlannerInput, cluster: Cluster, request: PlanRequest) -> Cost
         device_types(cluster),
         source.cost_model,
         request.state_factor,
-        request.abilities.overlap,
-        slices,
-        source.group_ns,
+        overlap=True,
+        slices=slices,
+        group_ns=source.group_ns,
     )
 
 

@@ -13,7 +13,6 @@ import autopart
 from autopart.capture import CaptureCache
 from autopart.capture.batch import flatten
 from autopart.files.plans import match_plan
-from autopart.ir.capabilities import EVERYTHING, RUNTIME
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.errors import CoupledLossError, RefusedError, UsageError
 from autopart.ir.shares import parts
@@ -80,7 +79,7 @@ def planned(
     capturer = Counted(model, F.mse_loss)
     options = {"replicas": 1, **options} if runtime else options
     read = read_options(costs="analytic", loss_fn=F.mse_loss, optimizer="sgd", **options)
-    made = make_plan(capturer, flatten(data, with_target=True), SLOW, read, RUNTIME if runtime else EVERYTHING)
+    made = make_plan(capturer, flatten(data, with_target=True), SLOW, read, to_run=runtime)
     size = Size(max(made.plan.micro_rows))
     fresh = CaptureCache(model, F.mse_loss)(flatten(data, with_target=True), size)
     match_plan(made.plan, fresh.graph, torch_version=torch.__version__, world=4)
@@ -191,3 +190,19 @@ def test_statistics_of_replicas_are_their_own_and_said_so() -> None:
     options = {"sample": data, "loss_fn": F.mse_loss, "costs": "analytic", "micro_batches": 1, "stages": 1}
     notes = {n: " ".join(autopart.plan(model, SLOW, replicas=n, **options).notes) for n in (1, 2)}
     assert "BatchNorm" in notes[2] and "BatchNorm" not in notes[1]
+
+
+@pytest.mark.parametrize("asked", [None, "auto"])
+def test_slices_of_long_sequences_are_suggested_where_devices_idle(asked: str | None) -> None:
+    model = nn.Sequential(nn.Embedding(8, 16), *(nn.Linear(16, 16) for _ in range(4)))
+    read = read_options(costs="analytic", loss_fn=lambda y, t: y.mean() * t, stages=4, replicas=1, token_slices=asked)
+    batch = flatten((torch.zeros(4, 64, dtype=torch.long), torch.ones(())), with_target=True)
+    plan = make_plan(CaptureCache(model, read.loss_fn), batch, SLOW, read).plan
+    assert asked or plan.bubble > 0.15
+    assert any("token_slices=" in note for note in plan.notes) == (asked is None)
+
+
+def test_a_schedule_that_cannot_be_run_is_refused_for_what_runs_alone() -> None:
+    with pytest.raises(UsageError, match="schedule 'pipedream' cannot be run yet"):
+        planned(schedule="pipedream")
+    assert planned(runtime=False, schedule="pipedream")[0].plan.schedule == "pipedream"

@@ -106,6 +106,7 @@ class _Trial:
 
     def __init__(self, small: Captured, large: Captured, batch: Batch) -> None:
         self._small, self._large, self._batch = small, large, batch
+        self._values = large.graph.value_map()
         rows, self._piece = large.graph.rows, small.graph.rows
         self._places = [*range(0, rows - self._piece, self._piece), rows - self._piece]
 
@@ -174,10 +175,9 @@ class _Trial:
 
     def _factors(self, names: list[str]) -> Tensors:
         generator = torch.Generator().manual_seed(1)
-        values = self._large.graph.value_map()
         made = {}
         for name in names:
-            value = values[name]
+            value = self._values[name]
             factor = torch.randn(value.shape, generator=generator) / max(1, math.prod(value.shape)) ** 0.5
             made[name] = factor.to(getattr(torch, value.dtype))
         return made
@@ -203,7 +203,7 @@ class _Trial:
     def _axis_and_block(self, name: str) -> tuple[int, int]:
         axis = _rows_axis(name, self._small, self._large)
         assert axis is not None
-        return axis, self._large.graph.value_map()[name].shape[axis] // self._large.graph.rows
+        return axis, self._values[name].shape[axis] // self._large.graph.rows
 
 
 def _rows_axis(name: str, small: Captured, large: Captured) -> int | None:

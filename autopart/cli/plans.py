@@ -12,11 +12,11 @@ from autopart.cli.flags import ClusterName, Json, ModelName, PlanFlags, Seed, Tr
 from autopart.cli.model_loader import Subject, load_model
 from autopart.cli.output import Progress, print_json, prints_results
 from autopart.files.plans import diff_plans, load_plan, plan_to_json, save_plan
-from autopart.ir.capabilities import ASYNCHRONOUS
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Timeline
 from autopart.options import Options, read_options
+from autopart.passes.program.schedules import find
 from autopart.planning import Planned
 from autopart.report.plan_facts import plan_facts
 from autopart.report.plan_table import stage_table
@@ -110,7 +110,7 @@ def _write_trace(step: Timeline | None, plan: Plan, path: Path | None) -> None:
         return
     save_trace(step, path, name="simulated")
     typer.echo(f"simulated step written to {path}", err=True)
-    if step.step_ns != plan.step_ns and plan.schedule not in ASYNCHRONOUS:
+    if step.step_ns != plan.step_ns and find(plan.schedule).synchronous:
         here, said = (f"{ns / 1e6:.2f} ms" for ns in (step.step_ns, plan.step_ns))
         reason = "it was made for another cluster, optimizer or costs"
         typer.echo(f"note: this step takes {here}, the plan says {said}: {reason}", err=True)

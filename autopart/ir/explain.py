@@ -7,7 +7,6 @@ from collections.abc import Container, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from autopart.ir.capabilities import lacking
 from autopart.ir.printable import printable, shortened
 from autopart.ir.program import BUCKET_BYTES
 
@@ -139,8 +138,6 @@ def footer(plan: Plan) -> list[str]:
         time = f"{_ms(other.step_ns)} ms, " if other.step_ns else ""
         lines.append(f"alternative, {other.name}: {time}{other.why}")
     lines += [f"note: {note}" for note in plan.notes]
-    if missing := lacking(plan):
-        lines.append(f"this plan cannot be run yet: the runtime lacks {' and '.join(missing)}")
     return [printable(line) for line in lines]
 
 

@@ -18,12 +18,11 @@ from autopart.capture.gc_pause import gc_paused
 from autopart.capture.gradients import require_something_to_train
 from autopart.capture.reduction import WHOLE, BatchRule, loss_reduction, row_layouts
 from autopart.capture.splits import Splits, other_sizes, ways_to_split
-from autopart.capture.token_axis import AskedSlices, asked_slices
+from autopart.capture.token_axis import AskedSlices, asked_slices, sequence_length
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import GROUP_NS, CostedGraph, costed
 from autopart.files.plan_cache import find_plan, keep_plan, planner_digest
 from autopart.files.plans import VERSION, load_plan, match_plan
-from autopart.ir.capabilities import RUNTIME, Capabilities, lacking
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import InfeasibleError, PlanError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
@@ -36,18 +35,22 @@ from autopart.passes.ops.cost_model import ExtrapolatedCosts
 from autopart.passes.ops.table import registered
 from autopart.passes.pipeline import PlannerInput, build, recheck
 from autopart.passes.program.routing import divided_values
-from autopart.passes.program.schedules import BUILT_IN, find
+from autopart.passes.program.schedules import BUILT_IN, find, names
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
 from autopart.planning.problem import Problem
 from autopart.planning.restrictions import (
     at_known_sizes,
     needs_more_rows,
+    weaker,
     with_more_rows,
     with_reduction,
-    with_undivided_values,
-    without_cuts_that_divide,
 )
+
+IDLE = 0.15
+"""The part of a step that devices idle from which on slices of sequences are suggested."""
+LONG = 64
+"""Tokens of a sequence from which on slices are suggested."""
 
 
 @dataclass(frozen=True)
@@ -68,22 +71,24 @@ class Planned:
 
 
 def make_plan(
-    captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, abilities: Capabilities = RUNTIME
+    captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, *, to_run: bool = True
 ) -> Planned:
-    """Plan a model for batches like `batch` on `cluster`, with what `abilities` has.
+    """Plan a model for batches like `batch` on `cluster`; to_run: only what the runtime can run, exactly.
 
     Raises CaptureError, RefusedError (what cannot be exact), UsageError, PlanError, InfeasibleError.
     """
     given = read_plan(options)
+    if to_run:
+        _require_runnable(given, options)
     captures.run_in(precision_of(options, given), cluster.kind)
     if given:
-        return _given(given, captures, batch, cluster, options, abilities)
+        return _given(given, captures, batch, cluster, options)
     # The program at every size that micro-batches may have, from captures at two of them.
     splits = ways_to_split(batch, options.micro_batches)
     family = capture_family(captures, batch, _first_size(splits, batch, cluster, options), other_sizes(splits, batch))
     require_something_to_train(family.base.graph)
     # What to plan: how the batch may be cut, and whether stages may have replicas.
-    problem = at_known_sizes(Problem(family, splits, cluster, options, abilities))
+    problem = at_known_sizes(Problem(family, splits, cluster, options, to_run))
     # How the losses of its parts combine to the batch's, or a refusal.
     problem, reduction = with_reduction(problem, family, splits)
     # Whether sequences may be cut, where that is asked for.
@@ -91,17 +96,31 @@ def make_plan(
     # What every op costs at the size of the base; the cost model extends it to where the program is known.
     costs = _costs(problem)
     # The fastest plan under these costs; it has to be the program that will run, with the costs of its own size.
-    refused: RefusedError | None = None
-    while True:
+    failures: list[RefusedError | InfeasibleError] = []
+    for attempt in weaker(problem, failures):
         try:
-            return _settled(problem, costs, _built(problem, costs), reduction)
-        except RefusedError as refusal:
-            refused = refusal
-            problem = with_undivided_values(problem, refusal)
-        except InfeasibleError:
-            if refused is None:
-                raise
-            problem = without_cuts_that_divide(problem, refused)
+            return _settled(attempt, costs, _built(attempt, costs), reduction)
+        except (RefusedError, InfeasibleError) as failure:
+            failures.append(failure)
+    raise failures[-1]
+
+
+def _require_runnable(given: Plan | None, options: Options) -> None:
+    """Raises PlanError or UsageError for an asynchronous schedule, which the planner knows and the runtime does not."""
+    name = given.schedule if given else options.schedule
+    if name == "auto" or find(name).synchronous:
+        return
+    if given:
+        raise PlanError(
+            f"the plan cannot be run yet: it needs schedule {name}",
+            fix="plan with what compile can run: compile without plan=",
+        )
+    known = ("auto", *(known for known in names() if find(known).synchronous))
+    raise UsageError(
+        f"schedule {name!r} cannot be run yet",
+        why="it updates weights while micro-batches are in flight",
+        fix=f"use autopart.plan to plan with it, or one of {', '.join(known)}",
+    )
 
 
 def _with_slices(problem: Problem, captures: CaptureCache, batch: Batch) -> Problem:
@@ -124,7 +143,18 @@ def _built(problem: Problem, costs: CostedGraph) -> Plan:
     precision = precision_of(problem.options, None)
     if is_stand_in(precision, problem.cluster.kind):
         notes = (*notes, "this torch has no CUDA: its casts are those of CPUs; to run it, plan again on the cluster")
-    return replace(plan, provenance=replace(plan.provenance, precision=precision)).with_notes(*costs.notes, *notes)
+    notes = (*costs.notes, *notes, *_hint_at_slices(problem, plan))
+    return replace(plan, provenance=replace(plan.provenance, precision=precision)).with_notes(*notes)
+
+
+def _hint_at_slices(problem: Problem, plan: Plan) -> tuple[str, ...]:
+    """A note where slices of sequences may pay: to try them takes a second capture, so they are tried when asked."""
+    if problem.options.token_slices is not None or plan.bubble < IDLE or len(plan.stages) < 2:
+        return ()
+    tokens = sequence_length(problem.family.batch)
+    if tokens is None or tokens < LONG:
+        return ()
+    return (f'devices idle for {plan.bubble:.0%} of the step: token_slices="auto" tries slices of the sequences',)
 
 
 def _request(problem: Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, ...]]:
@@ -152,7 +182,6 @@ def _request(problem: Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, ..
         token_slices=problem.slices.token_slices,
         token_axis=problem.slices.axis,
         state_factor=factor,
-        abilities=problem.abilities,
         prove_seconds=options.prove,
         prove_rows=None if final else graph.rows,
     )
@@ -203,15 +232,8 @@ def _made_for(plan: Plan, graph: Graph) -> Plan:
     return replace(plan, provenance=replace(plan.provenance, graph_digest=graph.shape_digest()))
 
 
-def _given(
-    given: Plan, captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, abilities: Capabilities
-) -> Planned:
-    """The user's own plan, for this model, with what can be run."""
-    if missing := lacking(given, abilities):
-        raise PlanError(
-            f"the plan cannot be run yet: it needs {' and '.join(missing)}",
-            fix="plan with what compile can run: compile without plan=",
-        )
+def _given(given: Plan, captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options) -> Planned:
+    """The user's own plan, for this model."""
     captured = captures(batch, Size(max(given.micro_rows)))
     require_something_to_train(captured.graph)
     match_plan(

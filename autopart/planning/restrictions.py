@@ -6,13 +6,13 @@ for what the model does not allow, it is refused instead.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autopart.capture.family import ProgramFamily
 from autopart.capture.reduction import WHOLE, couples_rows, loss_reduction
 from autopart.capture.splits import Splits
-from autopart.ir.capabilities import RUNTIME
-from autopart.ir.errors import CaptureError, CoupledLossError, RefusedError, UndividedError, UsageError
+from autopart.ir.errors import CaptureError, CoupledLossError, InfeasibleError, RefusedError, UndividedError, UsageError
 from autopart.ir.graph import LossReduction
 from autopart.ir.plan import Plan
 from autopart.ir.shares import parts
@@ -42,7 +42,7 @@ def without_replicas(problem: Problem, why: str) -> Problem:
 
 def _refuse_replicas(problem: Problem, why: str) -> None:
     """Raises UsageError where the user wants replicas, which there cannot be."""
-    if problem.abilities.replicas and problem.options.replicas not in (None, 1):
+    if problem.options.replicas not in (None, 1):
         raise UsageError("replicas cannot be planned for this model", why=why, fix="use replicas=1")
 
 
@@ -50,12 +50,12 @@ def with_reduction(problem: Problem, family: ProgramFamily, splits: Splits) -> t
     """How the losses of parts of the batch combine; without replicas where a micro-batch is the whole batch, which has
     none to combine, and could not be cut.  family, splits: all there are, though costs be known at one size alone."""
     options = problem.options
-    may = problem.abilities.replicas and options.replicas is None  # a plan shows what could be; what runs is exact
-    if may and problem.abilities == RUNTIME and couples_rows(family.base.graph, synced=options.sync_batchnorm):
+    unasked = options.replicas is None and problem.to_run  # a plan shows what could be; what runs is exact
+    if unasked and couples_rows(family.base.graph, synced=options.sync_batchnorm):
         problem = without_replicas(problem, OWN_STATISTICS)
         options = problem.options
     whole = all(len(micro_rows) == 1 for micro_rows in splits)
-    if whole and problem.abilities.replicas and options.replicas != 1:
+    if whole and options.replicas != 1:
         if family.batch.rows in (None, 1):
             return without_replicas(problem, NO_ROWS), WHOLE
         halves = tuple((*micro_rows, *micro_rows) for micro_rows in splits)
@@ -68,20 +68,28 @@ def with_reduction(problem: Problem, family: ProgramFamily, splits: Splits) -> t
     return problem, loss_reduction(family, splits, options.loss_reduction)
 
 
-def with_undivided_values(problem: Problem, refusal: RefusedError) -> Problem:
-    """Without cuts at a value that passes between stages and cannot be divided among replicas; where that does not
-    help, without replicas.  Raises the refusal where replicas were asked for, or there were none."""
-    value = refusal.value if isinstance(refusal, UndividedError) else ""
-    if value and value not in problem.uncut and len(problem.uncut) < MOST_UNCUT:
-        return replace(problem, uncut=(*problem.uncut, value))
-    return without_cuts_that_divide(problem, refusal)
+def weaker(problem: Problem, failures: Sequence[RefusedError | InfeasibleError]) -> Iterator[Problem]:
+    """Yield the problem, then after each failure the next weaker one; raise the failure where there is none.
 
-
-def without_cuts_that_divide(problem: Problem, refusal: RefusedError) -> Problem:
-    """Without replicas, cut anywhere.  Raises the refusal where replicas were asked for, or there were none."""
-    if not problem.abilities.replicas or problem.options.replicas is not None:
-        raise refusal
-    return replace(without_replicas(problem, refusal.what), uncut=())
+    failures: why the problems so far have no plan; the caller appends to it.  A value that passes between stages and
+    cannot be divided among replicas is kept inside a stage; where that leaves no plan, replicas are given up, and cuts
+    may be anywhere again.  Replicas that the user asked for are not given up.
+    """
+    yield problem
+    while True:
+        refusals = [failure for failure in failures if isinstance(failure, RefusedError)]
+        if not refusals:
+            raise failures[-1]
+        last, value = refusals[-1], ""
+        if failures[-1] is last and isinstance(last, UndividedError):
+            value = last.value
+        if value and value not in problem.uncut and len(problem.uncut) < MOST_UNCUT:
+            problem = replace(problem, uncut=(*problem.uncut, value))
+        elif problem.options.replicas is None:
+            problem = replace(without_replicas(problem, last.what), uncut=())
+        else:
+            raise last
+        yield problem
 
 
 # ---- sizes ---------------------------------------------------------------------------------------------------------
@@ -91,14 +99,14 @@ def at_known_sizes(problem: Problem) -> Problem:
     """The problem where the program, and so its costs, is known at all sizes that may be planned; else with the
     micro-batches of one size and without replicas, and a note on it."""
     sizes = {Size(max(micro_rows)) for micro_rows in problem.splits}
-    shares = {Size(1)} if problem.abilities.replicas and problem.options.replicas != 1 else set()
+    shares = {Size(1)} if problem.options.replicas != 1 else set()
     family = problem.family
     if family.refusal is None and (family.other is None or family.known(sizes | shares)):
         return problem
     _refuse_replicas(problem, UNEVEN)
     kept = at_one_size(problem.splits, family.base.graph.size)
     what, options = f"only micro-batches of {Size(max(kept[0]))}", problem.options
-    if problem.abilities.replicas and options.replicas is None:
+    if options.replicas is None:
         what, options = f"{what} and no replicas", replace(options, replicas=1)
     note = f"{what} were tried: the program does not grow evenly with the rows"
     alone = family.alone(Size(max(kept[0])))

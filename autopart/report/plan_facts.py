@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from autopart.ir.capabilities import lacking
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.report.plan_table import module_range, parameter_count
@@ -29,7 +28,6 @@ def plan_facts(plan: Plan, graph: Graph | None = None) -> dict[str, object]:
         "optimality": asdict(plan.optimality) if plan.optimality is not None else None,
         "alternatives": [asdict(other) for other in plan.alternatives],
         "notes": plan.notes,
-        "lacking": lacking(plan),
     }
 
 

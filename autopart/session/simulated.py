@@ -8,7 +8,6 @@ from autopart.capture.family import ProgramFamily, another_size
 from autopart.capture.token_axis import asked_slices
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import COST_SOURCES, GROUP_NS, costed
-from autopart.ir.capabilities import EVERYTHING
 from autopart.ir.cluster import Cluster
 from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
@@ -19,7 +18,7 @@ from autopart.passes.program.verify import check_program
 from autopart.passes.simulation.estimate import timeline_of
 from autopart.passes.simulation.slices import SliceShares
 from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
-from autopart.planning import Planned
+from autopart.planning.make import Planned
 
 
 def simulate_plan(
@@ -48,6 +47,8 @@ def simulate_plan(
         asked = asked_slices(plan.decision.token_slices, captures, batch, Size(rows)).axis
         if asked is not None:
             slices = SliceShares.of(graph, asked.tokens, asked.behind, asked.once, cluster.devices[0])
-    costs = CostContext(cluster, devices, cost_model, factor, EVERYTHING.overlap, slices, GROUP_NS[cluster.kind])
+    costs = CostContext(
+        cluster, devices, cost_model, factor, overlap=True, slices=slices, group_ns=GROUP_NS[cluster.kind]
+    )
     program = check_program(route(plan.decision, graph), plan.schedule)
     return timeline_of(plan.decision, program, Estimator(costs))

@@ -73,8 +73,8 @@ def free_ops(graph: Graph) -> frozenset[str]:
     to a large mask).  O(reads + candidates * clones of an op).
     """
     index = {name: k for k, name in enumerate(graph.inputs)}
-    input_bytes = [graph.value_map()[name].size_bytes for name in graph.inputs]
     size = {v.name: v.size_bytes for v in graph.values}
+    input_bytes = [size[name] for name in graph.inputs]
     maker = {w: i for i, op in enumerate(graph.ops) for w in op.writes}
     repeatable = _repeatable(graph)
     most_ns = max(CHEAP_NS, sum(op.cost.total_ns for op in graph.ops) // HEAVY_SHARE)

@@ -101,7 +101,7 @@ def _cost(
     return Cost(
         0 if once else roofline_ns(work, moved, device, dtype),
         _backward_ns(op, values, work, back, moved, device, dtype),
-        _hidden_bytes(op, values, params) + sum(values[name].size_bytes for name in kept),
+        _hidden_bytes(op, values, params, device) + sum(values[name].size_bytes for name in kept),
         _scratch_bytes(op, values, params),
         work,
     )
@@ -200,7 +200,7 @@ def _needs_grad(name: str, values: Mapping[str, Value], params: Mapping[str, Par
     return values[name].grad if name in values else name in params and params[name].trainable
 
 
-def _hidden_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> int:
+def _hidden_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Param], device: Device) -> int:
     """Bytes kept for the backward in tensors that are no values of the graph."""
     if not any(values[w].grad for w in op.writes):
         return 0
@@ -212,22 +212,25 @@ def _hidden_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Para
             logits = shape_of(attrs.get("self"), values, params)
             return math.prod(logits) * _item_bytes(out) if logits else 0
         case "attention":
-            return _attention_bytes(op, attrs, values, params)
+            return _attention_bytes(op, attrs, values, params, device)
         case "statistics":
             return 2 * (math.prod(out.shape) // max(1, out.shape[-1])) * 4 if out.shape else 0
     return 0
 
 
 def _attention_bytes(
-    op: Op, attrs: Mapping[str, Literal], values: Mapping[str, Value], params: Mapping[str, Param]
+    op: Op, attrs: Mapping[str, Literal], values: Mapping[str, Value], params: Mapping[str, Param], device: Device
 ) -> int:
-    """One float32 per query for a fused kernel; with dropout on a CPU there is none: scores, their mask and product."""
+    """One float32 per query for a fused kernel, which on CUDA draws dropout's mask again in the backward.  A CPU has no
+    fused kernel with dropout: there scores, their mask and the product of both are kept."""
     query = shape_of(attrs.get("query"), values, params)
     key = shape_of(attrs.get("key"), values, params)
     if query is None or key is None:
         return 0
     queries = math.prod(query[:-1])
-    return queries * key[-2] * (2 * _item_bytes(values[op.writes[0]]) + 1) if op.random else queries * 4
+    if op.random and device.kind == "cpu":
+        return queries * key[-2] * (2 * _item_bytes(values[op.writes[0]]) + 1)
+    return queries * 4
 
 
 def _item_bytes(value: Value) -> int:

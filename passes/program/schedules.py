@@ -31,7 +31,6 @@ from functools import lru_cache
 from itertools import accumulate, count
 from math import lcm
 
-from autopart.ir.capabilities import ASYNCHRONOUS
 from autopart.ir.errors import ProgramError, UsageError
 from autopart.ir.printable import shortened
 from autopart.ir.program import ACTIONS, BACKWARD, COMPUTE, COMPUTES, FORWARD, Action, parse_action
@@ -108,7 +107,7 @@ def register(schedule: Schedule | Order, name: str = "") -> Schedule:
         raise UsageError("a schedule needs a name", fix="register(order, name=...), or define it with def")
     if made.name in ("auto", *(schedule.name for schedule in BUILT_IN)) and made not in BUILT_IN:
         raise UsageError(f"the name {made.name!r} is taken", fix="give the schedule another name")
-    if made.synchronous == (made.name in ASYNCHRONOUS):
+    if not made.synchronous and made not in BUILT_IN:
         raise UsageError(
             f"schedule {made.name} cannot be registered as asynchronous", fix="end each step with the optimizer"
         )

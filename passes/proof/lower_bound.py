@@ -28,13 +28,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopart.ir.capabilities import ASYNCHRONOUS
 from autopart.ir.cluster import Cluster
 from autopart.ir.size import Size
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.search.partition import INFEASIBLE
-from autopart.passes.search.relaxation import fastest_times, gradient_edges, is_chain
-from autopart.passes.search.space import SearchSpace
+from autopart.passes.search.space import SearchSpace, fastest_times, gradient_edges, is_chain
 from autopart.passes.simulation.stage_costs import optimizer_ns
 
 MOST_WORK = 10_000_000
@@ -65,7 +63,7 @@ def _bound(space: SearchSpace, cheap_bound: int, micro_rows: tuple[int, ...]) ->
     if space.request.policy == "turn":  # fewer micro-batches a device, each longer: the chain's bound counts shares
         return cheap_bound
     too_large = devices**2 * space.chain.n**2 // 2 > MOST_WORK
-    if space.request.schedule in ASYNCHRONOUS or not is_chain(space) or too_large:
+    if not space.request.synchronous or not is_chain(space) or too_large:
         return cheap_bound
     return max(cheap_bound, _chain_bound(space, micro_rows))
 

@@ -10,8 +10,7 @@ from autopart.ir.errors import InfeasibleError
 from autopart.ir.explain import listed_runs
 from autopart.ir.graph import Op
 from autopart.ir.plan import Alternative
-from autopart.passes.search.archive import SearchResult
-from autopart.passes.search.evaluation import Candidate, Evaluation, Evaluator
+from autopart.passes.search.evaluation import Candidate, Evaluation, Evaluator, SearchResult
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import Partition
 from autopart.passes.search.slicing import slices_of, whole_of
@@ -114,13 +113,12 @@ def infeasible_error(found: SearchResult, space: SearchSpace, retry: Retry) -> I
     """The error that says which stage lacks how much in the plan that comes nearest, and a change that was tried."""
     nearest, cluster = found.nearest, space.costs.cluster
     if nearest is None:
-        in_turn = space.request.policy == "turn"
-        least = "one micro-batch of every step" if in_turn else "one row of every micro-batch"
+        why = "a stage takes whole blocks, which cuts, pins and modules kept together do not allow; memory aside"
+        fix = _change(space, retry, None)
+        if too_many := _too_many_replicas(space.request):
+            why, fix = too_many[0], f"{too_many[1]}; or {fix}"
         return InfeasibleError(
-            "the model cannot be cut into stages as asked",
-            where=", ".join(_asked(space)),
-            why=f"memory aside: a stage takes whole blocks, and a replica at least {least}",
-            fix=_change(space, retry, None),
+            "the model cannot be cut into stages as asked", where=", ".join(_asked(space)), why=why, fix=fix
         )
     stage, plan = nearest.stage, nearest.decision
     e = nearest.estimates[stage]
@@ -138,6 +136,25 @@ def infeasible_error(found: SearchResult, space: SearchSpace, retry: Retry) -> I
         why=f"weights {mib(e.param_bytes)}, gradients and optimizer state {mib(e.state_bytes)}, activations "
         f"{e.live} x {mib(e.activation_bytes)}, workspace {mib(e.workspace_bytes)}, buffers {mib(e.buffer_bytes)}",
         fix=_change(space, retry, nearest),
+    )
+
+
+def _too_many_replicas(request: PlanRequest) -> tuple[str, str] | None:
+    """Why there are more replicas than have work in any way to cut the batch, and what to do; None where not."""
+    asked = max(request.replicas) if isinstance(request.replicas, tuple) else request.replicas or 1
+    most = max(map(request.most_replicas, request.micro_rows))
+    if asked <= most:
+        return None
+    if request.policy == "turn":
+        return (
+            f"{asked} replicas take micro-batches in turn, and a step has {most} of them at most",
+            f"use at most {most} replicas, or at least {asked} micro-batches",
+        )
+    rows, least = max(map(max, request.micro_rows)), request.least_rows
+    each = "a row" if least == 1 else f"{least} rows"
+    return (
+        f"{asked} replicas need {each} of every micro-batch each, and micro-batches have {rows} rows at most",
+        f"use at most {most} replicas, or micro-batches of at least {asked * least} rows",
     )
 
 
@@ -170,9 +187,9 @@ def _short(evaluation: Evaluation) -> str:
 
 def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tuple[str, PlanRequest, Cluster]]:
     request, cluster = space.request, space.costs.cluster
-    if request.recompute == "off" and request.abilities.recompute:
+    if request.recompute == "off":
         yield 'allow recompute="auto"', replace(request, recompute="auto", recomputed=()), cluster
-    if request.zero == 0 and request.abilities.zero and request.may_replicate:
+    if request.zero == 0 and request.may_replicate:
         yield 'allow zero="auto"', replace(request, zero="auto"), cluster
     if request.schedule not in ("auto", "1f1b"):
         yield 'use schedule="1f1b"', replace(request, schedule="1f1b"), cluster

@@ -1,4 +1,4 @@
-"""Evaluation of candidates: what each would really need and take, by the event simulator.
+"""Evaluation of candidates by the event simulator, and the search that collects them.
 
 Candidates are decisions over blocks, so that evaluating one costs O(blocks + actions); the one that is taken is
 estimated once more over captured ops (`finalize`).
@@ -6,7 +6,7 @@ estimated once more over captured ops (`finalize`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import log2
 
@@ -14,11 +14,10 @@ from autopart.ir.plan import Decision, Estimate, Stage
 from autopart.ir.program import Edge
 from autopart.ir.size import Size
 from autopart.passes.program.routing import edges, tied
-from autopart.passes.search.layout import Layout
+from autopart.passes.search.layout import Layout, in_proportion
 from autopart.passes.search.partition import Partition
-from autopart.passes.search.proportions import in_proportion
-from autopart.passes.search.recomputation import StageBlocks, least_recomputed
-from autopart.passes.search.space import SearchSpace
+from autopart.passes.search.recomputation import StageBlocks, Way, least_recomputed
+from autopart.passes.search.space import SearchSpace, SearchSpaces, Watch
 from autopart.passes.simulation.estimate import excess_of, message_bytes, simulated_ns, stage_contexts, stage_estimates
 from autopart.passes.simulation.stage_costs import Estimator, StageContext
 
@@ -121,12 +120,13 @@ class Evaluator:
         self._estimators: dict[int, Estimator] = {}
         self._evaluations: dict[tuple[object, ...], Evaluation] = {}
         self._recomputing: dict[tuple[int, int, StageContext], Stage] = {}
+        self._ways: dict[Hashable, dict[int, list[Way]]] = {}  # equal layers are grouped alike in every stage
 
     def __call__(self, space: SearchSpace, candidate: Candidate) -> Evaluation:
-        """The candidate over the blocks of this space, with optimizer state shared and as much recomputed as the
-        memory demands.
+        """Evaluate the candidate over the blocks of this space, with as much recomputed as the memory demands.
 
-        O(blocks + actions), and O(stages) when it was evaluated before.
+        Where it has replicas and the request leaves that open, they share the optimizer's state if the candidate does
+        not fit otherwise, or if that makes it faster.  O(blocks + actions), and O(stages) when it was evaluated before.
         """
         key = (space.chain.n, *candidate.key)
         if key not in self._evaluations:
@@ -149,11 +149,12 @@ class Evaluator:
         """Estimates over the space's blocks, to propose slices by."""
         return self._estimator(space)
 
-    def fitted(self, space: SearchSpace, candidate: Candidate) -> Fitted:
-        """The candidate with optimizer state shared and as much recomputed as the memory demands; not simulated.  On
-        unlike devices in equal shares or in proportion, whichever has the faster slowest stage.
+    def fitted(self, space: SearchSpace, candidate: Candidate, zero: int) -> Fitted:
+        """Fit the candidate into memory by sharing the optimizer's state and then by recomputation, without simulating
+        it.  On unlike devices it has equal shares or shares in proportion, whichever has the faster slowest stage.
 
-        O(blocks), and what it takes to choose what each stage recomputes, once for each.
+        zero: 1 where replicas share the optimizer's state in any case.  O(blocks), and what it takes to choose what
+        each stage recomputes, once for each.
         """
         estimator, request = self._estimator(space), space.request
         names = [op.name for op in space.chain.blocks.ops]
@@ -166,13 +167,12 @@ class Evaluator:
             )
             for (a, b, _, _), ranks in zip(candidate.partition.ranges(), candidate.ranks, strict=True)
         )
-        world, shared = space.costs.cluster.world, int(request.zero == 1)
         decision = Decision(
-            world,
+            space.costs.cluster.world,
             stages,
             candidate.micro_rows,
             candidate.schedule,
-            shared,
+            zero,
             candidate.token_slices or request.fixed_slices,
             bucket_bytes=request.bucket_bytes,
         )
@@ -196,7 +196,7 @@ class Evaluator:
         estimates = stage_estimates(decision, flows, estimator)
         excess = excess_of(decision, flows, estimator, self._spare_bytes)
         if max(excess) > 0 and request.may_shard and candidate.has_replicas and not decision.zero:
-            decision = replace(decision, zero=1)  # which takes no time, as recomputation does
+            decision = replace(decision, zero=1)
             estimates = stage_estimates(decision, flows, estimator)
             excess = excess_of(decision, flows, estimator, self._spare_bytes)
         if max(excess) > 0 and request.may_recompute and not everything:  # not simulated yet: memory needs no time
@@ -226,12 +226,18 @@ class Evaluator:
         return slowest
 
     def _evaluate(self, space: SearchSpace, candidate: Candidate) -> Evaluation:
-        fitted, estimator = self.fitted(space, candidate), self._estimator(space)
-        decision, excess = fitted.decision, fitted.excess_bytes
-        tied_params = tied(decision, space.chain.blocks)
-        step_ns = simulated_ns(decision, fitted.estimates, fitted.flows, tied_params, estimator)
+        request, estimator = space.request, self._estimator(space)
+        found = [self.fitted(space, candidate, int(request.zero == 1))]
+        if request.may_shard and candidate.has_replicas and not found[0].decision.zero:
+            shared, flows = replace(found[0].decision, zero=1), found[0].flows
+            estimates = stage_estimates(shared, flows, estimator)
+            found.append(Fitted(shared, flows, estimates, found[0].excess_bytes))  # it needs less memory
+        shared_params = tied(found[0].decision, space.chain.blocks) if space.may_be_tied else ()
+        steps = [simulated_ns(f.decision, f.estimates, f.flows, shared_params, estimator) for f in found]
+        step_ns, fitted = min(zip(steps, found, strict=True), key=lambda pair: pair[0])
+        excess = fitted.excess_bytes
         worst = max(range(len(excess)), key=lambda s: excess[s])
-        return Evaluation(space, candidate, decision, fitted.estimates, step_ns, max(0, excess[worst]), worst)
+        return Evaluation(space, candidate, fitted.decision, fitted.estimates, step_ns, max(0, excess[worst]), worst)
 
     def _add_recompute(self, space: SearchSpace, stage: int, context: StageContext) -> Stage:
         """The stage with the quickest recomputation that makes it fit, each found once.  stage: its number."""
@@ -250,11 +256,93 @@ class Evaluator:
         saved = [0 if name in space.asked else c.saved_bytes for name, c in zip(names, costs, strict=True)]
         blocks = StageBlocks(
             names,
-            saved,
-            [c.fwd_ns for c in costs],
-            [c.tail_ns for c in costs],
-            [crossing[name] for name in names],
+            tuple(saved),
+            tuple([c.fwd_ns for c in costs]),
+            tuple([c.tail_ns for c in costs]),
+            tuple([crossing[name] for name in names]),
             space.costs.group_ns,
         )
         limit = space.costs.cluster.least_memory_bytes(context.stage.ranks) - spare
-        return least_recomputed(context, blocks, estimator, limit, everything=space.request.recompute == "all")
+        everything = space.request.recompute == "all"
+        return least_recomputed(context, blocks, estimator, limit, everything=everything, known=self._ways)
+
+
+# ---- the search ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """best: the fastest that fits, if any.  nearest: of those that do not fit the one that lacks least.
+    seen: the fastest of every (number of stages, replicas of the first stage) that fits, for explanations."""
+
+    best: Evaluation | None
+    nearest: Evaluation | None
+    seen: tuple[Evaluation, ...]
+
+
+class Search:
+    """One search: what it chooses from, and everything that it has evaluated.
+
+    watch: told of progress.  fitting: what fits, by plan.  nearest: of the others the one that lacks least.
+    """
+
+    def __init__(self, spaces: SearchSpaces, watch: Watch | None = None) -> None:
+        self.spaces = spaces
+        self.evaluator = Evaluator()
+        self._watch = watch
+        self.fitting: dict[tuple[object, ...], Evaluation] = {}
+        self.nearest: Evaluation | None = None
+
+    def tell(self, what: str) -> None:
+        """Tell whoever watches what has just been done."""
+        if self._watch:
+            self._watch(what, self.best_ns, 0)
+
+    def evaluate(self, space: SearchSpace, candidate: Candidate) -> Evaluation:
+        """The evaluation of a candidate, which is noted."""
+        evaluation = self.evaluator(space, candidate)
+        self._note(evaluation)
+        return evaluation
+
+    def _note(self, evaluation: Evaluation) -> None:
+        if evaluation.fits:
+            self.fitting[evaluation.key] = evaluation
+        elif self.nearest is None or evaluation.over_bytes < self.nearest.over_bytes:
+            self.nearest = evaluation
+
+    @property
+    def ranked(self) -> list[Evaluation]:
+        """Those that fit, fastest first; of equals the fewest stages, then the one that was evaluated first."""
+        return sorted(self.fitting.values(), key=lambda e: (e.step_ns, e.candidate.partition.stages))
+
+    @property
+    def best_ns(self) -> int:
+        """Step of the fastest that fits, 0 while there is none."""
+        return min((e.step_ns for e in self.fitting.values()), default=0)
+
+    def finalists(self, most: int) -> list[Evaluation]:
+        """The fastest with different numbers of stages, pipelines or rows; the nearest when none fits."""
+        chosen: dict[tuple[object, ...], Evaluation] = {}
+        pool = self.ranked or ([self.nearest] if self.nearest else [])
+        for evaluation in pool:
+            candidate = evaluation.candidate
+            shape = candidate.partition.stages, candidate.layout.pipeline_replicas, len(candidate.micro_rows)
+            chosen.setdefault(shape, evaluation)
+        return list(chosen.values())[:most]
+
+    @property
+    def preferred(self) -> list[Evaluation]:
+        """Of each number of stages the fastest that fits, in the order of `preference`."""
+        found: dict[int, Evaluation] = {}
+        for evaluation in self.ranked:
+            found.setdefault(evaluation.stages, evaluation)
+        return sorted(found.values(), key=lambda e: e.preference)
+
+    def result(self) -> SearchResult:
+        """What the search returns."""
+        ranked = self.ranked
+        seen: dict[tuple[int, int], Evaluation] = {}
+        for evaluation in ranked:
+            shape = evaluation.candidate.partition.stages, len(evaluation.candidate.ranks[0])
+            seen.setdefault(shape, evaluation)
+        return SearchResult(ranked[0] if ranked else None, self.nearest, tuple(seen.values()))

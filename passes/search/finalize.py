@@ -21,9 +21,8 @@ from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import edges, route
 from autopart.passes.program.schedules import find
 from autopart.passes.program.verify import check_program
-from autopart.passes.search.archive import SearchResult
 from autopart.passes.search.diagnostics import alternatives
-from autopart.passes.search.evaluation import Evaluation, Evaluator, preference
+from autopart.passes.search.evaluation import Evaluation, Evaluator, SearchResult, preference
 from autopart.passes.search.space import PlanRequest, SearchSpace
 from autopart.passes.simulation.estimate import estimate, excess_of, stage_estimates
 from autopart.passes.simulation.stage_costs import Estimator
@@ -31,6 +30,8 @@ from autopart.passes.simulation.stage_costs import Estimator
 _Known = dict[tuple[object, ...], int | None]
 """Steps over captured ops, of the plans that took their turn; None of those that do not fit there."""
 
+LIGHT = 0.02
+"""A stage with less than this part of the slowest stage's work is noted."""
 TIGHTER = 3
 """Times that a plan is evaluated again with more memory left free."""
 
@@ -195,6 +196,8 @@ def notes_of(decision: Decision, blocks: int, request: PlanRequest, graph: Graph
         no_more_blocks = len(decision.stages) == blocks
         reason = f"the model has only {blocks} blocks" if no_more_blocks else _idle_reason(request)
         notes.append(f"{decision.world - used} of {decision.world} devices idle: {reason}")
+    if request.stages is not None:
+        notes += _light_stages(decision, graph)
     replicated = {name for stage in decision.stages if len(stage.ranks) > 1 for name in stage.ops}
     writer = graph.writer()
     if any(writer[value] in replicated for _, value in graph.updates):
@@ -203,8 +206,22 @@ def notes_of(decision: Decision, blocks: int, request: PlanRequest, graph: Graph
             f"statistics of BatchNorm are per replica, each of its own {own}; so is any buffer the step updates"
         )
     if not find(decision.schedule).synchronous:
-        notes.append("asynchronous: gradients are of older weights; the step is its steady state")
+        notes.append("asynchronous: gradients are of older weights; its step is the steady state; it cannot be run yet")
     return tuple(notes)
+
+
+def _light_stages(decision: Decision, graph: Graph) -> list[str]:
+    """Notes on stages with hardly any work, such as the loss alone, which only a fixed number of stages leaves."""
+    time_of = {op.name: op.cost.total_ns for op in graph.ops}
+    times = [sum(time_of[name] for name in stage.ops) for stage in decision.stages]
+    micros = len(decision.micro_rows)
+    count = "1 micro-batch" if micros == 1 else f"{micros} micro-batches"
+    return [
+        f"stage {s} has {time / sum(times):.1%} of the work: with {count} no even cut is faster; fewer stages or more "
+        "micro-batches use its devices better"
+        for s, time in enumerate(times)
+        if time < LIGHT * max(times)
+    ]
 
 
 def _idle_reason(request: PlanRequest) -> str:

@@ -4,6 +4,8 @@ A pipeline deeper than `SMALL` is cut out of a chain of many blocks, and most of
 too long to be in any good plan.  So microbatch options and layouts come in order of a lower bound of their partitions;
 what is hopeless against the best pipeline latency so far is left out, and ranges longer than a worthwhile pipeline
 latency allows are not looked at.
+
+Where all candidates together are few, every one of them is proposed (`enumerate_all`).
 """
 
 from __future__ import annotations
@@ -11,17 +13,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise, product
+from math import comb
 from typing import NamedTuple
 
 import numpy as np
 
-from autopart.passes.search.evaluation import Candidate
+from autopart.passes.search.evaluation import Candidate, Search
 from autopart.passes.search.layout import SMALL, Layout, layouts
 from autopart.passes.search.partition import INFEASIBLE, Partition, solve_partition
-from autopart.passes.search.relaxation import gradient_edges, is_chain, layout_bound, longest_range
-from autopart.passes.search.space import SearchSpace, SearchSpaces, Watch
+from autopart.passes.search.space import (
+    SearchSpace,
+    SearchSpaces,
+    gradient_edges,
+    is_chain,
+    layout_bound,
+    longest_range,
+)
 from autopart.passes.search.tables import StageCostTables, TableMemo, TableRequest
 
+MOST_BLOCKS = 20_000
+"""Blocks of all candidates together; evaluating is about linear in them."""
+MOST_ACTIONS = 250_000
+"""Actions of all of them together."""
+ACTIONS_PER_STAGE = 6
+"""Actions of a stage for one micro-batch, at most: forward and backward, and its messages."""
 HOPELESS = 1.1
 """A partition whose latency is so much above the best simulated step is not evaluated: it leaves waiting out."""
 WORTH = 1.5
@@ -40,23 +56,21 @@ class Proposal(NamedTuple):
     candidate: Candidate
 
 
-def proposals_of(
-    spaces: SearchSpaces, watch: Watch | None, *, ignore_memory: bool = False, worth: float = WORTH
-) -> list[Proposal]:
+def proposals_of(search: Search, *, ignore_memory: bool = False, worth: float = WORTH) -> list[Proposal]:
     """What the dynamic programs find, but for what cannot be the best; in the order of the request.
 
     ignore_memory: as if memory had no end.  worth: how far above the best pipeline latency that of a deep pipeline may
     be.  While none is known, deep pipelines are tried below a limit that doubles: the lower it is, the shorter the
     ranges.
     """
-    search = _ProposalSearch(spaces, ignore_memory, watch)
-    search.try_all(deep=False, limit=math.inf)
-    limit = worth * (search.best_ns or max(1, search.least_bound(deep=True)))
-    while not search.try_all(deep=True, limit=limit) and not search.best_ns:
+    proposing = _Proposing(search, ignore_memory)
+    proposing.try_all(deep=False, limit=math.inf)
+    limit = worth * (proposing.best_ns or max(1, proposing.least_bound(deep=True)))
+    while not proposing.try_all(deep=True, limit=limit) and not proposing.best_ns:
         limit *= 2
-    if limit < worth * search.best_ns:
-        search.try_all(deep=True, limit=worth * search.best_ns)
-    return [proposal for key in sorted(search.found) for proposal in search.found[key]]
+    if limit < worth * proposing.best_ns:
+        proposing.try_all(deep=True, limit=worth * proposing.best_ns)
+    return [proposal for key in sorted(proposing.found) for proposal in proposing.found[key]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +93,17 @@ class _LayoutTask:
         return self.layout.pipeline_replicas == 1 and not self.deep
 
 
-class _ProposalSearch:
+class _Proposing:
     """Microbatch options, the layouts for each in order of their bounds, and what was found so far.
 
     found: by place of the option and of the layout.  best_ns: the best pipeline latency, 0 while there is none.
     """
 
-    def __init__(self, spaces: SearchSpaces, ignore_memory: bool, watch: Watch | None) -> None:
+    def __init__(self, search: Search, ignore_memory: bool) -> None:
         self._ignore_memory = ignore_memory
-        self._watch = watch
-        self._options = _spread(spaces.coarse.request.micro_rows)
-        self._tasks = [_layout_tasks(spaces, micro_rows) for micro_rows in self._options]
+        self._search = search
+        self._options = _spread(search.spaces.coarse.request.micro_rows)
+        self._tasks = [_layout_tasks(search.spaces, micro_rows) for micro_rows in self._options]
         self.found: dict[tuple[int, int], list[Proposal]] = {}
         self.best_ns = 0
 
@@ -101,14 +115,13 @@ class _ProposalSearch:
         """Look for partitions with a latency up to a limit.  True when none was left out because of it."""
         complete = True
         for option in self._in_order_of_bounds():
-            memo = TableMemo()
+            memo: TableMemo = {}
             for task in self._tasks[option]:
                 hopeless = self.best_ns > 0 and task.bound > HOPELESS * self.best_ns
                 if task.deep == deep and (not hopeless or task.explains):
                     complete = self._try(option, task, memo, limit) and complete
-            if self._watch:
-                depth = "deep pipelines, " if deep else ""
-                self._watch(f"partition, {depth}micro-batches of {max(self._options[option])} rows", 0, 0)
+            depth = "deep pipelines, " if deep else ""
+            self._search.tell(f"partition, {depth}micro-batches of {max(self._options[option])} rows")
         return complete
 
     def _in_order_of_bounds(self) -> list[int]:
@@ -210,7 +223,7 @@ def with_equal_stages(candidate: Candidate, space: SearchSpace, most_ns: int) ->
     wanted = TableRequest(
         space, layout, micro_rows, candidate.schedule, stages=space.request.stages, waits=nobody_waits, longest=longest
     )
-    for partition in _partitions(wanted, TableMemo()):
+    for partition in _partitions(wanted, {}):
         if partition.stages == candidate.partition.stages:
             latency_ns = candidate.partition.pipeline_latency_ns
             yield replace(candidate, partition=replace(partition, pipeline_latency_ns=latency_ns))
@@ -220,3 +233,61 @@ def _spare(space: SearchSpace, layout: Layout, stages: int) -> int:
     """Positions that may idle at the end: where devices are not alike, which of them idle matters."""
     all_alike = len(set(space.costs.cluster.devices)) == 1
     return 0 if all_alike or layout.depth > SMALL else layout.depth - stages
+
+
+# ---- small spaces --------------------------------------------------------------------------------------------------
+
+
+def enumerate_all(space: SearchSpace) -> list[Candidate] | None:
+    """Every candidate that the request allows, each plan once; None when evaluating all would take long."""
+    all_layouts = list(layouts(space.costs.cluster, replicas=space.request.may_replicate, wanted=space.request.copies))
+    if _about_actions(space) * len(all_layouts) > MOST_ACTIONS * 10:
+        return None
+    found: dict[tuple[object, ...], Candidate] = {}
+    actions = 0
+    for candidate in _candidates(space, all_layouts):
+        if found.setdefault(candidate.key, candidate) is candidate:
+            actions += ACTIONS_PER_STAGE * candidate.partition.stages * len(candidate.micro_rows)
+            if actions > MOST_ACTIONS or space.chain.n * len(found) > MOST_BLOCKS:
+                return None
+    return list(found.values())
+
+
+def _about_actions(space: SearchSpace) -> int:
+    """About the actions of all candidates of one layout, without looking at any."""
+    n, request, world = space.chain.n, space.request, space.costs.cluster.world
+    deepest = min(n, world, request.stages or n)
+    partitions = sum(comb(n - 1, s - 1) * comb(world, s) for s in range(request.stages or 1, deepest + 1))
+    micros = sum(len(rows) for rows in request.micro_rows)
+    return partitions * micros * len(request.schedules) * ACTIONS_PER_STAGE
+
+
+def _candidates(space: SearchSpace, all_layouts: list[Layout]) -> Iterator[Candidate]:
+    """Every candidate; plans that several layouts can express come several times."""
+    request = space.request
+    for layout in all_layouts:
+        for partition in _all_partitions(space, layout):
+            replicas = max(partition.widths) * layout.pipeline_replicas
+            schedules = request.schedules if partition.stages > 1 else request.schedules[:1]
+            for micro_rows in request.micro_rows:
+                if replicas <= request.most_replicas(micro_rows):
+                    for schedule in schedules:
+                        yield Candidate(partition, layout, micro_rows, schedule)
+
+
+def _all_partitions(space: SearchSpace, layout: Layout) -> Iterator[Partition]:
+    """Every partition for a layout that the request allows."""
+    n, request = space.chain.n, space.request
+    for stages in [request.stages] if request.stages else range(1, min(n, layout.depth) + 1):
+        fixed = request.replicas_of(stages)
+        legal = [space.legal_at(s) for s in range(stages)]
+        if any(home >= stages for home in request.pins.values()) or (fixed and len(fixed) != stages):
+            continue
+        for inner in combinations(range(1, n), stages - 1):
+            bounds = (0, *inner, n)
+            if not all(legal[s][a, b] for s, (a, b) in enumerate(pairwise(bounds))):
+                continue
+            for widths in product(layout.widths, repeat=stages):
+                replicas = tuple(width * layout.pipeline_replicas for width in widths)
+                if sum(widths) <= layout.depth and fixed in (None, replicas):
+                    yield Partition(bounds, widths, 0)

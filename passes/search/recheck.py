@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopart.ir.capabilities import lacking
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Optimality, Plan, check
@@ -46,8 +45,6 @@ def _differences(
         yield "it has another schedule"
     if request.stages not in (None, len(plan.stages)):
         yield f"it has {len(plan.stages)} stages, not {request.stages}"
-    if missing := lacking(plan, request.abilities):
-        yield f"it needs {' and '.join(missing)}"
     yield from _other_freedom(plan, request)
     yield from _other_places(plan, fine, request)
     program = route(plan.decision, graph)

@@ -15,7 +15,7 @@ every stage is, and more is recomputed where that says that it does not fit.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -50,12 +50,19 @@ class StageBlocks:
 
 
 def least_recomputed(
-    context: StageContext, blocks: StageBlocks, estimator: Estimator, limit: int, *, everything: bool
+    context: StageContext,
+    blocks: StageBlocks,
+    estimator: Estimator,
+    limit: int,
+    *,
+    everything: bool,
+    known: dict[Hashable, dict[int, list[Way]]] | None = None,
 ) -> Stage:
     """The stage with the quickest recomputation that fits `limit` bytes; where nothing does, all of it as one group.
 
-    What it recomputes already stays; these blocks count as saving nothing.  everything: all blocks are recomputed, in
-    the groups that hold least.  O(blocks log^2 blocks), and an estimate for each way that turns out to be too large.
+    What it recomputes already stays; these blocks count as saving nothing.  known: the ways to group blocks of these
+    costs, of earlier stages, to which those of this stage are added.  everything: all blocks are recomputed, in the
+    groups that hold least.  O(blocks log^2 blocks), and an estimate for each way that turns out to be too large.
     """
     stage, already = context.stage, {name for group in context.stage.recompute for name in group}
     plain = estimator.stage(context)
@@ -63,14 +70,21 @@ def least_recomputed(
     order = [place for place in blocks.by_worth() if blocks.names[place] not in already]
     least = len(order) if everything else 1
 
+    costs = tuple(map(tuple, (blocks.saved, blocks.fwd_ns, blocks.tail_ns, blocks.crossing, order)))
+    ways_of_count = {} if known is None else known.setdefault((costs, context.live), {})
+
+    def ways_of(count: int) -> list[Way]:
+        if count not in ways_of_count:
+            ways_of_count[count] = list(_sizes_of_groups(blocks, frozenset(order[:count]), context.live))
+        return ways_of_count[count]
+
     def least_bytes(count: int) -> int:
-        return fixed + min([kept for kept, _ in _sizes_of_groups(blocks, frozenset(order[:count]), context.live)])
+        return fixed + min([kept for kept, _ in ways_of(count)])
 
     count = least + bisect_left(range(least, len(order)), True, key=lambda count: least_bytes(count) <= limit)
     while count <= len(order):
         more = [count + 2**step - 1 for step in range((len(order) - count + 1).bit_length())]
-        choices = [frozenset(order[:n]) for n in more]
-        ways = [way for chosen in choices for way in _sizes_of_groups(blocks, chosen, context.live)]
+        ways = [way for n in more for way in ways_of(n)]
         least_first = [groups for _, groups in sorted(ways, key=lambda way: way[0])]
         for groups in least_first if everything else _quickest_first(blocks, ways, context.live, limit - fixed):
             chosen = tuple(tuple(blocks.names[place] for place in group) for group in groups)

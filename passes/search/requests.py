@@ -5,22 +5,14 @@ from __future__ import annotations
 from autopart.ir.cluster import Cluster
 from autopart.ir.cluster import check as check_cluster
 from autopart.ir.errors import UsageError
-from autopart.passes.program.schedules import AUTOMATIC, find, names, takes_slices
+from autopart.passes.program.schedules import AUTOMATIC, find, takes_slices
 from autopart.passes.search.space import PlanRequest
 
 
 def check_request(request: PlanRequest, cluster: Cluster) -> None:
     """Everything about a request that can be refused without looking at the model."""
     check_cluster(cluster)
-    synchronous = request.schedule == "auto" or find(request.schedule).synchronous
-    if not synchronous and not request.abilities.asynchronous:
-        known = ("auto", *(name for name in names() if find(name).synchronous))
-        raise UsageError(
-            f"schedule {request.schedule!r} cannot be run yet",
-            why="it updates weights while micro-batches are in flight",
-            fix=f"use autopart.plan to plan with it, or one of {', '.join(known)}",
-        )
-    if request.prove_seconds > 0 and not synchronous:
+    if request.prove_seconds > 0 and not request.synchronous:
         raise UsageError(
             f"nothing can be proved about schedule {request.schedule!r}",
             why="its steps overlap",
@@ -77,10 +69,6 @@ def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
             fix=f"use at most {cluster.world // each} stages or {cluster.world // (request.stages or 1)} replicas, or "
             "name a larger cluster",
         )
-    if needed > (len(fixed) if fixed else 1) and not request.abilities.replicas:
-        raise UsageError("replicas of a stage cannot be run yet", fix="use autopart.plan to plan with them")
-    if (request.recompute == "all" or request.recomputed) and not request.abilities.recompute:
-        raise UsageError("recomputation cannot be run yet", fix='use recompute="off", or autopart.plan to plan with it')
     _check_zero(request)
     _check_slices(request)
     for path, stage in request.pins.items():
@@ -93,14 +81,7 @@ def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
 
 
 def _check_zero(request: PlanRequest) -> None:
-    if request.zero != 1:
-        return
-    if not request.abilities.zero:
-        raise UsageError(
-            "replicas that share the optimizer's state cannot be run yet",
-            fix="use zero=0, or autopart.plan to plan with it",
-        )
-    if not request.may_shard:
+    if request.zero == 1 and not request.may_shard:
         raise UsageError(
             f"zero=1 does not go with schedule {request.schedule!r}",
             why="each micro-batch has its own version of the weights",
@@ -109,13 +90,6 @@ def _check_zero(request: PlanRequest) -> None:
 
 
 def _check_slices(request: PlanRequest) -> None:
-    if not request.token_slices:
-        return
-    if not request.abilities.token_slices:
-        raise UsageError(
-            "sequences in slices cannot be run yet",
-            fix="use token_slices=None, or autopart.plan to plan with them",
-        )
     if request.fixed_slices and not any(takes_slices(find(name)) for name in request.schedules):
         raise UsageError(
             f"schedule {request.schedule!r} has no order over slices of sequences",

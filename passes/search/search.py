@@ -21,15 +21,11 @@ import numpy as np
 
 from autopart.ir.size import Size
 from autopart.passes.graph.cuts import Ints
-from autopart.passes.search.archive import Archive
-from autopart.passes.search.balance import balanced
-from autopart.passes.search.evaluation import Candidate, Evaluation
-from autopart.passes.search.exhaustive import enumerate_all
+from autopart.passes.search.evaluation import Candidate, Evaluation, Search
 from autopart.passes.search.layout import layouts
-from autopart.passes.search.proposals import HOPELESS, Proposal, with_equal_stages
-from autopart.passes.search.refinement import actions_of, finer, is_legal, refined
-from autopart.passes.search.relaxation import fastest_sums
-from autopart.passes.search.space import SearchSpace, SearchSpaces, Watch
+from autopart.passes.search.proposals import HOPELESS, Proposal, enumerate_all, with_equal_stages
+from autopart.passes.search.refinement import actions_of, balanced, finer, is_legal, refined
+from autopart.passes.search.space import SearchSpace, fastest_sums
 
 PROMISING = 12
 """Proposals that are evaluated, besides the best one of each number of pipelines."""
@@ -54,28 +50,28 @@ EFFORT = 250_000
 # ---- small spaces --------------------------------------------------------------------------------------------------
 
 
-def evaluate_all(spaces: SearchSpaces, archive: Archive) -> bool:
+def evaluate_all(search: Search) -> bool:
     """Evaluate every candidate where they are few.  Whether that was done, and some plan is allowed at all."""
+    spaces = search.spaces
     candidates = None if spaces.differ else enumerate_all(spaces.coarse)
     for candidate in candidates or ():
-        archive.evaluate(spaces.coarse, candidate)
+        search.evaluate(spaces.coarse, candidate)
     return bool(candidates)
 
 
 # ---- proposals -----------------------------------------------------------------------------------------------------
 
 
-def evaluate_promising(proposals: list[Proposal], archive: Archive, watch: Watch | None) -> None:
+def evaluate_promising(search: Search, proposals: list[Proposal]) -> None:
     """Evaluate the promising, as long as they are not hopeless and effort is left or nothing fits."""
     effort = EFFORT
     for space, candidate in _promising(proposals):
         latency_ns = candidate.partition.pipeline_latency_ns
-        hopeless = bool(archive.fitting) and latency_ns > HOPELESS * archive.best_ns
-        if not hopeless and (effort > 0 or not archive.fitting):
-            archive.evaluate(space, candidate)
+        hopeless = bool(search.fitting) and latency_ns > HOPELESS * search.best_ns
+        if not hopeless and (effort > 0 or not search.fitting):
+            search.evaluate(space, candidate)
             effort -= actions_of(candidate)
-        if watch:
-            watch("evaluate", archive.best_ns, 0)
+        search.tell("evaluate")
 
 
 def _by_latency(proposals: list[Proposal]) -> list[Proposal]:
@@ -98,11 +94,11 @@ def _promising(proposals: list[Proposal]) -> list[Proposal]:
     return [ranked[place] for place in chosen]
 
 
-def evaluate_for_comparison(proposals: list[Proposal], archive: Archive) -> None:
+def evaluate_for_comparison(search: Search, proposals: list[Proposal]) -> None:
     """Evaluate also, for explanations, a stage fewer and more than the best has, and the best without replicas."""
-    if not archive.fitting:
+    if not search.fitting:
         return
-    stages = archive.ranked[0].candidate.partition.stages
+    stages = search.ranked[0].candidate.partition.stages
     wanted: tuple[Callable[[Candidate], bool], ...] = (
         lambda candidate: candidate.partition.stages == stages - 1,
         lambda candidate: candidate.partition.stages == stages + 1,
@@ -112,7 +108,7 @@ def evaluate_for_comparison(proposals: list[Proposal], archive: Archive) -> None
     for is_wanted in wanted:
         found = next((proposal for proposal in ranked if is_wanted(proposal.candidate)), None)
         if found is not None:
-            archive.evaluate(*found)
+            search.evaluate(*found)
 
 
 def _is_pipeline_without_replicas(candidate: Candidate) -> bool:
@@ -123,25 +119,24 @@ def _is_pipeline_without_replicas(candidate: Candidate) -> bool:
 # ---- variants ------------------------------------------------------------------------------------------------------
 
 
-def evaluate_variants(spaces: SearchSpaces, archive: Archive, watch: Watch | None) -> None:
+def evaluate_variants(search: Search) -> None:
     """The fastest under all schedules and layouts, as far as effort reaches, and with even cuts."""
     effort = EFFORT
-    for evaluation in archive.finalists(VARIED):
+    for evaluation in search.finalists(VARIED):
         candidate, space = evaluation.candidate, evaluation.space
         variants = list(_variants(space, candidate))
         actions = actions_of(candidate)
         tried = variants[: max(LEAST_VARIANTS, effort // actions)]
         for variant in tried:
-            archive.evaluate(space, variant)
+            search.evaluate(space, variant)
         effort -= len(tried) * actions
-        even = with_even_cuts(candidate, spaces.fine)
+        even = with_even_cuts(candidate, search.spaces.fine)
         if even is not None:
-            archive.evaluate(spaces.fine, even)
+            search.evaluate(search.spaces.fine, even)
         if candidate.partition.stages > 1 and len(candidate.micro_rows) <= FEW * candidate.partition.stages:
-            for balanced in with_equal_stages(candidate, spaces.fine, archive.best_ns):
-                archive.evaluate(spaces.fine, balanced)
-        if watch:
-            watch("schedules and layouts", archive.best_ns, 0)
+            for balanced in with_equal_stages(candidate, search.spaces.fine, search.best_ns):
+                search.evaluate(search.spaces.fine, balanced)
+        search.tell("schedules and layouts")
 
 
 def _variants(space: SearchSpace, candidate: Candidate) -> Iterator[Candidate]:
@@ -190,41 +185,39 @@ def _cheapest(places: np.ndarray[tuple[int, ...], np.dtype[np.intp]], crossing: 
 # ---- refinement ----------------------------------------------------------------------------------------------------
 
 
-def refine_best(spaces: SearchSpaces, archive: Archive, watch: Watch | None) -> None:
+def refine_best(search: Search) -> None:
     """Refine the fastest, and those that may be preferred to them (`evaluation.preference`), best first."""
     done = set()
-    for evaluation in archive.finalists(REFINED):
+    for evaluation in search.finalists(REFINED):
         done.add(evaluation.stages)
-        if not archive.fitting or evaluation.step_ns <= HOPEFUL * archive.best_ns:
-            _refine(evaluation, spaces, archive)
-        if watch:
-            watch("refine", archive.best_ns, 0)
-    for evaluation in archive.preferred[:REFINED]:
-        preferred = archive.preferred[0]
+        if not search.fitting or evaluation.step_ns <= HOPEFUL * search.best_ns:
+            _refine(search, evaluation)
+        search.tell("refine")
+    for evaluation in search.preferred[:REFINED]:
+        preferred = search.preferred[0]
         is_near = evaluation.preference <= HOPEFUL * preferred.preference
         is_apart = evaluation.stages <= FAR_FEWER * preferred.stages
         if evaluation.stages not in done and (evaluation is preferred or (is_near and is_apart)):
             done.add(evaluation.stages)
-            _refine(evaluation, spaces, archive)
-            if watch:
-                watch("refine", archive.best_ns, 0)
+            _refine(search, evaluation)
+            search.tell("refine")
 
 
-def _refine(evaluation: Evaluation, spaces: SearchSpaces, archive: Archive) -> None:
+def _refine(search: Search, evaluation: Evaluation) -> None:
     """Refine one, and once more over more blocks what comes close to the best."""
-    near = _refined_over_its_blocks(evaluation, archive)
-    if near.space.chain.n < spaces.fine.chain.n and (not archive.fitting or _is_close(near, archive)):
-        _refined_over_its_blocks(archive.evaluate(spaces.fine, finer(near, spaces.fine)), archive)
+    near, fine = _refined_over_its_blocks(search, evaluation), search.spaces.fine
+    if near.space.chain.n < fine.chain.n and (not search.fitting or _is_close(search, near)):
+        _refined_over_its_blocks(search, search.evaluate(fine, finer(near, fine)))
 
 
-def _refined_over_its_blocks(evaluation: Evaluation, archive: Archive) -> Evaluation:
+def _refined_over_its_blocks(search: Search, evaluation: Evaluation) -> Evaluation:
     """The candidate refined; first all cuts at once, where programs are too long to move them one by one."""
     moves = EFFORT // REFINED // actions_of(evaluation.candidate)
     is_long = moves < 2 * evaluation.stages
-    return refined(balanced(evaluation, archive) if is_long else evaluation, archive, EFFORT // REFINED)
+    return refined(search, balanced(search, evaluation) if is_long else evaluation, EFFORT // REFINED)
 
 
-def _is_close(evaluation: Evaluation, archive: Archive) -> bool:
+def _is_close(search: Search, evaluation: Evaluation) -> bool:
     """Whether more blocks may make it the fastest, or the preferred one."""
-    preferred = CLOSE * archive.preferred[0].preference
-    return evaluation.step_ns <= CLOSE * archive.best_ns or evaluation.preference <= preferred
+    preferred = CLOSE * search.preferred[0].preference
+    return evaluation.step_ns <= CLOSE * search.best_ns or evaluation.preference <= preferred

@@ -18,10 +18,8 @@ from itertools import pairwise
 import numpy as np
 
 from autopart.passes.program.schedules import find, takes_slices
-from autopart.passes.search.archive import Archive
-from autopart.passes.search.evaluation import Candidate, Evaluation, Evaluator
+from autopart.passes.search.evaluation import Candidate, Evaluation, Evaluator, Search
 from autopart.passes.search.search import with_even_cuts
-from autopart.passes.search.space import SearchSpaces, Watch
 from autopart.passes.simulation.slices import SliceShares
 from autopart.passes.simulation.stage_costs import Estimator
 from autopart.passes.tokens.lengths import Ints, cut_tokens, other_stages, slice_times
@@ -37,38 +35,38 @@ WORTH = 0.97
 what is known of it (launches, joined states) has to be paid by what it gains."""
 
 
-def evaluate_slices(spaces: SearchSpaces, archive: Archive, watch: Watch | None) -> None:
+def evaluate_slices(search: Search) -> None:
     """Evaluate the best plans with slices, where the request leaves them open.  O(SLICED * cells^2), and programs."""
-    request = spaces.coarse.request
-    if request.token_slices != "auto" or request.token_axis is None or not archive.fitting:
+    request = search.spaces.coarse.request
+    if request.token_slices != "auto" or request.token_axis is None or not search.fitting:
         return
-    limit = WORTH * archive.best_ns
-    for place, found in enumerate(archive.finalists(SLICED)):
-        others = _other_micros(found, archive) if not place else ()
-        for whole in (found, *_evened(found, spaces, archive), *others):
+    limit = WORTH * search.best_ns
+    for place, found in enumerate(search.finalists(SLICED)):
+        others = _other_micros(search, found) if not place else ()
+        for whole in (found, *_evened(search, found), *others):
             if not _can_be_sliced(whole):
                 continue
-            for candidate in _sliced(whole, archive.evaluator.estimator(whole.space)):
-                sliced = archive.evaluator(whole.space, candidate)
+            for candidate in _sliced(whole, search.evaluator.estimator(whole.space)):
+                sliced = search.evaluator(whole.space, candidate)
                 if sliced.step_ns < limit and _can_be_sliced(sliced):
-                    archive.evaluate(whole.space, candidate)
-        if watch:
-            watch("slices of sequences", archive.best_ns, 0)
+                    search.evaluate(whole.space, candidate)
+        search.tell("slices of sequences")
 
 
-def _evened(found: Evaluation, spaces: SearchSpaces, archive: Archive) -> list[Evaluation]:
+def _evened(search: Search, found: Evaluation) -> list[Evaluation]:
     """The same with even cuts, which for few whole sequences are no faster, but are for slices."""
-    even = with_even_cuts(found.candidate, spaces.fine) if found.candidate.partition.stages > 1 else None
-    return [] if even is None else [archive.evaluate(spaces.fine, even)]
+    fine = search.spaces.fine
+    even = with_even_cuts(found.candidate, fine) if found.candidate.partition.stages > 1 else None
+    return [] if even is None else [search.evaluate(fine, even)]
 
 
-def _other_micros(found: Evaluation, archive: Archive) -> Iterator[Evaluation]:
+def _other_micros(search: Search, found: Evaluation) -> Iterator[Evaluation]:
     """The same with the batch cut into other numbers of micro-batches."""
     request, candidate = found.space.request, found.candidate
     most = candidate.layout.pipeline_replicas * max(candidate.partition.widths)
     for micro_rows in request.micro_rows:
         if micro_rows != candidate.micro_rows and request.most_replicas(micro_rows) >= most:
-            yield archive.evaluator(found.space, replace(candidate, micro_rows=micro_rows))
+            yield search.evaluator(found.space, replace(candidate, micro_rows=micro_rows))
 
 
 def _can_be_sliced(found: Evaluation) -> bool:

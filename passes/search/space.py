@@ -1,23 +1,30 @@
-"""What the planner may choose from: what is asked for, and the chain of blocks and the cluster it is about."""
+"""What the planner may choose from: what is asked for, the chain of blocks and the cluster it is about.
+
+At the end stand relaxations, which the search and the proof share: what a part of any plan of a space takes at least.
+There blocks are taken on their fastest type of device, and messages are left out.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from autopart.ir.capabilities import ASYNCHRONOUS, RUNTIME, Capabilities
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.program import BUCKET_BYTES
 from autopart.ir.shares import Policy
+from autopart.ir.size import Size
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.cuts import Ints, module_span
-from autopart.passes.program.schedules import AUTOMATIC
+from autopart.passes.program.schedules import AUTOMATIC, find
+from autopart.passes.search.layout import Layout
 from autopart.passes.simulation.stage_costs import CostContext, LoadMemo, summed_bytes
 from autopart.passes.tokens.recipe import TokenAxis
 
@@ -35,11 +42,11 @@ class PlanRequest:
     stage.  pins: module path to its stage.  uncut: values that no stage may pass to another.  replicas: of every stage,
     or one number for each.  policy: how they divide micro-batches.  recompute: "auto", "off" or "all"; recomputed:
     groups of captured ops that are recomputed even when it is "off".  zero: 0, 1 (optimizer state shared by replicas)
-    or "auto" (where memory does not suffice otherwise).  bucket_bytes: gradients that replicas sum together.
-    token_slices: lengths of slices, () for whole sequences, "auto" where the planner chooses;
+    or "auto" (where that is faster, or memory demands it).  bucket_bytes: gradients that replicas sum
+    together.  token_slices: lengths of slices, () for whole sequences, "auto" where the planner chooses;
     token_axis: tells what slices take.  state_factor: bytes of optimizer state per byte of trainable parameter.
-    abilities: what a plan may use.  prove_seconds: time to find a certificate (`certificate`) of the plan, when its
-    largest micro-batch has prove_rows rows (None: whatever it has).
+    prove_seconds: time to find a certificate (`certificate`) of the plan, when its largest micro-batch has prove_rows
+    rows (None: whatever it has).
     """
 
     micro_rows: tuple[tuple[int, ...], ...]
@@ -59,7 +66,6 @@ class PlanRequest:
     token_slices: tuple[int, ...] | str = ()
     token_axis: TokenAxis | None = None
     state_factor: float = 2.0
-    abilities: Capabilities = RUNTIME
     prove_seconds: float = 0.0
     prove_rows: int | None = None
 
@@ -86,17 +92,22 @@ class PlanRequest:
     @property
     def may_recompute(self) -> bool:
         """Whether memory may be bought with time, beyond what is asked for."""
-        return self.abilities.recompute and self.recompute != "off"
+        return self.recompute != "off"
 
     @property
     def may_shard(self) -> bool:
         """Whether replicas may share the optimizer's state; never where it steps while micro-batches are in flight."""
-        return self.abilities.zero and self.zero != 0 and self.schedule not in ASYNCHRONOUS
+        return self.zero != 0 and self.synchronous
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the optimizer steps when no micro-batch is in flight."""
+        return self.schedule == "auto" or find(self.schedule).synchronous
 
     @property
     def may_replicate(self) -> bool:
         """Whether stages may have several devices."""
-        return self.abilities.replicas and self.replicas != 1
+        return self.replicas != 1
 
     @property
     def copies(self) -> int:
@@ -144,6 +155,12 @@ class SearchSpace:
         trained = [param for param in self.chain.blocks.params if param.trainable]
         whole = sum(param.size_bytes for param in trained)
         return sum(map(summed_bytes, trained)) / whole if whole else 0.0
+
+    @cached_property
+    def may_be_tied(self) -> bool:
+        """Whether two blocks use one parameter, which then may be tied across stages."""
+        users = Counter(name for op in self.chain.blocks.ops for name in set(op.params))
+        return any(count > 1 for count in users.values())
 
     @cached_property
     def asked(self) -> dict[str, int]:
@@ -236,3 +253,67 @@ def block_span(blocks: Graph, fine: Graph, paths: tuple[str, ...]) -> tuple[int,
     if not places:
         raise UsageError(f"no block holds {', '.join(paths)}")
     return min(places), max(places) + 1
+
+
+# ---- relaxations ---------------------------------------------------------------------------------------------------
+
+
+def is_chain(space: SearchSpace) -> bool:
+    """Whether the chain is the only order of the blocks: each reads what the one before it writes."""
+    ops = space.chain.blocks.ops
+    return all(set(a.writes) & set(b.reads) for a, b in pairwise(ops))
+
+
+def gradient_edges(space: SearchSpace, rows: int | None = None) -> Ints:
+    """[a, b] is 1 where block b reads, with a gradient, what the range [a, b) writes, else 0.
+
+    The stage that begins with b then waits for the one that is [a, b), forward and backward.  rows: only values that
+    have bytes at so many rows count, since nothing else is sent.
+    """
+    ops, n = space.chain.blocks.ops, space.chain.n
+    values = space.chain.blocks.values
+    sizes = [1] * len(values) if rows is None else space.chain.range_costs(Size(rows)).sizes.tolist()
+    grad = {v.name for v, size in zip(values, sizes, strict=True) if v.grad and size}
+    writer = {w: i for i, op in enumerate(ops) for w in op.writes}
+    found = np.zeros((n + 1, n + 1), dtype=np.int64)
+    for b, op in enumerate(ops):
+        nearest = max((writer[r] for r in op.reads if r in writer and r in grad), default=-1)
+        if nearest >= 0:
+            found[: nearest + 1, b] = 1
+    return found
+
+
+def layout_bound(space: SearchSpace, layout: Layout, micro_rows: tuple[int, ...], most: int) -> int:
+    """About the least pipeline latency, in nanoseconds, of any partition into at most `most` stages on this layout.
+
+    Stages of t_1 .. t_S that wait for one another have U >= sum of t_q over q < s + M * t_s for each s, which is least
+    where all of these are equal: U = sum of t / (1 - (1 - 1 / M)^S).  Where widths are free, all that is known is that
+    the positions share the work.  O(blocks).
+    """
+    micros = len(micro_rows)
+    whole = fastest_sums(space, -(-max(micro_rows) // layout.pipeline_replicas))[-1]
+    if len(layout.widths) > 1 or not is_chain(space):
+        positions = layout.depth if len(layout.widths) > 1 else min(layout.depth, most)
+        return int(micros * whole) // positions
+    return int(whole / (1 - (1 - 1 / micros) ** min(layout.depth, most, space.chain.n)))
+
+
+def longest_range(space: SearchSpace, share: int, micros: int, most_ns: int) -> int:
+    """Blocks of the longest range whose micro-batches, of `share` rows each, take at most most_ns nanoseconds.
+
+    O(blocks log blocks).
+    """
+    sums = fastest_sums(space, share)
+    last = np.searchsorted(sums, sums + most_ns // micros, side="right") - 1
+    return max(1, int((last - np.arange(len(sums))).max()))
+
+
+def fastest_sums(space: SearchSpace, rows: int) -> Ints:
+    """Entry i: nanoseconds of the first i blocks at so many rows, each on its fastest type of device."""
+    return np.concatenate([[0], np.cumsum(fastest_times(space, rows))]).astype(np.int64)
+
+
+def fastest_times(space: SearchSpace, rows: int) -> Ints:
+    """Nanoseconds of each block at so many rows, both ways, on its fastest type of device."""
+    by_type = [space.chain.range_costs(Size(rows), device_type) for device_type in range(len(space.costs.device_types))]
+    return np.asarray(np.min([costs.blocks[0] + costs.blocks[1] for costs in by_type], axis=0))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,8 @@ from autopart.passes.graph.chain import RangeCosts, largest
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.ops.cost_model import FIELDS
 from autopart.passes.program.schedules import find, in_flight
-from autopart.passes.search.layout import Layout
+from autopart.passes.search.layout import Layout, by_speed
 from autopart.passes.search.partition import INFEASIBLE, Table, by_length, ends_of
-from autopart.passes.search.proportions import by_speed
 from autopart.passes.search.space import Bools, SearchSpace
 from autopart.passes.simulation.stage_costs import copying_ns, optimizer_ns, summing_ns
 from autopart.passes.simulation.traffic import PortLoad
@@ -59,26 +58,34 @@ class TableRequest:
     longest: int | None = None
 
 
-class TableMemo:
-    """What the tables of several requests have in common, each computed once.
+TableMemo = dict[Hashable, Any]
+"""What the tables of several requests have in common, by what it is and depends on, each computed once.
 
-    One memo serves requests with equal spaces, micro-batches and schedules, whatever their layouts.
-    """
+One memo serves requests with equal spaces, micro-batches and schedules, whatever their layouts."""
 
-    def __init__(self) -> None:
-        self.places: dict[tuple[Layout, int, int], _Place] = {}
-        self.tables: dict[Hashable, Table] = {}
-        self.times: dict[Hashable, tuple[Ints, Ints, Ints]] = {}
-        self.copying: dict[Hashable, Ints] = {}
-        self.arriving: dict[Hashable, Ints] = {}
-        self.following: dict[Hashable, Ints] = {}
-        self.memory: dict[Hashable, _Memory] = {}
-        self.heaviest: dict[Hashable, Ints] = {}
+_Self = TypeVar("_Self", bound="StageCostTables")
+_Args = ParamSpec("_Args")
+
+
+def _remembered(
+    compute: Callable[Concatenate[_Self, _Args], _T],
+) -> Callable[Concatenate[_Self, _Args], _T]:
+    """Remember in the tables' memo what a method returns, by its arguments and the longest range."""
+
+    def known(self: _Self, /, *args: _Args.args, **options: _Args.kwargs) -> _T:
+        key = compute.__name__, self.longest, args
+        if key not in self.memo:
+            self.memo[key] = compute(self, *args, **options)
+        found: _T = self.memo[key]
+        return found
+
+    return known
 
 
 class _Place(NamedTuple):
     """Device types and least memory of a stage's devices (types of each where they differ, since they share the work);
-    pace of messages into it and of the sum over its replicas; summing: ns per byte that the sum takes of their work."""
+    pace of messages into it and of a turn of the ring of its replicas; summing: ns per byte that a sum takes of their
+    work."""
 
     device_types: tuple[int, ...]
     memory_bytes: int
@@ -108,37 +115,39 @@ class StageCostTables:
         self._space = request.space
         self._layout = request.layout
         self._schedule = find(request.schedule)
-        self._memo = TableMemo() if memo is None else memo
+        self.memo = {} if memo is None else memo
         self._rows = max(request.micro_rows)
         self._micros = len(request.micro_rows)
-        self._longest = self._space.chain.n if request.longest is None else request.longest
-        self._waits = None if request.waits is None else by_length(request.waits, self._longest)
+        self.longest = self._space.chain.n if request.longest is None else request.longest
+        self._waits = None if request.waits is None else by_length(request.waits, self.longest)
 
     def __call__(self, k: int, width: int, used: int) -> Table | None:
         """The table of a stage that is the k-th from the end, on `width` positions, `used` of them to the end."""
         replicas = width * self._layout.pipeline_replicas
         if replicas > self._space.request.most_replicas(self._request.micro_rows) or not self._is_allowed(k, replicas):
             return None
-        place = self._place(self._layout.depth - used, width)
+        place = self._place(self._layout, self._layout.depth - used, width)
         if len(self._layout.widths) == 1:
-            return self._table(k, replicas, place)  # asked for once: not worth its memory
-        key = (self._live(k), self._pinned_stage(k), replicas, place, self._waits is None)
-        return _remembered(self._memo.tables, key, lambda: self._table(k, replicas, place))
+            return self._table(self._live(k), self._pinned_stage(k), replicas, place)  # asked for once: not remembered
+        return self._known_table(self._live(k), self._pinned_stage(k), replicas, place, self._waits is None)
 
-    def _place(self, start: int, width: int) -> _Place:
+    @_remembered
+    def _known_table(self, live: int, stage: int | None, replicas: int, place: _Place, everywhere: bool) -> Table:
+        """`_table`; everywhere: every stage waits for the one before it."""
+        return self._table(live, stage, replicas, place)
+
+    @_remembered
+    def _place(self, layout: Layout, start: int, width: int) -> _Place:
         """What the position of a stage means for its costs."""
-        return _remembered(self._memo.places, (self._layout, start, width), lambda: self._describe_place(start, width))
-
-    def _describe_place(self, start: int, width: int) -> _Place:
-        costs, ranks = self._space.costs, self._layout.ranks(start, width)
+        costs, ranks = self._space.costs, layout.ranks(start, width)
         devices = [costs.cluster.devices[rank] for rank in ranks]
         device_types = tuple(sorted(costs.device_types.index(device) for device in devices))
         if len(set(device_types)) == 1 or len(ranks) > self._rows:
             device_types = tuple(sorted(set(device_types)))  # the slowest counts
         memory = INFEASIBLE if self._request.ignore_memory else costs.cluster.least_memory_bytes(ranks)
-        arriving = load_into(self._space, self._layout, start, width).pace
+        arriving = load_into(self._space, layout, start, width).pace
         summing = summing_ns(1 << 30, ranks, costs.cluster) / (1 << 30)
-        return _Place(device_types, memory, arriving, self._space.loads.ring_allreduce(ranks).pace, summing)
+        return _Place(device_types, memory, arriving, self._space.loads.ring(ranks, 1).pace, summing)
 
     def _live(self, k: int) -> int:
         """Micro-batches in flight on the k-th stage from the end.
@@ -157,14 +166,15 @@ class StageCostTables:
             return None
         return self._request.stages - k
 
-    def _table(self, k: int, replicas: int, place: _Place) -> Table:
-        """(busy_ns, latency_ns and perhaps turns_ns) of every range."""
+    def _table(self, live: int, stage: int | None, replicas: int, place: _Place) -> Table:
+        """(busy_ns, latency_ns and perhaps turns_ns) of every range.  live: micro-batches in flight; stage: its number,
+        where pins make a difference."""
         alternating = replicas if self._space.request.policy == "turn" else 1
         share = -(-self._rows * alternating // replicas)
-        work = self._work(self._live(k), replicas // alternating, share, place)
+        work = self._work(live, replicas // alternating, share, place)
         arriving = self._arriving(*place.arriving)
-        following = self._following(share, place)
-        stage = self._pinned_stage(k)
+        hides = share if self._space.costs.overlap else 0
+        following = self._following(hides, replicas, place.ring, place.summing, place.device_types)
         if stage is not None:
             work = np.where(self._legal(self._space.legal_at(stage)), work, INFEASIBLE)
         # Asynchronous schedules update the weights after every micro-batch.
@@ -174,7 +184,7 @@ class StageCostTables:
         latency = np.minimum(work + arriving, INFEASIBLE)
         if self._waits is not None:  # nor is it known who comes back
             return busy, np.where(self._waits, latency, 0)
-        turns = self._micros - self._live(k) - 1  # between the first micro-batch that comes back and the last
+        turns = self._micros - live - 1  # between the first micro-batch that comes back and the last
         if turns < 0 or alternating > 1 or not self._schedule.synchronous:
             return busy, latency
         return busy, latency, np.minimum(turns * work + following, INFEASIBLE)
@@ -202,65 +212,70 @@ class StageCostTables:
         extra = np.ceil(np.minimum(recomputed, 1.0) * forward).astype(np.int64)
         return np.where(recomputed <= 1.0, time + extra, INFEASIBLE)
 
+    @_remembered
     def _times(self, share: int, device_types: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
         """(forward of what is not recomputed anyway, but for one block's end that does not run again; backward; both
         ways, INFEASIBLE where the stage may not be) of every range."""
+        by_type = [self._space.chain.range_costs(Size(share), device_type) for device_type in device_types]
+        forwards = [self._sums(costs, "fwd_ns") for costs in by_type]
+        backwards = [self._sums(costs, "bwd_ns") for costs in by_type]
+        again = by_speed([self._sums_of(self._asked(costs, "fwd_ns")) for costs in by_type])
+        tail = np.min([self._by_length(costs.longest_tail) for costs in by_type], axis=0)
+        forward, backward = by_speed(forwards), by_speed(backwards)
+        both_ways = by_speed([one + other for one, other in zip(forwards, backwards, strict=True)])
+        time = np.where(self._legal(self._space.legal), both_ways + again, INFEASIBLE)
+        return np.maximum(forward - again - tail, 0), backward, time
 
-        def compute() -> tuple[Ints, Ints, Ints]:
-            by_type = [self._space.chain.range_costs(Size(share), device_type) for device_type in device_types]
-            forwards = [self._sums(costs, "fwd_ns") for costs in by_type]
-            backwards = [self._sums(costs, "bwd_ns") for costs in by_type]
-            again = by_speed([self._sums_of(self._asked(costs, "fwd_ns")) for costs in by_type])
-            tail = np.min([self._by_length(costs.longest_tail) for costs in by_type], axis=0)
-            forward, backward = by_speed(forwards), by_speed(backwards)
-            both_ways = by_speed([one + other for one, other in zip(forwards, backwards, strict=True)])
-            time = np.where(self._legal(self._space.legal), both_ways + again, INFEASIBLE)
-            return np.maximum(forward - again - tail, 0), backward, time
-
-        return _remembered(self._memo.times, (self._longest, share, device_types), compute)
-
+    @_remembered
     def _copying(self, replicas: int, device_types: tuple[int, ...]) -> Ints:
         """About the nanoseconds of `copying_ns`: what only passes by the stage counts as if it entered and left it,
         both ways."""
+        costs = self._space.chain.range_costs(Size(self._rows))
+        devices = [self._space.costs.device_types[device_type] for device_type in device_types]
+        leaves = 2 * costs.crossing[ends_of(self._space.chain.n, self.longest)]
+        size = (self._by_length(costs.enters) + self._by_length(costs.returns) + leaves) // replicas
+        return np.asarray(size * (copying_ns(1 << 30, devices) / (1 << 30))).astype(np.int64)
 
-        def compute() -> Ints:
-            costs = self._space.chain.range_costs(Size(self._rows))
-            devices = [self._space.costs.device_types[device_type] for device_type in device_types]
-            leaves = 2 * costs.crossing[ends_of(self._space.chain.n, self._longest)]
-            size = (self._by_length(costs.enters) + self._by_length(costs.returns) + leaves) // replicas
-            return np.asarray(size * (copying_ns(1 << 30, devices) / (1 << 30))).astype(np.int64)
-
-        return _remembered(self._memo.copying, (self._longest, replicas, device_types), compute)
-
+    @_remembered
     def _arriving(self, latency_ns: int, ns_per_byte: float) -> Ints:
         """Messages into the stage, both ways, each alone on its ports."""
+        costs = self._space.chain.range_costs(Size(self._rows))
+        activations, gradients = self._by_length(costs.enters), self._by_length(costs.returns)
+        return alone_ns(activations, latency_ns, ns_per_byte) + alone_ns(gradients, latency_ns, ns_per_byte)
 
-        def compute() -> Ints:
-            costs = self._space.chain.range_costs(Size(self._rows))
-            activations, gradients = self._by_length(costs.enters), self._by_length(costs.returns)
-            return alone_ns(activations, latency_ns, ns_per_byte) + alone_ns(gradients, latency_ns, ns_per_byte)
+    @_remembered
+    def _following(
+        self, share: int, replicas: int, ring: tuple[int, float], summing: float, device_types: tuple[int, ...]
+    ) -> Ints:
+        """What follows the last backward: what it does not hide of the sum of gradients, and the optimizer.
 
-        return _remembered(self._memo.arriving, (self._longest, latency_ns, ns_per_byte), compute)
+        A sum is two turns of the ring.  Where replicas share the optimizer's state, new values take one of them, after
+        each has updated its own: what is asked for, or else the faster one.  share: rows of a replica's micro-batch; 0
+        where no sum is hidden.
+        """
+        request = self._space.request
+        trained = self._by_length(self._space.chain.trained)
+        devices = [self._space.costs.device_types[device_type] for device_type in device_types]
+        slowest = max(optimizer_ns(1 << 30, request.state_factor, device) for device in devices) / (1 << 30)
+        sent = (trained * self._space.summed_per_trained).astype(np.int64)
+        backward = self._times(share, device_types)[1] if share else None
 
-    def _following(self, share: int, place: _Place) -> Ints:
-        """What follows the last backward: what it does not hide of the sum of gradients, and the optimizer."""
+        def summed(turns: int) -> Ints:
+            load = turns * ring[0], turns * ring[1]
+            reduce = alone_ns(sent, *load)
+            if backward is not None and load[1]:
+                last = alone_ns(np.minimum(sent, request.bucket_bytes), *load)
+                reduce = np.maximum(reduce - backward, last)
+            return reduce
 
-        def compute() -> Ints:
-            trained = self._by_length(self._space.chain.trained)
-            state_factor = self._space.request.state_factor
-            devices = [self._space.costs.device_types[device_type] for device_type in place.device_types]
-            slowest = max(optimizer_ns(1 << 30, state_factor, device) for device in devices)
-            optimizer = np.asarray(trained * (slowest / (1 << 30))).astype(np.int64)
-            sent = (trained * self._space.summed_per_trained).astype(np.int64)
-            reduce = alone_ns(sent, *place.ring)
-            if hides and place.ring[1]:
-                last = alone_ns(np.minimum(sent, self._space.request.bucket_bytes), *place.ring)
-                reduce = np.maximum(reduce - self._times(share, place.device_types)[1], last)
-            return reduce + (sent * place.summing).astype(np.int64) + optimizer
-
-        hides = self._space.costs.overlap
-        key = self._longest, share if hides else 0, place.ring, place.summing, place.device_types
-        return _remembered(self._memo.following, key, compute)
+        owned = np.maximum(trained / replicas, self._by_length(self._space.chain.largest_trained))
+        kept, shared = (np.asarray(own * slowest).astype(np.int64) for own in (trained, owned))
+        ways = []
+        if request.zero != 1:
+            ways.append(summed(2) + kept)
+        if replicas > 1 and request.may_shard:
+            ways.append(summed(1) + shared + alone_ns(trained, *ring))
+        return np.asarray(np.min(ways or [kept], axis=0) + (sent * summing).astype(np.int64))
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
@@ -289,24 +304,22 @@ class StageCostTables:
         blocks[over <= 0] = 0.0
         return blocks
 
+    @_remembered
     def _memory(self, share: int, device_types: tuple[int, ...], replicas: int) -> _Memory:
-        def compute() -> _Memory:
-            chain, costs = self._space.chain, self._space.chain.range_costs(Size(share), device_types[0])
-            weights, trained, enters = map(self._by_length, (chain.weights, chain.trained, costs.enters))
-            owned = trained
-            if self._space.request.may_shard:  # a replica's share, of whole parameters
-                owned = np.maximum(trained / replicas, self._by_length(chain.largest_trained))
-            summed = trained * self._space.summed_per_trained
-            state = (summed + owned * self._space.request.state_factor).astype(np.int64)
-            messages = MESSAGES_AHEAD * (enters + costs.crossing[ends_of(chain.n, self._longest)])
-            saved, edges, redone = self._asked_memory(costs)
-            static = weights + state + self._by_length(costs.scratch) + messages + redone
-            static[0] += self._micros * -(-self._batch_bytes() // replicas)
-            least = self._by_length(costs.least_crossing)
-            gained = saved - self._by_length(costs.kept) + edges
-            return _Memory(static, saved + enters, gained, saved, least, redone)
-
-        return _remembered(self._memo.memory, (self._longest, share, device_types, replicas), compute)
+        chain, costs = self._space.chain, self._space.chain.range_costs(Size(share), device_types[0])
+        weights, trained, enters = map(self._by_length, (chain.weights, chain.trained, costs.enters))
+        owned = trained
+        if self._space.request.may_shard:  # a replica's share, of whole parameters
+            owned = np.maximum(trained / replicas, self._by_length(chain.largest_trained))
+        summed = trained * self._space.summed_per_trained
+        state = (summed + owned * self._space.request.state_factor).astype(np.int64)
+        messages = MESSAGES_AHEAD * (enters + costs.crossing[ends_of(chain.n, self.longest)])
+        saved, edges, redone = self._asked_memory(costs)
+        static = weights + state + self._by_length(costs.scratch) + messages + redone
+        static[0] += self._micros * -(-self._batch_bytes() // replicas)
+        least = self._by_length(costs.least_crossing)
+        gained = saved - self._by_length(costs.kept) + edges
+        return _Memory(static, saved + enters, gained, saved, least, redone)
 
     def _asked_memory(self, costs: RangeCosts) -> tuple[Ints, Ints, Ints]:
         """Bytes of every range: saved, where groups that are recomputed anyway save what enters them; what crosses the
@@ -328,13 +341,10 @@ class StageCostTables:
         """A cost of the blocks that are recomputed anyway, 0 of the others."""
         return np.where(self._space.asked_blocks >= 0, costs.blocks[FIELDS.index(field)], 0)
 
+    @_remembered
     def _heaviest(self, share: int, device_type: int) -> Ints:
         """The most bytes that one block of a range saves."""
-
-        def compute() -> Ints:
-            return self._by_length(self._space.chain.range_costs(Size(share), device_type).heaviest)
-
-        return _remembered(self._memo.heaviest, (self._longest, share, device_type), compute)
+        return self._by_length(self._space.chain.range_costs(Size(share), device_type).heaviest)
 
     def _batch_bytes(self) -> int:
         costs = self._space.chain.range_costs(Size(self._rows))
@@ -350,15 +360,15 @@ class StageCostTables:
     def _sums_of(self, amounts: Ints) -> Ints:
         """Of an amount of each block, the sum over every range."""
         sums = np.concatenate([[0], np.cumsum(amounts)]).astype(np.int64)
-        return np.asarray(sums[ends_of(self._space.chain.n, self._longest)] - sums[:, None])
+        return np.asarray(sums[ends_of(self._space.chain.n, self.longest)] - sums[:, None])
 
     def _by_length(self, matrix: Ints) -> Ints:
-        return by_length(matrix, self._longest)
+        return by_length(matrix, self.longest)
 
     def _legal(self, legal: Bools) -> Bools:
         n = self._space.chain.n
-        inside = np.arange(n + 1)[:, None] + np.arange(self._longest + 1)[None, :] <= n
-        return np.asarray(by_length(legal, self._longest) & inside)
+        inside = np.arange(n + 1)[:, None] + np.arange(self.longest + 1)[None, :] <= n
+        return np.asarray(by_length(legal, self.longest) & inside)
 
 
 def _freed_in_groups(live: int, memory: _Memory) -> Ints:
@@ -369,15 +379,6 @@ def _freed_in_groups(live: int, memory: _Memory) -> Ints:
         apart[:, :groups] = 0
         np.maximum(freed, apart, out=freed)
     return freed
-
-
-_K = TypeVar("_K", bound=Hashable)
-
-
-def _remembered(known: dict[_K, _T], key: _K, compute: Callable[[], _T]) -> _T:
-    if key not in known:
-        known[key] = compute()
-    return known[key]
 
 
 def alone_ns(size_bytes: Ints, latency_ns: int, ns_per_byte: float) -> Ints:

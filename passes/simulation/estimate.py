@@ -130,11 +130,11 @@ def _work(
 ) -> Work:
     ranks, loads = [stage.ranks for stage in decision.stages], estimator.loads
     index = estimator.graph(Size(max(decision.micro_rows)), 0)
-    trained = [(index.trained_bytes(stage), stage.ranks) for stage in decision.stages]
+    params = [index.params_of(stage) for stage in decision.stages]
     apart = [sum([index.summed[name] for name, users in shared if stage in users]) for stage in range(len(ranks))]
     summed = [  # what is tied is summed once, over all its stages
-        (int(index.summed_bytes(stage) - tied_bytes), stage.ranks)
-        for stage, tied_bytes in zip(decision.stages, apart, strict=True)
+        (int((index.summed_bytes(used) - tied_bytes) * share), own)
+        for used, own, tied_bytes in zip(params, ranks, apart, strict=True)
     ]
     return Work(
         fwd_ns=tuple(e.fwd_ns for e in estimates),
@@ -154,7 +154,9 @@ def _work(
         ),
         reduce=tuple((size, loads.ring(ranks, 1 if decision.zero else 2)) for size, ranks in summed),
         summing_ns=tuple(summing_ns(size, ranks, estimator.context.cluster) for size, ranks in summed),
-        gather=tuple((size, loads.ring(ranks, 1)) for size, ranks in trained) if decision.zero else (),
+        gather=tuple((index.trained_bytes(used), loads.ring(own, 1)) for used, own in zip(params, ranks, strict=True))
+        if decision.zero
+        else (),
         optimizer_ns=tuple(e.optimizer_ns for e in estimates),
         overlap=estimator.context.overlap,
         turns=turns_of(decision),

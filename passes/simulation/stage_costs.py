@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 
 from autopart.ir.cluster import Cluster, Device
 from autopart.ir.graph import Graph, Op, Param
@@ -73,22 +74,23 @@ class GraphIndex:
             {v.name: v.size_bytes for v in graph.values},
         )
 
-    def trained_bytes(self, stage: Stage) -> int:
-        """Bytes of the trainable parameters of a stage, each once."""
-        return sum(self._trained(stage))
+    def params_of(self, stage: Stage) -> set[str]:
+        """The parameters that a stage uses.  O(uses)."""
+        return set(chain.from_iterable([self.ops[op].params for op in stage.ops]))
 
     def largest_share(self, stage: Stage) -> int:
         """Bytes of the trainable parameters of the replica that owns most of them."""
-        return largest_share(self._trained(stage), len(stage.ranks))
+        return largest_share(
+            [self.trained[name] for name in self.params_of(stage) & self.trained.keys()], len(stage.ranks)
+        )
 
-    def summed_bytes(self, stage: Stage) -> int:
-        """Bytes of their gradients as replicas sum them."""
-        used = {name for op in stage.ops for name in self.ops[op].params}
-        return sum([self.summed.get(name, 0) for name in used])
+    def trained_bytes(self, params: set[str]) -> int:
+        """Bytes of those of these parameters that are trained."""
+        return sum([self.trained[name] for name in params & self.trained.keys()])
 
-    def _trained(self, stage: Stage) -> list[int]:
-        used = {name for op in stage.ops for name in self.ops[op].params}
-        return [self.trained.get(name, 0) for name in used]
+    def summed_bytes(self, params: set[str]) -> int:
+        """Bytes of the gradients of these parameters, as replicas sum them."""
+        return sum([self.summed[name] for name in params & self.summed.keys()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class LoadMemo:
         )
 
     def ring_allreduce(self, ranks: tuple[int, ...]) -> PortLoad:
-        """`traffic.ring_allreduce_load` on this cluster."""
+        """A sum over these ranks: two turns of the ring."""
         return self.ring(ranks, 2)
 
     def ring(self, ranks: tuple[int, ...], turns: int) -> PortLoad:
@@ -290,13 +292,13 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
     kept, group_bytes = _kept(stage, share)
     recompute_ns = max(sum([redone_ns(group, index) for group in stage.recompute]) for index in indices)
     recompute_ns += setting.group_ns * len(stage.recompute)
-    used = {name for op in stage.ops for name in whole.ops[op].params}
+    used = whole.params_of(stage)
     copies = sum([whole.copies.get(name, 0) for name in used])
     weights = sum([whole.params[name] for name in used])
-    trained = whole.trained_bytes(stage)
+    trained = whole.trained_bytes(used)
     stepped = whole.largest_share(stage) if context.shared else trained
     optimizer_bytes = int(stepped * setting.state_factor)
-    summed = whole.summed_bytes(stage)
+    summed = whole.summed_bytes(used)
     state_bytes = summed + optimizer_bytes + (context.versions - 1) * weights
     received, sent = part(context.in_bytes), part(context.out_bytes)
     devices = [setting.device_types[kind] for kind in kinds]

@@ -33,7 +33,9 @@ class PortLoad:
 
     def busy_ns(self, size_bytes: int) -> tuple[int, ...]:
         """Nanoseconds that each way is busy with size_bytes."""
-        return tuple(_ns(size_bytes * share, rate) for share, rate in zip(self.shares, self.rates, strict=True))
+        kinds = list(zip(self.shares, self.rates, strict=True))  # few are different
+        taken = {(share, rate): _ns(size_bytes * share, rate) for share, rate in set(kinds)}
+        return tuple([taken[kind] for kind in kinds])
 
     def alone_ns(self, size_bytes: int) -> int:
         """Nanoseconds until all is there when nothing else is sent; 0 for no bytes and for no way to go."""
@@ -70,11 +72,6 @@ def p2p_load(
             first, end = part.rows
             hops.append((part.src_rank, part.dst_rank, (end - first) / part.of))
     return _load(cluster, hops, hops, 1)
-
-
-def ring_allreduce_load(cluster: Cluster, ranks: tuple[int, ...]) -> PortLoad:
-    """What a sum over `ranks`, of something that each of them has, keeps busy.  O(ranks)."""
-    return ring_load(cluster, ranks, 2)
 
 
 def ring_load(cluster: Cluster, ranks: tuple[int, ...], turns: int) -> PortLoad:

@@ -13,7 +13,6 @@ For a limit T on the longest t, the least sum is a shortest path over the cells 
 
     S[0] = 0,   S[c + k] = min over c of S[c] + t[c, k]   where t[c, k] <= T
 
-and of a batch that may be cut by rows as well (rows b at most), a knapsack: G[n] = min over b of G[n - b] + S_b[end].
 S never grows with T, so of all T between two of which the upper one is solved, none is better than that sum with the
 lower T.  Limits that cannot win by this bound are not solved, which covers TeraPipe's rule of stopping once T itself is
 too large, and leaves few of them: the answer is exact over all T.  With eps, T are taken in clusters, the largest of
@@ -116,54 +115,23 @@ def cut_tokens(times: SliceTimes, micros: int, others: float, eps_ns: int = 0) -
     rows_of = {1: times}
 
     def totals(limits: Ints) -> Ints:
-        return np.minimum(micros * _paths(times, limits)[:, -1], NEVER)
+        return np.minimum(micros * least_sums(times, limits)[:, -1], NEVER)
 
-    limit = _best_limit(_candidates(rows_of, eps_ns), totals, others)
+    limit = best_limit(limits_of(rows_of, eps_ns), totals, others)
     whole = times.ns[0, -1]
-    lengths, own_ns, slowest_ns = _walk(times, limit)
+    lengths, own_ns, slowest_ns = best_path(times, limit)
     if (micros + others) * whole <= micros * own_ns + others * slowest_ns:
         lengths, own_ns, slowest_ns = (times.tokens,), int(whole), int(whole)
     total = micros * own_ns
-    return TokenCut(((1, lengths),) * micros, total, slowest_ns, _objective(total, slowest_ns, others))
+    return TokenCut(((1, lengths),) * micros, total, slowest_ns, objective(total, slowest_ns, others))
 
 
-def cut_batch(times: Mapping[int, SliceTimes], batch: int, others: float, eps_ns: int = 0) -> TokenCut:
-    """The best cut of a batch by rows and tokens.  times: of micro-batches of every number of rows that is allowed.
-
-    Micro-batches with the same rows share one token cut; the largest come first.  Raises UsageError when no numbers of
-    rows make up the batch.  O(limits solved * (sizes * cells^2 + sizes * batch)).
-    """
-    sizes = sorted(times)
-
-    def totals(limits: Ints) -> Ints:
-        return _knapsack(sizes, {rows: _paths(own, limits)[:, -1] for rows, own in times.items()}, batch)[:, -1]
-
-    candidates = _candidates(times, eps_ns)
-    if totals(candidates[-1:])[0] >= NEVER:
-        raise UsageError(f"no micro-batches of {', '.join(map(str, sizes))} rows make up a batch of {batch}")
-    limit = _best_limit(candidates, totals, others)
-    limits = np.array([limit])
-    best = {rows: _paths(own, limits)[:, -1] for rows, own in times.items()}
-    filled = _knapsack(sizes, best, batch)[0]
-    chosen: list[int] = []
-    left = batch
-    while left:
-        rows = next(b for b in reversed(sizes) if b <= left and filled[left] == filled[left - b] + best[b][0])
-        chosen.append(rows)
-        left -= rows
-    walks = {rows: _walk(times[rows], limit) for rows in set(chosen)}
-    chosen.sort(reverse=True)
-    slowest = max(slowest_ns for _, _, slowest_ns in walks.values())
-    micro_batches = tuple((rows, walks[rows][0]) for rows in chosen)
-    total = int(filled[batch])
-    return TokenCut(micro_batches, total, slowest, _objective(total, slowest, others))
-
-
-def _objective(total_ns: int, slowest_ns: int, others: float) -> int:
+def objective(total_ns: int, slowest_ns: int, others: float) -> int:
+    """The time of the pipeline, in ns."""
     return total_ns + round(others * slowest_ns)
 
 
-def _candidates(times: Mapping[int, SliceTimes], eps_ns: int) -> Ints:
+def limits_of(times: Mapping[int, SliceTimes], eps_ns: int) -> Ints:
     """All times that may be the longest, ascending; of those within eps of the first of a cluster the largest."""
     values = np.unique(np.concatenate([own.ns[own.ns < NEVER] for own in times.values()]))
     if eps_ns <= 0:
@@ -175,7 +143,7 @@ def _candidates(times: Mapping[int, SliceTimes], eps_ns: int) -> Ints:
     return np.array(kept, dtype=np.int64)
 
 
-def _best_limit(limits: Ints, totals: Callable[[Ints], Ints], others: float) -> int:
+def best_limit(limits: Ints, totals: Callable[[Ints], Ints], others: float) -> int:
     """The limit with the least total + others * limit, the largest of equals; at least one is feasible."""
     first = np.unique(np.linspace(0, len(limits) - 1, _AT_ONCE).round().astype(np.int64))
     sums = totals(limits[first])
@@ -198,7 +166,7 @@ def _best_limit(limits: Ints, totals: Callable[[Ints], Ints], others: float) -> 
                 best, answer = own + others * limits[m], int(limits[m])
 
 
-def _paths(times: SliceTimes, limits: Ints) -> Ints:
+def least_sums(times: SliceTimes, limits: Ints) -> Ints:
     """S for each limit: [limit, cell] to the least sum of times up to that cell, NEVER where there is none."""
     cells = times.cells
     found = np.full((len(limits), cells + 1), NEVER, dtype=np.int64)
@@ -219,9 +187,9 @@ def _paths(times: SliceTimes, limits: Ints) -> Ints:
     return found
 
 
-def _walk(times: SliceTimes, limit: int) -> tuple[tuple[int, ...], int, int]:
+def best_path(times: SliceTimes, limit: int) -> tuple[tuple[int, ...], int, int]:
     """(lengths in tokens, sum, longest) of the best path under a limit: of equals, the shortest slices at the end."""
-    sums = _paths(times, np.array([limit]))[0]
+    sums = least_sums(times, np.array([limit]))[0]
     ends: list[int] = []
     slowest, cell = 0, times.cells
     while cell:
@@ -233,14 +201,3 @@ def _walk(times: SliceTimes, limit: int) -> tuple[tuple[int, ...], int, int]:
         ends.append(cell)
         cell = start
     return times.lengths(ends[::-1]), int(sums[-1]), slowest
-
-
-def _knapsack(sizes: Sequence[int], best: Mapping[int, Ints], batch: int) -> Ints:
-    """G: [limit, rows] to the least sum of times of micro-batches that make up so many rows."""
-    filled = np.full((len(best[sizes[0]]), batch + 1), NEVER, dtype=np.int64)
-    filled[:, 0] = 0
-    for rows in range(1, batch + 1):
-        for size in sizes:
-            if size <= rows:
-                filled[:, rows] = np.minimum(filled[:, rows], filled[:, rows - size] + best[size])
-    return filled

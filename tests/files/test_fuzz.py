@@ -25,7 +25,6 @@ from autopart.files.cost_cache import CostCache
 from autopart.files.kept import CacheWarning, write_kept
 from autopart.files.plan_cache import find_plan, plan_path
 from autopart.files.plans import diff_plans, load_plan, plan_from_json, plan_to_json
-from autopart.ir.capabilities import EVERYTHING
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import AutopartError
 from autopart.ir.graph import Graph
@@ -64,7 +63,7 @@ class Subject:
 @pytest.fixture(scope="module")
 def subject() -> Subject:
     graph, machines = layers(3), cluster(4)
-    asked, request = source(graph, machines), PlanRequest(((2,) * 4, (4, 4)), abilities=EVERYTHING)
+    asked, request = source(graph, machines), PlanRequest(((2,) * 4, (4, 4)))
     again = replace(request, recompute="all", stages=2)
     made = tuple(build(asked, machines, each) for each in (request, again))
     return Subject(graph, machines, asked, request, (*made, example()))

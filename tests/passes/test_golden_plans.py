@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from support.graphs import cluster, graph, layers, plan_of
 
-from autopart.ir.capabilities import EVERYTHING
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
@@ -52,18 +51,18 @@ CASES: dict[str, Callable[[], Plan]] = {
     "equal layers": lambda: plan_of(layers(8), cluster(4), micros=8),
     "layers that do not divide": lambda: plan_of(layers(7), cluster(3), micros=6),
     "fill and drain": lambda: plan_of(layers(6), cluster(3), micros=6, schedule="gpipe"),
-    "weights held twice": lambda: plan_of(layers(6), cluster(3), micros=6, schedule="pipedream", abilities=EVERYTHING),
+    "weights held twice": lambda: plan_of(layers(6), cluster(3), micros=6, schedule="pipedream"),
     "slow links": lambda: plan_of(layers(6, size=64), cluster(4, bytes_per_s=2 * 10**8, latency_ns=5), micros=8),
-    "little memory": lambda: plan_of(layers(6), cluster(3, memory=1000), micros=6, abilities=EVERYTHING),
-    "replicas": lambda: plan_of(layers(6), cluster(8), rows=(4,) * 8, abilities=EVERYTHING),
-    "two nodes": lambda: plan_of(layers(8), two_nodes(4), rows=(4,) * 8, abilities=EVERYTHING),
+    "little memory": lambda: plan_of(layers(6), cluster(3, memory=1000), micros=6),
+    "replicas": lambda: plan_of(layers(6), cluster(8), rows=(4,) * 8),
+    "two nodes": lambda: plan_of(layers(8), two_nodes(4), rows=(4,) * 8),
     "two nodes, one replica": lambda: plan_of(layers(8), two_nodes(2), micros=8),
     "one slow device": lambda: plan_of(layers(8), one_slow_device(), micros=8),
     "heavy tied head": lambda: plan_of(heavy_head(), cluster(4), micros=8),
     "two branches": lambda: plan_of(two_branches(), cluster(4), micros=6),
     "cuts given": lambda: plan_of(layers(8), cluster(3), micros=6, cuts=("layers.2", "layers.5")),
     "uneven micro-batches": lambda: plan_of(layers(4), cluster(2), rows=(3, 3, 2)),
-    "unequal replicas": lambda: plan_of(heavy_head(), cluster(3), rows=(4,) * 4, replicas=(1, 2), abilities=EVERYTHING),
+    "unequal replicas": lambda: plan_of(heavy_head(), cluster(3), rows=(4,) * 4, replicas=(1, 2)),
 }
 
 

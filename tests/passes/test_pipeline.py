@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs import cluster, clusters, graph, graphs, layers, plan_of, source
 
-from autopart.ir.capabilities import EVERYTHING, RUNTIME, lacking
 from autopart.ir.errors import GraphError, InfeasibleError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.graph import check as check_graph
@@ -45,12 +44,6 @@ def test_any_graph_is_planned_and_its_program_proven(g: Graph, data: st.DataObje
     assert len(p.stages) <= world and (len(p.stages) == world or "idle" in p.notes[0])
     assert p.step_ns >= max(e.fwd_ns + e.bwd_ns for e in p.estimates) * micros
     assert 0 <= p.bubble < 1
-
-
-def test_nothing_is_planned_for_the_runtime_that_it_does_not_have() -> None:
-    g = graph("; ".join(f"v{i}:30 #1 <- {f'v{i - 1}' if i else 'x'}" for i in range(4)))
-    for rows in ((2, 2), (4, 4, 4, 4), (4,)):
-        assert lacking(plan_of(g, cluster(4), rows=rows)) == ()
 
 
 def test_same_request_gives_the_same_plan() -> None:
@@ -135,11 +128,11 @@ def test_devices_that_would_not_help_idle_and_are_noted() -> None:
         ({"stages": 3, "replicas": 1}, "2 of 5 devices idle: 3 stages were asked for"),
         ({"stages": 1, "replicas": 1}, "4 of 5 devices idle: 1 stage was asked for"),
         ({"cuts": ("layers.1",), "replicas": 1}, "3 of 5 devices idle: 2 stages were asked for"),
-        ({"stages": 2, "replicas": 2, "abilities": EVERYTHING},
+        ({"stages": 2, "replicas": 2},
          "1 of 5 devices idle: 2 stages and 2 replicas of each stage were asked for"),
-        ({"replicas": (2, 1), "stages": 2, "abilities": EVERYTHING},
+        ({"replicas": (2, 1), "stages": 2},
          "2 of 5 devices idle: 2 stages and 2, 1 replicas were asked for"),
-        ({"replicas": 4, "abilities": EVERYTHING},
+        ({"replicas": 4},
          "1 of 5 devices idle: 4 replicas of each stage were asked for, and more stages "
          "would not make the step shorter"),
     ],
@@ -152,7 +145,7 @@ def test_buffers_that_replicas_update_are_their_own_and_noted() -> None:
     g = graph("a:9 #0 +w:8 <- x; b:9 #0 <- a", input_bytes=0)
     g = replace(g, updates=(("w", "a"),))
     for replicas, said in ((1, False), (2, True)):
-        p = plan_of(g, cluster(2), rows=(4,), stages=1, replicas=replicas, abilities=EVERYTHING)
+        p = plan_of(g, cluster(2), rows=(4,), stages=1, replicas=replicas)
         assert any("BatchNorm are per replica" in note for note in p.notes) is said
 
 
@@ -228,7 +221,6 @@ def test_estimates_add_up_to_the_graph() -> None:
         ({"stages": 9}, "9 stages need 9 devices.*has 4"),
         ({"stages": 0}, "stages=0"),
         ({"schedule": "zigzag"}, r"zigzag(.|\n)*use one of 1f1b, 1f1b-deep, gpipe"),
-        ({"schedule": "pipedream"}, "schedule 'pipedream' cannot be run yet"),
         ({"cuts": ("layers.1", "head"), "stages": 2}, "2 cuts make 3 stages, but stages=2"),
         ({"replicas": (2, 1), "stages": 3}, r"2 numbers of replicas are given for 3 stages(.|\n)*stages=2"),
         ({"replicas": (2, 3), "stages": 2}, r"5 replicas need 5 devices, but the cluster has 4(.|\n)*at most 4"),
@@ -260,37 +252,23 @@ def test_broken_graph_is_our_bug_and_said_so() -> None:
         plan_of(Graph(Size(1), g.values, g.params, g.ops[::-1], g.inputs, g.outputs), cluster(2))
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"replicas": 2}, "replicas of a stage cannot be run yet"),
-        ({"replicas": (2, 1), "stages": 2}, "replicas of a stage cannot be run yet"),
-    ],
-)
-def test_what_the_runtime_lacks_is_refused_where_a_plan_is_to_be_run(options: dict[str, Any], said: str) -> None:
-    without = replace(RUNTIME, replicas=False)
-    with pytest.raises(UsageError, match=said):
-        plan_of(layers(4), cluster(4), rows=(4, 4), abilities=without, **options)
-    assert plan_of(layers(4), cluster(4), rows=(4, 4), abilities=EVERYTHING, **options).stages
-
-
 @pytest.mark.parametrize("replicas", [3, (3,) * 20])
 def test_replicas_that_do_not_divide_the_devices_leave_some_idle(replicas: int | tuple[int, ...]) -> None:
-    p = plan_of(layers(30), cluster(64), rows=(6,) * 4, stages=20, replicas=replicas, abilities=EVERYTHING)
+    p = plan_of(layers(30), cluster(64), rows=(6,) * 4, stages=20, replicas=replicas)
     assert [len(stage.ranks) for stage in p.stages] == [3] * 20
     assert any("4 of 64 devices idle: 20 stages" in note for note in p.notes)
 
 
 def test_a_wish_that_no_division_satisfies_is_told_with_a_way_out() -> None:
     with pytest.raises(InfeasibleError) as caught:
-        plan_of(layers(4), cluster(4), rows=(2, 2), stages=1, replicas=3, abilities=EVERYTHING)
+        plan_of(layers(4), cluster(4), rows=(2, 2), stages=1, replicas=3)
     text = str(caught.value)
     assert "replicas=3" in text and "micro-batches of 2 to 2 rows" in text and "tried, fits" in text
 
 
 def test_a_plan_that_its_blocks_flatter_gets_more_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
     g = graph("; ".join(f"v{i}:9/9 ^100 #1 <- {f'v{i - 1}' if i else 'x'}" for i in range(8)), input_bytes=0)
-    options: dict[str, Any] = {"rows": (1,) * 8, "stages": 2, "replicas": 1, "abilities": EVERYTHING}
+    options: dict[str, Any] = {"rows": (1,) * 8, "stages": 2, "replicas": 1}
     roomy = plan_of(g, cluster(2), **options)
     limit = max(e.peak_bytes for e in roomy.estimates)
     assert not any(stage.recompute for stage in roomy.stages)
@@ -395,4 +373,4 @@ def test_no_plan_is_slower_than_as_many_layers_for_each_stage(count: int, size: 
 
 def test_more_stages_times_replicas_than_devices_are_refused_with_the_numbers() -> None:
     with pytest.raises(UsageError, match="20 stages of 4 replicas need 80 devices, but the cluster has 64"):
-        plan_of(layers(30), cluster(64), rows=(6,) * 4, stages=20, replicas=4, abilities=EVERYTHING)
+        plan_of(layers(30), cluster(64), rows=(6,) * 4, stages=20, replicas=4)

@@ -13,7 +13,6 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from autopart.ir.capabilities import EVERYTHING
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.cost import Cost
 from autopart.ir.errors import InfeasibleError, PlanError
@@ -36,7 +35,6 @@ from autopart.passes.simulation.stage_costs import CostContext, Estimator, LoadM
 from support.graphs import ComputedCosts, graph
 
 FASTEST = 10**12
-SYNCHRONOUS = replace(EVERYTHING, asynchronous=False)
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class Problem:
             device_types(self.cluster),
             self.cost_model,
             self.request.state_factor,
-            self.request.abilities.overlap,
+            True,
         )
         chain = BlockChain(blocks, captured, self.cost_model, most)
         cuts = forced_bounds(blocks, fine, self.request.cuts)
@@ -317,7 +315,6 @@ def problem(random: Random, kind: Kind = Kind()) -> Problem:
         replicas=None if either(random, kind.replicas) else 1,
         recompute="auto" if either(random, kind.recompute) else "off",
         zero=random.choice(["auto", 0, 1]),
-        abilities=SYNCHRONOUS,
     )
     return Problem(g, cluster, request, launch=random.choice([0, 5]))
 

@@ -11,7 +11,7 @@ from autopart.ir.timeline import Timeline
 from autopart.passes.program.routing import route
 from autopart.passes.simulation.play import Work
 from autopart.passes.simulation.simulate import simulate
-from autopart.passes.simulation.traffic import p2p_load, ring_allreduce_load
+from autopart.passes.simulation.traffic import p2p_load, ring_load
 from support.graphs import cluster, graph
 
 
@@ -42,7 +42,7 @@ def drawn(timeline: Timeline) -> list[tuple[int, str, int, int]]:
 def ending(overlap: bool, optimizer_ns: tuple[int, ...] = (7,)) -> Timeline:
     """Two replicas of one stage, two micro-batches; gradients of 20 bytes, half of which go over each hop twice."""
     c = cluster(2, latency_ns=1)
-    load = ring_allreduce_load(c, (0, 1))
+    load = ring_load(c, (0, 1), 2)
     assert load.alone_ns(20) == 2 + 20
     program = Program(2, 2, ((0, 1),), parse_actions("0F0 0B0 0F1 0B1 0R 0O"))
     return simulate(program, Work((2,), (5,), (1,), {}, (), ((20, load),), optimizer_ns, overlap))

@@ -209,3 +209,17 @@ def test_einsum_equations() -> None:
     assert einsum_letters("ab,bc", [(1, 2), (2, 3)]) == ([("a", "b"), ("b", "c")], ("a", "c"))
     assert einsum_letters("...a,a->...", [(1, 2, 3), (3,)]) == ([(".1", ".0", "a"), ("a",)], (".1", ".0"))
     assert einsum_letters("a,b,c->", [(1,), (2,)]) is None
+
+
+def test_attention_with_dropout_keeps_its_scores_on_a_cpu_alone() -> None:
+    def loss(s: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = x * s.w.sum()
+        return F.scaled_dot_product_attention(y, y, y, dropout_p=0.1).sum()
+
+    graph = captured(loss, torch.randn(2, 4, 64, 8)).graph
+    gpu = Device("cuda", 1 << 34, 10**14, 10**12)
+    here, there = (
+        next(op.cost for op in analytic_costs(graph, device).ops if "attention" in op.target)
+        for device in (DEVICE, gpu)
+    )
+    assert here.saved_bytes - there.saved_bytes == 2 * 4 * 64 * (64 * 9 - 4)

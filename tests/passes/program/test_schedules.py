@@ -6,12 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopart.ir.capabilities import ASYNCHRONOUS
 from autopart.ir.errors import ProgramError, UsageError
 from autopart.ir.program import parse_actions
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.schedules import (
-    BUILT_IN,
     Order,
     Schedule,
     find,
@@ -110,10 +108,6 @@ def test_each_stage_reaches_its_limit_and_never_passes_it(schedule: str, stages:
         assert (
             [i for kind, _, i in turns if kind == "F"] == [i for kind, _, i in turns if kind == "B"] == [*range(micros)]
         )
-
-
-def test_the_asynchronous_schedules_are_those_that_a_plan_knows() -> None:
-    assert {schedule.name for schedule in BUILT_IN if not schedule.synchronous} == set(ASYNCHRONOUS)
 
 
 def test_what_is_in_flight_is_counted_on_the_worker_that_runs_the_stage() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from support.graphs import cluster, graph, layers, plan_of, source
-from support.planner_oracle import SYNCHRONOUS, Kind, Problem, assignments, candidates, fitting_ns, planned, problem
+from support.planner_oracle import Kind, Problem, assignments, candidates, fitting_ns, planned, problem
 
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Decision, Stage
@@ -95,7 +95,7 @@ BRANCHES += "; z:2 #0 <- b c d e f"
 def test_branches_that_the_line_cannot_part_better_are_proved() -> None:
     """The bound of the work and the path leaves a gap that the certificate closes further."""
     c = cluster(3)
-    request = PlanRequest(((1,) * 4,), stages=3, replicas=1, abilities=SYNCHRONOUS)
+    request = PlanRequest(((1,) * 4,), stages=3, replicas=1)
     g = graph(BRANCHES, input_bytes=0)
     plain, proven = (build(source(g, c), c, r) for r in (request, replace(request, prove_seconds=20.0)))
     assert plain.optimality and proven.optimality and proven.step_ns == plain.step_ns
@@ -112,7 +112,7 @@ def test_branches_that_the_line_cannot_part_better_are_proved() -> None:
 )  # fmt: skip
 def test_a_request_that_leaves_more_open_keeps_its_own_bound(left_open: dict[str, object]) -> None:
     c = cluster(3)
-    request = PlanRequest(((1,) * 4,), stages=3, replicas=1, abilities=SYNCHRONOUS)
+    request = PlanRequest(((1,) * 4,), stages=3, replicas=1)
     assert settles(request, c) and settles(replace(request, replicas=(1, 1, 1)), c)
     wider = replace(request, **left_open)  # type: ignore[arg-type]
     assert not settles(wider, c) and not settles(request, cluster(3, memory=(9, 8, 9)))
@@ -122,7 +122,7 @@ def test_a_request_that_leaves_more_open_keeps_its_own_bound(left_open: dict[str
 
 
 def test_the_hint_is_the_plan_itself() -> None:
-    p = Problem(layers(3), cluster(3), PlanRequest(((1,) * 4,), abilities=SYNCHRONOUS))
+    p = Problem(layers(3), cluster(3), PlanRequest(((1,) * 4,)))
     evaluation = evaluation_of(p, Random(1))
     assert evaluation is not None
     home = {name: s for s, stage in enumerate(evaluation.decision.stages) for name in stage.ops}
@@ -134,7 +134,7 @@ def test_it_ends_in_time() -> None:
     random = Random(3)
     lines = [f"v{i}:{random.randint(50, 999)} #0 <- {f'v{random.randrange(i)}' if i else 'x'}" for i in range(60)]
     g, c = graph(";".join(lines), input_bytes=0), cluster(8)
-    request = PlanRequest(((1,) * 16,), stages=8, replicas=1, abilities=SYNCHRONOUS)
+    request = PlanRequest(((1,) * 16,), stages=8, replicas=1)
     certified(
         evaluation_of(Problem(graph("a:1 <- x"), cluster(1), PlanRequest(((1,),))), random) or pytest.fail(), 1
     )  # load
@@ -160,7 +160,6 @@ def test_nothing_is_proved_about_steps_that_overlap() -> None:
             cluster(2),
             schedule="pipedream",
             prove_seconds=1.0,
-            abilities=replace(SYNCHRONOUS, asynchronous=True),
         )
 
 

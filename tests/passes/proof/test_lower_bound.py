@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.graphs import cluster, graph
-from support.planner_oracle import SYNCHRONOUS, Kind, Problem, candidates, problem, problems
+from support.planner_oracle import Kind, Problem, candidates, problem, problems
 
 from autopart.passes.proof.lower_bound import lower_bound
 from autopart.passes.search.evaluation import Evaluator
@@ -62,7 +62,7 @@ def test_no_plan_of_a_thousand_problems_is_faster_than_the_bound(part: int) -> N
 
 def bound_of(text: str, world: int, rows: tuple[int, ...], **request: object) -> int:
     g = graph(text, input_bytes=0)
-    options = PlanRequest((rows,), abilities=SYNCHRONOUS, **request)  # type: ignore[arg-type]
+    options = PlanRequest((rows,), **request)  # type: ignore[arg-type]
     return lower_bound(Problem(g, cluster(world, latency_ns=50), options).space)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.graphs import cluster, graph, layers
-from support.planner_oracle import SYNCHRONOUS, Kind, Problem, fits, problem
+from support.graphs import cluster, graph, layers, plan_of, source
+from support.planner_oracle import Kind, Problem, fits, problem
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import InfeasibleError
@@ -108,7 +108,7 @@ def test_proposed_change_fits(random: Random) -> None:
 
 def test_message_names_modules_and_all_kinds_of_memory() -> None:
     g = graph("a:1 #0 ^100 @enc.0 +w:50 <- x; b:1 #0 @enc.1 <- a", input_bytes=0)
-    error = failure(Problem(g, cluster(1, memory=250), PlanRequest(((1,),), abilities=SYNCHRONOUS, recompute="off")))
+    error = failure(Problem(g, cluster(1, memory=250), PlanRequest(((1,),), recompute="off")))
     assert error is not None
     assert "enc.0 to enc.1" in error.where
     for part in ("weights 50 bytes", "gradients and optimizer state 150 bytes", "activations 1 x 100 bytes"):
@@ -118,7 +118,7 @@ def test_message_names_modules_and_all_kinds_of_memory() -> None:
 def test_message_names_the_modules_of_its_stage_whatever_blocks_it_was_searched_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    p = Problem(layers(80), cluster(3), PlanRequest(((1,) * 4,), abilities=SYNCHRONOUS))
+    p = Problem(layers(80), cluster(3), PlanRequest(((1,) * 4,)))
     stages, ops = build(p.source, p.cluster, p.request).stages, p.model.op_map()
     monkeypatch.setattr(pipeline, "finalize", lambda found, *given: found.best)  # none fits over captured ops
     error = failure(p)
@@ -140,13 +140,33 @@ def test_large_devices_that_are_proposed_are_large_enough() -> None:
     """Sizes beyond a MiB are rounded in the message; what it says must still be enough."""
     for extra in range(0, 100_000, 9_999):
         g = graph(f"a:1 #0 ^{(3 << 20) + extra} <- x", input_bytes=0)
-        p = Problem(g, cluster(1, memory=1 << 20), PlanRequest(((1,),), abilities=SYNCHRONOUS, state_factor=0.0))
+        p = Problem(g, cluster(1, memory=1 << 20), PlanRequest(((1,),), state_factor=0.0))
         assert check(p).startswith("use devices with")
 
 
 def test_alternatives_say_what_speaks_against_them() -> None:
     g = graph("; ".join(f"v{i}:50 #8 +w{i}:8 @m.{i} <- {f'v{i - 1}' if i else 'x'}" for i in range(6)))
-    p = Problem(g, cluster(3), PlanRequest(((6,), (1,) * 6), abilities=SYNCHRONOUS))
+    p = Problem(g, cluster(3), PlanRequest(((6,), (1,) * 6)))
     plan = build(p.source, p.cluster, p.request)
     assert all(a.name and a.why for a in plan.alternatives)
     assert all(a.step_ns >= plan.step_ns or not a.step_ns for a in plan.alternatives)
+
+
+@pytest.mark.parametrize(
+    ("request_of", "why", "fix"),
+    [
+        (PlanRequest(((2, 2),), replicas=4, policy="turn"), "a step has 2 of them at most", "at least 4 micro-batches"),
+        (PlanRequest(((4,),), replicas=8), "micro-batches have 4 rows at most", "use at most 4 replicas"),
+    ],
+)
+def test_more_replicas_than_have_work_are_named_as_the_cause(request_of: PlanRequest, why: str, fix: str) -> None:
+    with pytest.raises(InfeasibleError) as raised:
+        build(source(layers(4), cluster(8)), cluster(8), request_of)
+    assert why in raised.value.why and fix in raised.value.fix
+
+
+def test_a_stage_that_has_the_loss_alone_is_noted() -> None:
+    g = graph("a:1000 #9 +w:8 @body <- x; loss:1 #1 @loss <- a")
+    notes = plan_of(g, cluster(2), rows=(1,), stages=2).notes
+    assert any(note.startswith("stage 1 has 0.1% of the work: with 1 micro-batch no even cut") for note in notes)
+    assert not plan_of(layers(4), cluster(2), stages=2).notes

@@ -14,7 +14,7 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.plan import Decision, Plan
 from autopart.ir.shares import parts
 from autopart.passes.program.routing import route
-from autopart.passes.search.proportions import dealt_out
+from autopart.passes.search.layout import dealt_out
 from autopart.passes.simulation.estimate import estimate
 from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
 

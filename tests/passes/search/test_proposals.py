@@ -7,12 +7,12 @@ from random import Random
 
 import pytest
 from support.graphs import cluster, graph
-from support.planner_oracle import SYNCHRONOUS, Problem
+from support.planner_oracle import Problem
 
+from autopart.passes.search.evaluation import Search
 from autopart.passes.search.layout import SMALL
 from autopart.passes.search.proposals import WORTH, Proposal, proposals_of
-from autopart.passes.search.relaxation import layout_bound, longest_range
-from autopart.passes.search.space import PlanRequest, SearchSpaces
+from autopart.passes.search.space import PlanRequest, SearchSpaces, layout_bound, longest_range
 
 
 def deep(seed: int, *, chain: bool = True, **request: object) -> Problem:
@@ -24,9 +24,7 @@ def deep(seed: int, *, chain: bool = True, **request: object) -> Problem:
         for i in range(40)
     ]
     rows = ((8,) * 2, (4,) * 4, (1,) * 16)
-    return Problem(
-        graph("; ".join(ops), input_bytes=0), cluster(20), PlanRequest(rows, abilities=SYNCHRONOUS, **request)
-    )  # type: ignore[arg-type]
+    return Problem(graph("; ".join(ops), input_bytes=0), cluster(20), PlanRequest(rows, **request))  # type: ignore[arg-type]
 
 
 def latencies(proposals: list[Proposal]) -> dict[object, int]:
@@ -40,8 +38,8 @@ def latencies(proposals: list[Proposal]) -> dict[object, int]:
 def test_quick_proposals_hold_every_partition_that_is_worth_it(seed: int) -> None:
     space = deep(seed, chain=seed % 2 == 0).space
     quick, whole = (
-        latencies(proposals_of(SearchSpaces(space, space), None)),
-        latencies(proposals_of(SearchSpaces(space, space), None, worth=math.inf)),
+        latencies(proposals_of(Search(SearchSpaces(space, space)))),
+        latencies(proposals_of(Search(SearchSpaces(space, space)), worth=math.inf)),
     )
     least = min(whole.values())
     assert min(quick.values()) == least
@@ -52,7 +50,7 @@ def test_quick_proposals_hold_every_partition_that_is_worth_it(seed: int) -> Non
 @pytest.mark.parametrize("seed", range(4))
 def test_no_partition_is_below_the_bound_of_its_layout(seed: int) -> None:
     space = deep(seed).space
-    for _, candidate in proposals_of(SearchSpaces(space, space), None, worth=math.inf):
+    for _, candidate in proposals_of(Search(SearchSpaces(space, space)), worth=math.inf):
         bound = layout_bound(space, candidate.layout, candidate.micro_rows, candidate.partition.stages)
         assert bound <= candidate.partition.pipeline_latency_ns
         if candidate.layout.depth > SMALL:

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from support.graphs import cluster, layers, source
 
-from autopart.ir.capabilities import EVERYTHING
 from autopart.ir.errors import PlanError
 from autopart.passes.pipeline import build, recheck
 from autopart.passes.search.space import PlanRequest
 
-REQUEST = PlanRequest(((1,) * 4,), abilities=EVERYTHING)
+REQUEST = PlanRequest(((1,) * 4,))
 
 
 @pytest.mark.parametrize(
@@ -50,6 +49,6 @@ def test_every_plan_that_is_built_answers_its_own_request() -> None:
         (2, {"recompute": "off", "recomputed": (("u0", "d0"), ("u3",))}), (2, {"recomputed": (("n1", "u1", "d1"),)}),
     ):  # fmt: skip
         machines = cluster(devices)
-        request = replace(PlanRequest(((2,) * 4, (4, 4)), abilities=EVERYTHING), **change)
+        request = replace(PlanRequest(((2,) * 4, (4, 4))), **change)
         made = build(source(graph, machines), machines, request)
         assert recheck(made, source(graph, machines), machines, request) == made, change

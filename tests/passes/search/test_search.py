@@ -9,7 +9,6 @@ import pytest
 from hypothesis import event, given, settings
 from support.graphs import cluster, graph
 from support.planner_oracle import (
-    SYNCHRONOUS,
     Kind,
     Problem,
     compare,
@@ -74,7 +73,7 @@ def test_a_thousand_problems_against_exhaustive_search(part: int) -> None:
 
 def ask(text: str, c: object, *, rows: tuple[int, ...] = (1, 1), **request: object) -> Plan:
     g = graph(text, input_bytes=0)
-    p = Problem(g, c, PlanRequest((rows,), abilities=SYNCHRONOUS, **request))  # type: ignore[arg-type]
+    p = Problem(g, c, PlanRequest((rows,), **request))  # type: ignore[arg-type]
     compare(p)
     return build(p.source, p.cluster, p.request)
 
@@ -103,7 +102,7 @@ def test_branches_run_side_by_side() -> None:
 def test_one_stage_takes_replicas_across_nodes_when_that_link_is_faster() -> None:
     g = graph("a:100 +w:100 #0 <- x", input_bytes=0)
     c = two_kinds(4, levels=((2, 10**8), (4, 10**10)))
-    compare(Problem(g, c, PlanRequest(((2,),), abilities=SYNCHRONOUS)))
+    compare(Problem(g, c, PlanRequest(((2,),))))
 
 
 @given(problems(Kind(least=8, most=8, replicas=False, recompute=False, roomy=True)))

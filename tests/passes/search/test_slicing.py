@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from support.graphs import cluster, graph, source
 
-from autopart.ir.capabilities import RUNTIME
-from autopart.ir.errors import PlanError, UsageError
+from autopart.ir.errors import PlanError
 from autopart.ir.plan import Plan
 from autopart.passes.pipeline import build, recheck
 from autopart.passes.search.space import PlanRequest
@@ -52,7 +51,7 @@ def test_slices_are_planned_with_recomputation_for_what_runs() -> None:
     """Memory for half of what all ops keep of four sequences."""
     c, g = cluster(2, memory=10_000), graph(MODEL.replace("#64", "#64 ^1000"))
     asked = PlanRequest(micro_rows=((1,) * 4,), token_axis=AXIS, token_slices=(512, 512), schedule="gpipe")
-    plan = build(source(g, c), c, replace(asked, abilities=RUNTIME))
+    plan = build(source(g, c), c, asked)
     assert plan.decision.token_slices == (512, 512) and all(stage.recompute for stage in plan.stages)
 
 
@@ -64,8 +63,3 @@ def test_batch_and_tokens_are_cut_together() -> None:
     joint = build(source(g, c), c, asked)
     alone = [build(source(g, c), c, replace(asked, micro_rows=(split,))).step_ns for split in splits]
     assert joint.step_ns <= 1.01 * min(alone)
-
-
-def test_what_cannot_be_run_is_refused() -> None:
-    with pytest.raises(UsageError, match="cannot be run yet"):
-        planned(1, token_slices=(512, 512), abilities=replace(RUNTIME, token_slices=False))

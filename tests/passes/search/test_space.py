@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.graphs import cluster, graph
-from support.planner_oracle import SYNCHRONOUS, Kind, Problem, compare, planned, problem, says
+from support.planner_oracle import Kind, Problem, compare, planned, problem, says
 
 from autopart.ir.errors import InfeasibleError, UsageError
 from autopart.ir.plan import Plan
@@ -87,7 +87,7 @@ def test_what_is_left_open_is_chosen_as_exhaustive_search_would(p: Problem) -> N
 
 
 def space(**request: object) -> SearchSpace:
-    options = PlanRequest(((1, 1),), abilities=SYNCHRONOUS, **request)  # type: ignore[arg-type]
+    options = PlanRequest(((1, 1),), **request)  # type: ignore[arg-type]
     return Problem(graph(CHAIN), cluster(4), options).space
 
 
@@ -146,13 +146,13 @@ def test_unknown_module_is_named() -> None:
 
 def test_replicas_for_another_number_of_stages_are_refused_or_left_out() -> None:
     """Numbers of replicas fix the number of stages, whether it is said or not."""
-    p = Problem(graph(CHAIN), cluster(4), PlanRequest(((2,),), replicas=(2,), abilities=SYNCHRONOUS))
+    p = Problem(graph(CHAIN), cluster(4), PlanRequest(((2,),), replicas=(2,)))
     plan = planned(p)
     assert plan is not None and [len(stage.ranks) for stage in plan.stages] == [2]
 
 
 def test_cuts_alone_ask_for_one_stage_more_and_numbers_of_replicas_for_as_many() -> None:
-    asked = PlanRequest(((2,),), cuts=("m.2",), abilities=SYNCHRONOUS)
+    asked = PlanRequest(((2,),), cuts=("m.2",))
     for fixed, stages in ((None, 2), (1, 2), ((1, 2, 1), 3)):
         p = Problem(graph(CHAIN), cluster(4), replace(asked, replicas=fixed))
         plan = planned(p)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import event, given, settings
 from support.graphs import cluster, graph
-from support.planner_oracle import SYNCHRONOUS, Kind, Problem, fits, planned, problems
+from support.planner_oracle import Kind, Problem, fits, planned, problems
 
 from autopart.ir.errors import InfeasibleError
 from autopart.passes.pipeline import build
@@ -17,7 +17,7 @@ TEXT = "; ".join(f"v{i}:10 #1 ^100 @m.{i} <- {f'v{i - 1}' if i else 'x'}" for i 
 
 
 def ask(recompute: str, memory: int, *, stages: int = 1, micros: int = 2) -> Problem:
-    request = PlanRequest(((1,) * micros,), stages=stages, recompute=recompute, replicas=1, abilities=SYNCHRONOUS)
+    request = PlanRequest(((1,) * micros,), stages=stages, recompute=recompute, replicas=1)
     return Problem(graph(TEXT, input_bytes=1), cluster(stages, memory=memory), request)
 
 

@@ -27,7 +27,7 @@ from autopart.passes.simulation.estimate import work_of as work_of_plan
 from autopart.passes.simulation.play import Work
 from autopart.passes.simulation.simulate import ordered_ns, simulate, step_ns
 from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
-from autopart.passes.simulation.traffic import p2p_load, ring_allreduce_load
+from autopart.passes.simulation.traffic import p2p_load, ring_load
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -155,7 +155,7 @@ def test_sum_of_tied_gradients_takes_its_time() -> None:
     program = Program(
         1, 2, ((0,), (1,)), parse_actions("0F0 0B0 1F0 1B0 0T 1T 0O 1O"), tied=(("w", (0, 1)), ("v", (0, 1)))
     )
-    load = ring_allreduce_load(cluster(2, latency_ns=1), (0, 1))
+    load = ring_load(cluster(2, latency_ns=1), (0, 1), 2)
     assert load.alone_ns(20) == 2 + 20
     tied = (((0, 1), 20, load), ((0, 1), 10, load))
     timeline = simulate(program, Work((1, 4), (2, 5), (5, 6), {}, tied, (), (3, 1)))
@@ -168,7 +168,7 @@ def test_sums_of_stages_that_share_nothing_do_not_wait_for_each_other() -> None:
     order = parse_actions("0F0 0B0 1F0 1B0 2F0 2B0 3F0 3B0 0T 1T 2T 3T")
     program = Program(1, 4, tuple((s,) for s in range(4)), order, tied=(("w", (0, 1)), ("v", (2, 3))))
     c = cluster(4)
-    tied = tuple((own, 10, ring_allreduce_load(c, own)) for own in ((0, 1), (2, 3)))
+    tied = tuple((own, 10, ring_load(c, own, 2)) for own in ((0, 1), (2, 3)))
     timeline = simulate(program, Work((1, 1, 7, 1), (0,) * 4, (1,) * 4, {}, tied))
     assert [(s.start_ns, s.end_ns) for s in timeline.spans if s.action.kind == "T"] == [(1, 11)] * 2 + [(7, 17)] * 2
 
@@ -176,7 +176,7 @@ def test_sums_of_stages_that_share_nothing_do_not_wait_for_each_other() -> None:
 def test_a_rank_with_both_stages_of_a_sum_comes_once() -> None:
     order = parse_actions("0F0 0B0 1F0 1B0 0T 1T")
     program = Program(1, 1, ((0,), (0,)), order, tied=(("w", (0, 1)),))
-    load = ring_allreduce_load(cluster(1), (0,))
+    load = ring_load(cluster(1), (0,), 2)
     timeline = simulate(program, Work((1, 1), (2, 2), (3, 4), {}, (((0, 1), 10, load),)))
     assert timeline.step_ns == 6 and timeline.peak_bytes == (4,)
 
@@ -201,7 +201,7 @@ def test_gradients_of_a_single_bucket_hide_nothing() -> None:
 def test_what_a_sum_has_left_behind_the_last_backward_is_charged(backward_ns: int, end_ns: int) -> None:
     """A sum of 100 units of time in buckets of 25, the first of 1."""
     unit, size = BUCKET_BYTES // 25, 4 * BUCKET_BYTES
-    load = ring_allreduce_load(cluster(2, bytes_per_s=10**9 * unit), (0, 1))  # a unit takes a nanosecond
+    load = ring_load(cluster(2, bytes_per_s=10**9 * unit), (0, 1), 2)  # a unit takes a nanosecond
     program = Program(1, 2, ((0, 1),), parse_actions("0F0 0B0 0R"))
     hidden, behind = (
         step_ns(program, Work((2,), (backward_ns,), (1,), {}, (), ((size, load),), (), flag)) for flag in (True, False)
@@ -213,7 +213,7 @@ def test_sums_of_two_stages_share_the_ports_of_their_nodes() -> None:
     """Replicas of both stages stand on both nodes: one sum waits for the other."""
     c = nodes(latency_ns=0)
     ranks = ((0, 2), (1, 3))
-    reduce = tuple((20, ring_allreduce_load(c, own)) for own in ranks)
+    reduce = tuple((20, ring_load(c, own, 2)) for own in ranks)
     program = Program(1, 4, ranks, parse_actions("0F0 0B0 1F0 1B0 0R 1R"))
     timeline = simulate(program, Work((1, 1), (1, 1), (1, 1), {}, (), reduce))
     assert [(s.start_ns, s.end_ns) for s in timeline.spans if s.action.kind == "R"] == [(2, 22), (22, 42)]
@@ -276,7 +276,7 @@ def test_any_order_takes_as_long_made_into_a_program_as_not(
     sums = tuple(dict.fromkeys(ranks[0] + ranks[3]))
     work = replace(
         work_of(program, fwd_ns, bwd_ns, c, size),
-        tied=(((0, 3), size, ring_allreduce_load(c, sums)),),
+        tied=(((0, 3), size, ring_load(c, sums, 2)),),
         optimizer_ns=(1, 2, 3, 4),
     )
     timeline = simulate(program, work)
@@ -360,7 +360,7 @@ def check_ports(timeline: Timeline, work: Work) -> None:
 
 def test_smaller_buckets_leave_less_behind_the_last_backward() -> None:
     unit, size = BUCKET_BYTES // 25, 4 * BUCKET_BYTES
-    load = ring_allreduce_load(cluster(2, bytes_per_s=10**9 * unit), (0, 1))
+    load = ring_load(cluster(2, bytes_per_s=10**9 * unit), (0, 1), 2)
     program = Program(1, 2, ((0, 1),), parse_actions("0F0 0B0 0R"))
     small, large = (
         step_ns(program, Work((2,), (200,), (1,), {}, (), ((size, load),), (), True, bucket_bytes=size_of))
@@ -377,5 +377,5 @@ def test_tied_gradients_are_summed_once_over_all_ranks_of_their_stages() -> None
     estimator = Estimator(CostContext(c, device_types(c), source(g, c).cost_model))
     program = check_program(route(decision, g), "1f1b")
     work = work_of_plan(decision, stage_estimates(decision, program.edges, estimator), program, estimator)
-    assert work.tied == (((0, 1), 8, ring_allreduce_load(c, (0, 1, 2, 3))),)
+    assert work.tied == (((0, 1), 8, ring_load(c, (0, 1, 2, 3), 2)),)
     assert [size for size, _ in work.reduce] == [0, 4]

@@ -12,7 +12,7 @@ from support.graphs import cluster
 from support.planner_oracle import FASTEST
 
 from autopart.ir.cluster import Cluster, Device, Level, Link, Port
-from autopart.passes.simulation.traffic import PortLoad, p2p_load, ring_allreduce_load
+from autopart.passes.simulation.traffic import PortLoad, p2p_load, ring_load
 
 Pairs = Counter[tuple[int, int]]
 
@@ -85,7 +85,7 @@ def test_as_many_replicas_on_both_sides_match_one_to_one(n: int) -> None:
 @given(nodes(), groups)
 def test_ring_carries_the_known_share_over_every_hop(c: Cluster, ranks: tuple[int, ...]) -> None:
     n, order = len(ranks), sorted(ranks)
-    load = ring_allreduce_load(c, ranks)
+    load = ring_load(c, ranks, 2)
     if n == 1:
         assert load == PortLoad(0, (), (), ()) and load.alone_ns(100) == 0
         return
@@ -100,7 +100,7 @@ def test_replicas_of_a_node_share_its_card() -> None:
     load = p2p_load(c, (0, 1), (2, 3))
     assert load.ways == (((1, 0), False), ((1, 1), True)) and load.shares == (1.0, 1.0)
     assert load.alone_ns(100) == 5 + 1000
-    assert {port for port, _ in ring_allreduce_load(c, (0, 1)).ways} == {(0, 0), (0, 1)}
+    assert {port for port, _ in ring_load(c, (0, 1), 2).ways} == {(0, 0), (0, 1)}
 
 
 def test_a_device_has_one_of_the_cards_of_its_node() -> None:
@@ -111,8 +111,8 @@ def test_a_device_has_one_of_the_cards_of_its_node() -> None:
     assert p2p_load(c, (0,), (2,)).alone_ns(100) == 5 + 2000
     assert p2p_load(c, (0, 1), (2, 3)).alone_ns(100) == 5 + 1000
     assert p2p_load(c, (0, 1), (2,)).alone_ns(100) == 5 + 2000  # into one card
-    assert ring_allreduce_load(c, (0, 1, 2, 3)).alone_ns(100) == 6 * 5 + 1500
-    assert ring_allreduce_load(c, (0, 2)).alone_ns(100) == 2 * 5 + 2000
+    assert ring_load(c, (0, 1, 2, 3), 2).alone_ns(100) == 6 * 5 + 1500
+    assert ring_load(c, (0, 2), 2).alone_ns(100) == 2 * 5 + 2000
     both = p2p_load(c, (0,), (2,)), p2p_load(c, (0,), (3,))
     assert set(both[0].ways) & set(both[1].ways) == {((1, 0), False), ((-2, 0), False), ((1, 1), True)}
 

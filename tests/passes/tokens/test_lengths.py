@@ -15,7 +15,6 @@ from autopart.ir.errors import UsageError
 from autopart.passes.tokens.lengths import (
     NEVER,
     SliceTimes,
-    cut_batch,
     cut_tokens,
     other_stages,
     slice_times,
@@ -87,33 +86,6 @@ def test_twelve_cells(seed: int) -> None:
     assert cut_tokens(times, 1, 5).objective_ns == best
 
 
-@given(
-    seed=st.integers(0, 10**6),
-    cells=st.integers(1, 5),
-    batch=st.integers(1, 4),
-    others=st.sampled_from([0.0, 1.0, 4.5, 30.0]),
-)
-@settings(max_examples=80, deadline=None)
-def test_no_cut_of_rows_and_tokens_is_better(seed: int, cells: int, batch: int, others: float) -> None:
-    times = {rows: drawn(seed + rows, cells, 60 * rows) for rows in range(1, batch + 1)}
-    cuts = {rows: list(every_cut(own)) for rows, own in times.items()}
-
-    def fillings(left: int, most: int) -> Iterator[tuple[int, int]]:
-        if not left:
-            yield 0, 0
-        for rows in range(1, min(left, most) + 1):
-            for total, longest in fillings(left - rows, rows):
-                for own, slice_ns in cuts[rows]:
-                    yield total + own, max(longest, slice_ns)
-
-    best = min(total + others * longest for total, longest in fillings(batch, batch))
-    found = cut_batch(times, batch, others)
-    assert found.objective_ns == pytest.approx(best, abs=0.5)
-    assert sum(rows for rows, _ in found.micro_batches) == batch
-    own = [ns for rows, lengths in found.micro_batches for ns in taken(times[rows], lengths)]
-    assert (sum(own), max(own)) == (found.total_ns, found.slowest_ns)
-
-
 @given(seed=st.integers(0, 10**6), cells=st.integers(1, 9), micros=st.integers(1, 3), stages=st.integers(1, 6))
 @settings(max_examples=60, deadline=None)
 def test_the_objective_is_the_time_of_equal_stages(seed: int, cells: int, micros: int, stages: int) -> None:
@@ -163,9 +135,7 @@ def test_unequal_stages_count_for_what_they_take() -> None:
     assert other_stages([0, 0]) == 1
 
 
-def test_a_batch_that_cannot_be_made_up_is_refused() -> None:
-    with pytest.raises(UsageError, match="2 rows make up a batch of 3"):
-        cut_batch({2: even(0)}, 3, 1)
+def test_a_sequence_without_tokens_is_refused() -> None:
     with pytest.raises(UsageError, match="at least 1"):
         slice_times(lambda rows, lengths, contexts: lengths, 1, 0)
 
@@ -174,14 +144,14 @@ def test_eight_thousand_tokens_are_cut_by_few_evaluations(monkeypatch: pytest.Mo
     from autopart.passes.tokens import lengths as module
 
     solved = 0
-    paths = module._paths
+    paths = module.least_sums
 
     def counted(times: SliceTimes, limits: module.Ints) -> module.Ints:
         nonlocal solved
         solved += len(limits)
         return paths(times, limits)
 
-    monkeypatch.setattr(module, "_paths", counted)
+    monkeypatch.setattr(module, "least_sums", counted)
     cost = lambda rows, n, c: np.maximum(3e6, 5e3 * n + 0.7 * n * (c + n)) + 1e4 * n  # noqa: E731
     found = cut_tokens(slice_times(cost, 1, 2048, step=8), 2, 39)
     assert found.sliced and solved < 1000

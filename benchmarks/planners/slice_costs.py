@@ -28,7 +28,7 @@ Sample = tuple[int, int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class LinearContext:
-    """A `lengths.SliceCost`.
+    """A `passes.tokens.lengths.SliceCost`.
 
     alone: for each number of rows, lengths (ascending) and the nanoseconds of a layer's first slice of them.  line: a0
     to a3, in ns.  layers: of the slowest stage.  message: ns of one message that are always there, and of each token of

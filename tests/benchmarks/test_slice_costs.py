@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from planners.slice_costs import LinearContext, Sample, fit
 
 from autopart.ir.errors import UsageError
 from autopart.passes.tokens.lengths import cut_tokens, slice_times
-from autopart.passes.tokens.slice_costs import LinearContext, Sample, fit
 
 LENGTHS = tuple(range(8, 257, 8))
 

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from support.graphs import cluster, graph, source
 
 from autopart.passes.pipeline import _spaces
-from autopart.passes.search import balance
-from autopart.passes.search.archive import Archive
-from autopart.passes.search.balance import Need, balanced, least_bound
-from autopart.passes.search.evaluation import Candidate
+from autopart.passes.search import refinement
+from autopart.passes.search.evaluation import Candidate, Search
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import Partition
-from autopart.passes.search.space import PlanRequest
+from autopart.passes.search.refinement import Need, balanced, least_bound
+from autopart.passes.search.space import PlanRequest, SearchSpaces
 
 STAGES, BLOCKS = 6, 36
 
@@ -35,14 +34,14 @@ def test_all_cuts_move_together_as_long_as_the_step_gets_shorter() -> None:
         request.micro_rows[0],
         "1f1b",
     )
-    archive = Archive()
-    before = archive.evaluate(space, uneven)
-    after = balanced(before, archive)
+    search = Search(SearchSpaces(space, space))
+    before = search.evaluate(space, uneven)
+    after = balanced(search, before)
     equal = replace(uneven, partition=replace(uneven.partition, bounds=tuple(range(0, BLOCKS + 1, BLOCKS // STAGES))))
     assert after.step_ns < before.step_ns
-    assert after.step_ns <= archive.evaluate(space, equal).step_ns
-    alone = archive.evaluate(space, replace(uneven, partition=Partition((0, BLOCKS), (1,), 0)))
-    assert balanced(alone, archive) is alone
+    assert after.step_ns <= search.evaluate(space, equal).step_ns
+    alone = search.evaluate(space, replace(uneven, partition=Partition((0, BLOCKS), (1,), 0)))
+    assert balanced(search, alone) is alone
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 6))
@@ -67,7 +66,7 @@ def test_the_dynamic_program_finds_the_bounds_with_the_least_bound_of_the_step(
             found.append(sum(latencies[:s]) + max(ends))
         return max(found)
 
-    with mock.patch.object(balance, "WAYS", 1000):
+    with mock.patch.object(refinement, "WAYS", 1000):
         best = least_bound(needs, micros, 10 * stages)
     assert best is not None
     assert best.bound_ns == bound(best.bounds) == min(map(bound, product(*places)))

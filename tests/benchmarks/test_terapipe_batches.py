@@ -1,0 +1,67 @@
+"""TeraPipe's cut of rows and tokens against every cut there is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planners.terapipe import cut_batch
+
+from autopart.ir.errors import UsageError
+from autopart.passes.tokens.lengths import SliceTimes
+
+
+def drawn(seed: int, cells: int, most: int) -> SliceTimes:
+    """Random times of all slices."""
+    draw = random.Random(seed)
+    ns = [[draw.randint(1, most) for _ in range(cells + 1)] for _ in range(cells)]
+    return SliceTimes(cells, 1, np.array(ns, dtype=np.int64))
+
+
+def slices(times: SliceTimes, ends: list[int]) -> list[int]:
+    """Nanoseconds of the slices between these cells."""
+    return [int(times.ns[a, b - a]) for a, b in pairwise(ends)]
+
+
+def every_cut(times: SliceTimes) -> Iterator[tuple[int, int]]:
+    """(sum, longest) of every cut."""
+    for marks in product((False, True), repeat=times.cells - 1):
+        own = slices(times, [0, *(i + 1 for i, cut in enumerate(marks) if cut), times.cells])
+        yield sum(own), max(own)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    cells=st.integers(1, 5),
+    batch=st.integers(1, 4),
+    others=st.sampled_from([0.0, 1.0, 4.5, 30.0]),
+)
+@settings(max_examples=80, deadline=None)
+def test_no_cut_of_rows_and_tokens_is_better(seed: int, cells: int, batch: int, others: float) -> None:
+    times = {rows: drawn(seed + rows, cells, 60 * rows) for rows in range(1, batch + 1)}
+    cuts = {rows: list(every_cut(own)) for rows, own in times.items()}
+
+    def fillings(left: int, most: int) -> Iterator[tuple[int, int]]:
+        if not left:
+            yield 0, 0
+        for rows in range(1, min(left, most) + 1):
+            for total, longest in fillings(left - rows, rows):
+                for own, slice_ns in cuts[rows]:
+                    yield total + own, max(longest, slice_ns)
+
+    best = min(total + others * longest for total, longest in fillings(batch, batch))
+    found = cut_batch(times, batch, others)
+    assert found.objective_ns == pytest.approx(best, abs=0.5)
+    assert sum(rows for rows, _ in found.micro_batches) == batch
+    own = [ns for rows, lengths in found.micro_batches for ns in slices(times[rows], [0, *np.cumsum(lengths)])]
+    assert (sum(own), max(own)) == (found.total_ns, found.slowest_ns)
+
+
+def test_a_batch_that_cannot_be_made_up_is_refused() -> None:
+    with pytest.raises(UsageError, match="2 rows make up a batch of 3"):
+        cut_batch({2: drawn(0, 4, 9)}, 3, 1)

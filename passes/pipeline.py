@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import InfeasibleError, PlanError, UsageError
+from autopart.ir.errors import InfeasibleError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.graph import check as check_graph
 from autopart.ir.plan import Optimality, Plan, Provenance, Report
@@ -23,7 +23,6 @@ from autopart.passes.search.evaluation import Evaluation
 from autopart.passes.search.finalize import Finalized, finalize
 from autopart.passes.search.layout import SMALL
 from autopart.passes.search.proposals import proposals_of
-from autopart.passes.search.recheck import check_answer
 from autopart.passes.search.requests import check_request, check_stages
 from autopart.passes.search.search import (
     evaluate_all,
@@ -100,15 +99,6 @@ def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: W
     # What is proved does not depend on what was found, so it is honest about it.
     report = _with_bounds(final, spaces, watch)
     return Plan(_provenance(source), final.decision, report)
-
-
-def recheck(plan: Plan, source: PlannerInput, cluster: Cluster, request: PlanRequest) -> Plan:
-    """The plan, if `build` could have given it for these; raises PlanError with what differs (`search.recheck`)."""
-    graph = check_graph(source.graph)
-    if plan.provenance != _provenance(source):
-        raise PlanError("the plan was made for something else", fix="plan anew")
-    estimator = Estimator(_costs(source, cluster, request))
-    return check_answer(plan, graph, atoms(graph), estimator, request.normalized())
 
 
 def search(spaces: SearchSpaces, watch: Watch | None = None) -> SearchResult:

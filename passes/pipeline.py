@@ -18,7 +18,7 @@ from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.proof.certificate import certified, settles
 from autopart.passes.proof.lower_bound import lower_bound, slices_bound
 from autopart.passes.search.archive import Archive, SearchResult
-from autopart.passes.search.diagnostics import infeasible_error
+from autopart.passes.search.diagnostics import check_times, infeasible_error
 from autopart.passes.search.evaluation import Evaluation
 from autopart.passes.search.finalize import Finalized, finalize
 from autopart.passes.search.layout import SMALL
@@ -72,6 +72,7 @@ def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: W
     request = request.normalized()
     check_request(request, cluster)
     graph = check_graph(source.graph)
+    check_times(graph, cluster)
     # Captured ops to atoms: what is cloned is not sent, so it must not look like traffic to the passes below.
     fine = check_graph(atoms(graph))
     # Atoms to chains of few and heavy blocks, since the partition's time grows with their square.

@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # a plan says of itself what the runtime lacks for it
-    from autopart.ir.plan import Plan
+from autopart.ir.decision import Decision
 
 ASYNCHRONOUS = ("pipedream",)
 """Schedules that update weights while micro-batches are in flight, each with a copy of those it began with."""
@@ -34,17 +32,17 @@ RUNTIME = Capabilities(asynchronous=False, replicas=True, recompute=True, overla
 EVERYTHING = Capabilities(asynchronous=True, replicas=True, recompute=True, overlap=True, zero=True, token_slices=True)
 
 
-def lacking(plan: Plan, abilities: Capabilities = RUNTIME) -> tuple[str, ...]:
-    """What a plan needs and `abilities` do not have, in words; empty when it can be run."""
+def lacking(decision: Decision, abilities: Capabilities = RUNTIME) -> tuple[str, ...]:
+    """Return what a decision needs and `abilities` do not have, in words; empty when it can be run."""
     missing = []
-    if plan.schedule in ASYNCHRONOUS and not abilities.asynchronous:
-        missing.append(f"schedule {plan.schedule}")
-    if not abilities.replicas and any(len(stage.ranks) > 1 for stage in plan.stages):
+    if decision.schedule in ASYNCHRONOUS and not abilities.asynchronous:
+        missing.append(f"schedule {decision.schedule}")
+    if not abilities.replicas and any(len(stage.ranks) > 1 for stage in decision.stages):
         missing.append("replicas of a stage")
-    if not abilities.recompute and any(stage.recompute for stage in plan.stages):
+    if not abilities.recompute and any(stage.recompute for stage in decision.stages):
         missing.append("recomputation")
-    if plan.decision.zero and not abilities.zero and any(len(stage.ranks) > 1 for stage in plan.stages):
+    if decision.zero and not abilities.zero and any(len(stage.ranks) > 1 for stage in decision.stages):
         missing.append("optimizer state shared by replicas (zero)")
-    if plan.decision.token_slices and not abilities.token_slices:
+    if decision.token_slices and not abilities.token_slices:
         missing.append("slices of sequences")
     return tuple(missing)

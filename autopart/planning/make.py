@@ -209,7 +209,7 @@ def _given(
     given: Plan, captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, abilities: Capabilities
 ) -> Planned:
     """The user's own plan, for this model, with what can be run."""
-    if missing := lacking(given, abilities):
+    if missing := lacking(given.decision, abilities):
         raise PlanError(
             f"the plan cannot be run yet: it needs {' and '.join(missing)}",
             fix="plan with what compile can run: compile without plan=",

@@ -29,7 +29,7 @@ def plan_facts(plan: Plan, graph: Graph | None = None) -> dict[str, object]:
         "optimality": asdict(plan.optimality) if plan.optimality is not None else None,
         "alternatives": [asdict(other) for other in plan.alternatives],
         "notes": plan.notes,
-        "lacking": lacking(plan),
+        "lacking": lacking(plan.decision),
     }
 
 

@@ -144,7 +144,7 @@ def check(cluster: Cluster) -> Cluster:
 def _check_levels(cluster: Cluster) -> None:
     if not cluster.levels:
         raise ClusterError("the cluster has no links", fix="give at least one level")
-    size, inner = 1, 1
+    size = 1
     for level in cluster.levels:
         if level.size < size or level.size % size:
             raise ClusterError(f"level of size {level.size} is not a multiple of the level inside it ({size})")
@@ -152,8 +152,8 @@ def _check_levels(cluster: Cluster) -> None:
         _check_whole(repr(level), bytes_per_s=link.bytes_per_s, latency_ns=link.latency_ns, flow=link.flow_bytes_per_s)
         if link.bytes_per_s <= 0 or link.latency_ns < 0 or link.flow_bytes_per_s < 0:
             raise ClusterError("a link needs a positive bandwidth and a latency of at least 0", where=repr(level))
-        size, inner = level.size, size
-    if size >= cluster.world + inner:
+        size = level.size
+    if size >= 2 * cluster.world:  # less is a machine in which the last group is not full
         raise ClusterError(f"the outermost level is of {size} devices, and the cluster has {cluster.world}")
     if size < cluster.world:
         raise ClusterError(f"the outermost level joins {size} devices of {cluster.world}")

@@ -40,8 +40,8 @@ def test_state_is_shared_where_memory_binds_and_nowhere_else() -> None:
 def test_what_the_runtime_lacks_is_not_planned_for_it() -> None:
     tight = asked(3 * WEIGHTS + 2 * 100 + 40)
     abilities = replace(RUNTIME, zero=False)
-    assert "optimizer state shared by replicas (zero)" in lacking(tight, abilities)
-    assert lacking(tight) == ()
+    assert "optimizer state shared by replicas (zero)" in lacking(tight.decision, abilities)
+    assert lacking(tight.decision) == ()
     with pytest.raises(InfeasibleError):
         asked(3 * WEIGHTS + 2 * 100 + 40, abilities=abilities)
     with pytest.raises(UsageError, match="cannot be run yet"):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import InfeasibleError, PlanError, UsageError
+from autopart.ir.errors import InfeasibleError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.graph import check as check_graph
 from autopart.ir.plan import Optimality, Plan, Provenance, Report
@@ -17,12 +17,11 @@ from autopart.passes.graph.cuts import check_own_ops, forced_bounds, module_span
 from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.proof.certificate import certified, settles
 from autopart.passes.proof.lower_bound import lower_bound, slices_bound
-from autopart.passes.search.diagnostics import infeasible_error
+from autopart.passes.search.diagnostics import check_times, infeasible_error
 from autopart.passes.search.evaluation import Evaluation, Search, SearchResult
 from autopart.passes.search.finalize import Finalized, finalize
 from autopart.passes.search.layout import SMALL
 from autopart.passes.search.proposals import proposals_of
-from autopart.passes.search.recheck import check_answer
 from autopart.passes.search.requests import check_request, check_stages
 from autopart.passes.search.search import (
     evaluate_all,
@@ -72,6 +71,7 @@ def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: W
     request = request.normalized()
     check_request(request, cluster)
     graph = check_graph(source.graph)
+    check_times(graph, cluster)
     # Captured ops to atoms: what is cloned is not sent, so it must not look like traffic to the passes below.
     fine = check_graph(atoms(graph))
     # Atoms to chains of few and heavy blocks, since the partition's time grows with their square.
@@ -99,15 +99,6 @@ def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: W
     # What is proved does not depend on what was found, so it is honest about it.
     report = _with_bounds(final, spaces, watch)
     return Plan(_provenance(source), final.decision, report)
-
-
-def recheck(plan: Plan, source: PlannerInput, cluster: Cluster, request: PlanRequest) -> Plan:
-    """The plan, if `build` could have given it for these; raises PlanError with what differs (`search.recheck`)."""
-    graph = check_graph(source.graph)
-    if plan.provenance != _provenance(source):
-        raise PlanError("the plan was made for something else", fix="plan anew")
-    estimator = Estimator(_costs(source, cluster, request))
-    return check_answer(plan, graph, atoms(graph), estimator, request.normalized())
 
 
 def search(spaces: SearchSpaces, watch: Watch | None = None) -> SearchResult:

@@ -29,6 +29,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -43,7 +44,6 @@ from autopart.files.validation import problems_of
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
 from autopart.ir.launcher import launcher_variables
-from autopart.ir.plan import Problem
 
 FORMS = (
     f'write "cpu:2", "cuda:8", a preset ({", ".join(NODES)}; "h200x8:4" is four nodes), the path of a .yaml, .toml or '
@@ -59,10 +59,12 @@ LOOPBACK = Link(latency_ns=20_000, bytes_per_s=2 * 10**9)  # TCP between process
 NVLINK = Link(latency_ns=10_000, bytes_per_s=2 * 10**11)  # between the GPUs of one host
 NETWORK = Link(latency_ns=30_000, bytes_per_s=2 * 10**10)  # between hosts
 GPUS_PER_HOST = 8
+_OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "mps": "cpu"}
+"""What others call the kinds of devices, or use where there is neither."""
 _DEFAULT = "default"  # in a table of rates: every dtype that it does not list
 
 _AMOUNT = re.compile(r"\s*(\d{1,30}(?:\.\d{0,30})?(?:[eE][+-]?\d{1,2})?)\s*(?:([kKMGTP])(i?))?B?\s*$")
-_SHORT = re.compile(rf"(cpu|cuda|{'|'.join(map(re.escape, NODES))})(?::(\d{{1,9}}))?$")
+_SHORT = re.compile(rf"(cpu|cuda|{'|'.join(map(re.escape, NODES))})(?::(\d{{1,9}}))?$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +106,15 @@ def parse_cluster(
     if what is None:
         return _from_launcher(env, cuda_devices, facts)
     if isinstance(what, str) and (short := _SHORT.match(what.strip())):
-        name, count = short[1], int(short[2] or 1)
+        name, count = short[1].lower(), int(short[2] or 1)
         return _preset(name, count) if name in NODES else _uniform(name, count, facts)
     if not isinstance(what, str | os.PathLike):
         raise ClusterError(f"a cluster cannot be read from {brief(what)}", fix=FORMS)
     if Path(what).suffix.lower() not in PARSERS:
-        raise ClusterError(f"cluster {brief(os.fspath(what))} is not understood", fix=FORMS)
+        word = os.fspath(what).strip().partition(":")[0].lower()
+        near = _OTHER_NAMES.get(word) or next(iter(get_close_matches(word, ("cpu", "cuda", *NODES), n=1)), "")
+        why = f"did you mean {near!r}?" if near else ""
+        raise ClusterError(f"cluster {brief(os.fspath(what))} is not understood", why=why, fix=FORMS)
     return _from_file(Path(what), facts)
 
 
@@ -232,7 +237,7 @@ def _from_file(path: Path, facts: _Facts) -> Cluster:
     try:
         described = _ClusterFile.model_validate(document)
     except ValidationError as error:
-        problems = [(path or "the file", message) for path, message in _problems(error, document)]
+        problems = [(path or "the file", message) for path, message in problems_of(error)]
         why = listed(f"{path}: {message}" for path, message in problems)
         where = ", ".join(path for path, _ in problems[:SHOWN])
         raise ClusterError(f"{source} describes no cluster", where=where, why=why, fix=_SCHEMA) from None
@@ -240,11 +245,6 @@ def _from_file(path: Path, facts: _Facts) -> Cluster:
         return check(_built(described, facts))
     except ClusterError as error:
         raise ClusterError(f"{source}: {error.what}", where=error.where, why=error.why, fix=error.fix) from error
-
-
-def _problems(error: ValidationError, document: object) -> list[Problem]:
-    known = frozenset(name for entry in (_ClusterFile, _DeviceEntry, _LevelEntry) for name in entry.model_fields)
-    return problems_of(error, document, _ClusterFile.model_validate, known)
 
 
 def _built(described: _ClusterFile, facts: _Facts) -> Cluster:

@@ -1,26 +1,40 @@
-"""Measured times of ops on disk: {"version", "times": {environment: {key: [forward ns, backward ns]}}}."""
+"""Keep measured times of ops on disk: {"version", "times": {environment: {key: [forward ns, backward ns]}}}."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autopart.files.json_text import parse_json
 from autopart.files.kept import kept_source, make_private, read_kept, warn_ignored, write_kept
 from autopart.files.limits import MAX_OP_NS, MOST_COSTS
+from autopart.files.reading import listed
 from autopart.files.storage import cache_folder, locked
+from autopart.files.validation import problems_of
 from autopart.ir.errors import AutopartError
 
 _VERSION = 1
-_NO_TIMES = "holds no times of ops"
 
 OpTimes = tuple[int, int]
 """Nanoseconds of forward and backward of one op."""
 _Times = dict[str, dict[str, OpTimes]]
+
+
+_Forward = Annotated[int, Field(gt=0, le=MAX_OP_NS)]
+_Backward = Annotated[int, Field(ge=0, le=MAX_OP_NS)]
+
+
+class _File(BaseModel):
+    """Every op takes time: a forward of 0 ns would make plans look fast for no reason."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    version: Literal[1]
+    times: dict[str, dict[str, tuple[_Forward, _Backward]]]
 
 
 def default_cost_path() -> Path:
@@ -29,10 +43,10 @@ def default_cost_path() -> Path:
 
 
 class CostCache:
-    """The times that were measured in one environment, by key of the op.
+    """Hold the times that were measured in one environment, by key of the op.
 
-    What cannot be read or believed is ignored with a warning and written anew; a folder that cannot be written to is
-    no error.
+    A file that cannot be read or believed is ignored with a warning and replaced; a folder that cannot be written to is
+    not an error.
     """
 
     def __init__(self, path: Path, environment: str) -> None:
@@ -47,7 +61,7 @@ class CostCache:
 
     def put(self, key: str, times: OpTimes) -> None:
         """Remember the times of an op; what no op can take is not kept."""
-        if self._times.get(key) != times and _is_time(*times):
+        if self._times.get(key) != times and _is_time(times):
             self._times[key] = self._new[key] = times
 
     def save(self) -> None:
@@ -85,34 +99,16 @@ def _read(path: Path) -> _Times:
 
 
 def _times_of(text: str, path: Path) -> _Times:
-    """What a text says.  Raises AutopartError for anything that is no time of an op."""
+    """Return what a text says.  Raises AutopartError for anything that is not the time of an op."""
     source = kept_source(path)
-    content = parse_json(text, source)
-    times = content.get("times") if isinstance(content, dict) else None
-    if not isinstance(content, dict) or content.get("version") != _VERSION or not isinstance(times, dict):
-        raise source.error(
-            "holds no times of ops", where="version, times", why=f"this release reads version {_VERSION}"
-        )
-    found: _Times = {}
-    for place, entries in times.items():
-        if not isinstance(entries, dict):
-            raise source.error(_NO_TIMES, where=f"times.{place}", why="must be a table")
-        found[place] = dict(_valid(entries))
-        if len(found[place]) < len(entries):
-            bad = next(key for key in entries if key not in found[place])
-            why = f"times are two whole numbers of nanoseconds, the first above 0, up to {MAX_OP_NS}"
-            raise source.error(_NO_TIMES, where=f"times.{place}.{bad}", why=why)
-    return found
+    try:
+        parse_json(text, source)  # the limits of every file, and no key twice
+        return _File.model_validate_json(text).times
+    except ValidationError as error:
+        problems = listed(f"{path}: {message}" for path, message in problems_of(error))
+        raise source.error("holds no times of ops", why=problems) from error
 
 
-def _valid(entries: dict[str, Any]) -> Iterator[tuple[str, OpTimes]]:
-    for key, entry in entries.items():
-        if isinstance(entry, list) and len(entry) == 2 and _is_time(*entry):
-            yield key, (entry[0], entry[1])
-
-
-def _is_time(forward: object, backward: object) -> bool:
-    """Every op takes time: zeros would make a plan that nothing speaks for."""
-    if type(forward) is not int or type(backward) is not int:
-        return False
-    return 0 < forward <= MAX_OP_NS and 0 <= backward <= MAX_OP_NS
+def _is_time(times: OpTimes) -> bool:
+    """Tell whether an op can take these times; zeros would make plans look fast for no reason."""
+    return 0 < times[0] <= MAX_OP_NS and 0 <= times[1] <= MAX_OP_NS

@@ -1,6 +1,6 @@
-"""Text in YAML, TOML or JSON to plain objects, lists, texts and numbers, within the limits of files (`limits`).
+"""Parse text in YAML, TOML or JSON to plain objects, lists, texts and numbers, within the limits of files (`limits`).
 
-As strict as JSON (`json_text`): no key twice, no dates, no tags, no keys that are no text.
+Every language is as strict as JSON (`json_text`): no key twice, no dates, no tags, only texts as keys.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import yaml  # type: ignore[import-untyped]
 
-from autopart.files.json_text import check_length, checked, line_of, parse_json
-from autopart.files.limits import MAX_BYTES, MAX_BYTES_BY_HAND, MAX_DEPTH, MAX_DIGITS, MAX_VALUES_BY_HAND
+from autopart.files.json_text import check_length, checked, parse_json
+from autopart.files.limits import MAX_BYTES, MAX_BYTES_BY_HAND, MAX_DEPTH, MAX_DIGITS, MAX_DOTS, MAX_VALUES_BY_HAND
 from autopart.files.reading import Source, brief, read_text, source_of
 from autopart.ir.errors import AutopartError
 
@@ -21,7 +21,7 @@ Parser = Callable[[str, Source], Any]
 
 
 def parse_yaml(text: str, source: Source) -> Any:
-    """A YAML text of one document, without tags.  Aliases and merges count as what they stand for."""
+    """Parse a YAML text of one document, without tags.  Aliases and merges count as what they stand for."""
     check_length(text, source, MAX_BYTES_BY_HAND)
     try:
         found = yaml.load(text, _Loader)
@@ -34,9 +34,10 @@ def parse_yaml(text: str, source: Source) -> Any:
 
 
 def parse_toml(text: str, source: Source) -> Any:
-    """A TOML text."""
+    """Parse a TOML text.  A key of many parts takes tomllib time that grows with the square of their number."""
     check_length(text, source, MAX_BYTES_BY_HAND)
-    _scan_toml(text, source)
+    if any(line.count(".") > MAX_DOTS for line in text.splitlines()):
+        raise source.error("is not valid TOML", why=f"a line has more dots than {MAX_DOTS}")
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
@@ -46,37 +47,13 @@ def parse_toml(text: str, source: Source) -> Any:
 
 
 PARSERS: dict[str, Parser] = {".yaml": parse_yaml, ".yml": parse_yaml, ".toml": parse_toml, ".json": parse_json}
-"""By the ending of a file's name."""
+"""The parser for each ending of a file's name."""
 
 
 def read_document(path: str, ending: str, kind: type[AutopartError], fix: str) -> Any:
-    """What a file says.  ending: a key of `PARSERS`; kind, fix: of its errors."""
+    """Read and parse a file.  ending: a key of `PARSERS`; kind, fix: of its errors."""
     source, parse = source_of(path, kind, fix), PARSERS[ending]
     return parse(read_text(path, source, most_bytes=MAX_BYTES if parse is parse_json else MAX_BYTES_BY_HAND), source)
-
-
-# ---- TOML ----------------------------------------------------------------------------------------------------------
-
-_TOML_TOKEN = re.compile(r"""[ \t]++|(?P<part>"(?:[^"\\\n]|\\.)*+"?|'[^'\n]*+'?|-?[\w-]++)|(?P<dot>\.)|.""", re.DOTALL)
-
-
-def _scan_toml(text: str, source: Source) -> None:
-    """Keys of many parts and numbers of many digits take tomllib time that grows with the square of their length."""
-    dots = 0
-    for found in _TOML_TOKEN.finditer(text):
-        kind = found.lastgroup
-        if kind == "dot":
-            dots += 1
-        elif kind is None:
-            dots = dots if found[0].isspace() and found[0] != "\n" else 0
-        elif found[0].lstrip("-")[:1].isdecimal() and len(found[0]) > 3 * MAX_DIGITS:
-            raise source.error("is not valid TOML", where=_toml_line(text, found), why="a number has too many digits")
-        if dots >= MAX_DEPTH:
-            raise source.error("is not valid TOML", where=_toml_line(text, found), why=f"{dots} dots in one key")
-
-
-def _toml_line(text: str, found: re.Match[str]) -> str:
-    return f"line {line_of(text, found.start())}"
 
 
 # ---- YAML ----------------------------------------------------------------------------------------------------------

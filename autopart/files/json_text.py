@@ -1,14 +1,13 @@
-"""JSON text to plain objects, lists, texts and numbers, within the limits of files; and what holds in every language.
+"""Parse JSON text within the limits of files (`limits`), and check what holds for every language of files.
 
-Nothing that a text says makes this slow or large: depth and number of values are counted before anything is made of
-them.  Strict: no key twice, and no number that is not finite or needs more than 63 bits.
+The limits keep parsing quick and small, whatever a text says.  No key stands twice, numbers are finite and have at most
+63 bits.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,13 +15,14 @@ from autopart.files.limits import MAX_BYTES, MAX_DEPTH, MAX_DIGITS, MAX_INTEGER,
 from autopart.files.reading import Source, brief, path_of
 from autopart.ir.plan import Problem
 
-_Place = tuple[str | int, ...]
+_TOO_DEEP = f"objects and lists stand in each other more than {MAX_DEPTH} deep"
 
 
 def parse_json(text: str, source: Source) -> Any:
-    """A JSON text.  Raises the source's error, with the line or the path inside the text."""
+    """Parse a JSON text.  Raises the source's error, with the line or the path inside the text."""
     check_length(text, source, MAX_BYTES)
-    _scan_json(text, source)
+    if sum(map(text.count, ",[{")) > MAX_VALUES:  # signs inside of texts count too: names and notes have few
+        raise source.error("is not valid JSON", why=f"it has more values than {MAX_VALUES}")
     try:
         found = json.loads(
             text, parse_int=_integer, parse_constant=float, object_pairs_hook=_table  # NaN is refused with its path
@@ -30,37 +30,29 @@ def parse_json(text: str, source: Source) -> Any:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise source.error("is not valid JSON", where=where, why=error.msg) from error
-    except (ValueError, RecursionError) as error:
-        raise source.error("is not valid JSON", why=str(error)) from error
+    except RecursionError as error:
+        raise source.error("is not valid JSON", why=_TOO_DEEP) from error
     return checked(found, source, "JSON")
 
 
 def check_length(text: str, source: Source, most: int) -> None:
-    """Raises the source's error for a text of more characters."""
+    """Raise the source's error for a text of more characters."""
     if len(text) > most:
         raise source.error("is too large", why=f"at most {most >> 10} KiB are read")
 
 
-def line_of(text: str, at: int) -> int:
-    """Number of the line in which a character stands."""
-    return text.count("\n", 0, at) + 1
-
-
-# ---- what holds in every language ----------------------------------------------------------------------------------
-
-
 def checked(document: Any, source: Source, language: str) -> Any:
-    """The document, unless it holds what the limits forbid; the first such thing is named."""
+    """Return the document.  Raises the source's error for the first thing in it that the limits forbid."""
     for where, why in _problems(document, ()):
         raise source.error(f"is not valid {language}", where=where, why=why)
     return document
 
 
-def _problems(node: Any, place: _Place) -> Iterator[Problem]:
-    """What cannot stand in a document, as (path, message).  O(values)."""
+def _problems(node: Any, place: tuple[str | int, ...]) -> Iterator[Problem]:
+    """Yield what a document must not hold, as (path, message).  O(values)."""
     if isinstance(node, dict | list):
         if len(place) > MAX_DEPTH:
-            yield path_of(place[:3]), f"objects and lists stand in each other more than {MAX_DEPTH} deep"
+            yield path_of(place[:3]), _TOO_DEEP
             return
         if isinstance(node, _Twice):
             yield path_of(place), f"key {brief(node.key)} appears twice in one object"
@@ -79,38 +71,13 @@ def _problems(node: Any, place: _Place) -> Iterator[Problem]:
         yield path_of(place), f"must be a text or a number, not a {type(node).__name__}"
 
 
-# ---- JSON ----------------------------------------------------------------------------------------------------------
-
-_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{},]', re.DOTALL)
-
-
-def _scan_json(text: str, source: Source) -> None:
-    """Depth and number of values, before anything is made of them.  O(text)."""
-    depth = values = texts = 0
-    for found in _TOKEN.finditer(text):
-        sign = text[found.start()]
-        if sign == '"':
-            texts += 1  # keys and values
-            if texts <= 2 * MAX_VALUES:
-                continue
-        if sign in "]}":
-            depth -= 1
-            continue
-        values += 1
-        depth += sign in "[{"
-        if depth > MAX_DEPTH or values > MAX_VALUES or texts > 2 * MAX_VALUES:
-            where = f"line {line_of(text, found.start())}"
-            limit = f"brackets in each other than {MAX_DEPTH}" if depth > MAX_DEPTH else f"values than {MAX_VALUES}"
-            raise source.error("is not valid JSON", where=where, why=f"it has more {limit}")
-
-
 def _integer(digits: str) -> int:
-    """A whole number; of one that is too long the first digits, which are too large as well."""
+    """Read a whole number; of one that is too long only the first digits, which are too large as well."""
     return int(digits[: MAX_DIGITS + 2])
 
 
 class _Twice(dict[str, Any]):
-    """An object in which a key stood twice."""
+    """Mark an object in which a key stood twice."""
 
     key: str
 

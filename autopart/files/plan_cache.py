@@ -1,8 +1,8 @@
-"""Plans made before, on disk: <cache folder>/plans/<key>.json.
+"""Keep plans on disk: <cache folder>/plans/<key>.json.
 
-The key is made by whoever plans, from everything that a plan follows from (`planning.plan_key`).  A file is sealed
-(`kept`), validated like any plan file, and checked against its question by whoever asks; one that fails is ignored
-with a warning.  A folder that cannot be written to is no error.
+The planner makes the key from everything that a plan follows from (`planning.plan_key`).  A file is read under the
+rules of `kept`, validated like any plan file, and checked against its question by the caller; one that fails is ignored
+with a warning.  A folder that cannot be written to is not an error.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from autopart.ir.plan import Plan
 
 
 def plan_path(key: str) -> Path:
-    """The file of a plan."""
+    """Return the file of a plan."""
     return cache_folder() / "plans" / f"{key}.json"
 
 
 def find_plan(key: str, check: Callable[[Plan], object]) -> Plan | None:
-    """The plan that was kept under this key and passes `check`, which raises AutopartError unless it answers the
-    question behind the key.  One that does not is ignored with a warning."""
+    """Return the plan that was kept under this key; None when there is none, or one that is not believed.
+
+    check: raises AutopartError for a plan that cannot be the answer; that one is ignored with a warning.
+    """
     path = plan_path(key)
     try:
         text = read_kept(path)
@@ -44,7 +46,7 @@ def find_plan(key: str, check: Callable[[Plan], object]) -> Plan | None:
 
 
 def keep_plan(key: str, plan: Plan) -> None:
-    """Keep a plan under this key, and of all plans the newest."""
+    """Keep a plan under this key, and remove the oldest plans above `MOST_PLANS`."""
     path = plan_path(key)
     with suppress(AutopartError, OSError):
         write_kept(path, plan_to_json(plan))
@@ -53,13 +55,13 @@ def keep_plan(key: str, plan: Plan) -> None:
 
 @lru_cache(maxsize=1)
 def planner_digest() -> str:
-    """A digest of the code that makes plans: every source file of `ir` and `passes` and their sub-folders."""
+    """Digest the code that makes plans: every source file of `ir` and `passes` and their sub-folders."""
     home = Path(__file__).resolve().parents[1]
     return digest_of_sources(home / "ir", home / "passes")
 
 
 def digest_of_sources(*folders: Path) -> str:
-    """A digest of the names and contents of all Python files below these folders."""
+    """Digest the names and contents of all Python files below these folders."""
     digest = hashlib.sha256()
     for folder in folders:
         root = folder.resolve()  # a link is not followed unless it is resolved first

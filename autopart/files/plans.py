@@ -10,11 +10,11 @@ needs the graph, so it is a step of its own.
 from __future__ import annotations
 
 import json
-import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ from autopart.ir.plan import (
 )
 from autopart.ir.printable import printable
 
+MOST_GUESSES = 300
+"""Changes of flags that are tried where a plan is for another model: each takes a digest of the graph."""
 VERSION = 3
 """Of the format.  Version 2 was the same without sections; version 1 had no groups of recomputed ops."""
 
@@ -63,23 +65,21 @@ _CHECKED: tuple[Any, ...] = (_Document, Provenance, Decision, Report, Stage, Est
 for _class in _CHECKED:
     _class.__pydantic_config__ = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 _DOCUMENT = TypeAdapter(_Document)
-_KEYS = frozenset(field.name for each in _CHECKED for field in fields(each))
-
-
-def _validate(document: Any) -> object:
-    return _DOCUMENT.validate_json(json.dumps(document), strict=True)
+_NUMBERS = re.compile(r'([\[{])\n *((?:"\w+": )?-?\d+(?:,\n *(?:"\w+": )?-?\d+)*)\n *([\]}])')
+"""A list or table of whole numbers alone, spread over lines; a line break never stands inside of a text."""
 
 
 def plan_to_json(plan: Plan) -> str:
-    """The plan as indented JSON with a trailing newline: fixed key order, one op per line, equal plans equal text.
+    """Write the plan as indented JSON: equal plans give equal text, with an op a line and numbers side by side.
 
     Raises PlanError for a number that JSON cannot hold.
     """
     document = _Document(VERSION, plan.provenance, plan.decision, plan.report)
     try:
-        return _layout(asdict(document), "") + "\n"
+        text = json.dumps(asdict(document), indent=2, allow_nan=False)
     except ValueError as error:
         raise PlanError("the plan cannot be written as JSON", why=str(error)) from error
+    return _NUMBERS.sub(lambda found: found[1] + re.sub(r"\n *", " ", found[2]) + found[3], text) + "\n"
 
 
 def plan_from_json(text: str, source: str = "<plan>") -> Plan:
@@ -92,7 +92,7 @@ def plan_from_json(text: str, source: str = "<plan>") -> Plan:
     try:
         document = _DOCUMENT.validate_json(text, strict=True)
     except ValidationError as error:
-        raise _refused(source, problems_of(error, parsed, _validate, _KEYS)) from error
+        raise _refused(source, problems_of(error)) from error
     plan = Plan(document.provenance, document.decision, document.report)
     found = chain(_out_of_range(document.decision), plan_ir.problems(plan))
     if problems := list(islice(found, MOST_PROBLEMS)):
@@ -138,7 +138,7 @@ def match_plan(plan: Plan, graph: Graph, *, torch_version: str, world: int, loca
 def _mismatches(plan: Plan, graph: Graph, torch_version: str, world: int) -> Iterator[str]:
     made_for, rows = plan.provenance, max(plan.micro_rows)
     if made_for.structure_digest != graph.structure_digest():
-        yield f"another model: its structure is {made_for.structure_digest}, not {graph.structure_digest()}"
+        yield f"another model: {_other_structure(made_for.structure_digest, graph)}"
     elif rows != graph.rows:
         yield f"another batch: its micro-batches have {rows} rows, not {graph.rows}"
     elif made_for.graph_digest != graph.shape_digest():
@@ -147,6 +147,22 @@ def _mismatches(plan: Plan, graph: Graph, torch_version: str, world: int) -> Ite
         yield f"another torch: it was made with {made_for.torch_version}, this is {torch_version}"
     if plan.world != world:
         yield f"another number of ranks: it is for {plan.world}, {world} run"
+
+
+def _other_structure(wanted: str, graph: Graph) -> str:
+    """Say how a graph differs from one with this digest, of which no more is known: by flags that one module or all
+    frozen parameters have, or by anything else.  O(modules * graph)."""
+    names = [p.name for p in graph.params if p.kind == "param"]
+    frozen = tuple(p.name for p in graph.params if p.kind == "param" and not p.trainable)
+    modules = dict.fromkeys(".".join(name.split(".")[:k]) for name in names for k in range(1, name.count(".") + 2))
+    groups = [frozen, *(tuple(n for n in names if f"{n}.".startswith(f"{m}.")) for m in modules)]
+    for group in islice(filter(None, dict.fromkeys(groups)), MOST_GUESSES):
+        params = tuple(replace(p, trainable=(p.name in group) != p.trainable) for p in graph.params)
+        if replace(graph, params=params).structure_digest() == wanted:
+            now = "frozen" if group[0] in frozen else "trained"
+            return f"requires_grad of {brief(', '.join(group))} has changed: now {now}"
+    own = graph.structure_digest()
+    return f"its structure (names, shapes, connections, requires_grad) is {wanted}, not {own}"
 
 
 def diff_plans(a: Plan, b: Plan) -> str:
@@ -264,25 +280,3 @@ def _refused(source: str, problems: list[Problem]) -> PlanFileError:
     where = ", ".join(path for path, _ in problems[:SHOWN])
     why = listed(f"{path}: {message}" for path, message in problems)
     return PlanFileError(f"{source} is not a valid plan: {len(problems)} problems", where=where, why=why, fix=_MEND)
-
-
-def _layout(node: object, indent: str) -> str:
-    """JSON with numbers side by side and everything else on lines of its own."""
-    inner = indent + "  "
-    if isinstance(node, dict) and node:
-        cells = [f"{json.dumps(key)}: {_layout(item, inner)}" for key, item in node.items()]
-        flat = all(isinstance(item, int) for item in node.values())
-        return _bracket("{", cells, "}", indent, flat)
-    if isinstance(node, list | tuple) and node:
-        flat = all(isinstance(item, int) for item in node)
-        return _bracket("[", [_layout(item, inner) for item in node], "]", indent, flat)
-    if isinstance(node, float) and not math.isfinite(node):
-        raise ValueError(f"{node} is not a JSON number")
-    return json.dumps(node)
-
-
-def _bracket(start: str, cells: list[str], end: str, indent: str, flat: bool) -> str:
-    if flat:
-        return start + ", ".join(cells) + end
-    inner = "\n" + indent + "  "
-    return start + inner + f",{inner}".join(cells) + "\n" + indent + end

@@ -23,12 +23,12 @@ def cache_folder() -> Path:
     return Path(base) / "autopart"
 
 
-def write_whole(path: Path, text: str, *, mode: int = 0o666, anew: bool = False) -> None:
+def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Write a UTF-8 file so that readers see the old content or the new one, never a part of it.
 
     The text goes to a file of its own beside the target and takes its place once it is on disk.  When anything fails,
-    that file is removed and the target stays as it was.  mode: of the file, less the umask.  anew: raises
-    FileExistsError when there is one, whatever it is.  Raises OSError.
+    that file is removed and the target stays as it was.  mode: of the file, less the umask.  Raises
+    OSError.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
@@ -36,11 +36,7 @@ def write_whole(path: Path, text: str, *, mode: int = 0o666, anew: bool = False)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        if anew:
-            os.link(draft, path)
-            os.unlink(draft)
-        else:
-            os.replace(draft, path)
+        os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise

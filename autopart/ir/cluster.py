@@ -148,9 +148,13 @@ def _check_levels(cluster: Cluster) -> None:
     for level in cluster.levels:
         if level.size < size or level.size % size:
             raise ClusterError(f"level of size {level.size} is not a multiple of the level inside it ({size})")
-        if level.link.bytes_per_s <= 0 or level.link.latency_ns < 0 or level.link.flow_bytes_per_s < 0:
+        link = level.link
+        _check_whole(repr(level), bytes_per_s=link.bytes_per_s, latency_ns=link.latency_ns, flow=link.flow_bytes_per_s)
+        if link.bytes_per_s <= 0 or link.latency_ns < 0 or link.flow_bytes_per_s < 0:
             raise ClusterError("a link needs a positive bandwidth and a latency of at least 0", where=repr(level))
         size = level.size
+    if size >= 2 * cluster.world:  # less is a machine in which the last group is not full
+        raise ClusterError(f"the outermost level is of {size} devices, and the cluster has {cluster.world}")
     if size < cluster.world:
         raise ClusterError(f"the outermost level joins {size} devices of {cluster.world}")
 
@@ -158,13 +162,27 @@ def _check_levels(cluster: Cluster) -> None:
 def _check_device(rank: int, device: Device) -> None:
     if device.kind not in ("cpu", "cuda"):
         raise ClusterError(f"device {rank} is of unknown kind {device.kind!r}", fix='use "cpu" or "cuda"')
+    sizes = {"memory_bytes": device.memory_bytes, "flops_per_s": device.flops_per_s}
+    rates = {f"rate for {shortened(str(name))}": rate for name, rate in device.rates}
+    _check_whole(_described(device), **sizes, mem_bytes_per_s=device.mem_bytes_per_s, **rates)
     if min(device.memory_bytes, device.flops_per_s, device.mem_bytes_per_s) <= 0:
         raise ClusterError(f"device {rank} has a rate or a memory that is not positive", where=_described(device))
     if not (0 < device.efficiency <= 1 and 0 < device.memory_efficiency <= 1):
-        raise ClusterError(f"device {rank} has an efficiency that is no share of 1", where=_described(device))
+        raise ClusterError(f"device {rank}: efficiency must be between 0 and 1", where=_described(device))
     if not device.name.isprintable() or len(device.name) > 100:
         raise ClusterError(f"the name of device {rank} is not printable, or longer than 100", where=_described(device))
     _check_rates(rank, device)
+
+
+def _check_whole(where: str, **amounts: int) -> None:
+    """Raise ClusterError for an amount that is not a whole number: NaN, infinite or any other float."""
+    for name, amount in amounts.items():
+        if type(amount) is not int:
+            raise ClusterError(
+                f"{name} is {amount!r}, which is not a whole number",
+                where=shortened(where, 300),
+                fix="give whole numbers of bytes, nanoseconds and operations, for example int(2e12)",
+            )
 
 
 def _described(device: Device) -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
+from autopart.ir.decision import Decision, Stage
+from autopart.ir.outlook import Estimate, Report
 from autopart.ir.printable import printable, shortened
 from autopart.ir.program import BUCKET_BYTES
-
-if TYPE_CHECKING:  # a plan explains itself with this module
-    from autopart.ir.plan import Estimate, Plan, Stage
 
 COST_DESCRIPTIONS = {
     "analytic": "op costs are analytic: FLOPs and bytes against rates assumed to be reached",
@@ -19,12 +17,17 @@ COST_DESCRIPTIONS = {
 }
 WORDS = ("stage", "ranks", "modules")
 """Columns that hold words; the others hold numbers."""
+DISPENSABLE = ("out", "in", "work", "GFLOP", "end ms", "params", "ops", "weights", "grad+opt", "act x live", "modules")
+"""Columns that a wide table of many stages is shown without, in this order."""
+WIDTH = 100
+"""Characters of a line, where nobody says how wide the terminal is."""
 
 
-def explain(plan: Plan) -> str:
-    """What a plan decides and what it would take, as plain text; `Plan.explain` says what the columns mean."""
-    grid = stage_grid([stage_row(plan, s) for s in range(len(plan.stages))], total_row(plan))
-    return "\n".join([*table_lines(grid, word_columns(grid[0])), *footer(plan)]) + "\n"
+def explain(decision: Decision, report: Report, costs: str) -> str:
+    """Return what is decided and what it would take as plain text; `Plan.explain` says what the columns mean."""
+    rows = [stage_row(decision, report, s) for s in range(len(decision.stages))]
+    lines = fitting_lines(stage_grid(rows, total_row(decision, report)), WIDTH)
+    return "\n".join([*lines, *footer(decision, report, costs)]) + "\n"
 
 
 def stage_grid(rows: list[dict[str, str]], total: dict[str, str]) -> list[list[str]]:
@@ -54,19 +57,41 @@ def table_lines(grid: Sequence[Sequence[str]], words: Container[int]) -> list[st
     return [lines[0], rule, *lines[1:]]
 
 
+def fitting_lines(grid: list[list[str]], width: int) -> list[str]:
+    """Return the lines of the stage table, each of at most `width` characters where that can be.
+
+    A stage has a line; where lines are too wide, a column; where these are too wide as well, a line without those
+    columns of `DISPENSABLE` that do not fit.
+    """
+    lines = table_lines(grid, word_columns(grid[0]))
+    if max(map(len, lines)) <= width:
+        return lines
+    turned = table_lines([list(column) for column in zip(*grid, strict=True)], [0])
+    if max(map(len, turned)) <= width:
+        return turned
+    left: list[str] = []
+    for name in (name for name in DISPENSABLE if name in grid[0]):
+        at = grid[0].index(name)
+        grid, left = [[*row[:at], *row[at + 1 :]] for row in grid], [*left, name]
+        lines = table_lines(grid, word_columns(grid[0]))
+        if max(map(len, lines)) <= width:
+            break
+    return [*lines, f"left out, for lines of {width} characters: {', '.join(left)}"] if left else lines
+
+
 def word_columns(header: Sequence[str]) -> list[int]:
     """The columns of the table of stages that hold words."""
     return [column for column, name in enumerate(header) if name in WORDS]
 
 
-def stage_row(plan: Plan, s: int) -> dict[str, str]:
-    """What is said of one stage, by column."""
-    stage = plan.stages[s]
+def stage_row(decision: Decision, report: Report, s: int) -> dict[str, str]:
+    """Return the cells of one stage, by column."""
+    stage = decision.stages[s]
     row = {"stage": str(s), "ranks": _spans(stage.ranks) + _divided(stage), "ops": str(len(stage.ops))}
-    if any(other.recompute for other in plan.stages):
+    if any(other.recompute for other in decision.stages):
         row["recomputed"] = str(sum(map(len, stage.recompute)))
-    if plan.estimates:
-        row |= _numbers(plan.estimates[s])
+    if report.estimates:
+        row |= _numbers(report.estimates[s])
     return row
 
 
@@ -109,55 +134,54 @@ def _numbers(e: Estimate) -> dict[str, str]:
     }
 
 
-def total_row(plan: Plan) -> dict[str, str]:
+def total_row(decision: Decision, report: Report) -> dict[str, str]:
     """What can be added up over the stages, by column; work is that of all devices."""
     total = {"stage": "all"}
-    if plan.estimates:
-        mosts = [stage.division.most for stage in plan.stages]
-        flops = sum(e.flops * whole // mine for e, (mine, whole) in zip(plan.estimates, mosts, strict=True))
+    if report.estimates:
+        mosts = [stage.division.most for stage in decision.stages]
+        flops = sum(e.flops * whole // mine for e, (mine, whole) in zip(report.estimates, mosts, strict=True))
         total["GFLOP"] = f"{flops / 1e9:.2f}"
-        total["fwd ms"] = _ms(sum(e.fwd_ns for e in plan.estimates))
-        total["bwd ms"] = _ms(sum(e.bwd_ns for e in plan.estimates))
+        total["fwd ms"] = _ms(sum(e.fwd_ns for e in report.estimates))
+        total["bwd ms"] = _ms(sum(e.bwd_ns for e in report.estimates))
     return total
 
 
-def footer(plan: Plan) -> list[str]:
+def footer(decision: Decision, report: Report, costs: str) -> list[str]:
     """The lines below the table: the decision as a whole, its step, its bound, what else was considered, notes."""
-    lines = [_summary(plan)]
-    if plan.step_ns:
-        lines.append(f"simulated, not measured: step {_ms(plan.step_ns)} ms, bubble {plan.bubble * 100:.1f} %")
-    if plan.optimality is not None:
-        bound = plan.optimality
+    lines = [_summary(decision)]
+    if report.step_ns:
+        lines.append(f"simulated, not measured: step {_ms(report.step_ns)} ms, bubble {report.bubble * 100:.1f} %")
+    if report.optimality is not None:
+        bound = report.optimality
         proof = "proved best" if bound.proved else f"at most {bound.gap:.1%} of it could be saved"
         lines.append(f"{proof}: no plan between the planner's blocks takes less than {_ms(bound.lower_bound)} ms")
-    if plan.estimates:
+    if report.estimates:
         lines.append("memory in MiB; GFLOP, ms, in and out for one micro-batch")
-        costs = plan.provenance.costs
         lines.append(COST_DESCRIPTIONS.get(costs, f"op costs: {costs}"))
-    for other in plan.alternatives:
+    for other in report.alternatives:
         time = f"{_ms(other.step_ns)} ms, " if other.step_ns else ""
         lines.append(f"alternative, {other.name}: {time}{other.why}")
-    lines += [f"note: {note}" for note in plan.notes]
+    lines += [f"note: {note}" for note in report.notes]
     return [printable(line) for line in lines]
 
 
-def _summary(plan: Plan) -> str:
-    used = sum(len(stage.ranks) for stage in plan.stages)
+def _summary(decision: Decision) -> str:
+    used = sum(len(stage.ranks) for stage in decision.stages)
     parts = [
-        f"schedule {plan.schedule}",
-        f"{_many(len(plan.micro_rows), 'micro-batch', 'es')} of {_rows(plan.micro_rows)}",
-        f"{_many(len(plan.stages), 'stage')} on {_many(plan.world, 'rank')}",
+        f"schedule {decision.schedule}",
+        f"{_many(len(decision.micro_rows), 'micro-batch', 'es')} of {_rows(decision.micro_rows)}",
+        f"{_many(len(decision.stages), 'stage')} on {_many(decision.world, 'rank')}",
     ]
-    if lengths := plan.decision.token_slices:
+    if lengths := decision.token_slices:
         parts.append(f"{len(lengths)} slices of {listed_runs(lengths)} tokens")
-    if plan.decision.copies > 1 and len(plan.stages) > 1:
-        parts.append(f"{plan.decision.copies} copies of the pipeline")
-    if plan.decision.zero:
+    if decision.copies > 1 and len(decision.stages) > 1:
+        parts.append(f"{decision.copies} copies of the pipeline")
+    if decision.zero:
         parts.append("optimizer state shared by replicas")
-    if plan.decision.bucket_bytes != BUCKET_BYTES:
-        parts.append(f"gradients summed in buckets of {plan.decision.bucket_bytes / 2**20:g} MiB")
-    if plan.world > used:
-        parts.append(f"{plan.world - used} idle")
+    if decision.bucket_bytes != BUCKET_BYTES:
+        parts.append(f"gradients summed in buckets of {decision.bucket_bytes / 2**20:g} MiB")
+    if decision.world > used:
+        parts.append(f"{decision.world - used} idle")
     return ", ".join(parts)
 
 

@@ -17,7 +17,6 @@ from autopart.ir.cost import Cost
 from autopart.ir.errors import GraphError
 from autopart.ir.size import Size
 from autopart.ir.size import check as check_size
-from autopart.ir.text import graph_text
 
 Literal = None | bool | int | float | str | tuple["Literal", ...]
 
@@ -141,9 +140,6 @@ class Graph:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     updates: tuple[tuple[str, str], ...] = ()
-
-    def __str__(self) -> str:
-        return graph_text(self)
 
     @property
     def rows(self) -> int:

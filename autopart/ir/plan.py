@@ -1,111 +1,26 @@
-"""Where it is computed: which ops on which ranks, in which micro-batches, under which schedule."""
+"""Say where a model is computed: a plan is what it is made for, what is decided, and what that would take."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
-from autopart.ir.errors import PlanError
+from autopart.ir.decision import AGAIN as AGAIN
+from autopart.ir.decision import Decision as Decision
+from autopart.ir.decision import Problem as Problem
+from autopart.ir.decision import Stage as Stage
+from autopart.ir.decision import check_decision as check_decision
+from autopart.ir.decision import check_ops, decision_problems, refuse
 from autopart.ir.explain import explain
 from autopart.ir.graph import Graph
-from autopart.ir.plan_graph import AGAIN as AGAIN
-from autopart.ir.plan_graph import check_ops
-from autopart.ir.printable import shortened
-from autopart.ir.program import BUCKET_BYTES, MAX_BUCKET_BYTES
-from autopart.ir.shares import Division, Policy, copies_of, division, division_problems
-from autopart.ir.text import decision_text
-
-Problem = tuple[str, str]
-"""Where, as the path of a field, and what is wrong there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One stage: the captured ops it runs, in captured order, and the ranks that run it.
-
-    Ops that depend on constants or inputs alone may stand in several stages; every other op stands in one.  Several
-    ranks are replicas: each has a part of the rows of every micro-batch, in the order of `ranks`: an equal one, or one
-    in proportion to its number in `shares`.  Under the policy "turn" each has whole micro-batches instead: replica m
-    modulo their number micro-batch m (PipeDream, SOSP 2019, section 3.2).  recompute: groups of ops of which only the
-    inputs are kept; a group is computed again when its backward comes.
-    """
-
-    ops: tuple[str, ...]
-    ranks: tuple[int, ...]
-    recompute: tuple[tuple[str, ...], ...] = ()
-    shares: tuple[int, ...] = ()
-    policy: Policy = "split"
-
-    @property
-    def division(self) -> Division:
-        """How the ranks divide micro-batches."""
-        return division(len(self.ranks), self.shares, self.policy)
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """What the simulator predicts for one device of a stage; times and sizes of the largest micro-batch's share.
-
-    fwd_ns, bwd_ns: nanoseconds of one micro-batch, bwd_ns with what is recomputed.  flops: of one forward.
-    param_bytes: weights and buffers.  state_bytes: gradients and optimizer state (`optimizer_bytes` of it), and weight
-    versions of an asynchronous schedule.  activation_bytes: kept for each micro-batch in flight, of which there are
-    at most `live`.  workspace_bytes: needed for a moment, by gradients and by what is recomputed.  buffer_bytes: for
-    messages under way, and for sums of gradients over replicas.  in_bytes, out_bytes: received and sent by the whole
-    stage in one forward.  reduce_ns: sum of gradients over the replicas.  optimizer_ns: the optimizer's step.
-    peak_bytes: all that is needed at once.
-    """
-
-    fwd_ns: int
-    bwd_ns: int
-    flops: int
-    param_bytes: int
-    state_bytes: int
-    activation_bytes: int
-    in_bytes: int
-    out_bytes: int
-    peak_bytes: int
-    live: int = 1
-    optimizer_bytes: int = 0
-    workspace_bytes: int = 0
-    buffer_bytes: int = 0
-    recompute_ns: int = 0
-    reduce_ns: int = 0
-    optimizer_ns: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Optimality:
-    """How far a plan is from the best at most.  objective, lower_bound: nanoseconds of a step; for a placement of its
-    worst load, in the unit of the problem.
-
-    No plan that cuts between the planner's blocks, under the same costs, on this cluster, within the choices that were
-    allowed, is simulated faster than lower_bound; one that was refined inside blocks may be, and is its own bound.
-    gap: (objective - lower_bound) / objective.  proved: gap is 0.
-    """
-
-    objective: int
-    lower_bound: int
-    gap: float
-    proved: bool
-
-    @staticmethod
-    def of(objective: int, lower_bound: int) -> Optimality:
-        """From the two numbers; a bound above the objective is the objective's own."""
-        low = min(objective, lower_bound)
-        return Optimality(objective, low, (objective - low) / objective if objective else 0.0, low == objective)
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """A plan that was not taken.  step_ns: its simulated step, 0 when it cannot be; why: what speaks against it."""
-
-    name: str
-    step_ns: int
-    why: str
-
+from autopart.ir.outlook import Alternative as Alternative
+from autopart.ir.outlook import Estimate as Estimate
+from autopart.ir.outlook import Optimality as Optimality
+from autopart.ir.outlook import Report as Report
+from autopart.ir.outlook import report_problems
 
 Precision = Literal["fp32", "bf16", "fp16"]
 """What a model runs in: as it is, or under an autocast."""
@@ -128,64 +43,6 @@ class Provenance:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """Everything that is decided, and nothing else: what a program is made from.
-
-    world: ranks that start, of which some may idle.  micro_rows: rows of each micro-batch, in order; they differ by at
-    most one.  zero: 1 where each replica of a stage keeps the optimizer's state (and masters) of its share of the
-    stage's parameters alone, whole ones, and new values are gathered after the step (ZeRO, SC 2020); 0: all keep all.
-    token_slices: lengths of the slices that the sequences of every micro-batch are cut into, in order; (): they are
-    whole.  bucket_bytes: gradients that replicas sum together (`ir.program`); the buckets follow from it, for their
-    order is that in which the last backward releases them.
-    """
-
-    world: int
-    stages: tuple[Stage, ...]
-    micro_rows: tuple[int, ...]
-    schedule: str
-    zero: int = 0
-    token_slices: tuple[int, ...] = ()
-    bucket_bytes: int = BUCKET_BYTES
-
-    def __str__(self) -> str:
-        return decision_text(self)
-
-    @property
-    def slices(self) -> int:
-        """Of each micro-batch, at least 1."""
-        return max(1, len(self.token_slices))
-
-    @property
-    def copies(self) -> int:
-        """Pipelines side by side: replica counts have this common divisor, so rows never leave their copy."""
-        return copies_of([stage.division for stage in self.stages])
-
-    def stage_of_rank(self, rank: int) -> int | None:
-        """The stage that a rank runs, or None for a rank that idles."""
-        for index, stage in enumerate(self.stages):
-            if rank in stage.ranks:
-                return index
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a decision would take, and what speaks for it; nothing that is run depends on it.
-
-    step_ns: simulated nanoseconds of one step, optimizer included (of an asynchronous schedule: in its steady state).
-    bubble: idle share of the devices in it, 0 to 1.  estimates: one for each stage, or none.  notes: what the planner
-    wants said.  alternatives: what else was considered.
-    """
-
-    step_ns: int = 0
-    bubble: float = 0.0
-    estimates: tuple[Estimate, ...] = ()
-    notes: tuple[str, ...] = ()
-    optimality: Optimality | None = None
-    alternatives: tuple[Alternative, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """A complete answer for one captured graph on one cluster: for what, what is decided, and what it would take.
 
@@ -194,7 +51,7 @@ class Plan:
 
     provenance: Provenance
     decision: Decision
-    report: Report = Report()
+    report: Report = field(default=Report())
 
     @property
     def world(self) -> int:
@@ -259,7 +116,7 @@ class Plan:
         over the replicas, and the optimizer.  in and out: MiB that the stage receives and sends per micro-batch in the
         forward.
         """
-        return explain(self)
+        return explain(self.decision, self.report, self.provenance.costs)
 
     def with_notes(self, *notes: str) -> Plan:
         """The plan with these notes after its own."""
@@ -271,126 +128,17 @@ def check(plan: Plan, graph: Graph | None = None) -> Plan:
 
     The rules are those of `problems` and, with a graph, of `check_decision`.  Raises PlanError.
     """
-    _refuse(problems(plan))
+    refuse(problems(plan))
     if graph is not None:
         check_ops(plan.decision, graph)
     return plan
 
 
-def check_decision(decision: Decision, graph: Graph | None = None) -> Decision:
-    """Check what is decided, and against its graph when given; return it.
-
-    1. Nothing is wrong in itself (`decision_problems`).
-    2. Every op of the graph stands in at least one stage, and only ops of the graph do.
-    3. No value flows from a stage to an earlier one.
-    4. All uses of a buffer that is updated stand in the stage that updates it: each stage has its own copy.
-    Raises PlanError.
-    """
-    _refuse(decision_problems(decision))
-    if graph is not None:
-        check_ops(decision, graph)
-    return decision
-
-
 def problems(plan: Plan) -> Iterator[Problem]:
     """Everything that is wrong with a plan in itself, as (path, message); paths are those of a plan file."""
-    for section, found in (("decision", decision_problems(plan.decision)), ("report", _report_problems(plan))):
+    for section, found in (
+        ("decision", decision_problems(plan.decision)),
+        ("report", report_problems(plan.report, len(plan.decision.stages))),
+    ):
         for path, message in found:
             yield f"{section}.{path}", message
-
-
-def decision_problems(decision: Decision) -> Iterator[Problem]:
-    """Everything that is wrong with a decision in itself, as (path, message).
-
-    The schedule has a name (`passes.program.schedules` knows which names there are), sizes are positive, micro-batches
-    differ by at most a row, ranks exist and none runs two stages, no stage lists an op twice, and what is recomputed
-    are ops of the stage, each once.
-    """
-    if decision.world < 1:
-        yield "world", f"at least 1 rank is needed, not {decision.world}"
-    if not decision.schedule:
-        yield "schedule", "a schedule needs a name"
-    if decision.zero not in (0, 1):
-        yield "zero", f"optimizer state is shared (1) or not (0), not {decision.zero}"
-    if not 1 <= decision.bucket_bytes <= MAX_BUCKET_BYTES:
-        yield "bucket_bytes", f"a bucket holds 1 to {MAX_BUCKET_BYTES} bytes, not {decision.bucket_bytes}"
-    if not decision.stages:
-        yield "stages", "at least one stage is needed"
-    if not decision.micro_rows:
-        yield "micro_rows", "at least one micro-batch is needed"
-    for i, rows in enumerate(decision.micro_rows):
-        if rows < 1:
-            yield f"micro_rows[{i}]", f"a micro-batch needs at least 1 row, not {rows}"
-    if decision.micro_rows and max(decision.micro_rows) - min(decision.micro_rows) > 1:
-        yield "micro_rows", f"micro-batches differ by at most one row, not {shortened(str(decision.micro_rows), 100)}"
-    yield from _slice_problems(decision)
-    yield from _rank_problems(decision)
-    for s, stage in enumerate(decision.stages):
-        yield from _op_problems(s, stage)
-
-
-def _slice_problems(decision: Decision) -> Iterator[Problem]:
-    if len(decision.token_slices) == 1:
-        yield "token_slices", "one slice is the whole sequence, which is []"
-    for i, length in enumerate(decision.token_slices):
-        if length < 1:
-            yield f"token_slices[{i}]", f"a slice needs at least 1 token, not {length}"
-
-
-def _rank_problems(decision: Decision) -> Iterator[Problem]:
-    taken: dict[int, int] = {}
-    for s, stage in enumerate(decision.stages):
-        if not stage.ranks:
-            yield f"stages[{s}].ranks", "a stage needs a rank"
-        for i, rank in enumerate(stage.ranks):
-            if not 0 <= rank < decision.world:
-                yield f"stages[{s}].ranks[{i}]", f"rank {rank} is outside 0..{decision.world - 1}"
-            elif rank in taken:
-                yield f"stages[{s}].ranks[{i}]", f"rank {rank} already runs stage {taken[rank]}"
-            else:
-                taken[rank] = s
-        for field, message in division_problems(len(stage.ranks), stage.shares, stage.policy):
-            yield f"stages[{s}].{field}", message
-
-
-def _op_problems(s: int, stage: Stage) -> Iterator[Problem]:
-    seen: set[str] = set()
-    for i, name in enumerate(stage.ops):
-        if name in seen:
-            yield f"stages[{s}].ops[{i}]", f"op {shortened(name)} appears twice in this stage"
-        seen.add(name)
-    again = [name for group in stage.recompute for name in group]
-    if len(again) > len(set(again)) or not seen.issuperset(again):
-        yield f"stages[{s}].recompute", "names an op twice, or one that is not in the stage"
-
-
-def _report_problems(plan: Plan) -> Iterator[Problem]:
-    report, stages = plan.report, plan.decision.stages
-    if report.estimates and len(report.estimates) != len(stages):
-        yield "estimates", f"{len(report.estimates)} estimates for {len(stages)} stages; give one each or none"
-    for s, estimate in enumerate(report.estimates):
-        for name, amount in asdict(estimate).items():
-            if amount < 0:
-                yield f"estimates[{s}].{name}", f"must not be negative, not {amount}"
-    if report.step_ns < 0:
-        yield "step_ns", f"must not be negative, not {report.step_ns}"
-    if not 0 <= report.bubble <= 1:
-        yield "bubble", f"must be a share between 0 and 1, not {report.bubble}"
-    if report.optimality is not None:
-        bound = report.optimality
-        if min(bound.objective, bound.lower_bound) < 0:
-            yield "optimality", f"must not be negative, not {min(bound.objective, bound.lower_bound)}"
-        if not 0 <= bound.gap <= 1:
-            yield "optimality.gap", f"must be a share between 0 and 1, not {bound.gap}"
-    for i, other in enumerate(report.alternatives):
-        if other.step_ns < 0:
-            yield f"alternatives[{i}].step_ns", f"must not be negative, not {other.step_ns}"
-
-
-def _refuse(found: Iterator[Problem]) -> None:
-    """Raise PlanError for the first problem, and count the others."""
-    first = next(found, None)
-    if first is not None:
-        path, message = first
-        more = sum(1 for _ in found)
-        raise PlanError(f"the plan is not valid: {message}", where=path, why=f"{more} more problems" if more else "")

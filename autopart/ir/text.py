@@ -1,4 +1,4 @@
-"""Graphs and decisions as text: `str` prints it, `ir.parse` reads it back.
+"""Write graphs and decisions as text (the tests read it back).
 
 A graph is a list of statements, on lines of their own or parted by semicolons:
 
@@ -44,13 +44,10 @@ Covered: every decision whose names hold no blanks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from autopart.ir.decision import Decision
+from autopart.ir.graph import Graph, Op, Param, Value
 from autopart.ir.program import BUCKET_BYTES
-
-if TYPE_CHECKING:  # those modules print themselves with this one
-    from autopart.ir.graph import Graph, Op, Param, Value
-    from autopart.ir.plan import Decision
 
 DEFAULT_BYTES = 8
 DEFAULT_DTYPE = "uint8"

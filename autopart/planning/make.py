@@ -27,13 +27,14 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.errors import InfeasibleError, PlanError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Plan, Precision
+from autopart.ir.plan import check as check_plan
 from autopart.ir.program import BUCKET_BYTES
 from autopart.ir.size import Size
 from autopart.options import Options
 from autopart.passes.graph.module_groups import wanted_groups
 from autopart.passes.ops.cost_model import ExtrapolatedCosts
 from autopart.passes.ops.table import registered
-from autopart.passes.pipeline import PlannerInput, build, recheck
+from autopart.passes.pipeline import PlannerInput, build
 from autopart.passes.program.routing import divided_values
 from autopart.passes.program.schedules import BUILT_IN, find, names
 from autopart.passes.search.space import PlanRequest
@@ -261,7 +262,7 @@ def _found_or_built(
     ours = {schedule.name for schedule in BUILT_IN}
     kept = options.cache and ours.issuperset(request.schedules)
     key = plan_key(asked, other, cluster, request) if kept else None
-    found = find_plan(key, lambda plan: recheck(plan, asked, cluster, request)) if key else None
+    found = find_plan(key, lambda plan: check_plan(plan, asked.graph)) if key else None
     if found is not None:
         return found
     with gc_paused():

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import math
+import shutil
+import sys
 from collections import Counter
 
-from autopart.ir.explain import footer, stage_grid, stage_row, table_lines, total_row, word_columns
+from autopart.ir.explain import WIDTH, fitting_lines, footer, stage_grid, stage_row, total_row
 from autopart.ir.graph import Graph, Op
 from autopart.ir.plan import Plan
 
-NATURAL_WIDTH = 400  # a line a stage, however long
 
+def stage_table(plan: Plan, graph: Graph | None = None, *, width: int | None = None) -> str:
+    """Return the stages of a plan as plain text, like `plan.explain`.
 
-def stage_table(plan: Plan, graph: Graph | None = None, *, width: int = NATURAL_WIDTH) -> str:
-    """The stages of a plan as plain text, as `plan.explain` says them.
-
-    graph: the captured graph the plan is for; adds module paths and parameter counts.  width: characters of the
-    terminal; where a line a stage does not fit, stages become columns.
+    graph: the captured graph the plan is for; adds module paths and parameter counts.  width: characters of a line, by
+    default those of the terminal, and `WIDTH` where there is none; stages become columns where lines would be wider.
     """
-    rows = [stage_row(plan, s) for s in range(len(plan.stages))]
-    total = total_row(plan)
+    rows = [stage_row(plan.decision, plan.report, s) for s in range(len(plan.stages))]
+    total = total_row(plan.decision, plan.report)
     if graph is not None:
         rows = [_with_graph(row, plan, s, graph) for s, row in enumerate(rows)]
         total |= {"ops": str(len(graph.ops)), "params": _count(parameter_count(graph, {op.name for op in graph.ops}))}
-    grid = stage_grid(rows, total)
-    lines = table_lines(grid, word_columns(grid[0]))
-    if max(map(len, lines)) > width:
-        lines = table_lines([list(column) for column in zip(*grid, strict=True)], [0])
-    return "\n".join([*lines, *footer(plan)]) + "\n"
+    lines = fitting_lines(stage_grid(rows, total), width or _terminal_width())
+    return "\n".join([*lines, *footer(plan.decision, plan.report, plan.provenance.costs)]) + "\n"
+
+
+def _terminal_width() -> int:
+    return shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH
 
 
 def _with_graph(row: dict[str, str], plan: Plan, s: int, graph: Graph) -> dict[str, str]:

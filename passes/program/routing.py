@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from autopart.ir.decision import Decision, stage_of_ops
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import Decision
 from autopart.ir.program import (
     OPTIMIZER,
     SUM_REPLICAS,
@@ -71,7 +71,7 @@ def edges(decision: Decision, graph: Graph, prologue: Collection[str] = ()) -> t
     inputs alone and run at full length in every stage that reads what they make: inputs are sent for them.  Raises
     PlanError when an op that must run once stands in two stages, or a value would flow back.  O(reads).
     """
-    home = _homes(decision, graph)
+    home = stage_of_ops(decision, graph)
     writer = {w: op.name for op in graph.ops for w in op.writes}
     inputs = set(graph.inputs)
     place = {name: i for i, name in enumerate((*graph.inputs, *writer))}
@@ -123,25 +123,6 @@ def divided_values(
     replicated = (ops[name] for stage in decision.stages if stage.division.splits for name in stage.ops)
     drawn = {name for op in replicated if op.random for name in (*op.reads, *op.writes)}
     return frozenset(crossing), frozenset(drawn)
-
-
-def _homes(decision: Decision, graph: Graph) -> dict[str, int]:
-    """The first stage of each op; an op in several must be one that can be repeated."""
-    home: dict[str, int] = {}
-    ops = graph.op_map()
-    single = {v.name for v in graph.values if v.grad} | {value for _, value in graph.updates}
-    learned = {p.name for p in graph.params if p.trainable} | {buffer for buffer, _ in graph.updates}
-    for s, stage in enumerate(decision.stages):
-        for name in stage.ops:
-            op = ops[name]
-            if name in home and (op.random or not single.isdisjoint(op.writes) or not learned.isdisjoint(op.params)):
-                raise PlanError(
-                    f"op {name} stands in stages {home[name]} and {s}",
-                    where=f"{op.module} {op.where}".strip(),
-                    why="an op that learns, draws random numbers or updates a buffer must run once",
-                )
-            home.setdefault(name, s)
-    return home
 
 
 def tied(decision: Decision, graph: Graph) -> Tied:

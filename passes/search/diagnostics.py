@@ -8,7 +8,7 @@ from dataclasses import replace
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import InfeasibleError
 from autopart.ir.explain import listed_runs
-from autopart.ir.graph import Op
+from autopart.ir.graph import Graph, Op
 from autopart.ir.plan import Alternative
 from autopart.passes.search.evaluation import Candidate, Evaluation, Evaluator, SearchResult
 from autopart.passes.search.layout import Layout
@@ -18,6 +18,8 @@ from autopart.passes.search.space import PlanRequest, SearchSpace
 
 Retry = Callable[[PlanRequest, Cluster], Evaluation | None]
 """Another search: the best evaluation that fits, or None."""
+TOO_LONG_NS = 2**52
+"""Time of a micro-batch, 52 days, above which sums over a step may not fit into 64 bits."""
 
 
 def alternatives(best: Evaluation, seen: Sequence[Evaluation], fastest: Evaluation) -> tuple[Alternative, ...]:
@@ -107,6 +109,18 @@ def _count(count: int, noun: str) -> str:
 
 
 # ---- nothing fits --------------------------------------------------------------------------------------------------
+
+
+def check_times(graph: Graph, cluster: Cluster) -> None:
+    """Raise InfeasibleError where ops take too long to be planned with: the rates of devices are the reason."""
+    if sum(op.cost.total_ns for op in graph.ops) > TOO_LONG_NS:
+        device = cluster.devices[0]
+        raise InfeasibleError(
+            "the devices are too slow to plan for: a step would take months",
+            where=f"device 0: {device.flops_per_s} operations/s, {device.mem_bytes_per_s} bytes/s of memory",
+            why="rates are numbers per second, such as 1e12",
+            fix='correct the rates of the cluster, or name its devices: "cpu:2", "cuda:8"',
+        )
 
 
 def infeasible_error(found: SearchResult, space: SearchSpace, retry: Retry) -> InfeasibleError:

@@ -147,11 +147,6 @@ def _over_ops(evaluation: Evaluation, graph: Graph) -> Decision:
     return replace(over_blocks, stages=lower_to_ops(over_blocks.stages, evaluation.space, graph))
 
 
-def fits(decision: Decision, graph: Graph, estimator: Estimator) -> bool:
-    """Whether no device is asked for more memory than it has.  O(uses)."""
-    return max(excess_of(decision, edges(decision, graph), estimator)) <= 0
-
-
 def _unsaid_bytes(
     known: tuple[Estimate, ...], evaluation: Evaluation, excess: Sequence[int], before: tuple[int, ...]
 ) -> tuple[int, ...]:

@@ -133,7 +133,7 @@ def _work(
     params = [index.params_of(stage) for stage in decision.stages]
     apart = [sum([index.summed[name] for name, users in shared if stage in users]) for stage in range(len(ranks))]
     summed = [  # what is tied is summed once, over all its stages
-        (int((index.summed_bytes(used) - tied_bytes) * share), own)
+        (index.summed_bytes(used) - tied_bytes, own)
         for used, own, tied_bytes in zip(params, ranks, apart, strict=True)
     ]
     return Work(

@@ -241,7 +241,17 @@ def test_a_plan_file_that_is_not_there_is_refused(tmp_path):
         compiled(net(), batch(), plan=tmp_path / "none.json", loss_fn=F.cross_entropy)
 
 
-@pytest.mark.parametrize(("edit", "words"), [(_moved, "flow"), (_lost, "is in no stage")])
+def _in_two_stages(text: str) -> str:
+    document = json.loads(text)
+    first, last = document["decision"]["stages"]
+    last["ops"].insert(0, first["ops"][0])
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [(_moved, "flow"), (_lost, "is in no stage"), (_in_two_stages, "stands in stages 0 and 1")],
+)
 def test_a_plan_that_would_compute_something_else_is_refused(tmp_path, monkeypatch, edit, words):
     plan = planned("cpu:2", stages=2)
     path = edited(tmp_path, edit, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,22 @@ def test_what_is_not_understood_lists_the_forms(what: object) -> None:
     with pytest.raises(ClusterError) as caught:
         parse_cluster(what, env={})  # type: ignore[arg-type]
     assert '"cpu:2"' in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("what", "same"), [("H100x8", "h100x8"), ("CPU:2", "cpu:2"), ("P3.16xLarge:2", "p3.16xlarge:2")]
+)
+def test_capital_letters_do_not_matter(what: str, same: str) -> None:
+    assert parse_cluster(what, env={}, host=HOST) == parse_cluster(same, env={}, host=HOST)
+
+
+@pytest.mark.parametrize(
+    ("what", "near"), [("h100x4", "h100x8"), ("gpu:2", "cuda"), ("mps:1", "cpu"), ("A100", "a100x8"), ("cuda8", "cuda")]
+)
+def test_a_name_that_is_not_known_gets_the_nearest_one(what: str, near: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        parse_cluster(what, env={})
+    assert caught.value.why == f"did you mean {near!r}?"
 
 
 @pytest.mark.parametrize("what", ["cpu:0", "cuda:999999999"])
@@ -184,6 +201,10 @@ def test_mistakes_in_files_are_named_by_their_place(tmp_path: Path, text: str, w
         ("devices: [{kind: cpu, flops: {half: 1}}]", "c.yaml: device 0 has a rate for 'half', which is not a dtype"),
         ('devices: [{kind: cpu, name: "a\\nb"}]', "c.yaml: the name of device 0"),
         ("devices: [{kind: cpu, count: 3}]\nlevels: [{size: 2, latency_us: 1, bandwidth: 1}]", "joins 2 devices of 3"),
+        (
+            "devices: [{kind: cpu, count: 2}]\nlevels: [{size: 4, latency_us: 1, bandwidth: 1}]",
+            "level is of 4 devices, and the cluster has 2",
+        ),
     ],
 )
 def test_clusters_that_make_no_sense_are_refused_by_file(tmp_path: Path, text: str, says: str) -> None:
@@ -241,6 +262,25 @@ def test_a_device_has_a_rate_for_each_dtype_and_one_for_the_rest() -> None:
 def test_rates_that_make_no_sense_are_refused(rates: tuple[tuple[str, int], ...], says: str) -> None:
     with pytest.raises(ClusterError, match=says):
         check(Cluster((Device("cpu", 1, 1, 1, rates=rates),), (Level(1, Link(0, 1)),)))
+
+
+@pytest.mark.parametrize("amount", [float("nan"), float("inf"), 2e12, True])
+def test_an_amount_that_is_not_a_whole_number_is_refused_by_name(amount: float) -> None:
+    level = Level(1, Link(0, 1))
+    for wrong, name in (
+        (Cluster((replace(CPU, memory_bytes=amount),), (level,)), "memory_bytes"),
+        (Cluster((replace(CPU, mem_bytes_per_s=amount),), (level,)), "mem_bytes_per_s"),
+        (Cluster((replace(CPU, rates=(("float16", amount),)),), (level,)), "rate for float16"),
+        (Cluster((CPU,), (Level(1, Link(0, amount)),)), "bytes_per_s"),
+    ):
+        with pytest.raises(ClusterError, match=f"^{name} is {amount}, which is not a whole number"):
+            check(wrong)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5, float("nan")])
+def test_an_efficiency_outside_of_0_and_1_is_refused(share: float) -> None:
+    with pytest.raises(ClusterError, match="efficiency must be between 0 and 1"):
+        check(Cluster((replace(CPU, efficiency=share),), (Level(1, Link(0, 1)),)))
 
 
 @pytest.mark.parametrize("name", NODES)
@@ -307,8 +347,9 @@ def clusters(draw: st.DrawFn) -> Cluster:
     device = st.builds(Device, st.just(kind), amounts, amounts, amounts, names, rates)
     devices = [d for d in draw(st.lists(device, min_size=1, max_size=3)) for _ in range(draw(st.integers(1, 3)))]
     levels, size = [], 1
-    for factor in [*draw(st.lists(st.integers(1, 4), max_size=2)), len(devices)]:
-        size *= factor
+    for factor in [*draw(st.lists(st.integers(1, 4), max_size=2)), 0]:
+        whole = -(-len(devices) // size)  # groups of the level inside that hold all devices
+        size *= min(factor, whole) or whole
         levels.append(Level(size, Link(draw(st.integers(0, 10**12)), draw(amounts))))
     return check(Cluster(tuple(devices), tuple(levels)))
 

@@ -17,8 +17,9 @@ from autopart.ir.errors import AutopartError
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Of a kept file, in a folder that is not there yet."""
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Name a kept file in a sub-folder of the cache folder; neither exists yet."""
+    monkeypatch.setenv("AUTOPART_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "plans" / "a.json"
 
 
@@ -71,15 +72,8 @@ SPOILED: dict[str, Callable[[Path], object]] = {
     "a pipe": _instead(os.mkfifo),
     "a device": _instead(lambda path: path.symlink_to("/dev/zero")),
     "a folder": _instead(Path.mkdir),
-    "without a seal": lambda path: path.write_text("text"),
-    "empty": lambda path: path.write_text(""),
-    "with another seal": lambda path: path.write_text(f"sealed {'0' * 64}\ntext"),
-    "edited": lambda path: path.write_text(path.read_text() + " "),
+    "in a cache folder of the group": lambda path: path.parents[1].chmod(0o770),
     "no text": lambda path: path.write_bytes(b"\xff"),
-    "without the secret": lambda path: path.with_name(".secret").unlink(),
-    "with a secret of all": lambda path: path.with_name(".secret").chmod(0o606),
-    "with a secret that is none": lambda path: path.with_name(".secret").write_text("z" * 64),
-    "with a secret that is a pipe": lambda path: _instead(os.mkfifo)(path.with_name(".secret")),
 }
 
 
@@ -106,13 +100,20 @@ def test_what_belongs_to_another_user_is_not_read(path: Path, monkeypatch: pytes
         write_kept(path, "new")
 
 
+def test_a_file_outside_of_the_cache_folder_is_judged_with_its_own_folder_alone(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir(mode=0o777)
+    (tmp_path / "shared").chmod(0o777)
+    write_kept(tmp_path / "shared" / "own" / "a.json", "text")
+    assert read_kept(tmp_path / "shared" / "own" / "a.json") == "text"
+
+
 @pytest.mark.parametrize("name", SPOILED)
 def test_times_of_ops_are_measured_again_whatever_stands_in_their_place(path: Path, name: str) -> None:
     cache = CostCache(path, "here")
     cache.put("a", (1, 2))
     cache.save()
     SPOILED[name](path)
-    with pytest.warns(CacheWarning, match="is ignored and made anew"):
+    with pytest.warns(CacheWarning, match="is ignored and replaced"):
         cache = CostCache(path, "here")
         assert cache.get("a") is None
         cache.put("a", (3, 4))

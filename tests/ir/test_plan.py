@@ -118,6 +118,13 @@ def test_a_decision_is_checked_against_its_graph(stages: tuple[tuple[str, ...], 
         check_decision(decision, g)
 
 
+def test_an_op_that_learns_stands_in_one_stage_and_one_that_does_not_may_stand_in_several() -> None:
+    two = Decision(2, (Stage(("a", "b"), (0,)), Stage(("a", "c"), (1,))), (1,), "gpipe")
+    assert check_decision(two, graph("a- <- x; b <- a; c <- a b")) is two
+    with pytest.raises(PlanError, match="op a stands in stages 0 and 1"):
+        check_decision(two, graph("a +w <- x; b <- a; c <- a b"))
+
+
 def test_a_buffer_stays_with_the_op_that_updates_it() -> None:
     g = graph("a ~run =run <- x; b ~run <- a")
     stages = (Stage(("a",), (0,)), Stage(("b",), (1,)))
@@ -127,7 +134,7 @@ def test_a_buffer_stays_with_the_op_that_updates_it() -> None:
 
 
 def test_a_plan_explains_itself() -> None:
-    lines = example().explain().splitlines()
+    lines = stage_table(example(), width=200).splitlines()
     head = lines[0].removeprefix(" ")
     assert head.split("  ")[:4] == ["stage", "ranks", "ops", "recomputed"] and lines[1] == " " + "─" * len(head)
     first = "0 0 2 1 0.00 1.00 2.00 3.8 4.8 5.7 x 1 0.0 8.6 6.7 7.6 0.00"
@@ -145,7 +152,16 @@ def test_a_plan_explains_itself() -> None:
 
 @given(plans())
 def test_any_plan_explains_itself_as_the_table_without_a_graph_does(plan: Plan) -> None:
-    assert plan.explain() == stage_table(plan, width=10**6)
+    assert plan.explain() == stage_table(plan, width=100)
+
+
+def test_a_decision_and_a_report_print_as_one_short_line() -> None:
+    ops = tuple(f"a_rather_long_name_of_an_op_{i}" for i in range(5000))
+    wide = Decision(40, tuple(Stage(ops, (s,)) for s in range(40)), (4,) * 500 + (3,) * 100, "1f1b")
+    assert str(example().decision) == "1f1b, 3 micro-batches of 4 3 rows, world 3, 2 stages: 2 ops on 0 | 1 ops on 2"
+    assert str(example().report) == "simulated step 20.00 ms, bubble 25.0%, 1 notes, 1 alternatives"
+    for text in (str(wide), repr(wide), repr(example().report)):
+        assert len(text) < 250 and "\n" not in text
 
 
 def test_notes_are_added_behind_those_a_plan_has() -> None:

@@ -54,7 +54,7 @@ def cells(line: str) -> list[str]:
 
 
 def test_the_table_has_a_line_for_each_stage() -> None:
-    lines = stage_table(plan(), graph()).splitlines()
+    lines = stage_table(plan(), graph(), width=200).splitlines()
     head = "stage ranks modules ops params GFLOP fwd_ms bwd_ms weights grad+opt act_x_live work peak in out end_ms"
     assert cells(lines[0]) == [name.replace("_", " ") for name in head.split()]
     assert (
@@ -96,7 +96,7 @@ def test_replicas_and_recomputed_ops_are_counted() -> None:
     wide = changed(
         plan(), world=4, schedule="pipedream", stages=(replace(first, ranks=(0, 1, 3), recompute=(("emb",),)), second)
     )
-    lines = stage_table(wide).splitlines()
+    lines = stage_table(wide, width=200).splitlines()
     assert cells(lines[0])[:4] == ["stage", "ranks", "ops", "recomputed"]
     assert cells(lines[2])[:4] == ["0", "0-1,3", "6", "1"] or cells(lines[2])[:4] == ["0", "0,1,3", "6", "1"]
 
@@ -122,6 +122,21 @@ def test_a_narrow_terminal_gets_a_column_for_each_stage() -> None:
     assert cells(lines[0]) == ["stage", "0", "1", "all"]
     assert ["peak", "500.0", "2048"] in [cells(line) for line in lines]
     assert max(len(line) for line in lines if "schedule" not in line) <= 80
+
+
+def test_without_a_terminal_lines_of_the_table_have_at_most_100_characters() -> None:
+    for stages in (2, 6, 40):
+        names = [f"op{s}" for s in range(stages)]
+        many = changed(
+            plan(),
+            world=stages,
+            stages=tuple(Stage((name,), (s,)) for s, name in enumerate(names)),
+            estimates=plan().estimates[:1] * stages,
+        )
+        for text in (stage_table(many), many.explain()):
+            table = text[: text.index("schedule")].splitlines()
+            assert max(map(len, table)) <= 100 and sum("peak" in line for line in table) == 1
+            assert ("left out, for lines of 100 characters: " in text) == (stages == 40)
 
 
 def test_modules_end_at_the_layer_and_leave_out_copies() -> None:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph
-from autopart.ir.parse import parse_graph as graph
 from autopart.ir.plan import Plan
 from autopart.ir.size import Size
 from autopart.passes.ops.cost_model import CostTable, table_of
 from autopart.passes.pipeline import PlannerInput, build
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
+from support.parse import parse_graph as graph
 
 # No limit on the time of one example: the tests share their cores with worker processes of other tests.
 settings.register_profile("autopart", deadline=None, max_examples=60)

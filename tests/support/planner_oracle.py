@@ -294,7 +294,7 @@ def machines(random: Random, g: Graph, rows: int, kind: Kind) -> Cluster:
         return Link(random.choice([0, 3, 50]), random.choice([10**8, 10**9, 10**10, 10**11]))
 
     if world > 1 and random.random() < 0.5:
-        return Cluster(devices, (Level(2, link()), Level(4, link())))
+        return Cluster(devices, (Level(2, link()), Level(world + world % 2, link())))
     return Cluster(devices, (Level(world, link()),))
 
 

@@ -18,6 +18,7 @@ from autopart.ir.plan import Decision, Plan, Provenance, Stage, check
 from autopart.ir.program import BUCKET_BYTES
 from autopart.ir.shares import POLICIES
 from autopart.ir.size import Size
+from autopart.ir.text import decision_text
 from autopart.options import read_options
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import route
@@ -76,7 +77,7 @@ def _random_plan(seed: int) -> tuple[str, bool | None]:
         decision = replace(plan.decision, micro_rows=(1,) * count)
         check_messages(check_program(route(decision, graph), plan.schedule))
     transport = draw.choice(("auto", "fake-nccl"))
-    text = f"seed {seed}: {steps} {plan.decision} {transport}"
+    text = f"seed {seed}: {steps} {decision_text(plan.decision)} {transport}"
     try:
         with Pipe(captures, cpus, read_options(plan=plan, costs="analytic", transport=transport), batch) as pipe:
             loss = pipe.step(batch).item()

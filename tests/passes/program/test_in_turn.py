@@ -5,10 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.graphs import cluster, graph, source
+from support.parse import parse_decision
 
-from autopart.ir.parse import parse_decision
 from autopart.ir.plan import Decision, Stage, check_decision
 from autopart.ir.program import Program
+from autopart.ir.text import decision_text
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import edges, route, tied
 from autopart.passes.program.schedules import AUTOMATIC, find, in_flight, most_held
@@ -50,7 +51,7 @@ def decisions(draw: st.DrawFn) -> Decision:
 @given(decisions())
 def test_every_program_is_proven_and_simulated_as_it_is_played(decision: Decision) -> None:
     program = proven(decision)
-    assert parse_decision(str(decision)) == decision
+    assert parse_decision(decision_text(decision)) == decision
     for rank in range(decision.world):
         stage = decision.stage_of_rank(rank)
         assert stage is not None

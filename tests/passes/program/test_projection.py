@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from support.parse import parse_decision, parse_graph
 
 from autopart.ir.errors import PlanError
-from autopart.ir.parse import parse_decision, parse_graph
 from autopart.passes.program.projection import project_plan
 
 TRAINED = parse_graph("a:200000 +v ~count <- x; new:200000 =count <- a; b:200000 +w <- a")

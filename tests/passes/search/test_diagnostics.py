@@ -106,6 +106,13 @@ def test_proposed_change_fits(random: Random) -> None:
     event(re.sub(r"[\d.]+", "N", check(tight(random))))
 
 
+def test_devices_too_slow_to_plan_for_are_named_as_the_reason() -> None:
+    years = 2**55
+    error = failure(Problem(graph(f"a:{years} +w <- x; b:{years} <- a"), cluster(2), PlanRequest(((1, 1),))))
+    assert error is not None and "the devices are too slow" in error.what
+    assert "operations/s" in error.where and "memory" not in error.fix
+
+
 def test_message_names_modules_and_all_kinds_of_memory() -> None:
     g = graph("a:1 #0 ^100 @enc.0 +w:50 <- x; b:1 #0 @enc.1 <- a", input_bytes=0)
     error = failure(Problem(g, cluster(1, memory=250), PlanRequest(((1,),), recompute="off")))

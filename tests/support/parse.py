@@ -44,7 +44,7 @@ class _Draft:
 
 
 def parse_graph(text: str, *, input_bytes: int = DEFAULT_BYTES) -> Graph:
-    """The graph that a text says, checked; the inverse of `str(graph)` for what the language covers (`ir.text`).
+    """The graph that a text says, checked; the inverse of `graph_text` for what the language covers (`ir.text`).
 
     input_bytes: of inputs whose size the text does not say.  Raises GraphError with the statement.
     """
@@ -237,7 +237,7 @@ def _size(text: str, *, one: bool = False) -> tuple[int, str, tuple[int, ...], i
 
 
 def parse_decision(text: str) -> Decision:
-    """The decision that a text says, as it is, not checked; the inverse of `str(decision)` where names have no blanks.
+    """The decision that a text says, as it is, not checked; the inverse of `decision_text` where names have no blanks.
 
     Raises PlanError with the line.
     """

@@ -1,0 +1,237 @@
+"""Decide which ops run on which ranks, in which micro-batches, under which schedule; and check such a decision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopart.ir.errors import PlanError
+from autopart.ir.graph import Graph
+from autopart.ir.printable import shortened
+from autopart.ir.program import BUCKET_BYTES, MAX_BUCKET_BYTES
+from autopart.ir.shares import Division, Policy, copies_of, division, division_problems
+
+AGAIN = "make the plan again: autopart.plan(model, cluster, sample=...)"
+"""The remedy for a plan that does not fit."""
+
+Problem = tuple[str, str]
+"""Where, as the path of a field, and what is wrong there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage: the captured ops it runs, in captured order, and the ranks that run it.
+
+    Ops that depend on constants or inputs alone may stand in several stages; every other op stands in one.  Several
+    ranks are replicas: each has a part of the rows of every micro-batch, in the order of `ranks`: an equal one, or one
+    in proportion to its number in `shares`.  Under the policy "turn" each has whole micro-batches instead: replica m
+    modulo their number micro-batch m (PipeDream, SOSP 2019, section 3.2).  recompute: groups of ops of which only the
+    inputs are kept; a group is computed again when its backward comes.
+    """
+
+    ops: tuple[str, ...]
+    ranks: tuple[int, ...]
+    recompute: tuple[tuple[str, ...], ...] = ()
+    shares: tuple[int, ...] = ()
+    policy: Policy = "split"
+
+    @property
+    def division(self) -> Division:
+        """How the ranks divide micro-batches."""
+        return division(len(self.ranks), self.shares, self.policy)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Everything that is decided, and nothing else: what a program is made from.
+
+    world: ranks that start, of which some may idle.  micro_rows: rows of each micro-batch, in order; they differ by at
+    most one.  zero: 1 where each replica of a stage keeps the optimizer's state (and masters) of its share of the
+    stage's parameters alone, whole ones, and new values are gathered after the step (ZeRO, SC 2020); 0: all keep all.
+    token_slices: lengths of the slices that the sequences of every micro-batch are cut into, in order; (): they are
+    whole.  bucket_bytes: gradients that replicas sum together (`ir.program`); the buckets follow from it, for their
+    order is that in which the last backward releases them.
+    """
+
+    world: int
+    stages: tuple[Stage, ...]
+    micro_rows: tuple[int, ...]
+    schedule: str
+    zero: int = 0
+    token_slices: tuple[int, ...] = ()
+    bucket_bytes: int = BUCKET_BYTES
+
+    def __str__(self) -> str:
+        """Return one line; `text.decision_text` has all of it."""
+        stages = [f"{len(s.ops)} ops on {shortened(', '.join(map(str, s.ranks)), 20)}" for s in self.stages]
+        shown = stages if len(stages) <= 6 else [*stages[:5], "...", stages[-1]]
+        rows = shortened(" ".join(map(str, dict.fromkeys(self.micro_rows))), 20)
+        cut = f"{len(self.micro_rows)} micro-batches of {rows} rows"
+        return f"{self.schedule}, {cut}, world {self.world}, {len(stages)} stages: {' | '.join(shown)}"
+
+    def __repr__(self) -> str:
+        return f"<Decision {self}>"
+
+    @property
+    def slices(self) -> int:
+        """Of each micro-batch, at least 1."""
+        return max(1, len(self.token_slices))
+
+    @property
+    def copies(self) -> int:
+        """Pipelines side by side: replica counts have this common divisor, so rows never leave their copy."""
+        return copies_of([stage.division for stage in self.stages])
+
+    def stage_of_rank(self, rank: int) -> int | None:
+        """The stage that a rank runs, or None for a rank that idles."""
+        for index, stage in enumerate(self.stages):
+            if rank in stage.ranks:
+                return index
+        return None
+
+
+def check_decision(decision: Decision, graph: Graph | None = None) -> Decision:
+    """Check what is decided, and against its graph when given; return it.
+
+    1. Nothing is wrong in itself (`decision_problems`).
+    2. Every op of the graph stands in at least one stage, and only ops of the graph do; one that learns, draws random
+       numbers or updates a buffer stands in one.
+    3. No value flows from a stage to an earlier one.
+    4. All uses of a buffer that is updated stand in the stage that updates it: each stage has its own copy.
+    Raises PlanError.
+    """
+    refuse(decision_problems(decision))
+    if graph is not None:
+        check_ops(decision, graph)
+    return decision
+
+
+def decision_problems(decision: Decision) -> Iterator[Problem]:
+    """Everything that is wrong with a decision in itself, as (path, message).
+
+    The schedule has a name (`passes.program.schedules` knows which names there are), sizes are positive, micro-batches
+    differ by at most a row, ranks exist and none runs two stages, no stage lists an op twice, and what is recomputed
+    are ops of the stage, each once.
+    """
+    if decision.world < 1:
+        yield "world", f"at least 1 rank is needed, not {decision.world}"
+    if not decision.schedule:
+        yield "schedule", "a schedule needs a name"
+    if decision.zero not in (0, 1):
+        yield "zero", f"optimizer state is shared (1) or not (0), not {decision.zero}"
+    if not 1 <= decision.bucket_bytes <= MAX_BUCKET_BYTES:
+        yield "bucket_bytes", f"a bucket holds 1 to {MAX_BUCKET_BYTES} bytes, not {decision.bucket_bytes}"
+    if not decision.stages:
+        yield "stages", "at least one stage is needed"
+    if not decision.micro_rows:
+        yield "micro_rows", "at least one micro-batch is needed"
+    for i, rows in enumerate(decision.micro_rows):
+        if rows < 1:
+            yield f"micro_rows[{i}]", f"a micro-batch needs at least 1 row, not {rows}"
+    if decision.micro_rows and max(decision.micro_rows) - min(decision.micro_rows) > 1:
+        yield "micro_rows", f"micro-batches differ by at most one row, not {shortened(str(decision.micro_rows), 100)}"
+    yield from _slice_problems(decision)
+    yield from _rank_problems(decision)
+    for s, stage in enumerate(decision.stages):
+        yield from _op_problems(s, stage)
+
+
+def _slice_problems(decision: Decision) -> Iterator[Problem]:
+    if len(decision.token_slices) == 1:
+        yield "token_slices", "one slice is the whole sequence, which is []"
+    for i, length in enumerate(decision.token_slices):
+        if length < 1:
+            yield f"token_slices[{i}]", f"a slice needs at least 1 token, not {length}"
+
+
+def _rank_problems(decision: Decision) -> Iterator[Problem]:
+    taken: dict[int, int] = {}
+    for s, stage in enumerate(decision.stages):
+        if not stage.ranks:
+            yield f"stages[{s}].ranks", "a stage needs a rank"
+        for i, rank in enumerate(stage.ranks):
+            if not 0 <= rank < decision.world:
+                yield f"stages[{s}].ranks[{i}]", f"rank {rank} is outside 0..{decision.world - 1}"
+            elif rank in taken:
+                yield f"stages[{s}].ranks[{i}]", f"rank {rank} already runs stage {taken[rank]}"
+            else:
+                taken[rank] = s
+        for field, message in division_problems(len(stage.ranks), stage.shares, stage.policy):
+            yield f"stages[{s}].{field}", message
+
+
+def _op_problems(s: int, stage: Stage) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for i, name in enumerate(stage.ops):
+        if name in seen:
+            yield f"stages[{s}].ops[{i}]", f"op {shortened(name)} appears twice in this stage"
+        seen.add(name)
+    again = [name for group in stage.recompute for name in group]
+    if len(again) > len(set(again)) or not seen.issuperset(again):
+        yield f"stages[{s}].recompute", "names an op twice, or one that is not in the stage"
+
+
+def refuse(found: Iterator[Problem]) -> None:
+    """Raise PlanError for the first problem, and count the others."""
+    first = next(found, None)
+    if first is not None:
+        path, message = first
+        more = sum(1 for _ in found)
+        raise PlanError(f"the plan is not valid: {message}", where=path, why=f"{more} more problems" if more else "")
+
+
+def check_ops(decision: Decision, graph: Graph) -> None:
+    """Check rules 2 to 4 of `check_decision`.  Raises PlanError.  O(reads)."""
+    where = stage_of_ops(decision, graph)
+    have = [set(stage.ops) for stage in decision.stages]
+    for op in graph.ops:
+        if op.name not in where:
+            raise PlanError(f"op {op.name} of the graph is in no stage", fix=AGAIN)
+    _check_updates(graph, have)
+    writer = graph.writer()
+    for op in graph.ops:
+        for s, ops in enumerate(have):
+            if op.name not in ops:
+                continue
+            for read in op.reads:
+                source = writer.get(read)
+                if source is not None and source not in ops and where[source] > s:
+                    raise PlanError(
+                        f"value {read} flows back from stage {where[source]} to stage {s}",
+                        where=f"op {op.name} {op.module} {op.where}".strip(),
+                    )
+
+
+def stage_of_ops(decision: Decision, graph: Graph) -> dict[str, int]:
+    """Return the first stage of each op.  Raises PlanError for an op that the graph does not have, and for one that
+    must run once and stands in several stages."""
+    first: dict[str, int] = {}
+    ops = graph.op_map()
+    single = {v.name for v in graph.values if v.grad} | {value for _, value in graph.updates}
+    learned = {p.name for p in graph.params if p.trainable} | {buffer for buffer, _ in graph.updates}
+    for s, stage in enumerate(decision.stages):
+        for name in stage.ops:
+            op = ops.get(name)
+            if op is None:
+                raise PlanError(f"the plan names op {shortened(name)}, which the graph does not have", fix=AGAIN)
+            if name in first and (op.random or not single.isdisjoint(op.writes) or not learned.isdisjoint(op.params)):
+                raise PlanError(
+                    f"op {name} stands in stages {first[name]} and {s}",
+                    where=f"{op.module} {op.where}".strip(),
+                    why="an op that learns, draws random numbers or updates a buffer must run once",
+                )
+            first.setdefault(name, s)
+    return first
+
+
+def _check_updates(graph: Graph, have: list[set[str]]) -> None:
+    writer = graph.writer()
+    for buffer, value in graph.updates:
+        uses = {op.name for op in graph.ops if buffer in op.params} | {writer[value]}
+        stages = [s for s, ops in enumerate(have) if not uses.isdisjoint(ops)]
+        if len(stages) > 1:
+            raise PlanError(
+                f"buffer {buffer} is used in stages {', '.join(map(str, stages))} and updated in one of them",
+                why="each stage has its own copy: another stage would read a stale one",
+                fix=f"keep {', '.join(sorted(uses))} in one stage",
+            )

@@ -17,7 +17,6 @@ import autopart
     [
         ("complex", {}, 1e-5),
         ("complex", {"zero": 1}, 1e-5),
-        ("complex", {"compress": "bf16"}, 1e-2),  # 8 bits
         ("tied", {}, 1e-5),
     ],
 )

@@ -64,22 +64,3 @@ def test_parameters_are_frozen_and_thawed_as_without_sharing(pair):
     for before, after in zip(whole, shared, strict=True):
         assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert any(not torch.equal(whole[0][name], tensor) for name, tensor in whole[-1].items())
-
-
-def _check_rounded(pool, counts, zero):
-    results = pool.run(zero_jobs.rounded, counts, zero)
-    for result in results:
-        assert 1e-5 < max(result["errors"]) < 1e-2  # 8 bits of each number, twice
-        for other in results:
-            for name in result["held"].keys() & other["held"].keys() if result["stage"] == other["stage"] else ():
-                assert torch.equal(result["held"][name], other["held"][name]), name
-
-
-def test_sums_in_bf16_are_near_and_equal_on_all_replicas(pair):
-    _check_rounded(pair, (2,), 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("counts", "zero"), [((3, 1), 0), ((3, 1), 1), ((2, 2), 0), ((2, 2), 1)])
-def test_sums_in_bf16_over_more_replicas(workers, counts, zero):
-    _check_rounded(workers, counts, zero)

@@ -12,7 +12,7 @@ from support.one_process import Difference, Expected, difference, plain_step
 from support.step_jobs import EVERY, cluster, compiled, fresh
 
 Counts = tuple[int, ...]
-SETTLED = ("bucket_bytes", "compress", "replica_policy", "recompute")
+SETTLED = ("bucket_bytes", "replica_policy", "recompute")
 """Options that a plan settles."""
 
 
@@ -103,29 +103,6 @@ def beside_whole(
         assert before.keys() == after.keys()
         wrong += [f"{key} at {moment}" for key, tensor in before.items() if not _same(tensor, after[key])]
     return Beside(shared.stage, wrong, whole.held, shared.held, whole.largest, shared.trained)
-
-
-def rounded(counts: Counts, zero: int) -> dict[str, Any]:
-    """Gradients of one step whose sums over replicas are rounded, beside one process; and what this rank holds after
-    some updates."""
-    case = EVERY["stack"]
-    model, batch = case.model(), case.data(8)
-    asked = {"stages": len(counts), "replicas": counts, "micro_batches": 2, "zero": zero, "compress": "bf16"}
-    with compiled(case, fresh("stack"), batch, **asked) as pipe:
-        assert pipe.plan.decision.compress == "bf16"
-        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
-        plain_step(case, model, batch, 2)
-        errors = []
-        for step in range(5):
-            pipe.step(batch)
-            for name, p in model.named_parameters() if step == 0 else ():
-                gradient = pipe.gradients()[name]
-                errors.append(float((gradient - p.grad).norm() / p.grad.norm()))
-            optimizer.step()
-            optimizer.zero_grad()
-        pipe.eval_loss(batch)
-        held = {name: p.detach().clone() for name, p in pipe.session.tensors.held.items()}
-        return {"errors": errors, "stage": pipe.plan.decision.stage_of_rank(pipe.rank), "held": held}
 
 
 def moved(counts: Counts, other: Counts, zeros: tuple[int, int]) -> Difference | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from inspect import cleandoc
 from typing import Any, TypeVar, Unpack
 
 import torch
@@ -33,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _with_options(function: F) -> F:
     """Append the documentation of the options to that of a function."""
-    function.__doc__ = f"{function.__doc__}\n\n    {Options.__doc__}"
+    function.__doc__ = f"{cleandoc(str(function.__doc__))}\n\n{cleandoc(str(Options.__doc__))}"
     return function
 
 

@@ -91,8 +91,8 @@ class Options:
     Memory:
         recompute       activation checkpointing: "auto" (what the model checkpoints, and more when memory would not
                         suffice), "off", "all", or patterns of module paths: these modules and nothing else
-        zero            share the optimizer's state among the replicas of a stage (ZeRO-1): 1, 0, or "auto" (when
-                        memory would otherwise not suffice)
+        zero            share the optimizer's state among the replicas of a stage (ZeRO-1): 1, 0, or "auto" (where that
+                        shortens the step, or memory would otherwise not suffice)
         master_weights  keep fp32 master weights of bf16 and fp16 parameters: `Pipe.parameters` yields the masters, and
                         the model gets their rounded values before every run
 

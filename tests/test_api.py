@@ -38,7 +38,7 @@ def test_every_option_is_a_typed_keyword(function):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_option_is_documented_where_help_shows_it(function):
     for name in OPTIONS:
-        assert f"\n        {name} " in (function.__doc__ or ""), name
+        assert f"\n    {name} " in (function.__doc__ or ""), name
 
 
 @pytest.mark.parametrize(

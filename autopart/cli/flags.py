@@ -30,7 +30,15 @@ TraceFile = Annotated[
 
 _PYTHON_ONLY = ("loss_fn", "plan", "watch", "non_finite", "timeout", "transport")
 """Options that a shell cannot write, that only a training run needs, or that commands declare themselves."""
-_METAVARS = {"pins": "MODULE=STAGE", "token_slices": "auto|K|LENGTHS", "replicas": "N|N,N,...", "bucket_bytes": "BYTES"}
+_METAVARS = {
+    "replicas": "N|N,N,...",
+    "cuts": "MODULE",
+    "together": "MODULE+MODULE",
+    "pins": "MODULE=STAGE",
+    "token_slices": "auto|K|LENGTHS",
+    "bucket_bytes": "BYTES",
+    "prove": "SECONDS",
+}
 _NAMES = {"pins": "--pin"}
 _REPEATED = {
     "cuts": "repeat, or separate by commas",
@@ -51,7 +59,8 @@ def documented() -> dict[str, tuple[str, str]]:
     """The group and the meaning of each option, as the docstring of `Options` says."""
     found: dict[str, tuple[str, str]] = {}
     group = ""
-    for heading, name, text in re.findall(r"^ {4}(\w.*):$|^ {8}(\w+) +(.*(?:\n {24,}.*)*)", str(Options.__doc__), re.M):
+    page = inspect.cleandoc(str(Options.__doc__))
+    for heading, name, text in re.findall(r"^(\w.*):$|^ {4}(\w+) +(.*(?:\n {20,}.*)*)", page, re.MULTILINE):
         group = heading or group
         if name:
             found[name] = (group, " ".join(text.split()))

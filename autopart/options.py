@@ -311,8 +311,8 @@ def _numbers(name: str, value: Any) -> str | int | tuple[int, ...]:
         return value
     found = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
     if not found or not all(type(number) is int and number > 0 for number in found):
-        words = 'None, "auto", a number' if name == "token_slices" else "a number"
-        raise UsageError(f"{name} is {value!r}", fix=f"use {words}, or several: {name}=(2, 1)")
+        words = '"auto", a number, or the lengths' if name == "token_slices" else "a number, or one for each stage"
+        raise UsageError(f"{name} is {value!r}", fix=f"use {words}: {name}=(2, 1)")
     return value if isinstance(value, int) else found
 
 

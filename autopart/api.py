@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable
+from inspect import cleandoc
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -16,12 +17,9 @@ from autopart.costs.sources import CostSource
 from autopart.files.clusters import parse_cluster
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
-from autopart.ir.plan import Plan, Precision
-from autopart.ir.shares import Policy
+from autopart.ir.plan import Plan
 from autopart.ir.timeline import Timeline
-from autopart.options import Options, check_timeout, read_options
-from autopart.passes.program.schedules import Order, Schedule
-from autopart.passes.search.space import Watch
+from autopart.options import OptimizerLike, Options, OptionsDict, PlanLike, read_options, read_seconds
 from autopart.planning import Planned, make_plan
 from autopart.runtime.launch.local import launch as _launch
 from autopart.session.compare import Verification, verify_step
@@ -29,134 +27,42 @@ from autopart.session.pipe import Pipe
 from autopart.session.simulated import simulate_plan
 
 ClusterLike = Cluster | str | os.PathLike[str] | None
-"""A cluster, a YAML, TOML or JSON file, a text such as "cpu:2", or None: what the launcher and the devices say."""
-PlanLike = Plan | str | os.PathLike[str]
-LossReductionName = Literal["auto", "mean", "sum", "token-mean"]
-NonFinite = Literal["auto", "skip", "raise"]
-Recompute = Literal["auto", "off", "all"] | Sequence[str]
-"""A word, or patterns of module paths."""
-Transport = Literal["auto", "nccl", "gloo"]
-Zero = Literal["auto", 0, 1]
-Compress = Literal["bf16"]
-OptimizerLike = str | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
-TokenSlices = Literal["auto"] | int | Iterable[int] | None
+"""A cluster, a YAML, TOML or JSON file, a text such as "cpu:2", or None: taken from launcher and visible devices."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _with_options(function: F) -> F:
-    """Put the documentation of the options, which stands once, behind that of a function."""
-    function.__doc__ = f"{function.__doc__}\n\n    {Options.__doc__}"
+    """Append the documentation of the options to that of a function."""
+    function.__doc__ = f"{cleandoc(str(function.__doc__))}\n\n{cleandoc(str(Options.__doc__))}"
     return function
 
 
 @_with_options
 def compile(
-    model: nn.Module,
-    cluster: ClusterLike = None,
-    *,
-    sample: Any = None,
-    loss_fn: LossFn | None = None,
-    loss_reduction: LossReductionName = "auto",
-    stages: int | None = None,
-    micro_batches: int | None = None,
-    schedule: str | Order | Schedule = "auto",
-    cuts: str | Iterable[str] = (),
-    together: str | Iterable[str | Iterable[str]] = (),
-    pins: Mapping[str, int] | None = None,
-    replicas: int | Sequence[int] | None = None,
-    replica_policy: Policy | None = None,
-    token_slices: TokenSlices = None,
-    recompute: Recompute = "auto",
-    precision: Precision | None = None,
-    sync_batchnorm: bool = False,
-    zero: Zero = "auto",
-    master_weights: bool = False,
-    bucket_bytes: int | None = None,
-    compress: Compress | None = None,
-    non_finite: NonFinite = "auto",
-    optimizer: OptimizerLike | None = None,
-    costs: str | CostSource = "auto",
-    prove: float = 0.0,
-    cache: bool = True,
-    watch: Watch | None = None,
-    plan: PlanLike | None = None,
-    seed: int = 0,
-    timeout: float | None = None,
-    transport: Transport = "auto",
+    model: nn.Module, cluster: ClusterLike = None, *, sample: Any = None, **options: Unpack[OptionsDict]
 ) -> Pipe:
     """Turn an unmodified model into a running training pipeline.  Call it on every rank.
 
     model: any torch.nn.Module.  cluster: an `autopart.Cluster`, a YAML, TOML or JSON file, a text such as "cpu:2", or
-    None for what the launcher's environment and the visible devices say.  sample: a batch as the model takes it (a
-    mapping, a tuple, a pair of both, a tensor; with loss_fn a pair of inputs and target); without one the model is
-    captured at the first step.  Only what the runtime can run is planned.
+    None: taken from the launcher and the visible devices.  sample: one batch as the model takes it (a mapping, a tuple,
+    a pair of both, a tensor; with loss_fn a pair of inputs and target); without one the model is captured at the first
+    step.  The logger "autopart" reports the phases at level INFO.
 
-    Before any data is sent it raises UsageError (BatchError, ClusterError), CaptureError, RefusedError, PlanError
-    (InfeasibleError when no plan fits the memory or the constraints).
+    Raises UsageError (BatchError, ClusterError), CaptureError, RefusedError and PlanError (InfeasibleError when no plan
+    fits the memory or the constraints) before any data is sent.
     """
-    options = read_options(
-        loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
-        cuts=cuts, together=together, pins=pins, replicas=replicas, token_slices=token_slices,
-        recompute=recompute, optimizer=optimizer,
-        costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
-        transport=transport, precision=precision, zero=zero, bucket_bytes=bucket_bytes,
-        compress=compress, non_finite=non_finite, replica_policy=replica_policy,
-        sync_batchnorm=sync_batchnorm, master_weights=master_weights,
-    )  # fmt: skip
-    return Pipe(CaptureCache(model, loss_fn), _cluster(cluster), options, sample)
+    read = read_options(**options)
+    return Pipe(CaptureCache(model, read.loss_fn), _cluster(cluster), read, sample)
 
 
 @_with_options
-def plan(
-    model: nn.Module,
-    cluster: ClusterLike = None,
-    *,
-    sample: Any,
-    loss_fn: LossFn | None = None,
-    loss_reduction: LossReductionName = "auto",
-    stages: int | None = None,
-    micro_batches: int | None = None,
-    schedule: str | Order | Schedule = "auto",
-    cuts: str | Iterable[str] = (),
-    together: str | Iterable[str | Iterable[str]] = (),
-    pins: Mapping[str, int] | None = None,
-    replicas: int | Sequence[int] | None = None,
-    replica_policy: Policy | None = None,
-    token_slices: TokenSlices = None,
-    recompute: Recompute = "auto",
-    precision: Precision | None = None,
-    sync_batchnorm: bool = False,
-    zero: Zero = "auto",
-    master_weights: bool = False,
-    bucket_bytes: int | None = None,
-    compress: Compress | None = None,
-    non_finite: NonFinite = "auto",
-    optimizer: OptimizerLike | None = None,
-    costs: str | CostSource = "auto",
-    prove: float = 0.0,
-    cache: bool = True,
-    watch: Watch | None = None,
-    plan: PlanLike | None = None,
-    seed: int = 0,
-    timeout: float | None = None,
-    transport: Transport = "auto",
-) -> Plan:
-    """The plan alone: needs no process group and no weights (the model may be on the meta device).
+def plan(model: nn.Module, cluster: ClusterLike = None, *, sample: Any, **options: Unpack[OptionsDict]) -> Plan:
+    """Plan a model without running it: needs no process group and no weights (the model may be on the meta device).
 
-    sample is required.  All that can be simulated is searched, replicas and recomputation included; the plan's table
-    says what the runtime lacks for it.  In the result times are nanoseconds and sizes bytes.  Raises UsageError,
-    CaptureError, RefusedError, PlanError, InfeasibleError.
+    sample is required.  In the result times are nanoseconds and sizes bytes; its table says what the runtime lacks for
+    it.  Raises UsageError, CaptureError, RefusedError, PlanError, InfeasibleError.
     """
-    options = read_options(
-        loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
-        cuts=cuts, together=together, pins=pins, replicas=replicas, token_slices=token_slices,
-        recompute=recompute, optimizer=optimizer,
-        costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
-        transport=transport, precision=precision, zero=zero, bucket_bytes=bucket_bytes,
-        compress=compress, non_finite=non_finite, replica_policy=replica_policy,
-        sync_batchnorm=sync_batchnorm, master_weights=master_weights,
-    )  # fmt: skip
-    return planned(model, cluster, sample, options).plan
+    return planned(model, cluster, sample, read_options(**options)).plan
 
 
 @_with_options
@@ -166,51 +72,15 @@ def verify(
     *,
     sample: Any,
     tolerance: float | None = None,
-    loss_fn: LossFn | None = None,
-    loss_reduction: LossReductionName = "auto",
-    stages: int | None = None,
-    micro_batches: int | None = None,
-    schedule: str | Order | Schedule = "auto",
-    cuts: str | Iterable[str] = (),
-    together: str | Iterable[str | Iterable[str]] = (),
-    pins: Mapping[str, int] | None = None,
-    replicas: int | Sequence[int] | None = None,
-    replica_policy: Policy | None = None,
-    token_slices: TokenSlices = None,
-    recompute: Recompute = "auto",
-    precision: Precision | None = None,
-    sync_batchnorm: bool = False,
-    zero: Zero = "auto",
-    master_weights: bool = False,
-    bucket_bytes: int | None = None,
-    compress: Compress | None = None,
-    non_finite: NonFinite = "auto",
-    optimizer: OptimizerLike | None = None,
-    costs: str | CostSource = "auto",
-    prove: float = 0.0,
-    cache: bool = True,
-    watch: Watch | None = None,
-    plan: PlanLike | None = None,
-    seed: int = 0,
-    timeout: float | None = None,
-    transport: Transport = "auto",
+    **options: Unpack[OptionsDict],
 ) -> Verification:
-    """One training step of the pipeline against the same step in one process, on copies of the model.
+    """Compare one training step of the pipeline with the same step in one process, on copies of the model.
 
     tolerance: largest relative error of the loss, of each gradient and of each buffer; None for 1e-10 in fp64 and
     1e-5 in fp32 (by the coarsest type that a gradient flows through).  Call it on every rank, as `compile`; every
     rank gets the same result: `.ok`, `.table()`, `.gradients`.  Raises what `compile` and `Pipe.step` raise.
     """
-    options = read_options(
-        loss_fn=loss_fn, loss_reduction=loss_reduction, stages=stages, micro_batches=micro_batches, schedule=schedule,
-        cuts=cuts, together=together, pins=pins, replicas=replicas, token_slices=token_slices,
-        recompute=recompute, optimizer=optimizer,
-        costs=costs, prove=prove, cache=cache, watch=watch, plan=plan, seed=seed, timeout=timeout,
-        transport=transport, precision=precision, zero=zero, bucket_bytes=bucket_bytes,
-        compress=compress, non_finite=non_finite, replica_policy=replica_policy,
-        sync_batchnorm=sync_batchnorm, master_weights=master_weights,
-    )  # fmt: skip
-    return checked(model, cluster, sample, options, tolerance)
+    return checked(model, cluster, sample, read_options(**options), tolerance)
 
 
 def simulate(
@@ -224,7 +94,7 @@ def simulate(
     master_weights: bool = False,
     costs: str | CostSource | None = None,
 ) -> Timeline:
-    """One step of a plan as the simulator sees it, action by action, in nanoseconds and bytes.
+    """Simulate one step of a plan, action by action, in nanoseconds and bytes.
 
     plan: a Plan or the path of a plan file.  model, cluster, sample, loss_fn, optimizer, master_weights: what it was
     made for; the model may be on the meta device.  costs: as in `plan`; None for the source that the plan names.  Of
@@ -232,9 +102,7 @@ def simulate(
     viewer.  Raises UsageError, CaptureError, and PlanError for a plan of another model, shape, torch release or number
     of ranks.
     """
-    options = read_options(
-        plan=plan, loss_fn=loss_fn, optimizer=optimizer, master_weights=master_weights, costs=costs or "auto"
-    )
+    options = read_options(plan=plan, loss_fn=loss_fn, optimizer=optimizer, master_weights=master_weights, costs=costs)
     return simulated(model, cluster, sample, options)[1]
 
 
@@ -246,19 +114,26 @@ def launch(fn: Callable[..., Any], cluster: ClusterLike = None, *args: Any, time
     or runs out of time, and what fn raised on a rank.
     """
     if timeout is not None:
-        check_timeout(timeout)
+        read_seconds("timeout", timeout)
     machines = _cluster(cluster)
+    if not callable(fn):
+        raise UsageError(
+            f"launch was given a {type(fn).__name__} ({fn!r}), not a function",
+            why="it calls a function on every rank, with the arguments after the cluster",
+            fix=f"pass a function: launch(train, cluster); start a script with torchrun --nproc-per-node "
+            f"{machines.levels[0].size} train.py",
+        )
     return _launch(fn, machines.world, *args, timeout=timeout, local=machines.levels[0].size)
 
 
 def planned(model: nn.Module, cluster: ClusterLike, sample: Any, options: Options) -> Planned:
-    """As `plan`, with the captured graph that the plan is for."""
+    """Plan, and return the captured graph with the plan."""
     batch = flatten(_given(sample, "plan"), with_target=options.loss_fn is not None)
     return make_plan(CaptureCache(model, options.loss_fn), batch, _cluster(cluster), options, to_run=False)
 
 
 def simulated(model: nn.Module, cluster: ClusterLike, sample: Any, options: Options) -> tuple[Planned, Timeline]:
-    """As `planned`, with the simulated step."""
+    """Plan, and simulate a step of the plan."""
     capturer, machines = CaptureCache(model, options.loss_fn), _cluster(cluster)
     batch = flatten(_given(sample, "simulate"), with_target=options.loss_fn is not None)
     made = make_plan(capturer, batch, machines, options, to_run=False)
@@ -268,7 +143,7 @@ def simulated(model: nn.Module, cluster: ClusterLike, sample: Any, options: Opti
 def checked(
     model: nn.Module, cluster: ClusterLike, sample: Any, options: Options, tolerance: float | None
 ) -> Verification:
-    """As `verify`, with options that are read already."""
+    """Verify with options that were read before."""
     return verify_step(model, _cluster(cluster), _given(sample, "verify"), options, tolerance)
 
 

@@ -1,12 +1,21 @@
-"""What may be asked of `compile`, `plan`, `simulate` and `verify`: a record, validated before any work."""
+"""The one list of options that `compile`, `plan`, `verify` and the command line take.
+
+`Options` is the list: what each option means, in groups, its type and its default; `_READERS` says how a value is read.
+`OptionsDict` repeats the names with the types that a caller may pass, for editors and type checkers; a test holds the
+names equal.  The docstrings of the front door and the flags of the command line follow from this list.
+"""
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
+
+import torch
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from autopart.capture.export import LossFn
 from autopart.costs.sources import COST_SOURCES, CostSource
@@ -18,259 +27,374 @@ from autopart.passes.program.schedules import Order, Schedule, names, register
 from autopart.passes.search.space import Watch
 from autopart.runtime.world import transports
 
-LOSS_REDUCTIONS = ("auto", "mean", "sum", "token-mean")
-RECOMPUTE = ("auto", "off", "all")
-PRECISIONS = ("fp32", "bf16", "fp16")
-ZERO = ("auto", 0, 1)
-COMPRESS = ("bf16",)
-NON_FINITE = ("auto", "skip", "raise")
+OptimizerLike = str | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
+PlanLike = Plan | str | os.PathLike[str]
+
+
+class OptionsDict(TypedDict, total=False):
+    """The options as keyword arguments: what `compile`, `plan` and `verify` accept."""
+
+    loss_fn: LossFn | None
+    stages: int | None
+    micro_batches: int | None
+    replicas: int | Sequence[int] | None
+    precision: Precision | torch.dtype | str | None
+    optimizer: OptimizerLike | None
+    schedule: str | Order | Schedule | None
+    cuts: str | Iterable[str] | None
+    together: str | Iterable[str | Iterable[str]] | None
+    pins: Mapping[str, int] | None
+    token_slices: Literal["auto"] | int | Iterable[int] | None
+    recompute: Literal["auto", "off", "all"] | Sequence[str] | None
+    zero: Literal["auto", 0, 1] | None
+    master_weights: bool
+    replica_policy: Policy | None
+    sync_batchnorm: bool
+    bucket_bytes: int | str | None
+    plan: PlanLike | None
+    costs: str | CostSource | None
+    prove: float
+    cache: bool
+    watch: Watch | None
+    loss_reduction: Literal["auto", "mean", "sum", "token-mean"] | None
+    non_finite: Literal["auto", "skip", "raise"] | None
+    seed: int
+    timeout: float | None
+    transport: Literal["auto", "nccl", "gloo"] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options; None, empty or "auto" leaves the choice to the planner.
+    """Options.  What is left out, or None, is decided by the planner or has the default that is named.
 
-    loss_fn         loss_fn(output, target) -> scalar, where the model returns no loss
-    loss_reduction  how the losses of rows combine, if you want that checked: "auto", "mean", "sum", "token-mean"
-    stages          number of stages
-    micro_batches   number of micro-batches
-    schedule        "auto", "1f1b", "1f1b-deep", "gpipe", or a function of your own: (stages, micro-batches) to the
-                    computes of each worker in order; "pipedream" in `plan` alone, and never chosen unasked
-    cuts            module paths at which a stage begins
-    together        module paths, or groups of them, between whose first and last op no stage begins
-    pins            {module path: number of the stage that runs it}
-    replicas        devices of every stage, or a number for each stage
-    replica_policy  "split": each replica has its share of the rows of every micro-batch; "turn": whole micro-batches,
-                    one after the other; None lets them split
-    token_slices    None: sequences are whole; a number of slices, or their lengths: sequences are cut into these, and
-                    stages work on different slices at once (TeraPipe), exact for causal models, refused for others;
-                    "auto": where that makes the simulated step shorter, and the model can be cut
-    recompute       "auto" (what the model checkpoints, and as much as the memory demands), "off", "all", or patterns
-                    of module paths: these modules and nothing else
-    precision       "fp32" (the model as it is), "bf16" or "fp16" (as under torch.autocast of the cluster's devices);
-                    None is that of plan=, else "fp32"
-    sync_batchnorm  True: the replicas of a stage take batch statistics of the whole micro-batch together; False: each
-                    of its own rows, as in DistributedDataParallel
-    zero            1: the replicas of a stage share the optimizer's state among them (ZeRO-1); 0: each has all of it;
-                    "auto": where that is faster, or memory does not suffice otherwise
-    master_weights  True: parameters in bf16 or fp16 have masters in fp32, which `Pipe.parameters` yields, and the
-                    model gets their values, rounded, before every run
-    bucket_bytes    gradients that replicas of a stage sum together; None for 25 MiB
-    compress        "bf16": gradients are rounded to that for sums over replicas, which sends half the bytes and is not
-                    exact; None sums them as wide as they are
-    non_finite      what a step does whose gradients are not all finite, on any rank: "skip" leaves gradients as they
-                    were (`Pipe.skipped`), "raise" raises NonFiniteError; "auto" skips in fp16, and does not look else
-    optimizer       whose state the memory has to hold: an optimizer class, a function of the parameters, an
-                    optimizer, or "sgd", "momentum", "adam", "adamw", each also with "+masters"; None charges Adam,
-                    and the plan says so
-    costs           times of ops: "auto", "measured" on this machine, "analytic" from operations and bytes, or a
-                    function of your own (`autopart.costs.sources.CostSource`)
-    prove           seconds that CP-SAT may take to bound the step of the chosen stages; 0 for no such proof
-    cache           False plans anew instead of reading the plan that answered the same question before
-    watch           watch(what is done, best step so far in ns or 0, lower bound in ns or 0), called while searching
-    plan            a Plan or the path of a plan file, instead of the options that it settles
-    seed            of dropout
-    timeout         seconds that a rank waits for others that do not go on before that is an error which names them;
-                    planning and capturing do not count; None for AUTOPART_TIMEOUT_S or 600.  Ranks that died or were
-                    stopped are named within seconds all the same
-    transport       what carries messages: "nccl" (one CUDA device for each rank) or "gloo" (CPUs, and CUDA devices
-                    that ranks may share, through memory of the host); "auto" takes NCCL for CUDA devices
+    The options that matter first:
+        loss_fn         loss_fn(output, target) -> scalar, for a model that does not return its loss
+        stages          number of pipeline stages
+        micro_batches   number of micro-batches of a step
+        replicas        devices that run each stage on different rows: one number, or one for each stage, (8, 8, 4)
+        precision       "fp32" runs the model as it is, "bf16" and "fp16" run it as under torch.autocast; None is the
+                        precision of plan=, else "fp32"
+        optimizer       optimizer whose state is charged to memory: a class, a function of the parameters, an
+                        optimizer, or "sgd", "momentum", "adam", "adamw", each also with "+masters"; None charges Adam
+
+    Cuts and schedule:
+        schedule        order of forwards and backwards: "auto", "1f1b", "1f1b-deep" (a longer warm-up: a shorter step
+                        for more activation memory), "gpipe", or a function of your own, (stages, micro-batches) ->
+                        computes of each stage in order; "pipedream" (asynchronous) in `plan` only
+        cuts            module paths at which a stage begins
+        together        module paths, or groups of them, inside which no stage begins
+        pins            stage that runs a module: {module path: number of the stage}
+        token_slices    cut the sequences of a causal model into slices that run on different stages at once
+                        (TeraPipe): a number of slices, or their lengths; "auto" cuts where that shortens the step;
+                        None keeps sequences whole
+
+    Memory:
+        recompute       activation checkpointing: "auto" (what the model checkpoints, and more when memory would not
+                        suffice), "off", "all", or patterns of module paths: these modules and nothing else
+        zero            share the optimizer's state among the replicas of a stage (ZeRO-1): 1, 0, or "auto" (where that
+                        shortens the step, or memory would otherwise not suffice)
+        master_weights  keep fp32 master weights of bf16 and fp16 parameters: `Pipe.parameters` yields the masters, and
+                        the model gets their rounded values before every run
+
+    Replicas:
+        replica_policy  "split" gives each replica a share of the rows of every micro-batch, "turn" gives replicas
+                        whole micro-batches, round robin; None splits
+        sync_batchnorm  take batch statistics over the whole micro-batch, not over each replica's own rows
+        bucket_bytes    size of the buckets in which replicas sum gradients: bytes, or "4MiB"; None is 25 MiB
+
+    Search:
+        plan            a Plan or the path of a plan file, instead of the options that it decides
+        costs           times of ops: "measured" on this machine, "analytic" from FLOPs and bytes, "auto" (measured
+                        where the device is present and the model has weights), or a function of your own
+        prove           seconds for CP-SAT to bound the step of the chosen stages; 0 for none
+        cache           reuse the plan that answered the same question before; False searches again
+        watch           watch(phase, best step in ns or 0, lower bound in ns or 0), called during the search
+
+    Running:
+        loss_reduction  how the losses of rows combine: "auto" derives it; "mean", "sum", "token-mean" are checked
+        non_finite      what a step does when a gradient is infinite or NaN on any rank: "skip" adds nothing and sets
+                        `Pipe.skipped`, "raise" raises NonFiniteError, "auto" skips in fp16 and otherwise does not check
+        seed            seed of dropout
+        timeout         seconds that a rank waits for another one before it fails and names that rank; capture and
+                        planning do not count; None is AUTOPART_TIMEOUT_S, else 600
+        transport       what carries messages: "nccl" (a CUDA device for each rank), "gloo" (CPUs, and CUDA devices
+                        that ranks may share), "auto" (NCCL for CUDA devices)
     """
 
     loss_fn: LossFn | None = None
-    loss_reduction: str = "auto"
     stages: int | None = None
     micro_batches: int | None = None
+    replicas: int | tuple[int, ...] | None = None
+    precision: Precision | None = None
+    optimizer: Any = None
     schedule: str = "auto"
     cuts: tuple[str, ...] = ()
     together: tuple[tuple[str, ...], ...] = ()
     pins: Mapping[str, int] = field(default_factory=dict)
-    replicas: int | tuple[int, ...] | None = None
-    replica_policy: Policy | None = None
     token_slices: str | int | tuple[int, ...] | None = None
     recompute: str | tuple[str, ...] = "auto"
-    precision: Precision | None = None
-    sync_batchnorm: bool = False
     zero: int | str = "auto"
     master_weights: bool = False
+    replica_policy: Policy | None = None
+    sync_batchnorm: bool = False
     bucket_bytes: int | None = None
-    compress: Literal["bf16"] | None = None
-    non_finite: str = "auto"
-    optimizer: Any = None
+    plan: PlanLike | None = None
     costs: str | CostSource = "auto"
     prove: float = 0.0
     cache: bool = True
     watch: Watch | None = None
-    plan: Plan | str | os.PathLike[str] | None = None
+    loss_reduction: str = "auto"
+    non_finite: str = "auto"
     seed: int = 0
     timeout: float | None = None
     transport: str = "auto"
 
 
-def read_options(**given: Any) -> Options:
-    """The record of what was given, in one form: raises UsageError for an impossible value, naming the possible ones,
-    and TypeError for a name that is not an option's."""
-    read = {
-        "cuts": _paths("cut", given.get("cuts", ())),
-        "together": _groups(given.get("together", ())),
-        "pins": _pins(given.get("pins")),
-        "replicas": _replicas(given.get("replicas")),
-        "schedule": _schedule(given.get("schedule", "auto")),
-        "recompute": _recompute(given.get("recompute", "auto")),
-        "token_slices": _token_slices(given.get("token_slices")),
+# ---- readers: from what a caller passed to the value in the record; each raises UsageError --------------------------
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """The words that an option takes; () for one that takes no words."""
+    known: dict[str, Iterable[str]] = {
+        "precision": _PRECISIONS,
+        "schedule": ("auto", *names()),
+        "recompute": ("auto", "off", "all"),
+        "zero": ("auto", "0", "1"),
+        "replica_policy": POLICIES,
+        "costs": COST_SOURCES,
+        "loss_reduction": ("auto", "mean", "sum", "token-mean"),
+        "non_finite": ("auto", "skip", "raise"),
+        "transport": transports(),
     }
-    options = Options(**{**given, **read})
-    _one_of("non_finite", options.non_finite, NON_FINITE)
-    if options.replica_policy is not None:
-        _one_of("replica_policy", options.replica_policy, POLICIES)
-    if options.precision is not None:
-        _one_of("precision", options.precision, PRECISIONS)
-    if options.compress is not None:
-        _one_of("compress", options.compress, COMPRESS)
-    if options.zero not in ZERO or isinstance(options.zero, bool):
-        raise UsageError(f"zero is {options.zero!r}", fix='use 0, 1 or "auto"')
-    _one_of("loss_reduction", options.loss_reduction, LOSS_REDUCTIONS)
-    _one_of("transport", options.transport, transports())
-    _cost_source(options.costs)
-    _count("stages", options.stages)
-    _count("micro_batches", options.micro_batches)
-    _count("bucket_bytes", options.bucket_bytes)
-    if (options.bucket_bytes or 0) > MAX_BUCKET_BYTES:
-        raise UsageError(f"bucket_bytes is {options.bucket_bytes}", fix=f"use at most {MAX_BUCKET_BYTES}")
-    if not isinstance(options.seed, int):
-        raise UsageError(f"seed is {options.seed!r}", fix="use an integer")
-    for name in ("cache", "sync_batchnorm", "master_weights"):
-        if not isinstance(getattr(options, name), bool):
-            raise UsageError(f"{name} is {getattr(options, name)!r}", fix="use True or False")
-    _seconds("prove", options.prove)
-    if options.timeout is not None:
-        check_timeout(options.timeout)
-    if options.loss_fn is not None and not callable(options.loss_fn):
-        raise UsageError(f"loss_fn is a {type(options.loss_fn).__name__}", fix="pass loss_fn(output, target) -> scalar")
-    if options.plan is not None:
-        _no_conflict(options)
-    return options
+    return tuple(known.get(name, ()))
 
 
-def _schedule(schedule: str | Order | Schedule) -> str:
-    """The name of a schedule; one that is given itself is registered under its own."""
-    if callable(schedule) or isinstance(schedule, Schedule):
-        return register(schedule).name
-    _one_of("schedule", schedule, ("auto", *names()))
-    return schedule
+def _choice(name: str, value: Any) -> str:
+    """One of the words that the option takes."""
+    known = choices(name)
+    if isinstance(value, str) and value in known:
+        return value
+    near = difflib.get_close_matches(str(value), known, n=1)
+    advice = f"did you mean {near[0]!r}? " if near else ""
+    raise UsageError(f"unknown {name} {value!r}", fix=f"{advice}use one of {', '.join(known)}")
 
 
-def _paths(what: str, paths: Iterable[str] | str | None) -> tuple[str, ...]:
-    if not isinstance(paths, str | Iterable | None):
-        raise UsageError(f"{what}s is a {type(paths).__name__}", fix=f'for example {what}s=["transformer.h.4"]')
-    found = (paths,) if isinstance(paths, str) else tuple(paths or ())
+def _count(name: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise UsageError(f"{name} is {value!r}", fix="use an integer of at least 1, or None to let the planner choose")
+    return value
+
+
+def _integer(name: str, value: Any) -> int:
+    if not isinstance(value, int):
+        raise UsageError(f"{name} is {value!r}", fix="use an integer")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is {value!r}", fix="use True or False")
+    return value
+
+
+def read_seconds(name: str, value: Any) -> Any:
+    """Check a number of seconds: above 0, for prove= also 0.  Raises UsageError."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value < math.inf or (value == 0 and name != "prove"):
+        raise UsageError(f"{name} is {value!r}", fix=f"use a number of seconds above 0, for example {name}=600")
+    return value
+
+
+def _bytes(name: str, value: Any) -> int:
+    """Read a number of bytes, or a text such as "25MB" or "4MiB"."""
+    try:
+        count = int(TypeAdapter(ByteSize).validate_python(value)) if isinstance(value, str) else value
+    except ValidationError:
+        count = None
+    if type(count) is not int or count < 1:
+        raise UsageError(f"{name} is {value!r}", fix=f'use bytes, for example {name}=4 << 20 or {name}="4MiB"')
+    if count > MAX_BUCKET_BYTES:
+        raise UsageError(f"{name} is {value!r}", fix=f"use at most {MAX_BUCKET_BYTES} bytes")
+    return count
+
+
+_PRECISIONS = {
+    "fp32": ("fp32", "float32", "32", "32-true", torch.float32),
+    "bf16": ("bf16", "bfloat16", "bf16-mixed", torch.bfloat16),
+    "fp16": ("fp16", "float16", "half", "16-mixed", "fp16-mixed", torch.float16),
+}
+"""The names that torch and other libraries give to each precision."""
+
+
+def _precision(name: str, value: Any) -> str:
+    for precision, spellings in _PRECISIONS.items():
+        if isinstance(value, str | torch.dtype) and value in spellings:
+            return precision
+    return _choice(name, value)
+
+
+def _zero(name: str, value: Any) -> int | str:
+    if value != "auto" and (type(value) is not int or value not in (0, 1)):
+        raise UsageError(
+            f"zero is {value!r}",
+            why="only ZeRO-1 exists here: replicas share the optimizer's state, not gradients or weights",
+            fix='use 0, 1 or "auto"',
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def _loss_fn(name: str, value: Any) -> LossFn:
+    if isinstance(value, type):
+        raise UsageError(f"loss_fn is the class {value.__name__}, not a loss", fix=f"pass loss_fn={value.__name__}()")
+    if not callable(value):
+        raise UsageError(f"loss_fn is a {type(value).__name__}", fix="pass loss_fn(output, target) -> scalar")
+    return value  # type: ignore[no-any-return]
+
+
+def _schedule(name: str, value: Any) -> str:
+    """The name of a schedule; a function or a `Schedule` is registered under its own name."""
+    if callable(value) or isinstance(value, Schedule):
+        return register(value).name
+    return _choice(name, value)
+
+
+def _costs(name: str, value: Any) -> str | CostSource:
+    if isinstance(value, str):
+        return _choice(name, value)
+    if not callable(value):
+        words = ", ".join(choices(name))
+        raise UsageError(f"costs is a {type(value).__name__}", fix=f"use one of {words}, or a function of your own")
+    return value  # type: ignore[no-any-return]
+
+
+def _paths(name: str, paths: Any) -> tuple[str, ...]:
+    example = f'for example {name}=["transformer.h.4"]'
+    if not isinstance(paths, Iterable):
+        raise UsageError(f"{name} is a {type(paths).__name__}", fix=example)
+    found = (paths,) if isinstance(paths, str) else tuple(paths)
     for path in found:
         if not isinstance(path, str) or not path:
-            raise UsageError(f"{what} {path!r} is not a module path", fix=f'for example {what}s=["transformer.h.4"]')
+            raise UsageError(f"{name}: {path!r} is not a module path", fix=example)
     return found
 
 
-def _recompute(recompute: Any) -> str | tuple[str, ...]:
+def _groups(name: str, groups: Any) -> tuple[tuple[str, ...], ...]:
+    """Groups of module paths; a single path is a group of its own."""
+    if not isinstance(groups, Iterable):
+        raise UsageError(f"{name} is a {type(groups).__name__}", fix=f'for example {name}=["encoder", ("a", "b")]')
+    return tuple(_paths(name, group) for group in ((groups,) if isinstance(groups, str) else groups))
+
+
+def _recompute(name: str, value: Any) -> str | tuple[str, ...]:
     """One of the words, or patterns of module paths."""
-    if isinstance(recompute, str) and recompute in RECOMPUTE:
-        return recompute
-    found = tuple(recompute) if isinstance(recompute, Iterable) and not isinstance(recompute, str) else ()
-    if not found or not all(isinstance(pattern, str) and pattern for pattern in found):
-        known = ", ".join(RECOMPUTE)
+    found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else ()
+    if len(found) == 1 and found[0] in choices(name):
+        return str(found[0])
+    if isinstance(value, str) or not found or not all(isinstance(pattern, str) and pattern for pattern in found):
         raise UsageError(
-            f"unknown recompute {recompute!r}",
-            fix=f'use one of {known}, or a list of patterns of module paths: recompute=["model.layers.*"]',
+            f"unknown recompute {value!r}",
+            fix=f"use one of {', '.join(choices(name))}, or a list of patterns of module paths: "
+            'recompute=["model.layers.*"]',
         )
     return found
 
 
-def _groups(groups: Any) -> tuple[tuple[str, ...], ...]:
-    """Each group of modules that no cut may part; a single path is a group of its own."""
-    if not isinstance(groups, str | Iterable | None):
-        raise UsageError(f"together is a {type(groups).__name__}", fix='for example together=["encoder", ("a", "b")]')
-    return tuple(_paths("path", group) for group in ((groups,) if isinstance(groups, str) else groups or ()))
-
-
-def _pins(pins: Any) -> Mapping[str, int]:
-    if pins is None:
-        return {}
-    good = isinstance(pins, Mapping) and all(isinstance(p, str) and type(s) is int for p, s in pins.items())
-    if not good:
+def _pins(name: str, pins: Any) -> Mapping[str, int]:
+    if not isinstance(pins, Mapping) or not all(isinstance(p, str) and type(s) is int for p, s in pins.items()):
         raise UsageError(f"pins is {pins!r}", fix='map module paths to stages: pins={"lm_head": 3}')
     return dict(pins)
 
 
-def _replicas(replicas: Any) -> int | tuple[int, ...] | None:
-    if replicas is None:
-        return None
-    counts = tuple(replicas) if isinstance(replicas, Iterable) and not isinstance(replicas, str) else (replicas,)
-    if not counts or not all(type(c) is int and c > 0 for c in counts):
-        raise UsageError(f"replicas is {replicas!r}", fix="use a number, or one for each stage: replicas=(2, 1)")
-    return replicas if isinstance(replicas, int) else counts
+def _numbers(name: str, value: Any) -> str | int | tuple[int, ...]:
+    """A positive integer, or several of them; for token_slices also "auto"."""
+    if name == "token_slices" and isinstance(value, str) and value == "auto":
+        return value
+    found = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    if not found or not all(type(number) is int and number > 0 for number in found):
+        words = '"auto", a number, or the lengths' if name == "token_slices" else "a number, or one for each stage"
+        raise UsageError(f"{name} is {value!r}", fix=f"use {words}: {name}=(2, 1)")
+    return value if isinstance(value, int) else found
 
 
-def _token_slices(slices: Any) -> str | int | tuple[int, ...] | None:
-    if slices is None or slices == "auto":
-        return slices  # type: ignore[no-any-return]
-    lengths = tuple(slices) if isinstance(slices, Iterable) and not isinstance(slices, str) else (slices,)
-    if not lengths or not all(type(length) is int and length > 0 for length in lengths):
-        raise UsageError(
-            f"token_slices is {slices!r}",
-            fix='use None, "auto", a number of slices, or their lengths: token_slices=(512, 512, 256)',
-        )
-    return slices if isinstance(slices, int) else lengths
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    "loss_fn": _loss_fn,
+    "stages": _count,
+    "micro_batches": _count,
+    "replicas": _numbers,
+    "precision": _precision,
+    "schedule": _schedule,
+    "cuts": _paths,
+    "together": _groups,
+    "pins": _pins,
+    "token_slices": _numbers,
+    "recompute": _recompute,
+    "zero": _zero,
+    "master_weights": _flag,
+    "sync_batchnorm": _flag,
+    "bucket_bytes": _bytes,
+    "costs": _costs,
+    "prove": read_seconds,
+    "cache": _flag,
+    "seed": _integer,
+    "timeout": read_seconds,
+}
+"""How the value of an option is read.  For others `choices` lists the words; optimizer, plan and watch are not read."""
+
+# ---- names that are not options ------------------------------------------------------------------------------------
+
+_COUNT = "micro_batches= is the number of micro-batches of a step"
+_OTHER_NAMES = {
+    "n_microbatches num_microbatches num_micro_batches n_micro_batches microbatches chunks": _COUNT,
+    "gradient_accumulation_steps accumulate_grad_batches": f"{_COUNT}; the sample is the batch of all of them",
+    "micro_batch_size microbatch_size train_micro_batch_size_per_gpu": f"{_COUNT}: batch rows / micro_batch_size",
+    "num_stages n_stages pp pp_size pipeline_parallel_size pipeline_model_parallel_size": "stages= is their number",
+    "dp dp_size data_parallel_size num_replicas": "replicas= is the number of devices of each stage",
+    "split_points split_spec balance": "cuts= takes the module paths at which a stage begins",
+    "batch example_args example_inputs example_kwargs mb_args inputs": "sample= takes one whole batch",
+    "loss criterion": "loss_fn= takes the loss function",
+    "dtype amp autocast mixed_precision bf16 fp16": 'precision= takes "fp32", "bf16" or "fp16"',
+    "activation_checkpointing gradient_checkpointing checkpoint remat": 'recompute= takes "auto", "off" or "all"',
+    "zero_stage zero_optimization sharding_strategy": 'zero= takes 0, 1 or "auto"',
+    "bucket_cap_mb": "bucket_bytes= is the size of a bucket in bytes",
+    "backend": 'transport= takes "auto", "nccl" or "gloo"',
+    "compress": "gradients are always summed exactly; drop it",
+}
+"""What to use here for names that torch, DeepSpeed, Megatron, Lightning and Accelerate give to the same wish."""
 
 
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UsageError(f"unknown {name} {value!r}", fix=f"use one of {', '.join(known)}")
+def _unknown(name: str) -> UsageError:
+    other = next((advice for words, advice in _OTHER_NAMES.items() if name in words.split()), "")
+    near = difflib.get_close_matches(name, [*OptionsDict.__annotations__, "sample", "cluster"], n=1)
+    guess = f"did you mean {near[0]}=?" if near else f"use one of {', '.join(OptionsDict.__annotations__)}"
+    return UsageError(f"there is no option {name}=", fix=other or guess)
 
 
-def _cost_source(costs: object) -> None:
-    if isinstance(costs, str):
-        _one_of("costs", costs, tuple(COST_SOURCES))
-    elif not callable(costs):
-        known = ", ".join(COST_SOURCES)
-        raise UsageError(
-            f"costs is a {type(costs).__name__}", fix=f"use one of {known}, or a function (captured, device) -> costs"
-        )
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+_DECIDED = (
+    "stages", "micro_batches", "cuts", "schedule", "replicas", "replica_policy", "recompute", "token_slices", "zero",
+    "bucket_bytes", "together", "pins", "prove",
+)  # fmt: skip
+"""The options that a plan decides."""
 
 
-def _count(name: str, value: int | None) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise UsageError(f"{name} is {value!r}", fix="use an integer of at least 1, or None to let the planner choose")
+def read_options(**given: Any) -> Options:
+    """Read what a caller passed; None stands for the default.
 
-
-def _seconds(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise UsageError(f"{name} is {value!r}", fix=f"use a number of seconds, for example {name}=10")
-
-
-def check_timeout(value: object) -> None:
-    """Raises UsageError for what is no time limit: a number of seconds above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise UsageError(
-            f"timeout is {value!r}", fix="use a number of seconds above 0, for example timeout=600, or None"
-        )
-
-
-def _no_conflict(options: Options) -> None:
-    settled = (
-        "stages",
-        "micro_batches",
-        "cuts",
-        "schedule",
-        "replicas",
-        "replica_policy",
-        "recompute",
-        "token_slices",
-        "zero",
-        "bucket_bytes",
-        "compress",
-        "together",
-        "pins",
-        "prove",
-    )
-    for name in settled:
-        if getattr(options, name) not in (None, (), "auto", {}, 0.0):
-            raise UsageError(f"both plan= and {name}= are given", why="a plan fixes that already", fix=f"drop {name}=")
+    Raises UsageError for an unknown name, an impossible value, and an option that a given plan decides.
+    """
+    for name in given:
+        if name not in OptionsDict.__annotations__:
+            raise _unknown(name)
+    taken = {name: value for name, value in given.items() if value is not None}
+    for name, value in taken.items():
+        reader = _READERS.get(name) or (_choice if choices(name) else None)
+        taken[name] = reader(name, value) if reader else value
+    options = Options(**taken)
+    if options.plan is not None:
+        for name in _DECIDED:
+            if getattr(options, name) not in (None, (), "auto", {}, 0.0):
+                raise UsageError(
+                    f"both plan= and {name}= are given", why="a plan fixes that already", fix=f"drop {name}="
+                )
+    return options

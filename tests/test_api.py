@@ -1,10 +1,10 @@
-"""The front door: its signatures say every option, and a step can be seen, as simulated and as measured."""
+"""The front door: its one list of options, and a step as simulated and as measured."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
+import logging
 import typing
 
 import pytest
@@ -14,25 +14,25 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopart
+from autopart.cli.flags import documented
 from autopart.ir.errors import PlanError, UsageError
-from autopart.options import Options, read_options
+from autopart.options import Options, OptionsDict, read_options
 from autopart.runtime.shared_group import default_timeout_s
 
 OPTIONS = [field.name for field in dataclasses.fields(Options)]
 FUNCTIONS = [autopart.compile, autopart.plan, autopart.verify]
 
 
+def test_callers_and_the_record_have_one_list_of_options():
+    taken = typing.get_type_hints(OptionsDict)
+    assert list(taken) == OPTIONS == list(documented())
+    assert typing.Any not in taken.values()
+    assert not OptionsDict.__required_keys__
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_every_option_is_a_keyword_with_a_type_and_a_default(function):
-    types = typing.get_type_hints(function)
-    first = inspect.signature(autopart.compile).parameters
-    given = inspect.signature(function).parameters
-    assert [name for name in given if name in OPTIONS] == OPTIONS
-    for name in OPTIONS:
-        assert given[name].kind is inspect.Parameter.KEYWORD_ONLY
-        assert given[name].default == first[name].default is not inspect.Parameter.empty
-        assert types[name] == typing.get_type_hints(autopart.compile)[name] is not typing.Any
-    assert not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in given.values())
+def test_every_option_is_a_typed_keyword(function):
+    assert typing.get_type_hints(function)["options"] == typing.Unpack[OptionsDict]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -41,10 +41,80 @@ def test_every_option_is_documented_where_help_shows_it(function):
         assert f"\n    {name} " in (function.__doc__ or ""), name
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("stage", "did you mean stages=?"),
+        ("micro_batch", "did you mean micro_batches=?"),
+        ("samples", "did you mean sample=?"),
+        ("n_microbatches", "micro_batches= is the number of micro-batches"),
+        ("num_microbatches", "micro_batches="),
+        ("chunks", "micro_batches="),
+        ("micro_batch_size", "batch rows / micro_batch_size"),
+        ("gradient_accumulation_steps", "the sample is the batch of all of them"),
+        ("mixed_precision", 'precision= takes "fp32"'),
+        ("compress", "drop it"),
+        ("wibble", "use one of loss_fn, stages"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_name_to_use(name, advice):
+    with refused(UsageError, f"there is no option {name}=", advice):
+        read_options(**{name: 2})
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_an_unknown_option_is_pythons_own_error(function):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'stage'"):
-        function(net(), "cpu:1", sample=batch(), stage=2)
+def test_an_unknown_option_is_refused_before_any_work(function):
+    with refused(UsageError, "there is no option stage="):
+        function(None, "cpu:1", sample=None, stage=2)
+
+
+def test_none_stands_for_the_default():
+    assert read_options(**dict.fromkeys(OPTIONS)) == Options()
+
+
+@pytest.mark.parametrize(
+    ("precision", "read"),
+    [(torch.bfloat16, "bf16"), ("bfloat16", "bf16"), ("bf16-mixed", "bf16"), (torch.float16, "fp16"), ("32", "fp32")],
+)
+def test_a_precision_may_be_named_as_torch_and_lightning_do(precision, read):
+    assert read_options(precision=precision).precision == read
+
+
+@pytest.mark.parametrize(("text", "count"), [("25MB", 25_000_000), ("4MiB", 4 << 20), ("1024", 1024), (512, 512)])
+def test_a_number_of_bytes_may_be_a_text(text, count):
+    assert read_options(bucket_bytes=text).bucket_bytes == count
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"bucket_bytes": "25 parrots"}, ("bucket_bytes is", '"4MiB"')),
+        ({"bucket_bytes": 0}, ("bucket_bytes is 0", "use bytes")),
+        ({"precision": "bf17"}, ("unknown precision 'bf17'", "did you mean 'bf16'?")),
+        ({"precision": torch.float64}, ("unknown precision torch.float64", "fp32, bf16, fp16")),
+        ({"zero": 3}, ("zero is 3", "only ZeRO-1 exists")),
+        ({"zero": True}, ("zero is True", 'use 0, 1 or "auto"')),
+        ({"loss_fn": nn.MSELoss}, ("loss_fn is the class MSELoss", "loss_fn=MSELoss()")),
+        ({"schedule": "1f1b-deeep"}, ("unknown schedule", "did you mean '1f1b-deep'?")),
+        ({"replicas": "8"}, ("replicas is '8'", "replicas=(2, 1)")),
+        ({"cuts": [3]}, ("cuts: 3 is not a module path",)),
+    ],
+)
+def test_an_impossible_value_is_refused_with_a_possible_one(option, words):
+    with refused(UsageError, *words):
+        read_options(**option)
+
+
+def test_a_script_is_not_launched():
+    with refused(UsageError, "launch was given a str ('train.py')", "torchrun --nproc-per-node 2 train.py"):
+        autopart.launch("train.py", "cpu:2")
+
+
+def test_compile_reports_its_phases_to_the_logger(caplog):
+    with caplog.at_level(logging.INFO, "autopart"):
+        planned("cpu:1", net(12))
+    said = [record.getMessage() for record in caplog.records]
+    assert "capturing the model ..." in said and any(line.startswith("searching a plan took ") for line in said)
 
 
 def test_what_needs_a_sample_says_so():

@@ -247,6 +247,19 @@ def test_with_a_loss_function_the_batch_is_a_pair():
             compiled(net(), sample, loss_fn=F.cross_entropy)
 
 
+def test_several_inputs_beside_a_target_are_refused_with_the_form_to_use():
+    with refused(BatchError, "got 3 values", "((x, y), target)"):
+        compiled(net(), (X, X, X), loss_fn=F.cross_entropy)
+
+
+@pytest.mark.parametrize("loss_fn", [None, F.cross_entropy])
+def test_a_loader_is_refused_where_a_batch_belongs(loss_fn):
+    loader = torch.utils.data.DataLoader([(X[0], X[0])])
+    for sample in (loader, iter(loader), (one for one in loader)):
+        with refused(BatchError, "not one batch", "sample=next(iter(loader))", "for batch in loader"):
+            compiled(net(), sample, loss_fn=loss_fn)
+
+
 def test_a_wrong_dtype_is_named_with_its_op_when_it_runs():
     pipe = compiled(Body(), X)
     with refused(StageError, "stage 0", "micro-batch 0", "module linear"):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.refusals import batch, net
 from torch import nn
 from torch.nn import functional as F
 
@@ -206,3 +207,38 @@ def test_a_schedule_that_cannot_be_run_is_refused_for_what_runs_alone() -> None:
     with pytest.raises(UsageError, match="schedule 'pipedream' cannot be run yet"):
         planned(schedule="pipedream")
     assert planned(runtime=False, schedule="pipedream")[0].plan.schedule == "pipedream"
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        ({"zero": 1}, "zero=1"),
+        ({"bucket_bytes": 4096}, "bucket_bytes="),
+        ({"replica_policy": "split"}, "replica_policy="),
+        ({"sync_batchnorm": True}, "sync_batchnorm=True"),
+    ],
+)
+def test_an_option_for_replicas_has_no_effect_without_them_and_the_plan_says_so(option, name):
+    note = f"{name} has no effect: no stage of this plan has replicas"
+    assert note in _planned_net(replicas=1, **option).notes
+    assert not any("has no effect" in line for line in _planned_net(replicas=1).notes)
+    if "sync_batchnorm" not in option:
+        assert not any("has no effect" in line for line in _planned_net(replicas=2, **option).notes)
+
+
+def test_sync_batchnorm_has_no_effect_on_a_model_without_batch_norm_and_the_plan_says_so():
+    assert any("takes no batch statistics" in line for line in _planned_net(replicas=2, sync_batchnorm=True).notes)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_master_weights_have_no_effect_in_fp32_and_the_plan_says_so(given):
+    plan = {"plan": _planned_net(replicas=1)} if given else {"replicas": 1}
+    note = "master_weights=True has no effect: no trained parameter is in bf16 or fp16"
+    assert note in _planned_net(master_weights=True, **plan).notes
+    half = _planned_net(torch.bfloat16, replicas=1, master_weights=True)
+    assert not any("has no effect" in line for line in half.notes)
+
+
+def _planned_net(dtype: torch.dtype = torch.float32, **options: Any) -> autopart.Plan:
+    x, y = batch()
+    return autopart.plan(
+        net().to(dtype), "cpu:2", sample=(x.to(dtype), y), loss_fn=F.cross_entropy, costs="analytic", **options
+    )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
 from autopart.capture.questions import Answer
 from autopart.ir.errors import BatchError
@@ -134,6 +135,11 @@ class BatchReader:
     def read(self, batch: Any, *, with_target: bool = False) -> Batch:
         """Take a batch of any of the accepted forms apart.  Raises BatchError for what cannot be cut or captured."""
         target: Any = None
+        if isinstance(batch, DataLoader | Iterator):
+            raise BatchError(
+                f"the batch is {_describe(batch)}, not one batch",
+                fix="pass sample=next(iter(loader)) to compile, and train with: for batch in loader: pipe.step(batch)",
+            )
         if with_target:
             batch, target = _pair(batch)
         args, kwargs = _arguments(batch)
@@ -188,10 +194,13 @@ def flatten(batch: Any, *, with_target: bool = False) -> Batch:
 def _pair(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
+    several = isinstance(batch, (tuple, list))
     raise BatchError(
         "with a loss_fn, a batch is a pair (inputs, target)",
-        why=f"got {_describe(batch)}",
-        fix="call step((inputs, target)), where inputs is a tensor, a tuple or a dict",
+        why=f"got {f'{len(batch)} values' if several else _describe(batch)}",
+        fix="pass several inputs as a tuple: ((x, y), target)"
+        if several
+        else "call step((inputs, target)), where inputs is a tensor, a tuple or a dict",
     )
 
 

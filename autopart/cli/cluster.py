@@ -1,4 +1,4 @@
-"""`autopart cluster`: machines measured, and descriptions of machines shown."""
+"""`autopart cluster`: measure machines, and show descriptions of machines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def detect(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Measure devices and links of this machine, or under torchrun of all; the table, and the cluster as YAML."""
+    """Measure devices and links of this machine, or under torchrun of all; print a table and the cluster as YAML."""
     if out is not None:
         require_yaml(out)
     found = detect_cluster(ranks)
@@ -41,13 +41,13 @@ def detect(
 
 @app.command()
 def show(cluster: Described, out: Out = None, as_json: Json = False) -> None:
-    """A preset, a short description or a file, checked; the table, and the cluster as YAML."""
+    """Check a preset, a short description or a file; print a table and the cluster as YAML."""
     if prints_results():
         _print_cluster(parse_cluster(cluster), out, as_json)
 
 
 def _print_cluster(cluster: Cluster, out: Path | None, as_json: bool) -> None:
-    """The table and the YAML; or the cluster as JSON, in the form that cluster files have."""
+    """Print the table and the YAML, or the cluster as JSON in the format of cluster files."""
     if out is not None:
         save_cluster(cluster, out)
     if as_json:

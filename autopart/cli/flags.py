@@ -1,24 +1,19 @@
-"""The flags that several commands take, each declared once."""
+"""The flags of `plan` and `verify`, generated from the list of options."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from autopart.cli.demo.models import BUILTIN
-from autopart.costs.sources import COST_SOURCES
+from autopart.cli.models import BUILTIN
 from autopart.ir.errors import UsageError
-from autopart.ir.shares import POLICIES
-from autopart.options import COMPRESS, PRECISIONS, RECOMPUTE, ZERO, Options, read_options
-from autopart.passes.program.schedules import names
-from autopart.passes.search.space import Watch
-from autopart.runtime.world import transports
+from autopart.options import Options, choices
 
 ModelName = Annotated[
     str, typer.Argument(help=f"{', '.join(BUILTIN)}, or module:function or file.py:function -> (model, batch)")
@@ -27,163 +22,128 @@ ClusterName = Annotated[
     str, typer.Option("--cluster", help='"cpu:2", "cuda:8", "h200x8", or a .yaml, .toml or .json file')
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the weights and of dropout")]
-TransportName = Annotated[
-    str, typer.Option("--transport", metavar="|".join(transports()), help="What carries messages between ranks")
-]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
 TraceFile = Annotated[
     Path | None,
     typer.Option("--trace", help="Write the simulated step here: .json for a trace viewer, .txt as a picture in text"),
 ]
 
+_PYTHON_ONLY = ("loss_fn", "plan", "watch", "non_finite", "timeout", "transport")
+"""Options that a shell cannot write, that only a training run needs, or that commands declare themselves."""
+_METAVARS = {
+    "replicas": "N|N,N,...",
+    "cuts": "MODULE",
+    "together": "MODULE+MODULE",
+    "pins": "MODULE=STAGE",
+    "token_slices": "auto|K|LENGTHS",
+    "bucket_bytes": "BYTES",
+    "prove": "SECONDS",
+}
+_NAMES = {"pins": "--pin"}
+_REPEATED = {
+    "cuts": "repeat, or separate by commas",
+    "together": "join the modules of a group with +; repeat",
+    "pins": "repeat",
+    "recompute": "repeat",
+}
+_TEXTS = {
+    "replicas": "devices that run each stage on different rows: one number, or one for each stage",
+    "pins": "stage that runs a module",
+    "cache": "search again instead of reusing the plan of an earlier, identical question",
+    "seed": "seed of the weights and of dropout",
+}
+"""What a flag says where the docstring speaks Python."""
 
-def _one_of(*names: str) -> str:
-    return "|".join(names)
+
+def documented() -> dict[str, tuple[str, str]]:
+    """The group and the meaning of each option, as the docstring of `Options` says."""
+    found: dict[str, tuple[str, str]] = {}
+    group = ""
+    page = inspect.cleandoc(str(Options.__doc__))
+    for heading, name, text in re.findall(r"^(\w.*):$|^ {4}(\w+) +(.*(?:\n {20,}.*)*)", page, re.MULTILINE):
+        group = heading or group
+        if name:
+            found[name] = (group, " ".join(text.split()))
+    return found
 
 
-@dataclass(frozen=True)
-class PlanFlags:
-    """How to plan; what is left out is for the planner to choose."""
+def flag_of(name: str) -> str:
+    """The flag of an option: `--no-cache` for one that is on by default; "" for one without a flag."""
+    if name in _PYTHON_ONLY:
+        return ""
+    return _NAMES.get(name) or ("--no-" if name == "cache" else "--") + name.replace("_", "-")
 
-    stages: Annotated[int | None, typer.Option(help="Number of stages")] = None
-    micro_batches: Annotated[int | None, typer.Option(help="Number of micro-batches")] = None
-    schedule: Annotated[
-        str, typer.Option(metavar=_one_of("auto", *names()), help="Order of forwards and backwards")
-    ] = "auto"
-    cuts: Annotated[
-        list[str] | None,
-        typer.Option("--cuts", help="Module path at which a stage begins; repeat, or separate by commas"),
-    ] = None
-    together: Annotated[
-        list[str] | None,
-        typer.Option(help="Module path inside which no stage begins, or several joined by +; repeat"),
-    ] = None
-    pins: Annotated[
-        list[str] | None, typer.Option("--pin", metavar="MODULE=STAGE", help="Stage of a module; repeat")
-    ] = None
-    replicas: Annotated[str | None, typer.Option(help="Devices of every stage, or one number for each: 8,8,4")] = None
-    replica_policy: Annotated[
-        str | None,
-        typer.Option(metavar=_one_of(*POLICIES), help="Replicas split the rows, or take micro-batches in turn"),
-    ] = None
-    token_slices: Annotated[
-        str | None, typer.Option(metavar="auto|K|LENGTHS", help="Cut sequences into slices: 4, or 512,512,256")
-    ] = None
-    recompute: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar=f"{_one_of(*RECOMPUTE)}|PATTERN",
-            help="Compute activations again to save memory: as needed, never, everywhere, or of these modules; repeat",
-        ),
-    ] = None
-    precision: Annotated[
-        str | None, typer.Option(metavar=_one_of(*PRECISIONS), help="Run the model as it is, or under an autocast")
-    ] = None
-    zero: Annotated[
-        str, typer.Option(metavar=_one_of(*map(str, ZERO)), help="Let replicas of a stage share the optimizer state")
-    ] = "auto"
-    master_weights: Annotated[
-        bool, typer.Option("--master-weights", help="fp32 masters of parameters in half precision")
-    ] = False
-    bucket_bytes: Annotated[
-        int | None, typer.Option(help="Gradients that replicas sum together; 25 MiB unless said otherwise")
-    ] = None
-    compress: Annotated[
-        str | None,
-        typer.Option(metavar=_one_of(*COMPRESS), help="Round gradients for sums over replicas: faster, not exact"),
-    ] = None
-    optimizer: Annotated[
-        str | None, typer.Option(help="sgd, momentum, adam or adamw, each also with +masters; decides the memory")
-    ] = None
-    costs: Annotated[
-        str,
-        typer.Option(
-            metavar=_one_of(*COST_SOURCES), help="Times of ops: measured on this machine, or from FLOPs and bytes"
-        ),
-    ] = "auto"
-    prove: Annotated[float, typer.Option(min=0.0, help="Seconds for a proof of how much faster a plan can be")] = 0.0
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Plan anew, even what was planned before")] = False
-    seed: Seed = 0
 
-    def options(
-        self, *, loss_fn: Any, plan: Path | None = None, watch: Watch | None = None, transport: str = "auto"
-    ) -> Options:
-        """The options of `autopart.plan` that these flags stand for.  Raises UsageError."""
-        return read_options(
-            loss_fn=loss_fn,
-            stages=self.stages,
-            micro_batches=self.micro_batches,
-            schedule=self.schedule,
-            cuts=[path.strip() for text in self.cuts or () for path in text.split(",")],
-            together=[tuple(text.split("+")) for text in self.together or ()],
-            pins=_pins(self.pins),
-            replicas=_replicas(self.replicas),
-            replica_policy=self.replica_policy,
-            token_slices=_token_slices(self.token_slices),
-            recompute=_recompute(self.recompute or ["auto"]),
-            precision=self.precision,
-            zero=int(self.zero) if self.zero.isdecimal() else self.zero,
-            master_weights=self.master_weights,
-            bucket_bytes=self.bucket_bytes,
-            compress=self.compress,
-            optimizer=self.optimizer,
-            costs=self.costs,
-            prove=self.prove,
-            cache=not self.no_cache,
-            watch=watch,
-            plan=plan,
-            seed=self.seed,
-            transport=transport,
-        )
+def _parameter(name: str, group: str, text: str) -> inspect.Parameter:
+    """The parameter from which typer makes the flag of an option."""
+    kind = get_type_hints(Options)[name]
+    words, text = "|".join(choices(name)), _TEXTS.get(name, text)
+    if name in _REPEATED:
+        kind, text = list[str] | None, f"{text} ({_REPEATED[name]})"
+    elif kind is not bool:
+        kind = (int if kind in (int, int | None) and name != "bucket_bytes" else float if kind is float else str) | None
+    metavar = _METAVARS.get(name, f"{words}|PATTERN" if name == "recompute" else words) or None
+    option = typer.Option(flag_of(name), metavar=metavar, help=text[:1].upper() + text[1:], rich_help_panel=group)
+    default = False if kind is bool else None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
 Result = TypeVar("Result")
 
 
-def takes_plan_flags(command: Callable[..., Result]) -> Callable[..., Result]:
-    """Give a command every flag of `PlanFlags`; it gets them as one argument, `flags`."""
-    flags = inspect.signature(PlanFlags, eval_str=True).parameters
+def takes_option_flags(command: Callable[..., Result]) -> Callable[..., Result]:
+    """Give a command the flag of every option; it gets those that were used as keywords in `flags`.
+
+    Raises UsageError for a text that is not a value of its option.
+    """
+    flags = [_parameter(name, *text) for name, text in documented().items() if flag_of(name)]
     own = inspect.signature(command, eval_str=True)
 
     @functools.wraps(command)
     def with_flags(**given: Any) -> Result:
-        chosen = PlanFlags(**{name: given.pop(name) for name in flags})
-        return command(flags=chosen, **given)
+        texts = {flag.name: given.pop(flag.name) for flag in flags}
+        used = {name: text for name, text in texts.items() if text is not None and text is not False}
+        used = {name: _READERS[name](text) if name in _READERS else text for name, text in used.items()}
+        return command(flags=used, **given)
 
-    parameters = [p for p in own.parameters.values() if p.name != "flags"]
-    parameters += [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in flags.values()]
+    parameters = [p for p in own.parameters.values() if p.name != "flags"] + flags
     with_flags.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     with_flags.__annotations__ = {p.name: p.annotation for p in parameters}
     return with_flags
 
 
-def _replicas(text: str | None) -> int | tuple[int, ...] | None:
-    """ "8" or "8,8,4" as the option takes it."""
-    if text is None:
-        return None
+# ---- from the text of a flag to the value of the option ------------------------------------------------------------
+
+
+def _numbers(text: str) -> str | int | tuple[int, ...]:
+    """ "8" or "8,8,4" as numbers; another text as it is."""
     words = text.split(",")
     if not all(word.strip().isdecimal() for word in words):
-        raise UsageError(f"--replicas {text!r} is not a list of numbers", fix="write --replicas 8 or --replicas 8,8,4")
-    return int(text) if len(words) == 1 else tuple(int(word) for word in words)
-
-
-def _token_slices(text: str | None) -> str | int | tuple[int, ...] | None:
-    words = (text or "").split(",")
-    if text is None or not all(word.strip().isdecimal() for word in words):
         return text
     return int(text) if len(words) == 1 else tuple(int(word) for word in words)
 
 
-def _recompute(given: list[str]) -> str | list[str]:
-    found = [pattern.strip() for text in given for pattern in text.split(",")]
-    return found[0] if len(found) == 1 and found[0] in RECOMPUTE else found
+def _list(texts: list[str]) -> list[str]:
+    return [word.strip() for text in texts for word in text.split(",")]
 
 
-def _pins(texts: list[str] | None) -> dict[str, int]:
+def _pins(texts: list[str]) -> dict[str, int]:
     pins = {}
-    for text in texts or ():
+    for text in texts:
         path, _, stage = text.rpartition("=")
         if not path or not stage.isdecimal():
             raise UsageError(f"--pin {text!r} is not understood", fix="write --pin lm_head=3")
         pins[path] = int(stage)
     return pins
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "cuts": _list,
+    "recompute": _list,
+    "together": lambda texts: [tuple(text.split("+")) for text in texts],
+    "pins": _pins,
+    "replicas": _numbers,
+    "token_slices": _numbers,
+    "zero": _numbers,
+    "cache": lambda off: not off,
+}

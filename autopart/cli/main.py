@@ -1,8 +1,8 @@
-"""The command line: demo, plan, explain, diff, verify, cluster, version.
+"""The command line: plan, explain, diff, verify, cluster, version.
 
-Exit codes: 0 all is well; 1 a check failed or something failed while ranks ran; 2 the request cannot be met (bad
-argument, a model that is refused, a plan that does not fit).  An error of ours is its message on stderr, without a
-traceback unless --traceback is given.  Under torchrun this process is one rank, and rank 0 alone prints results.
+Exit codes: 0 success; 1 a check failed, or something failed while ranks ran; 2 the request cannot be met (a bad
+argument, a model that is refused, a plan that does not fit).  An AutopartError prints its message on stderr, with a
+traceback only under --traceback.  Under torchrun this process is one rank, and only rank 0 prints results.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from autopart import api
 from autopart.cli import plans
 from autopart.cli.cluster import app as cluster_app
-from autopart.cli.flags import ClusterName, Json, ModelName, PlanFlags, TransportName, takes_plan_flags
+from autopart.cli.flags import ClusterName, Json, ModelName, takes_option_flags
 from autopart.cli.model_loader import load_model
 from autopart.cli.output import print_json, prints_results
 from autopart.ir.errors import AutopartError, RunError
+from autopart.options import choices, read_options
 from autopart.session.compare import Verification
 
 TRACEBACK = "--traceback"
@@ -56,39 +57,28 @@ def _root(
     """Compile an unmodified PyTorch model into a planned, running training pipeline."""
 
 
-@app.command()
-def demo(
-    stages: Annotated[int, typer.Option(min=1, help="Stages, each a local process")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps")] = 200,
-) -> None:
-    """Train a small GPT-2 on the standard library's source files over local processes; compare with one process."""
-    from autopart.cli.demo.run import tour
-    from autopart.cli.demo.train import Setting
-
-    outcome = tour(Setting(stages=stages, steps=steps))
-    raise typer.Exit(0 if outcome is None or outcome.ok else 1)
-
-
 app.command()(plans.plan)
 app.command()(plans.explain)
 app.command()(plans.diff)
 
 
 @app.command()
-@takes_plan_flags
+@takes_option_flags
 def verify(
     model: ModelName,
-    flags: PlanFlags,
+    flags: dict[str, Any],
     cluster: ClusterName = "cpu:2",
     plan: Annotated[Path | None, typer.Option("--plan", help="Use this plan instead of making one")] = None,
     tolerance: Annotated[
         float | None, typer.Option(min=0.0, help="Largest relative error; by default 1e-5 in fp32, 1e-10 in fp64")
     ] = None,
     limit: Annotated[int, typer.Option(min=0, help="Lines of the table")] = 20,
-    transport: TransportName = "auto",
+    transport: Annotated[
+        str, typer.Option(metavar="|".join(choices("transport")), help="What carries messages between ranks")
+    ] = "auto",
     as_json: Json = False,
 ) -> None:
-    """One step of the pipeline against one process: every gradient compared.  Exit code 1 when out of tolerance."""
+    """Compare every gradient of one step of the pipeline with one process.  Exit code 1 when out of tolerance."""
     found = api.launch(_verify_on_rank, cluster, model, cluster, flags, plan, tolerance, transport)[0]
     if prints_results():
         if as_json:
@@ -100,7 +90,7 @@ def verify(
 
 @app.command()
 def version() -> None:
-    """Versions of autopart, torch and Python."""
+    """Print the versions of autopart, torch and Python."""
     if prints_results():
         typer.echo(_versions())
 
@@ -111,11 +101,11 @@ def _versions() -> str:
 
 
 def _verify_on_rank(
-    model: str, cluster: str, flags: PlanFlags, plan: Path | None, tolerance: float | None, transport: str
+    model: str, cluster: str, flags: dict[str, Any], plan: Path | None, tolerance: float | None, transport: str
 ) -> Verification:
-    """What `verify` runs on every rank."""
-    subject = load_model(model, flags.seed)
-    options = flags.options(loss_fn=subject.loss_fn, plan=plan, transport=transport)
+    """Run `verify` on a rank."""
+    subject = load_model(model, flags.get("seed", 0))
+    options = read_options(loss_fn=subject.loss_fn, plan=plan, transport=transport, **flags)
     return api.checked(subject.model, cluster, subject.batch, options, tolerance)
 
 

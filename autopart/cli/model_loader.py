@@ -1,6 +1,6 @@
 """A model by its name on a command line.
 
-    "gpt2-tiny"              built in, see demo/models.py
+    "gpt2-tiny"              built in, see models.py
     "package.module:make"    a function of an importable module; the current folder is importable
     "folder/train.py:make"   a function of a file
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopart.cli.demo.models import BUILTIN
+from autopart.cli.models import BUILTIN
 from autopart.ir.errors import UsageError
 
 FORMS = "name a built-in model (" + ", ".join(BUILTIN) + '), "package.module:function" or "file.py:function"'

@@ -1,4 +1,4 @@
-"""What commands print: results on stdout of rank 0, progress on stderr."""
+"""Print results on stdout of rank 0, and progress on stderr."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import typer
 
 
 def prints_results() -> bool:
-    """Whether this process prints results: always, but under a launcher on rank 0 alone."""
+    """Whether this process prints results: under a launcher only rank 0 does."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def print_json(content: Mapping[str, object]) -> None:
-    """A result for programs: one JSON object on stdout; null for a number that JSON does not have."""
+    """Print a result as one JSON object; numbers that JSON does not have become null."""
     typer.echo(json.dumps(_finite(content), indent=1))
 
 
@@ -31,13 +31,13 @@ def _finite(content: object) -> object:
 
 
 class Progress:
-    """Says on stderr what a search does that takes longer than a second."""
+    """Report on stderr a search that takes longer than a second."""
 
     def __init__(self) -> None:
         self._began = self._last = time.monotonic()
 
     def __call__(self, what: str, best_ns: int, bound_ns: int) -> None:
-        """A line at most every half second: what is being done, the best step so far, the lower bound."""
+        """Print the phase, the best step so far and the lower bound, at most every half second."""
         now = time.monotonic()
         if now - self._began < 1.0 or now - self._last < 0.5:
             return

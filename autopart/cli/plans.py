@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from autopart import api
-from autopart.cli.flags import ClusterName, Json, ModelName, PlanFlags, Seed, TraceFile, takes_plan_flags
+from autopart.cli.flags import ClusterName, Json, ModelName, Seed, TraceFile, takes_option_flags
 from autopart.cli.model_loader import Subject, load_model
 from autopart.cli.output import Progress, print_json, prints_results
 from autopart.files.plans import diff_plans, load_plan, plan_to_json, save_plan
@@ -25,23 +25,23 @@ from autopart.report.traces import save_trace
 PlanPath = Annotated[Path, typer.Argument(help="A plan file")]
 
 
-@takes_plan_flags
+@takes_option_flags
 def plan(
     model: ModelName,
-    flags: PlanFlags,
+    flags: dict[str, Any],
     cluster: ClusterName = "cpu:2",
     out: Annotated[Path | None, typer.Option(help="Write the plan here; without it the JSON goes to stdout")] = None,
     trace: TraceFile = None,
     as_json: Json = False,
 ) -> None:
-    """Plan a model, without running it: the stage table, what else was considered, and the plan as JSON.
+    """Plan a model without running it: print the stage table, the alternatives, and the plan as JSON.
 
-    With --json the table is JSON on stdout, and the plan is written to --out alone.
+    With --json the table is JSON on stdout, and the plan is written only to --out.
     """
     if not prints_results():
         return
-    subject = load_model(model, flags.seed)
-    options = flags.options(loss_fn=subject.loss_fn, watch=Progress())
+    subject = load_model(model, flags.get("seed", 0))
+    options = read_options(loss_fn=subject.loss_fn, watch=Progress(), **flags)
     made, step = _planned(subject, cluster, options, simulate=trace is not None)
     if as_json:
         print_json(plan_facts(made.plan, made.captured.graph))
@@ -58,17 +58,15 @@ def plan(
 def explain(
     plan: PlanPath,
     model: Annotated[
-        str | None, typer.Option(help="The model it is for, by name: adds module paths and parameter counts")
+        str | None, typer.Option(help="The model of the plan, by name: adds module paths and parameter counts")
     ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="The cluster it is for, as in `plan`; of use with --trace")
-    ] = None,
-    optimizer: Annotated[str | None, typer.Option(help="As in `plan`; of use with --trace")] = None,
+    cluster: Annotated[str | None, typer.Option(help="The cluster of the plan, as in `plan`; needs --trace")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="As in `plan`; needs --trace")] = None,
     trace: TraceFile = None,
     as_json: Json = False,
     seed: Seed = 0,
 ) -> None:
-    """The stage table of a plan file.  With --model also module paths; with --trace the simulated step too."""
+    """Print the stage table of a plan file.  --model adds module paths; --trace writes the simulated step."""
     if not prints_results():
         return
     found = load_plan(plan)
@@ -90,7 +88,7 @@ def explain(
 
 
 def diff(before: PlanPath, after: Annotated[Path, typer.Argument(help="Another one")]) -> None:
-    """What changes from one plan file to another.  Exit code 1 when they differ."""
+    """Print what changes from one plan file to another.  Exit code 1 when they differ."""
     if not prints_results():
         return
     old, new = load_plan(before), load_plan(after)
@@ -105,7 +103,7 @@ def _planned(subject: Subject, cluster: str, options: Options, *, simulate: bool
 
 
 def _write_trace(step: Timeline | None, plan: Plan, path: Path | None) -> None:
-    """Write the simulated step, and say when it is not the one that the plan was chosen for."""
+    """Write the simulated step, and note when its time differs from the time in the plan."""
     if step is None or path is None:
         return
     save_trace(step, path, name="simulated")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import os
+import time
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from importlib import metadata
 
@@ -39,6 +43,7 @@ from autopart.passes.program.routing import divided_values
 from autopart.passes.program.schedules import BUILT_IN, find, names
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
+from autopart.planning.no_effect import without_effect
 from autopart.planning.problem import Problem
 from autopart.planning.restrictions import (
     at_known_sizes,
@@ -52,6 +57,15 @@ IDLE = 0.15
 """The part of a step that devices idle from which on slices of sequences are suggested."""
 LONG = 64
 """Tokens of a sequence from which on slices are suggested."""
+
+
+@contextlib.contextmanager
+def _phase(what: str) -> Iterator[None]:
+    """Report a phase and its seconds to the logger "autopart", at level INFO."""
+    log, began = logging.getLogger("autopart"), time.perf_counter()
+    log.info("%s ...", what)
+    yield
+    log.info("%s took %.1f s", what, time.perf_counter() - began)
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,9 @@ def make_plan(
         return _given(given, captures, batch, cluster, options)
     # The program at every size that micro-batches may have, from captures at two of them.
     splits = ways_to_split(batch, options.micro_batches)
-    family = capture_family(captures, batch, _first_size(splits, batch, cluster, options), other_sizes(splits, batch))
+    first = _first_size(splits, batch, cluster, options)
+    with _phase("capturing the model"):
+        family = capture_family(captures, batch, first, other_sizes(splits, batch))
     require_something_to_train(family.base.graph)
     # What to plan: how the batch may be cut, and whether stages may have replicas.
     problem = at_known_sizes(Problem(family, splits, cluster, options, to_run))
@@ -130,10 +146,12 @@ def _with_slices(problem: Problem, captures: CaptureCache, batch: Batch) -> Prob
     return replace(problem, slices=asked, notes=(*problem.notes, *asked.notes))
 
 
+@_phase("taking the costs of its ops")
 def _costs(problem: Problem) -> CostedGraph:
     return costed(problem.family.base, problem.cluster.devices[0], problem.options.costs)
 
 
+@_phase("searching a plan")
 def _built(problem: Problem, costs: CostedGraph) -> Plan:
     """The plan for one of the splits, kept from before or new."""
     resizable = problem.family.resizable(costs.graph)
@@ -209,7 +227,8 @@ def _settled(problem: Problem, costs: CostedGraph, plan: Plan, reduction: LossRe
         else:
             captured = family.captured(size)
             plan = _made_for(plan, captured.graph)
-    return Planned(plan.with_notes(*problem.notes), captured, _rule(plan, captured, family, reduction, problem.slices))
+    notes = (*problem.notes, *without_effect(problem.options, plan, captured.graph))
+    return Planned(plan.with_notes(*notes), captured, _rule(plan, captured, family, reduction, problem.slices))
 
 
 def _with_enough_rows(problem: Problem, costs: CostedGraph, plan: Plan) -> tuple[Problem, Plan]:
@@ -249,7 +268,8 @@ def _given(given: Plan, captures: CaptureCache, batch: Batch, cluster: Cluster, 
     splits = (given.micro_rows if not replicated else given.micro_rows * 2,)
     reduction = loss_reduction(family, splits, options.loss_reduction)
     slices = asked_slices(given.decision.token_slices or None, captures, batch, captured.graph.size)
-    return Planned(given, captured, _rule(given, captured, family, reduction, slices))
+    noted = given.with_notes(*without_effect(options, given, captured.graph))
+    return Planned(noted, captured, _rule(given, captured, family, reduction, slices))
 
 
 def _found_or_built(

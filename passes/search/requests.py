@@ -52,7 +52,7 @@ def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
     fixed = request.replicas if isinstance(request.replicas, tuple) else None
     if fixed is not None and request.stages is not None and len(fixed) != request.stages:
         raise UsageError(
-            f"{len(fixed)} numbers of replicas are given for {request.stages} stages",
+            f"{len(fixed)} number{'s' if len(fixed) > 1 else ''} of replicas for {request.stages} stages",
             fix=f"give {request.stages} numbers, or use stages={len(fixed)}",
         )
     needed = sum(fixed) if fixed else (request.replicas if isinstance(request.replicas, int) else 1)

@@ -1,11 +1,9 @@
-"""The command line: what it prints, where, and with which exit code; and what `verify` and the demo compare."""
+"""The command line: what it prints, where, and with which exit code; and what `verify` compares."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -14,9 +12,6 @@ import torch
 from torch import nn
 
 import autopart
-from autopart.cli.demo.run import Outcome, report
-from autopart.cli.demo.text import Batches, library_bytes
-from autopart.cli.demo.train import Run, Setting, in_one_process, over_ranks
 from autopart.cli.main import main
 from autopart.cli.model_loader import load_model
 from autopart.cli.output import print_json
@@ -152,6 +147,26 @@ def test_traceback_on_request():
         main(["plan", "nothing", "--traceback"])
 
 
+def test_flags_are_read_into_options(command, tmp_path):
+    path = tmp_path / "plan.json"
+    text = "plan mlp --cluster cpu:4 --costs analytic --no-cache --cuts 2,4 --pin 0=0 --replicas 1,2,1 --recompute 0,2"
+    words = [*text.split(), "--zero", "0", "--bucket-bytes", "2MiB", "--out", str(path)]
+    code, out, err = command(*words)
+    assert code == 0, out + err
+    plan = autopart.load_plan(path)
+    assert [len(stage.ranks) for stage in plan.stages] == [1, 2, 1] and plan.decision.bucket_bytes == 2 << 20
+    assert command("plan", "mlp", "--pin", "lm_head")[2].startswith("autopart: --pin 'lm_head' is not understood")
+    assert "replicas is '8,x'" in command("plan", "mlp", "--replicas", "8,x")[2]
+    assert "stages is 0" in command("plan", "mlp", "--stages", "0")[2]
+
+
+def test_help_groups_the_flags_and_names_the_values(command):
+    code, out, _ = command("plan", "--help")
+    assert code == 0
+    places = [out.index(word) for word in ("matter first", "--stages", "Cuts and schedule", "1f1b-deep", "--no-cache")]
+    assert places == sorted(places)
+
+
 def test_unknown_options_and_no_command_exit_with_2(command):
     assert command("plan", "mlp", "--colour", "red")[0] == 2
     assert command()[0] == 2
@@ -230,53 +245,3 @@ def test_a_verification_says_what_is_wrong():
     assert re.search(r"layer.bias +gradient +1 .* OUT OF TOLERANCE", bad.table(limit=0))
     assert not replace(good, loss=1.1).ok and not replace(good, loss=float("nan")).ok
     assert not replace(good, buffers=(replace(BAD, kind="buffer"),)).ok
-
-
-TINY = Setting(stages=1, steps=4, compared=3, every=2, layers=1, width=16, rows=8, seq=16)
-
-
-def test_the_demo_trains_the_same_way_in_one_stage_and_without(capsys):
-    pipeline, alone = over_ranks(TINY), in_one_process(TINY)
-    outcome = Outcome(pipeline, alone)
-    assert len(pipeline.losses) == 4 and len(alone.losses) == 3
-    assert outcome.drift < 1e-5 and outcome.gradients_agree
-    assert outcome.ok and not outcome.judges_loss  # four steps cannot bring the loss below the bar
-    printed = capsys.readouterr().out
-    assert "step    1   loss 5." in printed and "step    4   loss 5." in printed and "tokens/s" in printed
-    text = report(outcome)
-    assert text.endswith("OK") and "the mean of the last 4 steps (not judged: that takes 200 steps)" in text
-
-
-def test_the_demo_trains_on_after_its_check_where_all_ranks_share_weights(pair):
-    """The pipe of the check is closed beside the one that trains."""
-    first, second = pair.run(over_ranks, replace(TINY, stages=2))
-    assert first.losses == second.losses and len(first.losses) == 4
-    assert first.first_step.ok
-
-
-def test_the_demo_passes_when_runs_agree_and_the_loss_fell():
-    check = Verification(5.0, 5.0, 1e-5, "one", (GOOD,), ())
-    run = Run((5.0, *[2.5] * 199), 1.0, check)
-    assert Outcome(run, Run((5.0, 2.5), 1.0)).ok
-    assert not Outcome(run, Run((5.0, 2.6), 1.0)).ok
-    assert not Outcome(replace(run, first_step=replace(check, gradients=(BAD,))), Run((5.0,), 1.0)).ok
-    high = Outcome(replace(run, losses=(5.0, *[3.1] * 199)), Run((5.0,), 1.0))
-    assert not high.ok and report(high).endswith("FAILED: the loss did not fall")
-    assert not Outcome(replace(run, losses=(5.0, float("nan"))), Run((5.0, 2.5), 1.0)).ok
-
-
-def test_batches_are_the_same_wherever_they_are_asked_for():
-    text = library_bytes(200_000)
-    assert len(text) == 200_000 and int(text.max()) < 256
-    first, again = Batches(text, 4, 16), Batches(text, 4, 16)
-    assert torch.equal(first[7]["input_ids"], again[7]["input_ids"])
-    assert not torch.equal(first[7]["input_ids"], first[8]["input_ids"])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_the_demo_itself():
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    result = subprocess.run([sys.executable, "-m", "autopart", "demo"], capture_output=True, text=True, env=env)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.rstrip().endswith("OK")

@@ -60,10 +60,6 @@ class Provenance:
             queue.extend(writer for writer, written in self._writers if written & fresh)
         return tuple(map(self._step, sorted(found)))
 
-    def reads_input(self, steps: Sequence[Step]) -> bool:
-        """Whether an input is among the ops."""
-        return any(step.call is None for step in steps)
-
     def _check(self, node: fx.Node) -> None:
         if node in self._held:
             raise Elsewhere(self._held[node])

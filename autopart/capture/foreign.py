@@ -53,10 +53,11 @@ class OwnParametersOnly(TorchFunctionMode):
             for leaf in pytree.tree_iter((args, kwargs)):
                 if _is_trained(leaf):
                     raise _refusal(leaf)
-        result = func(*args, **kwargs)
-        if func == _DATA.__get__ and id(args[0]) in self._own:
-            self._numbers[id(result)] = result, self._own[id(args[0])]
-        return result
+        if func == _DATA.__get__ and id(args[0]) in self._own:  # which torch.export would lose track of
+            numbers = args[0].detach()
+            self._numbers[id(numbers)] = numbers, self._own[id(args[0])]
+            return numbers
+        return func(*args, **kwargs)
 
     def _see_numbers(self, func: Callable[..., Any], changed: torch.Tensor) -> None:
         """Raises RefusedError where a function changes the numbers of one of the model's parameters."""

@@ -106,6 +106,6 @@ def _gradients(captured: Captured, names: Sequence[str], loss: torch.Tensor, see
 
 
 def _weight(reduction: LossReduction, found: dict[str, torch.Tensor], rows: int) -> float:
-    if reduction.value is None:
+    if reduction.value is None or reduction.ignore is None:
         return float(rows)
-    return float((found[reduction.value] != reduction.ignore).sum())
+    return float(found[reduction.value].ne(reduction.ignore).sum())

@@ -91,9 +91,11 @@ def resampled(batch: Batch, rows: int, seed: int, in_whole_rows: Set[int] = froz
         picked = leaf[torch.randint(len(leaf), (rows,), generator=generator).to(leaf.device)]
         if place in in_whole_rows:
             return picked
-        if leaf.is_floating_point() and not bool(((leaf == 0) | (leaf == 1)).all()):
+        constant = bool(leaf.amin() == leaf.amax())
+        if leaf.is_floating_point() and (constant or not bool(((leaf == 0) | (leaf == 1)).all())):
             noise = torch.randn(picked.shape, generator=generator).to(picked)
-            return (picked + 0.2 * noise * leaf.abs().mean()).clamp(leaf.amin(), leaf.amax())
+            noisy = picked + 0.2 * noise * leaf.abs().mean()
+            return noisy if constant else noisy.clamp(leaf.amin(), leaf.amax())
         if leaf.dim() > 1 and bool(((leaf == leaf.amin()) | (leaf == leaf.amax())).all()):
             return picked
         pool = leaf.reshape(-1)

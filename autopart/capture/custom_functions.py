@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopart.capture.source_location import user_line
+from autopart.capture.surroundings import is_library_file
 from autopart.ir.errors import RefusedError
 
 _apply = torch.autograd.Function.__dict__["apply"].__func__
@@ -28,6 +30,10 @@ _names: dict[str, int] = {}
 _REMEDY = (
     "register it as an op: torch.library.custom_op(...) with register_autograd(...), which is kept exactly; or write "
     "it with torch's own ops"
+)
+
+_LIBRARY_REMEDY = (
+    "choose an implementation of this layer that does without it, if the library offers one; this model cannot be cut"
 )
 
 
@@ -44,11 +50,12 @@ def applied(cls: Any, args: tuple[Any, ...]) -> Any:
 
 def refusal(cls: Any, why: str) -> RefusedError:
     """Why a custom autograd.Function cannot be captured."""
+    library = is_library_file(getattr(sys.modules.get(cls.__module__), "__file__", None) or "<")
     return RefusedError(
         f"custom autograd.Function {cls.__module__}.{cls.__qualname__} is used in forward()",
         where=user_line(traceback.extract_stack()),
         why=why,
-        fix=_REMEDY,
+        fix=_LIBRARY_REMEDY if library else _REMEDY,
     )
 
 

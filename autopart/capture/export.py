@@ -32,7 +32,7 @@ from autopart.capture.observed import Observed, observing
 from autopart.capture.questions import WholeBatchAsked
 from autopart.capture.randomness import no_random_numbers
 from autopart.capture.source_location import user_place
-from autopart.capture.unanswered import flow_fix, is_data_dependent
+from autopart.capture.unanswered import is_data_dependent, size_fix
 from autopart.capture.untraceable import untraceable
 from autopart.ir.errors import AutopartError, CaptureError, ControlFlowError, LossError
 
@@ -112,7 +112,7 @@ class Wrapper(nn.Module):
         with (
             no_random_numbers(),
             observing(self._watched, functions, self._sink.observed) as noted,
-            OwnParametersOnly(),
+            OwnParametersOnly(self._watched),
             self._autocast.region() if self._autocast is not None else contextlib.nullcontext(),
         ):
             with assignments(self.model, self._sink.replaced), noted():
@@ -158,20 +158,33 @@ def _is_data(value: Any) -> bool:
 
 
 def loss_of(result: Any) -> torch.Tensor:
-    """The scalar loss in what a model returned: the tensor itself, `.loss`, ["loss"], or the first of a tuple."""
-    candidate = result
+    """The scalar loss in what a model returned: the tensor itself, `.loss`, ["loss"], the first of a tuple where that
+    is one number, else the only entry that is one floating point number.  Raises LossError."""
+    if isinstance(result, torch.Tensor):
+        return scalar(result, "the model")
+    entries: dict[Any, Any] = {}
     if isinstance(result, Mapping):
-        candidate = result.get("loss")
-    elif not isinstance(result, torch.Tensor) and hasattr(result, "loss"):
-        candidate = result.loss
-    elif isinstance(result, (tuple, list)) and result:
-        candidate = result[0]
-    if not isinstance(candidate, torch.Tensor):
-        raise LossError(
-            f"the model returned {type(result).__name__} without a loss",
-            fix="pass labels in the batch, if the model computes its own loss, or loss_fn=... to compile",
-        )
-    return scalar(candidate, "the model")
+        entries = dict(result)
+    elif isinstance(result, (tuple, list)):
+        entries = dict(enumerate(result))
+    own = entries.get("loss", getattr(result, "loss", None))
+    if isinstance(own, torch.Tensor):
+        return scalar(own, "the model")
+    if isinstance(entries.get(0), torch.Tensor) and entries[0].numel() == 1 and entries[0].is_floating_point():
+        return scalar(entries[0], "the model")
+    numbers = {
+        name: entry
+        for name, entry in entries.items()
+        if isinstance(entry, torch.Tensor) and entry.dim() == 0 and entry.is_floating_point()
+    }
+    if len(numbers) == 1 and not ("loss" in entries or hasattr(result, "loss")):
+        return scalar(next(iter(numbers.values())), "the model")
+    several = f": {', '.join(map(repr, numbers))} are one number each" if len(numbers) > 1 else ""
+    raise LossError(
+        f"the model returned {type(result).__name__} without a loss{several}",
+        fix='return the loss first or as "loss"; or pass labels in the batch, if the model computes its own loss, or '
+        "loss_fn=... to compile",
+    )
 
 
 def scalar(loss: Any, source: str) -> torch.Tensor:
@@ -217,7 +230,7 @@ def explained(error: Exception, model: nn.Module) -> CaptureError:
             "the model's Python control flow depends on the data of a tensor",
             where=where,
             why="which way it goes depends on sizes that the data decides, as those of x[mask] or nonzero()",
-            fix=flow_fix(model),
+            fix=size_fix(model),
         )
     return untraceable(error, where)
 

@@ -33,6 +33,7 @@ from autopart.rng import keyed
 _aten = torch.ops.aten
 _SAME = {"alias", "lift_fresh"}
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default}
+_SCATTERS = {_aten.slice_scatter.default, _aten.select_scatter.default}
 _GRAD_REGION = "wrap_with_set_grad_enabled"
 
 
@@ -157,6 +158,8 @@ def _lower_node(graph: fx.Graph, node: fx.Node) -> None:
         graph.erase_node(node)
     elif target is _aten.copy.default:
         _lower_copy(graph, node)
+    elif target in _SCATTERS and node.meta["val"].is_complex():
+        _lower_complex_scatter(graph, node)
     elif target in _VIEWS:
         node.target = _aten.reshape.default
 
@@ -174,6 +177,39 @@ def _lower_copy(graph: fx.Graph, node: fx.Node) -> None:
             value = graph.call_function(_aten.expand.default, (value, list(result.shape)))
             value.meta.update(node.meta)
     node.replace_all_uses_with(value)
+    graph.erase_node(node)
+
+
+def _lower_complex_scatter(graph: fx.Graph, node: fx.Node) -> None:
+    """A complex tensor with a slice replaced, as a join of what is before, the slice and what is behind: torch has no
+    derivative of slice_scatter and select_scatter for complex numbers."""
+    given = _bound(node)
+    whole, part, dim = given["self"], given["src"], given["dim"] % node.meta["val"].dim()
+    size = node.meta["val"].shape[dim]
+    if given.get("step", 1) != 1:
+        raise RefusedError(
+            f"{node.target} writes into every {given['step']}th element of a complex tensor",
+            where=user_line_of_text(node.meta.get("stack_trace")),
+            why="torch has no derivative of it",
+            fix="join the parts with torch.cat or torch.stack instead of writing into a slice",
+        )
+    single = node.target is _aten.select_scatter.default
+    start, _, _ = slice(given["index"] if single else given["start"], None).indices(size)
+    with graph.inserting_before(node):
+
+        def add(target: Any, *args: Any) -> fx.Node:
+            made = graph.call_function(target, args)
+            inputs = fx.map_arg(args, lambda n: n.meta["val"])
+            made.meta.update(node.meta, val=target(*inputs))
+            return made
+
+        if single:
+            part = add(_aten.unsqueeze.default, part, dim)
+        end = start + part.meta["val"].shape[dim]
+        before = [add(_aten.slice.Tensor, whole, dim, 0, start)] if start else []
+        behind = [add(_aten.slice.Tensor, whole, dim, end, size)] if end < size else []
+        joined = add(_aten.cat.default, [*before, part, *behind], dim) if before or behind else part
+    node.replace_all_uses_with(joined)
     graph.erase_node(node)
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autopart.capture import Captured
 
 Tensors = dict[str, torch.Tensor]
-_TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Largest difference of an element, relative to the largest element of the value."""
 _MOST_TURNS = 10
 """Batches that are tried at most."""
@@ -75,7 +75,8 @@ def _enough(names: Iterable[str], large: Captured) -> int:
 
 
 def resampled(batch: Batch, rows: int, seed: int, in_whole_rows: Set[int] = frozenset()) -> Batch:
-    """Random data like a batch's: other rows of every tensor, floats with noise, integers drawn from the tensor's own.
+    """Random data like a batch's: other rows of every tensor, floats with noise in the range of the tensor's own,
+    integers, and floats that are all 0 or 1, drawn from the tensor's own.
 
     Masks (tensors of two values) keep their rows whole: a random one would hide everything.  So do the tensors that the
     model's Python asks about, by their places: the program is for their answers, and their rows come as they are drawn.
@@ -90,9 +91,11 @@ def resampled(batch: Batch, rows: int, seed: int, in_whole_rows: Set[int] = froz
         picked = leaf[torch.randint(len(leaf), (rows,), generator=generator).to(leaf.device)]
         if place in in_whole_rows:
             return picked
-        if leaf.is_floating_point():
+        constant = bool(leaf.amin() == leaf.amax())
+        if leaf.is_floating_point() and (constant or not bool(((leaf == 0) | (leaf == 1)).all())):
             noise = torch.randn(picked.shape, generator=generator).to(picked)
-            return picked + 0.2 * noise * leaf.abs().mean()
+            noisy = picked + 0.2 * noise * leaf.abs().mean()
+            return noisy if constant else noisy.clamp(leaf.amin(), leaf.amax())
         if leaf.dim() > 1 and bool(((leaf == leaf.amin()) | (leaf == leaf.amax())).all()):
             return picked
         pool = leaf.reshape(-1)
@@ -171,7 +174,7 @@ class _Trial:
             pieces = self._gradients(self._small, self._inputs(place, self._piece), part)
             total = [t + g for t, g in zip(total, pieces, strict=True)]
             done = place + self._piece
-        return all(_near(t, g, whole) for t, g in zip(total, whole, strict=True))
+        return all(near(t, g, whole) for t, g in zip(total, whole, strict=True))
 
     def _factors(self, names: list[str]) -> Tensors:
         generator = torch.Generator().manual_seed(1)
@@ -289,12 +292,12 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     scale = torch.maximum(a.abs().amax(), b.abs().amax()).double()
     finite = bool(torch.isfinite(a).logical_or(a == b).all())
     difference = torch.where(a == b, torch.zeros_like(a), a - b).abs().amax().double()
-    return finite and bool(difference <= _TOLERANCE.get(a.dtype, 3e-2) * scale)
+    return finite and bool(difference <= TOLERANCE.get(a.dtype, 3e-2) * scale)
 
 
-def _near(a: torch.Tensor, b: torch.Tensor, everything: list[torch.Tensor]) -> bool:
+def near(a: torch.Tensor, b: torch.Tensor, everything: list[torch.Tensor]) -> bool:
     """Gradients equal up to rounding, measured against their own norm or a small part of the whole gradient's."""
-    tolerance = 20 * _TOLERANCE.get(b.dtype, 3e-2)
+    tolerance = 20 * TOLERANCE.get(b.dtype, 3e-2)
     whole = torch.stack([_wide(g).norm() for g in everything]).norm()
     difference = (_wide(a) - _wide(b)).norm()
     return bool(difference <= tolerance * torch.maximum(_wide(b).norm(), 1e-2 * whole))

@@ -1,4 +1,7 @@
-"""Random numbers of Python and numpy in forward(): a capture would draw them once and for ever."""
+"""Random numbers of Python and numpy in forward(): a capture would draw them once and for ever.
+
+What is drawn after forward() itself has seeded the generator is the same in every forward, and so may be captured.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,47 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
 from autopart.capture.source_location import user_line
 from autopart.ir.errors import RefusedError
 
-_READS = frozenset({"getstate", "get_state", "seed", "setstate", "set_state"})
+_SETS = frozenset({"seed", "setstate", "set_state"})
+_READS = frozenset({"getstate", "get_state"})
 
 
 @contextlib.contextmanager
 def no_random_numbers() -> Iterator[None]:
-    """Raises RefusedError after the body when it drew from the generators of `random` or `numpy.random`, naming the
-    line where it can be told.  On this thread alone; one thread at a time."""
+    """Raises RefusedError after the body when it drew from the generators of `random` or `numpy.random` before it
+    seeded them, naming the line where it can be told.  On this thread alone; one thread at a time."""
     lines: list[str] = []
     numpy = sys.modules.get("numpy")
-    before = _states(numpy)
+    homes = {"Python's random module": random} | ({} if numpy is None else {"numpy.random": numpy.random})
+    before = {name: _state(home) for name, home in homes.items()}
+    drawn: list[str] = []
+    seeded: set[str] = set()
+
+    def note(name: str) -> None:
+        if name not in seeded and _state(homes[name]) != before[name]:
+            drawn.append(name)
+
+    def called(name: str, function: str, given: bool) -> None:
+        if function in _SETS and given:
+            note(name)
+            seeded.add(name)
+        elif function not in _SETS and not lines and name not in seeded:
+            lines.append(user_line(traceback.extract_stack()))
+
     with contextlib.ExitStack() as patches:
-        for home in (random, *([numpy.random] if numpy is not None else [])):
-            for name, draw in _draws(home):
-                patches.enter_context(mock.patch.object(home, name, _noted(draw, lines)))
+        for name, home in homes.items():
+            for function, call in _calls(home):
+                own = _noted(call, partial(called, name, function))
+                patches.enter_context(mock.patch.object(home, function, own))
         yield
-    drawn = [name for name, state in _states(numpy).items() if state != before[name]]
+    for name in homes:
+        note(name)
     if drawn:
         raise RefusedError(
             f"forward() draws random numbers from {drawn[0]}",
@@ -40,29 +62,28 @@ def no_random_numbers() -> Iterator[None]:
         )
 
 
-def _draws(home: Any) -> list[tuple[str, Callable[..., Any]]]:
-    """The functions of a module that draw from its own generator: they are methods of it."""
+def _calls(home: Any) -> list[tuple[str, Callable[..., Any]]]:
+    """The functions of a module that draw from its own generator, or set it: they are methods of it."""
     return [
         (name, value)
         for name, value in vars(home).items()
-        if callable(value) and not isinstance(value, type) and hasattr(value, "__self__") and name not in _READS
+        if name in _SETS
+        or (callable(value) and not isinstance(value, type) and hasattr(value, "__self__") and name not in _READS)
     ]
 
 
-def _noted(draw: Callable[..., Any], lines: list[str]) -> Callable[..., Any]:
+def _noted(call: Callable[..., Any], called: Callable[[bool], None]) -> Callable[..., Any]:
+    """`call`, which tells `called` before it runs, and whether it is given anything."""
     tracer = threading.get_ident()
 
-    def drawing(*args: Any, **kwargs: Any) -> Any:
-        if not lines and threading.get_ident() == tracer:
-            lines.append(user_line(traceback.extract_stack()))
-        return draw(*args, **kwargs)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == tracer:
+            called(any(value is not None for value in (*args, *kwargs.values())))
+        return call(*args, **kwargs)
 
-    return drawing
+    return noted
 
 
-def _states(numpy: Any) -> dict[str, Any]:
-    """The states of the generators that everybody shares, comparable."""
-    found: dict[str, Any] = {"Python's random module": random.getstate()}
-    if numpy is not None:
-        found["numpy.random"] = repr(numpy.random.get_state(legacy=False)["state"])
-    return found
+def _state(home: Any) -> Any:
+    """The state of the generator that everybody shares, comparable."""
+    return random.getstate() if home is random else repr(home.get_state(legacy=False)["state"])

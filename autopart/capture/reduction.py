@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from autopart.capture.batch import Batch
@@ -12,7 +12,8 @@ from autopart.capture.family import ProgramFamily, another_size
 from autopart.capture.gc_pause import gc_paused
 from autopart.capture.probe import prove_rows
 from autopart.capture.rows import mark_rows
-from autopart.ir.errors import RefusedError
+from autopart.capture.stated import refuted
+from autopart.ir.errors import CoupledLossError, RefusedError
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.shares import RowLayout
 from autopart.ir.size import Size
@@ -92,10 +93,38 @@ def loss_reduction(family: ProgramFamily, splits: Sequence[Sequence[int]], state
             with gc_paused():
                 return derive_loss_weight(graph, other.graph, stated=given, proven=proven)
         except UnprovenRows as unproven:
+            if unproven.stated is not None:
+                return _confirmed(family, unproven, stated)
             found = _prove(family, unproven.names) - proven
             if not found:  # what is proven makes rules apply further on, which ask for more
                 raise unproven.refusal from None
             proven |= found
+
+
+def _confirmed(family: ProgramFamily, unproven: UnprovenRows, stated: str) -> LossReduction:
+    """The first meaning of what the user states of an opaque loss that numbers do not refute.
+
+    Raises CoupledLossError where the statement is false.
+    """
+    meanings = unproven.stated or ()
+    if family.on_meta and meanings:
+        return meanings[-1]  # planning only: compile tries it, with values
+    assert family.other is not None
+    small, large = sorted((family.base, family.other), key=lambda captured: captured.graph.rows)
+    if large.graph.rows % small.graph.rows:
+        large = family.captured(replace(small.graph.size, rows=2 * small.graph.rows))
+    why = "it reads no class numbers of the batch that could be counted"
+    for meaning in meanings:
+        why = refuted(small, large, meaning, family.batch)
+        if not why:
+            return meaning
+    raise CoupledLossError(
+        f'loss_reduction="{stated}" is stated, and numbers show that the loss does not combine like that',
+        where=unproven.where,
+        why=why,
+        fix="use micro_batches=1; or compute the loss with torch's own operations, of which autopart knows how they "
+        "combine: a custom backward has to scale the gradient that comes in, and may not divide by a number of rows",
+    )
 
 
 def row_layouts(

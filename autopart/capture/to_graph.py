@@ -13,6 +13,7 @@ from autopart.capture.by_rows import BY_ROWS, is_by_rows
 from autopart.capture.gradients import gradient_nodes
 from autopart.capture.names import Names, strip
 from autopart.capture.source_location import user_line_of_text
+from autopart.capture.unanswered import SIZE_FIX
 from autopart.ir.errors import CaptureError
 from autopart.ir.graph import Graph, Literal, Op, Param, Value, check
 from autopart.ir.size import Size
@@ -92,7 +93,7 @@ def _value(node: fx.Node, names: Names, grad: bool) -> Value:
         raise CaptureError(
             f"{node.target} makes a tensor whose shape depends on tensor data",
             where=where,
-            fix="use operations with fixed shapes: torch.where instead of boolean indexing or nonzero",
+            fix=SIZE_FIX,
         )
     size = example.numel() * example.element_size()
     return Value(names.value(node), tuple(example.shape), dtype_name(example.dtype), size, grad)

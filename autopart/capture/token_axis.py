@@ -40,7 +40,7 @@ def token_recipe(captures: CaptureCache, batch: Batch, size: Size) -> Recipe | T
         )
     fewer = fewer_tokens(tokens)
     try:
-        shorter = captures(shortened(batch, tokens, fewer), size)
+        shorter = _shorter(captures, batch, size, tokens, fewer)
     except (CaptureError, RefusedError) as error:
         return TokenRefusal(
             f"the model cannot be captured with sequences of {fewer} tokens",
@@ -118,13 +118,25 @@ def fewer_tokens(tokens: int) -> int:
     return tokens - 3 if tokens > 6 else tokens - 1
 
 
-def shortened(batch: Batch, tokens: int, fewer: int) -> Batch:
-    """The first `fewer` tokens of each sequence: along axis 1 of what has rows, and axis 2 of masks for every two."""
+def _shorter(captures: CaptureCache, batch: Batch, size: Size, tokens: int, fewer: int) -> Captured:
+    """The capture of shorter sequences; features that happen to have the size of a sequence stay whole."""
+    try:
+        return captures(shortened(batch, tokens, fewer), size)
+    except (CaptureError, RefusedError):
+        if not any(tensor.shape[1:].count(tokens) > 1 for tensor, split in batch.tensors_and_splits() if split):
+            raise
+        return captures(shortened(batch, tokens, fewer, once=True), size)
+
+
+def shortened(batch: Batch, tokens: int, fewer: int, *, once: bool = False) -> Batch:
+    """The first `fewer` tokens of each sequence: along axis 1 of what has rows, and axis 2 of masks for every two.
+
+    once: of a floating point tensor along the first such axis alone."""
 
     def cut(tensor: torch.Tensor, split: bool) -> torch.Tensor:
-        for axis in range(1 if split else 0, tensor.dim()):
-            if tensor.shape[axis] == tokens:
-                tensor = tensor.narrow(axis, 0, fewer)
+        axes = [axis for axis in range(1 if split else 0, tensor.dim()) if tensor.shape[axis] == tokens]
+        for axis in axes[:1] if once and tensor.is_floating_point() else axes:
+            tensor = tensor.narrow(axis, 0, fewer)
         return tensor.clone()
 
     return batch.changed(cut, batch.rows)

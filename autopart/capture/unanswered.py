@@ -26,7 +26,7 @@ class Unanswered:
                 "the model's Python control flow depends on the data of a tensor",
                 where=self.where,
                 why=f"which way it goes depends on {self.source}, which every step changes",
-                fix=flow_fix(model),
+                fix=flow_fix(model, random=self.source.startswith("random numbers")),
             )
         return CaptureError(
             f"forward() reads a number out of a tensor ({self.op.removeprefix('aten.').split('.')[0]})",
@@ -43,16 +43,26 @@ def is_data_dependent(error: Exception) -> bool:
     return "data-dependent" in str(error) or "DataDependent" in name or "DynamicOutputShape" in name
 
 
-def flow_fix(model: nn.Module) -> str:
-    """What can be done where Python control flow depends on tensors; experts only for models that have them."""
-    fix = "use torch.where instead of `if`; for layer drop set its probability to 0"
-    return fix + _EXPERTS if _has_experts(model) else fix
+def flow_fix(model: nn.Module, *, random: bool) -> str:
+    """What can be done where an `if` of forward() depends on tensors.  random: on numbers that forward() draws."""
+    if random:
+        return "use torch.where instead of `if`; for layer drop set its probability to 0"
+    return "use torch.where instead of `if`" + _experts_fix(model)
 
 
-_EXPERTS = '; for mixture-of-experts models call model.set_experts_implementation("grouped_mm")'
+SIZE_FIX = (
+    "use operations with fixed shapes: torch.where, or a product with the mask, instead of boolean indexing or "
+    "nonzero; a loop over experts: each on all tokens, times its routing weight"
+)
 
 
-def _has_experts(model: nn.Module) -> bool:
-    """Whether the implementation of its experts can be chosen, as transformers lets some models do."""
+def size_fix(model: nn.Module) -> str:
+    """What can be done where sizes depend on the numbers in a tensor."""
+    return SIZE_FIX + _experts_fix(model)
+
+
+def _experts_fix(model: nn.Module) -> str:
+    """For a model whose implementation of experts can be chosen, as transformers lets some models do."""
     supports = getattr(model, "_can_set_experts_implementation", None)
-    return callable(getattr(model, "set_experts_implementation", None)) and (not callable(supports) or bool(supports()))
+    chosen = callable(getattr(model, "set_experts_implementation", None)) and (not callable(supports) or supports())
+    return '; here: call model.set_experts_implementation("grouped_mm")' if chosen else ""

@@ -36,6 +36,9 @@ _RULES: dict[str, Rule] = {**MOVE_RULES, **PLACE_RULES, **dict.fromkeys(("div", 
 _SIZES = {"size", "shape", "repeats", "end", "start", "length", "split_size", "split_sizes", "sizes", "dims"}
 """Arguments that are sizes: where they change with the rows, so does a shape, and shapes are checked."""
 
+CHANGED_BUFFER = "which every micro-batch changes for the next"
+DIVIDES_BY_NONE = "what it divides need not be 0 in a micro-batch where it divides by 0"
+
 
 def analyse(graph: Graph, other: Graph, proven: frozenset[str] = frozenset()) -> dict[str, Placement]:
     """The placement of every value.  O(ops)."""
@@ -70,7 +73,7 @@ class Analysis:
                 why = "a constant may hold a number that depends on the batch size"
                 self._given[param.name] = Placement(UNPROVEN, why=why)
         for buffer, _ in graph.updates:
-            why = f"it reads buffer {buffer}, which every micro-batch changes for the next"
+            why = f"it reads buffer {buffer}, {CHANGED_BUFFER}"
             self._given[buffer] = Placement(COUPLED, why=why)
         self._constants = {p.name for p in graph.params if p.kind == "constant"} - {b for b, _ in graph.updates}
         self._last: list[tuple[list[Placement], list[Placement]]] = [([], [])] * len(graph.ops)
@@ -98,7 +101,7 @@ class Analysis:
             return placement
         if self._masks.empty_with(above[1:], below[1:]) or self._masks.count_behind(above[1:], below[1:]):
             return placement
-        return Placement(COUPLED, why="what it divides need not be 0 in a micro-batch where it divides by 0")
+        return Placement(COUPLED, why=DIVIDES_BY_NONE)
 
     def _whole(self, name: str, placement: Placement) -> Placement:
         if name not in self._given_whole or placement.tag != PARTIAL:
@@ -157,6 +160,8 @@ def _masked_mean(context: OpContext, masks: Masks) -> list[Placement] | None:
 def _placements_of(context: OpContext) -> list[Placement]:
     """Placements of the results of one op."""
     count = len(context.op.writes)
+    if context.name == "mul" and 0 in (context.arg("self"), context.arg("other")) and not context.out.shape:
+        return [Placement(REPLICATE, zero=True)]  # a term of the loss that is switched off
     operands = [context.placement(ref) for ref in context.tensors()]
     if context.row.family != CREATION:
         worst = [p for tag in (COUPLED, UNPROVEN) for p in operands if p.tag == tag]

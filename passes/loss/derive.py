@@ -20,14 +20,39 @@ from dataclasses import replace
 
 from autopart.ir.errors import CoupledLossError, LossError, UsageError
 from autopart.ir.graph import Adjusted, Graph, LossReduction, Op
-from autopart.passes.loss.analysis import Analysis
+from autopart.passes.loss.analysis import CHANGED_BUFFER, DIVIDES_BY_NONE, Analysis
 from autopart.passes.loss.batch_numbers import numbers_of_inputs
 from autopart.passes.loss.terms import Misread, summands
-from autopart.passes.ops.placement import CONSTANT, COUPLED, PARTIAL, REPLICATE, TERMS, UNPROVEN, Count, Placement
+from autopart.passes.ops.placement import (
+    CONSTANT,
+    COUPLED,
+    PARTIAL,
+    REPLICATE,
+    SHARD,
+    TERMS,
+    UNPROVEN,
+    Count,
+    Placement,
+)
 from autopart.passes.ops.table import op_name
 
 _ONE = "use micro_batches=1, or write the loss as a mean or a sum over rows, or over tokens"
-_STATE = 'say whether the loss is a mean or a sum over rows: loss_reduction="mean" or "sum"; or use micro_batches=1'
+_STATE = (
+    'say how the loss of the batch combines: loss_reduction="mean" or "sum" over rows, or "token-mean" over labels '
+    "that are not ignored, which is then tried on numbers; or use micro_batches=1"
+)
+_FIXES = (
+    (
+        CHANGED_BUFFER,
+        "use micro_batches=1; or read the buffer before forward() changes it, and change it after the step",
+    ),
+    (
+        DIVIDES_BY_NONE,
+        "use micro_batches=1; or multiply what is summed by the very mask whose sum divides it (the loss that balances "
+        "the routes of a mixture of experts is a product of two means over all tokens: leave it out of the loss)",
+    ),
+)
+"""What helps where this is part of the reason."""
 _OTHERWISE = (
     "use micro_batches=1; or compute it with other operations, of which autopart knows what they do to rows (for an op "
     "of your own: autopart.register_op)"
@@ -39,11 +64,20 @@ class UnprovenRows(Exception):
 
     names: values to test numerically (and lifted constants to compare between the captures); values that pass go into
     `proven` of the next call.  where: the first op that no rule knows.  stateable: whether rows stay apart up to the
-    loss function, so that the user may say how it combines.  refusal: what to raise when the test fails.
+    loss function, so that the user may say how it combines.  stated: what the user's statement may mean, the first that
+    numbers confirm is right; empty where nothing is stated.  refusal: what to raise when the test fails.
     """
 
-    def __init__(self, names: frozenset[str], where: str, why: str, *, stateable: bool = False) -> None:
-        self.names, self.where, self.why, self.stateable = names, where, why, stateable
+    def __init__(
+        self,
+        names: frozenset[str],
+        where: str,
+        why: str,
+        *,
+        stateable: bool = False,
+        stated: tuple[LossReduction, ...] | None = None,
+    ) -> None:
+        self.names, self.where, self.why, self.stateable, self.stated = names, where, why, stateable, stated
         super().__init__(f"{where}: {why}")
 
     @property
@@ -64,8 +98,8 @@ def derive_loss_weight(
 
     graph: with rows marked (`capture.rows.mark_rows`); other: the same model at another number of rows.  proven: values
     that a numeric test showed to be slices of the whole batch's, and constants equal in both captures.  stated: what
-    the user says about the loss, "mean", "sum" or "token-mean": believed where the loss function is opaque, else it
-    must agree.
+    the user says about the loss, "mean", "sum" or "token-mean": it must agree with what is derived, and has to be
+    confirmed by numbers where the loss function is opaque (`UnprovenRows.stated`).
 
     Raises CoupledLossError, LossError, UsageError (contradiction) and UnprovenRows.  O(ops).
     """
@@ -93,10 +127,13 @@ def _derived(analysis: Analysis, proven: frozenset[str], stated: str | None) -> 
     found, strict = placements[loss], strictly[loss]
     if found.tag == UNPROVEN:
         names = _to_test(graph, placements, loss)
-        if not names and stated in _STATED and not analysis.of_batch:
-            return _STATED[stated]
+        opaque = not names and not analysis.of_batch
         raise UnprovenRows(
-            names | _open_constants(graph, strictly), where_of(graph, found.op), found.why, stateable=not names
+            names | _open_constants(graph, strictly),
+            where_of(graph, found.op),
+            found.why,
+            stateable=not names,
+            stated=_meanings(graph, placements, found.op, stated) if opaque and stated is not None else None,
         )
     if found.tag == COUPLED:
         raise _refusal(graph, found.op, found.why)
@@ -113,7 +150,26 @@ def _derived(analysis: Analysis, proven: frozenset[str], stated: str | None) -> 
     return reduction
 
 
-_STATED = {"mean": LossReduction("rows"), "sum": LossReduction("sum")}
+def _meanings(graph: Graph, placements: Mapping[str, Placement], op: str, stated: str) -> tuple[LossReduction, ...]:
+    """What a statement about an opaque loss may mean.  A mean may be one over labels that are not ignored: over class
+    numbers that the opaque op reads, without -100 or a number that is an argument of the op.  That comes first, since
+    where nothing is ignored it is the mean over rows too."""
+    if stated == "sum":
+        return (LossReduction("sum"),)
+    loss_op = graph.op_map()[op]
+    numbers = [value for _, value in loss_op.attrs if type(value) is int and value != -100]
+    ignored = [*sorted(number for number in numbers if number < 0), -100, *(n for n in numbers if n >= 0)]
+    values = graph.value_map()
+    labels = [
+        name
+        for name in loss_op.reads
+        if values[name].dtype.startswith("int")
+        and placements[name].tag == SHARD
+        and placements[name].plain
+        and not count_problem(graph, Count(name))
+    ]
+    counts = tuple(LossReduction("tokens", name, ignore) for name in labels for ignore in dict.fromkeys(ignored))
+    return counts if stated == "token-mean" else (*counts, LossReduction("rows"))
 
 
 def _weight(graph: Graph, found: Placement, op: str) -> LossReduction:
@@ -240,25 +296,25 @@ def unproven_sources(graph: Graph, placements: dict[str, Placement], loss: str) 
 
 
 def _refusal(graph: Graph, op: str, why: str) -> CoupledLossError:
+    fix = next((fix for said, fix in _FIXES if said in why), _ONE)
     return CoupledLossError(
         "the loss of the whole batch is not a combination of the losses of micro-batches",
         where=where_of(graph, op),
         why=why,
-        fix=_ONE,
+        fix=fix,
     )
 
 
 def where_of(graph: Graph, name: str) -> str:
-    """An op in words: what it is, in which module, at which line of the user's."""
+    """An op in words: what it is, in which module, at which line of the user's; of an op that has no place of its own
+    the place of what it reads, or of the next op that has one."""
     ops, writer = graph.op_map(), graph.writer()
     op: Op | None = ops.get(name)
     if op is None:
         return name
     while not op.where and not op.module and op.reads and op.reads[0] in writer:  # ours: the user's is before it
         op = ops[writer[op.reads[0]]]
-    parts: Iterable[str] = (
-        op_name(op.target),
-        f"in module {op.module}" if op.module else "",
-        f"at {op.where}" if op.where else "",
-    )
+    behind = graph.ops[graph.ops.index(op) :] if not op.where else ()
+    line = f"at {op.where}" if op.where else next((f"before {other.where}" for other in behind if other.where), "")
+    parts: Iterable[str] = (op_name(op.target), f"in module {op.module}" if op.module else "", line)
     return " ".join(part for part in parts if part)

@@ -226,7 +226,8 @@ def _creations() -> Iterator[OpRow]:
     def create(names: str, **columns: Any) -> Iterator[OpRow]:
         return _rows(names, CREATION, saves="nothing", flops="none", **columns)
 
-    yield from create("rand randn rand_like randn_like", stand_in=0.5)
+    yield from create("rand randn rand_like randn_like normal_functional", stand_in=0.5)
+    yield from create("exponential geometric cauchy log_normal uniform", stand_in=0.5)
     yield from create("""
         arange zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like
         scalar_tensor linspace eye tril_indices triu_indices randint randint_like randperm""")

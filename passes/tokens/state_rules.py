@@ -39,9 +39,13 @@ def pad(op: TokenOp, causality: Causality, guards: list[Guard]) -> Found:
             raise Refused("it pads what is no value for each token")
         return op.found(form, (form,))
     constant = op.arg("mode", "constant") == "constant"
-    if layout is None or form.keys is not None or form.halo or not _plain(layout) or not constant or layout.short:
+    if layout is None or form.keys is not None or form.halo or not _plain(layout) or not constant:
         raise Refused("it pads tokens")
     before, after = amounts[2 * (ndim - 1 - layout.axis) :][:2]
+    if layout.short:  # pad(x[:, :-n], n in front): every token sees the n-th before it
+        if (before, after) != (layout.short, 0) or op.differing():
+            raise Refused("it pads tokens of which the last ones are cut off")
+        return op.found(Form(queries=replace(layout, short=0)), (replace(form, halo=before),), SHIFT, before)
     if before < 1 or after not in (0, -before) or op.differing():
         raise Refused("it pads tokens behind the last one" if before < 1 or after > 0 else "it pads tokens")
     found = form if after else replace(form, halo=before)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.causal_zoo import CAUSAL
 from support.sliced import CPU, analysed, future_shows, inputs_of, run_sliced, unsliced, worst_error
-from support.token_models import SEQ, Model, token_batch, tril_softmax
+from support.token_models import SEQ, VOCAB, Model, token_batch, tril_softmax
 from support.token_models import _heads as heads
 from support.token_models import _joined as joined
 from support.zoo import CASES
@@ -58,6 +58,27 @@ def test_lengths_that_do_not_make_up_the_sequence_are_refused():
     assert isinstance(found.recipe, Recipe) and found.recipe.tokens == SEQ
     with pytest.raises(UsageError, match="7, 4 tokens do not make up a sequence of 12"):
         run_sliced(found, inputs_of(found), (7, 4))
+
+
+class _Features(torch.nn.Module):
+    """Reads vectors of as many numbers as there are tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(SEQ, VOCAB)
+
+    def forward(self, vectors, labels):
+        return F.cross_entropy(self.layer(vectors).flatten(0, 1), labels.flatten())
+
+
+def test_vectors_with_as_many_features_as_tokens_are_cut_along_the_tokens_alone():
+    batch = {"vectors": torch.randn(2, SEQ, SEQ), "labels": token_batch()["labels"]}
+    found = analysed(_Features().double(), {**batch, "vectors": batch["vectors"].double()})
+    inputs = inputs_of(found)
+    expected_loss, expected = unsliced(found, inputs)
+    loss, gradients = run_sliced(found, inputs, (7, 5))
+    torch.testing.assert_close(loss, expected_loss)
+    assert worst_error(gradients, expected) <= 1e-10
 
 
 def test_casts_of_parameters_are_given_to_every_slice_and_received_from_no_stage():

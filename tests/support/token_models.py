@@ -95,6 +95,10 @@ def shift_by_slice(x, model):
     return x * model.mix + F.pad(x, (0, 0, 1, 0))[:, :-1]
 
 
+def shift_by_padding_the_rest(x, model):
+    return x * model.mix + F.pad(x[:, :-2], (0, 0, 2, 0))
+
+
 def running_mean(x, model):
     counts = torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
     return x.cumsum(1) / counts * model.mix
@@ -131,7 +135,8 @@ CAUSAL = {
     f.__name__: f
     for f in (
         tril_softmax, is_causal, einsum_attention, linear_attention, causal_convolution, padded_convolution,
-        shift_by_padding, shift_by_cat, shift_by_slice, running_mean, mixing_weights, forgetting,
+        shift_by_padding, shift_by_cat, shift_by_slice, shift_by_padding_the_rest, running_mean,
+        mixing_weights, forgetting,
     )
 }  # fmt: skip
 MASKED = {f.__name__: f for f in (with_padding, packed)}

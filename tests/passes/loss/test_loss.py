@@ -93,15 +93,17 @@ def opaque(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(renamed))
 
 
-def test_an_unknown_op_is_not_guessed_and_a_stated_reduction_is_believed_of_an_opaque_loss() -> None:
+def test_an_unknown_op_is_not_guessed_and_what_is_stated_of_an_opaque_loss_has_to_be_tried() -> None:
     bench = Bench([lambda s, x, y, t, m: (y * s.w).mean(), lambda s, x, y, t, m: (y * s.w).sum()], data())
     first, second = (opaque(c.graph) for c in bench.captures)
     graph, other = (replace(g, outputs=(bench.names[0],)) for g in (mark_rows(first, second), second))
     with pytest.raises(UnprovenRows, match="no rule") as error:
         derive_loss_weight(graph, other)
     assert not error.value.names and "loss_reduction" in error.value.refusal.fix
-    assert derive_loss_weight(graph, other, stated="mean") == LossReduction("rows")
-    assert derive_loss_weight(graph, other, stated="sum") == LossReduction("sum")
+    for stated, meanings in (("mean", ("rows",)), ("sum", ("sum",)), ("token-mean", ())):
+        with pytest.raises(UnprovenRows) as error:
+            derive_loss_weight(graph, other, stated=stated)
+        assert error.value.stated == tuple(map(LossReduction, meanings))
 
 
 class Counting(nn.Module):

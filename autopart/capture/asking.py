@@ -53,6 +53,7 @@ class Asker:
         self._provenance: Provenance | None = None
         self._unanswered: Unanswered | None = None
         self.wants_whole = False
+        self.constants_asked = False
         self._selections = Selections()
         self.sizes = Sizes(self._ask_tensor, rows, lambda: place_of_caller(model), whole=self._whole)
 
@@ -169,6 +170,7 @@ class Asker:
         """The answer to a question.  Raises WholeBatchAsked, RefusedError, BatchError."""
         question = Question(steps, read, tuple(args), op, where)
         if not question.inputs:
+            self.constants_asked = True
             with _really():
                 return self._reader.answer(question)  # constants: no batch changes them
         place = len(self._asked)

@@ -27,8 +27,8 @@ from autopart.capture.batch import Batch, unflatten
 from autopart.capture.checkpointing import unchecked
 from autopart.capture.foreign import OwnParametersOnly
 from autopart.capture.guards import tracing
-from autopart.capture.module_state import assignments, check_replaced
-from autopart.capture.observed import Observed, observing
+from autopart.capture.module_state import assignments
+from autopart.capture.observed import Observed, check_kept, observing
 from autopart.capture.questions import WholeBatchAsked
 from autopart.capture.randomness import no_random_numbers
 from autopart.capture.source_location import user_place
@@ -58,7 +58,6 @@ class _Sink:
     asker: Asker | None = None
 
     def __init__(self) -> None:
-        self.replaced: dict[str, torch.Tensor | None] = {}
         self.observed = Observed()
 
 
@@ -97,11 +96,6 @@ class Wrapper(nn.Module):
         """What forward() and the loss function read of their modules' attributes while they were traced."""
         return self._sink.observed
 
-    @property
-    def replaced(self) -> Mapping[str, torch.Tensor | None]:
-        """Tensor attributes that forward() assigned while it was traced, with what they were before."""
-        return self._sink.replaced
-
     def forward(self, *tensors: torch.Tensor) -> Any:
         queue = iter(tensors)
         leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in self._batch.leaves)
@@ -111,20 +105,23 @@ class Wrapper(nn.Module):
             self._sink.asker.begin()
         with (
             no_random_numbers(),
-            observing(self._watched, functions, self._sink.observed) as noted,
+            observing(self._watched, functions, self._sink.observed, self._constants_asked) as noted,
             OwnParametersOnly(),
             self._autocast.region() if self._autocast is not None else contextlib.nullcontext(),
         ):
-            with assignments(self.model, self._sink.replaced), noted():
+            with assignments(self.model), noted():
                 result = self.model(*args, **kwargs)
             if self._wants_outputs:
                 return self._outputs_of(result)
             if isinstance(self.loss_fn, nn.Module):
-                with assignments(self.loss_fn, self._sink.replaced), noted():
+                with assignments(self.loss_fn), noted():
                     return self._wide(scalar(self.loss_fn(result, target), "loss_fn"))
             with noted():
                 found = loss_of(result) if self.loss_fn is None else scalar(self.loss_fn(result, target), "loss_fn")
                 return self._wide(found)
+
+    def _constants_asked(self) -> bool:
+        return self._sink.asker is not None and self._sink.asker.constants_asked
 
     def _wide(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss, under fp16 in fp32: its scaled gradient would be infinite."""
@@ -199,7 +196,7 @@ def export(wrapper: Wrapper, batch: Batch, asker: Asker) -> ExportedProgram:
         with tracing(wrapper.model), unchecked(), uncompiled(), answering(asker):
             program = torch.export.export(wrapper, batch.tensors, strict=False)
         asker.end()
-        check_replaced(wrapper.replaced, (t for t in program.constants.values() if isinstance(t, torch.Tensor)))
+        check_kept(wrapper.observed, program.constants)
         return program
     except AutopartError as error:
         raise error.with_traceback(None) from None  # a stack through torch.export helps nobody

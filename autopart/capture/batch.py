@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from autopart.capture.fingerprint import text_of
 from autopart.capture.questions import Answer
 from autopart.ir.errors import BatchError
 
@@ -100,7 +101,7 @@ class Batch:
 
 def _leaf_signature(leaf: Any, split: bool) -> tuple[Any, ...]:
     if not isinstance(leaf, torch.Tensor):
-        return ("value", type(leaf).__name__, repr(leaf))
+        return ("value", type(leaf).__name__, text_of(leaf))
     return ("split" if split else "whole", tuple(leaf.shape[1:] if split else leaf.shape), str(leaf.dtype))
 
 

@@ -23,6 +23,7 @@ from autopart.ir.plan import Precision
 from autopart.ir.size import Size
 
 _KEEP = 32  # captures; a batch of a new shape every step must not fill the memory
+_NAMED = 3  # changes that a message names
 _MANY = 8  # captures of one kind of batch that differ in what the model's Python reads from the batch
 
 
@@ -30,7 +31,8 @@ class CaptureCache:
     """Captures of `model` as it stands; `refresh` says whether they still are of it.
 
     autocast: that the model and its loss run in (`run_in`).  trained: the model, and a loss function that has
-    parameters.  version: a digest of every change that was seen, equal on ranks whose models changed alike.
+    parameters.  version: a digest of every change that was seen, equal on ranks whose models changed alike, and
+    the last changes in words.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None = None) -> None:
@@ -127,7 +129,8 @@ class CaptureCache:
             self._observed = Observed()
             self._flags = {}
             self._watches.clear()
-            self.version = hashlib.blake2b("\n".join([self.version, *changes]).encode(), digest_size=8).hexdigest()
+            digest = hashlib.blake2b("\n".join([self.version, *changes]).encode(), digest_size=8).hexdigest()
+            self.version = f"{digest} {', '.join(changes[:_NAMED])}"
         return changes
 
     def check_tensors(self) -> None:

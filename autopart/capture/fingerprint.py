@@ -122,11 +122,12 @@ def is_followed(value: Any) -> bool:
     """Tell whether the attribute reads of an object can be intercepted while forward() runs."""
     if isinstance(value, (*_BY_IDENTITY, *_VALUES, *_CONTAINERS, random.Random)):
         return isinstance(value, nn.Module)
-    return _followed_kind(type(value))
+    kind: Any = type(value)
+    return _followed_kind(kind)
 
 
 @functools.lru_cache(4096)
-def _followed_kind(kind: type) -> bool:
+def _followed_kind(kind: Any) -> bool:
     if not kind.__flags__ & _HEAP or kind.__flags__ & _IMMUTABLE or type(kind).__name__ == "pybind11_type":
         return False
     home = str(kind.__module__)
@@ -202,6 +203,12 @@ def _state(value: Any) -> Any:
     if isinstance(value, bytearray):
         return bytes(value)
     return None
+
+
+def text_of(value: Any) -> str:
+    """Give a value of a batch as text; a number or text of a class may print as it likes."""
+    base: Any = next((base for base in _VALUES if isinstance(value, base)), type(value))
+    return str(base.__repr__(value))
 
 
 def described(value: Any) -> str:

@@ -79,8 +79,8 @@ class Observer:
         tracer = threading.get_ident()
         with contextlib.ExitStack() as patches, _Numbers(self._constants, self._observed.numbers):
             patched: set[type] = set()
-            self._follow = functools.partial(self._patched, patches, patched, tracer)
             self._followed = 0
+            self._follow: Callable[[], None] = lambda: self._patched(patches, patched, tracer)
             self._follow()
             yield
 
@@ -93,7 +93,9 @@ class Observer:
             if reading.changed():
                 self._judge(reading)
         for (place, name), owner in self._written.items():
-            if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((attributes_of(owner) or {}).get(name))):
+            if any(
+                isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((attributes_of(owner) or {}).get(name))
+            ):
                 self._observed.kept[_joined(self._around.objects[place][1], name)] = None
         self._observed.readings.update(self._around.found)
 
@@ -134,9 +136,9 @@ class Observer:
 
         def write(thing: Any, name: str, value: Any) -> None:
             key = (id(thing), name)
-            if threading.get_ident() == tracer and key not in self._noted and key[0] in self._around.objects:
-                if not _is_torchs_own(thing, name):
-                    self._written[key] = thing
+            new = key not in self._noted and key[0] in self._around.objects
+            if new and threading.get_ident() == tracer and not _is_torchs_own(thing, name):
+                self._written[key] = thing
             assign(thing, name, value)
 
         return [("__getattribute__", read), ("__setattr__", write)]
@@ -222,7 +224,7 @@ class _Numbers(TorchFunctionMode):
     `constants` all of them, `read` those of which a Python number was read."""
 
     def __init__(self, constants: dict[int, torch.Tensor], read: dict[int, torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._constants, self._read = constants, read
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -235,8 +237,8 @@ class _Numbers(TorchFunctionMode):
 
 
 _READS_NUMBERS = frozenset((
-    "item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__", "__contains__",
-    "is_nonzero", "equal", "allclose", "tensor", "__repr__", "__format__",
+    "item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__",
+    "__contains__", "is_nonzero", "equal", "allclose", "tensor", "__repr__", "__format__",
 ))  # fmt: skip
 
 

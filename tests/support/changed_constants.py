@@ -171,6 +171,15 @@ def _attribute(name: str, to: Any) -> Callable[[Any], Any]:
     return inside(lambda value: setattr(value, name, to))
 
 
+def other_code() -> types.CodeType:
+    level = 0.0
+
+    def read(default: float = 1.0, *, named: float = 1.0) -> float:
+        return level + default + named
+
+    return read.__code__
+
+
 def scalar() -> torch.Tensor:
     return torch.tensor(0.5)
 
@@ -221,8 +230,7 @@ VALUES: dict[str, Value] = {
     "closure": Value(closed, lambda v: v(), inside(_cell)),
     "defaults": Value(closed, lambda v: v(), _attribute("__defaults__", (0.25,))),
     "keyword defaults": Value(closed, lambda v: v(), inside(lambda v: v.__kwdefaults__.update(named=0.25))),
-    "code": Value(closed, lambda v: v(), _attribute("__code__", (lambda: lambda level: (lambda *a, named=1.0: level))()(
-        0).__code__)),
+    "code": Value(closed, lambda v: v(), _attribute("__code__", other_code())),
     "partial": Value(
         lambda: functools.partial(number, {"alpha": 0.5}), lambda v: v()["alpha"],
         inside(lambda v: v.args[0].update(alpha=0.25)),
@@ -235,7 +243,9 @@ VALUES: dict[str, Value] = {
     "tensor of another shape": Value(scalar, lambda v: v.sum(), lambda _: torch.tensor([0.25, 1.0])),
     "tensor filled": Value(scalar, number, inside(lambda v: v.fill_(0.25))),
     "tensor becomes a float": Value(scalar, number, lambda _: 0.25),
-    "tensor in a list": Value(lambda: [scalar()], lambda v: v[0], inside(lambda v: v.__setitem__(0, torch.tensor(0.25)))),
+    "tensor in a list": Value(
+        lambda: [scalar()], lambda v: v[0], inside(lambda v: v.__setitem__(0, torch.tensor(0.25)))
+    ),
     "number of a tensor": Value(scalar, float, inside(lambda v: v.fill_(0.25))),
     "item of a tensor": Value(scalar, lambda v: v.item(), inside(lambda v: v.fill_(0.25))),
     "item of its data": Value(scalar, lambda v: v.item(), inside(lambda v: v.data.fill_(0.25))),
@@ -366,7 +376,7 @@ class Case:
 
 def _setting(home: Any, value: Value) -> Callable[[], None]:
     def change() -> None:
-        setattr(home, "value", value.change(home.value))
+        home.value = value.change(home.value)
 
     return change
 

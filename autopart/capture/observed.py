@@ -125,7 +125,8 @@ class Observer:
                         patches.callback(_put_back, kind, name, before)
 
     def _replacements(self, kind: type, tracer: int) -> list[tuple[str, Callable[..., Any]]]:
-        look_up, assign = kind.__getattribute__, kind.__setattr__
+        look_up: Any = kind.__getattribute__
+        assign: Any = kind.__setattr__
 
         def read(thing: Any, name: str) -> Any:
             try:

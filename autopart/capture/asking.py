@@ -7,11 +7,9 @@ is computed from the real batch, and noted (`questions`); where it depends on pa
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -53,6 +51,7 @@ class Asker:
         self._provenance: Provenance | None = None
         self._unanswered: Unanswered | None = None
         self.wants_whole = False
+        self.constants_asked = False
         self._selections = Selections()
         self.sizes = Sizes(self._ask_tensor, rows, lambda: place_of_caller(model), whole=self._whole)
 
@@ -169,6 +168,7 @@ class Asker:
         """The answer to a question.  Raises WholeBatchAsked, RefusedError, BatchError."""
         question = Question(steps, read, tuple(args), op, where)
         if not question.inputs:
+            self.constants_asked = True
             with _really():
                 return self._reader.answer(question)  # constants: no batch changes them
         place = len(self._asked)
@@ -241,30 +241,21 @@ def _is_flag(func: Any, args: Any) -> bool:
     return func not in (_aten.item.default, _aten._local_scalar_dense.default) or asked[0].dtype is torch.bool
 
 
-@contextlib.contextmanager
-def answering(asker: Asker) -> Iterator[None]:
-    """While a model is traced, what it asks is answered.  On this thread alone; one thread at a time."""
-    tracer_thread = threading.get_ident()
+def replacements(asker: Asker) -> dict[str, Any]:
+    """Patches for a trace: what the model asks is answered."""
     plain_call, plain_list, plain_tensor = proxy_tensor.proxy_call, FakeTensor.tolist, torch.tensor
 
     def call(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
-        if threading.get_ident() != tracer_thread:
-            return plain_call(mode, func, pre_dispatch, args, kwargs)
         return asker.traced(mode, func, args, kwargs, partial(plain_call, mode, func, pre_dispatch))
 
     def tolist(self: FakeTensor) -> Any:
-        mode = proxy_tensor.get_proxy_mode() if threading.get_ident() == tracer_thread else None
+        mode = proxy_tensor.get_proxy_mode()
         numbers = asker.sizes.numbers(mode, self) if mode is not None else None
         return plain_list(self) if numbers is None else numbers
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if threading.get_ident() == tracer_thread and isinstance(data, (list, tuple)):
+        if isinstance(data, (list, tuple)):
             data = pytree.tree_map_only(FakeTensor, tolist, data)  # what torch does with real ones
         return plain_tensor(data, *args, **kwargs)
 
-    with (
-        mock.patch.object(proxy_tensor, "proxy_call", call),
-        mock.patch.object(FakeTensor, "tolist", tolist),
-        mock.patch.object(torch, "tensor", tensor),
-    ):
-        yield
+    return {"proxy_call": call, "FakeTensor.tolist": tolist, "torch.tensor": tensor}

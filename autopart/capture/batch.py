@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from autopart.capture.fingerprint import text_of
 from autopart.capture.questions import Answer
 from autopart.ir.errors import BatchError
 
@@ -101,7 +102,7 @@ class Batch:
 
 def _leaf_signature(leaf: Any, split: bool) -> tuple[Any, ...]:
     if not isinstance(leaf, torch.Tensor):
-        return ("value", type(leaf).__name__, repr(leaf))
+        return ("value", type(leaf).__name__, text_of(leaf))
     return ("split" if split else "whole", tuple(leaf.shape[1:] if split else leaf.shape), str(leaf.dtype))
 
 

@@ -14,7 +14,7 @@ from autopart.capture.batch import Batch
 from autopart.capture.capture import Captured, capture
 from autopart.capture.export import LossFn
 from autopart.capture.guards import CaptureWarning, check_model
-from autopart.capture.observed import Asked
+from autopart.capture.observed import Observed
 from autopart.capture.questions import Questions
 from autopart.capture.trained import Trained
 from autopart.capture.watch import Watch, check_tensors, tensors_of
@@ -23,6 +23,7 @@ from autopart.ir.plan import Precision
 from autopart.ir.size import Size
 
 _KEEP = 32  # captures; a batch of a new shape every step must not fill the memory
+_NAMED = 3  # changes that a message names
 _MANY = 8  # captures of one kind of batch that differ in what the model's Python reads from the batch
 
 
@@ -30,7 +31,8 @@ class CaptureCache:
     """Captures of `model` as it stands; `refresh` says whether they still are of it.
 
     autocast: that the model and its loss run in (`run_in`).  trained: the model, and a loss function that has
-    parameters.  version: a digest of every change that was seen, equal on ranks whose models changed alike.
+    parameters.  version: a digest of every change that was seen, equal on ranks whose models changed alike, and
+    the last changes in words.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None = None) -> None:
@@ -41,8 +43,7 @@ class CaptureCache:
         self.autocast: Autocast | None = None
         self.version = ""
         self._loss_fn = loss_fn
-        self._reads: set[tuple[nn.Module, str]] = set()
-        self._own_reads = Asked()
+        self._observed = Observed()
         self._flags: dict[nn.Module, bool] = {}
         self._watches: list[Watch] = []
         self._tensors: dict[str, tuple[str, torch.Tensor]] = {}
@@ -73,14 +74,12 @@ class CaptureCache:
             if captured.questions is not None:
                 key = (mode, size, self._noted(batch, mode, captured.questions).signature())
             self._made[key] = captured
-            self._reads.update(captured.observed.read)
-            self._own_reads.update(captured.observed.asked)
+            self._observed.update(captured.observed)
             if mode == "step":
                 self._flags = self._flags_read()
-            functions = [self._loss_fn] if self._loss_fn is not None else []
-            self._watches = [Watch(self.model, self._reads, self._own_reads.order, functions, self._flags)]
+            self._watches = [Watch(self.model, self._observed, self._flags)]
             if self.trained.loss_fn is not None:
-                self._watches.append(Watch(self.trained.loss_fn, (), self._own_reads.order, (), {}))
+                self._watches.append(Watch(self.trained.loss_fn, Observed(order=self._observed.order), {}))
             if len(self._made) > _KEEP:
                 del self._made[next(iter(self._made))]
         return self._made[key]
@@ -89,7 +88,7 @@ class CaptureCache:
         """In the order of the modules, which is the same on all ranks."""
         loss = self._loss_fn.modules() if isinstance(self._loss_fn, nn.Module) else ()
         return {
-            module: module.training for module in (*self.model.modules(), *loss) if module in self._own_reads.training
+            module: module.training for module in (*self.model.modules(), *loss) if module in self._observed.training
         }
 
     def judged(self, batch: Batch, mode: str = "step") -> Batch:
@@ -127,11 +126,11 @@ class CaptureCache:
         if changes:
             self._made.clear()
             self._asked.clear()
-            self._reads.clear()
-            self._own_reads = Asked()
+            self._observed = Observed()
             self._flags = {}
             self._watches.clear()
-            self.version = hashlib.blake2b("\n".join([self.version, *changes]).encode(), digest_size=8).hexdigest()
+            digest = hashlib.blake2b("\n".join([self.version, *changes]).encode(), digest_size=8).hexdigest()
+            self.version = f"{digest} {', '.join(changes[:_NAMED])}"
         return changes
 
     def check_tensors(self) -> None:

@@ -10,17 +10,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils import checkpoint
 
 from autopart.capture.guards import CaptureWarning
 from autopart.capture.source_location import user_line
@@ -42,15 +39,10 @@ def checkpointed(graph: fx.Graph) -> tuple[tuple[str, ...], ...]:
     return tuple(map(tuple, groups.values()))
 
 
-@contextlib.contextmanager
-def unchecked() -> Iterator[None]:
-    """While a model is traced: run what it checkpoints, and mark it, or warn once.  On this thread alone; one thread at
-    a time."""
-    tracer = threading.get_ident()
+def replacements() -> dict[str, Any]:
+    """Patches for a trace: what the model checkpoints runs and is marked, or is warned of once."""
     numbers = itertools.count()
     warned: list[bool] = []
-    reentrant: Any = checkpoint.CheckpointFunction.apply
-    generator = checkpoint._checkpoint_without_reentrant_generator
 
     def note() -> None:
         if not warned:
@@ -64,16 +56,12 @@ def unchecked() -> Iterator[None]:
             )
 
     def run(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        if threading.get_ident() != tracer:
-            return reentrant(function, preserve, *args)
         note()
         needed = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         with contextlib.nullcontext() if needed else torch.no_grad():
             return function(*args)
 
     def started(function: Any, preserve: Any, context_fn: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != tracer:
-            return generator(function, preserve, context_fn, *args, **kwargs)
         return marked(context_fn)
 
     def marked(context_fn: Callable[[], Any]) -> Iterator[None]:
@@ -86,8 +74,4 @@ def unchecked() -> Iterator[None]:
         for node in itertools.takewhile(lambda node: node is not before, reversed(nodes)):
             node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: number}
 
-    with (
-        mock.patch.object(checkpoint.CheckpointFunction, "apply", run),
-        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", started),
-    ):
-        yield
+    return {"CheckpointFunction.apply": lambda _, *args: run(*args), "checkpoint.generator": started}

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -21,14 +19,14 @@ from torch.export import ExportedProgram
 from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 
-from autopart.capture.asking import Asker, answering
+from autopart.capture import asking, checkpointing, guards, no_effect
+from autopart.capture.asking import Asker
 from autopart.capture.autocast import Autocast
 from autopart.capture.batch import Batch, unflatten
-from autopart.capture.checkpointing import unchecked
 from autopart.capture.foreign import OwnParametersOnly
-from autopart.capture.guards import tracing
-from autopart.capture.module_state import assignments, check_replaced
-from autopart.capture.observed import Observed, observing
+from autopart.capture.module_state import assignments
+from autopart.capture.observed import Observed, check_kept, observing
+from autopart.capture.patches import replaced
 from autopart.capture.questions import WholeBatchAsked
 from autopart.capture.randomness import no_random_numbers
 from autopart.capture.source_location import user_place
@@ -58,7 +56,6 @@ class _Sink:
     asker: Asker | None = None
 
     def __init__(self) -> None:
-        self.replaced: dict[str, torch.Tensor | None] = {}
         self.observed = Observed()
 
 
@@ -97,11 +94,6 @@ class Wrapper(nn.Module):
         """What forward() and the loss function read of their modules' attributes while they were traced."""
         return self._sink.observed
 
-    @property
-    def replaced(self) -> Mapping[str, torch.Tensor | None]:
-        """Tensor attributes that forward() assigned while it was traced, with what they were before."""
-        return self._sink.replaced
-
     def forward(self, *tensors: torch.Tensor) -> Any:
         queue = iter(tensors)
         leaves = tuple(next(queue) if isinstance(x, torch.Tensor) else x for x in self._batch.leaves)
@@ -111,20 +103,23 @@ class Wrapper(nn.Module):
             self._sink.asker.begin()
         with (
             no_random_numbers(),
-            observing(self._watched, functions, self._sink.observed) as noted,
+            observing(self._watched, functions, self._sink.observed, self._constants_asked) as noted,
             OwnParametersOnly(self._watched),
             self._autocast.region() if self._autocast is not None else contextlib.nullcontext(),
         ):
-            with assignments(self.model, self._sink.replaced), noted():
+            with assignments(self.model), noted():
                 result = self.model(*args, **kwargs)
             if self._wants_outputs:
                 return self._outputs_of(result)
             if isinstance(self.loss_fn, nn.Module):
-                with assignments(self.loss_fn, self._sink.replaced), noted():
+                with assignments(self.loss_fn), noted():
                     return self._wide(scalar(self.loss_fn(result, target), "loss_fn"))
             with noted():
                 found = loss_of(result) if self.loss_fn is None else scalar(self.loss_fn(result, target), "loss_fn")
                 return self._wide(found)
+
+    def _constants_asked(self) -> bool:
+        return self._sink.asker is not None and self._sink.asker.constants_asked
 
     def _wide(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss, under fp16 in fp32: its scaled gradient would be infinite."""
@@ -209,10 +204,12 @@ def export(wrapper: Wrapper, batch: Batch, asker: Asker) -> ExportedProgram:
         raise CaptureError("the batch holds no tensor", fix="pass the model's inputs as tensors")
     wrapper.answered_by(asker)
     try:
-        with tracing(wrapper.model), unchecked(), uncompiled(), answering(asker):
+        habits = (guards, no_effect, checkpointing)
+        patches = {key: patch for habit in habits for key, patch in habit.replacements().items()}
+        with replaced({**patches, **asking.replacements(asker)}), uncompiled():
             program = torch.export.export(wrapper, batch.tensors, strict=False)
         asker.end()
-        check_replaced(wrapper.replaced, (t for t in program.constants.values() if isinstance(t, torch.Tensor)))
+        check_kept(wrapper.observed, program.constants)
         return program
     except AutopartError as error:
         raise error.with_traceback(None) from None  # a stack through torch.export helps nobody
@@ -238,8 +235,6 @@ def explained(error: Exception, model: nn.Module) -> CaptureError:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """torch.export's own warnings concern its internals, not the user; its errors are told once, as ours."""
-    from torch.export import _trace
-
     logger = logging.getLogger("torch")
     level = logger.level
     with warnings.catch_warnings():
@@ -249,32 +244,27 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="The tensor attribute")  # `state` says it, or refuses
         logger.setLevel(logging.CRITICAL)
         try:
-            with mock.patch.object(_trace, "print", lambda *_, **__: None, create=True):
-                yield  # torch.export prints the half-made graph of what it could not trace
+            with replaced({"export.print": lambda *_, **__: None}):
+                yield
         finally:
             logger.setLevel(level)
 
 
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """Inside, a graph module becomes Python code only if it is called; export makes dozens that never are.
+def uncompiled() -> contextlib.AbstractContextManager[None]:
+    """Inside, graph modules are not compiled before they are called."""
+    return replaced({"GraphModule.recompile": _recompiled_later})
 
-    On this thread alone; one thread at a time.
-    """
-    compile_now = fx.GraphModule.recompile
-    tracer = threading.get_ident()
+
+_recompile = fx.GraphModule.recompile
+
+
+def _recompiled_later(module: fx.GraphModule) -> None:
+    """A graph module becomes Python code only if it is called; export makes dozens that never are."""
 
     def first_call(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        compile_now(self)
+        _recompile(self)
         return self(*args, **kwargs)
 
-    def later(self: fx.GraphModule) -> Any:
-        if threading.get_ident() != tracer:
-            return compile_now(self)
-        if isinstance(codegen := self._graph._codegen, _PyTreeCodeGen):
-            self._in_spec, self._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
-        type(self).forward = first_call
-        return None
-
-    with mock.patch.object(fx.GraphModule, "recompile", later):
-        yield
+    if isinstance(codegen := module._graph._codegen, _PyTreeCodeGen):
+        module._in_spec, module._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
+    type(module).forward = first_call

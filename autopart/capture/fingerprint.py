@@ -1,4 +1,9 @@
-"""What a Python value is, told so that a later change of it shows."""
+"""Tell what a Python value is, so that a later change of it shows.
+
+Numbers and texts are told by their value, tensors, modules and functions by their identity, containers by their
+entries.  An object whose attribute reads can be intercepted (`is_followed`) is told by its identity: what forward()
+read of it is watched by itself (`observed`).  Any other object is told by all the attributes that it holds.
+"""
 
 from __future__ import annotations
 
@@ -16,93 +21,91 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
+ABSENT = object()
+_VALUES = (float, complex, int, str, bytes)
+_PLAIN = frozenset((type(None), bool, *_VALUES, torch.dtype, torch.device))
 _BY_IDENTITY = (
-    torch.Tensor, nn.Module, Enum, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, logging.Filterer,
-    logging.LoggerAdapter,
+    torch.Tensor, nn.Module, Enum, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
+    logging.Filterer, logging.LoggerAdapter,
 )  # fmt: skip
-_MADE_ANEW = (tuple, set, frozenset, types.MethodType, functools.partial)
+_WRAPPERS = (types.MethodType, functools.partial, staticmethod, classmethod, property, functools.cached_property)
+_BY_CONTENT = (tuple, set, frozenset, *_WRAPPERS)
 _LISTED = (dict, list, tuple, set, frozenset, deque)
 _CONTAINERS = (Mapping, *_LISTED)
 _DEPTH = 6
 _MOST = 20_000
 """Entries of a container that are looked at; of a longer one its length and identity count."""
+_HEAP, _IMMUTABLE = 1 << 9, 1 << 8
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
+_STANDARD = sysconfig.get_path("stdlib")
 
 
 def is_plain(value: object) -> bool:
-    """True for numbers, texts and the like, and tuples of them, which are told by comparing them."""
-    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(is_plain, value)))
+    """Tell whether a value is a number, a text or the like, a class, or a tuple of them: it cannot change in place."""
+    return type(value) in _PLAIN or isinstance(value, type) or (type(value) is tuple and all(map(is_plain, value)))
 
 
-def fingerprint(value: Any) -> Any:
-    """Something hashable-free that compares equal as long as the value stays as it is.  O(entries).
-
-    Numbers and texts by their value; tensors, modules and functions by identity; containers, and objects that hold
-    attributes (a configuration), by what they hold.
-    """
-    return _fingerprint(value, _DEPTH, set())
-
-
-def _fingerprint(value: Any, depth: int, seen: set[int]) -> Any:
-    if isinstance(value, (float, complex)):
-        return (type(value), repr(value))  # 0.0 is not -0.0, and nan is nan
-    if type(value) is not tuple and is_plain(value):
-        return (type(value), value)
+def fingerprint(value: Any, depth: int = _DEPTH, seen: frozenset[int] = frozenset()) -> Any:
+    """Give something that compares equal as long as the value stays as it is.  O(entries)."""
+    kind = type(value)
+    if isinstance(value, (torch.dtype, torch.device)) or value is None:
+        return (kind, value)
+    if isinstance(value, _VALUES) and not isinstance(value, Enum):
+        base: Any = next(base for base in _VALUES if isinstance(value, base))
+        # 0.0 is not -0.0, and nan is nan; a subclass may print and compare as it likes
+        exact = base.__repr__(value) if base in (float, complex) else base.__getnewargs__(value)[0]
+        return (kind, exact, fingerprint(attributes_of(value), depth - 1, seen) if kind not in _PLAIN else None)
     if (state := _state(value)) is not None:
         return (id(value), state)
-    inner = _inner(value) if depth > 0 and id(value) not in seen else None
+    inner = parts(value) if depth > 0 and id(value) not in seen and not is_followed(value) else None
     if inner is None:
         return (id(value), len(value)) if isinstance(value, _CONTAINERS) else id(value)
-    own = type(value) if isinstance(value, _MADE_ANEW) else id(value)
+    seen |= {id(value)}
     if isinstance(value, (set, frozenset)):
-        return (own, sorted(map(repr, value)))
-    if own is not type(value):
-        seen.add(id(value))
-    return (own, [(repr(key), _fingerprint(part, depth - 1, seen)) for key, part in inner])
+        return (kind, sorted(repr(fingerprint(part, depth - 1, seen)) for _, part in inner))
+    own = kind if isinstance(value, _BY_CONTENT) else id(value)
+    return (own, [(fingerprint(key, depth - 1, seen), fingerprint(part, depth - 1, seen)) for key, part in inner])
 
 
 def containers(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) -> Iterator[Any]:
-    """The dictionaries, lists and sets whose entries `fingerprint` looks at.
+    """Give the dictionaries, lists and sets whose entries `fingerprint` looks at.
 
-    Of a value of which `has_state` is False nothing else can change unseen.
+    While those hold the same objects, a value for which `has_state` is False is unchanged.
     """
     seen = set() if seen is None else seen
-    inner = _inner(value) if depth > 0 and id(value) not in seen and not is_plain(value) else None
-    if inner is None:
+    if depth == 0 or id(value) in seen or is_plain(value) or is_followed(value) or (inner := parts(value)) is None:
         return
     seen.add(id(value))
-    whole = value if isinstance(value, (dict, list, set, deque)) else attributes_of(value)
-    if isinstance(whole, (dict, list, set, deque)):
-        yield whole
+    yield from (whole for whole in (value, attributes_of(value)) if isinstance(whole, (dict, list, set, deque)))
     for _, part in inner:
         yield from containers(part, depth - 1, seen)
 
 
 def has_state(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) -> bool:
-    """Whether a value, or what it holds, may change while it holds the very same objects, as a generator does."""
+    """Tell whether a value may change while it holds the very same objects, as a generator of random numbers does."""
     seen = set() if seen is None else seen
-    if is_plain(value) or depth == 0 or id(value) in seen:
+    if is_plain(value) or depth == 0 or id(value) in seen or is_followed(value):
         return False
     seen.add(id(value))
     if isinstance(value, _CONTAINERS) and (len(value) > _MOST or not isinstance(value, _LISTED)):
         return True
     if _state(value) is not None or _slots(value):
         return True
-    return any(has_state(part, depth - 1, seen) for _, part in _inner(value) or ())
+    return any(has_state(part, depth - 1, seen) for _, part in parts(value) or ())
 
 
-def _inner(value: Any) -> list[tuple[Any, Any]] | None:
-    """What a value holds, by key; None for what is told by its identity."""
-    if isinstance(value, _BY_IDENTITY):
+def parts(value: Any) -> list[tuple[Any, Any]] | None:
+    """Give what a value holds, by key; None for what is told by its identity."""
+    if isinstance(value, _BY_IDENTITY) or type(value) in _PLAIN:
         return None
     if isinstance(value, types.MethodType):
         return [("self", value.__self__), ("func", value.__func__)]
     if isinstance(value, functools.partial):
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
-    if callable(value) and from_library(type(value)):
-        return None  # an op, a compiled function: what it keeps for itself is its own affair
+    if isinstance(value, _WRAPPERS) or (callable(value) and from_library(type(value)) and not is_followed(value)):
+        return None  # an op, a compiled function: how it works inside is not ours
     found: list[tuple[Any, Any]] | None = None
     if isinstance(value, _CONTAINERS):
         if len(value) > _MOST:
@@ -112,21 +115,50 @@ def _inner(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(held, dict) and len(held) <= _MOST:
         found = [*(found or ()), *held.items()]
     slots = _slots(value)
-    return [*(found or ()), *((name, getattr(value, name)) for name in slots)] if slots else found
+    return [*(found or ()), *((name, object.__getattribute__(value, name)) for name in slots)] if slots else found
+
+
+def is_followed(value: Any) -> bool:
+    """Tell whether the attribute reads of an object can be intercepted while forward() runs."""
+    if isinstance(value, (*_BY_IDENTITY, *_VALUES, *_CONTAINERS, random.Random)):
+        return isinstance(value, nn.Module)
+    kind: Any = type(value)
+    return _followed_kind(kind)
+
+
+@functools.lru_cache(4096)
+def _followed_kind(kind: Any) -> bool:
+    if not kind.__flags__ & _HEAP or kind.__flags__ & _IMMUTABLE or type(kind).__name__ == "pybind11_type":
+        return False
+    home = str(kind.__module__)
+    file = getattr(sys.modules.get(home), "__file__", None) or ""
+    standard = home in sys.builtin_module_names or (file.startswith(_STANDARD) and not file.startswith(LIBRARIES[:2]))
+    return not standard and home.split(".")[0] not in ("torch", "numpy", "autopart")
 
 
 def _slots(value: Any) -> list[str]:
-    """The slots of an object of the user's that are filled."""
-    if isinstance(value, (*_PLAIN, *_BY_IDENTITY)) or from_library(type(value)):
+    """Give the slots of an object that are filled; of the standard library's objects none."""
+    kind = type(value)
+    if isinstance(value, _BY_IDENTITY) or kind in _PLAIN or (from_library(kind) and not is_followed(value)):
         return []
-    listed = [vars(kind)["__slots__"] for kind in type(value).__mro__ if "__slots__" in vars(kind)]
+    listed = [vars(base)["__slots__"] for base in kind.__mro__ if "__slots__" in vars(base)]
     names = [name for slots in listed for name in ([slots] if isinstance(slots, str) else slots)]
-    return [name for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
+    return [name for name in names if name not in ("__dict__", "__weakref__") and _filled(value, name)]
+
+
+def _filled(value: Any, name: str) -> bool:
+    try:
+        object.__getattribute__(value, name)
+    except AttributeError:
+        return False
+    return True
 
 
 def attributes_of(value: Any) -> Any:
-    """What holds the attributes of an object, None where there is none.  A class may answer for `__dict__` itself with
-    an error of its own, as those of libraries do that are not ready yet: that is none, too."""
+    """Give the dictionary of an object's attributes, None where it has none.
+
+    A class may answer for `__dict__` itself with an error of its own, as those of libraries do that are not ready yet.
+    """
     try:
         return object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -134,7 +166,7 @@ def attributes_of(value: Any) -> Any:
 
 
 def from_library(kind: type) -> bool:
-    """Whether a class is Python's own or of an installed library."""
+    """Tell whether a class is Python's own or of an installed library."""
     return _is_library(kind.__module__)
 
 
@@ -147,12 +179,20 @@ def _is_library(name: str) -> bool:
     return file is None or file.startswith(LIBRARIES)
 
 
+def numbers_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Give a tensor's shape, type and bytes, also while a model is traced."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tuple(tensor.shape), tensor.dtype, hashlib.blake2b(content, digest_size=16).digest()
+
+
 def _state(value: Any) -> Any:
-    """Of a generator of random numbers, what it draws next; of an array its bytes: no object that it holds tells."""
+    """Give what a generator of random numbers draws next, or an array's content: no object that they hold tells."""
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):
-        return bytes(value.get_state())
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return value.get_state().numpy().tobytes()
     kind = type(value)
     if kind.__module__.startswith("numpy.random"):
         source = getattr(value, "bit_generator", value)
@@ -165,8 +205,16 @@ def _state(value: Any) -> Any:
     return None
 
 
+def text_of(value: Any) -> str:
+    """Give a value of a batch as text; a number or text of a class may print as it likes."""
+    base: Any = next((base for base in _VALUES if isinstance(value, base)), type(value))
+    return str(base.__repr__(value))
+
+
 def described(value: Any) -> str:
-    """A value in a message."""
+    """Give a value as a message names it."""
+    if value is ABSENT:
+        return "absent"
     if is_plain(value):
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:57]}..."

@@ -10,18 +10,15 @@ from __future__ import annotations
 import contextlib
 import sys
 import sysconfig
-import threading
 import traceback
 import types
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
 from autopart.capture.custom_functions import applied
-from autopart.capture.no_effect import left_out
 from autopart.capture.source_location import user_line
 from autopart.capture.trained import Trained
 from autopart.ir.errors import RefusedError, UsageError
@@ -206,34 +203,15 @@ def tied_names(model: nn.Module | Trained) -> dict[str, str]:
     return tied
 
 
-@contextlib.contextmanager
-def tracing(model: nn.Module) -> Iterator[None]:
-    """While the model is traced: keep the backward of a custom autograd.Function.
-
-    The classes of torch are patched for the whole process, and act on the thread that traces alone; one thread may
-    trace at a time.
-    """
-    tracer = threading.get_ident()
+def replacements() -> dict[str, Any]:
+    """Patches for a trace: the backward of a custom autograd.Function is kept; inference mode, which torch.export does
+    not see, is no_grad, which it sees and which gives the same gradients; backward(), and hooks on tensors, are
+    refused; a mask is a mask, causal or not."""
     original = torch.autograd.Function.__dict__["apply"].__func__
 
     def kept(cls: Any, *args: Any, **kwargs: Any) -> Any:
         registered_op = cls.__module__.startswith("torch._")  # how torch.library carries an op's own backward
-        if registered_op or threading.get_ident() != tracer:
-            return original(cls, *args, **kwargs)
-        return applied(cls, args)
-
-    with (
-        left_out(),
-        _gradient_modes(tracer),
-        mock.patch.object(torch.autograd.Function, "apply", classmethod(kept)),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _gradient_modes(tracer: int) -> Iterator[None]:
-    """While thread `tracer` traces: inference mode, which torch.export does not see, is no_grad, which it sees and
-    which gives the same gradients; backward(), and hooks on tensors, are refused; a mask is a mask, causal or not."""
+        return original(cls, *args, **kwargs) if registered_op else applied(cls, args)
 
     def refuse_hook(tensor: torch.Tensor, hook: Any) -> Any:
         raise RefusedError(
@@ -262,21 +240,12 @@ def _gradient_modes(tracer: int) -> Iterator[None]:
         """torch's transformers look into a mask to see whether it is causal, and take it as it is otherwise."""
         return is_causal is True
 
-    def traced(patched: Any, otherwise: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return (patched if threading.get_ident() == tracer else otherwise)(*args, **kwargs)
-
-        return call
-
-    replacements: list[tuple[Any, str, Any]] = [
-        (torch.inference_mode, "__enter__", enter_no_grad),
-        (torch.inference_mode, "__exit__", leave_no_grad),
-        (torch.autograd, "backward", refuse_backward),
-        (torch.Tensor, "backward", refuse_backward),
-        (torch.Tensor, "register_hook", refuse_hook),
-        (torch.nn.modules.transformer, "_detect_is_causal_mask", as_it_is_hinted),
-    ]
-    with contextlib.ExitStack() as patches:
-        for home, name, patched in replacements:
-            patches.enter_context(mock.patch.object(home, name, traced(patched, getattr(home, name))))
-        yield
+    return {
+        "Function.apply": kept,
+        "inference_mode.__enter__": enter_no_grad,
+        "inference_mode.__exit__": leave_no_grad,
+        "autograd.backward": refuse_backward,
+        "Tensor.backward": refuse_backward,
+        "Tensor.register_hook": refuse_hook,
+        "transformer._detect_is_causal_mask": as_it_is_hinted,
+    }

@@ -8,12 +8,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -22,15 +19,10 @@ from autopart.capture.source_location import user_line
 from autopart.ir.errors import RefusedError
 
 
-@contextlib.contextmanager
-def left_out() -> Iterator[None]:
-    """Inside, on this thread, conversions to what is there already do nothing, and distributions check nothing."""
-    tracer = threading.get_ident()
-    convert: Callable[..., nn.Module] = nn.Module._apply
+def replacements() -> dict[str, Any]:
+    """Patches for a trace: conversions to what is there already do nothing, and distributions check nothing."""
 
     def same(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        if threading.get_ident() != tracer:
-            return convert(self, fn, recurse)
         for tensor in [*self.parameters(recurse), *self.buffers(recurse)]:
             with torch.no_grad():
                 found = fn(tensor)
@@ -38,11 +30,7 @@ def left_out() -> Iterator[None]:
                 raise _refusal(self, tensor, found)
         return self
 
-    with (
-        mock.patch.object(nn.Module, "_apply", same),
-        mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
-    ):
-        yield
+    return {"Module._apply": same, "Distribution._validate_args": False}
 
 
 def _refusal(module: nn.Module, before: torch.Tensor, after: torch.Tensor) -> RefusedError:

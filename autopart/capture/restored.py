@@ -8,6 +8,7 @@ hooks that a library installs, entries of dictionaries and lists, attributes of 
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import sys
 import types
@@ -79,7 +80,7 @@ class _Around:
                     self._look_into(value, _DEPTH)
         for kind in _classes(model):
             for member in list(vars(kind).values()):
-                self._look_at(getattr(member, "__func__", member))
+                self._look_at(_unwrapped(member))
         for namespace in _namespaces(model):
             self._note(namespace)
             for name, value in list(namespace.items()):
@@ -92,8 +93,8 @@ class _Around:
             if id(value) not in self._seen and is_user_file(_file_of(value)) and not is_library_file(_file_of(value)):
                 self._seen.add(id(value))
                 for member in list(vars(value).values()):
-                    self._look_at(getattr(member, "__func__", member))
-        elif callable(getattr(type(value), "cache_clear", None)) and callable(getattr(value, "cache_info", None)):
+                    self._look_at(_unwrapped(member))
+        elif isinstance(value, functools._lru_cache_wrapper):
             self._caches.append((value, value.cache_info().misses))
         else:
             self._look_into(value, _DEPTH)
@@ -118,6 +119,10 @@ class _Around:
                 cache.cache_clear()
         for container, before in self._held:
             _clean(container, before)
+
+
+def _unwrapped(member: Any) -> Any:
+    return member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
 
 
 def _clean(container: Any, before: Any) -> None:

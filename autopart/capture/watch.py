@@ -1,9 +1,8 @@
 """Whether a model is still what was captured: asked before every step, so it has to be quick.
 
-Watched are what requires a gradient, hooks, which parameters, buffers and modules there are, which function is each
-forward(), and of the rest of Python what forward() read while it was traced (`observed`): attributes, training flags,
-the order of modules, and names and cells of the functions that ran.  What captures freeze is captured anew; what no
-capture can mend is refused.
+Compared are all readings (`observed`), which parameters, buffers and modules there are, what requires a gradient, the
+training flags that were read, and hooks.  After a change the model is captured again; what no capture can follow is
+refused.
 """
 
 from __future__ import annotations
@@ -11,17 +10,18 @@ from __future__ import annotations
 import itertools
 import operator
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from autopart.capture.fingerprint import containers, described, has_state
+from autopart.capture.fingerprint import ABSENT, containers, described, has_state, numbers_of
 from autopart.capture.guards import check_hooks
-from autopart.capture.snapshot import ABSENT, Snapshot
-from autopart.capture.surroundings import Attribute, Reading, surroundings
+from autopart.capture.observed import Observed
+from autopart.capture.surroundings import WHOLE, Reading
 from autopart.capture.trained import Trained
 from autopart.ir.errors import RefusedError
 
@@ -32,41 +32,25 @@ _training = operator.itemgetter("training")
 class Watch:
     """A model, and the Python around it, as they stand now."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        reads: Iterable[tuple[nn.Module, str]],
-        ordered: Set[nn.Module],
-        functions: Iterable[Any],
-        flags: Mapping[nn.Module, bool],
-    ) -> None:
-        """reads: attributes that forward() read; ordered: modules whose tensors or modules it went through in their
-        order; functions: others that ran, such as the loss; flags: the training flags that it read, as they were when
-        a training step was last captured, none when none was: evaluation sets its own."""
+    def __init__(self, model: nn.Module, observed: Observed, flags: Mapping[nn.Module, bool]) -> None:
+        """flags: the training flags that were read, as they were when a training step was last captured, none when none
+        was: evaluation sets its own."""
         self._model = model
         self._names = {id(module): path for path, module in model.named_modules()}
         self._flags = {module: flag for module, flag in flags.items() if "training" in vars(module)}
         self._on = [vars(module) for module, flag in self._flags.items() if flag]
         self._off = [vars(module) for module, flag in self._flags.items() if not flag]
-        modules = list(model.modules())
-        self._orders = {module: _order(module) for module in modules if module in ordered}
+        self._orders = {module: _order(module) for module in model.modules() if module in observed.order}
         self._parameters = list(model.parameters())
         self._tensors = tensors_of(model)
-        classes = list(dict.fromkeys(map(type, modules)))
-        self._patches = [Reading(vars(module), "forward", _place(self._names, module, "forward")) for module in modules]
-        places = {module: place for place, module in enumerate(modules)}
-        listed = sorted(reads, key=lambda read: (places.get(read[0], len(places)), read[1]))  # near in memory: quicker
-        attributes = [Attribute(module, name, _place(self._names, module, name)) for module, name in listed]
-        self._readings: list[Reading] = [
-            *(Reading(kind, "forward", f"{kind.__name__}.forward") for kind in classes),
-            *surroundings([*classes, *functions, *(r.value for r in (*self._patches, *attributes))]),
-            *attributes,
-        ]
+        readings = (reading.again() for reading in observed.readings.values())
+        self._readings: list[Reading] = sorted(readings, key=lambda reading: reading.place)
+        self._numbers = [(tensor, numbers_of(tensor)) for tensor in observed.numbers.values()]
         self._grads = list(map(_requires_grad, self._parameters))
         self._trained = list(filter(_requires_grad, self._parameters))
         self._frozen = list(itertools.filterfalse(_requires_grad, self._parameters))
         self._hooks = RemovableHandle.next_id
-        self._snapshot = self._taken(modules)
+        self._same = self._snapshot()
 
     def changes(self, *, training: bool) -> list[str]:
         """What is other than when this watch was made, in words; [] as long as nothing is.
@@ -80,35 +64,38 @@ class Watch:
         if (
             all(map(_requires_grad, self._trained))
             and not any(map(_requires_grad, self._frozen))
-            and self._snapshot.holds()
+            and self._same()
             and (not training or (all(map(_training, self._on)) and not any(map(_training, self._off))))
         ):
             return []
         check_tensors(self._model, self._tensors)
         told = list(self._told(self._flags if training else {}))
         if not told:  # other objects of the same value
-            self._snapshot = self._taken(list(self._model.modules()))
+            self._same = self._snapshot()
         return told
 
-    def _taken(self, modules: Sequence[nn.Module]) -> Snapshot:
-        """What is compared at every step."""
-        wholes: list[Any] = [registry for module in modules for registry in _registries(module)]
-        keys = [(reading.home, reading.name) for reading in self._patches]
+    def _snapshot(self) -> Callable[[], bool]:
+        """Give what tells quickly whether all holds the very same objects as now.  An equal number that was assigned is
+        another object: `_told` looks closer then."""
+        wholes: list[Any] = [registry for module in self._model.modules() for registry in _registries(module)]
+        keys: list[tuple[dict[str, Any], str]] = []
         attributes: list[tuple[Any, str]] = []
         states: list[Callable[[], bool]] = []
         for reading in self._readings:
-            value, cell = reading.now(), isinstance(reading.home, types.CellType)
+            value, home = reading.now(), reading.home
             wholes.extend(containers(value))
-            if isinstance(reading.home, dict):
-                keys.append((reading.home, reading.name))
-                if isinstance(reading, Attribute) and reading.name not in reading.home:
-                    attributes.append((reading.kind, reading.name))
-            elif value is not ABSENT and not isinstance(value, types.MethodType):  # a method is made anew at each look
-                attributes.append((reading.home, reading.name))
-            if has_state(value) or (value is ABSENT and cell) or isinstance(value, types.MethodType):
+            cell = value is ABSENT and isinstance(home, types.CellType)
+            remade = isinstance(value, types.MethodType) or reading.name == WHOLE  # another object at each look
+            if isinstance(home, dict):
+                keys.append((home, reading.name))
+                if reading.owner is not None and reading.name not in home and not remade:
+                    attributes.append((type(reading.owner), reading.name))
+            elif not (cell or remade):
+                attributes.append((home, reading.name))
+            if has_state(value) or cell or remade:
                 states.append(reading.same)
-        unordered = [registry for module in modules if module not in self._orders for registry in _registries(module)]
-        return Snapshot(wholes, unordered, keys, attributes, states)
+        states.extend(_unchanged(tensor, before) for tensor, before in self._numbers)
+        return _same_objects(wholes, keys, attributes, states)
 
     def _told(self, flags: Mapping[nn.Module, bool]) -> Iterator[str]:
         modules = dict(self._model.named_modules())
@@ -126,9 +113,60 @@ class Watch:
         for parameter, before in zip(self._parameters, self._grads, strict=True):
             if parameter.requires_grad != before:
                 yield f"{names.get(id(parameter), 'a parameter')}.requires_grad is {parameter.requires_grad}"
-        for reading in (*self._patches, *self._readings):
+        for reading in self._readings:
             if reading.changed():
                 yield f"{reading.place} was {described(reading.value)} and is {described(reading.now())}"
+        for tensor, was in self._numbers:
+            if numbers_of(tensor) != was:
+                where = (reading.place for reading in self._readings if reading.now() is tensor)
+                yield f"the numbers in {next(where, described(tensor))} are others"
+
+
+def _unchanged(tensor: torch.Tensor, before: tuple[Any, ...]) -> Callable[[], bool]:
+    return lambda: numbers_of(tensor) == before
+
+
+def _same_objects(
+    wholes: Iterable[Any],
+    keys: Iterable[tuple[dict[str, Any], str]],
+    attributes: Iterable[tuple[Any, str]],
+    states: Iterable[Callable[[], bool]],
+) -> Callable[[], bool]:
+    """Give what tells whether containers with all their entries, keys of dictionaries, and attributes are the very same
+    objects, in a few loops of C.  O(entries), some 30 ns for each.
+
+    Every object that is compared is kept alive, so that no other one can have its identity.
+    """
+    unique = list({id(whole): whole for whole in wholes}.values())
+    empty = [whole for whole in unique if not whole]
+    full = [whole for whole in unique if whole]
+    views = [*(w.values() if isinstance(w, dict) else w for w in full), *(w for w in full if isinstance(w, dict))]
+    lengths, held = list(map(len, views)), list(chain.from_iterable(views))
+    homes, names = _columns(keys)
+    found = [home.get(name, ABSENT) for home, name in zip(homes, names, strict=True)]
+    owners, members = _columns({(id(home), name): (home, name) for home, name in attributes}.values())
+    values = list(map(getattr, owners, members, repeat(ABSENT)))
+    calls = list(states)
+
+    def same() -> bool:
+        try:
+            return bool(
+                not any(empty)
+                and list(map(len, views)) == lengths
+                and all(map(operator.is_, chain.from_iterable(views), held))
+                and all(map(operator.is_, map(dict.get, homes, names, repeat(ABSENT)), found))
+                and all(map(operator.is_, map(getattr, owners, members, repeat(ABSENT)), values))
+                and all(call() for call in calls)
+            )
+        except Exception:  # a variable that is not assigned any more, a dictionary that changed meanwhile
+            return False
+
+    return same
+
+
+def _columns(rows: Iterable[tuple[Any, str]]) -> tuple[list[Any], list[str]]:
+    listed = list(rows)
+    return [row[0] for row in listed], [row[1] for row in listed]
 
 
 def check_tensors(model: nn.Module | Trained, before: Mapping[str, tuple[str, torch.Tensor]]) -> None:
@@ -165,8 +203,3 @@ def _registries(module: nn.Module) -> tuple[dict[str, Any], ...]:
 def _order(module: nn.Module) -> list[list[str]]:
     """The names of its tensors and modules as they come."""
     return [list(registry) for registry in _registries(module)]
-
-
-def _place(names: Mapping[int, str], module: nn.Module, name: str) -> str:
-    path = names.get(id(module), type(module).__name__)
-    return f"{path}.{name}" if path else name

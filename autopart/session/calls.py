@@ -82,7 +82,8 @@ class Calls:
         for rank, row in enumerate(rows):
             compared = [*_ALIKE, *((3,) if rank in holders else ()), *(() if given.sharded or not row[3] else (5,))]
             if any(row[place] != rows[first][place] for place in compared):
-                raise self._world.known(_different_given(first, rank, rows[first], row))
+                changes = self._world.gather_text(given.version) if rows[first][4] != row[4] else []
+                raise self._world.known(_different_given(first, rank, rows[first], row, changes))
         return Heard(rows[first][3], tuple(int(row[5]) for row in rows), len(holders) < len(rows))
 
 
@@ -112,11 +113,14 @@ def _without_batch(absent: list[int], needed: Sequence[int]) -> BatchError:
     )
 
 
-def _different_given(first: int, rank: int, one: list[float], other: list[float]) -> BatchError:
+def _different_given(
+    first: int, rank: int, one: list[float], other: list[float], versions: Sequence[str]
+) -> BatchError:
     if one[4] != other[4]:
+        told = [f"rank {r}: {versions[r].partition(' ')[2] or 'no change'}" for r in (first, rank)]
         return BatchError(
             f"the models of ranks {first} and {rank} were changed in different ways since they were compiled",
-            why="an attribute, a training flag or a requires_grad flag differs, or was changed on one of them alone",
+            why=f"their last changes are, on {'; on '.join(told)}",
             fix="make every change of the model on all ranks, before the same step",
         )
     if one[6] != other[6]:

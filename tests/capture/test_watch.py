@@ -15,7 +15,7 @@ from torch import nn
 
 from autopart.capture import CaptureCache
 from autopart.capture.batch import flatten
-from autopart.capture.surroundings import surroundings
+from autopart.capture.surroundings import Surroundings
 from autopart.ir.errors import RefusedError
 from autopart.ir.size import Size
 
@@ -179,5 +179,7 @@ def test_an_attribute_is_not_taken_for_what_bears_its_name_in_the_module():
     def reads(model):
         return model.alpha, CONFIG
 
-    names = {reading.place.rpartition(".")[2] for reading in surroundings([reads])}
+    around = Surroundings()
+    around.reach(reads)
+    names = {reading.place.rpartition(".")[2] for reading in around.found.values()}
     assert "CONFIG" in names and "alpha" not in names

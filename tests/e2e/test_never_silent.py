@@ -109,6 +109,7 @@ def test_a_batch_that_one_rank_cannot_read_is_told_to_all_and_training_goes_on(p
 def test_a_model_changed_on_one_rank_is_told_to_all(pair: Workers) -> None:
     for error in pair.run(jobs.changed_on_one_rank):
         assert "changed in different ways" in error.what
+        assert "rank 0: no change" in error.why and "rank 1: beta was 0.1 and is 0.9" in error.why
 
 
 def test_a_capture_leaves_no_fake_tensor_behind(pair: Workers) -> None:

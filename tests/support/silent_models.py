@@ -282,6 +282,17 @@ class Shortcut(Net):
         return loss if (y >= WIDTH // 2).any() else 3 * loss
 
 
+class Weighted(Net):
+    """Two plain tensors: one that is computed with, one of which a number is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights, self.factor = torch.ones(WIDTH), torch.tensor(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.run(x).square() * self.weights).mean() * float(self.factor)
+
+
 EYE = torch.eye(6).bool() | torch.ones(6, 6).tril().bool()
 ROWS = X(16)
 SCRIPTS = {
@@ -295,6 +306,8 @@ SCRIPTS = {
     "a renormed embedding": Script(Renormed, (torch.arange(16) % 20,)),
     "a counter": Script(Counter, (ROWS,) * 3),
     "an attribute": Script(Annealed, (ROWS,) * 4, {1: setting(beta=0.7), 3: setting(beta=0.1)}),
+    "a tensor replaced": Script(Weighted, (ROWS,) * 3, {1: setting(weights=torch.arange(float(WIDTH)))}),
+    "a number of a tensor": Script(Weighted, (ROWS,) * 3, {1: lambda model: model.factor.fill_(0.25)}),
     "an entry in a container": Script(Annealed, (ROWS,) * 2, {1: _scale}),
     "eval between steps": Script(Normed, (ROWS,) * 4, {1: nn.Module.eval, 3: nn.Module.train}, micros=1),
     "an option of a layer": Script(Normed, (ROWS,) * 3, {1: _drop_in_training}, micros=1),

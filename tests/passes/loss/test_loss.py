@@ -27,8 +27,6 @@ from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
 
 TOLERANCE = 1e-9
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:forward\\(\\) keeps a tensor in attribute lstm:autopart.CaptureWarning",
-    "ignore:forward\\(\\) keeps a tensor in attribute gru:autopart.CaptureWarning",
     "ignore::UserWarning",  # torch's advice about reductions and broadcast targets, which these losses are made to have
 )
 

@@ -31,7 +31,7 @@ from autopart.session.pipe_state import PipeState, mark_trained
 from autopart.session.scaler import Skipped, not_finite
 from autopart.session.session import Session
 from autopart.session.state import empty_foreign, sync_at_the_end, take_masters
-from autopart.session.torch_habits import short_tracebacks, watch_optimizers, without_backward
+from autopart.session.torch_habits import refuse_target, short_tracebacks, watch_optimizers, without_backward
 
 
 @short_tracebacks
@@ -72,7 +72,11 @@ class Pipe(PipeState):
         batch = one_batch(args, kwargs)
         if batch is None:
             return None
-        return self._flatten(batch) if with_target else self._reader.read(batch)
+        if with_target:
+            return self._flatten(batch)
+        if self._options.loss_fn is not None:
+            refuse_target(self.model, batch)
+        return self._reader.read(batch)
 
     # -- running -------------------------------------------------------------------------------------------------
 

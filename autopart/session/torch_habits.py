@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -128,6 +128,20 @@ class Loss(torch.Tensor):
 def without_backward(loss: torch.Tensor) -> torch.Tensor:
     """The same tensor, which says what to do instead of backward()."""
     return loss.as_subclass(Loss)
+
+
+def refuse_target(model: torch.nn.Module, batch: Any) -> None:
+    """Raises UsageError for a pair given to `predict`, where the model takes one argument: the second is a target."""
+    if not isinstance(batch, tuple) or len(batch) != 2 or isinstance(batch[1], Mapping):
+        return
+    try:
+        inspect.signature(model.forward).bind(*batch)
+    except TypeError as error:
+        raise UsageError(
+            "predict was given a pair that the model does not take",
+            why=f"{error}; pairs of inputs and target are for step and eval_loss",
+            fix="leave the target out: pipe.predict(inputs)",
+        ) from None
 
 
 def watch_optimizers(world_size: int, tensors: Callable[[], LocalTensors]) -> Callable[[], None]:

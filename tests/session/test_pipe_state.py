@@ -83,6 +83,17 @@ def test_a_state_of_a_wrapped_model_names_the_prefix_and_partial_states_load_whe
         assert (found["last.weight"] == 2.0).all() and torch.equal(found["first.weight"], state["first.weight"])
 
 
+def test_a_target_given_to_predict_is_named() -> None:
+    inputs, target = torch.ones(8, 4), torch.ones(8, 4)
+    with autopart.compile(
+        nn.Linear(4, 4), "cpu:1", sample=(inputs, target), loss_fn=nn.functional.mse_loss, costs="analytic"
+    ) as pipe:
+        with pytest.raises(UsageError, match="a pair that the model does not take") as caught:
+            pipe.predict((inputs, target))
+        assert "pipe.predict(inputs)" in caught.value.fix
+        assert pipe.predict(inputs).shape == (8, 4)
+
+
 def test_after_close_rank_plan_and_table_are_still_there() -> None:
     pipe = compiled(Normed())
     plan, table = pipe.plan, pipe.explain()

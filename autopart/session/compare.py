@@ -223,6 +223,11 @@ def _fresh(model: nn.Module, loss_fn: LossFn | None) -> _Copy:
     return found
 
 
+def fresh_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model without gradients."""
+    return _fresh(model, None).model
+
+
 def _outcome(pipe: Pipe, mine: _Copy, sample: Any) -> Outcome:
     """One step of a pipeline of `mine`.  Collective."""
     if pipe.scaler is not None:  # one process runs without; powers of two make no other difference

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from autopart.report.traces import save_trace
     from autopart.session.compare import Verification
     from autopart.session.pipe import Pipe
+    from autopart.session.scaler import NonFiniteWarning
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ __all__ = [
     "Device",
     "Level",
     "Link",
+    "NonFiniteWarning",
     "Pipe",
     "Plan",
     "PlanError",
@@ -65,6 +67,7 @@ _HOMES = {
     "Device": "autopart.ir.cluster:Device",
     "Level": "autopart.ir.cluster:Level",
     "Link": "autopart.ir.cluster:Link",
+    "NonFiniteWarning": "autopart.session.scaler:NonFiniteWarning",
     "Pipe": "autopart.session.pipe:Pipe",
     "Plan": "autopart.ir.plan:Plan",
     "PlanError": "autopart.ir.errors:PlanError",

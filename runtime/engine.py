@@ -190,7 +190,10 @@ class Engine:
         for sums in self._sums.values():
             sums.release()
         for runner in self._runners.values():
-            runner.finish()
+            if kept:
+                runner.finish()
+            else:  # buffers stay as before the step: what a NaN reached would stay in running statistics for ever
+                runner.clear()
         set_activity("between steps")
         return result
 

@@ -4,17 +4,14 @@ A weight in bf16 has 8 bits: an update of less than a 512th of it is lost in the
 adds up in fp32, and before every run the model's own parameter becomes the master, rounded.  A step's gradient goes to
 the master as it was summed, in fp32 (`reduce.GradientsAside`).
 
-Whoever writes into the model's parameter between two runs would be overwritten by the next, so that is found out: a
-digest of the values is kept, for a write through `.data` leaves no other trace.  It costs a pass over the bytes of the
-model, twice a run.
+The next run would overwrite what a script writes into the model's parameter between two runs, so such a write is found
+by torch's version counter and refused.  A write through `.data` does not count there and is overwritten.
 
 Micikevicius et al., "Mixed Precision Training" (2018), section 3.1.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import TypeGuard
 
 import torch
@@ -36,7 +33,7 @@ class Masters:
         self.by_name: dict[str, nn.Parameter] = {}
         self.rounded: dict[int, str] = {}
         self._rounded: dict[str, nn.Parameter] = {}
-        self._digests: dict[str, torch.Tensor] = {}
+        self._versions: dict[str, int] = {}
         self._trained: dict[str, bool] = {}
 
     def hold(self, name: str, parameter: nn.Parameter, earlier: Masters | None = None) -> None:
@@ -54,7 +51,7 @@ class Masters:
             if parameter.grad is not None:
                 master.grad, parameter.grad = parameter.grad.float(), None
         self.by_name[name], self._rounded[name], self.rounded[id(parameter)] = master, parameter, name
-        self._digests[name], self._trained[name] = _digest(parameter), parameter.requires_grad
+        self._versions[name], self._trained[name] = parameter._version, parameter.requires_grad
 
     def write(self) -> None:
         """The model's parameters become their masters, rounded.  O(parameters)."""
@@ -64,22 +61,16 @@ class Masters:
             self.accept()
 
     def accept(self) -> None:
-        """What the model's parameters hold now is known."""
-        self._digests = {name: _digest(parameter) for name, parameter in self._rounded.items()}
+        """Take what the model's parameters hold now as known."""
+        self._versions = {name: parameter._version for name, parameter in self._rounded.items()}
 
     def written(self) -> str | None:
-        """The first parameter of the model that somebody else wrote to.  Waits for the device, once."""
-        if not self._digests:
-            return None
-        found = {name: _digest(parameter) for name, parameter in self._rounded.items()}
-        changed = [name for name, digest in found.items() if digest.shape != self._digests[name].shape]
-        if not changed and not torch.equal(_joined(found), _joined(self._digests)):
-            changed = [name for name, digest in found.items() if not torch.equal(digest, self._digests[name])]
-        return changed[0] if changed else None
+        """The first parameter of the model that was written to since `write` or `accept`."""
+        return next((n for n, parameter in self._rounded.items() if parameter._version != self._versions[n]), None)
 
     def check(self) -> None:
-        """Raises RefusedError for a parameter of the model that somebody else wrote to, or gave a gradient: both would
-        be lost."""
+        """Raises RefusedError for a parameter of the model that a script wrote to, or gave a gradient: both would be
+        lost."""
         name = self.written()
         if name is not None:
             raise RefusedError(
@@ -93,7 +84,7 @@ class Masters:
         if name is not None:
             raise RefusedError(
                 f"{name} has a gradient in the model",
-                why=f"{_MINE}, and gradients are theirs",
+                why=f"{_MINE}, and gradients go to the masters",
                 fix="add it to the gradient of the parameter that pipe.named_parameters() yields under this name, and "
                 "set the model's to None",
             )
@@ -126,21 +117,3 @@ class Masters:
 def needs_master(tensor: torch.Tensor) -> TypeGuard[nn.Parameter]:
     """Whether it is a parameter in half precision that is trained."""
     return isinstance(tensor, nn.Parameter) and tensor.dtype in HALF and tensor.requires_grad
-
-
-def _joined(digests: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(digests.values()))
-
-
-def _digest(parameter: torch.Tensor) -> torch.Tensor:
-    """Numbers that tell whether the values changed, also where they were exchanged: sums along rows and columns of
-    their bits, laid out as a square.  Of n bytes about sqrt(2 * n) bytes."""
-    bits = parameter.detach().reshape(-1)
-    whole = bits.numel() % 4 == 0 and bits.storage_offset() % 4 == 0
-    bits = bits.view(torch.int64 if whole else torch.int16)
-    width = math.isqrt(bits.numel())
-    if width < 2:
-        return bits.to(torch.int64)
-    square = bits[: bits.numel() // width * width].view(-1, width)
-    rest = bits[square.numel() :].to(torch.int64)
-    return torch.cat([square.sum(0, dtype=torch.int64), square.sum(1, dtype=torch.int64), rest])

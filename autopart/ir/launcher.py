@@ -41,8 +41,17 @@ _LAUNCHERS = (
 def launcher_variables(env: Mapping[str, str]) -> dict[str, str]:
     """torchrun's variables, where another launcher than torchrun started this process; empty without one.
 
-    Raises ClusterError when a launcher says that there are several processes and not enough to connect them.
+    Raises ClusterError when a launcher says that there are several processes and not enough to connect them, and for
+    RANK without WORLD_SIZE.
     """
+    if "RANK" in env and not env.get("WORLD_SIZE"):
+        raise ClusterError(
+            f"RANK is {env['RANK']} and WORLD_SIZE is not set",
+            where="WORLD_SIZE",
+            why="each process would train alone",
+            fix=f"start the script by a launcher that sets both, such as {torchrun_line(2, 2)}; for one process alone, "
+            "unset RANK",
+        )
     if "RANK" in env or "WORLD_SIZE" in env:
         return {}
     for launcher in _LAUNCHERS:

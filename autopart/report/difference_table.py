@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from autopart.ir.explain import table_lines
 
@@ -11,23 +10,13 @@ TITLES = ["name", "of", "stage", "norm", "relative error", "verdict"]
 WORDS = ("name", "of", "verdict")
 
 
-@dataclass(frozen=True, slots=True)
-class DifferenceRow:
-    """One gradient or buffer.  of: which of the two; stage: where the pipeline has it, -1 for nowhere; norm: in one
-    process; error: norm of the difference over `norm`."""
+def difference_lines(rows: Iterable[tuple[str, str, int, float, float, str]]) -> list[str]:
+    """The lines of the table, its header first.
 
-    name: str
-    of: str
-    stage: int
-    norm: float
-    error: float
-    verdict: str
-
-
-def difference_lines(rows: Iterable[DifferenceRow]) -> list[str]:
-    """The lines of the table, its header first."""
+    rows: for each gradient or buffer its name, which of the two it is, the stage that has it (-1 for none), its norm in
+    one process, the norm of the difference over that, and the verdict.
+    """
     grid = [TITLES]
-    for row in rows:
-        stage = str(row.stage) if row.stage >= 0 else "-"
-        grid.append([row.name, row.of, stage, f"{row.norm:.3e}", f"{row.error:.1e}", row.verdict])
+    for name, kind, stage, norm, error, verdict in rows:
+        grid.append([name, kind, str(stage) if stage >= 0 else "-", f"{norm:.3e}", f"{error:.1e}", verdict])
     return table_lines(grid, [TITLES.index(title) for title in WORDS])

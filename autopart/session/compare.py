@@ -36,7 +36,7 @@ from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.options import Options
-from autopart.report.difference_table import DifferenceRow, difference_lines
+from autopart.report.difference_table import difference_lines
 from autopart.runtime.tensors import dense
 from autopart.session.agreement import FAILURES, broadcast_result
 from autopart.session.pipe import Pipe
@@ -71,10 +71,6 @@ class Difference:
     error: float
     negligible: bool
     ok: bool
-
-    def row(self) -> DifferenceRow:
-        """As a table shows it."""
-        return DifferenceRow(self.name, self.kind, self.stage, self.size, self.error, self.verdict)
 
     @property
     def verdict(self) -> str:
@@ -114,7 +110,7 @@ class Verification:
         """The differences as text: the `limit` largest, all that are out of tolerance, and a verdict."""
         every = (*self.gradients, *self.buffers)
         shown = [d for place, d in enumerate(every) if place < limit or not d.ok]
-        lines = difference_lines([d.row() for d in shown])
+        lines = difference_lines((d.name, d.kind, d.stage, d.size, d.error, d.verdict) for d in shown)
         if len(shown) < len(every):
             lines.append(f"... and {len(every) - len(shown)} more, all within tolerance")
         return "\n".join([*lines, *self._summary()]) + "\n"

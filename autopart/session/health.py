@@ -44,5 +44,6 @@ class Health:
             raise RunError(
                 "the pipeline has failed and takes no further step",
                 why=f"{self._failure}; the ranks are not connected any more.  Gradients and buffers are as before it",
-                fix="close the pipe on every rank, load a state, and compile the model again",
+                fix="pipe.local_state_dict() still returns this rank's part of the weights; then close the pipe on "
+                "every rank, load a state, and compile the model again",
             )

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from torch import nn
 
 from autopart.capture import CaptureCache
 from autopart.capture.batch import Batch, BatchReader
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import NonFiniteError, UsageError
+from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.timeline import Timeline
@@ -28,44 +27,31 @@ from autopart.session.context import Guard, Mode
 from autopart.session.data import own_rows
 from autopart.session.measured import gather_timeline
 from autopart.session.parts import micro_cut
-from autopart.session.scaler import LossScaler
+from autopart.session.pipe_state import PipeState, mark_trained
+from autopart.session.scaler import Skipped, not_finite
 from autopart.session.session import Session
-from autopart.session.state import (
-    check_norm_type,
-    clip_gradients,
-    empty_foreign,
-    gather_gradients,
-    load_state,
-    masters_of,
-    remembered,
-    steps_of,
-    sync_at_the_end,
-    sync_state,
-    take_masters,
-    whole_state,
-)
-from autopart.session.torch_habits import watch_optimizers, without_backward
+from autopart.session.state import empty_foreign, sync_at_the_end, take_masters
+from autopart.session.torch_habits import refuse_target, short_tracebacks, watch_optimizers, without_backward
 
 
-class Pipe:
+@short_tracebacks
+class Pipe(PipeState):
     """A planned, running training pipeline; made by `autopart.compile`.
 
     With a sample it is ready at once, without one at the first `step`.  It is a context manager; `close` ends it.
     After a step that failed while ranks were running, it refuses to run anything more (RunError).
+
+    Each rank trains only the parameters of its stage (`named_parameters`).  In the model that was compiled
+    (`pipe.model`), parameters that other ranks train keep their first values until `sync_model` or `close`: make
+    averages, norms and copies from `pipe.named_parameters()`, or after `sync_model()`.
     """
 
     def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options, sample: Any = None) -> None:
-        self._captures = captures
+        super().__init__(captures)
         self._cluster = cluster
         self._options = options
         self._reader = BatchReader()
-        self._session: Session | None = None
-        self._placeholder = nn.Parameter(torch.empty(0))
-        self._steps = 0
-        self._scaler = LossScaler()
-        self._skipped = False
-        self._restored: Mapping[str, torch.Tensor] = {}
-        self._closed = False
+        self._skipped = Skipped()
         self._unwatch: Callable[[], None] = lambda: None
         if sample is not None:
             self._bring_up(lambda: self._flatten(sample))
@@ -75,7 +61,7 @@ class Pipe:
         session.bring_up()
         self._session = session
         take_masters(session, self._restored)
-        self._unwatch = watch_optimizers(session)
+        self._unwatch = watch_optimizers(session.world.size, lambda: session.tensors)
         return session
 
     def _flatten(self, batch: Any) -> Batch:
@@ -86,7 +72,11 @@ class Pipe:
         batch = one_batch(args, kwargs)
         if batch is None:
             return None
-        return self._flatten(batch) if with_target else self._reader.read(batch)
+        if with_target:
+            return self._flatten(batch)
+        if self._options.loss_fn is not None:
+            refuse_target(self.model, batch)
+        return self._reader.read(batch)
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -116,11 +106,11 @@ class Pipe:
         guard = Guard(looks, scaler.scale) if scaler is not None else Guard(looks)
         loss, overflow = session.loss(Mode.TRAIN, read, self._steps, guard, sharded=sharded)
         self._steps += 1
-        self._skipped = bool(overflow)
+        self._note_step(overflow)
         if scaler is not None:
             scaler.update(finite=not overflow)
         if overflow and how == "raise":
-            raise session.world.known(_not_finite(overflow, guard))
+            raise session.world.known(not_finite(overflow, guard.scale))
         return without_backward(loss)
 
     def eval_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -136,14 +126,6 @@ class Pipe:
         """
         return self.session.predict(lambda: self._given(args, kwargs, with_target=False))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises UsageError: calling the model says neither whether to train nor what comes back."""
-        raise UsageError(
-            "a pipe is not called like a model",
-            why="forward and backward of all micro-batches run together, so there is no output to call backward() on",
-            fix="pipe.step(batch) trains, pipe.eval_loss(batch) and pipe.predict(inputs) evaluate",
-        )
-
     def adopt(self, plan: Plan | str | os.PathLike[str]) -> None:
         """Go on under another plan for the same model, batch and number of ranks: other cuts, micro-batches, schedule.
 
@@ -156,23 +138,6 @@ class Pipe:
         self.session.adopt(plan)
 
     # -- what it is ----------------------------------------------------------------------------------------------
-
-    @property
-    def session(self) -> Session:
-        """What this rank runs on, for tools and checks.  Raises UsageError before the pipeline has been planned."""
-        self._require_open()
-        if self._session is None:
-            raise UsageError(
-                "the pipeline has not been planned yet",
-                why="compile was called without a sample, and no step has run",
-                fix="pass sample=batch to compile, or call step(batch) first",
-            )
-        return self._session
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that runs."""
-        return self.session.plan
 
     @property
     def cluster(self) -> Cluster:
@@ -201,25 +166,32 @@ class Pipe:
     @property
     def needs_data(self) -> bool:
         """Whether this rank needs the batch of a step; others may pass None."""
-        return self.rank in self.session.needing
+        return self.rank in self.plan.stages[0].ranks
 
     def data_shard(self) -> tuple[int, int]:
         """(number, of) for a sampler that deals every replica of the first stage as many rows:
         `DistributedSampler(dataset, num_replicas=of, rank=number)`.  A rank that needs no data has the number 0."""
-        ranks = self.session.needing
+        ranks = self.plan.stages[0].ranks
         return (ranks.index(self.rank) if self.needs_data else 0), len(ranks)
 
     def data_rows(self, rows: int) -> tuple[int, ...]:
         """The places of the rows that this rank needs of a batch of `rows` rows, in the order in which `step` takes
         them as its shard.  A step over these shards is the step over the batch."""
+        if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
+            raise UsageError(f"a batch of {rows!r} rows", fix="pass the number of rows of the whole batch")
         number, _ = self.data_shard()
         planned = micro_cut(rows, self.plan.micro_rows)
         return own_rows(planned, self.plan.stages[0].division, number) if self.needs_data else ()
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
-        return self.session.world.rank
+        """This process's rank; also after `close`."""
+        return self._facts[0]
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._cluster.world
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[Trace]:
@@ -232,125 +204,14 @@ class Pipe:
             self.session.trace_steps(None)
 
     @property
-    def scaler(self) -> LossScaler | None:
-        """What scales the loss in fp16, alike on every rank, and is kept by `state_dict`; None in another precision."""
-        return self._scaler if self.plan.provenance.precision == "fp16" else None
-
-    @property
     def skipped(self) -> bool:
         """Whether the last step found gradients that are not finite, on any rank, and added nothing."""
-        return self._skipped
+        return self._skipped.last
 
     def explain(self) -> str:
         """The stage table: what runs where, with simulated times and memory."""
-        return stage_table(self.plan, self.session.graph)
-
-    # -- as of a module ------------------------------------------------------------------------------------------
-
-    @property
-    def model(self) -> nn.Module:
-        """The model that was compiled.  What other ranks train is old in it until `sync_model` or `close`."""
-        return self._captures.model
-
-    def train(self, mode: bool = True) -> Pipe:
-        """Set the training flags of the model, as its own train() does; the next step follows them.  Call it on every
-        rank.  `eval_loss` and `predict` need no eval(): they run in eval mode."""
-        self.model.train(mode)
-        return self
-
-    def eval(self) -> Pipe:
-        """`train(False)`."""
-        return self.train(False)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of this rank's parameters, as the optimizer's zero_grad() does."""
-        for parameter in self.parameters():
-            if set_to_none or parameter.grad is None:
-                parameter.grad = None
-            else:
-                parameter.grad.detach_().zero_()
-
-    def to(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises UsageError: where and in which precision a pipeline runs is settled when it is compiled."""
-        raise UsageError(
-            "a pipe cannot be moved or converted",
-            why="its plan says which device runs what, and its program in which precision",
-            fix="convert the model before compile (model.to(torch.bfloat16)), and name the devices there: "
-            'autopart.compile(model, "cuda:4")',
-        )
-
-    # -- parameters ----------------------------------------------------------------------------------------------
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under their original names, tied ones under the first; with zero=1 those that it owns.
-        Before the first step of a pipe without a sample: all of the model's."""
-        if self._session is None:
-            yield from self._captures.trained.named_parameters()
-            return
-        for name, tensor in self._session.tensors.driven.items():
-            if isinstance(tensor, nn.Parameter) and self._session.context.keeps(name):
-                yield name, tensor
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters: what its optimizer drives.
-
-        A rank that holds none (it idles, or its stage has only the loss) yields an empty one, which no name stands
-        for: torch's optimizers refuse an empty list, and the same script has to run on every rank.
-        """
-        held = [parameter for _, parameter in self.named_parameters()]
-        yield from held or [self._placeholder]
-
-    def gradients(self) -> dict[str, torch.Tensor | None]:
-        """The gradient of every trainable parameter by original name (tied ones once), on every rank, on the CPU;
-        None where there is none, sparse ones dense.  Sends the size of the model: meant for checks."""
-        with self.session.call("gradients") as session:
-            return gather_gradients(session)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their global norm over all stages is at most max_norm; tied parameters count
-        once.  Returns the norm before, on every rank, as torch.nn.utils.clip_grad_norm_ does."""
-        check_norm_type(norm_type)
-        with self.session.call("clip_grad_norm_") as session:
-            return clip_gradients(session, max_norm, norm_type)
-
-    # -- state ---------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model's state under its original names, buffers included, on every rank, on the CPU; the plain
-        model's load_state_dict takes it.  It remembers `steps`, as long as it is kept by torch.save."""
-        with self.session.call("state_dict") as session:
-            return whole_state(session, self._steps, self.scaler)
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over a state of the plain model, given alike on every rank, and `steps` where it is remembered.
-        Nothing changes when a name or a shape does not fit (UsageError)."""
-        self._require_open()
-        load_state(self._captures.trained, self._session, state)
-        self._restored = masters_of(state)
-        steps = steps_of(state)
-        if steps is not None:
-            self._steps = steps
-        scaler = remembered(state).get("scaler")
-        if isinstance(scaler, Mapping):
-            self._scaler.load_state_dict(scaler)
-
-    def sync_model(self) -> None:
-        """Bring the trained values to the model that was compiled, on every rank, in place: then `model.state_dict()`
-        and `model.save_pretrained(...)` have them.  Collective; `close` does it too."""
-        with self.session.call("sync_model") as session:
-            sync_state(session)
-
-    @property
-    def steps(self) -> int:
-        """Training steps taken: what random numbers such as dropout's follow.  Set it to go on where another run
-        stopped, where a state does not remember it."""
-        return self._steps
-
-    @steps.setter
-    def steps(self, count: int) -> None:
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise UsageError(f"steps is {count!r}", fix="use the number of steps that were taken, an integer")
-        self._steps = count
+        _, plan, graph = self._facts
+        return stage_table(plan, graph)
 
     # -- ending --------------------------------------------------------------------------------------------------
 
@@ -362,11 +223,14 @@ class Pipe:
         other ranks trained are emptied in the model, so that nobody saves or trains stale values.
         """
         self._unwatch()
-        session, self._session, self._closed = self._session, None, True
+        session, self._closed = self._session, True
         if session is None:
             return
+        self._at_close, self._session = self._facts, None
         try:
-            if sync and session.healthy:
+            if self._superseded:
+                pass  # the newer pipe has the trained values
+            elif sync and session.healthy:
                 with session.call("close"):
                     sync_at_the_end(session)
             elif self._steps:
@@ -374,12 +238,11 @@ class Pipe:
         finally:
             session.close()
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise UsageError(
-                "the pipe is closed",
-                fix="compile the model again: it holds the trained values, so that training goes on from there",
-            )
+    def _note_step(self, overflow: str) -> None:
+        """Count a training step that was played.  overflow: the first gradient that is not finite, or ""."""
+        mark_trained(self.model, self._number)
+        if self._skipped.note(overflow) and self._options.non_finite != "raise":
+            self._skipped.warn(overflow)
 
     def __enter__(self) -> Pipe:
         return self
@@ -388,13 +251,3 @@ class Pipe:
         if error is not None and self._session is not None:
             self._session.abandon(error)
         self.close(sync=kind is None)
-
-
-def _not_finite(where: str, guard: Guard) -> NonFiniteError:
-    return NonFiniteError(
-        f"the gradient of {where} is infinite or NaN",
-        why=f"the loss was scaled by {guard.scale:g}"
-        if guard.scale != 1.0
-        else "the step diverged, or divided by zero",
-        fix='go on with the next batch (gradients are as before the step), or pass non_finite="skip"',
-    )

@@ -56,14 +56,15 @@ def sharing_of(graph: Graph, decision: Decision) -> tuple[Sharing, ...]:
 
 
 def placement_of(graph: Graph, decision: Decision) -> Placement:
-    """Where a plan puts the tensors of its graph.  O(ops)."""
+    """Where a plan puts the parameters and buffers of its graph; constants come with the stage's code.  O(ops)."""
     ops = graph.op_map()
+    constants = {param.name for param in graph.params if param.kind == "constant"}
     holders: dict[str, set[int]] = {}
     keepers: dict[str, set[int]] = {}
     owners: dict[str, int] = {}
     shared = sharing_of(graph, decision)
     for stage, sharing in zip(decision.stages, shared, strict=True):
-        for name in dict.fromkeys(name for op in stage.ops for name in ops[op].params):
+        for name in dict.fromkeys(name for op in stage.ops for name in ops[op].params if name not in constants):
             owner = sharing.owners.get(name)
             owners.setdefault(name, stage.ranks[0] if owner is None else owner)
             holders.setdefault(name, set()).update(stage.ranks)

@@ -45,6 +45,21 @@ def gather_state(session: Session) -> dict[str, torch.Tensor]:
     return state
 
 
+def local_state(session: Session, steps: int) -> dict[str, torch.Tensor]:
+    """This rank's part of the state, on the CPU: what it trains or updates, and what no rank does.  Local."""
+    session.tensors.masters.write()
+    held, tied, captures = session.tensors.held, session.tied, session.captures
+    kept: OrderedDict[str, torch.Tensor] = OrderedDict()
+    for name, own in captures.trained.state_dict().items():
+        first = tied.get(name, name)
+        if first in held and session.context.keeps(first):
+            kept[name] = held[first].detach().cpu().clone()
+        elif first not in session.owners and captures.is_own(name, own):
+            kept[name] = own.detach().cpu().clone()
+    kept._metadata = {_STEPS: {"steps": steps}}  # type: ignore[attr-defined]
+    return kept
+
+
 def gather_masters(session: Session) -> dict[str, torch.Tensor]:
     """The masters of the whole model, tied ones once, on every rank, on the CPU.  Collective."""
     wanted = {
@@ -89,7 +104,11 @@ def empty_foreign(session: Session) -> None:
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             first = tied.get(name, name)
-            if first in trained and not (held.get(first) is tensor and session.context.keeps(first)):
+            if first not in trained or (held.get(first) is tensor and session.context.keeps(first)):
+                continue
+            if first in held and session.context.keeps(first):
+                tensor.copy_(held[first])  # trained here, on another device
+            else:
                 tensor.data = tensor.data.new_empty(0)
                 setattr(tensor, EMPTIED, True)
 
@@ -117,24 +136,28 @@ def steps_of(state: Mapping[str, torch.Tensor]) -> int | None:
     return steps if isinstance(steps, int) and steps >= 0 else None
 
 
-def load_state(model: Trained, session: Session | None, state: Mapping[str, torch.Tensor]) -> None:
+def load_state(
+    model: Trained, session: Session | None, state: Mapping[str, torch.Tensor], *, strict: bool = True
+) -> tuple[list[str], list[str]]:
     """Take a state of the plain model into the model and into what this rank of a session holds.
 
-    Nothing changes when a name or a shape does not fit (UsageError).
+    Returns the missing and the unexpected names; with strict both are refused.  Nothing changes when a name or a shape
+    does not fit (UsageError).
     """
     own = model.state_dict()
-    _check_state(own, state)
-    model.load_state_dict(dict(state))
+    missing, unexpected = _check_state(own, state, strict=strict)
+    model.load_state_dict({name: state.get(name, tensor) for name, tensor in own.items()})
     if session is None:
-        return
+        return missing, unexpected
     held, tied, masters = session.tensors.held, session.tied, masters_of(state)
     with torch.no_grad():
         for name in own:
             first = tied.get(name, name)
-            if first in held:
+            if first in held and name in state:
                 held[first].copy_(state[name])
                 session.tensors.masters.take_over(first, state[name], masters.get(first))
     session.tensors.masters.write()
+    return missing, unexpected
 
 
 def masters_of(state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -225,18 +248,18 @@ def _elements(gradient: torch.Tensor) -> torch.Tensor:
 _THIS_MODELS = "pass a state of this model, as its state_dict() returns it"
 
 
-def _check_state(own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+def _check_state(
+    own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], *, strict: bool
+) -> tuple[list[str], list[str]]:
+    """The missing and the unexpected names.  Raises UsageError."""
     if not isinstance(state, Mapping):
         raise UsageError(f"the state is a {type(state).__name__}", fix=_THIS_MODELS)
     missing, unexpected = sorted(set(own) - set(state)), sorted(set(state) - set(own))
-    wrong = [
-        f"{len(names)} {kind}, such as {names[0]}"
-        for kind, names in (("missing", missing), ("unexpected", unexpected))
-        if names
-    ]
-    if wrong:
-        raise UsageError("the state does not belong to this model", why="; ".join(wrong), fix=_THIS_MODELS)
+    if (strict and (missing or unexpected)) or (own and len(missing) == len(own)):
+        raise _foreign_state(missing, unexpected)
     for name, tensor in own.items():
+        if name in missing:
+            continue
         if not isinstance(state[name], torch.Tensor):
             raise UsageError(f"{name} is a {type(state[name]).__name__} in the state", fix="pass tensors")
         if tuple(state[name].shape) != tuple(tensor.shape):
@@ -246,3 +269,22 @@ def _check_state(own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tens
             )
         if state[name].is_complex() and not tensor.is_complex():
             raise UsageError(f"{name} is complex in the state and real in the model", fix=_THIS_MODELS)
+    return missing, unexpected
+
+
+def _foreign_state(missing: Sequence[str], unexpected: Sequence[str]) -> UsageError:
+    what = "the state does not belong to this model"
+    for name in missing[:1]:
+        prefix = next((other.removesuffix(name) for other in unexpected if other.endswith(f".{name}")), "")
+        if prefix and all(f"{prefix}{each}" in unexpected for each in missing):
+            return UsageError(
+                what,
+                why=f"its names begin with {prefix!r}, as those of a wrapped model do",
+                fix=f"load {{name.removeprefix({prefix!r}): tensor for name, tensor in state.items()}}",
+            )
+    wrong = [
+        f"{len(names)} {kind}, such as {names[0]}"
+        for kind, names in (("missing", missing), ("unexpected", unexpected))
+        if names
+    ]
+    return UsageError(what, why="; ".join(wrong), fix=_THIS_MODELS)

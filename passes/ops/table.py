@@ -167,7 +167,10 @@ def _products() -> Iterator[OpRow]:
     )
     lstm = "batch_first: bti, lbh, lbh, * -> bto, lbh, lbh | tbi, lbh, lbh, * -> tbo, lbh, lbh"
     cell = lstm.replace("lbh, lbh", "lbh")
-    facts: dict[str, Any] = {"may_mix": "tiolh", "saves": "factors", "flops": "weights", "off": (("dropout", 0.0),)}
+    facts: dict[str, Any] = {
+        "may_mix": "tiolh", "saves": "factors", "flops": "weights", "off": (("dropout", 0.0),),
+        "draws_unless_zero": ("dropout", "train"),
+    }  # fmt: skip
     yield OpRow("lstm", MATMUL, lstm, **facts)
     yield from _rows("gru rnn_tanh rnn_relu", MATMUL, cell, **facts)
     yield from _convolutions()

@@ -68,3 +68,10 @@ def test_a_cluster_is_as_large_as_its_launcher_says() -> None:
 def test_the_torchrun_line_has_the_number_of_hosts_where_there_are_several() -> None:
     assert torchrun_line(4, argv=["a b.py"]) == "torchrun --standalone --nproc-per-node 4 'a b.py'"
     assert torchrun_line(16, 8, ["train.py"]).startswith("torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d ")
+
+
+@pytest.mark.parametrize("env", [{"RANK": "0"}, {"RANK": "1", "WORLD_SIZE": ""}, SRUN | {"RANK": "3"}])
+def test_a_rank_without_a_number_of_ranks_is_refused(env: dict[str, str]) -> None:
+    with pytest.raises(ClusterError, match=r"RANK is \d and WORLD_SIZE is not set") as caught:
+        parse_cluster(None, env=env)
+    assert "torchrun" in caught.value.fix and "unset RANK" in caught.value.fix

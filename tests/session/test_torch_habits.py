@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import traceback
 from typing import Any
 
 import pytest
@@ -38,9 +40,49 @@ def test_a_pipe_is_not_called_and_not_moved(pipe: autopart.Pipe) -> None:
     with pytest.raises(UsageError, match="not called") as caught:
         pipe(ROWS)
     assert "pipe.step(batch)" in caught.value.fix
-    with pytest.raises(UsageError, match="moved") as caught:
+    with pytest.raises(UsageError, match="no attribute 'to'") as caught:
         pipe.to(torch.bfloat16)
     assert "before compile" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("module", "pipe.model"),
+        ("no_sync", "optimizer.step() every n-th time"),
+        ("save_pretrained", "pipe.sync_model() on every rank"),
+        ("norm", "pipe.model.norm is the model's own"),
+        ("nonsense", "docs/pipe.md"),
+    ],
+)
+def test_an_attribute_of_other_wrappers_says_what_to_use_instead(pipe: autopart.Pipe, name: str, instead: str) -> None:
+    assert not hasattr(pipe, name)
+    with pytest.raises(UsageError, match=f"no attribute '{name}'") as caught:
+        getattr(pipe, name)
+    assert instead in caught.value.fix
+
+
+def test_a_pipe_is_neither_saved_nor_copied(pipe: autopart.Pipe) -> None:
+    for copied in (lambda: torch.save(pipe, io.BytesIO()), lambda: copy.deepcopy(pipe)):
+        with pytest.raises(UsageError, match="neither copied nor saved") as caught:
+            copied()
+        assert "pipe.state_dict()" in caught.value.fix
+
+
+def test_what_a_module_tells_of_itself_a_pipe_tells_too(pipe: autopart.Pipe) -> None:
+    assert pipe.world_size == 1
+    assert pipe.training is True and pipe.eval().training is False and pipe.train().training is True
+    assert {name for name, _ in pipe.named_buffers()} == {name for name, _ in pipe.model.named_buffers()}
+
+
+def test_our_own_errors_are_raised_without_our_frames(pipe: autopart.Pipe) -> None:
+    with pytest.raises(UsageError) as caught:
+        pipe.step(object())
+    assert len(traceback.extract_tb(caught.value.__traceback__)) <= 3
+    with pytest.raises(UsageError) as caught:
+        pipe.data_rows(-1)
+    assert "a batch of -1 rows" in caught.value.what
+    assert len(traceback.extract_tb(caught.value.__traceback__)) <= 3
 
 
 def test_train_eval_and_zero_grad_work_as_those_of_a_module(pipe: autopart.Pipe) -> None:

@@ -193,7 +193,7 @@ def overflow(non_finite: str, replicas: tuple[int, ...] | None = None) -> dict[s
     kept = pipe.state_dict()
     scaler.scale = 1.0
     pipe.load_state_dict(kept)
-    loaded, trains = scaler.scale, bool(dict(pipe.named_parameters()))
+    loaded, trains = scaler.scale, any(p.numel() for p in pipe.parameters())
     pipe.close()
     return {"seen": seen, "loaded": loaded, "trains": trains}
 

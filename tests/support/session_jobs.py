@@ -52,7 +52,7 @@ def trained(name: str, first: autopart.Plan, adoptions: Adoptions, steps: int, r
         for step in range(steps):
             if step in adoptions:
                 pipe.adopt(adoptions[step])
-                held.append({n for n, _ in pipe.named_parameters()})
+                held.append({n for n, p in pipe.named_parameters() if p.numel()})
                 if renew:
                     optimizer = sgd(pipe.parameters())
             losses.append(pipe.step(case.batch(ROWS)).item())
@@ -85,7 +85,7 @@ def accumulated(name: str, first: autopart.Plan, second: autopart.Plan) -> Any:
         pipe.adopt(second)
         moved = pipe.gradients()
         pipe.step(case.batch(ROWS))
-        found, held = pipe.gradients(), dict(pipe.named_parameters())
+        found, held = pipe.gradients(), {n: p for n, p in pipe.named_parameters() if p.numel()}
     for _ in range(2):
         plain_step(case, reference, case.batch(ROWS), 1)
     same = all(torch.equal(moved[n], g) for n, g in before.items() if g is not None)

@@ -152,5 +152,5 @@ def frozen_gradients(name: str) -> Any:
     case = ALL[name]
     pipe = compiled(case, fresh(name), case.batch(8), micro_batches=2, stages=4)
     pipe.step(case.batch(8))
-    held = {n: (p.requires_grad, p.grad is not None) for n, p in pipe.named_parameters()}
+    held = {n: (p.requires_grad, p.grad is not None) for n, p in pipe.named_parameters() if p.numel()}
     return held, set(pipe.gradients())

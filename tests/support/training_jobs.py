@@ -30,7 +30,7 @@ def optimize(name: str, split: Any, schedule: str, steps: int, clip: float | Non
     reference = case.model()
     where = {"stages": split} if isinstance(split, int) else {"cuts": split}
     pipe = compiled(case, fresh(name), case.batch(9), schedule=schedule, micro_batches=3, **where)
-    held = dict(pipe.named_parameters())
+    held = {n: p for n, p in pipe.named_parameters() if p.numel()}
     mine = torch.optim.AdamW(held.values(), **ADAMW) if held else None  # a rank that idles has nothing to train
     theirs = torch.optim.AdamW(reference.parameters(), **ADAMW)
     losses, norms = [], []

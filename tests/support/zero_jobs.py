@@ -61,7 +61,7 @@ def _trained(name: str, asked: dict[str, Any], steps: int, accumulated: int, cli
     dtype = half if more.get("master_weights") else torch.float32
     batch = case.data(8, dtype)
     with compiled(case, fresh(name, dtype, more.get("precision", "fp32")), batch, **asked, **more) as pipe:
-        held = dict(pipe.named_parameters())
+        held = {n: p for n, p in pipe.named_parameters() if p.numel()}
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         numbers, tensors = [], []
         for step in range(steps):

@@ -1,0 +1,229 @@
+"""The parameters and the state of a pipe, under the names of the model that was compiled."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Self
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from autopart.capture import CaptureCache
+from autopart.ir.errors import UsageError
+from autopart.ir.graph import Graph
+from autopart.ir.plan import Plan
+from autopart.session.scaler import LossScaler
+from autopart.session.session import Session
+from autopart.session.state import (
+    check_norm_type,
+    clip_gradients,
+    gather_gradients,
+    load_state,
+    local_state,
+    masters_of,
+    remembered,
+    steps_of,
+    sync_state,
+    whole_state,
+)
+from autopart.session.torch_habits import NotAModule, short_tracebacks
+
+NO_PARAMETER = "no_parameter_on_this_rank"
+"""The name of the empty parameter that a rank without parameters yields."""
+_NUMBERS = itertools.count(1)
+_TRAINED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""For each model, the number of the newest pipe that has trained it."""
+
+
+def mark_trained(model: nn.Module, number: int) -> None:
+    """Note that a pipe, the `number`-th of this process, has trained a model."""
+    _TRAINED[model] = number
+
+
+@short_tracebacks
+class PipeState(NotAModule):
+    """What a pipe shows of its model: parameters, gradients, state; and the session that has them."""
+
+    def __init__(self, captures: CaptureCache) -> None:
+        self._captures = captures
+        self._session: Session | None = None
+        self._placeholder = nn.Parameter(torch.empty(0))
+        self._steps = 0
+        self._scaler = LossScaler()
+        self._number = next(_NUMBERS)
+        self._restored: Mapping[str, torch.Tensor] = {}
+        self._closed = False
+        self._at_close: tuple[int, Plan, Graph] | None = None
+
+    @property
+    def session(self) -> Session:
+        """What this rank runs on, for tools and checks.  Raises UsageError before the pipeline has been planned."""
+        self._require_open()
+        if self._session is None:
+            raise UsageError(
+                "the pipeline has not been planned yet",
+                why="compile was called without a sample, and no step has run",
+                fix="pass sample=batch to compile, or call step(batch) first",
+            )
+        return self._session
+
+    @property
+    def _facts(self) -> tuple[int, Plan, Graph]:
+        """(rank, plan, graph), also after `close`."""
+        if self._at_close is not None:
+            return self._at_close
+        session = self._session or self.session  # the latter says what is missing
+        return session.world.rank, session.plan, session.graph
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that runs; after `close` the last one."""
+        return self._facts[1]
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """What scales the loss in fp16, alike on every rank, and is kept by `state_dict`; None in another precision."""
+        return self._scaler if self.plan.provenance.precision == "fp16" else None
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError(
+                "the pipe is closed",
+                fix="compile the model again: it holds the trained values, so that training goes on from there",
+            )
+        if self._superseded:
+            raise UsageError(
+                "another pipe of this model, compiled later, has trained it",
+                why="this pipe's ranks may hold older values than those of the later one",
+                fix="close this pipe; next time close it before the model is compiled again",
+            )
+
+    @property
+    def _superseded(self) -> bool:
+        """Whether a newer pipe of the same model has trained."""
+        return _TRAINED.get(self.model, 0) > self._number
+
+    # -- as of a module ------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was compiled.  What other ranks train is old in it until `sync_model` or `close`."""
+        return self._captures.model
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self.model.training
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the training flags of the model, as its own train() does; the next step follows them.  Call it on every
+        rank.  `eval_loss` and `predict` need no eval(): they run in eval mode."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """`train(False)`."""
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of this rank's parameters, as the optimizer's zero_grad() does."""
+        for parameter in self.parameters():
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.detach_().zero_()
+
+    # -- parameters ----------------------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters under their original names: what its optimizer drives.
+
+        Tied ones come under the first name; with zero=1 those that this rank owns.  Before the first step of a pipe
+        without a sample: all of the model's.  A rank without parameters (it idles, or its stage has only the loss)
+        yields an empty one: torch's optimizers refuse an empty list, and the same script has to run on every rank.
+        """
+        if self._session is None:
+            yield from self._captures.trained.named_parameters()
+            return
+        driven, keeps = self._session.tensors.driven, self._session.context.keeps
+        held = [(name, t) for name, t in driven.items() if isinstance(t, nn.Parameter) and keeps(name)]
+        yield from held or [(NO_PARAMETER, self._placeholder)]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """`named_parameters` without the names.  `torch.nn.utils.clip_grad_norm_` would clip each rank's by a norm of
+        its own: use `pipe.clip_grad_norm_`."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's buffers under their original names."""
+        held = self._session.tensors.held if self._session is not None else {}
+        for name, buffer in self._captures.trained.named_buffers():
+            if self._session is None or name in held:
+                yield name, held.get(name, buffer)
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """The gradient of every trainable parameter by original name (tied ones once), on every rank, on the CPU;
+        None where there is none, sparse ones dense.  Sends the size of the model: meant for checks."""
+        with self.session.call("gradients") as session:
+            return gather_gradients(session)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their global norm over all stages is at most max_norm; tied parameters count
+        once.  Returns the norm before, on every rank, as torch.nn.utils.clip_grad_norm_ does."""
+        check_norm_type(norm_type)
+        with self.session.call("clip_grad_norm_") as session:
+            return clip_gradients(session, max_norm, norm_type)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model's state under its original names, buffers included, on every rank, on the CPU; the plain
+        model's load_state_dict takes it.  It remembers `steps`, as long as it is kept by torch.save."""
+        with self.session.call("state_dict") as session:
+            return whole_state(session, self._steps, self.scaler)
+
+    def local_state_dict(self) -> dict[str, torch.Tensor]:
+        """This rank's part of `state_dict`, on the CPU; also after a step that failed.  Not collective.
+
+        It holds what this rank trains, and what no rank trains.  The parts of all ranks together are the whole state:
+        `{**part0, **part1}`.  After an error in the script itself, parts may be one optimizer step apart.
+        """
+        return local_state(self.session, self._steps)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> tuple[list[str], list[str]]:
+        """Take over a state of the plain model, given alike on every rank, and `steps` where it is remembered.
+
+        Returns the names that are missing and those that are unexpected, as torch does; with strict both raise
+        UsageError.  Nothing changes when a name or a shape does not fit (UsageError).
+        """
+        self._require_open()
+        keys = load_state(self._captures.trained, self._session, state, strict=strict)
+        self._restored = masters_of(state)
+        steps = steps_of(state)
+        if steps is not None:
+            self._steps = steps
+        scaler = remembered(state).get("scaler")
+        if isinstance(scaler, Mapping):
+            self._scaler.load_state_dict(scaler)
+        return keys
+
+    def sync_model(self) -> None:
+        """Bring the trained values to the model that was compiled, on every rank, in place: then `model.state_dict()`
+        and `model.save_pretrained(...)` have them.  Collective; `close` does it too."""
+        with self.session.call("sync_model") as session:
+            sync_state(session)
+
+    @property
+    def steps(self) -> int:
+        """Training steps taken: what random numbers such as dropout's follow.  Set it to go on where another run
+        stopped, where a state does not remember it."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise UsageError(f"steps is {count!r}", fix="use the number of steps that were taken, an integer")
+        self._steps = count

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from autopart.capture import CaptureCache
-from autopart.capture.batch import Batch, BatchReader
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import NonFiniteError, UsageError
 from autopart.ir.plan import Plan
@@ -23,7 +22,7 @@ from autopart.ir.timeline import Timeline
 from autopart.options import Options
 from autopart.report.plan_table import stage_table
 from autopart.runtime.trace import Trace
-from autopart.session.call_batch import first_batch, one_batch
+from autopart.session.call_batch import Arguments
 from autopart.session.context import Guard, Mode
 from autopart.session.data import own_rows
 from autopart.session.measured import gather_timeline
@@ -58,7 +57,6 @@ class Pipe:
         self._captures = captures
         self._cluster = cluster
         self._options = options
-        self._reader = BatchReader()
         self._session: Session | None = None
         self._placeholder = nn.Parameter(torch.empty(0))
         self._steps = 0
@@ -68,25 +66,15 @@ class Pipe:
         self._closed = False
         self._unwatch: Callable[[], None] = lambda: None
         if sample is not None:
-            self._bring_up(lambda: self._flatten(sample))
+            self._bring_up(((sample,), {}))
 
-    def _bring_up(self, read: Callable[[], Batch]) -> Session:
-        session = Session(self._captures, self._cluster, self._options, read)
-        session.bring_up()
+    def _bring_up(self, arguments: Arguments, *, sharded: bool = False) -> Session:
+        session = Session(self._captures, self._cluster, self._options)
+        session.bring_up(arguments, sharded=sharded)
         self._session = session
         take_masters(session, self._restored)
         self._unwatch = watch_optimizers(session)
         return session
-
-    def _flatten(self, batch: Any) -> Batch:
-        return self._reader.read(batch, with_target=self._options.loss_fn is not None)
-
-    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_target: bool = True) -> Batch | None:
-        """The batch of a call, None where this rank is given none."""
-        batch = one_batch(args, kwargs)
-        if batch is None:
-            return None
-        return self._flatten(batch) if with_target else self._reader.read(batch)
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -104,17 +92,13 @@ class Pipe:
         one is not finite, nothing is added to any: `skipped` is True, and `optimizer.step()` is to be left out (it does
         nothing for parameters whose `.grad` is None).
         """
-
-        def read() -> Batch | None:
-            return self._given(args, kwargs)
-
         self._require_open()
-        session = self._session or self._bring_up(lambda: first_batch(read(), sharded=sharded))
+        session = self._session or self._bring_up((args, kwargs), sharded=sharded)
         scaler = self.scaler
         how = self._options.non_finite
         looks = scaler is not None or how != "auto"
         guard = Guard(looks, scaler.scale) if scaler is not None else Guard(looks)
-        loss, overflow = session.loss(Mode.TRAIN, read, self._steps, guard, sharded=sharded)
+        loss, overflow = session.loss(Mode.TRAIN, (args, kwargs), self._steps, guard, sharded=sharded)
         self._steps += 1
         self._skipped = bool(overflow)
         if scaler is not None:
@@ -126,7 +110,7 @@ class Pipe:
     def eval_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The loss of a batch with the model in eval mode, through the same stages, without gradients.  Only the first
         rank of the first stage needs the batch; others may pass None."""
-        return without_backward(self.session.loss(Mode.LOSS, lambda: self._given(args, kwargs))[0])
+        return without_backward(self.session.loss(Mode.LOSS, (args, kwargs))[0])
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns in eval mode for this batch, on every rank, on the CPU, through the same stages.
@@ -134,7 +118,7 @@ class Pipe:
         The batch holds no target; as in `eval_loss`, others than the first may pass None.  Caches and other objects
         that are no tensors are left out of the result.
         """
-        return self.session.predict(lambda: self._given(args, kwargs, with_target=False))
+        return self.session.predict((args, kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises UsageError: calling the model says neither whether to train nor what comes back."""
@@ -192,7 +176,7 @@ class Pipe:
         """
         self._require_open()
         if self._session is None:
-            self._bring_up(lambda: first_batch(self._given(args, kwargs), sharded=sharded))
+            self._bring_up((args, kwargs), sharded=sharded)
         with self.traced() as trace:
             self.step(*args, sharded=sharded, **kwargs)
         with self.session.call("timeline") as session:

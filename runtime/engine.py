@@ -41,11 +41,11 @@ class BatchPlan:
     """What one rank is given for one step.
 
     rows: rows of each micro-batch, of which a replica has its part (`Division.windows`).  inputs: on the ranks of stage
-    0 the model's inputs by value name for each micro-batch, elsewhere empty.  key: (seed, step).  shares: for each stage
-    of this rank and each micro-batch the share of its loss in the whole loss, then the numbers that stage code takes
-    (`StageModule.numbers`).  idle: by stage and micro-batch, values that carry no weight in the loss, as where every
-    target is ignored: no gradient goes back from them.  uneven: whether some replica has no weight somewhere.  scale:
-    of the loss, for its backward.
+    0 the model's inputs by value name for each micro-batch, elsewhere empty.  key: (seed, step).  shares: for each
+    stage of this rank and each micro-batch the share of its loss in the whole loss, then the numbers that stage code
+    takes (`StageModule.numbers`).  idle: by stage and micro-batch, values that carry no weight in the loss, as where
+    every target is ignored: no gradient goes back from them.  uneven: whether some replica has no weight somewhere.
+    scale: of the loss, for its backward.
     """
 
     rows: tuple[int, ...]

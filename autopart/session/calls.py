@@ -58,9 +58,9 @@ class Calls:
         failure: what went wrong on this rank, which all ranks then raise.  needed: the ranks that need a batch, of
         shards the first of them at least.  signature: of this rank's batch, "" where it was given none; version: of
         its model (`CaptureCache.version`); rows: of its batch; scale: of its loss; sharded: whether ranks give rows of
-        their own; said: up to `ROOM` numbers about its batch, None where they are not known yet.  Raises UsageError on all
-        ranks when they make different calls, and BatchError when batches, or changes of the model, differ, or when one
-        that needs a batch has none.
+        their own; said: up to `ROOM` numbers about its batch, None where they are not known yet.  Raises UsageError on
+        all ranks when they make different calls, and BatchError when batches, or changes of the model, differ, or when
+        one that needs a batch has none.
         """
         self._count += 1
         set_activity(f"call {self._count}: {name}")

@@ -214,8 +214,8 @@ class Executor:
         scale: float = 1.0,
         shards: Shards = (),
     ) -> BatchPlan:
-        """What this rank's stages take of a batch.  said: what each rank said of it.  Raises BatchError on all ranks for
-        a batch that cannot be run."""
+        """What this rank's stages take of a batch.  said: what each rank said of it.  Raises BatchError on all ranks
+        for a batch that cannot be run."""
         shares = self.shares(batch, said, shards)
         micro_rows = shares.micro_rows
         if self._synced and (weightless := require_weights(shares)) is not None:
@@ -235,8 +235,8 @@ class Executor:
         return BatchPlan(micro_rows, inputs, key, own, idle, uneven, scale)
 
     def _idle(self, own: Mapping[int, Sequence[Sequence[float]]]) -> dict[tuple[int, int], frozenset[str]]:
-        """By stage and micro-batch, the values that carry no weight, but for those whose gradients come from a rank with
-        other rows: these may have weight where this rank's have none."""
+        """By stage and micro-batch, the values that carry no weight, but for those whose gradients come from a rank
+        with other rows: these may have weight where this rank's have none."""
         rowless = {name for name, layout in self.rule.layouts.items() if layout is None}
         return {
             (stage, micro): idle_values(self.graph, self.rule.reduction, tuple(share)) - rowless

@@ -39,7 +39,7 @@ class LossShares:
 
     def whole(self) -> list[float] | None:
         """Shares of whole micro-batches, None where terms of the loss are weighed by themselves."""
-        division, micros = min(self.of.items(), key=lambda item: item[0].splits)
+        micros = self.of[min(self.of, key=lambda division: division.splits)]
         if any(len(share) > 1 for replicas in micros for share in replicas):
             return None
         own = [[share[0] for share in replicas] for replicas in micros]

@@ -41,8 +41,8 @@ def stage_inputs(
     *,
     sharded: bool,
 ) -> list[Mapping[str, torch.Tensor]]:
-    """The model's inputs for the rows that a rank of the first stage has of each micro-batch, by value name; empty where
-    it has none.  sharded: whether the batch holds these rows alone."""
+    """The model's inputs for the rows that a rank of the first stage has of each micro-batch, by value name; empty
+    where it has none.  sharded: whether the batch holds these rows alone."""
     if sharded:
         sizes, places = list(rows_of_rank(planned, rank, micro_rows)), list(range(len(micro_rows)))
     else:
@@ -113,8 +113,8 @@ def require_same_batch(digests: Sequence[float], ranks: Sequence[int]) -> BatchE
 
 
 def shared_of(graph: Graph, decision: Decision, stage: int, owners: Mapping[str, int]) -> Shared:
-    """What the replicas of a stage keep alike.  Left out are parameters that other stages use too: these are summed over
-    all their ranks at once.  owners: of the parameters of this rank (`Shared.owners`)."""
+    """What the replicas of a stage keep alike.  Left out are parameters that other stages use too: these are summed
+    over all their ranks at once.  owners: of the parameters of this rank (`Shared.owners`)."""
     chosen, apart = set(decision.stages[stage].ops), {name for name, _ in tied(decision, graph)}
     trained = {param.name for param in graph.params if param.trainable} - apart
     released: dict[str, None] = {}  # in the order of their first use: a gradient is complete when that one is over

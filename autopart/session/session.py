@@ -248,8 +248,8 @@ class Session:
 
     @contextmanager
     def collective(self, doing: str) -> Iterator[None]:
-        """Tell all ranks, within a second, of an error of the body that not all of them raise alike: nothing is sent any
-        more, and what they wait in ends.  Raises what failed first, on whichever rank."""
+        """Tell all ranks, within a second, of an error of the body that not all of them raise alike: nothing is sent
+        any more, and what they wait in ends.  Raises what failed first, on whichever rank."""
         try:
             yield
         except BaseException as error:
@@ -300,8 +300,8 @@ class Session:
     def _agreed(
         self, mode: Mode, arguments: Arguments, call: str | None = None, scale: float = 1.0, *, sharded: bool = False
     ) -> tuple[Executor, Batch, Sequence[Sequence[float]], tuple[int, ...]]:
-        """What runs the batch of a call, the batch as this rank has it, what every rank says of it, and the rows of each
-        shard.  Collective; raises on all ranks what any rank finds wrong.
+        """What runs the batch of a call, the batch as this rank has it, what every rank says of it, and the rows of
+        each shard.  Collective; raises on all ranks what any rank finds wrong.
 
         A batch of a kind that came before takes one exchange, and another where shards are given.
         """

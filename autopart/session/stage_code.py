@@ -27,8 +27,8 @@ from autopart.session.token_slices import slice_stage
 
 
 class StageCode:
-    """The code of a rank's stages, by stage and rows.  Engine and stage runners are given the dictionaries once; they are
-    filled later."""
+    """The code of a rank's stages, by stage and rows.  Engine and stage runners are given the dictionaries once, which
+    are filled later."""
 
     def __init__(
         self,

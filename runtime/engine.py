@@ -141,7 +141,7 @@ class Engine:
         self._loss = loss
         self._specs = specs
         self._part = program.part(world.rank)
-        self._labels = {action: _activity(action) for action in self._part}
+        self._labels = [_activity(action) for action in self._part]
         self._sends = Counter((a.slot, a.is_a.way) for a in self._part if a.is_a.role == SEND)
         self._mailbox = Mailbox(world, program, specs, layouts)
         self._tied = TiedGradients(world, program)
@@ -224,8 +224,8 @@ class Engine:
         if trace is not None:
             trace.begin(self._device)
         self._mailbox.begin(state.given.rows)
-        for action in self._part:
-            set_activity(self._labels[action])
+        for action, label in zip(self._part, self._labels, strict=True):
+            set_activity(label)
             start = trace.now() if trace is not None else None
             self._do[action.kind](action, state)
             if trace is not None and start is not None:

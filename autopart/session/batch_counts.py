@@ -19,12 +19,16 @@ Inputs = Mapping[str, torch.Tensor]
 
 def weighted_loss(losses: Mapping[int, torch.Tensor], shares: Sequence[float]) -> float:
     """The loss of the whole batch, where it is computed; elsewhere 0.  Waits for the device, once."""
-    total = torch.zeros((), dtype=torch.float64)
+    # A micro-batch without a valid target may have a loss of 0/0.
+    counted = {micro: share for micro, share in enumerate(shares) if losses and share != 0.0}
+    if not counted:
+        return 0.0
     with waiting():
-        for micro, share in enumerate(shares):
-            if losses and share != 0.0:  # a micro-batch without a valid target may have a loss of 0/0
-                total = total.to(losses[micro].device) + losses[micro].double() * share
-        return total.item()
+        found: list[float] = torch.stack([losses[micro] for micro in counted]).double().tolist()
+    total = 0.0
+    for loss, share in zip(found, counted.values(), strict=True):  # `sum` would round otherwise
+        total += loss * share
+    return total
 
 
 class BatchCounts:

@@ -16,7 +16,7 @@ import torch
 
 from autopart.capture import CaptureCache
 from autopart.capture.batch import Batch, BatchReader
-from autopart.capture.guards import check_autocast, tied_names
+from autopart.capture.guards import tied_names
 from autopart.capture.reduction import BatchRule
 from autopart.capture.stand_in import with_rows
 from autopart.capture.trained import refuse_meta
@@ -24,11 +24,10 @@ from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import BatchError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import Plan, Stage
+from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.size import Size
 from autopart.options import Options
-from autopart.passes.program.projection import check_gradients_stay, project_plan
 from autopart.planning import Planned, make_plan, read_plan
 from autopart.runtime.activity import patient, set_activity, set_rank_label
 from autopart.runtime.shared_values import SharedValues
@@ -39,9 +38,10 @@ from autopart.session.agreement import FAILURES, broadcast_result, require_same_
 from autopart.session.call_batch import Arguments, first_batch, one_batch
 from autopart.session.calls import ROOM, Calls, Heard, digest_of
 from autopart.session.context import UNGUARDED, Guard, Mode, RankContext
-from autopart.session.data import micro_rows, rows_of_shards, shared_stand_in
+from autopart.session.data import rows_of_shards, shared_stand_in
 from autopart.session.executor import Executor
 from autopart.session.health import Health
+from autopart.session.kinds import largest_part, new_executor
 from autopart.session.loss_shares import LossShares
 from autopart.session.placement import Placement, placement_of, relocate
 
@@ -311,10 +311,10 @@ class Session:
         signature, version = "", ""
         try:
             batch = self._read(arguments, mode)
-            self._follow_model(mode)
+            self.context.follow_model(training=mode is Mode.TRAIN)
             if batch is not None and not sharded:
                 with patient("capturing the model"):
-                    batch = self.captures.settled(batch, self._largest(batch, mode), mode.value)
+                    batch = self.captures.settled(batch, largest_part(batch, mode, self.plan.decision), mode.value)
             signature, version = repr(batch.signature()) if batch is not None else "", self.captures.version
             known = self._kinds.get((mode, digest_of(version), digest_of(signature)))
             if batch is None:  # what others say is enough, unless buffers have to be compared here
@@ -341,19 +341,6 @@ class Session:
         executor.stand_in = stand_in or executor.stand_in
         return executor, batch, heard.said or executor.agree(batch, shards), shards
 
-    def _follow_model(self, mode: Mode) -> None:
-        """Compare the model with its captures, and bring its new values and flags to what this rank holds.  Raises
-        RefusedError for changes that no run can follow."""
-        check_autocast(self.world.device.type)
-        set_activity("comparing the model with its capture")
-        self.tensors.check()
-        if toggled := self.tensors.masters.toggled():
-            for name, parameter in self.captures.trained.named_parameters():
-                parameter.requires_grad_(toggled.get(name, parameter.requires_grad))
-        if self.captures.refresh(training=mode is Mode.TRAIN):
-            self.tensors.follow_flags(self.captures.trained.named_parameters())
-        self.tensors.masters.write()
-
     def _stand_in(self, kind: _Kind, batch: Batch | None, heard: Heard, needed: Sequence[int]) -> Batch:
         """What stands for a batch on ranks that were given none.  Collective when it is made."""
         known = self._kinds.get(kind)
@@ -377,33 +364,13 @@ class Session:
             self._kinds[kind] = self._kinds.pop(kind)  # the last one to be forgotten
         else:
             with together(self.world, "capturing the model"), patient("capturing the model"):
-                self._kinds[kind] = self._new_executor(kind[0], batch, shards)
+                decision = self.plan.decision
+                executor = new_executor(kind[0], self.context, batch, shards, self.graph, decision)
+                executor.trace = self._trace if executor.train else None
+                self._kinds[kind] = executor
             if len(self._kinds) > _KEEP:
                 del self._kinds[next(iter(self._kinds))]
         return self._kinds[kind]
-
-    def _largest(self, batch: Batch, mode: Mode, shards: Sequence[int] = ()) -> Size:
-        """The largest part of this batch that is run at once."""
-        return Size(max(micro_rows(batch, shards, self.plan.decision)) if mode is Mode.TRAIN else batch.rows or 1)
-
-    def _new_executor(self, mode: Mode, batch: Batch, shards: tuple[int, ...]) -> Executor:
-        captured = self.captures(batch, self._largest(batch, mode, shards), mode.value)
-        decision = replace(self.plan.decision, stages=self._stages_of(captured.graph, mode))
-        if mode is Mode.TRAIN:
-            check_gradients_stay(captured.graph, decision.stages, self.graph, self.plan.decision)
-        else:  # a batch is evaluated whole, which is exact for any model: by first replicas
-            first = (replace(stage, ranks=stage.ranks[:1], shares=(), policy="split") for stage in decision.stages)
-            decision = replace(decision, stages=tuple(first), token_slices=(), micro_rows=(1,))
-        executor = Executor(mode, self.context, captured, decision)
-        executor.trace = self._trace if mode is Mode.TRAIN else None
-        return executor
-
-    def _stages_of(self, graph: Graph, mode: Mode) -> tuple[Stage, ...]:
-        """The plan's stages for a program that it was not made for; its own where only gradients flow differently."""
-        same = [(op.name, op.target) for op in graph.ops] == [(op.name, op.target) for op in self.graph.ops]
-        if same and mode is Mode.TRAIN:
-            return self.plan.decision.stages
-        return project_plan(graph, self.graph, self.plan.decision)
 
     @property
     def healthy(self) -> bool:

@@ -18,7 +18,7 @@ from autopart.ir.graph import LossReduction
 from autopart.ir.shares import Division
 from autopart.ir.size import Size
 from autopart.runtime.tensors import LocalTensors
-from autopart.session.batch_counts import BatchCounts
+from autopart.session.batch_counts import BatchCounts, weighted_loss
 from autopart.session.loss_shares import loss_shares, pieces_of
 
 CPU = torch.device("cpu")
@@ -86,3 +86,15 @@ def test_shares_of_replicas_that_cut_a_micro_batch_differently_are_added_up_from
 def test_a_replica_without_rows_weighs_nothing() -> None:
     shares = loss_shares(LossReduction("sum"), (1,), (Division((1, 1)),))
     assert shares.of[Division((1, 1))] == [[(1.0,), (0.0,)]] and shares.uneven and shares.whole() == [1.0]
+
+
+def test_losses_are_added_up_in_the_order_of_the_micro_batches_and_those_without_weight_are_left_out() -> None:
+    losses = {micro: torch.rand((), dtype=torch.float64) for micro in range(7)} | {
+        3: torch.tensor(float("nan")).double()
+    }
+    shares = [0.1, 0.2, 0.3, 0.0, 0.15, 0.05, 0.2]
+    expected = torch.zeros((), dtype=torch.float64)
+    for micro, share in enumerate(shares):
+        expected = expected + losses[micro] * share if share else expected
+    assert weighted_loss(losses, shares) == expected.item()
+    assert weighted_loss({}, shares) == 0.0

@@ -202,8 +202,7 @@ class Executor:
         if any(row[0] for row in said):
             raise_first(self._world, failure, "preparing the batch")
         if not shards:
-            shares = None if count_width(self.rule.reduction) else self._shares(micro_rows)
-            self._agreed[micro_rows] = shares
+            self._agreed[micro_rows] = None if count_width(self.rule.reduction) else self._shares(micro_rows)
         return [row[1:] for row in said]
 
     def plan(
@@ -222,10 +221,8 @@ class Executor:
             raise self._world.known(weightless)
         inputs: Sequence[Mapping[str, torch.Tensor]] = ()
         if 0 in self._stages:
-            names, device = self.graph.inputs, self._world.device
-            inputs = stage_inputs(
-                batch, names, self._stages[0], self._rank, micro_rows, device, sharded=bool(shards)
-            )  # fmt: skip
+            given = (batch, self.graph.inputs, self._stages[0], self._rank, micro_rows, self._world.device)
+            inputs = stage_inputs(*given, sharded=bool(shards))
         own = {
             number: [replicas[stage.ranks.index(self._rank)] for replicas in shares.of[stage.division]]
             for number, stage in self._stages.items()
@@ -368,8 +365,13 @@ class Executor:
     def program(self, micros: int) -> Program:
         """The verified program for `micros` micro-batches."""
         decision = replace(self._decision, micro_rows=(1,) * micros)
-        program = route(decision, self.graph, self._slicing.prologue)
-        program = check_program(program, decision.schedule) if self.train else forward_program(program)
+        if self.train:
+            program = route(decision, self.graph, self._slicing.prologue)
+            program = check_program(program, decision.schedule)
+        else:  # stages run one after the other, so the schedule need not know which of them are on one rank
+            apart = tuple(replace(stage, ranks=(number,)) for number, stage in enumerate(decision.stages))
+            program = forward_program(route(replace(decision, stages=apart, world=len(apart)), self.graph))
+            program = replace(program, world=decision.world, stage_ranks=tuple(s.ranks for s in decision.stages))
         return program if self._world.carrier is None else check_messages(program)
 
     def engine(self, micros: int) -> Engine:

@@ -21,7 +21,7 @@ from autopart.files.clusters import parse_cluster
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program, Slot
-from autopart.ir.shares import Window
+from autopart.ir.shares import Division, Window
 from autopart.options import Options
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
@@ -41,6 +41,7 @@ from autopart.session.compare import (
     plain_outcome,
     precision_of,
 )
+from autopart.session.loss_shares import Share, idle_values, loss_shares
 from autopart.session.split import stage_module
 
 CPU = torch.device("cpu")
@@ -69,15 +70,14 @@ def replay(
 ) -> Replayed:
     """One training step over micro-batches of `plan.micro_rows` rows.  reduction: how their losses combine."""
     graph, rows = captured.graph, plan.micro_rows
-    weights = _counted(captured, reduction).weights(reduction, rows, micros)
-    idle = weights.idle(graph, reduction)
+    shares = _shares(captured, reduction, rows, micros)
     program = check_program(route(plan.decision, graph), plan.schedule)
     tensors = [_own_copies(captured) for _ in plan.stages]
     runners = [_runner(captured, program, s, plan, tensors[s], reduction) for s in range(len(plan.stages))]
     loss = torch.zeros(())
     for micro, inputs in enumerate(micros):
-        share, numbers = weights.shares[micro], weights.numbers[micro]
-        stages = _Stages(graph, program, runners, idle.get(micro, frozenset()))
+        share, *numbers = shares[micro]
+        stages = _Stages(graph, program, runners, idle_values(graph, reduction, shares[micro]))
         found = stages.played(micro, inputs, share, numbers)
         loss = loss + found * share if share else loss
     for runner in runners:
@@ -86,10 +86,14 @@ def replay(
     return Replayed(loss, _gradients(graph, program, tensors), _buffers(graph, plan, tensors), program)
 
 
-def _counted(captured: Captured, reduction: LossReduction) -> BatchCounts:
+def _shares(
+    captured: Captured, reduction: LossReduction, rows: tuple[int, ...], micros: Sequence[Mapping[str, torch.Tensor]]
+) -> list[Share]:
+    """Of each micro-batch."""
     counts = BatchCounts(LocalTensors(CPU), CPU)
     counts.add(captured, reduction)
-    return counts
+    measured = counts.measured(reduction, rows, micros, alone=len(rows) == 1)
+    return [share for (share,) in loss_shares(reduction, rows, (Division(),), measured).of[Division()]]
 
 
 def _own_copies(captured: Captured) -> dict[str, torch.Tensor]:
@@ -108,7 +112,7 @@ def _runner(
     tensors: Mapping[str, torch.Tensor],
     reduction: LossReduction,
 ) -> StageRunner:
-    code = stage_module(captured, program, stage, plan.stages[stage], CPU, reduction.adjusted)
+    code = stage_module(captured, program.edges, stage, plan.stages[stage], CPU, reduction.adjusted)
     back = frozenset(name for e in program.edges if e.dst == stage for name in e.grads)
     out = frozenset(name for e in program.edges if e.src == stage for name in e.grads)
     held = {name: tensors[name] for name in code.held}  # nothing else can be reached
@@ -200,8 +204,8 @@ def verify_here(model: nn.Module, sample: Any, options: Options, plain: Outcome 
         plain = _played(_planned(model, batch, alone), batch)
     elif couples:
         reference = BUFFERS
-        shares = _counted(made.captured, made.weight).shares(made.weight, rows, _micros(made, batch))
-        plain = plain_outcome(fresh_copy(model), batch, loss_fn, rows, shares)
+        shares = _shares(made.captured, made.weight, rows, _micros(made, batch))
+        plain = plain_outcome(fresh_copy(model), batch, loss_fn, rows, [share[0] for share in shares])
     elif plain is None:
         plain = plain_outcome(fresh_copy(model), batch, loss_fn, (batch.rows or 1,), [1.0])
     return compared(found, plain, {}, precision_of(graph), None, reference)

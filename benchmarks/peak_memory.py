@@ -103,7 +103,7 @@ def measured(case: Case) -> dict[str, Any]:
         step()
         if not case.accumulates:
             optimizer.zero_grad()
-        stage = pipe.plan.decision.stage_of_rank(pipe.rank)
+        stage = next(iter(pipe.plan.decision.stages_of_rank(pipe.rank)), None)
         assert stage is not None
         held = {id(tensor) for tensor in pipe.session.tensors.held.values()}
         elsewhere = {_place(t) for t in (*model.parameters(), *model.buffers()) if id(t) not in held}

@@ -212,7 +212,7 @@ def held_bytes(pipe: autopart.Pipe, batch: Any) -> int:
 
 def estimated(pipe: autopart.Pipe) -> int:
     """What the estimate says of that."""
-    stage = pipe.plan.decision.stage_of_rank(pipe.rank)
+    stage = next(iter(pipe.plan.decision.stages_of_rank(pipe.rank)), None)
     assert stage is not None
     estimate = pipe.plan.estimates[stage]
     return estimate.live * estimate.activation_bytes

@@ -37,34 +37,62 @@ Specs = Mapping[int | tuple[int, int], Mapping[str, Spec]]
 
 
 @dataclass(frozen=True)
-class StepInput:
+class BatchPlan:
     """What one rank is given for one step.
 
-    rows: rows of each micro-batch, of which a replica has its part (`Division.windows`); all else is of that part.
-    micros: on the ranks of stage 0 the model's inputs by value name for each micro-batch, elsewhere empty.  weights:
-    share of each micro-batch's loss in the whole loss.  key: (seed, step).  numbers: of each micro-batch, what stage
-    code takes of them (`StageModule.numbers`).  idle: by micro-batch, values that carry no weight in the loss, as where
+    rows: rows of each micro-batch, of which a replica has its part (`Division.windows`).  inputs: on the ranks of stage
+    0 the model's inputs by value name for each micro-batch, elsewhere empty.  key: (seed, step).  shares: for each
+    stage of this rank and each micro-batch the share of its loss in the whole loss, then the numbers that stage code
+    takes (`StageModule.numbers`).  idle: by stage and micro-batch, values that carry no weight in the loss, as where
     every target is ignored: no gradient goes back from them.  uneven: whether some replica has no weight somewhere.
+    scale: of the loss, for its backward.
     """
 
     rows: tuple[int, ...]
-    micros: Sequence[Mapping[str, torch.Tensor]]
-    weights: Sequence[float]
+    inputs: Sequence[Mapping[str, torch.Tensor]]
     key: tuple[int, int]
-    numbers: Sequence[Sequence[float]] = ()
-    idle: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    shares: Mapping[int, Sequence[Sequence[float]]]
+    idle: Mapping[tuple[int, int], frozenset[str]] = field(default_factory=dict)
     uneven: bool = False
+    scale: float = 1.0
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """On the rank that computes it: losses by micro-batch (0-dim, unweighted).  results: in evaluation, what the stages
+class StepOutcome:
+    """What one step left on this rank, until its caller keeps it (`commit`) or not (`discard`).  Leaving its context
+    without a commit discards it.
+
+    losses: on the rank that computes them, by micro-batch (0-dim, unweighted).  results: in evaluation, what the stages
     of this rank returned, by micro-batch and value name.  before: gradients of earlier steps, by parameter, to which
-    those of this one are to be added."""
+    those of this one are to be added.
+    """
 
-    losses: dict[int, torch.Tensor]
-    results: dict[int, dict[str, torch.Tensor]]
-    before: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    def __init__(self, engine: Engine, state: _State, aside: GradientsAside) -> None:
+        self._engine, self._aside, self._open = engine, aside, True
+        self.losses: Mapping[int, torch.Tensor] = state.losses
+        self.results: Mapping[int, Mapping[str, torch.Tensor]] = state.results
+        self.before = aside.before
+
+    def commit(self, *, gradients: bool = True) -> None:
+        """Count the step on all ranks.  gradients: whether gradients and buffers keep what the step made of them."""
+        if gradients:
+            self._aside.keep()
+        else:
+            self._aside.restore()
+        self._open = False
+        self._engine.end(kept=gradients)
+
+    def discard(self) -> None:
+        """Gradients and buffers are as before the step.  Messages may be under way, so no other step may follow."""
+        if self._open:
+            self._open = False
+            self._aside.restore()
+            self._engine.abandon()
+
+    def __enter__(self) -> StepOutcome:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.discard()
 
 
 @dataclass
@@ -75,7 +103,7 @@ class _State:
     gradients of what it received, until they were sent.  sends_left: messages of a slot, one way, not yet sent.
     """
 
-    given: StepInput
+    given: BatchPlan
     train: bool
     sends_left: Counter[tuple[Slot, str]]
     parameters: Mapping[str, torch.nn.Parameter]
@@ -113,7 +141,7 @@ class Engine:
         self._loss = loss
         self._specs = specs
         self._part = program.part(world.rank)
-        self._labels = {action: _activity(action) for action in self._part}
+        self._labels = [_activity(action) for action in self._part]
         self._sends = Counter((a.slot, a.is_a.way) for a in self._part if a.is_a.role == SEND)
         self._mailbox = Mailbox(world, program, specs, layouts)
         self._tied = TiedGradients(world, program)
@@ -149,22 +177,19 @@ class Engine:
 
     def step(
         self,
-        given: StepInput,
+        given: BatchPlan,
         parameters: Mapping[str, torch.nn.Parameter],
         *,
         train: bool,
-        agree: Callable[[StepResult], bool] | None = None,
         masters: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
-    ) -> StepResult:
-        """Play the program once.  masters: of some of the parameters, which get their gradients.
+    ) -> StepOutcome:
+        """Play the program once; the caller keeps the outcome or not, once it knows of all ranks.
 
-        agree: called when this rank's part is done; it raises when another rank's is not, so that the step counts on
-        all ranks or on none, and says whether what was added to gradients is to be kept.  Raises StageError for a
-        failing op, WorkerError for a lost peer; gradients and buffers are then as before the step.  Messages of it may
-        still be under way, so no other step may follow.
+        masters: of some of the parameters, which get their gradients.  Raises StageError for a failing op, WorkerError
+        for a lost peer; the step is then discarded.
         """
         state = _State(given, train, self._sends.copy(), parameters if train else {})
-        aside = GradientsAside(state.parameters, masters)
+        outcome = StepOutcome(self, state, GradientsAside(state.parameters, masters))
         try:
             for sums in self._sums.values() if train else ():
                 sums.begin(state.parameters)
@@ -172,21 +197,15 @@ class Engine:
             for name, owner in self._owners.items():
                 if train and owner != self._rank:
                     state.parameters[name].grad = None  # its owner has the sum
-            result = StepResult(state.losses, dict(state.results), aside.before)
-            kept = agree is None or agree(result)
-            if self.trace is not None:
-                self.trace.end()
         except BaseException:
-            aside.restore()
-            for sums in self._sums.values():
-                sums.abandon()
-            for runner in self._runners.values():
-                runner.clear()
+            outcome.discard()
             raise
-        if kept:
-            aside.keep()
-        else:
-            aside.restore()
+        return outcome
+
+    def end(self, *, kept: bool) -> None:
+        """End a step that all ranks have played.  kept: buffers take their new values."""
+        if self.trace is not None:
+            self.trace.end()
         for sums in self._sums.values():
             sums.release()
         for runner in self._runners.values():
@@ -195,15 +214,21 @@ class Engine:
             else:  # buffers stay as before the step: what a NaN reached would stay in running statistics for ever
                 runner.clear()
         set_activity("between steps")
-        return result
+
+    def abandon(self) -> None:
+        """A step does not count: what it left behind is forgotten."""
+        for sums in self._sums.values():
+            sums.abandon()
+        for runner in self._runners.values():
+            runner.clear()
 
     def _play(self, state: _State) -> None:
         trace = self.trace
         if trace is not None:
             trace.begin(self._device)
         self._mailbox.begin(state.given.rows)
-        for action in self._part:
-            set_activity(self._labels[action])
+        for action, label in zip(self._part, self._labels, strict=True):
+            set_activity(label)
             start = trace.now() if trace is not None else None
             self._do[action.kind](action, state)
             if trace is not None and start is not None:
@@ -228,11 +253,11 @@ class Engine:
             if state.train:
                 self._runners[slot.stage].join_forward(slot, self._specs, given.key, self._device)
             return
-        if given.micros and slot.stage == 0:
-            values.update(given.micros[slot.micro])
+        if given.inputs and slot.stage == 0:
+            values.update(given.inputs[slot.micro])
         runner = self._runners[slot.stage]
         try:
-            numbers = given.numbers[slot.micro] if given.numbers else ()
+            numbers = given.shares[slot.stage][slot.micro][1:]
             outputs = runner.forward(slot, window, values, given.key, train=state.train, numbers=numbers)
         except Exception as error:
             raise self._told(error, action) from error
@@ -253,10 +278,13 @@ class Engine:
             runner.join_backward(slot)
             return
         if self._loss is not None and runner.makes(self._loss):
-            weight, loss = state.given.weights[slot.micro], state.losses[slot.micro]
+            given, loss = state.given, state.losses[slot.micro]
+            weight = given.shares[slot.stage][slot.micro][0] * given.scale
             # No valid target here: its loss may be 0/0, its gradient is nothing.
             grads = grads | {self._loss: torch.full_like(loss, weight)} if weight else {}
-        idle = state.given.idle.get(slot.micro, frozenset())  # may be 0/0: even a gradient of 0 would be NaN there
+        idle = state.given.idle.get(
+            (slot.stage, slot.micro), frozenset()
+        )  # may be 0/0: even a gradient of 0 would be NaN there
         grads = {name: grad for name, grad in grads.items() if name not in idle}
         if slot.stage in self._sums and action == self._last_backward[slot.stage]:
             self._sums[slot.stage].arm()

@@ -49,6 +49,7 @@ class Mailbox:
         self._handed: dict[Action, list[torch.Tensor]] = {}
         self._under_way: dict[int, set[Action]] = {peer: set() for peer in self._outboxes}
         self._rows: tuple[int, ...] = ()
+        self._own: dict[tuple[Action, int], Mapping[str, Spec]] = {}
 
     def begin(self, rows: tuple[int, ...]) -> None:
         """A step begins, with micro-batches of so many rows: receives are posted."""
@@ -70,9 +71,12 @@ class Mailbox:
         return [self._routes.specs(part, self._own_specs(receive)) for part in coming]
 
     def _own_specs(self, action: Action) -> Mapping[str, Spec]:
-        replica = self._program.stage_ranks[action.stage].index(self._rank)
-        own = parts(self._program.division(action.stage), action.micro, self._rows[action.micro])[replica]
-        return self._specs[(own, action.slot.slice) if (own, 0) in self._specs else own]
+        key = action, self._rows[action.micro]
+        if key not in self._own:
+            replica = self._program.stage_ranks[action.stage].index(self._rank)
+            own = parts(self._program.division(action.stage), action.micro, key[1])[replica]
+            self._own[key] = self._specs[(own, action.slot.slice) if (own, 0) in self._specs else own]
+        return self._own[key]
 
     def send(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> None:
         """Post a message, which takes its values from `tensors`; returns at once."""

@@ -6,7 +6,7 @@ When it is over they are handed out where they lie, and the next step takes othe
 last backward runs, a bucket that is full is summed at once, without waiting, and buckets are summed in their order, so
 that all replicas sum the same ones.  What was not released then (a replica may have no rows in the last micro-batch)
 follows at the end.  Every replica has the same sums, so their gradients are equal to the bit.  What is summed is what
-this step contributed; weights are in it already (`StepInput.weights`).
+this step contributed; weights are in it already (`BatchPlan.shares`).
 
 Where replicas share the optimizer's state, a bucket is cut by owners, and each part is summed at its owner alone (a
 reduce, not a reduce-scatter: shares of whole parameters are uneven).  Between two replicas these are the bits that each

@@ -42,16 +42,20 @@ class RowRoutes:
         self._edges = {(edge.src, edge.dst): edge for edge in program.edges}
         self._layouts = layouts
         self._known: dict[tuple[int, int, str, int, int, int], tuple[Part, ...]] = {}
+        self._of_action: dict[tuple[Action, int], tuple[Part, ...]] = {}
 
     def parts(self, action: Action, rows: int) -> tuple[Part, ...]:
         """With whom this rank exchanges what in a message that it sends or receives, of a micro-batch of `rows` rows;
         nobody where it has no rows."""
+        known = self._of_action.get((action, rows))
+        if known is not None:
+            return known
         assert action.peer is not None
         phase = action.micro % together(self._program.division(action.stage), self._program.division(action.peer))
         key = action.stage, action.peer, action.is_a.way, phase, rows, action.slot.slice
         if key not in self._known:
             self._known[key] = tuple(self._parts(*key))
-        return self._known[key]
+        return self._of_action.setdefault((action, rows), self._known[key])
 
     def _parts(self, stage: int, peer: int, way: str, micro: int, rows: int, piece: int) -> Iterable[Part]:
         program = self._program

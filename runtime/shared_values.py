@@ -87,7 +87,7 @@ def awaited(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class SharedValues:
-    """The parameters of this rank's stage.  Opening the groups of all stages is collective.
+    """The parameters of this rank's stages.  Opening the groups of all stages is collective.
 
     stages: how the replicas of each stage share.  tensors: what this rank holds, by name.
     """
@@ -97,13 +97,13 @@ class SharedValues:
         self._tensors = tensors
         self._overlaps = world.carrier is None and not world.staged
         self._parts: list[_Part] = []
-        self.owners: Mapping[str, int] = {}
-        self._bytes = BUCKET_BYTES
+        self._stages: list[tuple[Sharing, dist.ProcessGroup]] = []
         for stage in stages:
             if stage.owners:
                 group = world.group(stage.ranks, purpose="replicas" if self._overlaps else "")
                 if world.rank in stage.ranks:
-                    self.owners, self._group, self._bytes = stage.owners, group, stage.bucket_bytes
+                    self._stages.append((stage, group))
+        self.owners = {name: owner for stage, _ in self._stages for name, owner in stage.owners.items()}
 
     def keep_own(self) -> None:
         """Let go of gradients of what others own."""
@@ -131,15 +131,17 @@ class SharedValues:
             pass
 
     def _begin(self) -> None:
-        for names in parts_of(self.owners, self._tensors, self._bytes):
-            owner = self.owners[names[0]]
-            part = _Part.of([self._tensors[name] for name in names], owner, mine=owner == self._world.rank)
-            self._parts.append(part)
-            if self._overlaps:
-                part.work = dist.broadcast(part.flat, owner, group=self._group, async_op=True)
-            else:
-                self._world.give_group(part.flat, owner, self._group)
-            _UNDER_WAY.update((id(parameter), part) for parameter in part.parameters)
+        for stage, group in self._stages:
+            own = {name: owner for name, owner in stage.owners.items() if self.owners[name] == owner}
+            for names in parts_of(own, self._tensors, stage.bucket_bytes):
+                owner = own[names[0]]
+                part = _Part.of([self._tensors[name] for name in names], owner, mine=owner == self._world.rank)
+                self._parts.append(part)
+                if self._overlaps:
+                    part.work = dist.broadcast(part.flat, owner, group=group, async_op=True)
+                else:
+                    self._world.give_group(part.flat, owner, group)
+                _UNDER_WAY.update((id(parameter), part) for parameter in part.parameters)
 
 
 def parts_of(

@@ -82,12 +82,9 @@ class Decision:
         """Pipelines side by side: replica counts have this common divisor, so rows never leave their copy."""
         return copies_of([stage.division for stage in self.stages])
 
-    def stage_of_rank(self, rank: int) -> int | None:
-        """The stage that a rank runs, or None for a rank that idles."""
-        for index, stage in enumerate(self.stages):
-            if rank in stage.ranks:
-                return index
-        return None
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank runs, ascending; () for a rank that idles."""
+        return tuple(index for index, stage in enumerate(self.stages) if rank in stage.ranks)
 
 
 def check_decision(decision: Decision, graph: Graph | None = None) -> Decision:
@@ -145,17 +142,16 @@ def _slice_problems(decision: Decision) -> Iterator[Problem]:
 
 
 def _rank_problems(decision: Decision) -> Iterator[Problem]:
-    taken: dict[int, int] = {}
     for s, stage in enumerate(decision.stages):
+        taken: set[int] = set()
         if not stage.ranks:
             yield f"stages[{s}].ranks", "a stage needs a rank"
         for i, rank in enumerate(stage.ranks):
             if not 0 <= rank < decision.world:
                 yield f"stages[{s}].ranks[{i}]", f"rank {rank} is outside 0..{decision.world - 1}"
             elif rank in taken:
-                yield f"stages[{s}].ranks[{i}]", f"rank {rank} already runs stage {taken[rank]}"
-            else:
-                taken[rank] = s
+                yield f"stages[{s}].ranks[{i}]", f"rank {rank} appears twice in this stage"
+            taken.add(rank)
         for field, message in division_problems(len(stage.ranks), stage.shares, stage.policy):
             yield f"stages[{s}].{field}", message
 

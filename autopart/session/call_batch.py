@@ -1,4 +1,4 @@
-"""The batch of a call of the user's, as `Pipe` takes it."""
+"""The batch of a call: from the user's arguments to a batch taken apart."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import Any
 
 from autopart.capture.batch import Batch
 from autopart.ir.errors import BatchError
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and keyword arguments of a call."""
 
 
 def first_batch(batch: Batch | None, *, sharded: bool) -> Batch:
@@ -19,8 +22,9 @@ def first_batch(batch: Batch | None, *, sharded: bool) -> Batch:
     return batch
 
 
-def one_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The batch that the arguments of a call are, None where they say that there is none here."""
+def one_batch(arguments: Arguments) -> Any:
+    """The batch that the arguments of a call are, None where this rank is given none."""
+    args, kwargs = arguments
     if kwargs:
         return (args, kwargs) if args else kwargs
     if not args:

@@ -17,29 +17,20 @@ NAMES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What a rank was given.  signature: of its batch, "" where it was given none; version: of its model
-    (`CaptureCache.version`); rows: of its batch; scale: of its loss; sharded: whether ranks give rows of their own."""
-
-    signature: str = ""
-    version: str = ""
-    rows: int = 0
-    scale: float = 1.0
-    sharded: bool = False
+ROOM = 128
+"""How many numbers about its batch a rank can say with its call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What all ranks were given.  signature: a digest of that of the batch; rows: those of each rank's; missing:
-    whether some rank was given none."""
+    """What all ranks say of a call.  signature: a digest of the batch's; rows: of the batch of each rank; missing:
+    whether some rank was given no batch; said: what each rank says of its batch, by rank; () where some rank that has
+    one says nothing."""
 
     signature: float
     rows: tuple[int, ...]
     missing: bool
-
-
-_NOTHING = Given()
+    said: Sequence[Sequence[float]]
 
 
 class Calls:
@@ -52,41 +43,54 @@ class Calls:
     def enter(
         self,
         name: str,
-        given: Given = _NOTHING,
         failure: BaseException | None = None,
+        *,
         needed: Sequence[int] = (),
+        signature: str = "",
+        version: str = "",
+        rows: int = 0,
+        scale: float = 1.0,
+        sharded: bool = False,
+        said: Sequence[float] | None = None,
     ) -> Heard:
-        """Go on once every rank makes this call with the same; returns what they were given.  Collective.
+        """Go on once every rank makes this call with the same; returns what all say.  Collective.
 
         failure: what went wrong on this rank, which all ranks then raise.  needed: the ranks that need a batch, of
-        shards the first of them at least.  Raises UsageError on all ranks when they make different calls, and
-        BatchError when batches, or changes of the model, differ, or when one that needs a batch has none.
+        shards the first of them at least.  signature: of this rank's batch, "" where it was given none; version: of
+        its model (`CaptureCache.version`); rows: of its batch; scale: of its loss; sharded: whether ranks give rows of
+        their own; said: up to `ROOM` numbers about its batch, None where they are not known yet.  Raises UsageError on
+        all ranks when they make different calls, and BatchError when batches, or changes of the model, differ, or when
+        one that needs a batch has none.
         """
         self._count += 1
         set_activity(f"call {self._count}: {name}")
         mine = [
-            float(NAMES.index(name)), float(self._count), float(failure is not None),
-            digest_of(given.signature), digest_of(given.version), float(given.rows), given.scale, float(given.sharded),
+            float(NAMES.index(name)), float(self._count), float(failure is not None), digest_of(signature),
+            digest_of(version), float(rows), scale, float(sharded), float(said is not None),
+            *(said or ()), *[0.0] * (ROOM - len(said or ())),
         ]  # fmt: skip
-        rows = self._world.gather_numbers(mine)
-        for rank, row in enumerate(rows):
-            if row[:2] != rows[0][:2]:
-                raise self._world.known(_different_calls(rank, rows[0], row))
-        if any(row[2] for row in rows):
+        found = self._world.gather_numbers(mine)
+        for rank, row in enumerate(found):
+            if row[:2] != found[0][:2]:
+                raise self._world.known(_different_calls(rank, found[0], row))
+        if any(row[2] for row in found):
             raise_first(self._world, failure, "preparing the batch")
-        holders = [rank for rank, row in enumerate(rows) if row[3]]
-        absent = [rank for rank in (needed[:1] if given.sharded else needed) if rank not in holders]
+        holders = [rank for rank, row in enumerate(found) if row[3]]
+        absent = [rank for rank in (needed[:1] if sharded else needed) if rank not in holders]
         if absent:
             raise self._world.known(_without_batch(absent, needed))
         first = needed[0] if needed else 0
-        for rank, row in enumerate(rows):
-            compared = [*_ALIKE, *((3,) if rank in holders else ()), *(() if given.sharded or not row[3] else (5,))]
-            if any(row[place] != rows[first][place] for place in compared):
-                changes = self._world.gather_text(given.version) if rows[first][4] != row[4] else []
-                raise self._world.known(_different_given(first, rank, rows[first], row, changes))
-        return Heard(rows[first][3], tuple(int(row[5]) for row in rows), len(holders) < len(rows))
+        for rank, row in enumerate(found):
+            compared = [*_ALIKE, *((3,) if rank in holders else ()), *(() if sharded or not row[3] else (5,))]
+            if any(row[place] != found[first][place] for place in compared):
+                changes = self._world.gather_text(version) if found[first][4] != row[4] else []
+                raise self._world.known(_different_given(first, rank, found[first], row, changes))
+        all_said = [row[_HEAD:] for row in found] if all(row[8] for row in found) else ()
+        return Heard(found[first][3], tuple(int(row[5]) for row in found), len(holders) < len(found), all_said)
 
 
+_HEAD = 9
+"""How many numbers every rank says of every call."""
 _ALIKE = (4, 6, 7)
 """Places of what is alike on all ranks, whatever they were given."""
 

@@ -138,8 +138,8 @@ def verify_step(
         found = _outcome(pipe, mine, sample)
         session = pipe.session
         graph, decision = session.graph, pipe.plan.decision
-        micro_rows, parts = session.loss_weights(batch)
-        shares = parts.whole()
+        weights = session.loss_shares(sample)
+        micro_rows, shares = weights.micro_rows, weights.whole()
         autocast = session.captures.autocast
         home = decision.stages[0].ranks[0]
         alone: Outcome | None = None
@@ -165,11 +165,20 @@ def verify_step(
                     plain = _fresh(model, options.loss_fn).to(session.world.device)
                     with autocast.region() if autocast is not None else contextlib.nullcontext():
                         expected = plain_outcome(plain.model, batch, plain.loss_fn, micro_rows, shares or [1.0])
-                stages = {name: decision.stage_of_rank(rank) for name, rank in session.owners.items()}
+                stages = first_stages(graph, decision)
                 content = asdict(compared(found, expected, stages, precision_of(graph), tolerance, reference))
             except FAILURES as error:
                 failure = error
         return _from_json(broadcast_result(session.world, content, failure, "running the model in one process", home))
+
+
+def first_stages(graph: Graph, decision: Decision) -> dict[str, int]:
+    """The first stage that uses each parameter and buffer."""
+    ops, found = graph.op_map(), dict[str, int]()
+    for number, stage in enumerate(decision.stages):
+        for name in (name for op in stage.ops for name in ops[op].params):
+            found.setdefault(name, number)
+    return found
 
 
 def _of_own_rows(graph: Graph, decision: Decision, synced: bool) -> bool:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from autopart.capture import CaptureCache
+from autopart.capture.guards import check_autocast
+from autopart.runtime.activity import set_activity
 from autopart.runtime.shared_values import SharedValues
 from autopart.runtime.tensors import LocalTensors
 from autopart.runtime.world import World
@@ -50,3 +52,16 @@ class RankContext:
         """Whether an optimizer of this rank drives what it holds under this name: where replicas share the optimizer's
         state, another of them may, and then the value here is that of the last run."""
         return self.placement.keeps(self.world.rank, name)
+
+    def follow_model(self, *, training: bool) -> None:
+        """Compare the model with its captures, and bring its new values and flags to what this rank holds.  training:
+        whether training flags count.  Raises RefusedError for changes that no run can follow."""
+        check_autocast(self.world.device.type)
+        set_activity("comparing the model with its capture")
+        self.tensors.check()
+        if toggled := self.tensors.masters.toggled():
+            for name, parameter in self.captures.trained.named_parameters():
+                parameter.requires_grad_(toggled.get(name, parameter.requires_grad))
+        if self.captures.refresh(training=training):
+            self.tensors.follow_flags(self.captures.trained.named_parameters())
+        self.tensors.masters.write()

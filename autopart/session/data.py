@@ -7,88 +7,43 @@ the order of the replicas (`rows_of_shards`).
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from autopart.capture import Captured
 from autopart.capture.batch import Batch, split_rows
-from autopart.capture.stand_in import describe, emptied, stand_in, with_rows
+from autopart.capture.stand_in import describe, emptied, stand_in
 from autopart.ir.errors import BatchError, RefusedError
 from autopart.ir.plan import Decision
 from autopart.ir.shares import Division, parts
 from autopart.runtime.world import World
 from autopart.session.agreement import FAILURES, broadcast_result, together
-from autopart.session.calls import Heard, digest_of
+from autopart.session.calls import digest_of
 from autopart.session.parts import micro_cut, micro_rows_of
 
-_KEEP = 64  # kinds of batches that are remembered
 
+def shared_stand_in(world: World, batch: Batch | None, source: int, signature: float) -> Batch:
+    """What stands for a batch of a kind that some ranks were not given.  Collective: rank `source` describes its batch.
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """What a rank has of the batch of a call.
-
-    batch: all of it, its shard, or what stands for either.  shards: the rows of each replica of the first stage where
-    each was given its own, () where batches are whole.
+    batch: what this rank was given.  signature: the digest of the batch's on all ranks.  Raises BatchError on all ranks
+    where the batch cannot be described.
     """
-
-    batch: Batch
-    shards: tuple[int, ...] = ()
-
-
-@dataclass
-class KnownBatches:
-    """The kinds of batches that came before, alike on all ranks, since all hear of each."""
-
-    world: World
-    _known: OrderedDict[float, Batch] = field(default_factory=OrderedDict)
-
-    def taken(
-        self, batch: Batch | None, heard: Heard, needed: Sequence[int], decision: Decision, *, sharded: bool
-    ) -> Taken:
-        """What this rank has, once all have said what they were given.  batch: None where it was given none.  needed:
-        the ranks that need it.  decision: of the plan.
-
-        Collective where a batch of a kind that is new is not given to all: its first holder describes it.  Raises
-        BatchError on all ranks for shards that do not make a batch.
-        """
-        if not heard.missing and not sharded:
-            assert batch is not None
-            return Taken(batch)
-        if heard.signature not in self._known:
-            self._note(batch, heard, needed[0])
-        shards = tuple(heard.rows[rank] for rank in needed) if sharded else ()
-        if shards:
-            try:
-                rows_of_shards(shards, decision)
-            except BatchError as error:
-                raise self.world.known(error) from None
-        if batch is not None and (not sharded or self.world.rank in needed):
-            return Taken(batch, shards)
-        rows = sum(shards) if sharded else heard.rows[needed[0]]
-        return Taken(with_rows(self._known[heard.signature], rows), shards)
-
-    def _note(self, batch: Batch | None, heard: Heard, source: int) -> None:
-        content, failure = None, None
-        if self.world.rank == source:
-            assert batch is not None
-            try:
-                content = describe(batch)
-            except FAILURES as error:
-                failure = error
-        content = broadcast_result(self.world, content, failure, "describing the batch", source)
-        with together(self.world, "describing the batch"):
-            known = emptied(batch) if batch is not None else stand_in(content)
-            if digest_of(repr(known.signature())) != heard.signature:
-                raise BatchError(
-                    "the batch cannot be described to the ranks that were given none",
-                    why="what is made of its description is another kind of batch",
-                    fix="give every rank the batch",
-                )
-        self._known[heard.signature] = known
-        if len(self._known) > _KEEP:
-            self._known.popitem(last=False)
+    content, failure = None, None
+    if world.rank == source:
+        assert batch is not None
+        try:
+            content = describe(batch)
+        except FAILURES as error:
+            failure = error
+    content = broadcast_result(world, content, failure, "describing the batch", source)
+    with together(world, "describing the batch"):
+        known = emptied(batch) if batch is not None else stand_in(content)
+        if digest_of(repr(known.signature())) != signature:
+            raise BatchError(
+                "the batch cannot be described to the ranks that were given none",
+                why="what is made of its description is another kind of batch",
+                fix="give every rank the batch",
+            )
+    return known
 
 
 def own_rows(micro_rows: Sequence[int], divided: Division, replica: int) -> tuple[int, ...]:
@@ -106,8 +61,9 @@ def own_rows(micro_rows: Sequence[int], divided: Division, replica: int) -> tupl
 def rows_of_shards(shards: Sequence[int], decision: Decision) -> tuple[int, ...]:
     """The rows of each micro-batch of a batch that comes in shards of these sizes.
 
-    That of a whole batch with as many rows, where the shards are what `own_rows` says of it.  Else each replica has as
-    many rows of every micro-batch as the others, as a sampler deals them.  Raises BatchError for other shards.
+    Cuts it like a whole batch with as many rows, where the shards have the sizes that `own_rows` gives.  Else each
+    replica has as many rows of every micro-batch as the others, as a sampler deals them.  Raises BatchError for other
+    shards.
     """
     planned, divided = decision.micro_rows, decision.stages[0].division
     replicas, total = len(shards), sum(shards)

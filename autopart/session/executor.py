@@ -1,12 +1,12 @@
-"""One way to run the model (a training step, an evaluation loss, a prediction), at any number of rows.
+"""One kind of batch in one mode (a training step, an evaluation loss, a prediction), at any number of rows.
 
 An executor captures the model once per number of rows, requires that each capture is the program that was planned,
-cuts this rank's stage out of it and plays the plan's program.
+cuts this rank's stages out of it, and makes of each batch the plan that the engine plays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,30 +24,21 @@ from autopart.ir.program import Program
 from autopart.ir.shares import RowLayout
 from autopart.ir.size import Size
 from autopart.passes.program.messages import check_messages
-from autopart.passes.program.routing import divided_values, route
+from autopart.passes.program.routing import divided_values, edges, route
 from autopart.passes.program.verify import check_program, forward_program
 from autopart.runtime.activity import patient
 from autopart.runtime.batch_statistics import BatchStatistics
-from autopart.runtime.engine import Engine, StepInput, StepResult
+from autopart.runtime.engine import BatchPlan, Engine, StepOutcome
 from autopart.runtime.finite import unscale
-from autopart.runtime.replicas import Shared
 from autopart.runtime.sliced_stage import SlicedRunner
 from autopart.runtime.stage import StageRunner
 from autopart.runtime.trace import Trace
-from autopart.runtime.transport import Spec
 from autopart.session.agreement import FAILURES, broadcast_result, raise_first
-from autopart.session.batch_counts import BatchCounts, PartWeights, Weights, among, weighted_loss
+from autopart.session.batch_counts import BatchCounts, weighted_loss
 from autopart.session.context import UNGUARDED, Guard, Mode, RankContext
-from autopart.session.data import micro_rows
-from autopart.session.parts import (
-    Parts,
-    among_all,
-    digest,
-    parts_of,
-    require_same_batch,
-    shared_of,
-)
-from autopart.session.shard_counts import Pieces, pieces_of, weights_of_pieces
+from autopart.session.data import micro_rows, require_no_questions
+from autopart.session.loss_shares import LossShares, count_width, idle_values, loss_shares, pieces_of, places_of
+from autopart.session.parts import code_sizes, digest, inputs_of, require_same_batch, shared_of, stage_inputs
 from autopart.session.slicing import TokenSlicing
 from autopart.session.stage_code import StageCode
 from autopart.session.synced import open_statistics, require_known, require_weights, synced_stages
@@ -59,38 +50,40 @@ Shards = Sequence[int]
 
 
 class Executor:
-    """Runs a model in one mode along the stages of a plan.  Every method that runs something is collective."""
+    """Runs batches of one kind along the stages of a plan.  Every method that runs something is collective."""
 
     def __init__(
-        self, mode: Mode, context: RankContext, planned: Captured, decision: Decision, rule: BatchRule | None
+        self,
+        mode: Mode,
+        context: RankContext,
+        planned: Captured,
+        decision: Decision,
+        rule: BatchRule | None = None,
     ) -> None:
-        """planned: the capture, in this mode, that `decision` is for; rule: how the first batch that is prepared is
-        cut, None where that has to be derived."""
+        """planned: the capture, in this mode, that `decision` is for.  rule: how such batches are cut, None where that
+        has to be derived."""
         self._mode = mode
+        self._context = context
         self._world = context.world
-        self._captures = context.captures
         self._tensors = context.tensors
-        self._values = context.values
-        self._health = context.health
         self._planned = planned
         self._decision = decision
-        self._planned_rule = rule
-        self._weight = rule.reduction if rule is not None else WHOLE
-        self._rules: dict[object, BatchRule] = {}
-        self._layouts: dict[str | tuple[str, int], RowLayout] = {}
-        self._rowless: frozenset[str] = frozenset()
-        self._stated = context.loss_reduction
-        self._parts = Parts(decision, context.world.rank)
-        self._stage = self._parts.stage
+        self._rank = rank = context.world.rank
+        self._stages = {stage: decision.stages[stage] for stage in decision.stages_of_rank(rank)}
+        self._divisions = tuple(dict.fromkeys(stage.division for stage in decision.stages))
         self._first_rank = decision.stages[0].ranks[0]
+        whole = len(decision.micro_rows) == 1 and not any(each.splits for each in self._divisions)
+        self._rule = BatchRule(WHOLE) if whole or not self.train else rule
         self._synced = synced_stages(planned.graph, decision) if context.sync_batchnorm and self.train else ()
-        self._statistics = BatchStatistics() if self._stage in self._synced else None
-        self._code = StageCode(context.tensors, context.world.device, context.values.owners, self._statistics)
-        self._counts = BatchCounts(context.tensors, context.world.device)
-        self._slicing = TokenSlicing(context.captures, decision, context.tensors, context.world.device)
-        self._signature: object = None
+        self._statistics = {stage: BatchStatistics() for stage in self._stages if stage in self._synced}
+        self._code = StageCode(context.tensors, self._world.device, context.values.owners, self._statistics)
+        self._counts = BatchCounts(context.tensors, self._world.device)
+        self._slicing = TokenSlicing(context.captures, decision, context.tensors, self._world.device)
+        self._layouts: dict[str | tuple[str, int], RowLayout] = {}
+        self._agreed: dict[tuple[int, ...], LossShares | None] = {}
         self._engines: dict[int, Engine] = {}
-        self._runner: StageRunner | None = None
+        self._runners: dict[int, StageRunner] = {}
+        self.stand_in: Batch | None = None  # for ranks that were given no batch
         self.trace: Trace | None = None
 
     @property
@@ -103,284 +96,304 @@ class Executor:
         """Whether gradients are computed."""
         return self._mode is Mode.TRAIN
 
+    @property
+    def rule(self) -> BatchRule:
+        """How batches of this kind are cut; known once a batch was prepared."""
+        assert self._rule is not None
+        return self._rule
+
     # -- running -------------------------------------------------------------------------------------------------
 
-    def loss(self, batch: Batch, key: Key, guard: Guard = UNGUARDED, shards: Shards = ()) -> tuple[torch.Tensor, str]:
+    def loss(self, plan: BatchPlan, guard: Guard = UNGUARDED) -> tuple[torch.Tensor, str]:
         """The loss of the whole batch, 0-dim on the CPU, on every rank; when training, gradients are accumulated.
 
-        With it, where the guard looks: where a gradient is not finite, on the same step of all ranks; then nothing is
-        accumulated.  "" where all are.
-
-        Raises BatchError and RefusedError on all ranks before anything is sent, StageError and WorkerError after.
+        With it, where the guard looks: where a gradient is not finite, on the same step of all ranks; then no gradient
+        is accumulated.  "" where all are finite.  Raises StageError and WorkerError.
         """
-        micro_rows = self.micro_rows(batch, shards)
-        parts = self.agree(batch, micro_rows, shards)
-        if self._synced and (weightless := require_weights(parts, micro_rows)) is not None:
-            raise self._world.known(weightless)
-        weights = parts.own(self._parts.division, self._parts.replica)
-        output = self.graph.outputs[0]
-        total, overflow = 0.0, ""
+        health, values = self._context.health, self._context.values
+        with health.watched("a step failed"), values.gathered(), self._play(plan) as outcome:
+            total, overflow = self._shared_loss(plan, outcome, guard)
+            outcome.commit(gradients=not overflow)
+        output = self.graph.value_map()[self.graph.outputs[0]]
+        return torch.tensor(total, dtype=getattr(torch, output.dtype)), overflow
 
-        def share_loss(result: StepResult) -> bool:
-            """Every rank gets the loss, and none before all have done their part; so with infinite gradients."""
-            nonlocal total, overflow
-            mine = weighted_loss(result.losses, weights.shares)
-            given = (self._tensors.masters.by_name, result.before)
-            first = unscale(self._parameters(), guard.scale, *given) if self.train and guard.looks else None
-            everyone = self._world.gather_numbers([mine, float(first is not None)])
-            total = sum(everyone[rank][0] for rank in self._ranks_of(output))
-            if any(row[1] for row in everyone):
-                names = self._world.gather_text(first or "")
-                overflow = next(f"{name} on rank {rank}" for rank, name in enumerate(names) if name)
-            return not overflow
+    def _shared_loss(self, plan: BatchPlan, outcome: StepOutcome, guard: Guard) -> tuple[float, str]:
+        """The loss, once all ranks have done their part, and where a gradient is infinite.  Collective."""
+        last = self._home(self.graph.outputs[0])
+        mine = weighted_loss(outcome.losses, [share[0] for share in plan.shares.get(last, ())])
+        given = (self._tensors.masters.by_name, outcome.before)
+        first = unscale(self._parameters(), guard.scale, *given) if self.train and guard.looks else None
+        everyone = self._world.gather_numbers([mine, float(first is not None)])
+        total = sum(everyone[rank][0] for rank in self._decision.stages[last].ranks)
+        if not any(row[1] for row in everyone):
+            return total, ""
+        names = self._world.gather_text(first or "")
+        return total, next(f"{name} on rank {rank}" for rank, name in enumerate(names) if name)
 
-        with self._health.watched("a step failed"):
-            self._run(
-                batch, micro_rows, weights, key, share_loss, guard.scale, uneven=parts.uneven, sharded=bool(shards)
-            )
-        return torch.tensor(total, dtype=getattr(torch, self.graph.value_map()[output].dtype)), overflow
-
-    def predict(self, batch: Batch, key: Key) -> Any:
+    def predict(self, batch: Batch, plan: BatchPlan) -> Any:
         """What the model returns, on every rank, on the CPU."""
-        rows = batch.rows or 1
-        self.agree(batch, (rows,))
-        with self._health.watched("a prediction failed"):
-            outputs = self._run(batch, (rows,), Weights([1.0], [[]]), key).results.get(0, {})
-            collected = tuple(self._collect(name, outputs, self._code.specs[rows][name]) for name in self.graph.outputs)
+        health, values = self._context.health, self._context.values
+        (rows,) = plan.rows
+        with health.watched("a prediction failed"):
+            with values.gathered(), self._play(plan) as outcome:
+                outcome.commit()
+            outputs = outcome.results.get(0, {})
+            collected = tuple(self._collect(name, outputs, rows) for name in self.graph.outputs)
         form = self._capture(batch, rows).outputs
         assert form is not None
         return rebuild_outputs(form, collected)
 
-    def _collect(self, name: str, outputs: Mapping[str, torch.Tensor], spec: Spec) -> torch.Tensor:
+    def _collect(self, name: str, outputs: Mapping[str, torch.Tensor], rows: int) -> torch.Tensor:
         """An output of the model, from the rank that computed it."""
-        owner = self._ranks_of(name)[0]
-        if owner == self._world.rank:
+        owner = self._decision.stages[self._home(name)].ranks[0]
+        if owner == self._rank:
             data = outputs[name].detach().cpu().contiguous()
         else:
+            spec = self._code.specs[rows][name]
             data = torch.empty(spec.shape, dtype=spec.dtype)
         return self._world.broadcast(data, owner)
 
-    def _run(
-        self,
-        batch: Batch,
-        micro_rows: tuple[int, ...],
-        weights: Weights,
-        key: Key,
-        agree: Callable[[StepResult], bool] | None = None,
-        scale: float = 1.0,
-        *,
-        uneven: bool = False,
-        sharded: bool = False,
-    ) -> StepResult:
-        engine = self._engine(len(micro_rows))
-        given, device = (batch, self.graph.inputs, micro_rows), self._world.device
-        inputs = self._parts.inputs(*given, device, sharded=sharded) if self._stage == 0 else ()
+    def _play(self, plan: BatchPlan) -> StepOutcome:
+        engine = self.engine(len(plan.rows))
         engine.trace = self.trace
-        shares = [share * scale for share in weights.shares]
-        idle = {micro: names - self._rowless for micro, names in weights.idle(self.graph, self._weight).items()}
-        step = StepInput(micro_rows, inputs, shares, key, weights.numbers, idle, uneven)
-        with self._values.gathered():
-            masters = self._tensors.masters.by_name
-            return engine.step(step, self._parameters(), train=self.train, agree=agree, masters=masters)
+        return engine.step(plan, self._parameters(), train=self.train, masters=self._tensors.masters.by_name)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {name: t for name, t in self._tensors.held.items() if isinstance(t, nn.Parameter)}
 
-    # -- before anything is sent -----------------------------------------------------------------------------------
+    def _home(self, value: str) -> int:
+        """The first stage that computes a value."""
+        writer = self.graph.writer()[value]
+        return next(number for number, stage in enumerate(self._decision.stages) if writer in stage.ops)
+
+    # -- from a batch to its plan ----------------------------------------------------------------------------------
 
     def micro_rows(self, batch: Batch, shards: Shards = ()) -> tuple[int, ...]:
         """Rows of each micro-batch of this batch.  Evaluation takes a batch whole, which is exact for any model."""
-        decision = self._decision if self.train else replace(self._decision, micro_rows=(1,))
-        return micro_rows(batch, shards, decision)
+        return micro_rows(batch, shards, self._decision)
 
-    def agree(self, batch: Batch, micro_rows: tuple[int, ...], shards: Shards = ()) -> PartWeights:
-        """Make the code for this batch, on which all ranks agree already.  Collective.
+    def said(self, batch: Batch) -> list[float] | None:
+        """What this rank has to say of a whole batch before its step (`_measured`), None where its code is yet to be
+        made, on all ranks.  Local; raises BatchError and RefusedError."""
+        rows = self.micro_rows(batch)
+        if rows not in self._agreed:
+            return None
+        self._slicing.check_constants()
+        return self._measured(batch, rows, sharded=False)
 
-        Returns what weighs each part's loss, as the first rank of the first stage counts it, or of shards each of its
-        replicas.  Raises on all ranks what any rank finds wrong.
-        """
-        self._agree_on_rule(batch, micro_rows)
+    def agree(self, batch: Batch, shards: Shards = ()) -> list[list[float]]:
+        """Make the code for this batch, of whose kind all ranks agree already; returns what all say of it.  Collective;
+        raises on all ranks what any rank finds wrong."""
+        micro_rows = self.micro_rows(batch, shards)
+        if self._rule is None:
+            self._rule = self._agreed_rule(batch, micro_rows)
+        mine: list[float] = []
         failure: BaseException | None = None
-        nothing = PartWeights.nothing(self._parts.divisions, len(micro_rows), len(self._weight.adjusted))
-        pieces = pieces_of(micro_rows, self._parts.divisions, self._decision.stages[0].division) if shards else None
-        mine = nothing.flat() if pieces is None else pieces.among(-1, (), self._width)
-        seen = 0.0
         try:
             with patient("preparing the batch"):
-                self.prepare(batch, micro_rows, pieces)
-                if self._stage == 0 and self._parts.division.count > 1:
-                    alike = (t for t, split in batch.tensors_and_splits() if not (split and shards))
-                    seen = digest(alike)
-                if pieces is not None and self._stage == 0:
-                    mine = self._measured(batch, pieces)
-                elif self._world.rank == self._first_rank:
-                    mine = self._weights_of(batch, micro_rows).flat()
+                if shards:
+                    require_no_questions(self._planned)
+                self.prepare(batch, micro_rows, sharded=bool(shards))
+                mine = self._measured(batch, micro_rows, sharded=bool(shards))
         except FAILURES as error:
             failure = error
-        rows = self._world.gather_numbers([float(failure is not None), seen, *mine])
-        if any(row[0] for row in rows):
+        width = 2 + count_width(self.rule.reduction) * len(pieces_of(micro_rows, self._divisions))
+        said = self._world.gather_numbers([float(failure is not None), *mine, *[0.0] * (width - 1 - len(mine))])
+        if any(row[0] for row in said):
             raise_first(self._world, failure, "preparing the batch")
-        different = require_same_batch([row[1] for row in rows], self._parts.first_ranks)
+        if not shards:
+            self._agreed[micro_rows] = None if count_width(self.rule.reduction) else self._shares(micro_rows)
+        return [row[1:] for row in said]
+
+    def plan(
+        self,
+        batch: Batch,
+        said: Sequence[Sequence[float]],
+        key: Key,
+        scale: float = 1.0,
+        shards: Shards = (),
+    ) -> BatchPlan:
+        """What this rank's stages take of a batch.  said: what each rank said of it.  Raises BatchError on all ranks
+        for a batch that cannot be run."""
+        shares = self.shares(batch, said, shards)
+        micro_rows = shares.micro_rows
+        if self._synced and (weightless := require_weights(shares)) is not None:
+            raise self._world.known(weightless)
+        inputs: Sequence[Mapping[str, torch.Tensor]] = ()
+        if 0 in self._stages:
+            given = (batch, self.graph.inputs, self._stages[0], self._rank, micro_rows, self._world.device)
+            inputs = stage_inputs(*given, sharded=bool(shards))
+        own = {
+            number: [replicas[stage.ranks.index(self._rank)] for replicas in shares.of[stage.division]]
+            for number, stage in self._stages.items()
+        }
+        uneven = shares.uneven
+        idle = self._idle(own) if self.train and uneven else {}
+        return BatchPlan(micro_rows, inputs, key, own, idle, uneven, scale)
+
+    def _idle(self, own: Mapping[int, Sequence[Sequence[float]]]) -> dict[tuple[int, int], frozenset[str]]:
+        """By stage and micro-batch, the values that carry no weight, but for those whose gradients come from a rank
+        with other rows: these may have weight where this rank's have none."""
+        rowless = {name for name, layout in self.rule.layouts.items() if layout is None}
+        return {
+            (stage, micro): idle_values(self.graph, self.rule.reduction, tuple(share)) - rowless
+            for stage, shares in own.items()
+            for micro, share in enumerate(shares)
+            if 0.0 in share
+        }
+
+    def shares(self, batch: Batch, said: Sequence[Sequence[float]], shards: Shards = ()) -> LossShares:
+        """The shares of replicas in the loss of a batch.  said: what each rank said of it.  Raises BatchError on all
+        ranks where replicas were given different batches."""
+        micro_rows = self.micro_rows(batch, shards)
+        first, ranks = self._decision.stages[0], self._decision.stages[0].ranks
+        different = require_same_batch([row[0] for row in said], ranks)
         if different is not None:
             raise self._world.known(different)
-        if pieces is None:
-            return nothing.read(rows[self._first_rank][2:])
-        measured = pieces.read([rows[rank][2:] for rank in self._parts.first_ranks], self._width)
-        return weights_of_pieces(self._weight, pieces, measured)
+        if not shards and (known := self._agreed[micro_rows]) is not None:
+            return known
+        width = count_width(self.rule.reduction)
+        places = places_of(micro_rows, self._divisions, first.division)
+        owners = {
+            place: ranks[replica] if shards else self._first_rank
+            for replicas in places
+            for replica, inside in enumerate(replicas)
+            for place in inside
+        }
+        measured = [said[owners[place]][1 + width * place :][:width] for place in sorted(owners)] if width else []
+        return self._shares(micro_rows, measured)
 
-    @property
-    def _width(self) -> int:
-        """How many numbers are measured of each piece."""
-        return 1 + 2 * len(self._weight.adjusted)
+    def _shares(self, micro_rows: tuple[int, ...], measured: Sequence[Sequence[float]] = ()) -> LossShares:
+        return loss_shares(self.rule.reduction, micro_rows, self._divisions, measured)
 
-    def _agree_on_rule(self, batch: Batch, micro_rows: Sequence[int]) -> None:
-        """How a batch is cut, as the first rank of the first stage derives it.  Collective where batches of this kind
-        come for the first time: a Python value or a length in the batch may choose another loss than that of the batch
-        that was planned for."""
-        signature = self._signature_of(batch)
-        if signature != self._signature and not self._knows_rule(signature):
-            content, failure = None, None
-            if self._world.rank == self._first_rank:
-                try:
-                    with patient("preparing the batch"):
-                        content = self._derived_rule(batch, micro_rows).to_json()
-                except FAILURES as error:
-                    failure = error
-            content = broadcast_result(self._world, content, failure, "preparing the batch", self._first_rank)
-            self._rules[signature] = BatchRule.from_json(content)
-        self._take(signature)
+    def _agreed_rule(self, batch: Batch, micro_rows: Sequence[int]) -> BatchRule:
+        """How such batches are cut, as the first rank of the first stage derives it.  Collective: a Python value or a
+        length in the batch may choose another loss than that of the batch that was planned for."""
+        content, failure = None, None
+        if self._rank == self._first_rank:
+            try:
+                with patient("preparing the batch"):
+                    several = micro_rows if len(micro_rows) > 1 else [*micro_rows, *micro_rows]
+                    family = family_of_batch(self._context.captures, batch, several)
+                    reduction = loss_reduction(family, (several,), self._context.loss_reduction)
+                    divided = divided_values(self._decision, self.graph, self._slicing.prologue_of(batch))
+                    content = BatchRule(reduction, row_layouts(family, reduction, *divided)).to_json()
+            except FAILURES as error:
+                failure = error
+        found = broadcast_result(self._world, content, failure, "preparing the batch", self._first_rank)
+        return BatchRule.from_json(found)
 
-    def _derived_rule(self, batch: Batch, micro_rows: Sequence[int]) -> BatchRule:
-        several = micro_rows if len(micro_rows) > 1 else [*micro_rows, *micro_rows]
-        family = family_of_batch(self._captures, batch, several)
-        reduction = loss_reduction(family, (several,), self._stated)
-        divided = divided_values(self._decision, self.graph, self._slicing.prologue_of(batch))
-        return BatchRule(reduction, row_layouts(family, reduction, *divided))
-
-    def _knows_rule(self, signature: object) -> bool:
-        alone = len(self._decision.micro_rows) == 1 and not self._parts.divided
-        if alone or not self.train:
-            self._rules[signature] = BatchRule(WHOLE)
-        elif not self._rules and self._planned_rule is not None:
-            self._rules[signature] = self._planned_rule
-        return signature in self._rules
-
-    def _signature_of(self, batch: Batch) -> object:
-        return self._captures.version, batch.signature()
-
-    def _take(self, signature: object) -> None:
-        """Make ready for batches of this kind, whose rule is known."""
-        if signature != self._signature:
-            self._code.clear()
-            self._counts.clear()
-            self._slicing.clear()
-            rule = self._rules[signature]
-            self._signature, self._weight = signature, rule.reduction
-            self._layouts.clear()
-            self._layouts.update({name: layout for name, layout in rule.layouts.items() if layout is not None})
-            # Their gradients come from a rank with other rows, which may have weight where this one's have none.
-            self._rowless = frozenset(rule.layouts.keys() - self._layouts.keys())
-
-    def prepare(self, batch: Batch, micro_rows: Sequence[int], pieces: Pieces | None = None) -> None:
-        """Make the code for every number of rows.  pieces: of a batch in shards.  Local; raises RefusedError when the
-        model runs another program at these shapes than the one that was planned."""
-        signature = self._signature_of(batch)
-        assert self._knows_rule(signature)
+    def prepare(self, batch: Batch, micro_rows: Sequence[int], *, sharded: bool = False) -> None:
+        """Make the code for every number of rows.  Local; raises RefusedError when the model runs another program at
+        these shapes than the one that was planned."""
         require_known(self._world, self.graph, self._synced, sliced=self._slicing.active)
-        self._take(signature)
-        for rows in self._parts.sizes(micro_rows):
-            if not self._code.has(rows):
-                self._add(self._capture(batch, rows), batch)
-        if not set(self._weight.counted()) <= set(self.graph.inputs):
-            for rows in self._sizes_to_count(micro_rows, pieces):
+        self._layouts.update({name: layout for name, layout in self.rule.layouts.items() if layout is not None})
+        for stages, rows in self._wanted(micro_rows):
+            if not self._code.has(rows, stages):
+                self._add(self._capture(batch, rows), batch, stages)
+        if not set(self.rule.reduction.counted()) <= set(self.graph.inputs):
+            for rows in sorted(
+                {rows for _, rows in self._own_pieces(tuple(micro_rows), sharded=sharded)}, reverse=True
+            ):
                 if not self._counts.has(rows):
-                    self._counts.add(self._capture(batch, rows), self._weight)
+                    self._counts.add(self._capture(batch, rows), self.rule.reduction)
         self._slicing.check_constants()
 
-    def _sizes_to_count(self, micro_rows: Sequence[int], pieces: Pieces | None) -> Sequence[int]:
-        """The numbers of rows at which this rank counts what weighs losses."""
-        if pieces is not None:
-            own = pieces.own(self._parts.replica) if self._stage == 0 else ()
-            return sorted({pieces.rows[place] for place in own}, reverse=True)
-        return self._parts.all_sizes(micro_rows) if self._world.rank == self._first_rank else ()
+    def _wanted(self, micro_rows: Sequence[int]) -> list[tuple[list[int], int]]:
+        """(stages of this rank, rows) of which it needs the code, the largest first; a rank without stages needs the
+        shapes of what the model returns."""
+        found: dict[int, list[int]] = {}
+        for number, stage in self._stages.items():
+            for rows in code_sizes(stage, self._rank, micro_rows):
+                found.setdefault(rows, []).append(number)
+        if not found:
+            first = self._decision.stages[0]
+            found = {rows: [] for rows in code_sizes(first, self._first_rank, micro_rows)}
+        return [(found[rows], rows) for rows in sorted(found, reverse=True)]
+
+    def _own_pieces(self, micro_rows: tuple[int, ...], *, sharded: bool) -> list[tuple[int, int]]:
+        """(place, rows) of the pieces that this rank counts: of shards its own; else the first rank counts all."""
+        pieces = pieces_of(micro_rows, self._divisions)
+        first = self._decision.stages[0]
+        wanted: Sequence[int] = range(len(pieces)) if self._rank == self._first_rank else ()
+        if sharded:
+            replica = first.ranks.index(self._rank) if 0 in self._stages else None
+            places = places_of(micro_rows, self._divisions, first.division)
+            wanted = [place for replicas in places for place in replicas[replica]] if replica is not None else ()
+        return [(place, pieces[place][2] - pieces[place][1]) for place in wanted]
 
     def _capture(self, batch: Batch, rows: int) -> Captured:
-        captured = self._captures(batch, Size(rows), self._mode.value)
+        captured = self._context.captures(batch, Size(rows), self._mode.value)
         require_same_program(captured.graph, self.graph)
         return captured
 
-    def _add(self, captured: Captured, batch: Batch) -> None:
-        layouts = self._rules[self._signature].layouts
+    def _add(self, captured: Captured, batch: Batch, stages: Sequence[int]) -> None:
+        rule = self.rule
+        adjusted = rule.reduction.adjusted
         if self._slicing.active:
-            adjusted = self._weight.adjusted
-            self._slicing.add(self._code, captured, batch, self.program, self._stage, adjusted, layouts)
+            self._slicing.add(self._code, captured, batch, stages, adjusted, rule.layouts)
             self._layouts.update(self._slicing.layouts)
-        elif self._stage is not None:
-            planned = self._decision.stages[self._stage]
-            self._code.add_stage(captured, self.program(1), self._stage, planned, self._weight.adjusted, layouts)
+        elif stages:
+            links = edges(self._decision, self.graph)
+            for stage in stages:
+                self._code.add_stage(captured, links, stage, self._stages[stage], adjusted, rule.layouts)
         self._code.add_specs(captured)
 
-    def _weights_of(self, batch: Batch, micro_rows: tuple[int, ...]) -> PartWeights:
-        """What weighs each part; on the first rank of the first stage."""
-        self._slicing.check(batch, self.graph.inputs)
-        found = {}
-        for each in self._parts.divisions:
-            parts = parts_of(micro_rows, each)
-            rows = tuple(filter(None, parts))
-            inputs = among_all(batch, self.graph.inputs, parts, self._world.device, range(len(parts)))
-            weights = self._counts.weights(self._weight, rows, list(inputs.values()))
-            found[each] = among(parts, weights, len(self._weight.adjusted))
-        return PartWeights(found)
-
-    def _measured(self, batch: Batch, pieces: Pieces) -> list[float]:
-        """What weighs the parts of shards follows from, of the pieces that this rank has."""
-        rows = [pieces.rows[place] for place in pieces.own(self._parts.replica)]
-        inputs = among_all(batch, self.graph.inputs, rows, self._world.device, range(len(rows)))
-        self._slicing.check(batch, self.graph.inputs)
-        measured = self._counts.measured(self._weight, rows, list(inputs.values()))
-        return pieces.among(self._parts.replica, measured, self._width)
+    def _measured(self, batch: Batch, micro_rows: tuple[int, ...], *, sharded: bool) -> list[float]:
+        """What this rank says of a batch: a digest of what replicas of the first stage must have alike, then what was
+        measured of each piece, 0 of those that other ranks count."""
+        seen = 0.0
+        if 0 in self._stages and len(self._stages[0].ranks) > 1:
+            seen = digest(t for t, split in batch.tensors_and_splits() if not (split and sharded))
+        pieces = self._own_pieces(micro_rows, sharded=sharded)
+        if pieces:
+            self._slicing.check(batch, self.graph.inputs)
+        reduction = self.rule.reduction
+        width, count = count_width(reduction), len(pieces_of(micro_rows, self._divisions))
+        if not width:
+            return [seen]
+        found = [0.0] * width * count
+        rows = [own for _, own in pieces]
+        inputs = inputs_of(batch, self.graph.inputs, rows, self._world.device, range(len(rows)))
+        measured = self._counts.measured(reduction, rows, list(inputs.values()), alone=count == 1)
+        for (place, _), numbers in zip(pieces, measured, strict=True):
+            found[width * place : width * (place + 1)] = numbers
+        return [seen, *found]
 
     # -- the program and what plays it -----------------------------------------------------------------------------
 
     def program(self, micros: int) -> Program:
         """The verified program for `micros` micro-batches."""
         decision = replace(self._decision, micro_rows=(1,) * micros)
-        program = route(decision, self.graph, self._slicing.prologue)
-        program = check_program(program, decision.schedule) if self.train else forward_program(program)
+        if self.train:
+            program = route(decision, self.graph, self._slicing.prologue)
+            program = check_program(program, decision.schedule)
+        else:  # stages run one after the other, so the schedule need not know which of them are on one rank
+            apart = tuple(replace(stage, ranks=(number,)) for number, stage in enumerate(decision.stages))
+            program = forward_program(route(replace(decision, stages=apart, world=len(apart)), self.graph))
+            program = replace(program, world=decision.world, stage_ranks=tuple(s.ranks for s in decision.stages))
         return program if self._world.carrier is None else check_messages(program)
 
-    def open(self, micros: int) -> None:
-        """Make what plays so many micro-batches, so that no step finds a channel closed.  Collective."""
-        self._engine(micros)
-
-    def _engine(self, micros: int) -> Engine:
+    def engine(self, micros: int) -> Engine:
+        """What plays so many micro-batches.  Collective when it is made."""
         if micros not in self._engines:
             program = self.program(micros)
-            if self._runner is None:
+            if not self._engines:
                 open_statistics(self._world, self._decision, self._synced, self._statistics)
-                self._runner = self._stage_runner(program)
-            runners = {self._stage: self._runner} if self._stage is not None else {}
+                self._runners = {stage: self._stage_runner(program, stage) for stage in self._stages}
             ops = self.graph.op_map()
             loss = None if self._mode is Mode.PREDICT else self.graph.outputs[0]
+            owners = self._context.values.owners
+            shared = {stage: shared_of(self.graph, self._decision, stage, owners) for stage in self._stages}
             self._engines[micros] = Engine(
-                self._world, program, runners, self._code.specs, ops, loss, self._layouts, self._shared()
+                self._world, program, self._runners, self._code.specs, ops, loss, self._layouts, shared
             )
         return self._engines[micros]
 
-    def _shared(self) -> dict[int, Shared]:
-        if self._stage is None:
-            return {}
-        return {self._stage: shared_of(self.graph, self._decision, self._stage, self._values.owners)}
-
-    def _stage_runner(self, program: Program) -> StageRunner:
-        back = frozenset(name for e in program.edges if e.dst == self._stage for name in e.grads)
-        out = frozenset(name for e in program.edges if e.src == self._stage for name in e.grads)
+    def _stage_runner(self, program: Program, stage: int) -> StageRunner:
+        back = frozenset(name for e in program.edges if e.dst == stage for name in e.grads)
+        out = frozenset(name for e in program.edges if e.src == stage for name in e.grads)
         held, out = self._tensors.held, out | {self.graph.outputs[0]}
         if self._slicing.active:
-            return SlicedRunner(self._code.sliced, held, back, out)
-        return StageRunner(self._code.modules, held, back, out, self._statistics)
-
-    def _ranks_of(self, value: str) -> tuple[int, ...]:
-        """The ranks that compute a value."""
-        writer = self.graph.writer()[value]
-        return next(stage.ranks for stage in self._decision.stages if writer in stage.ops)
+            return SlicedRunner(self._code.sliced[stage], held, back, out)
+        return StageRunner(self._code.modules[stage], held, back, out, self._statistics.get(stage))

@@ -1,4 +1,4 @@
-"""The parts of a batch that the replicas of each stage have, as one rank sees them."""
+"""Which rows of a batch a rank has, and the inputs that its first stage is given."""
 
 from __future__ import annotations
 
@@ -10,67 +10,47 @@ import torch
 from autopart.capture.batch import Batch, split_rows
 from autopart.ir.errors import BatchError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import Decision
-from autopart.ir.shares import Division, parts
+from autopart.ir.plan import Decision, Stage
+from autopart.ir.shares import parts
 from autopart.passes.program.routing import tied
 from autopart.runtime.replicas import Shared
 from autopart.session.split import own_updates
 
 
-class Parts:
-    """Which rows of micro-batches this rank has, under a decision.
+def rows_of_rank(planned: Stage, rank: int, micro_rows: Sequence[int]) -> tuple[int, ...]:
+    """The rows that a rank of this stage has of each micro-batch."""
+    replica = planned.ranks.index(rank)
+    return tuple(parts(planned.division, micro, rows)[replica] for micro, rows in enumerate(micro_rows))
 
-    stage: of this rank, None where it idles.  replica: its place among the ranks of the stage; division: how these
-    divide micro-batches.  divisions: those that stages have, each once.
-    """
 
-    def __init__(self, decision: Decision, rank: int) -> None:
-        self._decision = decision
-        self.stage = decision.stage_of_rank(rank)
-        self.divisions = tuple(dict.fromkeys(stage.division for stage in decision.stages))
-        self.replica, self.division = 0, self.divisions[0]
-        if self.stage is not None:
-            planned = decision.stages[self.stage]
-            self.replica, self.division = planned.ranks.index(rank), planned.division
-        self.first_ranks = decision.stages[0].ranks
+def code_sizes(planned: Stage, rank: int, micro_rows: Sequence[int]) -> list[int]:
+    """Numbers of rows for which a rank of this stage needs code, the largest first.  A rank without rows takes those of
+    the others, since it holds the same tensors."""
+    division = planned.division
+    every = (part for micro, rows in enumerate(micro_rows) for part in parts(division, micro, rows))
+    return sorted(set(rows_of_rank(planned, rank, micro_rows)) - {0} or {max(every)}, reverse=True)
 
-    @property
-    def divided(self) -> bool:
-        """Whether the rows of a micro-batch are divided between replicas of any stage."""
-        return any(each.splits for each in self.divisions)
 
-    def own(self, micro_rows: Sequence[int]) -> tuple[int, ...]:
-        """The rows that this rank has of each micro-batch."""
-        return tuple(parts(self.division, micro, rows)[self.replica] for micro, rows in enumerate(micro_rows))
-
-    def sizes(self, micro_rows: Sequence[int]) -> list[int]:
-        """Numbers of rows for which this rank needs code, the largest first: where it has no rows at all, that of those
-        that have some, since it holds the same tensors."""
-        sizes = set(self.own(micro_rows)) - {0}
-        return sorted(sizes or {max(parts_of(micro_rows, self.division))}, reverse=True)
-
-    def all_sizes(self, micro_rows: Sequence[int]) -> list[int]:
-        """The numbers of rows that any rank of any stage has, the largest first."""
-        sizes = {part for each in self.divisions for part in parts_of(micro_rows, each)}
-        return sorted(sizes - {0}, reverse=True)
-
-    def inputs(
-        self,
-        batch: Batch,
-        names: Sequence[str],
-        micro_rows: Sequence[int],
-        device: torch.device,
-        *,
-        sharded: bool = False,
-    ) -> list[Mapping[str, torch.Tensor]]:
-        """The model's inputs for this rank's rows of each micro-batch, by value name; nothing where it has none.
-        sharded: whether the batch holds these rows alone."""
-        if sharded:
-            found = among_all(batch, names, self.own(micro_rows), device, range(len(micro_rows)))
-            return [found.get(micro, {}) for micro in range(len(micro_rows))]
-        rows, count = parts_of(micro_rows, self.division), self.division.count
-        found = among_all(batch, names, rows, device, wanted=range(self.replica, len(rows), count))
-        return [found.get(micro * count + self.replica, {}) for micro in range(len(micro_rows))]
+def stage_inputs(
+    batch: Batch,
+    names: Sequence[str],
+    planned: Stage,
+    rank: int,
+    micro_rows: Sequence[int],
+    device: torch.device,
+    *,
+    sharded: bool,
+) -> list[Mapping[str, torch.Tensor]]:
+    """The model's inputs for the rows that a rank of the first stage has of each micro-batch, by value name; empty
+    where it has none.  sharded: whether the batch holds these rows alone."""
+    if sharded:
+        sizes, places = list(rows_of_rank(planned, rank, micro_rows)), list(range(len(micro_rows)))
+    else:
+        division, replica = planned.division, planned.ranks.index(rank)
+        sizes = [own for micro, rows in enumerate(micro_rows) for own in parts(division, micro, rows)]
+        places = list(range(replica, len(sizes), division.count))
+    found = inputs_of(batch, names, sizes, device, places)
+    return [found.get(place, {}) for place in places]
 
 
 def micro_cut(rows: int, planned: Sequence[int]) -> tuple[int, ...]:
@@ -92,15 +72,10 @@ def micro_rows_of(batch: Batch, planned: Sequence[int]) -> tuple[int, ...]:
     return (1,)
 
 
-def parts_of(micro_rows: Sequence[int], divided: Division) -> list[int]:
-    """The rows of the parts of all micro-batches: for each in order that of each replica."""
-    return [own for micro, rows in enumerate(micro_rows) for own in parts(divided, micro, rows)]
-
-
-def among_all(
+def inputs_of(
     batch: Batch, names: Sequence[str], sizes: Sequence[int], device: torch.device, wanted: Sequence[int]
 ) -> dict[int, Mapping[str, torch.Tensor]]:
-    """The inputs of those parts that are wanted and have rows, by their places, on a device.  sizes: rows of each."""
+    """Cut a batch into parts of these sizes; returns the inputs of the wanted parts that have rows, by place."""
     filled = [place for place, rows in enumerate(sizes) if rows]
     if not filled:
         return {}
@@ -138,8 +113,8 @@ def require_same_batch(digests: Sequence[float], ranks: Sequence[int]) -> BatchE
 
 
 def shared_of(graph: Graph, decision: Decision, stage: int, owners: Mapping[str, int]) -> Shared:
-    """What the replicas of a stage keep alike: parameters of other stages too are summed over all of those at once.
-    owners: of its parameters (`Shared.owners`)."""
+    """What the replicas of a stage keep alike.  Left out are parameters that other stages use too: these are summed
+    over all their ranks at once.  owners: of the parameters of this rank (`Shared.owners`)."""
     chosen, apart = set(decision.stages[stage].ops), {name for name, _ in tied(decision, graph)}
     trained = {param.name for param in graph.params if param.trainable} - apart
     released: dict[str, None] = {}  # in the order of their first use: a gradient is complete when that one is over
@@ -150,10 +125,11 @@ def shared_of(graph: Graph, decision: Decision, stage: int, owners: Mapping[str,
             used = [name for name in op.params if name in trained]
             released.update(dict.fromkeys(used))
             (sparse if ("sparse", True) in op.attrs else dense).update(used)
+    read = {name for op in graph.ops if op.name in chosen for name in op.params}
     return Shared(
         tuple(reversed(released)),
         frozenset(sparse - dense),
         own_updates(graph, chosen),
-        owners,
+        {name: owner for name, owner in owners.items() if name in read},
         decision.bucket_bytes,
     )

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from autopart.capture import CaptureCache
-from autopart.capture.batch import Batch, BatchReader
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
@@ -22,7 +21,7 @@ from autopart.ir.timeline import Timeline
 from autopart.options import Options
 from autopart.report.plan_table import stage_table
 from autopart.runtime.trace import Trace
-from autopart.session.call_batch import first_batch, one_batch
+from autopart.session.call_batch import Arguments
 from autopart.session.context import Guard, Mode
 from autopart.session.data import own_rows
 from autopart.session.measured import gather_timeline
@@ -31,7 +30,7 @@ from autopart.session.pipe_state import PipeState, mark_trained
 from autopart.session.scaler import Skipped, not_finite
 from autopart.session.session import Session
 from autopart.session.state import empty_foreign, sync_at_the_end, take_masters
-from autopart.session.torch_habits import refuse_target, short_tracebacks, watch_optimizers, without_backward
+from autopart.session.torch_habits import short_tracebacks, watch_optimizers, without_backward
 
 
 @short_tracebacks
@@ -50,33 +49,18 @@ class Pipe(PipeState):
         super().__init__(captures)
         self._cluster = cluster
         self._options = options
-        self._reader = BatchReader()
         self._skipped = Skipped()
         self._unwatch: Callable[[], None] = lambda: None
         if sample is not None:
-            self._bring_up(lambda: self._flatten(sample))
+            self._bring_up(((sample,), {}))
 
-    def _bring_up(self, read: Callable[[], Batch]) -> Session:
-        session = Session(self._captures, self._cluster, self._options, read)
-        session.bring_up()
+    def _bring_up(self, arguments: Arguments, *, sharded: bool = False) -> Session:
+        session = Session(self._captures, self._cluster, self._options)
+        session.bring_up(arguments, sharded=sharded)
         self._session = session
         take_masters(session, self._restored)
         self._unwatch = watch_optimizers(session.world.size, lambda: session.tensors)
         return session
-
-    def _flatten(self, batch: Any) -> Batch:
-        return self._reader.read(batch, with_target=self._options.loss_fn is not None)
-
-    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_target: bool = True) -> Batch | None:
-        """The batch of a call, None where this rank is given none."""
-        batch = one_batch(args, kwargs)
-        if batch is None:
-            return None
-        if with_target:
-            return self._flatten(batch)
-        if self._options.loss_fn is not None:
-            refuse_target(self.model, batch)
-        return self._reader.read(batch)
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -94,17 +78,13 @@ class Pipe(PipeState):
         one is not finite, nothing is added to any: `skipped` is True, and `optimizer.step()` is to be left out (it does
         nothing for parameters whose `.grad` is None).
         """
-
-        def read() -> Batch | None:
-            return self._given(args, kwargs)
-
         self._require_open()
-        session = self._session or self._bring_up(lambda: first_batch(read(), sharded=sharded))
+        session = self._session or self._bring_up((args, kwargs), sharded=sharded)
         scaler = self.scaler
         how = self._options.non_finite
         looks = scaler is not None or how != "auto"
         guard = Guard(looks, scaler.scale) if scaler is not None else Guard(looks)
-        loss, overflow = session.loss(Mode.TRAIN, read, self._steps, guard, sharded=sharded)
+        loss, overflow = session.loss(Mode.TRAIN, (args, kwargs), self._steps, guard, sharded=sharded)
         self._steps += 1
         self._note_step(overflow)
         if scaler is not None:
@@ -116,7 +96,7 @@ class Pipe(PipeState):
     def eval_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The loss of a batch with the model in eval mode, through the same stages, without gradients.  Only the first
         rank of the first stage needs the batch; others may pass None."""
-        return without_backward(self.session.loss(Mode.LOSS, lambda: self._given(args, kwargs))[0])
+        return without_backward(self.session.loss(Mode.LOSS, (args, kwargs))[0])
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns in eval mode for this batch, on every rank, on the CPU, through the same stages.
@@ -124,7 +104,7 @@ class Pipe(PipeState):
         The batch holds no target; as in `eval_loss`, others than the first may pass None.  Caches and other objects
         that are no tensors are left out of the result.
         """
-        return self.session.predict(lambda: self._given(args, kwargs, with_target=False))
+        return self.session.predict((args, kwargs))
 
     def adopt(self, plan: Plan | str | os.PathLike[str]) -> None:
         """Go on under another plan for the same model, batch and number of ranks: other cuts, micro-batches, schedule.
@@ -157,7 +137,7 @@ class Pipe(PipeState):
         """
         self._require_open()
         if self._session is None:
-            self._bring_up(lambda: first_batch(self._given(args, kwargs), sharded=sharded))
+            self._bring_up((args, kwargs), sharded=sharded)
         with self.traced() as trace:
             self.step(*args, sharded=sharded, **kwargs)
         with self.session.call("timeline") as session:

@@ -7,7 +7,7 @@ the plan while the processes live: weights move to where the new plan wants them
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,19 +15,19 @@ from typing import Any
 import torch
 
 from autopart.capture import CaptureCache
-from autopart.capture.batch import Batch
-from autopart.capture.guards import check_autocast, tied_names
-from autopart.capture.reduction import WHOLE, BatchRule
-from autopart.capture.rows import program_key
+from autopart.capture.batch import Batch, BatchReader
+from autopart.capture.guards import tied_names
+from autopart.capture.reduction import BatchRule
+from autopart.capture.stand_in import with_rows
 from autopart.capture.trained import refuse_meta
 from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.ir.cluster import Cluster
+from autopart.ir.errors import BatchError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import Plan, Stage
+from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.size import Size
 from autopart.options import Options
-from autopart.passes.program.projection import check_gradients_stay, project_plan
 from autopart.planning import Planned, make_plan, read_plan
 from autopart.runtime.activity import patient, set_activity, set_rank_label
 from autopart.runtime.shared_values import SharedValues
@@ -35,17 +35,20 @@ from autopart.runtime.tensors import LocalTensors, broadcast_weights_if_differen
 from autopart.runtime.trace import Trace
 from autopart.runtime.world import World
 from autopart.session.agreement import FAILURES, broadcast_result, require_same_everywhere, together
-from autopart.session.batch_counts import PartWeights
-from autopart.session.calls import Calls, Given
+from autopart.session.call_batch import Arguments, first_batch, one_batch
+from autopart.session.calls import ROOM, Calls, Heard, digest_of
 from autopart.session.context import UNGUARDED, Guard, Mode, RankContext
-from autopart.session.data import KnownBatches, Taken, micro_rows, require_no_questions
+from autopart.session.data import rows_of_shards, shared_stand_in
 from autopart.session.executor import Executor
 from autopart.session.health import Health
+from autopart.session.kinds import largest_part, new_executor
+from autopart.session.loss_shares import LossShares
 from autopart.session.placement import Placement, placement_of, relocate
+from autopart.session.torch_habits import refuse_target
 
 _CALLS = {Mode.TRAIN: "step", Mode.LOSS: "eval_loss", Mode.PREDICT: "predict"}
-Read = Callable[[], Batch | None]
-"""Takes the batch of a call apart; None where this rank was given none."""
+_Kind = tuple[Mode, float, float]
+"""Of batches: the mode, and digests of the model's version and of the batch's signature, alike on all ranks."""
 _KEEP = 32  # kinds of batches whose executor is remembered
 
 
@@ -56,16 +59,15 @@ class Session:
     tied: every other name of a tensor to its first.  Ready for use after `bring_up`.
     """
 
-    def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options, read: Callable[[], Batch]) -> None:
-        """Join the process group.  Collective.  read: takes the batch apart that is planned for.  Raises ClusterError
-        when the processes that run are not those of the cluster."""
+    def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options) -> None:
+        """Join the process group.  Collective.  Raises ClusterError when the processes that run are not those of the
+        cluster."""
         self.captures = captures
         self._cluster = cluster
         self._options = options
-        self._read = read
+        self._reader = BatchReader()
         self._health = Health()
-        self._executors: dict[object, Executor] = {}
-        self._chosen: dict[object, Executor] = {}
+        self._kinds: dict[_Kind, Executor] = {}
         self._training: Executor | None = None
         self._planned: Planned | None = None
         self._trace: Trace | None = None
@@ -78,21 +80,21 @@ class Session:
             transport=options.transport,
         )
         self._calls = Calls(self.world)
-        self._known = KnownBatches(self.world)
         self.context = self._context_of()
 
     # -- getting there ---------------------------------------------------------------------------------------------
 
-    def bring_up(self) -> None:
-        """Plan, agree, and make this rank's stage.  Collective.
+    def bring_up(self, arguments: Arguments, *, sharded: bool = False) -> None:
+        """Plan for the batch of these arguments, agree, and make this rank's stages.  Collective.
 
         Everything that can be refused is refused here, on all ranks at once; the process group is then left.
         """
         try:
-            with self.told("compiling"):
+            with self.collective("compiling"):
                 self._calls.enter("compile")
                 with together(self.world, "reading the model and the plan"):
-                    self._batch = self._read()  # kept, for other plans capture the model at other sizes
+                    # Kept, for other plans capture the model at other sizes.
+                    self._batch = first_batch(self._read(arguments), sharded=sharded)
                     read_plan(self._options)
                     refuse_meta(self.captures.trained)
                     self.tied = tied_names(self.captures.trained)
@@ -162,8 +164,8 @@ class Session:
         executor = Executor(Mode.TRAIN, context, planned.captured, planned.plan.decision, planned.rule)
         with together(self.world, "making the stages"), patient("making the stages"):
             executor.prepare(self._batch, (max(planned.plan.micro_rows),))
-        if self.world.carrier is not None:
-            executor.open(len(planned.plan.micro_rows))
+        if self.world.carrier is not None:  # so that no step finds a channel closed
+            executor.engine(len(planned.plan.micro_rows))
         return executor
 
     def _install(self, planned: Planned, context: RankContext, executor: Executor) -> None:
@@ -171,12 +173,12 @@ class Session:
         self._planned = planned
         self.context = context
         context.values.keep_own()
-        self._executors = {(Mode.TRAIN, program_key(planned.captured.graph)): executor}
-        self._chosen.clear()
+        signature = digest_of(repr(self._batch.signature()))
+        self._kinds = {(Mode.TRAIN, digest_of(self.captures.version), signature): executor}
         self._training = executor
         executor.trace = self._trace
-        stage = planned.plan.decision.stage_of_rank(self.world.rank)
-        set_rank_label(f"stage {stage}" if stage is not None else "idle")
+        stages = planned.plan.decision.stages_of_rank(self.world.rank)
+        set_rank_label(f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" if stages else "idle")
 
     # -- what it is ------------------------------------------------------------------------------------------------
 
@@ -220,7 +222,7 @@ class Session:
     def trace_steps(self, trace: Trace | None) -> None:
         """Record the training steps to come in `trace`, or no more."""
         self._trace = trace
-        for executor in self._executors.values():
+        for executor in self._kinds.values():
             executor.trace = trace if executor.train else None
 
     # -- running ---------------------------------------------------------------------------------------------------
@@ -240,15 +242,15 @@ class Session:
                 self.tensors.masters.check()
         except FAILURES as error:
             failure = error
-        with self.told(name):
-            self._calls.enter(name, failure=failure)
+        with self.collective(name):
+            self._calls.enter(name, failure)
             yield self
         set_activity("between calls")
 
     @contextmanager
-    def told(self, doing: str) -> Iterator[None]:
-        """What the body raises that not all ranks raise alike reaches them within a second: nothing is sent any more,
-        and what they wait in ends.  Raised is what failed first, on whichever rank."""
+    def collective(self, doing: str) -> Iterator[None]:
+        """Tell all ranks, within a second, of an error of the body that not all of them raise alike: nothing is sent
+        any more, and what they wait in ends.  Raises what failed first, on whichever rank."""
         try:
             yield
         except BaseException as error:
@@ -259,115 +261,120 @@ class Session:
                 raise
             raise first from None  # the broken connection only follows from it
 
-    def take(
-        self, mode: Mode, read: Read, call: str | None = None, scale: float = 1.0, *, sharded: bool = False
-    ) -> Taken:
-        """What this rank was given of a batch, once all have read theirs and hold the same model.  Collective.
+    def loss(
+        self, mode: Mode, arguments: Arguments, step: int = 0, guard: Guard = UNGUARDED, *, sharded: bool = False
+    ) -> tuple[torch.Tensor, str]:
+        """The loss of a batch on every rank, and with a guard where a gradient is not finite; when training, gradients
+        are accumulated unless one is.  step: for random numbers.  sharded: whether the replicas of the first stage have
+        rows of their own.  Collective."""
+        self.require_healthy()
+        with self.collective(f"a {_CALLS[mode]} failed"):
+            executor, batch, said, shards = self._agreed(mode, arguments, scale=guard.scale, sharded=sharded)
+            plan = executor.plan(batch, said, (self._options.seed, step), guard.scale, shards)
+            found = executor.loss(plan, guard)
+        return found
 
-        read: takes the batch apart, None where this rank was given none; what it raises is raised on all ranks.
-        scale: of the loss, alike on all.  sharded: whether the replicas of the first stage have rows of their own.
+    def predict(self, arguments: Arguments) -> Any:
+        """What the model returns in eval mode, on every rank, on the CPU.  Collective."""
+        self.require_healthy()
+        with self.collective("a prediction failed"):
+            executor, batch, said, _ = self._agreed(Mode.PREDICT, arguments)
+            result = executor.predict(batch, executor.plan(batch, said, (self._options.seed, 0)))
+        return result
+
+    def loss_shares(self, sample: Any) -> LossShares:
+        """The shares of micro-batches and replicas in the loss of a training step.  Collective."""
+        self.require_healthy()
+        with self.collective("verifying"):
+            executor, batch, said, _ = self._agreed(Mode.TRAIN, ((sample,), {}), "verify")
+            found = executor.shares(batch, said)
+        return found
+
+    # -- the road of a batch, up to its plan (`Executor.plan`) ---------------------------------------------------------
+
+    def _read(self, arguments: Arguments, mode: Mode = Mode.TRAIN) -> Batch | None:
+        """The batch of a call taken apart, None where this rank is given none.  For a prediction it holds no target."""
+        batch = one_batch(arguments)
+        if batch is None:
+            return None
+        if mode is Mode.PREDICT and self._options.loss_fn is not None:
+            refuse_target(self.captures.model, batch)
+        return self._reader.read(batch, with_target=self._options.loss_fn is not None and mode is not Mode.PREDICT)
+
+    def _agreed(
+        self, mode: Mode, arguments: Arguments, call: str | None = None, scale: float = 1.0, *, sharded: bool = False
+    ) -> tuple[Executor, Batch, Sequence[Sequence[float]], tuple[int, ...]]:
+        """What runs the batch of a call, the batch as this rank has it, what every rank says of it, and the rows of
+        each shard.  Collective; raises on all ranks what any rank finds wrong.
+
+        A batch of a kind that came before takes one exchange, and another where shards are given.
         """
         batch: Batch | None = None
-        given, failure = Given(), None
+        failure: BaseException | None = None
+        said: Sequence[float] | None = None
+        signature, version = "", ""
         try:
-            batch = read()
-            check_autocast(self.world.device.type)
-            set_activity("comparing the model with its capture")
-            self._check_held()
-            if self.captures.refresh(training=mode is Mode.TRAIN):
-                self.tensors.follow_flags(self.captures.trained.named_parameters())
-            self.tensors.masters.write()
+            batch = self._read(arguments, mode)
+            self.context.follow_model(training=mode is Mode.TRAIN)
             if batch is not None and not sharded:
                 with patient("capturing the model"):
-                    batch = self.captures.settled(batch, self._largest(batch, mode), mode.value)
-            signature, rows = (repr(batch.signature()), batch.rows or 0) if batch is not None else ("", 0)
-            given = Given(signature, self.captures.version, rows, scale, sharded)
+                    batch = self.captures.settled(batch, largest_part(batch, mode, self.plan.decision), mode.value)
+            signature, version = repr(batch.signature()) if batch is not None else "", self.captures.version
+            known = self._kinds.get((mode, digest_of(version), digest_of(signature)))
+            if batch is None:  # what others say is enough, unless buffers have to be compared here
+                said = None if self.plan.decision.token_slices else ()
+            elif known is not None and not sharded:
+                said = known.said(batch)
         except FAILURES as error:
             failure = error
         needed = self.needing if mode is Mode.TRAIN else self.needing[:1]
-        heard = self._calls.enter(call or _CALLS[mode], given, failure, needed)
-        return self._known.taken(batch, heard, needed, self.plan.decision, sharded=sharded)
+        heard = self._calls.enter(
+            call or _CALLS[mode], failure, needed=needed, signature=signature, version=version,
+            rows=(batch.rows or 0) if batch is not None else 0, scale=scale, sharded=sharded,
+            said=said if said is None or len(said) <= ROOM else None,
+        )  # fmt: skip
+        kind = mode, digest_of(version), heard.signature
+        stand_in = self._stand_in(kind, batch, heard, needed) if heard.missing or sharded else None
+        shards = tuple(heard.rows[rank] for rank in needed) if sharded else ()
+        if shards:
+            self._require_whole(shards)
+        if batch is None or (sharded and self.world.rank not in needed):
+            assert stand_in is not None
+            batch = with_rows(stand_in, sum(shards) if sharded else heard.rows[needed[0]])
+        executor = self._executor(kind, batch, shards)
+        executor.stand_in = stand_in or executor.stand_in
+        return executor, batch, heard.said or executor.agree(batch, shards), shards
 
-    def _check_held(self) -> None:
-        """Raises RefusedError when what this rank holds was changed so that no run can follow; flags of masters go to
-        the model."""
-        self.tensors.check()
-        if toggled := self.tensors.masters.toggled():
-            for name, parameter in self.captures.trained.named_parameters():
-                parameter.requires_grad_(toggled.get(name, parameter.requires_grad))
+    def _stand_in(self, kind: _Kind, batch: Batch | None, heard: Heard, needed: Sequence[int]) -> Batch:
+        """What stands for a batch on ranks that were given none.  Collective when it is made."""
+        known = self._kinds.get(kind)
+        if known is not None and known.stand_in is not None:
+            return known.stand_in
+        return shared_stand_in(self.world, batch, needed[0], heard.signature)
 
-    def loss(
-        self, mode: Mode, read: Read, step: int = 0, guard: Guard = UNGUARDED, *, sharded: bool = False
-    ) -> tuple[torch.Tensor, str]:
-        """The loss of a batch on every rank, and with a guard where a gradient is not finite; when training, gradients
-        are accumulated unless one is.  step: for random numbers.  sharded: as for `take`.  Collective."""
-        self.require_healthy()
-        with self.told(f"a {_CALLS[mode]} failed"):
-            taken = self.take(mode, read, scale=guard.scale, sharded=sharded)
-            found = self._executor(mode, taken).loss(taken.batch, (self._options.seed, step), guard, taken.shards)
-        return found
+    def _require_whole(self, shards: tuple[int, ...]) -> None:
+        """Raises BatchError on all ranks for shards that do not make a batch."""
+        try:
+            rows_of_shards(shards, self.plan.decision)
+        except BatchError as error:
+            raise self.world.known(error) from None
 
-    def predict(self, read: Read) -> Any:
-        """What the model returns in eval mode, on every rank, on the CPU.  Collective."""
-        self.require_healthy()
-        with self.told("a prediction failed"):
-            taken = self.take(Mode.PREDICT, read)
-            batch = taken.batch
-            result = self._executor(Mode.PREDICT, taken).predict(batch, (self._options.seed, 0))
-        return result
-
-    def loss_weights(self, batch: Batch) -> tuple[tuple[int, ...], PartWeights]:
-        """The rows of each micro-batch in a training step, and what weighs the losses of its parts.  Collective."""
-        self.require_healthy()
-        with self.told("verifying"):
-            taken = self.take(Mode.TRAIN, lambda: batch, "verify")
-            executor, batch = self._executor(Mode.TRAIN, taken), taken.batch
-            micro_rows = executor.micro_rows(batch)
-            weights = executor.agree(batch, micro_rows)
-        return micro_rows, weights
-
-    def _executor(self, mode: Mode, taken: Taken) -> Executor:
-        """What runs this mode for such batches; made at first use, along the stages of the training plan.  Collective.
+    def _executor(self, kind: _Kind, batch: Batch, shards: tuple[int, ...]) -> Executor:
+        """What runs such batches; made at first use, along the stages of the training plan.  Collective.
 
         A batch of another kind, or a model that was changed, may run another program than the one that was planned.
         """
-        key = (mode, self.captures.version, taken.batch.signature(), bool(taken.shards))
-        if key not in self._chosen:
+        if kind in self._kinds:
+            self._kinds[kind] = self._kinds.pop(kind)  # the last one to be forgotten
+        else:
             with together(self.world, "capturing the model"), patient("capturing the model"):
-                self._chosen[key] = self._find_executor(mode, taken)
-            if len(self._chosen) > _KEEP:
-                del self._chosen[next(iter(self._chosen))]
-        return self._chosen[key]
-
-    def _largest(self, batch: Batch, mode: Mode, shards: Sequence[int] = ()) -> Size:
-        """The largest part of this batch that is run at once."""
-        return Size(max(micro_rows(batch, shards, self.plan.decision)) if mode is Mode.TRAIN else batch.rows or 1)
-
-    def _find_executor(self, mode: Mode, taken: Taken) -> Executor:
-        captured = self.captures(taken.batch, self._largest(taken.batch, mode, taken.shards), mode.value)
-        if taken.shards:
-            require_no_questions(captured)
-        program = mode, program_key(captured.graph)
-        if program not in self._executors:
-            stages = self._stages_of(captured.graph, mode)
-            if mode is Mode.TRAIN:
-                check_gradients_stay(captured.graph, stages, self.graph, self.plan.decision)
-            if mode is not Mode.TRAIN:  # a batch is evaluated whole, which is exact for any model: by first replicas
-                stages = tuple(replace(stage, ranks=stage.ranks[:1], shares=(), policy="split") for stage in stages)
-            decision = replace(self.plan.decision, stages=stages)
-            if mode is not Mode.TRAIN:
-                decision = replace(decision, token_slices=())
-            rule = None if mode is Mode.TRAIN else BatchRule(WHOLE)
-            self._executors[program] = Executor(mode, self.context, captured, decision, rule)
-            self._executors[program].trace = self._trace if mode is Mode.TRAIN else None
-        return self._executors[program]
-
-    def _stages_of(self, graph: Graph, mode: Mode) -> tuple[Stage, ...]:
-        """The plan's stages for a program that it was not made for; its own where only gradients flow differently."""
-        same = [(op.name, op.target) for op in graph.ops] == [(op.name, op.target) for op in self.graph.ops]
-        if same and mode is Mode.TRAIN:
-            return self.plan.decision.stages
-        return project_plan(graph, self.graph, self.plan.decision)
+                decision = self.plan.decision
+                executor = new_executor(kind[0], self.context, batch, shards, self.graph, decision)
+                executor.trace = self._trace if executor.train else None
+                self._kinds[kind] = executor
+            if len(self._kinds) > _KEEP:
+                del self._kinds[next(iter(self._kinds))]
+        return self._kinds[kind]
 
     @property
     def healthy(self) -> bool:
@@ -388,6 +395,5 @@ class Session:
 
     def close(self) -> None:
         """Leave the process group.  The model keeps the weights that this rank holds."""
-        self._executors.clear()
-        self._chosen.clear()
+        self._kinds.clear()
         self.world.close()

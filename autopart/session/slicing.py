@@ -1,9 +1,9 @@
-"""What an executor has to do where sequences are cut: find the recipe, make the code of every slice, and look at the
-masks of each batch, which may hide from a token everything that it could look at."""
+"""Sequences that are cut: the recipe, the code of every slice, and a check of the masks of each batch, which may hide
+from a token everything that it could look at."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -15,21 +15,21 @@ from autopart.capture.token_axis import token_recipe
 from autopart.ir.errors import BatchError, RefusedError, TokenRefusal
 from autopart.ir.graph import Adjusted, Graph
 from autopart.ir.plan import Decision
-from autopart.ir.program import Program
 from autopart.ir.shares import RowLayout
 from autopart.ir.size import Size
+from autopart.passes.program.routing import edges
 from autopart.passes.tokens.recipe import Recipe, Slice
 from autopart.runtime.slice_module import KeysSeen
 from autopart.runtime.stage_module import StageModule
 from autopart.runtime.tensors import LocalTensors
-from autopart.session.parts import among_all
+from autopart.session.parts import inputs_of
 from autopart.session.split import cut
 from autopart.session.stage_code import StageCode
 from autopart.session.token_slices import behind, keys_seen
 
 
 class TokenSlicing:
-    """The slices of a decision, for batches of one signature at a time.
+    """The slices of a decision, for batches of one kind.
 
     active: whether there are any.  prologue: ops that every stage runs for itself, at full length; known once code was
     made.  layouts: how slices of values hold rows, where that is not as the whole values do.
@@ -50,12 +50,11 @@ class TokenSlicing:
         code: StageCode,
         captured: Captured,
         batch: Batch,
-        program: Callable[[int], Program],
-        stage: int | None,
+        stages: Sequence[int],
         adjusted: Sequence[Adjusted],
         layouts: Layouts,
     ) -> None:
-        """Make the code of `stage` for the rows of `captured`, and note what messages hold.
+        """Make the code of these stages for the rows of `captured`, and note what messages hold.
 
         Raises TokenRefusal where the model cannot be cut, UsageError for sequences of another length, RefusedError as
         `draws_of`.
@@ -68,10 +67,11 @@ class TokenSlicing:
             self._proved_by[name] = captured.tensors[name].detach().cpu().clone()
         code.add_slice_specs(captured, recipe, lengths)
         self.layouts.update(sliced_layouts(captured.graph, recipe, lengths, layouts))
-        if stage is not None:
+        links = edges(self._decision, captured.graph, self.prologue)
+        for stage in stages:
             planned = self._decision.stages[stage]
-            code.add_sliced(captured, recipe, lengths, program(1), stage, planned, adjusted, layouts)
-        if stage == 0:
+            code.add_sliced(captured, recipe, lengths, links, stage, planned, adjusted, layouts)
+        if 0 in stages:
             dtypes = {value.name: value.dtype for value in captured.graph.values}
             guards = [keys_seen(guard, dtypes) for guard in recipe.guards]
             self._guards[rows] = [(guard, self._code_of(captured, recipe, guard.values)) for guard in guards]
@@ -83,13 +83,8 @@ class TokenSlicing:
         return recipe
 
     def prologue_of(self, batch: Batch) -> frozenset[str]:
-        """The prologue for batches of another kind; nothing where sequences are whole.  Raises TokenRefusal."""
+        """The prologue for a batch, before code is made; empty where sequences are whole.  Raises TokenRefusal."""
         return self._recipe(batch, max(self._decision.micro_rows)).prologue if self.active else frozenset()
-
-    def clear(self) -> None:
-        """Forget everything: a batch of another signature comes."""
-        self._guards.clear()
-        self.layouts.clear()
 
     def _code_of(self, captured: Captured, recipe: Recipe, values: Iterable[str]) -> StageModule | None:
         """What computes these masks, but for those that are inputs or held."""
@@ -103,7 +98,7 @@ class TokenSlicing:
         return code
 
     def check_constants(self) -> None:
-        """That buffers from the numbers of which it was proven that no token looks at a later one still have these.
+        """Check that buffers whose numbers prove that no token looks at a later one still hold these numbers.
 
         Raises RefusedError.  O(buffers); O(elements) of those that were written to.
         """
@@ -121,7 +116,7 @@ class TokenSlicing:
             self._versions[name] = id(held), held._version
 
     def check(self, batch: Batch, names: Sequence[str]) -> None:
-        """That in these rows of a batch every query sees a key that is not after it, and none that is.  names: of the
+        """Check that attention in this batch is causal and that no query is left without a visible key.  names: of the
         inputs.
 
         Looked at in parts of as many rows as there is code for, of which the last two may overlap.
@@ -134,7 +129,7 @@ class TokenSlicing:
         count, rest = divmod(rows, own)
         cuts = [((own,) * count + (rest,) * (rest > 0), range(count)), ((rows - own, own), [1] if rest else [])]
         for sizes, wanted in cuts:
-            for inputs in among_all(batch, names, sizes, self._device, wanted).values() if wanted else ():
+            for inputs in inputs_of(batch, names, sizes, self._device, wanted).values() if wanted else ():
                 self._look(own, inputs)
 
     def _look(self, rows: int, inputs: Mapping[str, torch.Tensor]) -> None:

@@ -18,7 +18,7 @@ from autopart.capture.reduction import Layouts
 from autopart.capture.to_graph import results_of
 from autopart.ir.graph import Adjusted, Graph
 from autopart.ir.plan import Stage
-from autopart.ir.program import Program
+from autopart.ir.program import Edge
 from autopart.passes.ops.casts import cast_parameter
 from autopart.runtime.casts import Cast
 from autopart.runtime.shared_values import awaited
@@ -29,14 +29,14 @@ from autopart.session.stage_graph import Draws, Number, numbers_of, stage_graph
 
 def stage_module(
     captured: Captured,
-    program: Program,
+    links: Sequence[Edge],
     stage: int,
     planned: Stage,
     device: torch.device,
     adjusted: Sequence[Adjusted] = (),
     layouts: Layouts = MappingProxyType({}),
 ) -> StageModule:
-    """The code of `stage`, which runs the ops of `planned` and exchanges values along the edges of `program`.
+    """The code of `stage`, which runs the ops of `planned` and exchanges values along these edges.
 
     adjusted: values that it reads otherwise than they were made; their numbers are those of a micro-batch.  layouts: of
     what random ops of a stage with replicas read and write.  Raises RefusedError for a random op whose numbers cannot
@@ -44,7 +44,7 @@ def stage_module(
     """
     graph = captured.graph
     chosen = set(planned.ops)
-    outputs = leaving(graph, program, stage, chosen)
+    outputs = leaving(graph, links, stage, chosen)
     updates = own_updates(graph, chosen)
     casts = casts_of(graph, chosen, {*outputs, *(value for _, value in graph.updates)})
     drawn = draws_of(captured, chosen, layouts) if planned.division.splits else {}
@@ -54,9 +54,9 @@ def stage_module(
     )  # fmt: skip
 
 
-def leaving(graph: Graph, program: Program, stage: int, ops: Collection[str]) -> list[str]:
+def leaving(graph: Graph, links: Iterable[Edge], stage: int, ops: Collection[str]) -> list[str]:
     """Values that `ops`, those of `stage`, compute for later stages, and for whoever called.  O(ops + values)."""
-    sent = {value for edge in program.edges if edge.src == stage for value in edge.values}
+    sent = {value for edge in links if edge.src == stage for value in edge.values}
     wanted = sent | set(graph.outputs)
     written = {value for op in graph.ops if op.name in ops for value in op.writes}
     leaves = wanted & written

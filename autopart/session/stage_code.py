@@ -1,9 +1,11 @@
-"""What a rank runs for batches of one signature: its stage's code and the shapes of all values, by number of rows."""
+"""What a rank runs for batches of one kind: the code of its stages and the shapes of all values, by number of rows."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 
 import torch
 
@@ -11,7 +13,7 @@ from autopart.capture import Captured
 from autopart.capture.reduction import Layouts
 from autopart.ir.graph import Adjusted
 from autopart.ir.plan import Stage
-from autopart.ir.program import Program
+from autopart.ir.program import Edge
 from autopart.passes.tokens.recipe import Recipe, Slice
 from autopart.runtime.batch_statistics import BatchStatistics, share_statistics
 from autopart.runtime.slice_module import SlicedStage
@@ -25,34 +27,29 @@ from autopart.session.token_slices import slice_stage
 
 
 class StageCode:
-    """The dictionaries are handed to engine and stage runner once and filled, or emptied, later."""
+    """The code of a rank's stages, by stage and rows.  Engine and stage runners are given the dictionaries once, which
+    are filled later."""
 
     def __init__(
         self,
         tensors: LocalTensors,
         device: torch.device,
         awaited: Collection[str] = (),
-        statistics: BatchStatistics | None = None,
+        statistics: Mapping[int, BatchStatistics] = MappingProxyType({}),
     ) -> None:
-        """awaited: parameters whose values may be under way when the code begins.  statistics: of whole micro-batches,
-        None where each replica takes its own."""
+        """awaited: parameters whose values may be under way when the code begins.  statistics: by stage, those of whole
+        micro-batches; of other stages each replica takes its own."""
         self._tensors = tensors
         self._device = device
         self._awaited = awaited
         self._statistics = statistics
-        self.modules: dict[int, StageModule] = {}
-        self.sliced: dict[int, SlicedStage] = {}
+        self.modules: dict[int, dict[int, StageModule]] = defaultdict(dict)
+        self.sliced: dict[int, dict[int, SlicedStage]] = defaultdict(dict)
         self.specs: dict[int | tuple[int, int], Mapping[str, Spec]] = {}
 
-    def clear(self) -> None:
-        """Forget everything: a batch of another signature comes."""
-        self.modules.clear()
-        self.sliced.clear()
-        self.specs.clear()
-
-    def has(self, rows: int) -> bool:
-        """Whether everything for micro-batches of so many rows has been made."""
-        return rows in self.specs
+    def has(self, rows: int, stages: Collection[int]) -> bool:
+        """Whether shapes, and the code of these stages, are made for micro-batches of so many rows."""
+        return rows in self.specs and all(rows in self.modules[s] or rows in self.sliced[s] for s in stages)
 
     def add_specs(self, captured: Captured) -> None:
         """Note shapes and dtypes of all values at the rows of `captured`."""
@@ -61,7 +58,7 @@ class StageCode:
         }
 
     def add_slice_specs(self, captured: Captured, recipe: Recipe, lengths: Sequence[int]) -> None:
-        """The same of every slice; what has no tokens, or is computed at full length, is as it was."""
+        """Note the shapes of all values in every slice; values without tokens keep their shape."""
         ends = list(accumulate(lengths, initial=0))
         for number, (start, end) in enumerate(pairwise(ends)):
             part = Slice(start, end, recipe.tokens)
@@ -75,7 +72,7 @@ class StageCode:
         captured: Captured,
         recipe: Recipe,
         lengths: Sequence[int],
-        program: Program,
+        links: Sequence[Edge],
         stage: int,
         planned: Stage,
         adjusted: Sequence[Adjusted],
@@ -83,7 +80,7 @@ class StageCode:
     ) -> None:
         """Cut the stage out of `captured` once for each slice, and hold the tensors that it uses."""
         graph, chosen = captured.graph, set(planned.ops)
-        outputs = leaving(graph, program, stage, chosen)
+        outputs = leaving(graph, links, stage, chosen)
         drawn = draws_of(captured, chosen, layouts) if planned.division.splits else {}
         extras = Extras(casts_of(graph, chosen, outputs), planned.recompute, adjusted, drawn)
         made = slice_stage(captured, recipe, chosen, outputs, lengths, self._device, extras)
@@ -91,21 +88,21 @@ class StageCode:
         self._tensors.hold(tuple(dict.fromkeys(name for code in codes for name in code.held)), captured.tensors)
         for code in codes:
             wait_for(code, self._awaited)
-        self.sliced[graph.rows] = made
+        self.sliced[stage][graph.rows] = made
 
     def add_stage(
         self,
         captured: Captured,
-        program: Program,
+        links: Sequence[Edge],
         stage: int,
         planned: Stage,
         adjusted: Sequence[Adjusted],
         layouts: Layouts,
     ) -> None:
         """Cut the stage out of `captured` and hold the tensors that it uses."""
-        module = stage_module(captured, program, stage, planned, self._device, adjusted, layouts)
+        module = stage_module(captured, links, stage, planned, self._device, adjusted, layouts)
         self._tensors.hold(module.held, captured.tensors)
         wait_for(module, self._awaited)
-        if self._statistics is not None:
-            share_statistics(module.module, self._statistics)
-        self.modules[captured.graph.rows] = module
+        if stage in self._statistics:
+            share_statistics(module.module, self._statistics[stage])
+        self.modules[stage][captured.graph.rows] = module

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autopart.ir.errors import BatchError, RefusedError, UsageError
 from autopart.ir.graph import Graph, Op
 from autopart.ir.plan import Decision
+from autopart.ir.shares import parts
 from autopart.runtime.batch_statistics import KNOWN, BatchStatistics
 from autopart.runtime.world import World
-from autopart.session.batch_counts import PartWeights
-from autopart.session.parts import parts_of
+from autopart.session.loss_shares import LossShares
 
 
 def takes_statistics(op: Op) -> bool:
@@ -60,24 +60,23 @@ def require_known(world: World, graph: Graph, stages: Sequence[int], *, sliced: 
 
 
 def open_statistics(
-    world: World, decision: Decision, stages: Sequence[int], statistics: BatchStatistics | None
+    world: World, decision: Decision, stages: Sequence[int], statistics: Mapping[int, BatchStatistics]
 ) -> None:
-    """Make the groups in which replicas sum.  Collective.  statistics: of this rank's stage."""
+    """Make the groups in which replicas sum.  Collective.  statistics: of this rank's stages."""
     for stage in stages:
         ranks = decision.stages[stage].ranks
         group = world.group(ranks, purpose="batch statistics")
-        if world.rank in ranks and statistics is not None:
-            statistics.open(world, ranks, group)
+        if stage in statistics:
+            statistics[stage].open(world, ranks, group)
 
 
-def require_weights(weights: PartWeights, micro_rows: Sequence[int]) -> BatchError | None:
+def require_weights(shares: LossShares) -> BatchError | None:
     """What to raise where rows carry no weight in the loss: their backward would be left out on one replica alone."""
-    for divided, found in weights.of.items():
-        rows = parts_of(micro_rows, divided)
-        for part, own in enumerate(rows):
-            if own and (found.shares[part] == 0.0 or 0.0 in found.numbers[part]):
+    for division, micros in shares.of.items():
+        for micro, (rows, replicas) in enumerate(zip(shares.micro_rows, micros, strict=True)):
+            if any(own and 0.0 in share for own, share in zip(parts(division, micro, rows), replicas, strict=True)):
                 return BatchError(
-                    f"the rows that a rank has of micro-batch {part // divided.count} carry no weight in the loss",
+                    f"the rows that a rank has of micro-batch {micro} carry no weight in the loss",
                     why="all their targets are ignored, and with sync_batchnorm their statistics count all the same",
                     fix="leave such rows out of the batch, or use sync_batchnorm=False",
                 )

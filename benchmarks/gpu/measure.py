@@ -86,7 +86,7 @@ def _numbers(losses: list[torch.Tensor | None], running: Running) -> list[float]
 def _predicted(pipe: autopart.Pipe) -> Answer:
     """What was planned, and what was said that it would take."""
     plan = pipe.plan
-    stage = plan.decision.stage_of_rank(pipe.rank)
+    stage = next(iter(plan.decision.stages_of_rank(pipe.rank)), None)
     mine = None if stage is None or not plan.estimates else plan.estimates[stage].peak_bytes
     return {
         "predicted_peak_bytes": mine, "simulated_s": plan.step_ns * 1e-9, "simulated_bubble": plan.bubble,

@@ -109,7 +109,7 @@ BOTH_AGAIN = "decision.stages[0].recompute, decision.stages[1].recompute"
         ('"ranks": [1]', '"ranks": [1.0]', "decision.stages[1].ranks[0]", "must be a valid integer, not 1.0"),
         ('"ranks": [1]', '"ranks": [true]', "decision.stages[1].ranks[0]", "must be a valid integer, not True"),
         ('"ranks": [1]', '"ranks": [2]', "decision.stages[1].ranks[0]", "rank 2 is outside 0..1"),
-        ('"ranks": [1]', '"ranks": [0]', "decision.stages[1].ranks[0]", "rank 0 already runs stage 0"),
+        ('"ranks": [1]', '"ranks": [0, 0]', "decision.stages[1].ranks[1]", "rank 0 appears twice in this stage"),
         ('"ranks": [1]', '"ranks": []', "decision.stages[1].ranks", "a stage needs a rank"),
         ('"ranks": [1]', '"ranks": null', "decision.stages[1].ranks", "must be a valid array, not None"),
         ('"b"', '"a"', "decision.stages[0].ops[1]", "op a appears twice in this stage"),

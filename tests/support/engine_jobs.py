@@ -14,7 +14,7 @@ from autopart.ir.plan import Decision, Stage
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import register
 from autopart.passes.program.verify import check_program
-from autopart.runtime.engine import Engine, StepInput
+from autopart.runtime.engine import BatchPlan, Engine
 from autopart.runtime.stage import StageRunner
 from autopart.runtime.trace import Trace
 from autopart.runtime.transport import Spec
@@ -129,7 +129,7 @@ def _play(
     decision = Decision(world.size, stages, (ROWS,) * micros, schedule)
     program = check_program(route(decision, graph), schedule)
     mine = [stage for stage, rank in enumerate(stage_ranks) if rank == world.rank]
-    codes = {s: stage_module(captured, program, s, stages[s], world.device) for s in mine}
+    codes = {s: stage_module(captured, program.edges, s, stages[s], world.device) for s in mine}
     tensors: dict[str, torch.Tensor] = {}
     for code in codes.values():
         for name in code.held:
@@ -156,5 +156,7 @@ def _play(
     given_to = range(micros) if 0 in mine else ()
     inputs = [{n: t.to(world.device) for n, t in _inputs(captured, micro).items()} for micro in given_to]
     parameters = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
-    given = StepInput((ROWS,) * micros, inputs, [1.0] * micros, (0, 0))
-    return engine, tensors, engine.step(given, parameters, train=True)
+    given = BatchPlan((ROWS,) * micros, inputs, (0, 0), {stage: [(1.0,)] * micros for stage in mine})
+    outcome = engine.step(given, parameters, train=True)
+    outcome.commit()
+    return engine, tensors, outcome

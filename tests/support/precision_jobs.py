@@ -10,10 +10,8 @@ from torch import nn
 
 import autopart
 from autopart.capture.autocast import autocast_for
-from autopart.capture.batch import flatten
 from autopart.ir.errors import NonFiniteError
-from autopart.ir.shares import Division
-from autopart.session.parts import parts_of
+from autopart.ir.shares import Division, parts
 from support.one_process import case_rows, gradients_of, plain_loss
 from support.step_jobs import EVERY, cluster, compiled, fresh
 
@@ -119,8 +117,15 @@ def trained(name: str, precision: str, steps: int, options: dict[str, Any]) -> d
         for step in range(steps):
             batch = batches[step % 2]
             losses.append(pipe.step(batch).item())
-            rows, parts = pipe.session.loss_weights(flatten(batch, with_target=case.loss_fn is not None))
-            shares = {d: list(zip(parts_of(rows, d), weights.shares, strict=True)) for d, weights in parts.of.items()}
+            weights = pipe.session.loss_shares(batch)
+            shares = {
+                division: [
+                    (rows, share[0])
+                    for micro, replicas in enumerate(micros)
+                    for rows, share in zip(parts(division, micro, weights.micro_rows[micro]), replicas, strict=True)
+                ]
+                for division, micros in weights.of.items()
+            }
             found = pipe.gradients() if not first and not pipe.skipped else {}
             if plain is not None:
                 plain.backward(batch, shares)

@@ -98,7 +98,7 @@ def trained(name: str, counts: Counts, steps: int, clip: float, policy: str = "s
             "losses": losses,
             "norms": norms,
             "evaluated": evaluated,
-            "stage": pipe.plan.decision.stage_of_rank(pipe.rank),
+            "stage": next(iter(pipe.plan.decision.stages_of_rank(pipe.rank)), None),
             "held": {n: t.detach().clone() for n, t in pipe.session.tensors.held.items() if n in own},
         }
 

@@ -134,7 +134,7 @@ def in_turn(name: str, counts: Counts, micros: int, rows: tuple[int, ...], recom
     reference, first = case.model(dtype=DTYPE), case.model(dtype=DTYPE)
     asked = asked_replicas(counts, micros, recompute=recompute, replica_policy="turn")
     with compiled(case, _model(name), case.data(rows[0], DTYPE), **asked) as pipe:
-        stage = pipe.plan.decision.stage_of_rank(pipe.rank)
+        stage = next(iter(pipe.plan.decision.stages_of_rank(pipe.rank)), None)
         count = counts[stage] if stage is not None else 1
         for step_rows in rows:
             batch = case.data(step_rows, DTYPE)

@@ -78,7 +78,7 @@ def _trained(name: str, asked: dict[str, Any], steps: int, accumulated: int, cli
         numbers.append(pipe.eval_loss(batch).item())
         tensors.append(dict(pipe.state_dict()))
         largest = max(_bytes_by_parameter(optimizer), default=0)
-        stage = pipe.plan.decision.stage_of_rank(pipe.rank)
+        stage = next(iter(pipe.plan.decision.stages_of_rank(pipe.rank)), None)
         found = Run(pipe.plan, stage, numbers, tensors, state_bytes(optimizer), tuple(held), largest)
     return found
 

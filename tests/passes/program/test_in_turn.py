@@ -53,7 +53,7 @@ def test_every_program_is_proven_and_simulated_as_it_is_played(decision: Decisio
     program = proven(decision)
     assert parse_decision(decision_text(decision)) == decision
     for rank in range(decision.world):
-        stage = decision.stage_of_rank(rank)
+        stage = next(iter(decision.stages_of_rank(rank)), None)
         assert stage is not None
         divided, replica = decision.stages[stage].division, decision.stages[stage].ranks.index(rank)
         mine = [a.micro for a in program.part(rank) if a.kind == "F" and not a.slot.slice]

@@ -1,0 +1,135 @@
+"""What the rows that replicas have of each micro-batch weigh in the loss of the whole batch.
+
+Replicas of two stages may have other rows of a micro-batch, so rows are counted in pieces that no replica's window
+cuts.  Counts add up over pieces, and every rank makes the same shares of them.  A batch on one rank is one piece for
+each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from autopart.ir.graph import Graph, LossReduction
+from autopart.ir.shares import Division
+from autopart.passes.loss.terms import without_weight
+
+Piece = tuple[int, int, int]
+"""Rows that stay together: the micro-batch, its first row and the row behind the last."""
+Share = tuple[float, ...]
+"""The share of a replica's loss in the whole loss, then the number of each adjusted value (`LossReduction`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossShares:
+    """The share of each replica in each micro-batch, `of[division][micro][replica]`; zeros where it has no rows.
+
+    micro_rows: rows of each micro-batch.
+    """
+
+    micro_rows: tuple[int, ...]
+    of: Mapping[Division, Sequence[Sequence[Share]]]
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some replica has no weight: a gradient may then be missing on it and not on another."""
+        return any(0.0 in share for micros in self.of.values() for replicas in micros for share in replicas)
+
+    def whole(self) -> list[float] | None:
+        """Shares of whole micro-batches, None where terms of the loss are weighed by themselves."""
+        micros = self.of[min(self.of, key=lambda division: division.splits)]
+        if any(len(share) > 1 for replicas in micros for share in replicas):
+            return None
+        own = [[share[0] for share in replicas] for replicas in micros]
+        # Shares of a mean add up to 1 over all replicas; of a sum each is 1, also that of a whole micro-batch.
+        return [max(each) for each in own] if any(1.0 in each for each in own) else [sum(each) for each in own]
+
+
+@lru_cache(maxsize=256)
+def pieces_of(micro_rows: tuple[int, ...], divisions: tuple[Division, ...]) -> tuple[Piece, ...]:
+    """The pieces of a batch under these divisions, in the order of its rows.  O(micro-batches * replicas)."""
+    found: list[Piece] = []
+    for micro, rows in enumerate(micro_rows):
+        cuts = {0, *(window.end for each in divisions for window in each.windows(micro, rows))}
+        found.extend((micro, first, end) for first, end in pairwise(sorted(cuts)))
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def places_of(
+    micro_rows: tuple[int, ...], divisions: tuple[Division, ...], division: Division
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The places among the pieces of what each replica has, by micro-batch and replica."""
+    pieces = list(enumerate(pieces_of(micro_rows, divisions)))
+    found = []
+    for micro, rows in enumerate(micro_rows):
+        inside = [(place, first, end) for place, (at, first, end) in pieces if at == micro]
+        windows = division.windows(micro, rows)
+        found.append(tuple(tuple(p for p, first, end in inside if w.first <= first and end <= w.end) for w in windows))
+    return tuple(found)
+
+
+def count_width(reduction: LossReduction) -> int:
+    """How many numbers are measured of each piece (`BatchCounts.measured`); 0 where shares follow from rows alone."""
+    return 1 + 2 * len(reduction.adjusted) if any(True for _ in reduction.counted()) else 0
+
+
+def loss_shares(
+    reduction: LossReduction,
+    micro_rows: tuple[int, ...],
+    divisions: tuple[Division, ...],
+    measured: Sequence[Sequence[float]] = (),
+) -> LossShares:
+    """The shares of every replica, from what was measured of each piece; () where nothing is."""
+    pieces = pieces_of(micro_rows, divisions)
+    weights = [reduction, *(item.weight for item in reduction.adjusted)]
+    amounts = [_amounts(weight, pieces, [row[n] for row in measured]) for n, weight in enumerate(weights)]
+    sums = {
+        place: sum(
+            share * row[len(weights) + place]
+            for share, row in zip(_of_each(item.weight, amounts[1 + place]), measured, strict=True)
+            if share
+        )
+        for place, item in enumerate(reduction.adjusted)
+        if item.reader is None
+    }
+    totals = [sum(column) for column in amounts]
+    nothing = (0.0,) * len(weights)
+
+    def share_of(inside: Sequence[int]) -> Share:
+        found = (
+            1.0 if weight.kind == "sum" else sum(column[place] for place in inside) / total
+            for weight, column, total in zip(weights, amounts, totals, strict=True)
+        )
+        return tuple(sums.get(n - 1, number) for n, number in enumerate(found)) if inside else nothing
+
+    return LossShares(
+        micro_rows,
+        {
+            each: [[share_of(inside) for inside in replicas] for replicas in places_of(micro_rows, divisions, each)]
+            for each in divisions
+        },
+    )
+
+
+def _amounts(weight: LossReduction, pieces: Sequence[Piece], counted: Sequence[float]) -> list[float]:
+    """What the shares of pieces are proportional to.  Where the whole batch counts nothing, all are alike: that gives
+    what one process gives, 0/0 or a floor's 0."""
+    amounts = [float(end - first) for _, first, end in pieces] if weight.value is None else list(counted)
+    return amounts if sum(amounts) else [1.0] * len(pieces)
+
+
+def _of_each(weight: LossReduction, amounts: Sequence[float]) -> list[float]:
+    total = sum(amounts)
+    return [1.0 if weight.kind == "sum" else amount / total for amount in amounts]
+
+
+def idle_values(graph: Graph, reduction: LossReduction, share: Share) -> frozenset[str]:
+    """The values that carry no weight in a loss with this share: no gradient goes back from them."""
+    if share[0] == 0.0:
+        return frozenset(graph.value_map())
+    terms = zip(reduction.adjusted, share[1:], strict=True)
+    dropped = frozenset((a.reader, a.value) for a, number in terms if a.reader is not None and number == 0.0)
+    return without_weight(graph, dropped) if dropped else frozenset()

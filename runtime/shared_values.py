@@ -9,7 +9,6 @@ forward reads them, without waiting where sums may be under way beside messages;
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -111,26 +110,28 @@ class SharedValues:
             if owner != self._world.rank:
                 self._tensors[name].grad = None
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """In the body every `awaited` parameter has its value, and all have it when that is over.  Collective."""
-        try:
-            self._begin()
-            yield
-            for part in self._parts:
-                if part.parameters and id(part.parameters[0]) in _UNDER_WAY:
-                    part.arrive()
-        finally:
-            for part in self._parts:  # of a run that failed: the groups are broken, and nothing comes any more
-                part.forget()
-            self._parts.clear()
-
     def gather(self) -> None:
         """Bring all values.  Collective."""
-        with self.gathered():
-            pass
+        try:
+            self.begin()
+            self.arrive()
+        finally:
+            self.forget()
 
-    def _begin(self) -> None:
+    def arrive(self) -> None:
+        """Wait until all parameters have their values."""
+        for part in self._parts:
+            if part.parameters and id(part.parameters[0]) in _UNDER_WAY:
+                part.arrive()
+
+    def forget(self) -> None:
+        """Let go of what is under way: of a run that failed the groups are broken, and nothing comes any more."""
+        for part in self._parts:
+            part.forget()
+        self._parts.clear()
+
+    def begin(self) -> None:
+        """Let the values be sent: every `awaited` parameter has its value from now on.  Collective."""
         for names in parts_of(self.owners, self._tensors, self._bytes):
             owner = self.owners[names[0]]
             part = _Part.of([self._tensors[name] for name in names], owner, mine=owner == self._world.rank)

@@ -179,9 +179,8 @@ class Executor:
         shares = [share * scale for share in weights.shares]
         idle = {micro: names - self._rowless for micro, names in weights.idle(self.graph, self._weight).items()}
         step = StepInput(micro_rows, inputs, shares, key, weights.numbers, idle, uneven)
-        with self._values.gathered():
-            masters = self._tensors.masters.by_name
-            return engine.step(step, self._parameters(), train=self.train, agree=agree, masters=masters)
+        masters = self._tensors.masters.by_name
+        return engine.step(step, self._parameters(), train=self.train, agree=agree, masters=masters)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {name: t for name, t in self._tensors.held.items() if isinstance(t, nn.Parameter)}
@@ -346,6 +345,7 @@ class Executor:
         """The verified program for `micros` micro-batches."""
         decision = replace(self._decision, micro_rows=(1,) * micros)
         program = route(decision, self.graph, self._slicing.prologue)
+        program = replace(program, statistics=self._synced)
         program = check_program(program, decision.schedule) if self.train else forward_program(program)
         return program if self._world.carrier is None else check_messages(program)
 
@@ -363,7 +363,7 @@ class Executor:
             ops = self.graph.op_map()
             loss = None if self._mode is Mode.PREDICT else self.graph.outputs[0]
             self._engines[micros] = Engine(
-                self._world, program, runners, self._code.specs, ops, loss, self._layouts, self._shared()
+                self._world, program, runners, self._code.specs, ops, loss, self._layouts, self._shared(), self._values
             )
         return self._engines[micros]
 

@@ -81,7 +81,7 @@ def begins_step(kind: str) -> bool:
 def register_action(name: str, kind: ActionKind) -> None:
     """Add a collective to the table: it stands at the end of a step, before the agreement of all ranks.
 
-    Every rank registers the same, before a program is made; `runtime.collectives.register` says what a rank does for
+    Every rank registers the same, before a program is made; `runtime.reduce.COLLECTIVES` says what a rank does for
     it.  Raises ProgramError for a name that is no upper-case letter or is taken, and for other kinds of action.
     """
     if name in ACTIONS or not (len(name) == 1 and name.isascii() and name.isupper()):

@@ -108,6 +108,7 @@ def step(
         "gradients": error,
         "worst": worst,
         "buffers": {n: (t.item(), reference.buffers[n].item()) for n, t in tensors.items() if n in reference.buffers},
+        "norm": sum(float(g.square().sum()) for g in reference.gradients.values() if g is not None) ** 0.5,
         "actions": [str(span.action) for span in engine.trace.spans],
     }
 

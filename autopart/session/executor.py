@@ -179,6 +179,8 @@ class Executor:
         shares = [share * scale for share in weights.shares]
         idle = {micro: names - self._rowless for micro, names in weights.idle(self.graph, self._weight).items()}
         step = StepInput(micro_rows, inputs, shares, key, weights.numbers, idle, uneven)
+        if not self.train:  # by first replicas, while the others have values to give
+            self._values.gather()
         masters = self._tensors.masters.by_name
         return engine.step(step, self._parameters(), train=self.train, agree=agree, masters=masters)
 

@@ -50,7 +50,8 @@ def route(decision: Decision, graph: Graph, prologue: Collection[str] = ()) -> P
 
 
 def owner_stages(decision: Decision, graph: Graph) -> tuple[int, ...]:
-    """Stages whose replicas share the optimizer's state, and gather the values that each has updated."""
+    """Stages whose replicas share the optimizer's state, and gather the values that each has updated.  An evaluation
+    runs on first replicas alone: there, values are gathered before it."""
     trained = {param.name for param in graph.params if param.trainable} if decision.zero else set()
     ops = graph.op_map()
     return tuple(

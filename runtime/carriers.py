@@ -1,4 +1,4 @@
-"""What carries messages where posting one may block: both ends post each at its turn (`ir.turns`).
+"""What carries messages where posting one may block: both ends post each at its place (`Program.posting`).
 
 NCCL is the one of ours (`runtime.nccl`).  Gloo is none of them: there a receive that is posted early costs nothing, and
 `transport.Inbox` posts ahead.

@@ -15,13 +15,14 @@ import torch
 
 from autopart.ir.errors import AutopartError, StageError
 from autopart.ir.graph import Op
-from autopart.ir.program import BACKWARD, FORWARD, SEND, SUM_REPLICAS, Action, Program, Slot
+from autopart.ir.program import BACKWARD, FORWARD, SEND, Action, Program, Slot
 from autopart.ir.shares import RowLayout, Window
 from autopart.runtime.activity import set_activity
 from autopart.runtime.failing_op import failing_op
 from autopart.runtime.mailbox import Mailbox
-from autopart.runtime.reduce import GradientsAside, TiedGradients
+from autopart.runtime.reduce import COLLECTIVES, GradientsAside
 from autopart.runtime.replicas import ReplicaSums, Shared
+from autopart.runtime.shared_values import SharedValues
 from autopart.runtime.stage import StageRunner
 from autopart.runtime.trace import Trace
 from autopart.runtime.transport import Spec
@@ -119,7 +120,7 @@ class Engine:
 
     runners: of the stages that this rank runs.  ops: of the captured graph, to name one that fails.  loss: the value
     that is the loss, None where there is none.  layouts: of values that are cut between replicas (`RowRoutes`).
-    shared: what the replicas of each stage of this rank keep alike.
+    shared: what the replicas of each stage of this rank keep alike.  values: the parameters that they own in shares.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Engine:
         loss: str | None,
         layouts: Mapping[str | tuple[str, int], RowLayout] = MappingProxyType({}),
         shared: Mapping[int, Shared] = MappingProxyType({}),
+        values: SharedValues | None = None,
     ) -> None:
         self._rank = world.rank
         self._device = world.device
@@ -144,15 +146,17 @@ class Engine:
         self._labels = [_activity(action) for action in self._part]
         self._sends = Counter((a.slot, a.is_a.way) for a in self._part if a.is_a.role == SEND)
         self._mailbox = Mailbox(world, program, specs, layouts)
-        self._tied = TiedGradients(world, program)
+        kinds = dict.fromkeys(action.kind for action in program.order)
+        self._collectives = {kind: COLLECTIVES[kind](world, program) for kind in kinds if kind in COLLECTIVES}
         self._sums = self._open_sums(world, program, shared)
+        self._values = values
         self._owners = {name: rank for stage in runners for name, rank in shared.get(stage, Shared()).owners.items()}
         self._divided = {
             stage: (program.division(stage), program.stage_ranks[stage].index(world.rank)) for stage in runners
         }
         self._windows: dict[tuple[int, int, int], Window] = {}
         self._last_backward = {a.stage: a for a in self._part if a.kind == "B"}
-        self._last_sum = next((a for a in reversed(self._part) if a.kind == "T"), None)
+        self._joins = {a for a in self._part if a.kind in self._collectives and program.joins(world.rank, a)}
         self._do: dict[str, Callable[[Action, _State], None]] = {
             "F": self._run_forward,
             "B": self._run_backward,
@@ -160,16 +164,18 @@ class Engine:
             "SB": self._send,
             "RF": self._receive,
             "RB": self._receive,
-            "T": self._sum_tied,
+            "G": self._gather_values,
             "R": self._sum_replicas,
-            "O": self._end_stage,
+            "A": self._leave_to_caller,
+            "O": self._leave_to_caller,
         }
+        self._do |= dict.fromkeys(self._collectives, self._meet)
         self.trace: Trace | None = None
 
     def _open_sums(self, world: World, program: Program, shared: Mapping[int, Shared]) -> dict[int, ReplicaSums]:
         """For the stages of this rank that have replicas and are trained.  Every rank opens the groups of all."""
         found = {}
-        for stage in dict.fromkeys(action.stage for action in program.order if action.kind == SUM_REPLICAS):
+        for stage in dict.fromkeys(action.stage for action in program.order if action.kind == "R"):
             sums = ReplicaSums(world, program.stage_ranks[stage], self._runners.get(stage), shared.get(stage, Shared()))
             if self._rank in program.stage_ranks[stage]:
                 found[stage] = sums
@@ -227,14 +233,20 @@ class Engine:
         if trace is not None:
             trace.begin(self._device)
         self._mailbox.begin(state.given.rows)
-        for action, label in zip(self._part, self._labels, strict=True):
-            set_activity(label)
-            start = trace.now() if trace is not None else None
-            self._do[action.kind](action, state)
-            if trace is not None and start is not None:
-                trace.add(action, start)
-            self._mailbox.passed(action)
-        self._mailbox.flush()
+        try:
+            for action, label in zip(self._part, self._labels, strict=True):
+                set_activity(label)
+                start = trace.now() if trace is not None else None
+                self._do[action.kind](action, state)
+                if trace is not None and start is not None:
+                    trace.add(action, start)
+                self._mailbox.passed(action)
+            self._mailbox.flush()
+            if self._values is not None:
+                self._values.arrive()
+        finally:
+            if self._values is not None:
+                self._values.forget()
 
     # -- computes ------------------------------------------------------------------------------------------------
 
@@ -313,17 +325,23 @@ class Engine:
         for name, grad in found.items():
             grads[name] = grads[name] + grad if name in grads else grad
 
-    # -- the end of a step ---------------------------------------------------------------------------------------
+    # -- once a step -----------------------------------------------------------------------------------------------
 
-    def _sum_tied(self, action: Action, state: _State) -> None:
-        if action == self._last_sum:  # then the gradients of all stages of this rank are complete
-            self._tied.reduce(state.parameters)
+    def _gather_values(self, action: Action, state: _State) -> None:
+        if self._values is not None:
+            self._values.begin(action.stage)
+
+    def _meet(self, action: Action, state: _State) -> None:
+        """Join a collective, once with all stages of this rank that meet in it."""
+        if action in self._joins:
+            self._collectives[action.kind](action, state.parameters)
 
     def _sum_replicas(self, action: Action, state: _State) -> None:
         self._sums[action.stage].finish(state.parameters, uneven=state.given.uneven)
 
-    def _end_stage(self, action: Action, state: _State) -> None:
-        """The optimizer is the user's: it steps when `step` has returned, and every gradient is complete now."""
+    def _leave_to_caller(self, action: Action, state: _State) -> None:
+        """Do nothing: every gradient is complete, and the caller makes the ranks agree on what this part has given.
+        The optimizer is the user's: it steps when that is done."""
 
     def _told(self, error: Exception, action: Action) -> AutopartError:
         """The error with stage, micro-batch, module and line."""

@@ -22,7 +22,7 @@ class Mailbox:
     specs: shape and dtype of every value, by rows that this rank has (and slice, where there are any) and by name.
     layouts: of the values that have to be cut between stages with other replicas (`RowRoutes`).  Making one is
     collective: every rank opens every channel, in the same order.  Where posting may block, messages are posted at
-    their turns (`Posting`), else receives ahead of need (`Inbox`).
+    their places (`Posting`), else receives ahead of need (`Inbox`).
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Mailbox:
             self._posting.begin()
 
     def passed(self, action: Action) -> None:
-        """An action of this rank is over: the messages whose turn is now are posted."""
+        """An action of this rank is over: the messages that stand here are posted."""
         if self._posting is not None and action.is_a.role != RECEIVE:
             self._posting.passed()
 

@@ -1,4 +1,5 @@
-"""Messages of one rank where both ends post each at its turn: for carriers under which posting may block."""
+"""Messages of one rank where both ends post each at its place in the program: for carriers under which posting may
+block."""
 
 from __future__ import annotations
 
@@ -6,8 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 
-from autopart.ir.program import Program
-from autopart.ir.turns import Turn, talking_pairs, turns
+from autopart.ir.program import Exchange, Program
 from autopart.runtime.carriers import Carrier, Posted
 from autopart.runtime.transport import Spec, offsets, pack, unpack
 from autopart.runtime.world import World
@@ -17,16 +17,16 @@ _Message = tuple[int, Hashable]
 
 
 class Posting:
-    """Posts the turns of this rank, each once as many of its own actions are over as stand before it.
+    """Posts the exchanges of this rank (`Program.posting`), each when the actions before it are over.
 
     Making one is collective: the pairs that talk are opened in one order on all ranks, nothing else being under way.
     """
 
     def __init__(self, world: World, carrier: Carrier, program: Program) -> None:
         self._carrier = carrier
-        self._turns = turns(program, [world.rank])[world.rank]
+        self._exchanges = program.posting[world.rank]
         self._device = world.device
-        for pair in talking_pairs(program):
+        for pair in program.talking_pairs:
             world.open_pair(*pair)
         self._next = self._done = 0
         self._expected: dict[_Message, tuple[Spec, ...]] = {}
@@ -53,16 +53,16 @@ class Posting:
         self._post()
 
     def _post(self) -> None:
-        while self._next < len(self._turns) and self._turns[self._next].after <= self._done:
-            self._post_one(self._turns[self._next])
+        while self._next < len(self._exchanges) and self._exchanges[self._next].after <= self._done:
+            self._post_one(self._exchanges[self._next])
             self._next += 1
 
-    def _post_one(self, turn: Turn) -> None:
-        """Post what of a turn carries anything in this step."""
-        peer = turn.peer
-        given = [(action, self._given.pop((peer, action), None)) for action in turn.sends]
+    def _post_one(self, exchange: Exchange) -> None:
+        """Post the messages of an exchange that carry anything in this step."""
+        peer = exchange.peer
+        given = [(action, self._given.pop((peer, action), None)) for action in exchange.sends]
         sends = [(action, buffer) for action, buffer in given if buffer is not None and buffer.numel()]
-        sizes = [(action, offsets(self._expected.get((peer, action), ()))[1]) for action in turn.receives]
+        sizes = [(action, offsets(self._expected.get((peer, action), ()))[1]) for action in exchange.receives]
         receives = [(action, size) for action, size in sizes if size]
         if not sends and not receives:
             return
@@ -73,7 +73,7 @@ class Posting:
             self._sent[peer] = posted
 
     def give(self, peer: int, key: Hashable, tensors: Sequence[torch.Tensor]) -> None:
-        """A message for the turn that it belongs to."""
+        """Take a message, which leaves with its exchange."""
         self._given[peer, key] = pack(tensors)
 
     def expect(self, peer: int, key: Hashable, specs: tuple[Spec, ...]) -> None:
@@ -81,7 +81,7 @@ class Posting:
         self._expected[peer, key] = specs
 
     def receive(self, peer: int, key: Hashable) -> list[torch.Tensor]:
-        """The tensors of a message whose turn was posted.  On a device, the stream waits and not the host."""
+        """Return the tensors of a message that was posted.  On a device, the stream waits and not the host."""
         specs = self._expected.pop((peer, key))
         if (peer, key) not in self._posted:  # no byte of it was sent
             return unpack(torch.empty(0, dtype=torch.uint8, device=self._device), specs)
@@ -107,7 +107,7 @@ class PostedOutbox:
         self._posting, self._peer = posting, peer
 
     def send(self, tensors: Sequence[torch.Tensor], key: Hashable = None) -> None:
-        """Hand over a message; it leaves at its turn."""
+        """Hand over a message; it leaves with its exchange."""
         self._posting.give(self._peer, key, tensors)
 
     def acknowledge(self, keys: Iterable[Hashable]) -> None:

@@ -7,14 +7,14 @@ gradient left from an earlier step was summed then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
-from autopart.ir.program import Program
+from autopart.ir.program import TIED, Action, Program
 from autopart.runtime.activity import waiting
 from autopart.runtime.masters import CAN_WIDEN, HALF
 from autopart.runtime.tensors import dense
@@ -30,28 +30,36 @@ class _Tie:
 
 
 class TiedGradients:
-    """The tied parameters of this rank.  Opening the groups is collective."""
+    """The tied parameters of this rank, by the group of stages that they link.  Opening the groups is collective."""
 
     def __init__(self, world: World, program: Program) -> None:
-        self._world = world
-        self._ties: list[_Tie] = []
+        self._world, self._program = world, program
+        self._ties: dict[tuple[int, ...], list[_Tie]] = {group: [] for group in program.groups(TIED)}
         for name, stages in program.tied:
-            ranks = sorted({rank for stage in stages for rank in program.stage_ranks[stage]})
+            ranks = program.ranks_of(stages)
             group = world.group(ranks) if len(ranks) > 1 else None
             if world.rank in ranks:
-                self._ties.append(_Tie(name, group))
+                linked = next(found for found in self._ties if stages[0] in found)
+                self._ties[linked].append(_Tie(name, group))
 
-    def reduce(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def __call__(self, action: Action, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Sum this step's gradients over the ranks.
 
-        All of a rank's sums follow each other in the order of `Program.tied`, so that no two ranks wait for each other.
+        The sums of a group follow each other in the order of `Program.tied`, so that no two ranks wait for each other.
 
         A parameter that got no gradient on any rank has none: an optimizer must not take it for one of zeros.
         Half-precision gradients are summed in fp32.
         """
         with waiting():
-            for tie in self._ties:
+            for tie in self._ties[self._program.group(action)]:
                 parameters[tie.name].grad = _summed(self._world, parameters[tie.name], tie.group)
+
+
+Doing = Callable[[Action, Mapping[str, torch.nn.Parameter]], None]
+"""What a rank does where it joins a collective.  parameters: those that it trains, by name, with this step's
+gradients."""
+COLLECTIVES: dict[str, Callable[[World, Program], Doing]] = {"T": TiedGradients}
+"""By kind of action, what opens a collective once for a program: it is called on all ranks, and may open groups."""
 
 
 class GradientsAside:

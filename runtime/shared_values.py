@@ -9,7 +9,6 @@ forward reads them, without waiting where sums may be under way beside messages;
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -97,13 +96,13 @@ class SharedValues:
         self._tensors = tensors
         self._overlaps = world.carrier is None and not world.staged
         self._parts: list[_Part] = []
-        self._stages: list[tuple[Sharing, dist.ProcessGroup]] = []
-        for stage in stages:
+        self._stages: list[tuple[int, Sharing, dist.ProcessGroup]] = []
+        for number, stage in enumerate(stages):
             if stage.owners:
                 group = world.group(stage.ranks, purpose="replicas" if self._overlaps else "")
                 if world.rank in stage.ranks:
-                    self._stages.append((stage, group))
-        self.owners = {name: owner for stage, _ in self._stages for name, owner in stage.owners.items()}
+                    self._stages.append((number, stage, group))
+        self.owners = {name: owner for _, stage, _ in self._stages for name, owner in stage.owners.items()}
 
     def keep_own(self) -> None:
         """Let go of gradients of what others own."""
@@ -111,29 +110,34 @@ class SharedValues:
             if owner != self._world.rank:
                 self._tensors[name].grad = None
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """In the body every `awaited` parameter has its value, and all have it when that is over.  Collective."""
-        try:
-            self._begin()
-            yield
-            for part in self._parts:
-                if part.parameters and id(part.parameters[0]) in _UNDER_WAY:
-                    part.arrive()
-        finally:
-            for part in self._parts:  # of a run that failed: the groups are broken, and nothing comes any more
-                part.forget()
-            self._parts.clear()
-
     def gather(self) -> None:
         """Bring all values.  Collective."""
-        with self.gathered():
-            pass
+        try:
+            self.begin()
+            self.arrive()
+        finally:
+            self.forget()
 
-    def _begin(self) -> None:
-        for stage, group in self._stages:
+    def arrive(self) -> None:
+        """Wait until all parameters have their values."""
+        for part in self._parts:
+            if part.parameters and id(part.parameters[0]) in _UNDER_WAY:
+                part.arrive()
+
+    def forget(self) -> None:
+        """Let go of what is under way: of a run that failed the groups are broken, and nothing comes any more."""
+        for part in self._parts:
+            part.forget()
+        self._parts.clear()
+
+    def begin(self, only: int | None = None) -> None:
+        """Send the values of one stage, or of all stages of this rank.  Collective over the stage's replicas.
+
+        From now on every `awaited` parameter has its new value.
+        """
+        for number, stage, group in self._stages:
             own = {name: owner for name, owner in stage.owners.items() if self.owners[name] == owner}
-            for names in parts_of(own, self._tensors, stage.bucket_bytes):
+            for names in parts_of(own, self._tensors, stage.bucket_bytes) if only in (None, number) else ():
                 owner = own[names[0]]
                 part = _Part.of([self._tensors[name] for name in names], owner, mine=owner == self._world.rank)
                 self._parts.append(part)

@@ -120,7 +120,7 @@ class World:
         return device
 
     def _carrier(self) -> Carrier | None:
-        """What posts messages at their turns; None where they may be posted ahead, and where there are none."""
+        """What posts messages at their places in the order; None where they may be posted ahead, or there are none."""
         return CARRIERS[self.transport](self) if self.transport in CARRIERS and self.size > 1 else None
 
     def _broken(self) -> None:

@@ -207,6 +207,8 @@ def test_a_schedule_that_cannot_be_run_is_refused_for_what_runs_alone() -> None:
     with pytest.raises(UsageError, match="schedule 'pipedream' cannot be run yet"):
         planned(schedule="pipedream")
     assert planned(runtime=False, schedule="pipedream")[0].plan.schedule == "pipedream"
+
+
 @pytest.mark.parametrize(
     ("option", "name"),
     [

@@ -2,32 +2,38 @@
 
 Actions print and parse:  2F0 forward of micro-batch 0 on stage 2;  2B0 its backward;  2SF0>3 send its activations to
 stage 3;  3RF0<2 receive them;  3SB0>2 send their gradients back;  2RB0<3 receive those;  2R sum the gradients of a
-stage over its replicas;  2T sum the gradients of parameters that several stages use;  2O the optimizer's step.  A
-slice of a sequence stands behind the micro-batch: 2F0.1 is the second slice of micro-batch 0.
+stage over its replicas;  2T sum the gradients of parameters that several stages use;  2G gather the new values of
+parameters from the replicas that updated them;  0A agree, on all ranks, on what the step gave;  2O the optimizer's
+step.  A slice of a sequence stands behind the micro-batch: 2F0.1 is the second slice of micro-batch 0.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from autopart.ir.errors import ProgramError
-from autopart.ir.shares import Division, crossings, division, together
+from autopart.ir.shares import Division, Transfer, division, split_rows, together
 
 COMPUTE, SEND, RECEIVE, COLLECTIVE, LOCAL = "compute", "send", "receive", "collective", "local"
 FORWARD, BACKWARD = "forward", "backward"
 
 
+ALONE, PAIR, REPLICAS, OWNERS, TIED, ALL = "alone", "pair", "replicas", "owners", "tied", "all"
+"""Who meets in an action: nobody; sender and receiver; the ranks of a stage that has several; those of a stage whose
+replicas share the optimizer's state; the ranks of all stages that are linked by tied parameters; every rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class ActionKind:
-    """What an action is.
+    """Describes one kind of action.
 
-    role: compute, send, receive, collective or local.  way: forward or backward, of computes and messages; else "".
-    label: what it does, in words that follow the number of the stage or rank.  needs: the kind whose action on the
-    same slot has to be over first; for what ends a step, the kind of every slot of the stage.  frees: what the slot no
-    longer holds once it is over: "activations" or "gradients" or "".
+    role: compute, send, receive, collective or local.  way: forward or backward; of what happens once a step, forward
+    if it stands in programs without a backward too.  label: what it does, in words that follow the number of the stage
+    or rank.  needs: the kind whose action on the same slot has to be over first; for what ends a step, the kind of
+    every slot of all stages that meet.  A collective that needs nothing begins a step.  frees: what the slot no longer
+    holds once it is over: "activations" or "gradients" or "".  meets: who meets in it (`Program.groups`).
     """
 
     role: str
@@ -35,6 +41,7 @@ class ActionKind:
     label: str
     needs: str = ""
     frees: str = ""
+    meets: str = ALONE
 
     @property
     def is_message(self) -> bool:
@@ -50,18 +57,41 @@ class ActionKind:
 ACTIONS: dict[str, ActionKind] = {
     "F": ActionKind(COMPUTE, FORWARD, "forward"),
     "B": ActionKind(COMPUTE, BACKWARD, "backward", needs="F", frees="activations"),
-    "SF": ActionKind(SEND, FORWARD, "sending activations", needs="F"),
-    "RF": ActionKind(RECEIVE, FORWARD, "receiving activations"),
-    "SB": ActionKind(SEND, BACKWARD, "sending gradients", needs="B", frees="gradients"),
-    "RB": ActionKind(RECEIVE, BACKWARD, "receiving gradients"),
-    "T": ActionKind(COLLECTIVE, BACKWARD, "summing tied gradients", needs="B"),
-    "R": ActionKind(COLLECTIVE, BACKWARD, "summing gradients over replicas", needs="B"),
+    "SF": ActionKind(SEND, FORWARD, "sending activations", needs="F", meets=PAIR),
+    "RF": ActionKind(RECEIVE, FORWARD, "receiving activations", meets=PAIR),
+    "SB": ActionKind(SEND, BACKWARD, "sending gradients", needs="B", frees="gradients", meets=PAIR),
+    "RB": ActionKind(RECEIVE, BACKWARD, "receiving gradients", meets=PAIR),
+    "G": ActionKind(COLLECTIVE, FORWARD, "gathering new values of parameters", meets=OWNERS),
+    "T": ActionKind(COLLECTIVE, BACKWARD, "summing tied gradients", needs="B", meets=TIED),
+    "R": ActionKind(COLLECTIVE, BACKWARD, "summing gradients over replicas", needs="B", meets=REPLICAS),
+    "A": ActionKind(COLLECTIVE, FORWARD, "agreeing on losses and failures", needs="B", meets=ALL),
     "O": ActionKind(LOCAL, "", "optimizer step", needs="B"),
 }
-"""The one table of actions: engine, verifier, simulator, trace and reports read what a kind is from here."""
+"""The one table of actions, in the order in which those that happen once a step stand in a program.  Routing, verifier,
+simulator, engine, trace and reports read what a kind is from here."""
 
-SUM_TIED, SUM_REPLICAS, OPTIMIZER = "T", "R", "O"
-"""What ends a step, once for each stage that needs it."""
+OPTIMIZER = "O"
+
+
+def begins_step(kind: str) -> bool:
+    """Whether it stands before the computes of its stages: a collective that needs nothing."""
+    return ACTIONS[kind].role == COLLECTIVE and not ACTIONS[kind].needs
+
+
+def register_action(name: str, kind: ActionKind) -> None:
+    """Add a collective to the table: it stands at the end of a step, before the agreement of all ranks.
+
+    Every rank registers the same, before a program is made; `runtime.reduce.COLLECTIVES` says what a rank does for
+    it.  Raises ProgramError for a name that is no upper-case letter or is taken, and for other kinds of action.
+    """
+    if name in ACTIONS or not (len(name) == 1 and name.isascii() and name.isupper()):
+        raise ProgramError(f"an action cannot be called {name!r}", fix="choose an upper-case letter that is free")
+    if kind.role != COLLECTIVE or kind.meets in (ALONE, PAIR) or kind.needs not in COMPUTES.values():
+        why = "a collective needs every forward or backward, and has ranks that meet"
+        raise ProgramError(f"action {name} cannot be added to the table", why=why)
+    last = {other: ACTIONS.pop(other) for other in ("A", OPTIMIZER)}
+    ACTIONS.update({name: kind, **last})
+
 
 COMPUTES = {kind.way: name for name, kind in ACTIONS.items() if kind.role == COMPUTE}
 SENDS = {kind.way: name for name, kind in ACTIONS.items() if kind.role == SEND}
@@ -78,10 +108,7 @@ bucket, which is small so that the sums begin early, and of the others."""
 MAX_BUCKET_BYTES = 1 << 40
 """More than any device has."""
 
-_KINDS = "|".join(sorted(ACTIONS, key=len, reverse=True))
-_TEXT = re.compile(
-    rf"(?P<stage>\d+)(?P<kind>{_KINDS})(?:(?P<micro>\d+)(?:\.(?P<slice>\d+))?)?(?:(?P<arrow>[<>])(?P<peer>\d+))?$"
-)
+_TEXT = re.compile(r"(\d+)([A-Z]+)(?:(\d+)(?:\.(\d+))?)?(?:([<>])(\d+))?$")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -150,16 +177,15 @@ class Action:
 def parse_action(text: str) -> Action:
     """The inverse of `str(action)`; raises ProgramError."""
     found = _TEXT.match(text.strip())
-    if not found:
+    if not found or found[2] not in ACTIONS:
         raise ProgramError(f"{text!r} is not an action", why="actions look like 2F0, 2SF0>3, 3RF0<2, 2T")
-    kind = ACTIONS[found["kind"]]
-    arrow = {SEND: ">", RECEIVE: "<"}.get(kind.role)
-    if found["arrow"] != arrow or (found["micro"] is not None) != kind.is_per_slot:
-        why = "a send has >peer, a receive has <peer, others have neither; R, T and O have no micro-batch"
+    stage, name, micro, piece, arrow, peer = found.groups()
+    kind = ACTIONS[name]
+    if arrow != {SEND: ">", RECEIVE: "<"}.get(kind.role) or (micro is not None) != kind.is_per_slot:
+        why = "a send has >peer, a receive has <peer, others have neither; what happens once a step has no micro-batch"
         raise ProgramError(f"{text!r} is not an action", why=why)
-    micro = int(found["micro"]) if found["micro"] is not None else -1
-    peer = int(found["peer"]) if found["peer"] is not None else None
-    return Action(found["kind"], Slot(int(found["stage"]), micro, int(found["slice"] or 0)), peer)
+    slot = Slot(int(stage), -1 if micro is None else int(micro), int(piece or 0))
+    return Action(name, slot, None if peer is None else int(peer))
 
 
 def parse_actions(text: str) -> tuple[Action, ...]:
@@ -188,17 +214,18 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """Which part of a message goes from one rank to another.
+class Exchange:
+    """Messages between a rank and one peer that are posted together: those that follow each other in the order.
 
-    rows: (first, last + 1) of the micro-batch's rows in shares of `of`: with 2 equal senders and 3 equal receivers,
-    (2, 3) of 6.  Values without a row axis go whole, from one rank.
+    after: the number of the rank's own actions, receives not counted, that stand in the order before its end.  sends:
+    those of this rank; receives: the peer's sends.  Replicas that have few rows in common may carry nothing in a step:
+    both ends know that, and leave such messages out.
     """
 
-    src_rank: int
-    dst_rank: int
-    rows: tuple[int, int] = (0, 1)
-    of: int = 1
+    peer: int
+    after: int
+    sends: tuple[Action, ...]
+    receives: tuple[Action, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +233,15 @@ class Program:
     """Everything that all ranks do in one step.
 
     stage_ranks[s]: the ranks that run stage s, one or several (replicas); a rank may run several stages.  world: number
-    of ranks.  order: all actions, each after everything that it depends on; a message stands in it once, as its send.
-    Each rank plays its part of the order, so that no rank can wait for ever: of all unfinished actions, the first has
-    everything that it needs.  edges: what flows between stages.  tied: parameter name and the stages that use it, for
-    every trainable parameter that several stages use; the first of them owns it.  slices: of each micro-batch's
-    sequences, 1 where they are whole.  divisions: how the ranks of each stage divide micro-batches; empty where all
-    have equal shares of the rows.
+    of ranks.  order: all actions, each after everything that it depends on; a message stands in it once, as its send,
+    and a collective of all ranks once, as an action of stage 0.  Each rank plays its part of the order, so that no rank
+    can wait for ever: of all unfinished actions, the first has everything that it needs.  edges: what flows between
+    stages.  tied: parameter name and the stages that use it, for every trainable parameter that several stages use; the
+    first of them owns it.  slices: of each micro-batch's sequences, 1 where they are whole.  divisions: how the ranks
+    of each stage divide micro-batches; empty where all have equal shares of the rows.  owners: stages whose replicas
+    share the optimizer's state.  statistics: stages whose replicas meet inside every compute, to share the statistics
+    of its batch.  posting: of each rank the exchanges in the order in which it posts them; empty where the transport
+    may post messages ahead (`passes.program.posting`).
     """
 
     micros: int
@@ -222,29 +252,65 @@ class Program:
     tied: tuple[tuple[str, tuple[int, ...]], ...] = ()
     slices: int = 1
     divisions: tuple[Division, ...] = ()
+    owners: tuple[int, ...] = ()
+    statistics: tuple[int, ...] = ()
+    posting: tuple[tuple[Exchange, ...], ...] = ()
 
     def __str__(self) -> str:
         return " ".join(str(action) for action in self.order)
 
-    @property
-    def workers(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank the stages that it runs, ascending."""
-        return tuple(
-            tuple(stage for stage, ranks in enumerate(self.stage_ranks) if rank in ranks) for rank in range(self.world)
-        )
+    def groups(self, meets: str) -> tuple[tuple[int, ...], ...]:
+        """Groups of stages whose ranks meet in an action of this kind, each ascending.  Stages in no group do not take
+        part."""
+        stages = range(len(self.stage_ranks))
+        if meets == ALL:
+            return (tuple(stages),) if self.world > 1 else ()
+        if meets == TIED:
+            return linked_stages(self.tied)
+        if meets == REPLICAS:
+            return tuple((stage,) for stage in stages if len(self.stage_ranks[stage]) > 1)
+        return tuple((stage,) for stage in (self.owners if meets == OWNERS else stages))
 
-    @property
-    def tied_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Stages that are linked by tied parameters, ascending: their sums are one meeting of all of them."""
-        return linked_stages(self.tied)
+    def once_a_step(self, *, backward: bool = True) -> Iterator[Action]:
+        """The actions that a whole step has once, in the order of the table."""
+        for name, kind in ACTIONS.items():
+            if not kind.is_per_slot and (backward or kind.way == FORWARD):
+                for group in self.groups(kind.meets):
+                    yield from (Action(name, Slot(stage)) for stage in (group[:1] if kind.meets == ALL else group))
+
+    def group(self, action: Action) -> tuple[int, ...]:
+        """The stages whose ranks meet in a collective, or in a compute that shares statistics; else ()."""
+        kind, stage = ACTIONS[action.kind], action.stage
+        if kind.role == COMPUTE:
+            return (stage,) if stage in self.statistics else ()
+        groups = self.groups(kind.meets) if kind.role == COLLECTIVE else ()
+        return next((group for group in groups if stage in group), ())
+
+    def members(self, action: Action) -> tuple[int, ...]:
+        """The ranks that meet in a collective, or in a compute that shares statistics, ascending; else ()."""
+        if ACTIONS[action.kind].meets == ALL:
+            return tuple(range(self.world))
+        return self.ranks_of(self.group(action))
+
+    def joins(self, rank: int, action: Action) -> bool:
+        """Whether a rank meets the others in this action: it does so once, with the last of its stages in the group."""
+        group = self.group(action)
+        own = [stage for stage in group if rank in self.stage_ranks[stage]]
+        return bool(group) and (ACTIONS[action.kind].meets == ALL or own[-1:] == [action.stage])
+
+    def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
+        """The ranks that run any of these stages, ascending."""
+        return tuple(sorted({rank for stage in stages for rank in self.stage_ranks[stage]}))
 
     def division(self, stage: int) -> Division:
         """How the ranks of a stage divide micro-batches."""
         return self.divisions[stage] if self.divisions else division(len(self.stage_ranks[stage]))
 
     def players(self, action: Action) -> tuple[int, ...]:
-        """The ranks of its stage that take part in an action: all of them, but for a micro-batch that is whole on
-        one."""
+        """The ranks that have an action in their part: those of its stage, or the one that has the whole micro-batch;
+        of a collective of all, every rank."""
+        if ACTIONS[action.kind].meets == ALL:
+            return tuple(range(self.world))
         ranks = self.stage_ranks[action.stage]
         alone = self.division(action.stage).player(action.micro) if self.divisions and action.micro >= 0 else None
         return ranks if alone is None else ranks[alone : alone + 1]
@@ -265,7 +331,7 @@ class Program:
         for action in self.order:
             kind, slot = ACTIONS[action.kind], action.slot
             players = all_of[slot.stage]
-            if self.divisions:
+            if self.divisions or kind.meets == ALL:
                 players = [parts[rank] for rank in self.players(action) if rank in parts]
             if kind.role == SEND and action.peer is not None and all_of[action.peer]:
                 received = Action(RECEIVES[kind.way], slot.on(action.peer), slot.stage)
@@ -304,18 +370,13 @@ class Program:
             if action.is_a.role == SEND and self.carries(action, src_rank, dst_rank):
                 yield action
 
-    def exchanges(self) -> Iterator[tuple[Action, ...]]:
-        """The order in groups: messages that follow each other between the same two stages are one exchange."""
-        group: list[Action] = []
-        for action in self.order:
-            meets = bool(group) and action.is_a.role == SEND and group[-1].is_a.role == SEND
-            if not (meets and {action.stage, action.peer} == {group[-1].stage, group[-1].peer}):
-                if group:
-                    yield tuple(group)
-                group = []
-            group.append(action)
-        if group:
-            yield tuple(group)
+    @property
+    def talking_pairs(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of ranks between which messages may pass, ascending: what is opened before the first step."""
+        pairs: set[tuple[int, int]] = set()
+        for edge in self.edges:
+            pairs.update((min(a, b), max(a, b)) for a, b in self.channels(edge.src, edge.dst) if a != b)
+        return tuple(sorted(pairs))
 
 
 def linked_stages(tied: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[tuple[int, ...], ...]:
@@ -325,20 +386,6 @@ def linked_stages(tied: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[tuple[in
         joined = set(stages).union(*(group for group in groups if not group.isdisjoint(stages)))
         groups = [group for group in groups if group.isdisjoint(stages)] + [joined]
     return tuple(sorted(tuple(sorted(group)) for group in groups))
-
-
-@lru_cache(maxsize=4096)
-def split_rows(
-    senders: tuple[int, ...], receivers: tuple[int, ...], sent: tuple[int, ...] = (), received: tuple[int, ...] = ()
-) -> tuple[Transfer, ...]:
-    """How the rows of a message go from the ranks that hold them to those that will, in order of the rows.
-
-    sent, received: where the parts of both sides are cut (`Division.cuts`), empty for equal shares; each row goes once.
-    O(senders + receivers).
-    """
-    ours, theirs = sent or tuple(range(len(senders) + 1)), received or tuple(range(len(receivers) + 1))
-    whole, found = ours[-1] * theirs[-1], crossings(ours, theirs)
-    return tuple(Transfer(senders[i], receivers[j], (start, end), whole) for i, j, start, end in found)
 
 
 def _peer(message: Action) -> int:

@@ -51,6 +51,20 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
+class Transfer:
+    """Which part of a message goes from one rank to another.
+
+    rows: (first, last + 1) of the micro-batch's rows in shares of `of`: with 2 equal senders and 3 equal receivers,
+    (2, 3) of 6.  Values without a row axis go whole, from one rank.
+    """
+
+    src_rank: int
+    dst_rank: int
+    rows: tuple[int, int] = (0, 1)
+    of: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Passage:
     """What passes between one rank of a stage and one rank of a later stage for a micro-batch.
 
@@ -184,6 +198,20 @@ def crossings(sent: tuple[int, ...], received: tuple[int, ...]) -> tuple[tuple[i
         sender, receiver = sender + (end == sender_end), receiver + (end == receiver_end)
         start = end
     return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def split_rows(
+    senders: tuple[int, ...], receivers: tuple[int, ...], sent: tuple[int, ...] = (), received: tuple[int, ...] = ()
+) -> tuple[Transfer, ...]:
+    """How the rows of a message go from the ranks that hold them to those that will, in order of the rows.
+
+    sent, received: where the parts of both sides are cut (`Division.cuts`), empty for equal shares; each row goes once.
+    O(senders + receivers).
+    """
+    ours, theirs = sent or tuple(range(len(senders) + 1)), received or tuple(range(len(receivers) + 1))
+    whole, found = ours[-1] * theirs[-1], crossings(ours, theirs)
+    return tuple(Transfer(senders[i], receivers[j], (start, end), whole) for i, j, start, end in found)
 
 
 def passages(

@@ -29,7 +29,7 @@ def timeline_text(timeline: Timeline, width: int = 100) -> str:
         cells = [IDLE] * width
         done = 0
         own = [span for span in timeline.spans if span.rank == rank and not span.action.is_a.is_message]
-        several = len({span.action.stage for span in own}) > 1
+        several = len({span.action.stage for span in own if span.action.is_a.is_per_slot}) > 1
         for span in sorted(own, key=lambda s: (s.start_ns, s.end_ns)):
             start = min(max(done, span.start_ns * width // step), width - 1)
             done = min(max(start + 1, span.end_ns * width // step), width)

@@ -110,8 +110,7 @@ class Executor:
         With it, where the guard looks: where a gradient is not finite, on the same step of all ranks; then no gradient
         is accumulated.  "" where all are finite.  Raises StageError and WorkerError.
         """
-        health, values = self._context.health, self._context.values
-        with health.watched("a step failed"), values.gathered(), self._play(plan) as outcome:
+        with self._context.health.watched("a step failed"), self._play(plan) as outcome:
             total, overflow = self._shared_loss(plan, outcome, guard)
             outcome.commit(gradients=not overflow)
         output = self.graph.value_map()[self.graph.outputs[0]]
@@ -132,10 +131,9 @@ class Executor:
 
     def predict(self, batch: Batch, plan: BatchPlan) -> Any:
         """What the model returns, on every rank, on the CPU."""
-        health, values = self._context.health, self._context.values
         (rows,) = plan.rows
-        with health.watched("a prediction failed"):
-            with values.gathered(), self._play(plan) as outcome:
+        with self._context.health.watched("a prediction failed"):
+            with self._play(plan) as outcome:
                 outcome.commit()
             outputs = outcome.results.get(0, {})
             collected = tuple(self._collect(name, outputs, rows) for name in self.graph.outputs)
@@ -156,6 +154,8 @@ class Executor:
     def _play(self, plan: BatchPlan) -> StepOutcome:
         engine = self.engine(len(plan.rows))
         engine.trace = self.trace
+        if not self.train:  # by first replicas, while the others have values to give
+            self._context.values.gather()
         return engine.step(plan, self._parameters(), train=self.train, masters=self._tensors.masters.by_name)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -366,7 +366,7 @@ class Executor:
         """The verified program for `micros` micro-batches."""
         decision = replace(self._decision, micro_rows=(1,) * micros)
         if self.train:
-            program = route(decision, self.graph, self._slicing.prologue)
+            program = replace(route(decision, self.graph, self._slicing.prologue), statistics=self._synced)
             program = check_program(program, decision.schedule)
         else:  # stages run one after the other, so the schedule need not know which of them are on one rank
             apart = tuple(replace(stage, ranks=(number,)) for number, stage in enumerate(decision.stages))
@@ -386,7 +386,15 @@ class Executor:
             owners = self._context.values.owners
             shared = {stage: shared_of(self.graph, self._decision, stage, owners) for stage in self._stages}
             self._engines[micros] = Engine(
-                self._world, program, self._runners, self._code.specs, ops, loss, self._layouts, shared
+                self._world,
+                program,
+                self._runners,
+                self._code.specs,
+                ops,
+                loss,
+                self._layouts,
+                shared,
+                self._context.values,
             )
         return self._engines[micros]
 

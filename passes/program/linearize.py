@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import ACTIONS, BACKWARD, COMPUTE, COMPUTES, FORWARD, SENDS, Action, Edge, Slot
-from autopart.passes.program.schedules import Turn
+from autopart.passes.program.schedules import Shape, Turn
 
 DURATION = {FORWARD: 1, BACKWARD: 2}
 """Time of a compute, in the unit in which the order is laid out: a backward is about two forwards."""
@@ -32,22 +32,20 @@ def linear_order(
     orders: Sequence[Sequence[Turn]],
     links: Sequence[Edge],
     stage_ranks: Sequence[tuple[int, ...]],
-    micros: int,
-    slices: int = 1,
-    turns: Sequence[int] = (),
+    shape: Shape,
 ) -> list[Action]:
     """All computes, each with its messages right behind it, in the order in which they could start.
 
     The workers run side by side in virtual time (`DURATION`; messages take none); of those that can start at the same
     time, the one with the lowest rank comes first (list scheduling).  Any order that keeps each worker's own order and
     has every compute behind what it needs would be right; this one also keeps messages in the order in which they come
-    about.  schedule: its name, for errors.  turns: of each stage, the replicas that take micro-batches in turn
-    (`worker_orders`).  Raises ProgramError for workers that no ranks fit, and for orders that can
+    about.  schedule: its name, for errors.  Raises ProgramError for workers that no ranks fit, and for orders that can
     never end.  O(computes * log workers).
     """
-    _check_workers(schedule, orders, stage_ranks, turns or (1,) * len(stage_ranks), slices)
+    _check_workers(schedule, orders, stage_ranks, shape)
+    slices = shape.slices
     merge = _Merge(orders, links, stage_ranks, slices)
-    units = [divmod(unit, slices) for unit in range(micros * slices)]
+    units = [divmod(unit, slices) for unit in range(shape.micros * slices)]
     slots = [[Slot(stage, micro, piece) for micro, piece in units] for stage in range(len(stage_ranks))]
     sends = [
         {key: [(SENDS[key[0]], peer) for peer in peers] for key, peers in receivers(links, piece).items()}
@@ -67,15 +65,15 @@ def _check_workers(
     schedule: str,
     orders: Sequence[Sequence[Turn]],
     stage_ranks: Sequence[tuple[int, ...]],
-    turns: Sequence[int],
-    slices: int,
+    shape: Shape,
 ) -> None:
     """Each stage has one worker, or one for each replica where these take turns; the stages of a worker stand on the
     same ranks, and those of two workers do not."""
     home: dict[tuple[int, int], int] = {}
+    replicas, slices = shape.replicas, shape.slices
     serves: dict[int, int] = {}
     for worker, own in enumerate(orders):
-        pairs = sorted({(stage, unit // slices % turns[stage]) for _, stage, unit in own})
+        pairs = sorted({(stage, unit // slices % replicas[stage]) for _, stage, unit in own})
         first = pairs[0][0] if pairs else 0
         for stage, place in pairs:
             if home.setdefault((stage, place), worker) != worker:
@@ -87,7 +85,7 @@ def _check_workers(
                     why=f"the plan has them on ranks {stage_ranks[first]} and {stage_ranks[stage]}",
                     fix="use a schedule with one worker for each stage",
                 )
-            for rank in stage_ranks[stage] if turns[stage] == 1 else stage_ranks[stage][place : place + 1]:
+            for rank in stage_ranks[stage] if replicas[stage] == 1 else stage_ranks[stage][place : place + 1]:
                 if serves.setdefault(rank, worker) != worker:
                     raise ProgramError(
                         f"schedule {schedule} has stage {stage} on worker {worker}",

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopart.ir.errors import ProgramError
-from autopart.ir.program import COLLECTIVE, RECEIVE, SUM_REPLICAS, SUM_TIED, Action, Program
+from autopart.ir.program import ALL, COLLECTIVE, COMPUTE, RECEIVE, TIED, Action, Exchange, Program
 from autopart.ir.shares import copies_of
-from autopart.ir.turns import Turn, talking_pairs, turns
 from autopart.passes.program.nccl_rules import RECEIVED, SENT, Collective, Comm, Compute, Item, Op, Post, Wait, play
+from autopart.passes.program.posting import with_posting
 
 _COMPUTE = Compute()
+_Comm = tuple[str | int, ...]
+"""What a communicator is for, and its ranks."""
+HOST: _Comm = ("host",)
+"""What carries the collectives of all ranks: numbers on the hosts, over which the ranks wait for each other."""
 
 
 def check_messages(program: Program) -> Program:
-    """The program, when its messages and sums pass under NCCL from the first communicator on; else ProgramError.
+    """Return the program with its posting order, if its messages and collectives pass under NCCL from the first
+    communicator on; else raise ProgramError.
 
     What is checked is what the runtime issues: the bring-up of every pair and group, then each rank's part, messages
-    posted at their turns.  Where the replicas of all stages are multiples of one number, so many copies of a smaller
-    program run side by side, row for row, and one of them is checked.  O(order * ranks of a stage).
+    posted at their places.  Where the replicas of all stages are multiples of one number, that number of copies of
+    a smaller program run side by side, row for row, and one of them is checked.  O(order * ranks of a stage).
     """
-    queues, members = issued(one_copy(program))
+    queues, members = issued(with_posting(one_copy(program)))
     stuck = play(queues, members, strict=True)
     if stuck:
         some = play(queues, members, strict=False)
@@ -33,7 +38,7 @@ def check_messages(program: Program) -> Program:
             if some
             else "they pass only where communicators of one device run side by side, which nobody promises",
         )
-    return program
+    return with_posting(program)
 
 
 def one_copy(program: Program) -> Program:
@@ -49,7 +54,7 @@ def one_copy(program: Program) -> Program:
     first = tuple(ranks[: len(ranks) // copies] for ranks in program.stage_ranks)
     number = {rank: i for i, rank in enumerate(sorted(rank for ranks in first for rank in ranks))}
     placed = tuple(tuple(number[rank] for rank in ranks) for ranks in first)
-    return replace(program, world=len(number), stage_ranks=placed, divisions=())
+    return replace(program, world=len(number), stage_ranks=placed, divisions=(), posting=())
 
 
 def _name(send: Action) -> tuple[object, ...]:
@@ -57,68 +62,73 @@ def _name(send: Action) -> tuple[object, ...]:
     return send.slot.micro, send.kind, send.slot.stage, send.peer, send.slot.slice
 
 
-def issued(
-    program: Program, posted: Mapping[int, Sequence[Turn]] | None = None
-) -> tuple[list[list[Item]], dict[Comm, tuple[int, ...]]]:
+def issued(program: Program) -> tuple[list[list[Item]], dict[Comm, tuple[int, ...]]]:
     """What each rank issues in its first step, bring-up included, and the members of each communicator.
 
-    posted: the turns of each rank, by default those at which the runtime posts.
+    Before: the program has its posting order (`with_posting`).
     """
-    pairs = talking_pairs(program)
-    sums = [("tied", name, _ranks(program, stages)) for name, stages in program.tied]
-    groups = [ranks for _, _, ranks in sums if len(ranks) > 1]
-    groups += [ranks for ranks in program.stage_ranks if len(ranks) > 1]
+    pairs = program.talking_pairs
+    groups = {comm: comm[1:] for action in program.order for comm, _ in _collectives(program, action) if comm != HOST}
     members: dict[Comm, tuple[int, ...]] = {("pair", *pair): pair for pair in pairs}
-    members |= {("group", *ranks): ranks for ranks in groups}
+    members |= {comm: tuple(int(rank) for rank in ranks) for comm, ranks in groups.items()}
+    members[HOST] = tuple(range(program.world))
     queues: list[list[Item]] = [[] for _ in range(program.world)]
     for a, b in pairs:
         for rank, peer in ((a, b), (b, a)):
             queues[rank].append(Post(("pair", a, b), (Op(SENT, peer, "hello"), Op(RECEIVED, peer, "hello"))))
-    for ranks in dict.fromkeys(groups):
-        for rank in ranks:
-            queues[rank].append(Collective(("group", *ranks), "opening"))
-    turned = turns(program) if posted is None else posted
+    for comm in groups:
+        for rank in members[comm]:
+            queues[rank].append(Collective(comm, "opening"))
     for rank, part in enumerate(program.parts(range(program.world))):
-        queues[rank] += _part(program, rank, part, turned[rank])
+        queues[rank] += _part(program, rank, part)
     return queues, members
 
 
-def _ranks(program: Program, stages: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted({rank for stage in stages for rank in program.stage_ranks[stage]}))
+def _collectives(program: Program, action: Action) -> list[tuple[_Comm, str]]:
+    """The communicator and the name of each collective that an action stands for, in order.
+
+    The sum of tied gradients is one for each parameter, over the ranks that hold it; a group of one rank has none.
+    """
+    kind, ranks = action.is_a, program.members(action)
+    if kind.meets == ALL:
+        return [(HOST, str(action))]
+    if kind.meets != TIED:
+        purpose = "statistics" if kind.role == COMPUTE else "group"
+        return [((purpose, *ranks), str(action))] if len(ranks) > 1 else []
+    own = [(name, program.ranks_of(stages)) for name, stages in program.tied if stages[0] in program.group(action)]
+    return [(("group", *ranks), f"{action.kind} of {name}") for name, ranks in own if len(ranks) > 1]
 
 
-def _part(program: Program, rank: int, part: Sequence[Action], posted: Sequence[Turn]) -> list[Item]:
-    """One rank's part of a step, each of its turns where it is posted."""
+def _part(program: Program, rank: int, part: Sequence[Action]) -> list[Item]:
+    """One rank's part of a step, each of its exchanges where it is posted."""
     found: list[Item] = []
-    last_tied = next((action for action in reversed(part) if action.kind == SUM_TIED), None)
-    waiting, done = deque(posted), 0
+    waiting, done = deque(program.posting[rank]), 0
 
     def post() -> None:
         while waiting and waiting[0].after <= done:
-            turn = waiting.popleft()
-            ops = [Op(SENT, turn.peer, _name(a)) for a in turn.sends]
-            ops += [Op(RECEIVED, turn.peer, _name(a)) for a in turn.receives]
-            found.append(Post(("pair", *sorted((rank, turn.peer))), tuple(ops)))
+            found.append(_posted(rank, waiting.popleft()))
 
     post()
     for action in part:
-        if action.is_a.role == RECEIVE:
+        role = action.is_a.role
+        if role == RECEIVE:
             send = action.other_end
             sources = [part.src_rank for part in program.transfers(send) if part.dst_rank == rank]
             found += [
                 Wait(("pair", *sorted((rank, source))), source, _name(send)) for source in sources if source != rank
             ]
             continue
-        if action == last_tied:
-            found += [
-                Collective(("group", *ranks), f"sum of {name}")
-                for name, stages in program.tied
-                if len(ranks := _ranks(program, stages)) > 1 and rank in ranks
-            ]
-        elif action.kind == SUM_REPLICAS and len(ranks := program.stage_ranks[action.stage]) > 1:
-            found.append(Collective(("group", *ranks), str(action)))
-        elif action.is_a.role != COLLECTIVE:
+        if role != COLLECTIVE:
             found.append(_COMPUTE)
+        if role in (COLLECTIVE, COMPUTE) and program.joins(rank, action):
+            comms = _collectives(program, action)
+            found += [Collective(comm, name) for comm, name in comms if comm == HOST or rank in comm]
         done += 1
         post()
     return found
+
+
+def _posted(rank: int, exchange: Exchange) -> Post:
+    ops = [Op(SENT, exchange.peer, _name(a)) for a in exchange.sends]
+    ops += [Op(RECEIVED, exchange.peer, _name(a)) for a in exchange.receives]
+    return Post(("pair", *sorted((rank, exchange.peer))), tuple(ops))

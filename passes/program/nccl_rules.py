@@ -5,6 +5,7 @@
   peers of what is posted together at once.
 - What is posted to a communicator runs in that order on each rank; messages posted together go side by side.
 - A send is over when its receive took it: nothing is buffered.
+- A collective is over when all members of its communicator are at it: each at the same one, or the program is wrong.
 - Nothing is said of two communicators of one device: they may take turns (strict), or run side by side (relaxed).
 
 A program has to run when everything on a rank takes turns.  One that runs only side by side relies on what CUDA does
@@ -79,7 +80,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A sum that all members of a communicator join."""
+    """A sum, or another exchange, that all members of a communicator join.  label: what all of them call it."""
 
     comm: Comm
     label: str = "sum"
@@ -128,7 +129,7 @@ class _Play:
         self._streams: dict[tuple[int, Comm], deque[Post]] = {}
         self._left: dict[tuple[int, Comm], dict[tuple[int, int], deque[Op]]] = {}
         self._arrived: set[tuple[int, Comm, int, Hashable]] = set()
-        self._joined: dict[Comm, set[int]] = {}
+        self._joined: dict[Comm, dict[int, str]] = {}
         self._ready = deque(range(len(queues)))
         self._starting: deque[tuple[int, Comm]] = deque()
         self._wrong: list[str] = []
@@ -167,7 +168,7 @@ class _Play:
             elif not self._host_passes(rank, item):
                 return
             elif isinstance(item, Collective):
-                if not self._join(rank, item.comm):
+                if not self._join(rank, item):
                     return
             elif not self._post(rank, item):
                 return
@@ -175,6 +176,9 @@ class _Play:
     # -- the host: communicators are made, and pairs connected -----------------------------------------------------
 
     def _host_passes(self, rank: int, item: Post | Collective) -> bool:
+        if rank not in self._members[item.comm]:
+            self._wrong = [f"rank {rank}: {item}, of which it is not a member"]
+            return False
         if item.comm not in self._opened:
             others = self._members[item.comm]
             if not all(self._is_at(other, item.comm) for other in others):
@@ -217,16 +221,20 @@ class _Play:
 
     # -- the device ------------------------------------------------------------------------------------------------
 
-    def _join(self, rank: int, comm: Comm) -> bool:
-        joined = self._joined.setdefault(comm, set())
-        joined.add(rank)
-        if len(joined) < len(self._members[comm]):
+    def _join(self, rank: int, item: Collective) -> bool:
+        """Whether a collective is over: all members are there, each for the same one."""
+        joined = self._joined.setdefault(item.comm, {})
+        joined[rank] = item.label
+        if len(set(joined.values())) > 1:
+            self._wrong = ["; ".join(f"rank {other} meets in {label}" for other, label in sorted(joined.items()))]
+            return False
+        if len(joined) < len(self._members[item.comm]):
             return False
         for other in joined:
             self._at[other] += 1
             if other != rank:
                 self._ready.append(other)
-        del self._joined[comm]
+        del self._joined[item.comm]
         return True
 
     def _post(self, rank: int, post: Post) -> bool:

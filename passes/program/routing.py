@@ -5,60 +5,60 @@ Everything here is on the captured graph, so that a plan file can be routed with
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from dataclasses import replace
 
 from autopart.ir.decision import Decision, stage_of_ops
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
-from autopart.ir.program import (
-    OPTIMIZER,
-    SUM_REPLICAS,
-    SUM_TIED,
-    Action,
-    Edge,
-    Program,
-    Slot,
-    linked_stages,
-)
+from autopart.ir.program import Edge, Program, begins_step
 from autopart.ir.shares import division, same_windows
 from autopart.passes.program.linearize import linear_order
-from autopart.passes.program.schedules import find, worker_orders
+from autopart.passes.program.schedules import Shape, find, worker_orders
 
 Tied = tuple[tuple[str, tuple[int, ...]], ...]
 """Parameters that several stages use, with those stages."""
 
 
 def route(decision: Decision, graph: Graph, prologue: Collection[str] = ()) -> Program:
-    """The whole program of one step: computes, messages, sums of gradients and the optimizer's step.  prologue: as for
-    `edges`.
+    """Make the whole program of one step: computes, messages and what happens once.  prologue: as for `edges`.
 
     Before: `plan.check_decision(decision, graph)` holds.  After: the computes of each worker stand in the order of the
     schedule, each as early as it can (`linear_order`); a message stands right behind the compute that makes it, those
-    to several stages with the receivers ascending; behind all of that stand the sums of tied gradients, the sums over
-    replicas and the optimizer's steps.  Raises UsageError for an unknown schedule and ProgramError for one that can
-    never end.  O(reads + actions * log ranks).
+    to several stages with the receivers ascending.  What needs nothing stands before all computes, what else happens
+    once a step behind them, both in the order of the table of actions.  Raises UsageError for an unknown schedule and
+    ProgramError for one that can never end.  O(reads + actions * log ranks).
     """
-    stages, micros, slices = len(decision.stages), len(decision.micro_rows), decision.slices
-    links, shared = edges(decision, graph, prologue), tied(decision, graph)
-    stage_ranks = tuple(stage.ranks for stage in decision.stages)
-    divisions = tuple(stage.division for stage in decision.stages)
-    turns = tuple(each.period for each in divisions)
-    orders = tuple(worker_orders(find(decision.schedule), stages, micros, slices, turns))
-    order = linear_order(decision.schedule, orders, links, stage_ranks, micros, slices, turns)
-    order += [Action(kind, Slot(stage)) for kind, stage in step_end(stage_ranks, shared)]
-    told = divisions if any(each != division(each.count) for each in divisions) else ()
-    return Program(micros, decision.world, stage_ranks, tuple(order), links, shared, slices, told)
+    shape, ranks = Shape.of(decision), tuple(stage.ranks for stage in decision.stages)
+    links, divisions = edges(decision, graph, prologue), tuple(stage.division for stage in decision.stages)
+    orders = tuple(worker_orders(find(decision.schedule), shape))
+    order = linear_order(decision.schedule, orders, links, ranks, shape)
+    bare = Program(
+        shape.micros,
+        decision.world,
+        ranks,
+        (),
+        links,
+        tied(decision, graph),
+        shape.slices,
+        divisions if any(each != division(each.count) for each in divisions) else (),
+        owners=owner_stages(decision, graph),
+    )
+    once = tuple(bare.once_a_step())
+    begin = [action for action in once if begins_step(action.kind)]
+    return replace(bare, order=(*begin, *order, *once[len(begin) :]))
 
 
-def step_end(stage_ranks: Sequence[tuple[int, ...]], shared: Tied) -> list[tuple[str, int]]:
-    """(kind, stage) of what ends a step, in order.
-
-    Stages that share parameters sum them side by side (they meet there), stages with replicas sum their gradients, and
-    every stage has its optimizer.
-    """
-    sums = [(SUM_TIED, stage) for group in linked_stages(shared) for stage in group]
-    replicas = [(SUM_REPLICAS, stage) for stage, ranks in enumerate(stage_ranks) if len(ranks) > 1]
-    return sums + replicas + [(OPTIMIZER, stage) for stage in range(len(stage_ranks))]
+def owner_stages(decision: Decision, graph: Graph) -> tuple[int, ...]:
+    """Stages whose replicas share the optimizer's state, and gather the values that each has updated.  An evaluation
+    runs on first replicas alone: there, values are gathered before it."""
+    trained = {param.name for param in graph.params if param.trainable} if decision.zero else set()
+    ops = graph.op_map()
+    return tuple(
+        s
+        for s, stage in enumerate(decision.stages if decision.zero else ())
+        if len(stage.ranks) > 1 and any(not trained.isdisjoint(ops[name].params) for name in stage.ops)
+    )
 
 
 def edges(decision: Decision, graph: Graph, prologue: Collection[str] = ()) -> tuple[Edge, ...]:

@@ -32,6 +32,7 @@ from itertools import accumulate, count
 from math import lcm
 
 from autopart.ir.errors import ProgramError, UsageError
+from autopart.ir.plan import Decision
 from autopart.ir.printable import shortened
 from autopart.ir.program import ACTIONS, BACKWARD, COMPUTE, COMPUTES, FORWARD, Action, parse_action
 
@@ -41,6 +42,36 @@ micro-batch m is unit s * m + j."""
 
 _F, _B = COMPUTES[FORWARD], COMPUTES[BACKWARD]
 _COMPUTE_KINDS = tuple(name for name, kind in ACTIONS.items() if kind.role == COMPUTE)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What an order of computes is made for.
+
+    slices: of each micro-batch's sequences.  in_turn: of each stage, the number of replicas that take micro-batches in
+    turn, 1 where none do; empty where no stage has any.
+    """
+
+    stages: int
+    micros: int
+    slices: int = 1
+    in_turn: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(decision: Decision) -> Shape:
+        """The shape of a decision's order."""
+        periods = tuple(stage.division.period for stage in decision.stages)
+        return Shape(len(periods), len(decision.micro_rows), decision.slices, periods)
+
+    @property
+    def alternates(self) -> bool:
+        """Whether the replicas of any stage take micro-batches in turn."""
+        return max(self.in_turn, default=1) > 1
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Of each stage, the replicas that take micro-batches in turn, 1 where none do."""
+        return self.in_turn or (1,) * self.stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,67 +170,50 @@ def takes_slices(schedule: Schedule) -> bool:
     return schedule in BUILT_IN and schedule.synchronous
 
 
-def most_held(
-    schedule: Schedule, stage: int, stages: int, micros: int, slices: int = 1, turns: tuple[int, ...] = ()
-) -> int | None:
+def most_held(schedule: Schedule, stage: int, shape: Shape) -> int | None:
     """Micro-batches, or slices, that a rank of the stage may have in flight at most; None: the schedule promises
-    nothing.  turns: as for `worker_orders`."""
+    nothing."""
     if schedule.limit is None:
         return None
-    if max(turns, default=1) > 1 and schedule in BUILT_IN:
-        held = schedule.limit(0, sum(turns[stage:]), micros)
-        return slices * min(-(-micros // turns[stage]), -(-held // turns[stage]))
+    stages, micros, slices = shape.stages, shape.micros, shape.slices
+    if shape.alternates and schedule in BUILT_IN:
+        held, own = schedule.limit(0, sum(shape.in_turn[stage:]), micros), shape.in_turn[stage]
+        return slices * min(-(-micros // own), -(-held // own))
     units = micros * slices
     return min(units, schedule.limit(stage, stages, units) + slices - 1)
 
 
-def sliced_orders(
-    schedule: Schedule, stages: int, micros: int, slices: int, turns: tuple[int, ...] = ()
-) -> list[Ascending]:
-    """The order of each worker over the slices of all micro-batches.  turns: as for `worker_orders`.  Raises
-    ProgramError where there is none."""
-    if not takes_slices(schedule):
+def _built_in_orders(schedule: Schedule, shape: Shape) -> Iterator[Ascending]:
+    """The order of each worker, which is a stage, or one of its replicas where these take micro-batches in turn; see
+    the head of this module.  Raises ProgramError where the schedule has no order over slices."""
+    if shape.slices > 1 and not takes_slices(schedule):
         raise ProgramError(
             f"schedule {schedule.name} has no order over slices of sequences",
             fix=f"use one of {', '.join(AUTOMATIC)}, or token_slices=None",
         )
-    return list(_built_in_orders(schedule, stages, micros, turns, slices))
-
-
-def _built_in_orders(
-    schedule: Schedule, stages: int, micros: int, turns: tuple[int, ...], slices: int = 1
-) -> Iterator[Ascending]:
-    """The orders of a built-in schedule; see the head of this module for slices, and for replicas in turn."""
-    if max(turns, default=1) == 1:
-        turns = (1,) * stages
-    for stage, replicas in enumerate(turns):
-        most = most_held(schedule, stage, stages, micros, slices, turns) or 0
+    for stage, replicas in enumerate(shape.replicas):
+        most = most_held(schedule, stage, shape) or 0
         for replica in range(replicas):
-            own = len(range(replica, micros, replicas)) * slices
-            yield Ascending(stage, _kinds(min(most, own), own), slices, replica, replicas)
+            own = len(range(replica, shape.micros, replicas)) * shape.slices
+            yield Ascending(stage, _kinds(min(most, own), own), shape.slices, replica, replicas)
 
 
-def worker_orders(
-    schedule: Schedule, stages: int, micros: int, slices: int = 1, turns: tuple[int, ...] = ()
-) -> Iterator[tuple[Turn, ...]]:
+def worker_orders(schedule: Schedule, shape: Shape) -> Iterator[tuple[Turn, ...]]:
     """The turns of each worker, one after the other; raises ProgramError for what is not a compute of this pipeline.
 
-    turns: of each stage, the replicas that take micro-batches in turn, 1 where none do; each is a worker.  A schedule
-    of a user is not asked about them: each does its part of what the stage would do, in that order.
-    O(stages * micros * slices) for all of them.
+    A schedule of a user is not asked about replicas that take micro-batches in turn: each does its part of what the
+    stage would do, in that order.  O(stages * micros * slices) for all of them.
     """
-    if slices > 1:
-        yield from map(tuple, sliced_orders(schedule, stages, micros, slices, turns))
+    if shape.slices > 1 or schedule in BUILT_IN:
+        yield from map(tuple, _built_in_orders(schedule, shape))
         return
-    if schedule in BUILT_IN:
-        yield from map(tuple, _built_in_orders(schedule, stages, micros, turns))
-        return
+    of = shape.replicas
     try:
-        for worker, order in enumerate(schedule.order(stages, micros)):
-            found = tuple(_turn(item, worker, schedule, stages, micros) for item in order)
-            parts = lcm(*(turns[stage] for _, stage, _ in found)) if turns and found else 1
+        for worker, order in enumerate(schedule.order(shape.stages, shape.micros)):
+            found = tuple(_turn(item, worker, schedule, shape) for item in order)
+            parts = lcm(*(of[stage] for _, stage, _ in found))
             for part in range(parts):
-                yield tuple(turn for turn in found if parts == 1 or turn[2] % turns[turn[1]] == part % turns[turn[1]])
+                yield tuple(turn for turn in found if parts == 1 or turn[2] % of[turn[1]] == part % of[turn[1]])
     except (TypeError, ValueError) as error:
         raise ProgramError(
             f"schedule {schedule.name} did not return an order of computes for each worker",
@@ -208,7 +222,8 @@ def worker_orders(
         ) from error
 
 
-def _turn(item: Action | str | Turn, worker: int, schedule: Schedule, stages: int, micros: int) -> Turn:
+def _turn(item: Action | str | Turn, worker: int, schedule: Schedule, shape: Shape) -> Turn:
+    stages, micros = shape.stages, shape.micros
     if isinstance(item, tuple):
         kind, stage, micro = item
     else:
@@ -225,25 +240,17 @@ def _turn(item: Action | str | Turn, worker: int, schedule: Schedule, stages: in
     )
 
 
-def in_flight(
-    schedule: Schedule, stage: int, stages: int, micros: int, slices: int = 1, turns: tuple[int, ...] = ()
-) -> int:
-    """Micro-batches (or slices) whose activations a rank of a stage holds at most, counted from the order.  turns: as
-    for `worker_orders`."""
-    if slices > 1:
-        orders = sliced_orders(schedule, stages, micros, slices, turns)
-        return max(_most_in_flight(order.kinds) for order in orders if order.stage == stage)
-    return _all_in_flight(schedule, stages, micros, turns)[stage]
+def in_flight(schedule: Schedule, stage: int, shape: Shape) -> int:
+    """Micro-batches (or slices) whose activations a rank of a stage holds at most, counted from the order."""
+    return _all_in_flight(schedule, shape)[stage]
 
 
 @lru_cache(maxsize=4096)
-def most_tokens(
-    schedule: Schedule, stage: int, stages: int, micros: int, lengths: tuple[int, ...], turns: tuple[int, ...] = ()
-) -> int:
-    """Tokens of slices of these lengths whose activations a rank of a stage holds at most.  turns: as for
-    `worker_orders`.  O(stages * micros * slices)."""
+def most_tokens(schedule: Schedule, stage: int, shape: Shape, lengths: tuple[int, ...]) -> int:
+    """Tokens whose activations a rank of a stage holds at most.  lengths: of the slices.
+    O(stages * micros * slices)."""
     most = 0
-    for order in sliced_orders(schedule, stages, micros, len(lengths), turns):
+    for order in _built_in_orders(schedule, shape):
         if order.stage == stage:
             held = ((1 if kind == _F else -1) * lengths[unit % len(lengths)] for kind, _, unit in order)
             most = max(most, *accumulate(held, initial=0), 0)
@@ -251,14 +258,14 @@ def most_tokens(
 
 
 @lru_cache(maxsize=4096)
-def _all_in_flight(schedule: Schedule, stages: int, micros: int, turns: tuple[int, ...]) -> tuple[int, ...]:
-    """`in_flight` of every stage.  O(stages * micros)."""
-    most = [0] * stages
-    if schedule in BUILT_IN:
-        for order in _built_in_orders(schedule, stages, micros, turns):
+def _all_in_flight(schedule: Schedule, shape: Shape) -> tuple[int, ...]:
+    """`in_flight` of every stage.  O(stages * micros * slices)."""
+    most = [0] * shape.stages
+    if shape.slices > 1 or schedule in BUILT_IN:
+        for order in _built_in_orders(schedule, shape):
             most[order.stage] = max(most[order.stage], _most_in_flight(order.kinds))
         return tuple(most)
-    for own in worker_orders(schedule, stages, micros, turns=turns):
+    for own in worker_orders(schedule, shape):
         for stage in {stage for _, stage, _ in own}:
             kinds = "".join([kind for kind, at, _ in own if at == stage])
             most[stage] = max(most[stage], _most_in_flight(kinds))
@@ -285,14 +292,13 @@ class Pattern:
 
 
 @lru_cache(maxsize=32)
-def pattern(schedule: Schedule, stages: int, micros: int, slices: int = 1, replicas: tuple[int, ...] = ()) -> Pattern:
-    """The pattern of a schedule, remembered: candidates of a search share few.  replicas: that take turns, of each
-    stage (`worker_orders`).  O(stages * micros * slices)."""
-    orders = tuple(turns for turns in worker_orders(schedule, stages, micros, slices, replicas) if turns)
-    pairs = {(kind, stage): (kind, stage) for kind in _COMPUTE_KINDS for stage in range(stages)}
+def pattern(schedule: Schedule, shape: Shape) -> Pattern:
+    """The pattern of a schedule, remembered: candidates of a search share few.  O(stages * micros * slices)."""
+    orders = tuple(turns for turns in worker_orders(schedule, shape) if turns)
+    pairs = {(kind, stage): (kind, stage) for kind in _COMPUTE_KINDS for stage in range(shape.stages)}
     turns = tuple(tuple([pairs[kind, stage] for kind, stage, _ in own]) for own in orders)
-    simple = slices == 1 and max(replicas, default=1) == 1
-    return Pattern(turns, None if simple and in_one_order(orders, stages) else orders)
+    simple = shape.slices == 1 and not shape.alternates
+    return Pattern(turns, None if simple and in_one_order(orders, shape.stages) else orders)
 
 
 def in_one_order(orders: Iterable[Iterable[Turn]], stages: int) -> bool:

@@ -18,20 +18,24 @@ from itertools import product
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import (
     ACTIONS,
+    ALL,
     COMPUTE,
+    COMPUTES,
     FORWARD,
     OPTIMIZER,
+    OWNERS,
     RECEIVE,
+    REPLICAS,
     SEND,
     SENDS,
-    SUM_REPLICAS,
-    SUM_TIED,
+    TIED,
     Action,
     Program,
     Slot,
+    begins_step,
 )
 from autopart.passes.program.linearize import receivers
-from autopart.passes.program.schedules import find, most_held
+from autopart.passes.program.schedules import Shape, find, most_held
 
 
 def check_program(program: Program, schedule: str | None = None, *, backward: bool = True) -> Program:
@@ -40,11 +44,11 @@ def check_program(program: Program, schedule: str | None = None, *, backward: bo
     1. Every stage runs on ranks that exist; edges are single and point to later stages; actions name stages and
        micro-batches that exist, and messages have an edge.
     2. Every action stands behind all that it needs (`ir.program.ACTIONS`): a backward behind its forward, a message
-       behind the compute that makes it, a compute behind all messages to it, what ends a step behind all backwards of
-       its stage, the sum of tied gradients behind those of all stages that share them.
-    3. Everything that has to happen stands in the order once: F and B of every stage and slot, every message,
-       the sums of tied gradients and over replicas where there are any, the optimizer of every stage.
-    4. The sums of stages that share parameters stand side by side, since all of them meet there.
+       behind the compute that makes it, a compute behind all messages to it and behind what begins the step of its
+       stage, what ends a step behind all backwards of the stages that meet in it.
+    3. Everything that has to happen stands in the order once: F and B of every stage and slot, every message, and what
+       happens once a step (`Program.once_a_step`).
+    4. The actions of stages that meet stand side by side.
     5. Nothing of a stage stands behind its optimizer.
     6. F done and B not yet: never more slots on a rank than the schedule promises, if one is named and promises any.
     With backward=False the program is forward only, and rule 6 does not apply.  O(actions).
@@ -67,10 +71,10 @@ def check_program(program: Program, schedule: str | None = None, *, backward: bo
 
 
 def forward_program(program: Program) -> Program:
-    """The forward half, for evaluation: same stages and ranks, nothing flows back or is summed.  O(actions)."""
+    """Make the forward half, for evaluation: same stages and ranks, nothing flows back or is summed.  O(actions)."""
     order = tuple(action for action in program.order if ACTIONS[action.kind].way == FORWARD)
     edges = tuple(replace(edge, grads=()) for edge in program.edges)
-    return replace(program, order=order, edges=edges, tied=())
+    return replace(program, order=order, edges=edges, tied=(), statistics=())
 
 
 def _check_frame(program: Program) -> None:
@@ -124,10 +128,7 @@ def _owed(program: Program, backward: bool) -> Iterator[Action]:
             if way == FORWARD or backward:
                 for micro in range(program.micros):
                     yield from (Action(SENDS[way], Slot(source, micro, piece), peer) for peer in peers)
-    if backward:
-        yield from (Action(SUM_TIED, Slot(stage)) for group in program.tied_groups for stage in group)
-        yield from (Action(SUM_REPLICAS, Slot(stage)) for stage in stages if len(program.stage_ranks[stage]) > 1)
-        yield from (Action(OPTIMIZER, Slot(stage)) for stage in stages)
+    yield from program.once_a_step(backward=backward)
 
 
 Key = tuple[str, int, int, int, int | None]
@@ -135,26 +136,41 @@ Key = tuple[str, int, int, int, int | None]
 Problem = tuple[str, str]
 """What is wrong, and why."""
 
+NO_GROUP = {
+    TIED: "stage {} shares no trainable parameter",
+    REPLICAS: "stage {} has no replicas",
+    OWNERS: "the replicas of stage {} do not share the optimizer's state",
+    ALL: "there is one rank, which meets nobody",
+}
+"""Why a stage has no part in an action, by who meets in it."""
+
 
 class _Walk:
     """What is over at one place of the order.
 
     over: all actions.  computed: by kind and stage, how many slots are done.  live: those in flight, by stage and,
-    where micro-batches are whole on one replica, by replica.  ended: stages whose optimizer has stepped.  meeting:
-    stages that have yet to join the sum that was begun.
+    where micro-batches are whole on one replica, by replica.  ended: stages whose optimizer has stepped.  meeting: the
+    actions that have yet to follow in the meeting that was begun.  to_begin: by stage, what its computes wait for.
     """
 
     def __init__(self, program: Program, schedule: str | None, backward: bool) -> None:
         self._program, self._backward = program, backward
         self._schedule = find(schedule) if schedule is not None else None
-        self._turns = tuple(program.division(stage).period for stage in range(len(program.stage_ranks)))
+        stages = range(len(program.stage_ranks))
+        in_turn = tuple(program.division(stage).period for stage in stages)
+        self._shape = Shape(len(stages), program.micros, program.slices, in_turn)
         self._over: set[Key] = set()
         self._computed: dict[tuple[str, int], int] = {}
         self._live: dict[tuple[int, int | None], int] = {}
         self._units = "micro-batches" if program.slices == 1 else "slices"
         self._ended: set[int] = set()
-        self._meeting: set[int] = set()
-        self._groups = {stage: group for group in program.tied_groups for stage in group}
+        self._meeting: set[Action] = set()
+        once = [(name, kind) for name, kind in ACTIONS.items() if not kind.is_per_slot]
+        groups = {name: program.groups(kind.meets) for name, kind in once}
+        self._groups = {(name, stage): group for name, found in groups.items() for group in found for stage in group}
+        self._to_begin = {
+            s: {name for name, _ in once if begins_step(name) and (name, s) in self._groups} for s in stages
+        }
         self._peers = [receivers(program.edges, piece) for piece in range(program.slices)]
         self._sources: list[dict[tuple[str, int], list[int]]] = [{} for _ in self._peers]
         for sources, links in zip(self._sources, self._peers, strict=True):
@@ -203,9 +219,9 @@ class _Walk:
             return f"{action} stands in a forward program", ""
         if slot.stage in self._ended:
             return f"{action} stands behind the optimizer of its stage", ""
-        if self._meeting and not (action.kind == SUM_TIED and slot.stage in self._meeting):
-            waiting = ", ".join(map(str, sorted(self._meeting)))
-            return f"{action} stands between sums that meet", f"stages {waiting} have to join them first"
+        if self._meeting and action not in self._meeting:
+            waiting = ", ".join(sorted(map(str, self._meeting)))
+            return f"{action} stands between sums that meet", f"{waiting} have to follow first"
         return None
 
     def _compute(self, action: Action) -> Problem | None:
@@ -215,6 +231,9 @@ class _Walk:
         neighbour = piece - 1 if kind.way == FORWARD else piece + 1
         if 0 <= neighbour < self._program.slices and (action.kind, stage, micro, neighbour, None) not in self._over:
             return f"{action} runs before slice {neighbour}", f"its {kind.label} needs what that one leaves behind"
+        if self._to_begin[stage]:
+            begin = min(self._to_begin[stage])
+            return f"{action} runs before {stage}{begin}", f"{ACTIONS[begin].label} begins the step"
         for source in self._sources[piece].get((kind.way, stage), ()):
             if (SENDS[kind.way], source, micro, piece, stage) not in self._over:
                 return f"{action} runs before it can have received from stage {source}", ""
@@ -223,9 +242,7 @@ class _Walk:
         live = self._live[where] = self._live.get(where, 0) + (-1 if kind.frees else 1)
         if self._schedule is None:
             return None
-        program = self._program
-        stages = len(program.stage_ranks)
-        allowed = most_held(self._schedule, stage, stages, program.micros, program.slices, self._turns)
+        allowed = most_held(self._schedule, stage, self._shape)
         if allowed is None or live <= allowed:
             return None
         return (
@@ -242,17 +259,23 @@ class _Walk:
         return None
 
     def _end(self, action: Action) -> Problem | None:
-        """What ends a step: sums and the optimizer."""
-        stage, needed = action.stage, ACTIONS[action.kind].needs
-        group: tuple[int, ...] = (stage,)
-        if action.kind == SUM_TIED:
-            if stage not in self._groups:
-                return f"{action}: stage {stage} shares no trainable parameter", ""
-            group = self._groups[stage]
-            self._meeting = (self._meeting or set(group)) - {stage}
-        elif action.kind == SUM_REPLICAS and len(self._program.stage_ranks[stage]) < 2:
-            return f"{action}: stage {stage} has no replicas", ""
-        for member in group:
+        """What happens once a step: collectives and the optimizer."""
+        stage, kind = action.stage, ACTIONS[action.kind]
+        group = self._groups.get((action.kind, stage))
+        if group is None:
+            return f"{action}: {NO_GROUP[kind.meets].format(stage)}", ""
+        if kind.meets == ALL and stage != group[0]:
+            return f"{action}: all ranks meet in {group[0]}{action.kind}", ""
+        if not self._ended.isdisjoint(group):
+            return f"{action} stands behind the optimizer of a stage that it needs", ""
+        if kind.meets != ALL:
+            others = {Action(action.kind, Slot(other)) for other in group}
+            self._meeting = (self._meeting or others) - {action}
+        if begins_step(action.kind):
+            for member in group:
+                self._to_begin[member].discard(action.kind)
+        needed = kind.needs if self._backward or not kind.needs else COMPUTES[FORWARD]
+        for member in group if needed else ():
             done, owed = self._computed.get((needed, member), 0), self._program.micros * self._program.slices
             if done < owed:
                 why = f"stage {member} has done {done} of {owed} {self._units}"

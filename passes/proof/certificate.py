@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from autopart.ir.cluster import Cluster
 from autopart.ir.graph import Graph
 from autopart.ir.size import Size
-from autopart.passes.program.schedules import find, in_flight
+from autopart.passes.program.schedules import Shape, find, in_flight
 from autopart.passes.proof.pipeline_model import PipelineModel, critical_path, relaxation_bound_ns
 from autopart.passes.search.evaluation import Evaluation
 from autopart.passes.search.space import PlanRequest, SearchSpace
@@ -98,7 +98,9 @@ def pipeline_model(evaluation: Evaluation) -> PipelineModel:
         micros=micros,
         static_bytes=_static_bytes(blocks, costs.state_factor / owners),
         live_bytes=tuple(live_bytes),
-        live=tuple(min(in_flight(find(name), s, count, micros) for name in request.schedules) for s in range(count)),
+        live=tuple(
+            min(in_flight(find(name), s, Shape(count, micros)) for name in request.schedules) for s in range(count)
+        ),
         memory_bytes=tuple(costs.cluster.least_memory_bytes(stage.ranks) for stage in plan.stages),
         tail_ns=(0,) * count,
         forward_only=tuple(edge for edge, has_gradient in edges.items() if not has_gradient),

@@ -25,7 +25,7 @@ from autopart.ir.size import Size
 from autopart.passes.graph.chain import RangeCosts, largest
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.ops.cost_model import FIELDS
-from autopart.passes.program.schedules import find, in_flight
+from autopart.passes.program.schedules import Shape, find, in_flight
 from autopart.passes.search.layout import Layout, by_speed
 from autopart.passes.search.partition import INFEASIBLE, Table, by_length, ends_of
 from autopart.passes.search.space import Bools, SearchSpace
@@ -157,8 +157,8 @@ class StageCostTables:
         """
         stages = self._request.stages
         if stages is None or k > stages:
-            return in_flight(self._schedule, 0, k, self._micros)
-        return in_flight(self._schedule, stages - k, stages, self._micros)
+            return in_flight(self._schedule, 0, Shape(k, self._micros))
+        return in_flight(self._schedule, stages - k, Shape(stages, self._micros))
 
     def _pinned_stage(self, k: int) -> int | None:
         """The number of the stage, where pins make a difference between stages."""

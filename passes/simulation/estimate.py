@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autopart.ir.plan import Decision, Estimate, Report
 from autopart.ir.program import BACKWARD, FORWARD, Edge, Program
 from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
 from autopart.passes.program.routing import Tied
-from autopart.passes.program.schedules import find, in_flight, most_tokens, pattern
+from autopart.passes.program.schedules import Shape, find, in_flight, most_tokens, pattern
 from autopart.passes.simulation.play import Message, SliceWork, Work
 from autopart.passes.simulation.simulate import ordered_ns, simulate, step_ns
 from autopart.passes.simulation.slices import SliceShares, contexts_of, share_of
@@ -41,7 +42,7 @@ def estimate(decision: Decision, program: Program, estimator: Estimator) -> Repo
     work = work_of(decision, estimates, program, estimator)
     step = step_ns(program, work)
     busy = program.micros * sum(sum(part.fwd_ns) + sum(part.bwd_ns) for part in work.slices or (work,))
-    whole = step * sum(turns_of(decision))
+    whole = step * sum(Shape.of(decision).replicas)
     return Report(step, max(0.0, 1 - busy / whole) if whole else 0.0, estimates)
 
 
@@ -58,13 +59,13 @@ def simulated_ns(
 
     Of a long program two short ones are played instead (`played`); the other micro-batches follow at the same pace.
     """
-    stages, micros = len(decision.stages), len(decision.micro_rows)
-    if not find(decision.schedule).synchronous:
+    schedule, shape = find(decision.schedule), Shape.of(decision)
+    if not schedule.synchronous:
         return steady_ns(decision, estimates)
-    schedule, ranks, turns = find(decision.schedule), [stage.ranks for stage in decision.stages], turns_of(decision)
+    ranks, micros = [stage.ranks for stage in decision.stages], shape.micros
     work = _work(decision, estimates, links, shared, estimator)
-    counts = played(stages, micros, decision.schedule) if max(turns) == 1 else (micros,)
-    orders = [pattern(schedule, stages, count, decision.slices, replicas=turns) for count in counts]
+    counts = (micros,) if shape.alternates else played(shape.stages, micros, decision.schedule)
+    orders = [pattern(schedule, replace(shape, micros=count)) for count in counts]
     times = [ordered_ns(order, links, shared, ranks, work) for order in orders]
     if len(counts) == 1:
         return times[0]
@@ -81,15 +82,10 @@ def played(stages: int, micros: int, schedule: str) -> tuple[int, ...]:
     return (full, 2 * full) if full and 6 * stages * micros > LONG and 3 * full < micros else (micros,)
 
 
-def turns_of(decision: Decision) -> tuple[int, ...]:
-    """Of each stage the replicas that take micro-batches in turn, 1 where none do."""
-    return tuple(stage.division.period for stage in decision.stages)
-
-
 def steady_ns(decision: Decision, estimates: Estimates) -> int:
     """Nanoseconds of all micro-batches when nothing is flushed: the slowest stage sets the pace, its replicas take
     turns."""
-    pairs = zip(estimates, turns_of(decision), strict=True)
+    pairs = zip(estimates, Shape.of(decision).replicas, strict=True)
     return max(
         -(-len(decision.micro_rows) // turns) * (e.fwd_ns + e.bwd_ns + e.reduce_ns + e.optimizer_ns)
         for e, turns in pairs
@@ -133,8 +129,7 @@ def _work(
     params = [index.params_of(stage) for stage in decision.stages]
     apart = [sum([index.summed[name] for name, users in shared if stage in users]) for stage in range(len(ranks))]
     summed = [  # what is tied is summed once, over all its stages
-        (index.summed_bytes(used) - tied_bytes, own)
-        for used, own, tied_bytes in zip(params, ranks, apart, strict=True)
+        (index.summed_bytes(used) - tied_bytes, own) for used, own, tied_bytes in zip(params, ranks, apart, strict=True)
     ]
     return Work(
         fwd_ns=tuple(e.fwd_ns for e in estimates),
@@ -159,7 +154,7 @@ def _work(
         else (),
         optimizer_ns=tuple(e.optimizer_ns for e in estimates),
         overlap=estimator.context.overlap,
-        turns=turns_of(decision),
+        turns=Shape.of(decision).replicas,
         bucket_bytes=decision.bucket_bytes,
         slices=slice_works(decision, estimates, links, estimator) if decision.token_slices else (),
     )
@@ -212,12 +207,13 @@ def stage_contexts(decision: Decision, sizes: dict[Message, int]) -> list[StageC
             back[src] += size
             back[dst] += size
     rows, micros = max(decision.micro_rows), len(decision.micro_rows)
-    schedule, found = find(decision.schedule), []
+    schedule, found, shape = find(decision.schedule), [], Shape.of(decision)
+    whole = replace(shape, slices=1)
     for s, stage in enumerate(decision.stages):
-        live = in_flight(schedule, s, len(decision.stages), micros, turns=turns_of(decision))
+        live = in_flight(schedule, s, whole)
         held = None
         if lengths := decision.token_slices:
-            held = most_tokens(schedule, s, len(decision.stages), micros, lengths, turns_of(decision)), sum(lengths)
+            held = most_tokens(schedule, s, shape, lengths), sum(lengths)
             live = -(-held[0] // held[1])
         versions = 1 if schedule.synchronous else live
         found.append(

@@ -1,15 +1,17 @@
 """The event loop of the simulator: workers, ports and messages in time.
 
 What plays is a worker: the ranks that run the same stages do the same at the same time, each on its share of the rows,
-so they have one clock.  Where replicas take micro-batches in turn, each is a worker of its own, and the sum of their
-gradients begins when the last of them is there.  A message between two stages waits until all ports on its way are
-free, keeps each busy for its bytes there, and arrives a latency after the slowest (`traffic`); so do the sums of
-gradients.  The sums of stages that share parameters begin when the last of these stages is there, one parameter after
-the other.  Ports serve in the order of posting.
+so they have one clock.  Where replicas take micro-batches in turn, each is a worker of its own.  A message between two
+stages waits until all ports on its way are free, keeps each busy for its bytes there, and arrives a latency after the
+slowest (`traffic`); so do the sums of gradients.  Workers that meet begin when the last of them is there: replicas in
+turn of a stage, and stages that share parameters, which are summed one after the other.  Ports serve in the order of
+posting.
 
 Assumed, and wrong where: computes take the same time for every micro-batch (slices have their own); a compute and a
 transfer do not slow each other down (on CPU they share cores); replicas with other shares wait for the slowest;
-posting takes no time.
+posting takes no time; collectives that `CHARGED` does not name take no time and wait for nobody.  Of these, new values
+of parameters are charged behind the optimizer's step, where steps follow each other, and the agreement of all ranks is
+a few numbers, which are there when the slowest rank has ended its step.
 """
 
 from __future__ import annotations
@@ -19,17 +21,17 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import product
+from typing import NamedTuple
 
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import (
     ACTIONS,
     BACKWARD,
     BUCKET_BYTES,
+    COMPUTE,
     FIRST_BUCKET_BYTES,
     FORWARD,
     OPTIMIZER,
-    SUM_REPLICAS,
-    SUM_TIED,
     Action,
 )
 from autopart.ir.timeline import Span
@@ -96,19 +98,39 @@ class Work:
 
 # ---- programs as numbers -------------------------------------------------------------------------------------------
 
-_COMPUTE, _BACKWARD, _SEND, _RECEIVE, _REDUCE, _MEET, _UPDATE, _JOIN = range(8)
-Wire = tuple[int, tuple[tuple[int, int], ...]]
-"""(nanoseconds from start to arrival, (way, nanoseconds that it is busy) of each); no ways: it takes no time."""
-Step = tuple[int, int, Wire]
-"""(one of the eight above; nanoseconds of a compute, or the number of a channel or meeting; how a message travels)."""
-_NOWHERE: Wire = (0, ())
+SUM_TIED, SUM_REPLICAS = "T", "R"
+CHARGED = (SUM_TIED, SUM_REPLICAS, OPTIMIZER)
+"""What happens once a step and takes time: `Work` says how much."""
+
+_COMPUTE, _BACKWARD, _SEND, _RECEIVE, _UPDATE, _MEET = range(6)
+"""What a step does; computes come first."""
+
+
+class Wire(NamedTuple):
+    """How a message or a sum travels.  total_ns: from start to arrival.  ways: (way, nanoseconds that it is busy) of
+    each; without ways it takes no time."""
+
+    total_ns: int
+    ways: tuple[tuple[int, int], ...]
+
+
+_NOWHERE = Wire(0, ())
+
+
+class Step(NamedTuple):
+    """One thing that a worker does.  op: one of the six above.  what: the nanoseconds of a compute or of the
+    optimizer's step, or the number of a channel or meeting."""
+
+    op: int
+    what: int
+    wire: Wire = _NOWHERE
 
 
 @dataclass(slots=True)
 class Lane:
-    """What a worker does.  actions: the same in words, for spans.
+    """What a worker does.  actions: the same as actions of the program, for spans.
 
-    at: how many of them are done.  clock: when.  last_ns: how long the last backward took.
+    at: the number of them that are over.  clock: when.  last_ns: how long the last backward took.
     """
 
     rank: int
@@ -122,13 +144,15 @@ class Lane:
 
 @dataclass(slots=True)
 class Meeting:
-    """Sums of tied gradients of stages that share parameters.
+    """Sums of gradients in which workers meet.
 
-    sums: stages and wire of each parameter, in order.  here: ranks that have come.
+    stages: those whose workers come.  sums: stages and wire of each tied parameter, in order, or of the one sum over
+    the replicas of a stage.  tied: whether it is of tied parameters.  here: ranks that have come.
     """
 
     stages: tuple[int, ...]
-    sums: list[tuple[tuple[int, ...], Wire]] = field(default_factory=list)
+    sums: list[tuple[tuple[int, ...], Wire]]
+    tied: bool
     here: set[int] = field(default_factory=set)
 
 
@@ -141,38 +165,39 @@ class StepCode:
 
     def __init__(self, work: Work, groups: Sequence[tuple[int, ...]], *, in_order: bool) -> None:
         self._work, self._in_order = work, in_order and not work.alternates
-        self._wires = _wires(work)
-        self._meetings = {stage: number for number, group in enumerate(groups) for stage in group}
-        self.meetings = [Meeting(group) for group in groups]
+        self._wires = wires = _wires(work)
+        self.meetings = [Meeting(group, [], True) for group in groups]
+        self._meetings = {(SUM_TIED, stage): number for number, group in enumerate(groups) for stage in group}
         for place, (stages, _, _) in enumerate(work.tied):
-            sums = self.meetings[self._meetings[stages[0]]].sums
-            sums.append((stages, self._wires.get((SUM_TIED, place), _NOWHERE)))
+            meeting = self.meetings[self._meetings[SUM_TIED, stages[0]]]
+            meeting.sums.append((stages, wires.get((SUM_TIED, place), _NOWHERE)))
+        for stage in range(len(work.fwd_ns)):
+            self._meetings[SUM_REPLICAS, stage] = len(self.meetings)
+            wire = wires.get((SUM_REPLICAS, stage), _NOWHERE)
+            self.meetings.append(Meeting((stage,), [((stage,), wire)], False))
         self.buckets = [_buckets(size, load, work.bucket_bytes) for size, load in work.reduce]
         self.summing_ns = work.summing_ns or (0,) * len(work.reduce)
         self._channels: dict[tuple[int, int, Hashable], int] = {}
         self._times = [{FORWARD: part.fwd_ns, BACKWARD: part.bwd_ns} for part in work.slices or (work,)]
 
     def local(self, kind: str, stage: int, piece: int = 0, *, leads: bool = True) -> Step:
-        """A compute (of a slice), a sum or an optimizer's step.  leads: of the replicas that take turns, the first."""
-        if kind == SUM_TIED:
-            return _MEET, self._meetings[stage], _NOWHERE
-        if kind == SUM_REPLICAS:
-            alternates = self._work.alternates and self._work.turns[stage] > 1
-            return _JOIN if alternates else _REDUCE, stage, self._wires.get((kind, stage), _NOWHERE)
+        """A compute (of a slice), or what happens once a step.  leads: of the replicas that take turns, the first."""
+        if ACTIONS[kind].role == COMPUTE:
+            way = ACTIONS[kind].way
+            return Step(_BACKWARD if way == BACKWARD else _COMPUTE, self._times[piece][way][stage])
         if kind == OPTIMIZER:
             taken = self._work.optimizer_ns[stage] if self._work.optimizer_ns else 0
-            return _UPDATE, taken, self._wires.get((kind, stage), _NOWHERE) if leads else _NOWHERE
-        way = ACTIONS[kind].way
-        return _BACKWARD if way == BACKWARD else _COMPUTE, self._times[piece][way][stage], _NOWHERE
+            return Step(_UPDATE, taken, self._wires.get((kind, stage), _NOWHERE) if leads else _NOWHERE)
+        return Step(_MEET, self._meetings[kind, stage]) if kind in CHARGED else Step(_COMPUTE, 0)
 
     def send(self, message: Message, slot: Hashable, micro: int, piece: int = 0) -> Step:
         """A message leaves.  slot: its micro-batch, and slice."""
         phase = self._work.phase(message, micro, piece)
-        return _SEND, self._channel(message, slot), self._wires.get((*message, phase), _NOWHERE)
+        return Step(_SEND, self._channel(message, slot), self._wires.get((*message, phase), _NOWHERE))
 
     def receive(self, message: Message, slot: Hashable) -> Step:
         """A message is waited for."""
-        return _RECEIVE, self._channel(message, slot), _NOWHERE
+        return Step(_RECEIVE, self._channel(message, slot))
 
     def _channel(self, message: Message, slot: Hashable) -> int:
         key = message[0], message[1], None if self._in_order else slot
@@ -214,7 +239,7 @@ def _wires(work: Work) -> dict[_Key, Wire]:
     for number, used in enumerate(dict.fromkeys(map(tuple, users.values()))):
         for key, taken in used:
             found[key].append((number, taken))
-    return {key: (latency[key] + max([taken for _, taken in ways]), tuple(ways)) for key, ways in found.items()}
+    return {key: Wire(latency[key] + max([taken for _, taken in ways]), tuple(ways)) for key, ways in found.items()}
 
 
 # ---- the play ------------------------------------------------------------------------------------------------------
@@ -234,7 +259,6 @@ class Play:
         for lane in lanes:
             for stage in lane.stages:
                 self._ranks_of.setdefault(stage, []).append(lane.rank)
-        self._joined: dict[int, set[int]] = {}
 
     def run(self) -> int:
         """The end of the step in nanoseconds.  The rank whose clock is behind acts next: so ports serve in order.
@@ -250,27 +274,27 @@ class Play:
             lane = lanes[rank]
             steps, at = lane.steps, lane.at
             while at < len(steps):
-                kind, what, wire = steps[at]
+                op, what, wire = steps[at]
                 begin = now
-                if kind == _SEND:
-                    begin, end = self._occupy(wire, now) if wire[1] else (now, now)
+                if op == _SEND:
+                    begin, end = self._occupy(wire, now) if wire.ways else (now, now)
                     other = parked.pop(what, None)
                     if other is None:
                         arrivals[what].append(end)
                     else:  # it waits since an earlier time, so it would be the next: it receives at once
                         heappush(queue, (self._resumed(other, end), other.rank))
-                elif kind == _RECEIVE:
+                elif op == _RECEIVE:
                     if not arrivals[what]:
                         parked[what] = lane
                         break
                     end = now = max(now, arrivals[what].popleft())
-                elif kind <= _BACKWARD:
+                elif op <= _BACKWARD:
                     end = now = now + what
-                    if kind == _BACKWARD:
+                    if op == _BACKWARD:
                         lane.last_ns = what
                 else:
                     lane.at, lane.clock = at, now
-                    span = self._sum(lane, queue)
+                    span = self._once(lane, queue)
                     if span is None:
                         break
                     begin, end = span
@@ -301,50 +325,35 @@ class Play:
     def _occupy(self, wire: Wire, now: int) -> tuple[int, int]:
         """(start, arrival) of what is posted now."""
         free, start = self._free, now
-        for way, _ in wire[1]:
+        for way, _ in wire.ways:
             if free[way] > start:
                 start = free[way]
-        for way, taken in wire[1]:
+        for way, taken in wire.ways:
             free[way] = start + taken
-        return start, start + wire[0]
+        return start, start + wire.total_ns
 
-    def _sum(self, lane: Lane, queue: list[tuple[int, int]]) -> tuple[int, int] | None:
+    def _once(self, lane: Lane, queue: list[tuple[int, int]]) -> tuple[int, int] | None:
         """(start, end) of the sum or the optimizer's step that a rank has come to, or None when it has to wait for
         others."""
-        kind, what, wire = lane.steps[lane.at]
-        if kind == _REDUCE:
-            return self._reduce([lane], what, wire)[lane.rank], lane.clock
-        if kind == _JOIN:
-            return self._join(lane, what, wire, queue)
-        if kind == _UPDATE:
+        op, what, wire = lane.steps[lane.at]
+        if op == _UPDATE:
             end = lane.clock + what
-            return lane.clock, self._occupy(wire, end)[1] if wire[1] else end
+            return lane.clock, self._occupy(wire, end)[1] if wire.ways else end
         meeting = self._meetings[what]
         ranks = {rank for stage in meeting.stages for rank in self._ranks_of[stage]}
+        if meeting.here == ranks:  # a rank with several of the stages comes once, and all its sums are over then
+            return lane.clock, lane.clock
+        meeting.here.add(lane.rank)
         if meeting.here != ranks:
-            meeting.here.add(lane.rank)
-            if meeting.here != ranks:
-                return None
-            began = self._meet(meeting, [self._lanes[rank] for rank in sorted(ranks)])
-            return self._all_over(lane, began, queue)
-        return lane.clock, lane.clock  # a rank with several of the stages comes once, and all its sums are over then
-
-    def _all_over(self, lane: Lane, began: dict[int, int], queue: list[tuple[int, int]]) -> tuple[int, int]:
-        """What several ranks were there for is over, at the clock of each: (start, end) of the one that came last."""
+            return None
+        lanes = [self._lanes[rank] for rank in sorted(ranks)]
+        began = self._meet(meeting, lanes) if meeting.tied else self._reduce(meeting, lanes)
         for other in sorted(began.keys() - {lane.rank}):
             self._note(self._lanes[other], began[other])
             heappush(queue, (self._lanes[other].clock, other))
         return began[lane.rank], lane.clock
 
-    def _join(self, lane: Lane, stage: int, wire: Wire, queue: list[tuple[int, int]]) -> tuple[int, int] | None:
-        """The sum of replicas that take turns, when the last of them is there."""
-        here = self._joined.setdefault(stage, set())
-        here.add(lane.rank)
-        if len(here) < len(self._ranks_of[stage]):
-            return None
-        return self._all_over(lane, self._reduce([self._lanes[rank] for rank in sorted(here)], stage, wire), queue)
-
-    def _reduce(self, lanes: list[Lane], stage: int, wire: Wire) -> dict[int, int]:
+    def _reduce(self, meeting: Meeting, lanes: list[Lane]) -> dict[int, int]:
         """A sum over replicas: when it begins on each of these ranks; their clocks go to its end.
 
         Beside the last backward, whose gradients are taken to come about evenly: it cannot begin before the first
@@ -353,17 +362,17 @@ class Play:
         """
         now = max(lane.clock for lane in lanes)
         begins = {lane.rank: now for lane in lanes}
-        end = now
-        if wire[1] and not self._overlap:
+        ((stage,), wire), end = meeting.sums[0], now
+        if wire.ways and not self._overlap:
             start, end = self._occupy(wire, now)
             begins = dict.fromkeys(begins, start)
-        elif wire[1]:
+        elif wire.ways:
             first, last_ns = self._buckets[stage]
             begins = {lane.rank: lane.clock - lane.last_ns for lane in lanes}
             ready = max(begins[lane.rank] + int(first * lane.last_ns) for lane in lanes)
             end = max(now + last_ns, self._occupy(wire, ready)[1])
         for lane in lanes:
-            lane.clock = end + (self._summing_ns[stage] if wire[1] else 0)
+            lane.clock = end + (self._summing_ns[stage] if wire.ways else 0)
         return begins
 
     def _meet(self, meeting: Meeting, lanes: list[Lane]) -> dict[int, int]:
@@ -373,7 +382,7 @@ class Play:
             users = [self._lanes[rank] for stage in stages for rank in self._ranks_of[stage]]
             start = max(user.clock for user in users)
             end = start
-            if wire[1]:
+            if wire.ways:
                 start, end = self._occupy(wire, start)
             for user in users:
                 user.clock = end

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from itertools import chain
 
 from autopart.ir.errors import ProgramError
-from autopart.ir.program import ACTIONS, COMPUTE, RECEIVE, SEND, Action, Edge, Program, linked_stages
+from autopart.ir.program import ACTIONS, COMPUTE, RECEIVE, SEND, TIED, Action, Edge, Program
 from autopart.ir.timeline import Span, Timeline
 from autopart.passes.program.linearize import receivers
-from autopart.passes.program.routing import Tied, step_end
+from autopart.passes.program.routing import Tied
 from autopart.passes.program.schedules import Pattern, in_one_order
-from autopart.passes.simulation.play import Lane, Play, Step, StepCode, Work
+from autopart.passes.simulation.play import CHARGED, Lane, Play, Step, StepCode, Work
 
 
 def simulate(program: Program, work: Work) -> Timeline:
@@ -46,7 +46,8 @@ def ordered_ns(
 
     links, shared: edges and tied parameters.  O(actions * log ranks).
     """
-    code = StepCode(work, linked_stages(shared), in_order=order.orders is None)
+    frame = Program(0, 1 + max(map(max, stage_ranks)), tuple(stage_ranks), (), tied=shared)
+    code = StepCode(work, frame.groups(TIED), in_order=order.orders is None)
     slices = max(1, len(work.slices))
     steps_of = _Steps(code, links, slices)
     lanes = []
@@ -55,7 +56,7 @@ def ordered_ns(
         whole = [list(chain.from_iterable([known[turn] for turn in turns])) for turns in order.turns]
     else:
         whole = [list(chain.from_iterable([steps_of(*turn) for turn in turns])) for turns in order.orders]
-    ends = step_end(stage_ranks, shared)
+    ends = [(action.kind, action.stage) for action in frame.once_a_step() if action.kind in CHARGED]
     for place, (turns, steps) in enumerate(zip(order.turns, whole, strict=True)):
         stages = tuple(dict.fromkeys(stage for _, stage in turns))
         replica = order.orders[place][0][2] // slices % work.turns[stages[0]] if work.alternates and order.orders else 0
@@ -93,7 +94,7 @@ def _program_lanes(program: Program, work: Work) -> tuple[StepCode, list[Lane]]:
     turns = [(a.kind, a.stage, a.micro) for a in program.order if ACTIONS[a.kind].role == COMPUTE]
     simple = program.slices == 1 and not work.alternates
     in_order = simple and in_one_order([turns], len(program.stage_ranks))
-    code = StepCode(work, program.tied_groups, in_order=in_order)
+    code = StepCode(work, program.groups(TIED), in_order=in_order)
     leads = _leads(program)
     parts = program.parts(tuple(leads))
     known: dict[tuple[str, int, int | None], Step] = {}

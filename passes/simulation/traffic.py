@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopart.ir.cluster import Cluster, Port
-from autopart.ir.program import split_rows
+from autopart.ir.shares import split_rows
 
 _Hop = tuple[int, int, float]
 """Sender, receiver, and bytes between them per byte of the whole."""

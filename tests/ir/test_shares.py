@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopart.ir.plan import Stage
-from autopart.ir.program import split_rows
-from autopart.ir.shares import Division, division, passages, same_windows
+from autopart.ir.shares import Division, division, passages, same_windows, split_rows
 
 COUNTS = st.integers(1, 9)
 SHARES = st.lists(st.integers(1, 7), min_size=1, max_size=6)

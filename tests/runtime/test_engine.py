@@ -25,4 +25,4 @@ def test_several_stages_on_a_rank_give_the_gradients_of_one_process(
     assert len(buffers) == 1 and buffers[0][0] == pytest.approx(buffers[0][1], rel=1e-6)
     for rank, f in enumerate(found):
         mine = {stage for stage, at in enumerate(stage_ranks) if at == rank}
-        assert {int(action[0]) for action in f["actions"]} == mine
+        assert {int(action[0]) for action in f["actions"] if action != "0A"} == mine

@@ -11,6 +11,7 @@ from torch import nn
 from autopart.capture import Captured, capture
 from autopart.capture.batch import flatten
 from autopart.ir.plan import Decision, Stage
+from autopart.passes.program.posting import with_posting
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import register
 from autopart.passes.program.verify import check_program
@@ -107,6 +108,7 @@ def step(
         "gradients": error,
         "worst": worst,
         "buffers": {n: (t.item(), reference.buffers[n].item()) for n, t in tensors.items() if n in reference.buffers},
+        "norm": sum(float(g.square().sum()) for g in reference.gradients.values() if g is not None) ** 0.5,
         "actions": [str(span.action) for span in engine.trace.spans],
     }
 
@@ -127,7 +129,7 @@ def _play(
     graph = captured.graph
     stages = tuple(Stage(tuple(ops), (rank,)) for ops, rank in zip(parts, stage_ranks, strict=True))
     decision = Decision(world.size, stages, (ROWS,) * micros, schedule)
-    program = check_program(route(decision, graph), schedule)
+    program = with_posting(check_program(route(decision, graph), schedule))
     mine = [stage for stage, rank in enumerate(stage_ranks) if rank == world.rank]
     codes = {s: stage_module(captured, program.edges, s, stages[s], world.device) for s in mine}
     tensors: dict[str, torch.Tensor] = {}

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from autopart.ir.program import Program
-from autopart.ir.turns import Turn, turns
 from autopart.passes.program.nccl_rules import SENT, Collective, Post
+from autopart.passes.program.posting import with_posting
 from autopart.runtime.world import World
 from support.engine_jobs import step
 from support.fake_nccl import NAME, Communicators, Hang, Wrong
@@ -53,19 +53,19 @@ def played(name: str) -> str:
     return found if WRONG not in everyone else WRONG
 
 
-def all_receives_first(program: Program, ranks: object = None) -> dict[int, tuple[Turn, ...]]:
-    """What a runtime posts that posts every receive before its first action."""
-    posted = {}
-    for rank, own in turns(program).items():
-        receives = [replace(turn, after=0, sends=()) for turn in own if turn.receives]
-        posted[rank] = (*receives, *(replace(turn, receives=()) for turn in own if turn.sends))
-    return posted
+def all_receives_first(program: Program) -> Program:
+    """The program with the posting order of a runtime that posts every receive before its first action."""
+    posted = []
+    for own in with_posting(program).posting:
+        receives = [replace(exchange, after=0, sends=()) for exchange in own if exchange.receives]
+        posted.append((*receives, *(replace(exchange, receives=()) for exchange in own if exchange.sends)))
+    return replace(program, posting=tuple(posted))
 
 
 def receives_first() -> None:
     """A step of two stages whose messages are posted so."""
     with (
-        mock.patch("autopart.runtime.posting.turns", all_receives_first),
+        mock.patch("support.engine_jobs.with_posting", all_receives_first),
         mock.patch("support.fake_nccl.DEADLINE_S", BRIEF_S),
     ):
         step((0, 1, 0, 1), "interleaved", 2, NAME)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopart.ir.program import COLLECTIVE, COMPUTE, LOCAL, RECEIVE, SEND, SUM_TIED, Action, Program
+from autopart.ir.program import ALL, COLLECTIVE, COMPUTE, LOCAL, RECEIVE, SEND, TIED, Action, Program
 
 Item = tuple[str, tuple[int, ...]]
 """What is done, and the ranks that have to be at it at the same time."""
@@ -27,7 +27,7 @@ def _queues(program: Program, orders: Sequence[Sequence[Action]]) -> list[list[I
         queue: list[Item] = []
         for action in order:
             item = _item(program, action)
-            own = rank in program.stage_ranks[action.stage]
+            own = rank in program.players(action)
             if action.is_a.role == SEND and late and not own:
                 continue
             if rank in item[1] and (own or action.is_a.role == SEND) and item not in queue[-1:]:
@@ -44,8 +44,10 @@ def _item(program: Program, action: Action) -> Item:
         send = action if role == SEND else action.other_end
         parts = [(part.src_rank, part.dst_rank) for part in program.transfers(send)]
         return str(send), tuple(sorted({rank for pair in parts if pair[0] != pair[1] for rank in pair}))
-    if action.kind == SUM_TIED:
-        group = next(group for group in program.tied_groups if action.stage in group)
+    if action.is_a.meets == ALL:
+        return str(action), tuple(range(program.world))
+    if action.is_a.meets == TIED:
+        group = next(group for group in program.groups(TIED) if action.stage in group)
         return f"sum of stages {group}", tuple(sorted({rank for stage in group for rank in ranks[stage]}))
     assert role in (COMPUTE, COLLECTIVE, LOCAL)
     return str(action), ranks[action.stage] if role == COLLECTIVE else ()

@@ -12,7 +12,7 @@ from autopart.ir.program import Program
 from autopart.ir.text import decision_text
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import edges, route, tied
-from autopart.passes.program.schedules import AUTOMATIC, find, in_flight, most_held
+from autopart.passes.program.schedules import AUTOMATIC, Shape, find, in_flight, most_held
 from autopart.passes.program.verify import check_program
 from autopart.passes.simulation.estimate import estimate, simulated_ns, stage_estimates, timeline_of
 from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
@@ -73,10 +73,10 @@ def test_every_program_is_proven_and_simulated_as_it_is_played(decision: Decisio
     st.sampled_from(AUTOMATIC),
 )
 def test_a_replica_holds_what_its_schedule_promises(turns: list[int], micros: int, slices: int, name: str) -> None:
-    schedule = find(name)
+    schedule, shape = find(name), Shape(len(turns), micros, slices, tuple(turns))
     for stage in range(len(turns)):
-        held = in_flight(schedule, stage, len(turns), micros, slices, tuple(turns))
-        assert held == most_held(schedule, stage, len(turns), micros, slices, tuple(turns))
+        held = in_flight(schedule, stage, shape)
+        assert held == most_held(schedule, stage, shape)
         if name == "1f1b" and slices == 1:  # PipeDream's count (SOSP 2019, section 3.2)
             assert held == min(-(-micros // turns[stage]), -(-sum(turns[stage:]) // turns[stage]))
 

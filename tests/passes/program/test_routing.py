@@ -11,10 +11,10 @@ from support.parts import parts_text
 from autopart.ir.errors import PlanError, ProgramError, UsageError
 from autopart.ir.graph import Graph, Op
 from autopart.ir.plan import Decision, Stage
-from autopart.ir.program import SEND, Action, Edge, Program, parse_actions
+from autopart.ir.program import SEND, TIED, Action, Edge, Program, parse_actions
 from autopart.passes.program.routing import edges, route, tied
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
-from autopart.passes.program.schedules import find, register, worker_orders
+from autopart.passes.program.schedules import Shape, find, register, worker_orders
 from autopart.passes.program.verify import check_program
 
 
@@ -27,11 +27,11 @@ def plan(stages: str, *, micros: int = 2, schedule: str = "1f1b", world: int = 0
 
 def test_chain_of_two_stages_as_drawn() -> None:
     program = route(plan("a | b"), graph("a <- x; b <- a"))
-    assert str(program) == "0F0 0SF0>1 0F1 0SF1>1 1F0 1B0 1SB0>0 0B0 1F1 1B1 1SB1>0 0B1 0O 1O"
+    assert str(program) == "0F0 0SF0>1 0F1 0SF1>1 1F0 1B0 1SB0>0 0B0 1F1 1B1 1SB1>0 0B1 0A 0O 1O"
     assert parts_text(program) == "\n".join(
         [
-            "0F0 0SF0>1 0F1 0SF1>1 0RB0<1 0B0 0RB1<1 0B1 0O",
-            "1RF0<0 1F0 1B0 1SB0>0 1RF1<0 1F1 1B1 1SB1>0 1O",
+            "0F0 0SF0>1 0F1 0SF1>1 0RB0<1 0B0 0RB1<1 0B1 0A 0O",
+            "1RF0<0 1F0 1B0 1SB0>0 1RF1<0 1F1 1B1 1SB1>0 0A 1O",
         ]
     )
     assert program.edges == (Edge(0, 1, ("a",), ("a",)),)
@@ -46,7 +46,7 @@ def test_skip_goes_straight_to_the_stage_that_reads_it() -> None:
         Edge(2, 3, ("c",), ("c",)),
     )
     program = check_program(route(plan("a | b | c | d", micros=1), g), "1f1b")
-    assert parts_text(program).splitlines()[0] == "0F0 0SF0>1 0SF0>3 0RB0<1 0RB0<3 0B0 0O"
+    assert parts_text(program).splitlines()[0] == "0F0 0SF0>1 0SF0>3 0RB0<1 0RB0<3 0B0 0A 0O"
 
 
 def test_input_read_late_comes_from_the_first_stage_without_gradient() -> None:
@@ -72,14 +72,14 @@ def test_value_of_a_clone_is_not_sent() -> None:
 
 def test_value_without_gradient_sends_nothing_back() -> None:
     g = graph("a- <- x; b <- a")
-    assert parts_text(route(plan("a | b", micros=1), g)) == "0F0 0SF0>1 0B0 0O\n1RF0<0 1F0 1B0 1O"
+    assert parts_text(route(plan("a | b", micros=1), g)) == "0F0 0SF0>1 0B0 0A 0O\n1RF0<0 1F0 1B0 0A 1O"
 
 
 def test_stages_that_share_a_parameter_sum_last() -> None:
     g = graph("a +w <- x; b <- a; c +w +v <- b")
     p = plan("a | b | c", micros=1)
     assert tied(p, g) == (("w", (0, 2)),)
-    assert str(route(p, g)).endswith("0B0 0T 2T 0O 1O 2O")
+    assert str(route(p, g)).endswith("0B0 0T 2T 0A 0O 1O 2O")
 
 
 def test_frozen_parameter_in_two_stages_is_not_summed() -> None:
@@ -89,7 +89,7 @@ def test_frozen_parameter_in_two_stages_is_not_summed() -> None:
 def test_stages_may_stand_on_any_ranks() -> None:
     p = Decision(4, (Stage(("a",), (3,)), Stage(("b",), (1,))), (1,), "gpipe")
     program = check_program(route(p, graph("a <- x; b <- a")), "gpipe")
-    assert program.stage_ranks == ((3,), (1,)) and program.part(0) == program.part(2) == ()
+    assert program.stage_ranks == ((3,), (1,)) and program.part(0) == program.part(2) == parse_actions("0A")
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def drawn_parts(p: Decision, g: Graph) -> list[list[str]]:
     links = edges(p, g)
     schedule, stages, micros = find(p.schedule), len(p.stages), len(p.micro_rows)
     parts: list[list[str]] = [[] for _ in range(p.world)]
-    for turns in worker_orders(schedule, stages, micros):
+    for turns in worker_orders(schedule, Shape(stages, micros)):
         for kind, s, i in turns:
             into = (
                 [e.src for e in links if e.dst == s]
@@ -267,7 +267,12 @@ def drawn_parts(p: Decision, g: Graph) -> list[list[str]]:
     for s, stage in enumerate(p.stages):
         for rank in stage.ranks:
             parts[rank] += [f"{s}T"] * any(s in users for _, users in tied(p, g))
-            parts[rank] += [f"{s}R"] * (len(stage.ranks) > 1) + [f"{s}O"]
+            parts[rank] += [f"{s}R"] * (len(stage.ranks) > 1)
+    for part in parts:
+        part += ["0A"] * (p.world > 1)
+    for s, stage in enumerate(p.stages):
+        for rank in stage.ranks:
+            parts[rank].append(f"{s}O")
     return parts
 
 
@@ -282,8 +287,8 @@ def test_replicas_play_the_same_and_sum_their_gradients() -> None:
     g = graph("a <- x; b <- a")
     p = Decision(3, (Stage(("a",), (0, 2)), Stage(("b",), (1,))), (2,), "1f1b")
     program = check_program(route(p, g), "1f1b")
-    assert str(program) == "0F0 0SF0>1 1F0 1B0 1SB0>0 0B0 0R 0O 1O"
-    assert program.part(0) == program.part(2) and str(program.part(0)[-2]) == "0R"
+    assert str(program) == "0F0 0SF0>1 1F0 1B0 1SB0>0 0B0 0R 0A 0O 1O"
+    assert program.part(0) == program.part(2) and [str(a) for a in program.part(0)[-3:]] == ["0R", "0A", "0O"]
     send = program.order[1]
     assert [(t.src_rank, t.dst_rank, t.rows, t.of) for t in program.transfers(send)] == [
         (0, 1, (0, 1), 2),
@@ -294,8 +299,8 @@ def test_replicas_play_the_same_and_sum_their_gradients() -> None:
 def test_stages_that_share_parameters_meet_side_by_side() -> None:
     g = graph("a +w <- x; b +v <- a; c +v <- b; d +w <- c")
     program = check_program(route(plan("a | b | c | d", micros=1), g), "1f1b")
-    assert program.tied_groups == ((0, 3), (1, 2))
-    assert str(program).endswith("0T 3T 1T 2T 0O 1O 2O 3O")
+    assert program.groups(TIED) == ((0, 3), (1, 2))
+    assert str(program).endswith("0T 3T 1T 2T 0A 0O 1O 2O 3O")
 
 
 def test_several_stages_on_a_rank_are_one_worker() -> None:
@@ -310,10 +315,9 @@ def test_several_stages_on_a_rank_are_one_worker() -> None:
     )
     p = Decision(2, tuple(Stage((name,), (s % 2,)) for s, name in enumerate("abcd")), (1, 1), looped.name)
     program = check_program(route(p, g), looped.name)
-    assert program.workers == ((0, 2), (1, 3))
     assert parts_text(program).splitlines()[0] == (
         "0F0 0SF0>1 2RF0<1 2F0 2SF0>3 0F1 0SF1>1 2RF1<1 2F1 2SF1>3 "
-        "2RB0<3 2B0 2SB0>1 0RB0<1 0B0 2RB1<3 2B1 2SB1>1 0RB1<1 0B1 0O 2O"
+        "2RB0<3 2B0 2SB0>1 0RB0<1 0B0 2RB1<3 2B1 2SB1>1 0RB1<1 0B1 0A 0O 2O"
     )
 
 

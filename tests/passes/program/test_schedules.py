@@ -12,6 +12,7 @@ from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.schedules import (
     Order,
     Schedule,
+    Shape,
     find,
     in_flight,
     most_held,
@@ -46,7 +47,7 @@ DRAWN = {
 def test_schedule_is_as_drawn(case: tuple[str, int, int]) -> None:
     schedule, stages, micros = case
     drawn = [[(a.kind, a.stage, a.micro) for a in parse_actions(line)] for line in DRAWN[case].strip().splitlines()]
-    assert list(map(list, worker_orders(find(schedule), stages, micros))) == drawn
+    assert list(map(list, worker_orders(find(schedule), Shape(stages, micros)))) == drawn
 
 
 SLICED = {
@@ -68,20 +69,20 @@ def test_schedule_over_slices_is_as_drawn(case: tuple[str, int, int, int]) -> No
     schedule, stages, micros, slices = case
     actions = [parse_actions(line) for line in SLICED[case].strip().splitlines()]
     drawn = [[(a.kind, a.stage, slices * a.micro + a.slot.slice) for a in own] for own in actions]
-    assert list(map(list, worker_orders(find(schedule), stages, micros, slices))) == drawn
+    assert list(map(list, worker_orders(find(schedule), Shape(stages, micros, slices)))) == drawn
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 9), st.integers(1, 12), st.integers(2, 6))
 def test_slices_go_back_last_in_first_out_and_few_are_held(
     schedule: str, stages: int, micros: int, slices: int
 ) -> None:
-    made, units = find(schedule), micros * slices
-    for s, turns in enumerate(worker_orders(made, stages, micros, slices)):
+    made, units, shape = find(schedule), micros * slices, Shape(stages, micros, slices)
+    for s, turns in enumerate(worker_orders(made, shape)):
         live, peak = 0, 0
         for kind, _, _ in turns:
             live += 1 if kind == "F" else -1
             peak = max(peak, live)
-        assert peak == most_held(made, s, stages, micros, slices) == in_flight(made, s, stages, micros, slices)
+        assert peak == most_held(made, s, shape) == in_flight(made, s, shape)
         if schedule == "1f1b":  # Seq1F1B: so many before the first that is followed by its backward
             assert peak == min(units, stages - s + slices - 1)
         assert [unit for kind, _, unit in turns if kind == "F"] == [*range(units)]
@@ -92,19 +93,19 @@ def test_slices_go_back_last_in_first_out_and_few_are_held(
 def test_only_the_built_in_synchronous_schedules_take_slices() -> None:
     for schedule in (find("pipedream"), Schedule("mine", lambda stages, micros: [["0F0", "0B0"]])):
         with pytest.raises(ProgramError, match="no order over slices"):
-            list(worker_orders(schedule, 1, 1, 2))
+            list(worker_orders(schedule, Shape(1, 1, 2)))
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 9), st.integers(1, 12))
 def test_each_stage_reaches_its_limit_and_never_passes_it(schedule: str, stages: int, micros: int) -> None:
     made = find(schedule)
-    for s, turns in enumerate(worker_orders(made, stages, micros)):
+    for s, turns in enumerate(worker_orders(made, Shape(stages, micros))):
         live, peak = 0, 0
         for kind, _, _ in turns:
             live += 1 if kind == "F" else -1
             peak = max(peak, live)
         assert made.limit is not None
-        assert peak == made.limit(s, stages, micros) == in_flight(made, s, stages, micros)
+        assert peak == made.limit(s, stages, micros) == in_flight(made, s, Shape(stages, micros))
         assert (
             [i for kind, _, i in turns if kind == "F"] == [i for kind, _, i in turns if kind == "B"] == [*range(micros)]
         )
@@ -112,13 +113,13 @@ def test_each_stage_reaches_its_limit_and_never_passes_it(schedule: str, stages:
 
 def test_what_is_in_flight_is_counted_on_the_worker_that_runs_the_stage() -> None:
     looped = Schedule("looped", lambda stages, micros: [["0F0", "2F0", "0F1", "0B0", "2B0", "0B1"], ["1F0", "1B0"]])
-    assert [in_flight(looped, s, 3, 2) for s in range(3)] == [2, 1, 1]
+    assert [in_flight(looped, s, Shape(3, 2)) for s in range(3)] == [2, 1, 1]
 
 
 def test_a_pattern_knows_whether_messages_arrive_in_the_order_in_which_they_leave() -> None:
     crossed = Schedule("crossed", lambda stages, micros: [["0F0", "0F1", "0B0", "0B1"], ["1F1", "1B1", "1F0", "1B0"]])
-    assert pattern(crossed, 2, 2).orders is not None
-    assert pattern(find("1f1b"), 2, 2).orders is None
+    assert pattern(crossed, Shape(2, 2)).orders is not None
+    assert pattern(find("1f1b"), Shape(2, 2)).orders is None
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_a_pattern_knows_whether_messages_arrive_in_the_order_in_which_they_leav
 )
 def test_what_is_no_order_of_computes_is_refused(order: Order, message: str) -> None:
     with pytest.raises(ProgramError, match=message):
-        list(worker_orders(Schedule("mine", order), 2, 2))
+        list(worker_orders(Schedule("mine", order), Shape(2, 2)))
 
 
 def test_a_plain_function_is_registered_under_its_name_and_can_be_replaced() -> None:

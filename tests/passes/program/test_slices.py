@@ -37,7 +37,7 @@ def test_what_has_no_gradient_passes_once() -> None:
 
 
 def test_whole_sequences_have_the_programs_that_they_had() -> None:
-    text = "0F0 0SF0>1 0F1 0SF1>1 1F0 1B0 1SB0>0 0B0 1F1 1B1 1SB1>0 0B1 0O 1O"
+    text = "0F0 0SF0>1 0F1 0SF1>1 1F0 1B0 1SB0>0 0B0 1F1 1B1 1SB1>0 0B1 0A 0O 1O"
     g = graph("a <- x; b <- a")
     p = Decision(2, (Stage(("a",), (0,)), Stage(("b",), (1,))), (1, 1), "1f1b")
     assert str(route(p, g)) == text and route(p, g).edges == (Edge(0, 1, ("a",), ("a",)),)

@@ -50,6 +50,7 @@ def wanted(p: Program) -> list[Action]:
     tied = {s for _, stages in p.tied for s in stages}
     result = [Action("T", Slot(s)) for s in tied]
     for s, ranks in enumerate(p.stage_ranks):
+        result += [Action("A", Slot(0))] * (s == 0 and p.world > 1)
         result += [Action("O", Slot(s))] + [Action("R", Slot(s))] * (len(ranks) > 1)
         for i, j in slots(p):
             result += [Action("F", Slot(s, i, j)), Action("B", Slot(s, i, j))]
@@ -83,8 +84,11 @@ def needs(p: Program) -> nx.DiGraph:
             if back in there:
                 nx.add_path(found, [Action("B", Slot(e.dst, i, j)), back, Action("B", Slot(e.src, i, j))])
     for last in [action for action in wanted(p) if action.kind == "O"]:
-        of_stage = [a for a in wanted(p) if a.stage == last.stage and a != last]
+        of_stage = [a for a in wanted(p) if a.stage == last.stage and a != last and a.kind != "A"]
         found.add_edges_from((action, last) for action in of_stage)
+        agreed = [a for a in wanted(p) if a.kind == "A"]
+        found.add_edges_from((action, last) for action in agreed)
+        found.add_edges_from((action, a) for a in agreed for action in wanted(p) if action.kind == "B")
         sums = [a for a in of_stage if a.kind == "R"]
         found.add_edges_from((action, s) for s in sums for action in of_stage if action.kind == "B")
     for _, stages in p.tied:
@@ -177,7 +181,7 @@ def broken(text: str, **changes: object) -> Program:
     return replace(one, order=parse_actions(text), **changes)  # type: ignore[arg-type]
 
 
-GOOD = "0F0 0SF0>1 0F1 0SF1>1 1F0 1B0 1SB0>0 1F1 1B1 1SB1>0 0B0 0B1 0O 1O"
+GOOD = "0F0 0SF0>1 0F1 0SF1>1 1F0 1B0 1SB0>0 1F1 1B1 1SB1>0 0B0 0B1 0A 0O 1O"
 
 
 @pytest.mark.parametrize(
@@ -193,12 +197,16 @@ GOOD = "0F0 0SF0>1 0F1 0SF1>1 1F0 1B0 1SB0>0 1F1 1B1 1SB1>0 0B0 0B1 0O 1O"
         ("0F1 0SF1>1", "0F1 0F1 0SF1>1", "0F1 stands twice"),
         ("0SF1>1", "0SF1>1 0SF1>1", "0SF1>1 stands twice"),
         ("1F0 1B0 1SB0>0 1F1", "1F0 1F1 1B0 1SB0>0", "1F1 puts 2 micro-batches in flight on stage 1"),
-        (" 0B1", "", "0O stands before the last backward"),
+        (" 0B1", "", "0A stands before the last backward"),
         (" 1B1 1SB1>0", "", "0B1 runs before it can have received from stage 1"),
         (" 1O", "", "1O is missing"),
         (" 1O", " 1T 1O", "1T: stage 1 shares no trainable parameter"),
         (" 1O", " 1R 1O", "1R: stage 1 has no replicas"),
-        ("0B1 0O", "0O 0B1", "0O stands before the last backward"),
+        ("0B1 0A", "0A 0B1", "0A stands before the last backward"),
+        ("0A 0O", "0O 0A", "0A stands behind the optimizer"),
+        (" 0A", "", "0A is missing"),
+        ("0A", "1A", "1A: all ranks meet in 0A"),
+        ("0F0", "0G 0F0", "0G: the replicas of stage 0 do not share the optimizer's state"),
         ("1SB1>0", "1SB1>1", "1SB1>1 sends what no edge carries"),
         ("1F1", "1F7", "there is no micro-batch 7"),
         ("1F1", "3F1", "there is no stage 3"),
@@ -233,7 +241,7 @@ def test_sums_stand_behind_all_backwards_of_those_that_share_and_side_by_side() 
     p = broken(GOOD, tied=(("w", (0, 1)),))
     with pytest.raises(ProgramError, match="0T is missing"):
         check_program(p, "1f1b")
-    check_program(replace(p, order=parse_actions(GOOD.replace("0O", "0T 1T 0O"))), "1f1b")
+    check_program(replace(p, order=parse_actions(GOOD.replace("0A", "0T 1T 0A"))), "1f1b")
     for order, message in {
         GOOD.replace("0B1", "1T 0B1 0T"): "1T stands before the last backward",
         GOOD.replace("0O 1O", "0T 0O 1T 1O"): "0O stands between sums that meet",
@@ -264,9 +272,9 @@ def test_edges_point_to_later_stages() -> None:
 def test_forward_program_has_no_way_back(schedule: str) -> None:
     p = forward_program(program(schedule))
     check_program(p, schedule, backward=False)
-    assert {a.kind for a in p.order} == {"F", "SF"}
+    assert {a.kind for a in p.order} == {"F", "SF", "A"}
     assert p.tied == () and not any(edge.grads for edge in p.edges)
-    with pytest.raises(ProgramError, match="is missing" if schedule == "gpipe" else "in flight"):
+    with pytest.raises(ProgramError, match="stands before the last backward" if schedule == "gpipe" else "in flight"):
         check_program(p, schedule)
     with pytest.raises(ProgramError, match="stands in a forward program"):
         check_program(program(schedule), schedule, backward=False)
@@ -346,3 +354,24 @@ def test_a_schedule_that_leaves_out_a_backward_is_refused() -> None:
     register(lambda stages, micros: [["0F0"], ["1F0", "1B0"]], name="short")
     with pytest.raises(ProgramError, match="0T stands before the last backward"):
         check_program(program("short", 1, "a b | c d"), "short")
+
+
+def shared(text: str, **changes: object) -> Program:
+    """Two replicas of one stage that share the optimizer's state; `text` is the order."""
+    g = graph("a +w <- x; b <- a")
+    one = route(Decision(2, (Stage(("a", "b"), (0, 1)),), (1,), "1f1b", zero=1), g)
+    return replace(one, order=parse_actions(text), **changes) if text else one  # type: ignore[arg-type]
+
+
+def test_replicas_that_share_the_optimizers_state_gather_new_values_before_they_compute() -> None:
+    p = shared("")
+    assert str(p) == "0G 0F0 0B0 0R 0A 0O" and p.owners == (0,)
+    check_program(p, "1f1b")
+    assert str(check_program(forward_program(p), backward=False)) == "0G 0F0 0A"
+    for order, message in {
+        "0F0 0G 0B0 0R 0A 0O": "0F0 runs before 0G",
+        "0F0 0B0 0R 0A 0O": "0F0 runs before 0G",
+        "0G 0G 0F0 0B0 0R 0A 0O": "0G stands twice",
+    }.items():
+        with pytest.raises(ProgramError, match=message):
+            check_program(shared(order), "1f1b")

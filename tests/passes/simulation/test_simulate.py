@@ -20,7 +20,7 @@ from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
-from autopart.passes.program.schedules import Order, find, in_flight, pattern, register
+from autopart.passes.program.schedules import Order, Shape, find, in_flight, pattern, register
 from autopart.passes.program.verify import check_program
 from autopart.passes.simulation.estimate import message_bytes, simulated_ns, stage_estimates
 from autopart.passes.simulation.estimate import work_of as work_of_plan
@@ -281,9 +281,9 @@ def test_any_order_takes_as_long_made_into_a_program_as_not(
     )
     timeline = simulate(program, work)
     assert timeline.step_ns == step_ns(program, work)
-    short = ordered_ns(pattern(schedule, 4, micros), program.edges, program.tied, ranks, work)
+    short = ordered_ns(pattern(schedule, Shape(4, micros)), program.edges, program.tied, ranks, work)
     assert short == timeline.step_ns
-    assert len(timeline.spans) == sum(map(len, program.parts(range(4))))
+    assert len(timeline.spans) == sum(map(len, program.parts([*{own[0]: None for own in ranks}])))
     check_path(timeline)
 
 
@@ -319,10 +319,10 @@ def test_timeline_obeys_physics(g: Graph, data: st.DataObject) -> None:
     without_a_program = simulated_ns(plan.decision, estimates, program.edges, program.tied, estimator)
     assert timeline.step_ns == without_a_program
     parts = program.parts(range(program.world))
-    assert len(timeline.spans) == sum(map(len, parts))
-    by_key = {(s.rank, str(s.action)): s for s in timeline.spans}
     home = [stage.ranks[0] for stage in plan.stages]
-    for rank, actions in enumerate(parts):
+    assert len(timeline.spans) == sum(len(parts[rank]) for rank in set(home))
+    by_key = {(s.rank, str(s.action)): s for s in timeline.spans}
+    for rank, actions in ((rank, parts[rank]) for rank in set(home)):
         own = [by_key[rank, str(a)] for a in actions if a.is_a.role != SEND]
         assert all(one.end_ns <= two.start_ns for one, two in pairwise(own))
     for edge in program.edges:
@@ -338,7 +338,7 @@ def test_timeline_obeys_physics(g: Graph, data: st.DataObject) -> None:
                 assert by_key[home[dst], f"{dst}{kind}{micro}"].start_ns >= send.end_ns
     check_ports(timeline, work)
     for s, stage_estimate in enumerate(plan.estimates):
-        live = in_flight(find(schedule), s, len(plan.stages), micros)
+        live = in_flight(find(schedule), s, Shape(len(plan.stages), micros))
         peak = timeline.peak_bytes[home[s]]
         assert peak == live * stage_estimate.activation_bytes
         curve = timeline.memory(home[s], stage_estimate.activation_bytes)

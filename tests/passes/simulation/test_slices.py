@@ -14,7 +14,7 @@ from support.programs import program
 from support.simulated import chain, work_of
 
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
-from autopart.passes.program.schedules import find, pattern
+from autopart.passes.program.schedules import Shape, find, pattern
 from autopart.passes.simulation.play import SliceWork
 from autopart.passes.simulation.simulate import ordered_ns, simulate, step_ns
 from autopart.passes.tokens.lengths import SliceTimes, cut_tokens
@@ -70,7 +70,7 @@ def test_an_order_over_slices_takes_as_long_made_into_a_program_as_not(
     ]
     work = replace(work, slices=tuple(parts))
     timeline = simulate(p, work)
-    order = pattern(find(schedule), count, micros, slices)
+    order = pattern(find(schedule), Shape(count, micros, slices))
     assert timeline.step_ns == step_ns(p, work) == ordered_ns(order, p.edges, p.tied, p.stage_ranks, work)
 
 

@@ -1,0 +1,60 @@
+"""When each message is posted where posting may block: both ends at its place in the one order of the program.
+
+A rank that posts all its receives before its first action waits for ever under NCCL, where a receive holds up what is
+issued behind it until its message comes.  So every rank posts each message, sent or received, at the place where the
+message stands in the order that all ranks share.  Of all messages that have not passed, the first then has both ends at
+the front: it passes, whatever is buffered and however many queues there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autopart.ir.program import SEND, Action, Exchange, Program
+
+
+def with_posting(program: Program) -> Program:
+    """Add to a program the exchanges of each rank in the order in which it posts them (`Program.posting`).
+
+    After: the exchanges of the same messages at both ends stand in one order: that of the program, pairs of ranks
+    within a group of messages ascending.  O(order * ranks of a stage).
+    """
+    found: list[list[Exchange]] = [[] for _ in range(program.world)]
+    done = [0] * program.world
+    for group in _groups(program):
+        for action in group:
+            for rank in program.players(action):
+                done[rank] += 1
+        if group[0].is_a.role == SEND:
+            for (low, high), messages in sorted(_by_pair(program, group).items()):
+                for rank, peer in ((low, high), (high, low)):
+                    own = tuple(action for source, action in messages if source == rank)
+                    others = tuple(action for source, action in messages if source == peer)
+                    found[rank].append(Exchange(peer, done[rank], own, others))
+    return replace(program, posting=tuple(map(tuple, found)))
+
+
+def _groups(program: Program) -> Iterator[list[Action]]:
+    """The order in groups: messages that follow each other between the same two stages are one."""
+    group: list[Action] = []
+    for action in program.order:
+        follows = bool(group) and action.is_a.role == SEND and group[-1].is_a.role == SEND
+        if not (follows and {action.stage, action.peer} == {group[-1].stage, group[-1].peer}):
+            if group:
+                yield group
+            group = []
+        group.append(action)
+    if group:
+        yield group
+
+
+def _by_pair(program: Program, group: list[Action]) -> dict[tuple[int, int], list[tuple[int, Action]]]:
+    """By pair of different ranks, the messages that pass between them, each with its sender."""
+    found: dict[tuple[int, int], list[tuple[int, Action]]] = {}
+    for action in group:
+        for part in program.transfers(action):
+            a, b = part.src_rank, part.dst_rank
+            if a != b:
+                found.setdefault((min(a, b), max(a, b)), []).append((a, action))
+    return found

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autopart.report.traces import save_trace
     from autopart.session.compare import Verification
     from autopart.session.pipe import Pipe
-    from autopart.session.scaler import NonFiniteWarning
+    from autopart.session.state.scaler import NonFiniteWarning
 
 __version__ = "0.1.0"
 
@@ -67,7 +67,7 @@ _HOMES = {
     "Device": "autopart.ir.cluster:Device",
     "Level": "autopart.ir.cluster:Level",
     "Link": "autopart.ir.cluster:Link",
-    "NonFiniteWarning": "autopart.session.scaler:NonFiniteWarning",
+    "NonFiniteWarning": "autopart.session.state.scaler:NonFiniteWarning",
     "Pipe": "autopart.session.pipe:Pipe",
     "Plan": "autopart.ir.plan:Plan",
     "PlanError": "autopart.ir.errors:PlanError",

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from autopart.capture import CaptureCache
-from autopart.capture.batch import flatten
-from autopart.capture.export import LossFn
+from autopart.capture.batch.batch import flatten
+from autopart.capture.trace.export import LossFn
 from autopart.costs.sources import CostSource
 from autopart.files.clusters import parse_cluster
 from autopart.ir.cluster import Cluster
@@ -21,10 +21,10 @@ from autopart.ir.plan import Plan
 from autopart.ir.timeline import Timeline
 from autopart.options import OptimizerLike, Options, OptionsDict, PlanLike, read_options, read_seconds
 from autopart.planning import Planned, make_plan
+from autopart.planning.simulated import simulate_plan
 from autopart.runtime.launch.local import launch as _launch
 from autopart.session.compare import Verification, verify_step
 from autopart.session.pipe import Pipe
-from autopart.session.simulated import simulate_plan
 
 ClusterLike = Cluster | str | os.PathLike[str] | None
 """A cluster, a YAML, TOML or JSON file, a text such as "cpu:2", or None: taken from launcher and visible devices."""

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from autopart.capture.export import LossFn
+from autopart.capture.trace.export import LossFn
 from autopart.costs.sources import COST_SOURCES, CostSource
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan, Precision
@@ -25,7 +25,7 @@ from autopart.ir.program import MAX_BUCKET_BYTES
 from autopart.ir.shares import POLICIES, Policy
 from autopart.passes.program.schedules import Order, Schedule, names, register
 from autopart.passes.search.space import Watch
-from autopart.runtime.world import transports
+from autopart.runtime.group.world import transports
 
 OptimizerLike = str | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
 PlanLike = Plan | str | os.PathLike[str]

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.batch import Batch, flatten
+from autopart.capture.batch.batch import Batch, flatten
+from autopart.capture.derive.reduction import couples_rows
 from autopart.capture.guards import check_model
-from autopart.capture.reduction import couples_rows
 from autopart.files.clusters import parse_cluster
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Plan
@@ -26,9 +26,9 @@ from autopart.options import Options
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
 from autopart.planning import Planned, make_plan
-from autopart.runtime.stage import StageRunner
+from autopart.runtime.stages.stage import StageRunner
 from autopart.runtime.tensors import LocalTensors
-from autopart.session.batch_counts import BatchCounts
+from autopart.session.code.split import stage_module
 from autopart.session.compare import (
     BUFFERS,
     PLAIN,
@@ -41,8 +41,8 @@ from autopart.session.compare import (
     plain_outcome,
     precision_of,
 )
-from autopart.session.loss_shares import Share, idle_values, loss_shares
-from autopart.session.split import stage_module
+from autopart.session.step.batch_counts import BatchCounts
+from autopart.session.step.loss_shares import Share, idle_values, loss_shares
 
 CPU = torch.device("cpu")
 ADDED = LossReduction("sum")

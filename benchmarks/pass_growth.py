@@ -24,9 +24,9 @@ import transformers
 from common import write
 
 from autopart.capture import capture
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
+from autopart.capture.derive.token_axis import Probed, fewer_tokens, shortened
 from autopart.capture.gc_pause import gc_paused
-from autopart.capture.token_axis import Probed, fewer_tokens, shortened
 from autopart.files.clusters import parse_cluster
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain

@@ -32,8 +32,9 @@ import shapes
 import torch
 from common import RESULTS, write
 
-from autopart.capture import CaptureCache, Captured, family, reduction
-from autopart.capture.batch import Batch, flatten
+from autopart.capture import CaptureCache, Captured
+from autopart.capture.batch.batch import Batch, flatten
+from autopart.capture.derive import family, reduction
 from autopart.costs import sources
 from autopart.files.clusters import parse_cluster
 from autopart.ir.cluster import Cluster

@@ -29,7 +29,8 @@ from common import spread, write
 from trained import MODELS
 
 import autopart
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
+from autopart.costs.detect import detect
 from autopart.costs.profiler import profile_costs
 from autopart.costs.sources import GROUP_NS
 from autopart.ir.graph import Graph
@@ -38,8 +39,7 @@ from autopart.ir.size import Size
 from autopart.passes.simulation.estimate import stage_estimates, work_of
 from autopart.passes.simulation.simulate import step_ns
 from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
-from autopart.runtime.stage import StageRunner
-from autopart.session.detect import detect
+from autopart.runtime.stages.stage import StageRunner
 
 
 @dataclass(frozen=True)

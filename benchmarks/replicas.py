@@ -43,7 +43,7 @@ from turns import taking_turns
 
 import autopart
 from autopart.ir.program import BUCKET_BYTES
-from autopart.runtime.replicas import ReplicaSums
+from autopart.runtime.sums.replicas import ReplicaSums
 
 OURS, BEHIND, PEER, ALONE = "autopart", "autopart, summed behind", "torch DDP", "torch without sums"
 CLAIM, HIDDEN_CLAIM = 0.98, 0.8

@@ -23,8 +23,8 @@ from turns import taking_turns
 
 import autopart
 from autopart.api import planned
+from autopart.costs.detect import detect
 from autopart.ir.graph import Graph
-from autopart.session.detect import detect
 
 MICROS, STAGES = 4, 4
 BY_HAND = ("equal layers", "equal parameters", "equal operations")

@@ -20,7 +20,7 @@ from common import write
 from torch import nn
 
 from autopart.capture import CaptureCache
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.ir.size import Size
 
 RUNS = 300

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from zoo_models import find
 
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.files.clusters import parse_cluster
 from autopart.ir.errors import AutopartError
 from autopart.options import Options, read_options

@@ -18,15 +18,15 @@ from autopart.ir.graph import Op
 from autopart.ir.program import BACKWARD, FORWARD, SEND, Action, Program, Slot
 from autopart.ir.shares import RowLayout, Window
 from autopart.runtime.activity import set_activity
-from autopart.runtime.failing_op import failing_op
-from autopart.runtime.mailbox import Mailbox
-from autopart.runtime.reduce import COLLECTIVES, GradientsAside
-from autopart.runtime.replicas import ReplicaSums, Shared
-from autopart.runtime.shared_values import SharedValues
-from autopart.runtime.stage import StageRunner
+from autopart.runtime.group.world import World
+from autopart.runtime.messages.mailbox import Mailbox
+from autopart.runtime.messages.transport import Spec
+from autopart.runtime.stages.failing_op import failing_op
+from autopart.runtime.stages.stage import StageRunner
+from autopart.runtime.sums.reduce import COLLECTIVES, GradientsAside
+from autopart.runtime.sums.replicas import ReplicaSums, Shared
+from autopart.runtime.sums.shared_values import SharedValues
 from autopart.runtime.trace import Trace
-from autopart.runtime.transport import Spec
-from autopart.runtime.world import World
 
 _IN_FP32 = (
     "this device has no such op in half precision: call it on x.float() under torch.autocast(device_type, "

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from autopart.ir.errors import RefusedError
-from autopart.runtime.masters import Masters, needs_master
+from autopart.runtime.group.world import World
 from autopart.runtime.raw_bytes import memory_of
-from autopart.runtime.world import World
+from autopart.runtime.sums.masters import Masters, needs_master
 
 
 class LocalTensors:

@@ -9,7 +9,7 @@ import typing
 
 import pytest
 import torch
-from support.refusals import batch, net, planned, refused
+from support.languages.refusals import batch, net, planned, refused
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,7 +17,7 @@ import autopart
 from autopart.cli.flags import documented
 from autopart.ir.errors import PlanError, UsageError
 from autopart.options import Options, OptionsDict, read_options
-from autopart.runtime.shared_group import default_timeout_s
+from autopart.runtime.group.shared_group import default_timeout_s
 
 OPTIONS = [field.name for field in dataclasses.fields(Options)]
 FUNCTIONS = [autopart.compile, autopart.plan, autopart.verify]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.refusals import Body, X, batch, compiled, net, planned, refused
+from support.languages.refusals import Body, X, batch, compiled, net, planned, refused
 from torch import nn
 from torch.nn import functional as F
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.docs import PAPERS, ROOT, Block, blocks, printed, shape, write_files
+from support.languages.docs import PAPERS, ROOT, Block, blocks, printed, shape, write_files
 
 from autopart.files.clusters import parse_cluster
 
@@ -50,7 +50,9 @@ def test_a_command_prints_what_is_shown(block: Block, answers: dict[str, list[st
         if block.varies:
             assert [shape(line) for line in found] == [shape(line) for line in shown], command
         else:
-            assert found == shown, f"{command}: run `python tests/support/docs.py` if the papers are what is old"
+            assert found == shown, (
+                f"{command}: run `python tests/support/languages/docs.py` if the papers are what is old"
+            )
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)

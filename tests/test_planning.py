@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.refusals import batch, net
+from support.languages.refusals import batch, net
 from torch import nn
 from torch.nn import functional as F
 
 import autopart
 from autopart.capture import CaptureCache
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.files.plans import match_plan
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.errors import CoupledLossError, RefusedError, UsageError

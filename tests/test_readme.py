@@ -9,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.docs import shape
-from support.zoo import CASES
+from support.languages.docs import shape
+from support.models.zoo import CASES
 
 from autopart.cli.flags import documented, flag_of
 from autopart.cli.main import app

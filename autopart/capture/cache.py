@@ -9,15 +9,15 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from autopart.capture.autocast import Autocast, autocast_for
-from autopart.capture.batch import Batch
+from autopart.capture.batch.batch import Batch
+from autopart.capture.batch.questions import Questions
 from autopart.capture.capture import Captured, capture
-from autopart.capture.export import LossFn
 from autopart.capture.guards import CaptureWarning, check_model
-from autopart.capture.observed import Observed
-from autopart.capture.questions import Questions
+from autopart.capture.habits.autocast import Autocast, autocast_for
+from autopart.capture.trace.export import LossFn
 from autopart.capture.trained import Trained
-from autopart.capture.watch import Watch, check_tensors, tensors_of
+from autopart.capture.watch.changes import Watch, check_tensors, tensors_of
+from autopart.capture.watch.observed import Observed
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Precision
 from autopart.ir.size import Size

@@ -11,20 +11,20 @@ import torch
 from torch import fx, nn
 from torch.export.graph_signature import OutputKind
 
-from autopart.capture.asking import Asker
-from autopart.capture.autocast import Autocast, known_everywhere
-from autopart.capture.batch import Batch
-from autopart.capture.checkpointing import checkpointed
-from autopart.capture.elsewhere import brought_back, moved
-from autopart.capture.export import LossFn, OutputSpec, Wrapper, explained, export, quiet
+from autopart.capture.batch.batch import Batch
+from autopart.capture.batch.questions import Questions, WholeBatchAsked
 from autopart.capture.gc_pause import gc_paused
 from autopart.capture.guards import check_aliased_buffers, check_autocast
-from autopart.capture.lower import lower
-from autopart.capture.names import Names, read_names
-from autopart.capture.observed import Observed
-from autopart.capture.questions import Questions, WholeBatchAsked
-from autopart.capture.restored import left_as_it_was
-from autopart.capture.to_graph import NumberOfData, read_graph
+from autopart.capture.habits.autocast import Autocast, known_everywhere
+from autopart.capture.habits.checkpointing import checkpointed
+from autopart.capture.reads.host_reads import Asker
+from autopart.capture.trace.export import LossFn, OutputSpec, Wrapper, explained, export, quiet
+from autopart.capture.trace.fake_device import brought_back, moved
+from autopart.capture.trace.lower import lower
+from autopart.capture.trace.names import Names, read_names
+from autopart.capture.trace.to_graph import NumberOfData, read_graph
+from autopart.capture.watch.observed import Observed
+from autopart.capture.watch.restored import left_as_it_was
 from autopart.ir.errors import AutopartError, CaptureError, RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.size import Size

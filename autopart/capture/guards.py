@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopart.capture.custom_functions import applied
+from autopart.capture.habits.custom_functions import applied
 from autopart.capture.source_location import user_line
 from autopart.capture.trained import Trained
 from autopart.ir.errors import RefusedError, UsageError

@@ -9,11 +9,11 @@ import typer
 
 from autopart.cli.flags import Json
 from autopart.cli.output import print_json, prints_results
+from autopart.costs.detect import detect as detect_cluster
 from autopart.files.clusters import cluster_to_dict, cluster_to_yaml, parse_cluster, require_yaml, save_cluster
 from autopart.files.presets import NODES
 from autopart.ir.cluster import Cluster
 from autopart.report.cluster_table import cluster_table
-from autopart.session.detect import detect as detect_cluster
 
 app = typer.Typer(name="cluster", help="Machines: measure this one, or show a description.", no_args_is_help=True)
 

@@ -25,7 +25,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autopart.capture import Captured
-from autopart.capture.names import Names
+from autopart.capture.trace.names import Names
 from autopart.files.cost_cache import CostCache, OpTimes, default_cost_path
 from autopart.ir.cluster import Device
 from autopart.ir.cost import Cost

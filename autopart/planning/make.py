@@ -15,14 +15,13 @@ from importlib import metadata
 import torch
 
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.autocast import is_stand_in
-from autopart.capture.batch import Batch
-from autopart.capture.family import ProgramFamily, another_size, capture_family
+from autopart.capture.batch.batch import Batch
+from autopart.capture.derive.family import ProgramFamily, another_size, capture_family
+from autopart.capture.derive.reduction import WHOLE, BatchRule, loss_reduction, row_layouts
+from autopart.capture.derive.token_axis import AskedSlices, asked_slices, sequence_length
 from autopart.capture.gc_pause import gc_paused
-from autopart.capture.gradients import require_something_to_train
-from autopart.capture.reduction import WHOLE, BatchRule, loss_reduction, row_layouts
-from autopart.capture.splits import Splits, other_sizes, ways_to_split
-from autopart.capture.token_axis import AskedSlices, asked_slices, sequence_length
+from autopart.capture.habits.autocast import is_stand_in
+from autopart.capture.trace.gradients import require_something_to_train
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import GROUP_NS, CostedGraph, costed
 from autopart.files.plan_cache import find_plan, keep_plan, planner_digest
@@ -52,6 +51,7 @@ from autopart.planning.restrictions import (
     with_more_rows,
     with_reduction,
 )
+from autopart.planning.splits import Splits, other_sizes, ways_to_split
 
 IDLE = 0.15
 """The part of a step that devices idle from which on slices of sequences are suggested."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopart.capture.reduction import couples_rows
+from autopart.capture.derive.reduction import couples_rows
 from autopart.costs.optimizer_state import narrowest_bytes
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan

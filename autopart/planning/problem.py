@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopart.capture.family import ProgramFamily
-from autopart.capture.splits import Splits
-from autopart.capture.token_axis import WHOLE_SEQUENCES, AskedSlices
+from autopart.capture.derive.family import ProgramFamily
+from autopart.capture.derive.token_axis import WHOLE_SEQUENCES, AskedSlices
 from autopart.ir.cluster import Cluster
 from autopart.options import Options
+from autopart.planning.splits import Splits
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from autopart.capture.family import ProgramFamily
-from autopart.capture.reduction import WHOLE, couples_rows, loss_reduction
-from autopart.capture.splits import Splits
+from autopart.capture.derive.family import ProgramFamily
+from autopart.capture.derive.reduction import WHOLE, couples_rows, loss_reduction
 from autopart.ir.errors import CaptureError, CoupledLossError, InfeasibleError, RefusedError, UndividedError, UsageError
 from autopart.ir.graph import LossReduction
 from autopart.ir.plan import Plan
 from autopart.ir.shares import parts
 from autopart.ir.size import Size
 from autopart.planning.problem import Problem
+from autopart.planning.splits import Splits
 
 UNEVEN = "its program does not grow evenly with the rows, so the costs of a share of them are not known"
 OWN_STATISTICS = (

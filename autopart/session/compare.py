@@ -26,10 +26,10 @@ import torch
 from torch import nn
 
 from autopart.capture import CaptureCache
-from autopart.capture.batch import Batch, flatten, unflatten
-from autopart.capture.export import LossFn, loss_of, scalar
+from autopart.capture.batch.batch import Batch, flatten, unflatten
+from autopart.capture.derive.reduction import couples_rows, coupling_ops
 from autopart.capture.guards import check_model
-from autopart.capture.reduction import couples_rows, coupling_ops
+from autopart.capture.trace.export import LossFn, loss_of, scalar
 from autopart.capture.trained import Trained
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
@@ -38,8 +38,8 @@ from autopart.ir.plan import Decision
 from autopart.options import Options
 from autopart.report.difference_table import difference_lines
 from autopart.runtime.tensors import dense
-from autopart.session.agreement import FAILURES, broadcast_result
 from autopart.session.pipe import Pipe
+from autopart.session.ranks.agreement import FAILURES, broadcast_result
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}
 NEGLIGIBLE = {"float64": 1e-14, "float32": 1e-7, "float16": 1e-4, "bfloat16": 1e-3}  # of the whole gradient's norm

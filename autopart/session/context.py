@@ -8,11 +8,11 @@ from enum import Enum
 from autopart.capture import CaptureCache
 from autopart.capture.guards import check_autocast
 from autopart.runtime.activity import set_activity
-from autopart.runtime.shared_values import SharedValues
+from autopart.runtime.group.world import World
+from autopart.runtime.sums.shared_values import SharedValues
 from autopart.runtime.tensors import LocalTensors
-from autopart.runtime.world import World
-from autopart.session.health import Health
 from autopart.session.placement import Placement
+from autopart.session.ranks.health import Health
 
 
 class Mode(Enum):

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from autopart.capture import Captured
-from autopart.capture.batch import Batch
-from autopart.capture.export import rebuild_outputs
-from autopart.capture.reduction import WHOLE, BatchRule, family_of_batch, loss_reduction, row_layouts
-from autopart.capture.rows import require_same_program
+from autopart.capture.batch.batch import Batch
+from autopart.capture.derive.reduction import WHOLE, BatchRule, family_of_batch, loss_reduction, row_layouts
+from autopart.capture.derive.rows import require_same_program
+from autopart.capture.trace.export import rebuild_outputs
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.program import Program
@@ -27,21 +27,21 @@ from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import divided_values, edges, route
 from autopart.passes.program.verify import check_program, forward_program
 from autopart.runtime.activity import patient
-from autopart.runtime.batch_statistics import BatchStatistics
 from autopart.runtime.engine import BatchPlan, Engine, StepOutcome
-from autopart.runtime.finite import unscale
-from autopart.runtime.sliced_stage import SlicedRunner
-from autopart.runtime.stage import StageRunner
+from autopart.runtime.stages.batch_statistics import BatchStatistics
+from autopart.runtime.stages.sliced_stage import SlicedRunner
+from autopart.runtime.stages.stage import StageRunner
+from autopart.runtime.sums.finite import unscale
 from autopart.runtime.trace import Trace
-from autopart.session.agreement import FAILURES, broadcast_result, raise_first
-from autopart.session.batch_counts import BatchCounts, weighted_loss
+from autopart.session.code.slicing import TokenSlicing
+from autopart.session.code.stage_code import StageCode
 from autopart.session.context import UNGUARDED, Guard, Mode, RankContext
-from autopart.session.data import micro_rows, require_no_questions
-from autopart.session.loss_shares import LossShares, count_width, idle_values, loss_shares, pieces_of, places_of
-from autopart.session.parts import code_sizes, digest, inputs_of, require_same_batch, shared_of, stage_inputs
-from autopart.session.slicing import TokenSlicing
-from autopart.session.stage_code import StageCode
-from autopart.session.synced import open_statistics, require_known, require_weights, synced_stages
+from autopart.session.ranks.agreement import FAILURES, broadcast_result, raise_first
+from autopart.session.step.batch_counts import BatchCounts, weighted_loss
+from autopart.session.step.data import micro_rows, require_no_questions
+from autopart.session.step.loss_shares import LossShares, count_width, idle_values, loss_shares, pieces_of, places_of
+from autopart.session.step.parts import code_sizes, digest, inputs_of, require_same_batch, shared_of, stage_inputs
+from autopart.session.step.synced import open_statistics, require_known, require_weights, synced_stages
 
 Key = tuple[int, int]
 """Of random numbers: (seed, step)."""

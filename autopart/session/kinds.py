@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopart.capture.batch import Batch
+from autopart.capture.batch.batch import Batch
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.size import Size
 from autopart.passes.program.projection import check_gradients_stay, project_plan
 from autopart.session.context import Mode, RankContext
-from autopart.session.data import micro_rows
 from autopart.session.executor import Executor
+from autopart.session.step.data import micro_rows
 
 
 def largest_part(batch: Batch, mode: Mode, decision: Decision, shards: tuple[int, ...] = ()) -> Size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopart.ir.program import parse_action
 from autopart.ir.timeline import Span, Timeline
-from autopart.runtime.world import World
+from autopart.runtime.group.world import World
 
 
 def gather_timeline(world: World, mine: Timeline) -> Timeline:

@@ -21,16 +21,16 @@ from autopart.ir.timeline import Timeline
 from autopart.options import Options
 from autopart.report.plan_table import stage_table
 from autopart.runtime.trace import Trace
-from autopart.session.call_batch import Arguments
 from autopart.session.context import Guard, Mode
-from autopart.session.data import own_rows
 from autopart.session.measured import gather_timeline
-from autopart.session.parts import micro_cut
 from autopart.session.pipe_state import PipeState, mark_trained
-from autopart.session.scaler import Skipped, not_finite
 from autopart.session.session import Session
-from autopart.session.state import empty_foreign, sync_at_the_end, take_masters
-from autopart.session.torch_habits import short_tracebacks, watch_optimizers, without_backward
+from autopart.session.state.misuse_guards import short_tracebacks, watch_optimizers, without_backward
+from autopart.session.state.scaler import Skipped, not_finite
+from autopart.session.state.state_dict import empty_foreign, sync_at_the_end, take_masters
+from autopart.session.step.call_batch import Arguments
+from autopart.session.step.data import own_rows
+from autopart.session.step.parts import micro_cut
 
 
 @short_tracebacks

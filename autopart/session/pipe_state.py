@@ -14,9 +14,10 @@ from autopart.capture import CaptureCache
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
-from autopart.session.scaler import LossScaler
 from autopart.session.session import Session
-from autopart.session.state import (
+from autopart.session.state.misuse_guards import NotAModule, short_tracebacks
+from autopart.session.state.scaler import LossScaler
+from autopart.session.state.state_dict import (
     check_norm_type,
     clip_gradients,
     gather_gradients,
@@ -28,7 +29,6 @@ from autopart.session.state import (
     sync_state,
     whole_state,
 )
-from autopart.session.torch_habits import NotAModule, short_tracebacks
 
 NO_PARAMETER = "no_parameter_on_this_rank"
 """The name of the empty parameter that a rank without parameters yields."""

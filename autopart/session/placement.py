@@ -10,9 +10,9 @@ import torch
 from autopart.ir.graph import Graph
 from autopart.ir.owners import owners_of
 from autopart.ir.plan import Decision
-from autopart.runtime.shared_values import Sharing
+from autopart.runtime.group.world import World
+from autopart.runtime.sums.shared_values import Sharing
 from autopart.runtime.tensors import LocalTensors, move_tensors
-from autopart.runtime.world import World
 
 Route = tuple[str, int, int]
 """Name of a tensor, the rank that has it, the rank that needs it."""

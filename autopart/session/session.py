@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from autopart.capture import CaptureCache
-from autopart.capture.batch import Batch, BatchReader
+from autopart.capture.batch.batch import Batch, BatchReader
+from autopart.capture.batch.stand_in import with_rows
+from autopart.capture.derive.reduction import BatchRule
 from autopart.capture.guards import tied_names
-from autopart.capture.reduction import BatchRule
-from autopart.capture.stand_in import with_rows
 from autopart.capture.trained import refuse_meta
 from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.ir.cluster import Cluster
@@ -30,21 +30,21 @@ from autopart.ir.size import Size
 from autopart.options import Options
 from autopart.planning import Planned, make_plan, read_plan
 from autopart.runtime.activity import patient, set_activity, set_rank_label
-from autopart.runtime.shared_values import SharedValues
+from autopart.runtime.group.world import World
+from autopart.runtime.sums.shared_values import SharedValues
 from autopart.runtime.tensors import LocalTensors, broadcast_weights_if_different
 from autopart.runtime.trace import Trace
-from autopart.runtime.world import World
-from autopart.session.agreement import FAILURES, broadcast_result, require_same_everywhere, together
-from autopart.session.call_batch import Arguments, first_batch, one_batch
-from autopart.session.calls import ROOM, Calls, Heard, digest_of
 from autopart.session.context import UNGUARDED, Guard, Mode, RankContext
-from autopart.session.data import rows_of_shards, shared_stand_in
 from autopart.session.executor import Executor
-from autopart.session.health import Health
 from autopart.session.kinds import largest_part, new_executor
-from autopart.session.loss_shares import LossShares
 from autopart.session.placement import Placement, placement_of, relocate
-from autopart.session.torch_habits import refuse_target
+from autopart.session.ranks.agreement import FAILURES, broadcast_result, require_same_everywhere, together
+from autopart.session.ranks.call_sync import ROOM, Calls, Heard, digest_of
+from autopart.session.ranks.health import Health
+from autopart.session.state.misuse_guards import refuse_target
+from autopart.session.step.call_batch import Arguments, first_batch, one_batch
+from autopart.session.step.data import rows_of_shards, shared_stand_in
+from autopart.session.step.loss_shares import LossShares
 
 _CALLS = {Mode.TRAIN: "step", Mode.LOSS: "eval_loss", Mode.PREDICT: "predict"}
 _Kind = tuple[Mode, float, float]

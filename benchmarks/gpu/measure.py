@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import autopart
 from autopart.capture import CaptureCache
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.ir.graph import Graph
 from autopart.ir.size import Size
 from autopart.passes.ops.flops import backward_flops, flops
@@ -161,7 +161,7 @@ def failed(error: BaseException) -> Answer:
 
 def measured_cluster(job: Job) -> Answer:
     """The cluster that this rank's machine and links make, measured."""
+    from autopart.costs.detect import detect
     from autopart.files.clusters import cluster_to_dict
-    from autopart.session.detect import detect
 
     return {"cluster": cluster_to_dict(detect(job.world))}

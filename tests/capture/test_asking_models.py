@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.asking_models import ASKING, Asking
-from support.one_process import gradient_error, gradients_of
+from support.models.asking_models import ASKING, Asking
+from support.oracles.one_process import gradient_error, gradients_of
 
 import autopart
 

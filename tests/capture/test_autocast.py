@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.one_process import gradients_of, plain_loss
-from support.step_jobs import EVERY
+from support.jobs.step_jobs import EVERY
+from support.oracles.one_process import gradients_of, plain_loss
 from torch import nn
 from torch.nn import functional as F
 
 import autopart
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.autocast import autocast_for
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.capture.capture import capture
+from autopart.capture.habits.autocast import autocast_for
 from autopart.ir.errors import CaptureError, UsageError
 from autopart.ir.size import Size
 

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from support.one_process import gradient_error, gradients_of
-from support.stages_in_process import inputs_of, plan_for, replay, slices
-from support.zoo import CASES
+from support.models.zoo import CASES
+from support.oracles.one_process import gradient_error, gradients_of
+from support.oracles.stages_in_process import inputs_of, plan_for, replay, slices
 from torch import nn
 from torch.nn import functional as F
 
-from autopart.capture import CaptureCache, capture, lower
-from autopart.capture.batch import flatten
-from autopart.capture.functional import functional_graph
+from autopart.capture import CaptureCache, capture
+from autopart.capture.batch.batch import flatten
 from autopart.capture.guards import CaptureWarning
+from autopart.capture.trace import lower
+from autopart.capture.trace.functional import functional_graph
 from autopart.ir.size import Size
 from autopart.rng import keyed
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from support.zoo import CASES
+from support.models.zoo import CASES
 
 from autopart.capture import capture
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 
 
 def test_a_cache_of_the_model_is_not_part_of_the_program():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autopart.capture import capture
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.ir.errors import RefusedError
 
 COUNT = 0

@@ -7,13 +7,13 @@ import contextlib
 
 import pytest
 import torch
-from support.one_process import gradient_error, gradients_of
+from support.oracles.one_process import gradient_error, gradients_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autopart
 from autopart.capture import CaptureCache, capture
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.capture.guards import CaptureWarning
 from autopart.ir.errors import RefusedError
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.one_process import gradient_error, gradients_of
-from support.stages_in_process import inputs_of, plan_for, replay, slices
+from support.oracles.one_process import gradient_error, gradients_of
+from support.oracles.stages_in_process import inputs_of, plan_for, replay, slices
 from torch import nn
 from torch.autograd import Function
 
 from autopart.capture import capture
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.ir.errors import RefusedError
 
 

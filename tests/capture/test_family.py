@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.batch import Batch, flatten
-from autopart.capture.family import another_size, capture_family
+from autopart.capture.batch.batch import Batch, flatten
+from autopart.capture.derive.family import another_size, capture_family
 from autopart.ir.errors import GraphError, RefusedError
 from autopart.ir.size import Size
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.one_process import gradient_error, gradients_of
+from support.oracles.one_process import gradient_error, gradients_of
 from torch import nn
 
 import autopart

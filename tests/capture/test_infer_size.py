@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.zoo import CASES
+from support.models.zoo import CASES
 from torch import nn
 from torch.nn import functional as F
 
 from autopart.capture import Captured, capture
-from autopart.capture.batch import Batch, flatten
-from autopart.capture.infer_size import infer_other_size, prime_batch_size
+from autopart.capture.batch.batch import Batch, flatten
+from autopart.capture.derive.infer_size import infer_other_size, prime_batch_size
 from autopart.ir.size import Size
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autopart.capture import capture
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.ir.errors import RefusedError
 
 _library = torch.library.Library("autopart_tests", "FRAGMENT")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from support.advice import Net, X
+from support.oracles.advice import Net, X
 from torch import nn
 
 from autopart.capture import capture
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 
 
 def _converting(m: Net, x: torch.Tensor) -> torch.Tensor:

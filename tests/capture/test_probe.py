@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopart.capture import Captured, capture
-from autopart.capture.batch import Batch, flatten
-from autopart.capture.probe import prove_rows, resampled, run
+from autopart.capture.batch.batch import Batch, flatten
+from autopart.capture.derive.probe import prove_rows, resampled, run
 from autopart.ir.size import Size
 
 Loss = Callable[..., torch.Tensor]

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.one_process import gradient_error, gradients_of
-from support.refusals import refused
+from support.languages.refusals import refused
+from support.oracles.one_process import gradient_error, gradients_of
 from torch import nn
 from torch.nn import functional as F
 
 import autopart
 from autopart.capture import CaptureCache, capture
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.capture.guards import CaptureWarning
 from autopart.ir.errors import CaptureError, ControlFlowError, CoupledLossError, RefusedError
 from autopart.ir.size import Size

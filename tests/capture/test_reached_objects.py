@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.changed_constants import AttrDict
+from support.models.changed_constants import AttrDict
 from torch import nn
 
 from autopart.capture import CaptureCache
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.capture.guards import CaptureWarning
 from autopart.ir.size import Size
 

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopart.capture import capture
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.capture.cache import CaptureCache
-from autopart.capture.family import capture_family
-from autopart.capture.probe import run
-from autopart.capture.reduction import loss_reduction
+from autopart.capture.derive.family import capture_family
+from autopart.capture.derive.probe import run
+from autopart.capture.derive.reduction import loss_reduction
 from autopart.ir.errors import CaptureError, ControlFlowError, CoupledLossError, LossError, RefusedError
 from autopart.ir.graph import LossReduction
 from autopart.ir.size import Size

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopart.capture import CaptureCache
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.ir.errors import AutopartError, ControlFlowError
 from autopart.ir.size import Size
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.changed_constants import HOLDERS, VALUES, Case
+from support.models.changed_constants import HOLDERS, VALUES, Case
 
 from autopart.capture import CaptureCache
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.ir.errors import AutopartError
 from autopart.ir.size import Size
 

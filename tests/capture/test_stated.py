@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
 
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.capture.cache import CaptureCache
-from autopart.capture.family import capture_family
-from autopart.capture.reduction import loss_reduction
+from autopart.capture.derive.family import capture_family
+from autopart.capture.derive.reduction import loss_reduction
 from autopart.ir.errors import CoupledLossError
 from autopart.ir.graph import LossReduction
 from autopart.ir.size import Size

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from autopart.capture import CaptureCache, capture
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.ir.size import Size
 
 

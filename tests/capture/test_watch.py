@@ -10,12 +10,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support import settings
+from support.models import settings
 from torch import nn
 
 from autopart.capture import CaptureCache
-from autopart.capture.batch import flatten
-from autopart.capture.surroundings import Surroundings
+from autopart.capture.batch.batch import flatten
+from autopart.capture.watch.closure_reads import Surroundings
 from autopart.ir.errors import RefusedError
 from autopart.ir.size import Size
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopart.capture import Captured, capture
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.costs.measure import environment, measure_costs
 from autopart.files.kept import CacheWarning, read_kept, write_kept
 from autopart.ir.cluster import Device

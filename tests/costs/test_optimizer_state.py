@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.refusals import net, planned, refused
+from support.languages.refusals import net, planned, refused
 
 from autopart.costs.optimizer_state import ADAM, state_factor
 from autopart.ir.errors import UsageError

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.zoo import CASES
+from support.models.zoo import CASES
 from torch import nn
 
 from autopart.capture import Captured, capture
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.costs import profiler
 from autopart.costs.profiler import profile_costs
 from autopart.ir.cluster import Device

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.own_cost_source import by_module
+from support.languages.own_cost_source import by_module
 from torch import nn
 
 import autopart

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from support import statistics_jobs as jobs
+from support.jobs import statistics_jobs as jobs
 
 SLOW = pytest.mark.slow
 COUNTS = ((2,), (2, 1), (1, 2), (2, 2), (3, 1), (4,))

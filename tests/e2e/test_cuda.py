@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.cuda_jobs import bytes_through_nccl, held, masks, through_nccl_to_itself, trained, verified
+from support.jobs.cuda_jobs import bytes_through_nccl, held, masks, through_nccl_to_itself, trained, verified
 
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.runtime.launch.local import Workers, launch

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from support import data_jobs
+from support.jobs import data_jobs
 
 SLOW = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.failing_jobs import WORLD, forked, struck, survivor
+from support.jobs.failing_jobs import WORLD, forked, struck, survivor
 
 from autopart.ir.errors import RunError, StageError, WorkerError
 from autopart.runtime.launch.local import Workers

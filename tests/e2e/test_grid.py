@@ -9,8 +9,8 @@ import itertools
 
 import pytest
 import torch
-from support.step_jobs import compare
-from support.zoo import CASES
+from support.jobs.step_jobs import compare
+from support.models.zoo import CASES
 
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.runtime.launch.local import Workers

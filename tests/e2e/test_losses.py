@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import learned_loss_jobs as learned
-from support import silent_jobs as jobs
-from support.loss_models import LOSSES
-from support.mask_models import MASKED
+from support.jobs import learned_loss_jobs as learned
+from support.jobs import silent_jobs as jobs
+from support.models.loss_models import LOSSES
+from support.models.mask_models import MASKED
 
 from autopart.runtime.launch.local import Workers
 

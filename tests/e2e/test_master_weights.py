@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from support import master_jobs
-from support.shared_state import shared_state
+from support.jobs import master_jobs
+from support.jobs.shared_state import shared_state
 
 pytestmark = [
     pytest.mark.slow,

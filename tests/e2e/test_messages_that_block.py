@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from support.engine_jobs import step
-from support.fake_nccl import NAME
-from support.fake_nccl_jobs import played, receives_first
-from support.nccl_programs import CASES, FINE, HANG, WRONG
-from support.replica_jobs import replicated
-from support.step_jobs import compare
+from support.jobs.engine_jobs import step
+from support.jobs.fake_nccl_jobs import played, receives_first
+from support.jobs.replica_jobs import replicated
+from support.jobs.step_jobs import compare
+from support.languages.nccl_programs import CASES, FINE, HANG, WRONG
+from support.oracles.fake_nccl import NAME
 
 from autopart.ir.errors import WorkerError
 from autopart.runtime.launch.local import Workers, launch

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import silent_jobs as jobs
-from support.silent_models import SCRIPTS
+from support.jobs import silent_jobs as jobs
+from support.models.silent_models import SCRIPTS
 
 from autopart.ir.errors import AutopartError, CoupledLossError, RefusedError, UsageError
 from autopart.runtime.launch.local import Workers

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from support import odd_gradient_jobs
-from support.odd_gradient_jobs import Complex, batch
+from support.jobs import odd_gradient_jobs
+from support.jobs.odd_gradient_jobs import Complex, batch
 
 import autopart
 

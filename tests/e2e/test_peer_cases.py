@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.peer_models import PEERS
-from support.step_jobs import accumulate, compare, frozen_gradients, lengths, warned
+from support.jobs.step_jobs import accumulate, compare, frozen_gradients, lengths, warned
+from support.models.peer_models import PEERS
 
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 

@@ -6,7 +6,7 @@ import itertools
 import statistics
 
 import pytest
-from support.precision_jobs import accumulated, no_kernel, overflow, scales_differ, trained
+from support.jobs.precision_jobs import accumulated, no_kernel, overflow, scales_differ, trained
 
 SLOW = pytest.mark.slow
 

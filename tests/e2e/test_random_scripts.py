@@ -7,7 +7,7 @@ A script is drawn by its number, so that a failure can be played again and a lon
 from __future__ import annotations
 
 import pytest
-from support.random_scripts import Outcome, drawn, played, smaller
+from support.jobs.random_scripts import Outcome, drawn, played, smaller
 
 from autopart.runtime.launch.local import Workers
 

@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from support import random_plan_jobs, replica_jobs
-from support.sparse_jobs import alone
-from support.zoo import CASES
+from support.jobs import random_plan_jobs, replica_jobs
+from support.jobs.sparse_jobs import alone
+from support.models.zoo import CASES
 
 from autopart.runtime.launch.local import Workers
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.causal_zoo import BY_HAND, REFUSED
-from support.slice_jobs import cut_short, in_half, kept, sliced, trained, trained_whole
+from support.jobs.slice_jobs import cut_short, in_half, kept, sliced, trained, trained_whole
+from support.models.causal_zoo import BY_HAND, REFUSED
 
 from autopart.runtime.launch.local import Workers
 

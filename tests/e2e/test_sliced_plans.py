@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.decoder import Shape
-from support.sliced_plan_jobs import beside_whole
+from support.jobs.sliced_plan_jobs import beside_whole
+from support.models.decoder import Shape
 
 from autopart.ir.plan import Decision
 from autopart.runtime.launch.local import Workers

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.slice_jobs import sliced
-from support.zoo import CASES
+from support.jobs.slice_jobs import sliced
+from support.models.zoo import CASES
 
 import autopart
 from autopart.ir.errors import TokenRefusal, UsageError

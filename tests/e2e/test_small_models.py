@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from support.small_models import SMALL
-from support.step_jobs import compare
+from support.jobs.step_jobs import compare
+from support.models.small_models import SMALL
 
 from autopart.ir.errors import UsageError
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.soak_jobs import soaked
+from support.jobs.soak_jobs import soaked
 
 from autopart.runtime.launch.local import Workers
 

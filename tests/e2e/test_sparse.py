@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import sparse_jobs as jobs
+from support.jobs import sparse_jobs as jobs
 
 from autopart.runtime.launch.local import Workers
 

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
-from support.strike_jobs import HOW, PHASES, WHOM
-from support.strikes import LAUNCHERS, play
+from support.jobs.strike_jobs import HOW, PHASES, WHOM
+from support.jobs.strikes import LAUNCHERS, play
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 import torch
-from support.step_jobs import ALL
-from support.training_jobs import (
+from support.jobs.step_jobs import ALL
+from support.jobs.training_jobs import (
     clipped,
     different_weights,
     disagreeing,

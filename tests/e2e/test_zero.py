@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from support import zero_jobs
-from support.shared_state import shared_state
-from support.zoo import CASES
+from support.jobs import zero_jobs
+from support.jobs.shared_state import shared_state
+from support.models.zoo import CASES
 
 
 def test_two_replicas_share_the_state_of_the_optimizer(pair):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from support import own_collective
-from support.programs import program
+from support.languages.programs import program
 
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import ALL, COLLECTIVE, FORWARD, LOCAL, ActionKind, parse_action, register_action

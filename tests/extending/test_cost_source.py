@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import own_cost_source
-from support.own_cost_source import MODULE_NS, by_module
+from support.languages import own_cost_source
+from support.languages.own_cost_source import MODULE_NS, by_module
 from torch import nn
 
 import autopart

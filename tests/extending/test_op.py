@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support import own_op
+from support.languages import own_op
 
 import autopart
 from autopart.capture import Captured, capture
-from autopart.capture.batch import flatten
-from autopart.capture.rows import mark_rows
+from autopart.capture.batch.batch import flatten
+from autopart.capture.derive.rows import mark_rows
 from autopart.ir.graph import LossReduction
 from autopart.ir.size import Size
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight

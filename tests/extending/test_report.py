@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from support.own_report import idle_table
-from support.refusals import batch, net, planned
+from support.languages.own_report import idle_table
+from support.languages.refusals import batch, net, planned
 from torch.nn import functional as F
 
 import autopart

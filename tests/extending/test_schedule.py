@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support import own_schedule
-from support.graphs import cluster, graph, plan_of
-from support.own_schedule import eager_first_stage
-from support.strict import hangs, issued
+from support.languages import own_schedule
+from support.languages.graphs import cluster, graph, plan_of
+from support.languages.own_schedule import eager_first_stage
+from support.oracles.strict import hangs, issued
 
 from autopart.ir.errors import ProgramError, UsageError
 from autopart.passes.program.routing import route

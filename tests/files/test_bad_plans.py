@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.plans import changed
-from support.refusals import Body, batch, compiled, net, planned, refused
+from support.languages.plans import changed
+from support.languages.refusals import Body, batch, compiled, net, planned, refused
 from torch import nn
 from torch.nn import functional as F
 
 import autopart
 from autopart.capture import CaptureCache
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.files.clusters import parse_cluster
 from autopart.ir.errors import (
     BatchError,

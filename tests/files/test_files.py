@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.plans import changed, example, plans
+from support.languages.plans import changed, example, plans
 
 from autopart.files import json_text
 from autopart.files.plans import diff_plans, load_plan, match_plan, plan_from_json, plan_to_json, save_plan

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.bounded import SECONDS, bounded
-from support.graphs import cluster, layers, source
-from support.mutations import mutated
-from support.plans import example
+from support.languages.bounded import SECONDS, bounded
+from support.languages.graphs import cluster, layers, source
+from support.languages.mutations import mutated
+from support.languages.plans import example
 
 from autopart.files.clusters import cluster_to_dict, cluster_to_yaml, parse_cluster
 from autopart.files.cost_cache import CostCache

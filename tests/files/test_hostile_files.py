@@ -10,8 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from support.bounded import SECONDS, bounded
-from support.plans import example
+from support.languages.bounded import SECONDS, bounded
+from support.languages.plans import example
 
 from autopart.cli.main import main
 from autopart.files import documents

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.graphs import cluster, layers, source
+from support.languages.graphs import cluster, layers, source
 from torch import nn
 
 import autopart

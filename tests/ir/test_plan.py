@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from support.graphs import graph
-from support.plans import changed, decisions, plans
+from support.languages.graphs import graph
+from support.languages.plans import changed, decisions, plans
 
 from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.ir.errors import PlanError, PlanFileError

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.graphs import layers
+from support.languages.graphs import layers
 
 from autopart.ir.errors import GraphError
 from autopart.ir.graph import check as check_graph

@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.graphs import graphs, layers
-from support.parse import parse_decision, parse_graph
-from support.plans import decisions
+from support.languages.graphs import graphs, layers
+from support.languages.parse import parse_decision, parse_graph
+from support.languages.plans import decisions
 from torch import nn
 
 from autopart.capture import capture
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.ir.cost import Cost
 from autopart.ir.errors import GraphError, PlanError
 from autopart.ir.graph import Graph, Op, Param, Value, check

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from support.graphs import cluster
-from support.simulated import chain, check_path, ending, play
+from support.languages.graphs import cluster
+from support.oracles.simulated import chain, check_path, ending, play
 
 from autopart.ir.program import Action, Slot
 from autopart.ir.timeline import Span, Timeline

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.graphs import cluster, graph, layers, plan_of
+from support.languages.graphs import cluster, graph, layers, plan_of
 
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.graph import Graph

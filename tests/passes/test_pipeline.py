@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.graphs import cluster, clusters, graph, graphs, layers, plan_of, source
+from support.languages.graphs import cluster, clusters, graph, graphs, layers, plan_of, source
 
 from autopart.ir.errors import GraphError, InfeasibleError, UsageError
 from autopart.ir.graph import Graph

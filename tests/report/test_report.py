@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.plans import changed
+from support.languages.plans import changed
 
 from autopart.ir.graph import Graph, Op, Param
 from autopart.ir.plan import Alternative, Decision, Estimate, Optimality, Plan, Provenance, Report, Stage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from support.graphs import cluster, graph, source
+from support.languages.graphs import cluster, graph, source
 
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import ACTIONS

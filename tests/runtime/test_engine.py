@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.engine_jobs import step
+from support.jobs.engine_jobs import step
 
 from autopart.runtime.launch.local import Workers
 

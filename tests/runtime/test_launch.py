@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import launch_jobs as jobs
+from support.jobs import launch_jobs as jobs
 
 from autopart.ir.errors import AutopartError, BatchError, ClusterError, StageError, UsageError, WorkerError
 from autopart.runtime.activity import LABEL_BYTES, NOTE_BYTES, SharedStatus, publish_to, set_activity, set_rank_label
@@ -296,10 +296,10 @@ def test_effects_are_told_from_causes(error: BaseException, effect: bool) -> Non
     assert worker.is_effect(wrapper) is effect
 
 
-IMPORTS = "from support import launch_jobs as jobs\nfrom autopart.runtime.launch.local import launch\n"
+IMPORTS = "from support.jobs import launch_jobs as jobs\nfrom autopart.runtime.launch.local import launch\n"
 SCRIPT = """
 import signal, sys, threading
-from support import launch_jobs as jobs
+from support.jobs import launch_jobs as jobs
 from autopart.runtime.launch.local import launch
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ import torch
 
 from autopart.ir.program import BACKWARD, FORWARD, Action, Edge, Program, Slot
 from autopart.ir.shares import RowLayout, division
-from autopart.runtime.row_routes import RowRoutes, rows_of
-from autopart.runtime.transport import Spec
+from autopart.runtime.messages.row_routes import RowRoutes, rows_of
+from autopart.runtime.messages.transport import Spec
 
 LAYOUTS = {"rows": RowLayout(0), "inside": RowLayout(1, 3)}
 NAMES = ("rows", "inside", "whole")

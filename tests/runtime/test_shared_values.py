@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopart.runtime.shared_values import awaited, parts_of
+from autopart.runtime.sums.shared_values import awaited, parts_of
 
 
 def test_small_parameters_of_a_bucket_go_by_owner_and_type_and_large_ones_alone() -> None:

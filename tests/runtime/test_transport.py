@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.message_jobs import COUNT, taken_in_order
+from support.jobs.message_jobs import COUNT, taken_in_order
 
 from autopart.runtime.launch.local import Workers
-from autopart.runtime.transport import Spec, offsets, pack, unpack
+from autopart.runtime.messages.transport import Spec, offsets, pack, unpack
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool)
 shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)

@@ -6,7 +6,7 @@ import pytest
 
 from autopart.ir.errors import ClusterError, UsageError
 from autopart.options import read_options
-from autopart.runtime.world import AUTO, GLOO, NCCL, local_ranks, require_devices, transport_of
+from autopart.runtime.group.world import AUTO, GLOO, NCCL, local_ranks, require_devices, transport_of
 
 
 def test_cuda_devices_talk_over_nccl_unless_asked_otherwise() -> None:

@@ -8,18 +8,18 @@ from dataclasses import asdict
 import pytest
 import torch
 import torch.nn.functional as F
-from support.loss_oracle import derive
+from support.oracles.loss_oracle import derive
 from torch import nn
 
 from autopart.capture import capture
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.ir.errors import BatchError
 from autopart.ir.graph import LossReduction
 from autopart.ir.shares import Division
 from autopart.ir.size import Size
 from autopart.runtime.tensors import LocalTensors
-from autopart.session.batch_counts import BatchCounts, weighted_loss
-from autopart.session.loss_shares import loss_shares, pieces_of
+from autopart.session.step.batch_counts import BatchCounts, weighted_loss
+from autopart.session.step.loss_shares import loss_shares, pieces_of
 
 CPU = torch.device("cpu")
 ROWS = (2, 3)

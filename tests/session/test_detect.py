@@ -8,15 +8,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.detect_jobs import probe_uneven
+from support.jobs.detect_jobs import probe_uneven
 
 from autopart.cli.main import main
+from autopart.costs.detect import SIZES, detect, fit_link, merge_devices, pairs_of, probe, rounded
 from autopart.files.clusters import LOOPBACK, cluster_to_yaml, parse_cluster, this_host
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
 from autopart.report.cluster_table import cluster_table
 from autopart.runtime.launch.local import Workers
-from autopart.session.detect import SIZES, detect, fit_link, merge_devices, pairs_of, probe, rounded
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autopart
-from autopart.session.calls import NAMES
+from autopart.session.ranks.call_sync import NAMES
 
 DOCS = Path(__file__).parents[2] / "docs"
 SECTIONS = ("Saving and resuming", "Accumulating gradients", "Parameter groups", "Averages of the weights (EMA)")

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.stages_in_process import Replayed, inputs_of, plan_for, replay
+from support.oracles.stages_in_process import Replayed, inputs_of, plan_for, replay
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopart.capture import Captured, capture
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, Op
 from autopart.passes.simulation.stage_costs import GraphIndex, redone_ns
-from autopart.runtime.recompute import RecomputedGroup
-from autopart.session.stage_graph import convex_groups
+from autopart.runtime.stages.recompute import RecomputedGroup
+from autopart.session.code.stage_graph import convex_groups
 
 ROWS, WIDTH = 4, 16
 

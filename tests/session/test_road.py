@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import autopart
-from autopart.capture.batch import Batch
+from autopart.capture.batch.batch import Batch
 from autopart.runtime.engine import BatchPlan
-from autopart.runtime.world import World
-from autopart.session.stage_code import StageCode
+from autopart.runtime.group.world import World
+from autopart.session.code.stage_code import StageCode
 
 Counted = Callable[[type, str], list[Any]]
 

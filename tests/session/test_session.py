@@ -7,11 +7,11 @@ from functools import cache
 
 import pytest
 import torch
-from support import caught_jobs
-from support import session_jobs as jobs
-from support.failing_jobs import CASE as TROUBLED
-from support.failing_jobs import arm
-from support.step_jobs import ALL
+from support.jobs import caught_jobs
+from support.jobs import session_jobs as jobs
+from support.jobs.failing_jobs import CASE as TROUBLED
+from support.jobs.failing_jobs import arm
+from support.jobs.step_jobs import ALL
 
 import autopart
 from autopart.ir.errors import BatchError, CaptureError, PlanError, RunError, StageError, WorkerError

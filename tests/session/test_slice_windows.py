@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.decoder import HEADS, SEQ, WIDTH, Shape, decoder
-from support.sliced import Analysed, analysed, inputs_of, run_sliced, sliced_stages, unsliced, worst_error
+from support.models.decoder import HEADS, SEQ, WIDTH, Shape, decoder
+from support.oracles.sliced import Analysed, analysed, inputs_of, run_sliced, sliced_stages, unsliced, worst_error
 
 from autopart.passes.tokens.recipe import Recipe
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from support.one_process import gradient_error, gradients_of
-from support.random_models import Random, batch_of, steps
-from support.stages_in_process import inputs_of, plan_for, replay, slices
+from support.models.random_models import Random, batch_of, steps
+from support.oracles.one_process import gradient_error, gradients_of
+from support.oracles.stages_in_process import inputs_of, plan_for, replay, slices
 
 from autopart.capture import Captured, capture
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
 from autopart.passes.graph.atoms import free_ops

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.causal_zoo import CAUSAL
-from support.sliced import CPU, analysed, future_shows, inputs_of, run_sliced, unsliced, worst_error
-from support.token_models import SEQ, VOCAB, Model, token_batch, tril_softmax
-from support.token_models import _heads as heads
-from support.token_models import _joined as joined
-from support.zoo import CASES
+from support.models.causal_zoo import CAUSAL
+from support.models.token_models import SEQ, VOCAB, Model, token_batch, tril_softmax
+from support.models.token_models import _heads as heads
+from support.models.token_models import _joined as joined
+from support.models.zoo import CASES
+from support.oracles.sliced import CPU, analysed, future_shows, inputs_of, run_sliced, unsliced, worst_error
 from torch.nn import functional as F
 
 import autopart
 from autopart.capture import CaptureCache
-from autopart.capture.batch import flatten
-from autopart.capture.token_axis import token_recipe
+from autopart.capture.batch.batch import flatten
+from autopart.capture.derive.token_axis import token_recipe
 from autopart.ir.errors import TokenRefusal, UsageError
 from autopart.ir.size import Size
 from autopart.passes.tokens.recipe import Recipe
-from autopart.session.slice_needs import Extras
-from autopart.session.split import casts_of
-from autopart.session.token_slices import slice_stage
+from autopart.session.code.slice_needs import Extras
+from autopart.session.code.split import casts_of
+from autopart.session.code.token_slices import slice_stage
 
 LENGTHS = (7, 5, 3, 1)
 

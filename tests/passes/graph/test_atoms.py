@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hypothesis import given
-from support.graphs import graph, graphs, layers
+from support.languages.graphs import graph, graphs, layers
 
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, check

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
-from support.planner_oracle import Problem, problems
+from support.oracles.planner_oracle import Problem, problems
 
 from autopart.capture import CaptureCache
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.ir.cluster import Device
 from autopart.ir.size import Size
 from autopart.passes.graph import chain as line_module
@@ -59,7 +59,7 @@ def test_line_as_a_graph_has_the_costs_of_its_blocks(p: Problem) -> None:
 
 def test_between_powers_of_two_costs_lie_on_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT-2: at most 2 % off in time, exact in bytes."""
-    from support.zoo import CASES
+    from support.models.zoo import CASES
 
     case = CASES["gpt2"]
     capturer, batch = CaptureCache(case.model()), flatten(case.data(16))

@@ -6,7 +6,7 @@ import networkx as nx
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from support.graphs import graph, graphs, layers
+from support.languages.graphs import graph, graphs, layers
 
 from autopart.ir.cost import Cost
 from autopart.ir.errors import UsageError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
-from support.graphs import graph, graphs, layers
+from support.languages.graphs import graph, graphs, layers
 
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph

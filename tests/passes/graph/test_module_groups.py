@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.graphs import graph
+from support.languages.graphs import graph
 
 from autopart.ir.errors import UsageError
 from autopart.passes.graph.module_groups import module_groups

@@ -11,15 +11,15 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from support.loss_forms import EXACT, REFUSED, data
-from support.loss_oracle import MICRO_ROWS, Bench, derive
-from support.loss_programs import Program, program
-from support.zoo import CASES
+from support.languages.loss_programs import Program, program
+from support.models.loss_forms import EXACT, REFUSED, data
+from support.models.zoo import CASES
+from support.oracles.loss_oracle import MICRO_ROWS, Bench, derive
 from torch import nn
 
 from autopart.capture import Captured, capture
-from autopart.capture.batch import Batch, flatten
-from autopart.capture.rows import mark_rows
+from autopart.capture.batch.batch import Batch, flatten
+from autopart.capture.derive.rows import mark_rows
 from autopart.ir.errors import CaptureError, CoupledLossError, LossError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.size import Size

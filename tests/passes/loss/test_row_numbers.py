@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.loss_oracle import Bench
+from support.oracles.loss_oracle import Bench
 
 from autopart.ir.errors import CoupledLossError
 

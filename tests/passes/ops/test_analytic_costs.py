@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.zoo import CASES
+from support.models.zoo import CASES
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopart.capture import Captured, capture
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.ir.cluster import Device
 from autopart.ir.cost import check
 from autopart.passes.ops.analytic_costs import LAUNCH_NS, analytic_costs, saved_values

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import autopart
 from autopart.capture import CaptureCache, Captured
-from autopart.capture.batch import flatten
+from autopart.capture.batch.batch import flatten
 from autopart.costs.sources import measured
 from autopart.ir.cluster import Device
 from autopart.ir.size import Size

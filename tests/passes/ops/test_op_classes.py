@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.graphs import graph
+from support.languages.graphs import graph
 
 from autopart.ir.cluster import Device
 from autopart.ir.errors import GraphError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.graphs import graph
+from support.languages.graphs import graph
 
 from autopart.ir.errors import GraphError
 from autopart.ir.graph import Graph, Literal
@@ -18,10 +18,10 @@ SLOW = ("bert", "llama", "vit", "resnet", "t5", "opt", "gemma2")
 
 def check(name: str) -> None:
     """Captures at 2, 4 and 5 rows: from the outer ones the one in between, and from the lower ones the upper."""
-    from support.zoo import CASES
+    from support.models.zoo import CASES
 
     from autopart.capture import CaptureCache
-    from autopart.capture.batch import flatten
+    from autopart.capture.batch.batch import flatten
 
     case = CASES[name]
     capturer, batch = CaptureCache(case.model()), flatten(case.data(12))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.graphs import cluster, graph, plan_of
+from support.languages.graphs import cluster, graph, plan_of
 
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Param

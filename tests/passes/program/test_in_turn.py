@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.graphs import cluster, graph, source
-from support.parse import parse_decision
+from support.languages.graphs import cluster, graph, source
+from support.languages.parse import parse_decision
 
 from autopart.ir.plan import Decision, Stage, check_decision
 from autopart.ir.program import Program

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_nccl_jobs import all_receives_first
-from support.graphs import graph
-from support.nccl_programs import CASES, FINE, HANG, WRONG, Case
-from support.programs import program
+from support.jobs.fake_nccl_jobs import all_receives_first
+from support.languages.graphs import graph
+from support.languages.nccl_programs import CASES, FINE, HANG, WRONG, Case
+from support.languages.programs import program
 
 from autopart.ir.errors import ProgramError
 from autopart.ir.plan import Decision, Stage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.parse import parse_decision, parse_graph
+from support.languages.parse import parse_decision, parse_graph
 
 from autopart.ir.errors import PlanError
 from autopart.passes.program.projection import project_plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.graphs import cluster, graph, graphs, plan_of
-from support.parts import parts_text
+from support.languages.graphs import cluster, graph, graphs, plan_of
+from support.languages.parts import parts_text
 
 from autopart.ir.errors import PlanError, ProgramError, UsageError
 from autopart.ir.graph import Graph, Op

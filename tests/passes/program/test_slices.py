@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.graphs import graph
-from support.programs import program
-from support.strict import hangs, issued
+from support.languages.graphs import graph
+from support.languages.programs import program
+from support.oracles.strict import hangs, issued
 
 from autopart.ir.errors import ProgramError
 from autopart.ir.plan import Decision, Stage

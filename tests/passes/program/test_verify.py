@@ -9,9 +9,9 @@ import networkx as nx
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
-from support.graphs import graph
-from support.programs import program
-from support.strict import hangs, issued, received_late
+from support.languages.graphs import graph
+from support.languages.programs import program
+from support.oracles.strict import hangs, issued, received_late
 
 from autopart.ir.errors import ProgramError
 from autopart.ir.plan import Decision, Stage

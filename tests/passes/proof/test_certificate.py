@@ -10,8 +10,8 @@ from random import Random
 import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
-from support.graphs import cluster, graph, layers, plan_of, source
-from support.planner_oracle import Kind, Problem, assignments, candidates, fitting_ns, planned, problem
+from support.languages.graphs import cluster, graph, layers, plan_of, source
+from support.oracles.planner_oracle import Kind, Problem, assignments, candidates, fitting_ns, planned, problem
 
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Decision, Stage

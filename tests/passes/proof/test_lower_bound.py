@@ -9,8 +9,8 @@ from random import Random
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.graphs import cluster, graph
-from support.planner_oracle import Kind, Problem, candidates, problem, problems
+from support.languages.graphs import cluster, graph
+from support.oracles.planner_oracle import Kind, Problem, candidates, problem, problems
 
 from autopart.passes.proof.lower_bound import lower_bound
 from autopart.passes.search.evaluation import Evaluator

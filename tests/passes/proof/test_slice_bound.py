@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.graphs import cluster, graph, source
+from support.languages.graphs import cluster, graph, source
 
 from autopart.ir.cost import Cost
 from autopart.passes.pipeline import build

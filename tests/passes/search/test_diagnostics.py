@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.graphs import cluster, graph, layers, plan_of, source
-from support.planner_oracle import Kind, Problem, fits, problem
+from support.languages.graphs import cluster, graph, layers, plan_of, source
+from support.oracles.planner_oracle import Kind, Problem, fits, problem
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import InfeasibleError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.planner_oracle import FASTEST
+from support.oracles.planner_oracle import FASTEST
 
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.passes.search.layout import SMALL, Layout, layouts

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.graphs import graph, plan_of, source
-from support.planner_oracle import two_kinds
+from support.languages.graphs import graph, plan_of, source
+from support.oracles.planner_oracle import two_kinds
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.plan import Decision, Plan

@@ -6,8 +6,8 @@ import math
 from random import Random
 
 import pytest
-from support.graphs import cluster, graph
-from support.planner_oracle import Problem
+from support.languages.graphs import cluster, graph
+from support.oracles.planner_oracle import Problem
 
 from autopart.passes.search.evaluation import Search
 from autopart.passes.search.layout import SMALL

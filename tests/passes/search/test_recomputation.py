@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.graphs import cluster, graph, layers, plan_of, source
+from support.languages.graphs import cluster, graph, layers, plan_of, source
 
 from autopart.ir.errors import InfeasibleError
 from autopart.ir.plan import Stage

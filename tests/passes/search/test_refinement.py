@@ -8,7 +8,7 @@ from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.graphs import cluster, graph, source
+from support.languages.graphs import cluster, graph, source
 
 from autopart.passes.pipeline import _spaces
 from autopart.passes.search import refinement

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 from hypothesis import event, given, settings
-from support.graphs import cluster, graph
-from support.planner_oracle import (
+from support.languages.graphs import cluster, graph
+from support.oracles.planner_oracle import (
     Kind,
     Problem,
     compare,

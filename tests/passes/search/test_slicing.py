@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.graphs import cluster, graph, source
+from support.languages.graphs import cluster, graph, source
 
 from autopart.ir.plan import Plan
 from autopart.passes.pipeline import build

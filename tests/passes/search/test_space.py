@@ -9,8 +9,8 @@ from random import Random
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.graphs import cluster, graph
-from support.planner_oracle import Kind, Problem, compare, planned, problem, says
+from support.languages.graphs import cluster, graph
+from support.oracles.planner_oracle import Kind, Problem, compare, planned, problem, says
 
 from autopart.ir.errors import InfeasibleError, UsageError
 from autopart.ir.plan import Plan

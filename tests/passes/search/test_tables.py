@@ -9,8 +9,8 @@ from random import Random
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from support.graphs import cluster, graph
-from support.planner_oracle import FASTEST, Kind, Problem, problem, problems
+from support.languages.graphs import cluster, graph
+from support.oracles.planner_oracle import FASTEST, Kind, Problem, problem, problems
 
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.plan import Decision, Estimate, Stage

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from support.graphs import cluster, graph, plan_of, source
-from support.planner_oracle import Kind, Problem, planned, problems
+from support.languages.graphs import cluster, graph, plan_of, source
+from support.oracles.planner_oracle import Kind, Problem, planned, problems
 
 from autopart.ir.errors import InfeasibleError, UsageError
 from autopart.ir.plan import Decision, Plan, Stage

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import event, given, settings
-from support.graphs import cluster, graph
-from support.planner_oracle import Kind, Problem, fits, planned, problems
+from support.languages.graphs import cluster, graph
+from support.oracles.planner_oracle import Kind, Problem, fits, planned, problems
 
 from autopart.ir.errors import InfeasibleError
 from autopart.passes.pipeline import build

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.graphs import cluster, clusters, graph, graphs, plan_of, source
-from support.simulated import chain, check_path, drawn, ending, play, work_of
+from support.languages.graphs import cluster, clusters, graph, graphs, plan_of, source
+from support.oracles.simulated import chain, check_path, drawn, ending, play, work_of
 
 from autopart.ir.cluster import Cluster, Level, Link
 from autopart.ir.errors import ProgramError

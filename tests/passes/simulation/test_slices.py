@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.graphs import cluster
-from support.programs import program
-from support.simulated import chain, work_of
+from support.languages.graphs import cluster
+from support.languages.programs import program
+from support.oracles.simulated import chain, work_of
 
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.schedules import Shape, find, pattern

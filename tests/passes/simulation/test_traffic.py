@@ -8,8 +8,8 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.graphs import cluster
-from support.planner_oracle import FASTEST
+from support.languages.graphs import cluster
+from support.oracles.planner_oracle import FASTEST
 
 from autopart.ir.cluster import Cluster, Device, Level, Link, Port
 from autopart.passes.simulation.traffic import PortLoad, p2p_load, ring_load

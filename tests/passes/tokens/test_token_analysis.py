@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.sliced import analysed, checks_hold, future_shows, inputs_of, run_sliced, unsliced, worst_error
-from support.token_models import (
+from support.models.token_models import (
     CAUSAL,
     LEAKS,
     LOSS_LEAKS,
@@ -19,14 +18,15 @@ from support.token_models import (
     dropped_weights,
     token_batch,
 )  # fmt: skip
-from support.undone_masks import BEYOND_THRESHOLD, UNDONE_BY_BATCH, UNDONE_BY_CONSTANTS
-from support.unheard_models import (
+from support.models.undone_masks import BEYOND_THRESHOLD, UNDONE_BY_BATCH, UNDONE_BY_CONSTANTS
+from support.models.unheard_models import (
     CAUSAL_REFUSED,
     EXACT,
     LEAKY_UNHEARD,
     MASKED_LEAKS_UNHEARD,
     WithoutLast,
 )
+from support.oracles.sliced import analysed, checks_hold, future_shows, inputs_of, run_sliced, unsliced, worst_error
 
 from autopart.ir.errors import TokenRefusal
 from autopart.rng import micro_key

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 import torch
-from support.sliced import analysed, future_shows, inputs_of, judged, run_sliced, unsliced, worst_error
-from support.token_programs import LEAKY, Several, Steps, batch_of, leaky_programs, lengths, programs
+from support.languages.token_programs import LEAKY, Several, Steps, batch_of, leaky_programs, lengths, programs
+from support.oracles.sliced import analysed, future_shows, inputs_of, judged, run_sliced, unsliced, worst_error
 
 from autopart.ir.errors import TokenRefusal
 from autopart.passes.tokens.recipe import Recipe

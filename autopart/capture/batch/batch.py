@@ -1,0 +1,328 @@
+"""A batch as the user passes it: taken apart into tensors, cut into micro-batches, put together again.
+
+Forms of a batch: a mapping (keyword arguments), a tuple or list (positional arguments), a pair (tuple, dict) (both),
+or anything else (one positional argument).  With a `loss_fn`, a batch is a pair (inputs, target) whose inputs have
+one of these forms.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
+from autopart.capture.batch.questions import Answer
+from autopart.capture.watch.fingerprint import text_of
+from autopart.ir.errors import BatchError
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch taken apart.
+
+    leaves: every leaf in order; keys: where each stands; names: a readable name for each; splits: whether each is a
+    tensor that is cut along axis 0; spec: how to put (args, kwargs, target) together.  rows: the common size of axis 0
+    of those that are cut, or None when there is none.  answers: to what the model's Python asks about the numbers of
+    the batch (`questions`), None where that is not known or nothing is asked.  stands_in: whether the numbers in it
+    mean nothing, for another rank has the batch (`stand_in`); its answers are known then.
+    """
+
+    leaves: tuple[Any, ...]
+    keys: tuple[str, ...]
+    names: tuple[str, ...]
+    splits: tuple[bool, ...]
+    spec: Any
+    rows: int | None
+    answers: tuple[Answer, ...] | None = None
+    stands_in: bool = False
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensor leaves, in order."""
+        return tuple(tensor for tensor, _ in self.tensors_and_splits())
+
+    def tensors_and_splits(self) -> Iterator[tuple[torch.Tensor, bool]]:
+        """The tensor leaves, in order, each with whether it is cut along axis 0."""
+        for leaf, split in zip(self.leaves, self.splits, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf, split
+
+    def signature(self) -> tuple[Any, ...]:
+        """Everything a captured program depends on but the number of rows: hashable, equal on every rank."""
+        leaves = zip(self.leaves, self.splits, strict=True)
+        plain = (str(self.spec), tuple(_leaf_signature(leaf, split) for leaf, split in leaves))
+        return plain if not self.answers else (*plain, tuple(repr(value) for _, _, value in self.answers))
+
+    def changed(self, change: Callable[[torch.Tensor, bool], torch.Tensor], rows: int | None) -> Batch:
+        """The same with other tensors.  change: from a tensor, and whether it is cut, to the one in its place."""
+        leaves = tuple(
+            change(leaf, split) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf, split in zip(self.leaves, self.splits, strict=True)
+        )
+        return replace(self, leaves=leaves, rows=rows)
+
+    def with_rows(self, rows: int) -> Batch:
+        """A batch of another number of rows for tracing: rows repeat, and no two leaves share memory."""
+
+        def resize(tensor: torch.Tensor, split: bool) -> torch.Tensor:
+            if not split or self.rows == rows:
+                return tensor.detach().clone()
+            assert self.rows is not None
+            return tensor.detach()[torch.arange(rows, device=tensor.device) % self.rows].clone()
+
+        return self.changed(resize, rows if self.rows else None)
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device.  Raises BatchError for a tensor that has no numbers to move."""
+        for name, leaf in zip(self.names, self.leaves, strict=True):
+            if isinstance(leaf, torch.Tensor) and leaf.is_meta and device.type != "meta":
+                raise BatchError(
+                    f"input {name} is on the meta device, and the model is on {device}",
+                    why="it has a shape and no numbers",
+                    fix='pass a batch with numbers, or plan with the model on the meta device too (model.to("meta"))',
+                )
+        return self.changed(lambda tensor, _: tensor.to(device), self.rows)
+
+    def micro(self, micro_rows: tuple[int, ...]) -> list[tuple[torch.Tensor, ...]]:
+        """The tensor leaves of each micro-batch; what has no rows goes to all of them whole."""
+        pieces: list[list[torch.Tensor]] = [[] for _ in micro_rows]
+        for tensor, split in self.tensors_and_splits():
+            parts = torch.split(tensor, list(micro_rows)) if split else [tensor] * len(micro_rows)
+            for piece, part in zip(pieces, parts, strict=True):
+                piece.append(part)
+        return [tuple(piece) for piece in pieces]
+
+
+def _leaf_signature(leaf: Any, split: bool) -> tuple[Any, ...]:
+    if not isinstance(leaf, torch.Tensor):
+        return ("value", type(leaf).__name__, text_of(leaf))
+    return ("split" if split else "whole", tuple(leaf.shape[1:] if split else leaf.shape), str(leaf.dtype))
+
+
+def split_rows(rows: int, micros: int) -> tuple[int, ...]:
+    """Rows of each micro-batch: as even as can be, the larger ones first.  Raises BatchError when there are fewer
+    rows than micro-batches."""
+    if micros < 1:
+        raise BatchError(f"micro_batches is {micros}", fix="use at least 1")
+    if rows < micros:
+        raise BatchError(
+            f"a batch of {rows} rows cannot be cut into {micros} micro-batches",
+            why="every micro-batch needs at least one row",
+            fix=f"pass micro_batches={rows} or fewer, or a larger batch",
+        )
+    small, extra = divmod(rows, micros)
+    return (small + 1,) * extra + (small,) * (micros - extra)
+
+
+class BatchReader:
+    """Takes batches apart, and remembers which of their tensors have rows.
+
+    In the first batch the rows are the size of axis 0 that most tensors have, and every tensor of that size is cut.  A
+    tensor that comes again, under its key, is cut or left whole as before: that a mask has as many rows as a later
+    batch is a coincidence.
+    """
+
+    def __init__(self) -> None:
+        self._splits: dict[str, bool] = {}
+        self._order: Any = None
+
+    def read(self, batch: Any, *, with_target: bool = False) -> Batch:
+        """Take a batch of any of the accepted forms apart.  Raises BatchError for what cannot be cut or captured."""
+        target: Any = None
+        if isinstance(batch, DataLoader | Iterator):
+            raise BatchError(
+                f"the batch is {_describe(batch)}, not one batch",
+                fix="pass sample=next(iter(loader)) to compile, and train with: for batch in loader: pipe.step(batch)",
+            )
+        if with_target:
+            batch, target = _pair(batch)
+        args, kwargs = _arguments(batch)
+        tree = _in_order_of((args, kwargs, _plain_containers(target)), self._order)
+        paths, spec = pytree.tree_flatten_with_path(tree)
+        leaves = tuple(leaf for _, leaf in paths)
+        keys = tuple(pytree.keystr(path) for path, _ in paths)
+        names = tuple(_name(path) for path, _ in paths)
+        for name, leaf in zip(names, leaves, strict=True):
+            _check_leaf(name, leaf)
+        _check_lists(names, leaves, tree)
+        rows = self._rows(keys, names, leaves)
+        splits = tuple(self._is_split(key, leaf, rows) for key, leaf in zip(keys, leaves, strict=True))
+        for key, leaf, split in zip(keys, leaves, splits, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                self._splits[key] = split
+        if self._order is None:
+            self._order = pytree.tree_unflatten([None] * len(leaves), spec)
+        return Batch(leaves, keys, names, splits, spec, rows)
+
+    def _is_split(self, key: str, leaf: Any, rows: int | None) -> bool:
+        if not isinstance(leaf, torch.Tensor):
+            return False
+        return self._splits.get(key, leaf.dim() > 0 and leaf.shape[0] == rows)
+
+    def _rows(self, keys: Sequence[str], names: Sequence[str], leaves: Sequence[Any]) -> int | None:
+        """The rows of a batch: those of the tensors that had rows before, else the size that most have."""
+        found: dict[str, int] = {}
+        for key, name, leaf in zip(keys, names, leaves, strict=True):
+            if isinstance(leaf, torch.Tensor) and self._splits.get(key):
+                if leaf.dim() == 0:
+                    raise BatchError(f"input {name} is a single number", why="in an earlier batch it had rows")
+                found[name] = leaf.shape[0]
+        if not found:
+            return _most_common_rows(leaf for key, leaf in zip(keys, leaves, strict=True) if key not in self._splits)
+        first = next(iter(found))
+        for name, rows in found.items():
+            if rows != found[first]:
+                raise BatchError(
+                    f"inputs {first} and {name} have {found[first]} and {rows} rows",
+                    why="both were cut into micro-batches along their first axis before",
+                    fix="give both as many rows; to pass what one of them was not before, compile anew",
+                )
+        return found[first]
+
+
+def flatten(batch: Any, *, with_target: bool = False) -> Batch:
+    """Take a batch apart that none came before; see `BatchReader.read`."""
+    return BatchReader().read(batch, with_target=with_target)
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    several = isinstance(batch, (tuple, list))
+    raise BatchError(
+        "with a loss_fn, a batch is a pair (inputs, target)",
+        why=f"got {f'{len(batch)} values' if several else _describe(batch)}",
+        fix="pass several inputs as a tuple: ((x, y), target)"
+        if several
+        else "call step((inputs, target)), where inputs is a tensor, a tuple or a dict",
+    )
+
+
+def _in_order_of(tree: Any, earlier: Any) -> Any:
+    """The same, with the keys of its dicts in the order that they had earlier: the order of keys says nothing."""
+    if type(tree) is dict and isinstance(earlier, dict):
+        keys = [key for key in earlier if key in tree] + [key for key in tree if key not in earlier]
+        return {key: _in_order_of(tree[key], earlier.get(key)) for key in keys}
+    if type(tree) in (tuple, list) and isinstance(earlier, (tuple, list)) and len(tree) == len(earlier):
+        return type(tree)(_in_order_of(part, before) for part, before in zip(tree, earlier, strict=True))
+    return tree
+
+
+def unflatten(leaves: tuple[Any, ...], spec: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """The inverse of `flatten`: (args, kwargs, target)."""
+    args, kwargs, target = pytree.tree_unflatten(list(leaves), spec)
+    return args, kwargs, target
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: tuple[Any, ...] = ()
+    kwargs: dict[Any, Any] = {}
+    if isinstance(batch, Mapping):
+        kwargs = dict(batch)
+    elif _is_args_and_kwargs(batch):
+        args, kwargs = tuple(batch[0]), dict(batch[1])
+    elif isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):
+        args = tuple(batch)
+    else:
+        args = (batch,)
+    for key in kwargs:
+        if not isinstance(key, str):
+            raise BatchError(f"keyword {key!r} of the batch is not a string", fix="name every keyword argument")
+    return tuple(map(_plain_containers, args)), {k: _plain_containers(v) for k, v in kwargs.items()}
+
+
+def _is_args_and_kwargs(batch: Any) -> bool:
+    return (
+        isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[0], tuple) and isinstance(batch[1], Mapping)
+    )
+
+
+def _plain_containers(tree: Any) -> Any:
+    """Mappings that pytree does not know (transformers.BatchEncoding is one) become dicts."""
+    if isinstance(tree, Mapping) and type(tree) not in pytree.SUPPORTED_NODES:
+        return {key: _plain_containers(value) for key, value in tree.items()}
+    return tree
+
+
+def _most_common_rows(leaves: Iterable[Any]) -> int | None:
+    sizes = [x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim() > 0]
+    if not sizes:
+        return None
+    counts = Counter(sizes)
+    most = max(counts.values())
+    return next(size for size in sizes if counts[size] == most)
+
+
+def _check_leaf(name: str, leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor):
+        if leaf.requires_grad:
+            raise BatchError(
+                f"input {name} requires a gradient",
+                why="a pipeline step returns gradients of parameters only; this one would be lost",
+                fix="pass it detached, or make it a parameter of the model",
+            )
+        if leaf.is_nested:
+            raise BatchError(
+                f"input {name} is a nested tensor",
+                why="what one stage sends the next has one shape",
+                fix="pad it: torch.nested.to_padded_tensor(x, 0.0), and pass the lengths or a mask with it",
+            )
+        if leaf.layout != torch.strided:
+            raise BatchError(f"input {name} is a {leaf.layout} tensor", fix="pass a dense tensor")
+        if leaf.dim() > 0 and leaf.shape[0] == 0:
+            raise BatchError(f"input {name} is empty", where=f"shape {tuple(leaf.shape)}")
+        return
+    if not isinstance(leaf, _PLAIN):
+        raise BatchError(
+            f"input {name} is {_describe(leaf)}",
+            why="tensors inside it would be frozen into the program",
+            fix="pass tensors, numbers, strings, None, and tuples, lists or dicts of them",
+        )
+
+
+def _check_lists(names: Sequence[str], leaves: Sequence[Any], tree: Any) -> None:
+    """Raises BatchError for a list with an entry, of several tensors, for each row: it has no axis to be cut along."""
+    lists = {id(leaf) for found in _lists_of_mappings(tree) for leaf in pytree.tree_leaves(found)}
+    rows = _most_common_rows(leaf for leaf in leaves if id(leaf) not in lists)
+    for found in _lists_of_mappings(tree):
+        inside = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        if len(found) != rows or not inside or all(leaf.dim() and leaf.shape[0] == rows for leaf in inside):
+            continue
+        first = next(name for name, leaf in zip(names, leaves, strict=True) if leaf is inside[0])
+        raise BatchError(
+            f"input {first.split('_0_')[0]} is a list with an entry for each row",
+            why="only tensors are cut into micro-batches, along their first axis",
+            fix="pad the entries to one size and stack them: for each key a tensor with a row for each entry",
+        )
+
+
+def _lists_of_mappings(tree: Any) -> Iterator[Sequence[Any]]:
+    if isinstance(tree, (list, tuple)) and tree and all(isinstance(item, Mapping) and item for item in tree):
+        yield tree
+    elif isinstance(tree, (list, tuple, Mapping)):
+        for part in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _lists_of_mappings(part)
+
+
+def _describe(value: Any) -> str:
+    return f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """A name for a leaf: `labels`, `arg0`, `target`, `arg0_mask`."""
+    head, *rest = path
+    part = getattr(head, "idx", None)
+    words = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "x")))) for key in rest]
+    if part == 0:
+        words[0] = f"arg{words[0]}"
+    elif part == 2:
+        words.insert(0, "target")
+    text = "_".join(words)
+    return "".join(c if c.isalnum() else "_" for c in text)

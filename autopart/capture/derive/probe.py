@@ -1,0 +1,307 @@
+"""A numeric test for what the rules cannot tell: does a value of a micro-batch equal that slice of the whole batch's?
+
+The captured program runs on `large` rows and, on the same data, on `small` rows at several places; a value passes
+when every slice matches and, where gradients flow through it, when the gradients of a random function of it add up
+over the pieces.  Both are done on the user's rows and then on random data like them, so that equal rows prove
+nothing; values of few elements, which agree by chance, are tried more often.
+
+What it assumes and where it is wrong: a value that depends on other rows does so for this data too.  Ops that couple
+rows only now and then (an expert that overflows) can pass.  Dropout is off, other random numbers are 0.5, and batch
+norm uses its running statistics: what those couple is the same program on the same micro-batches by definition.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Set
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from autopart.capture.batch.batch import Batch
+from autopart.passes.ops.table import row_of
+from autopart.rng import keyed
+
+if TYPE_CHECKING:
+    from autopart.capture import Captured
+
+Tensors = dict[str, torch.Tensor]
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""Largest difference of an element, relative to the largest element of the value."""
+_MOST_TURNS = 10
+"""Batches that are tried at most."""
+_LEAST_SHOWN = 2
+"""Random batches in which a value has to match, each row of it different from the others."""
+_MOST_TRIALS = 24
+"""Runs spent on finding the values whose gradients do not add up."""
+
+
+def prove_rows(small: Captured, large: Captured, names: Iterable[str], batch: Batch) -> frozenset[str]:
+    """Those of `names` that keep the rows of the batch apart, and those constants that are equal in both captures.
+
+    small, large: one model captured at two numbers of rows, with real weights; batch: data of the user.  The model is
+    not changed.  Cost: a few forward and backward passes.
+    """
+    asked = set(names)
+    constants = {n for n in asked if n in large.tensors and _same(small.tensors[n], large.tensors[n])}
+    values = [v.name for v in large.graph.values if v.name in asked and _rows_axis(v.name, small, large) is not None]
+    if any(t.is_meta for t in large.tensors.values()):
+        return frozenset()
+    device = next((t.device for t in large.tensors.values()), torch.device("cpu"))
+    seen = dict.fromkeys(values, 0)  # value: random batches that tell something about it
+    for turn in range(_MOST_TURNS):
+        if not seen or min(seen.values()) >= _enough(seen, large):
+            break
+        rows, asked_about = large.graph.rows, large.questions.inputs if large.questions is not None else frozenset()
+        data = batch.with_rows(rows) if turn == 0 else resampled(batch, rows, turn, asked_about)
+        found = _Trial(small, large, data.to(device)).passing(list(seen), gradients=turn < 2)
+        if not found and turn == 0:
+            return frozenset(constants)
+        for name, verdict in found.items():
+            if verdict is False:
+                del seen[name]
+            else:
+                seen[name] += bool(verdict) and turn > 0
+    return frozenset(constants | {name for name, count in seen.items() if count >= _LEAST_SHOWN})
+
+
+def _enough(names: Iterable[str], large: Captured) -> int:
+    """Random batches to see: more for a value of few elements."""
+    sizes = large.graph.value_map()
+    fewest = min(math.prod(sizes[name].shape) for name in names)
+    return max(_LEAST_SHOWN, min(_MOST_TURNS - 2, 1024 // max(1, fewest)))
+
+
+def resampled(batch: Batch, rows: int, seed: int, in_whole_rows: Set[int] = frozenset()) -> Batch:
+    """Random data like a batch's: other rows of every tensor, floats with noise in the range of the tensor's own,
+    integers, and floats that are all 0 or 1, drawn from the tensor's own.
+
+    Masks (tensors of two values) keep their rows whole: a random one would hide everything.  So do the tensors that the
+    model's Python asks about, by their places: the program is for their answers, and their rows come as they are drawn.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    places = itertools.count()
+
+    def change(leaf: torch.Tensor, split: bool) -> torch.Tensor:
+        place = next(places)
+        if not split:
+            return leaf
+        picked = leaf[torch.randint(len(leaf), (rows,), generator=generator).to(leaf.device)]
+        if place in in_whole_rows:
+            return picked
+        constant = bool(leaf.amin() == leaf.amax())
+        if leaf.is_floating_point() and (constant or not bool(((leaf == 0) | (leaf == 1)).all())):
+            noise = torch.randn(picked.shape, generator=generator).to(picked)
+            noisy = picked + 0.2 * noise * leaf.abs().mean()
+            return noisy if constant else noisy.clamp(leaf.amin(), leaf.amax())
+        if leaf.dim() > 1 and bool(((leaf == leaf.amin()) | (leaf == leaf.amax())).all()):
+            return picked
+        pool = leaf.reshape(-1)
+        return pool[torch.randint(len(pool), picked.shape, generator=generator).to(leaf.device)]
+
+    return batch.changed(change, rows)
+
+
+class _Trial:
+    """Both programs on one batch of `large` rows."""
+
+    def __init__(self, small: Captured, large: Captured, batch: Batch) -> None:
+        self._small, self._large, self._batch = small, large, batch
+        self._values = large.graph.value_map()
+        rows, self._piece = large.graph.rows, small.graph.rows
+        self._places = [*range(0, rows - self._piece, self._piece), rows - self._piece]
+
+    def passing(self, names: list[str], *, gradients: bool) -> dict[str, bool | None]:
+        """For each value: True when it matches, False when not, None when this data does not tell (NaN, two equal
+        rows).  Nothing at all when the program fails on this data."""
+        try:
+            found = self._matching(names)
+            if gradients:
+                floating = {v.name for v in self._large.graph.values if v.grad}
+                flowing = [n for n in names if found[n] and n in floating]
+                self._trials = _MOST_TRIALS
+                found |= dict.fromkeys(set(flowing) - set(self._adding_up(flowing)), False)
+            return found
+        except (RuntimeError, IndexError):
+            return {}
+
+    def _matching(self, names: list[str]) -> dict[str, bool | None]:
+        found: dict[str, bool | None] = {}
+        with torch.no_grad():
+            whole = run(self._large, self._inputs(0, self._large.graph.rows), set(names))
+            for name in names:
+                found[name] = self._distinct(name, whole[name]) if name in whole else False
+            for place in self._places:
+                piece = run(self._small, self._inputs(place, self._piece), set(names))
+                for name in names:
+                    told = found[name] is not False and name in piece
+                    if not told or not _close(self._slice(name, whole[name], place), piece[name]):
+                        found[name] = None if name in whole and bool(whole[name].isnan().any()) else False
+        return found
+
+    def _distinct(self, name: str, value: torch.Tensor) -> bool | None:
+        """True when no two rows are equal, else None: if they are, no order of them can be told from another."""
+        axis, _ = self._axis_and_block(name)
+        rows = value.movedim(axis, 0).reshape(self._large.graph.rows, -1)
+        rows = (torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows).double()
+        mix = torch.linspace(1, 2, rows.shape[1], dtype=torch.float64, device=rows.device).sin()
+        rows = torch.where(rows.isinf(), torch.zeros_like(rows), rows)
+        return True if len({round(x, 9) for x in (rows @ mix).tolist()}) == len(rows) else None
+
+    def _adding_up(self, names: list[str]) -> list[str]:
+        """The values through which gradients add up over the pieces: all at once, then by halves."""
+        if not names or self._trials <= 0:
+            return []
+        self._trials -= 1
+        if self._gradients_agree(names):
+            return names
+        middle = len(names) // 2
+        return [] if middle == 0 else self._adding_up(names[:middle]) + self._adding_up(names[middle:])
+
+    def _gradients_agree(self, names: list[str]) -> bool:
+        rows = self._large.graph.rows
+        factors = self._factors(names)
+        whole = self._gradients(self._large, self._inputs(0, rows), factors)
+        total = [torch.zeros_like(g) for g in whole]
+        done = 0
+        for place in self._places:
+            part = {n: self._slice(n, f, place).clone() for n, f in factors.items()}
+            for name, factor in part.items():  # rows that an earlier piece has counted
+                axis, block = self._axis_and_block(name)
+                factor.narrow(axis, 0, (done - place) * block).zero_()
+            pieces = self._gradients(self._small, self._inputs(place, self._piece), part)
+            total = [t + g for t, g in zip(total, pieces, strict=True)]
+            done = place + self._piece
+        return all(near(t, g, whole) for t, g in zip(total, whole, strict=True))
+
+    def _factors(self, names: list[str]) -> Tensors:
+        generator = torch.Generator().manual_seed(1)
+        made = {}
+        for name in names:
+            value = self._values[name]
+            factor = torch.randn(value.shape, generator=generator) / max(1, math.prod(value.shape)) ** 0.5
+            made[name] = factor.to(getattr(torch, value.dtype))
+        return made
+
+    def _gradients(self, captured: Captured, inputs: list[torch.Tensor], factors: Tensors) -> list[torch.Tensor]:
+        trainable = [captured.tensors[n] for n, p in self._large.tensors.items() if p.requires_grad]
+        with torch.enable_grad():
+            found = run(captured, inputs, set(factors))
+            outputs = [found[n] for n in factors if found[n].requires_grad]
+            given = [factors[n].to(found[n].device) for n in factors if found[n].requires_grad]
+            if not outputs:
+                return []
+            gradients = torch.autograd.grad(outputs, trainable, given, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(trainable, gradients, strict=True)]
+
+    def _inputs(self, place: int, rows: int) -> list[torch.Tensor]:
+        return [t.narrow(0, place, rows).clone() if split else t for t, split in self._batch.tensors_and_splits()]
+
+    def _slice(self, name: str, value: torch.Tensor, place: int) -> torch.Tensor:
+        axis, block = self._axis_and_block(name)
+        return value.narrow(axis, place * block, self._piece * block)
+
+    def _axis_and_block(self, name: str) -> tuple[int, int]:
+        axis = _rows_axis(name, self._small, self._large)
+        assert axis is not None
+        return axis, self._values[name].shape[axis] // self._large.graph.rows
+
+
+def _rows_axis(name: str, small: Captured, large: Captured) -> int | None:
+    """The one axis whose size is proportional to the rows, or None."""
+    a, b = (next((v.shape for v in c.graph.values if v.name == name), ()) for c in (small, large))
+    differing = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+    if len(differing) != 1:
+        return None
+    axis = differing[0]
+    proportional = a[axis] * large.graph.rows == b[axis] * small.graph.rows and a[axis] % small.graph.rows == 0
+    return axis if proportional else None
+
+
+def run(captured: Captured, inputs: list[torch.Tensor], keep: set[str]) -> Tensors:
+    """Run a captured program, randomness off, and return the values in `keep` that it can tell."""
+    env: dict[fx.Node, Any] = {}
+    kept: Tensors = {}
+    unknown: set[fx.Node] = set()
+    names, queue = captured.names, iter(inputs)
+    last = _last_uses(captured.module)
+    for node in captured.module.graph.nodes:
+        if node.op == "placeholder":
+            param = names.params.get(node.name)
+            env[node] = _own(captured, param) if param is not None else next(queue)
+        elif node.op == "get_attr":
+            env[node] = getattr(captured.module, str(node.target))
+        elif node.op == "call_function":
+            env[node], told = _call(node, env)
+            if not told or any(n in unknown for n in node.all_input_nodes):
+                unknown.add(node)
+        if names.value(node) in keep and isinstance(env.get(node), torch.Tensor) and node not in unknown:
+            kept[names.value(node)] = env[node]
+        for done in last.get(node, ()):
+            env.pop(done, None)
+    return kept
+
+
+def _own(captured: Captured, name: str) -> torch.Tensor:
+    """A parameter itself, a buffer's copy: some ops write to the buffers they get."""
+    tensor = captured.names.tensors[name]
+    return tensor if captured.names.kinds[name] == "param" else tensor.detach().clone()
+
+
+def _last_uses(module: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
+    last: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        for used in node.all_input_nodes:
+            last[used] = node
+    freed: dict[fx.Node, list[fx.Node]] = {}
+    for used, node in last.items():
+        freed.setdefault(node, []).append(used)
+    return freed
+
+
+def _call(node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Any, bool]:
+    """The result of an op without randomness, and False when it has some that cannot be taken out."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+    target: Any = node.target
+    random = target is keyed
+    if random:
+        target, args = args[0], args[2:]
+    if not isinstance(target, torch._ops.OpOverload):
+        return target(*args, **kwargs), not random
+    row = row_of(str(target))
+    bound = {a.name: value for a, value in zip(target._schema.arguments, args, strict=False)} | kwargs
+    off = {k: v for k, v in row.off if k in {a.name for a in target._schema.arguments}}
+    result = target(**bound | off)
+    if random and row.stand_in is not None:
+        return torch.full_like(result, row.stand_in), True
+    return result, not random or bool(off)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return not a.is_meta and not b.is_meta and a.shape == b.shape and bool(torch.equal(a, b))
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal up to rounding; a value with NaN proves nothing."""
+    if not a.is_floating_point():
+        return bool(torch.equal(a, b))
+    if a.numel() == 0:
+        return True
+    scale = torch.maximum(a.abs().amax(), b.abs().amax()).double()
+    finite = bool(torch.isfinite(a).logical_or(a == b).all())
+    difference = torch.where(a == b, torch.zeros_like(a), a - b).abs().amax().double()
+    return finite and bool(difference <= TOLERANCE.get(a.dtype, 3e-2) * scale)
+
+
+def near(a: torch.Tensor, b: torch.Tensor, everything: list[torch.Tensor]) -> bool:
+    """Gradients equal up to rounding, measured against their own norm or a small part of the whole gradient's."""
+    tolerance = 20 * TOLERANCE.get(b.dtype, 3e-2)
+    whole = torch.stack([_wide(g).norm() for g in everything]).norm()
+    difference = (_wide(a) - _wide(b)).norm()
+    return bool(difference <= tolerance * torch.maximum(_wide(b).norm(), 1e-2 * whole))
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

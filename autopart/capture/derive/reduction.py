@@ -1,0 +1,169 @@
+"""How the losses of micro-batches combine to that of the batch: asked of two captures, and of numbers where needed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from autopart.capture.batch.batch import Batch
+from autopart.capture.cache import CaptureCache
+from autopart.capture.derive.family import ProgramFamily, another_size
+from autopart.capture.derive.probe import prove_rows
+from autopart.capture.derive.rows import mark_rows
+from autopart.capture.derive.stated import refuted
+from autopart.capture.gc_pause import gc_paused
+from autopart.ir.errors import CoupledLossError, RefusedError
+from autopart.ir.graph import Graph, LossReduction
+from autopart.ir.shares import RowLayout
+from autopart.ir.size import Size
+from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
+from autopart.passes.loss.layouts import find_layouts
+
+WHOLE = LossReduction("any")
+Layouts = Mapping[str, RowLayout | None]
+"""How values hold the rows of a micro-batch; None: not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRule:
+    """What follows from a kind of batch for how it is cut.  reduction: how losses of parts combine.  layouts: of the
+    values that replicas cut."""
+
+    reduction: LossReduction
+    layouts: Layouts = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists and dictionaries, to be sent."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> BatchRule:
+        """The inverse of `to_json`."""
+        layouts = {name: None if row is None else RowLayout(**row) for name, row in content["layouts"].items()}
+        return cls(LossReduction.from_json(content["reduction"]), layouts)
+
+
+def couples_rows(graph: Graph, *, synced: bool = False) -> bool:
+    """Whether parts of a batch are run otherwise than the whole: batch statistics are taken, also where no running ones
+    are kept, or buffers change.  synced: whether batch norms take those of all parts; counts of batches are alike."""
+    return bool(coupling_ops(graph, synced=synced))
+
+
+def coupling_ops(graph: Graph, *, synced: bool = False) -> set[str]:
+    """The ops for which `couples_rows`: those that take statistics, or write the new value of a buffer."""
+    norms = {op.name for op in graph.ops if "batch_norm" in op.target and ("training", True) in op.attrs}
+    writers = {value: op for op in graph.ops for value in op.writes}
+    updating = [writers[value] for _, value in graph.updates]
+    if not synced:
+        return norms | {op.name for op in updating}
+    return {op.name for op in updating if op.reads} - norms
+
+
+def family_of_batch(captures: CaptureCache, batch: Batch, micro_rows: Sequence[int]) -> ProgramFamily:
+    """What says how micro-batches of these rows combine for batches like `batch`.
+
+    A Python value, a length or a dtype may choose another loss than that of the batch that was planned for.  Captures
+    at two sizes of several rows, since on one row a model may run other operations.  Raises CaptureError,
+    RefusedError.
+    """
+    base = Size(max(2, *micro_rows))
+    other = another_size(base, [Size(batch.rows or 1)])  # the whole batch may take another branch of the model's Python
+    return ProgramFamily(captures, batch, captures(batch, base), captures(batch, other))
+
+
+def loss_reduction(family: ProgramFamily, splits: Sequence[Sequence[int]], stated: str) -> LossReduction:
+    """How the losses of micro-batches combine.  One needs no rule; more need one that is proven exact.
+
+    splits: the rows of the micro-batches, in each way to split the batch that may be taken.  stated: what the user says
+    of the loss, or "auto".  Raises CoupledLossError when the whole loss is not a combination of theirs.
+    """
+    base, other = family.base, family.other
+    if all(len(micro_rows) == 1 for micro_rows in splits):
+        return WHOLE
+    if other is None:
+        if family.refusal is not None:
+            raise family.refusal
+        return WHOLE
+    graph = mark_rows(base.graph, other.graph)
+    given = None if stated == "auto" else stated
+    proven: frozenset[str] = frozenset()
+    while True:
+        try:
+            with gc_paused():
+                return derive_loss_weight(graph, other.graph, stated=given, proven=proven)
+        except UnprovenRows as unproven:
+            if unproven.stated is not None:
+                return _confirmed(family, unproven, stated)
+            found = _prove(family, unproven.names) - proven
+            if not found:  # what is proven makes rules apply further on, which ask for more
+                raise unproven.refusal from None
+            proven |= found
+
+
+def _confirmed(family: ProgramFamily, unproven: UnprovenRows, stated: str) -> LossReduction:
+    """The first meaning of what the user states of an opaque loss that numbers do not refute.
+
+    Raises CoupledLossError where the statement is false.
+    """
+    meanings = unproven.stated or ()
+    if family.on_meta and meanings:
+        return meanings[-1]  # planning only: compile tries it, with values
+    assert family.other is not None
+    small, large = sorted((family.base, family.other), key=lambda captured: captured.graph.rows)
+    if large.graph.rows % small.graph.rows:
+        large = family.captured(replace(small.graph.size, rows=2 * small.graph.rows))
+    why = "it reads no class numbers of the batch that could be counted"
+    for meaning in meanings:
+        why = refuted(small, large, meaning, family.batch)
+        if not why:
+            return meaning
+    raise CoupledLossError(
+        f'loss_reduction="{stated}" is stated, and numbers show that the loss does not combine like that',
+        where=unproven.where,
+        why=why,
+        fix="use micro_batches=1; or compute the loss with torch's own operations, of which autopart knows how they "
+        "combine: a custom backward has to scale the gradient that comes in, and may not divide by a number of rows",
+    )
+
+
+def row_layouts(
+    family: ProgramFamily, reduction: LossReduction, crossing: Collection[str], drawn: Collection[str]
+) -> Layouts:
+    """How these values hold the rows of a micro-batch, None where they hold none (`find_layouts`).
+
+    Raises RefusedError for a value that replicas cannot divide.
+    """
+    base, other = family.base, family.other
+    if not crossing and not drawn:
+        return {}
+    if other is None:
+        raise family.refusal or RefusedError(
+            "a stage cannot have replicas: the model was captured at one size alone", fix="use replicas=1"
+        )
+    graph = mark_rows(base.graph, other.graph)
+    whole = frozenset(item.value for item in reduction.adjusted if item.reader is None)
+    proven: frozenset[str] = frozenset()
+    tried: frozenset[str] = frozenset()
+    while True:
+        try:
+            return find_layouts(graph, other.graph, crossing, drawn, whole=whole, proven=proven)
+        except UnprovenRows as unproven:
+            if unproven.names <= tried:
+                raise RefusedError(
+                    "a stage cannot have replicas: its rows cannot be shown to be independent of each other",
+                    where=unproven.where,
+                    why=unproven.why,
+                    fix="use replicas=1, or the same number of replicas for every stage",
+                ) from None
+            tried |= unproven.names
+            proven |= _prove(family, unproven.names)
+
+
+def _prove(family: ProgramFamily, names: frozenset[str]) -> frozenset[str]:
+    """Those of the values that are slices of the whole batch's, as numbers show."""
+    assert family.other is not None
+    if family.on_meta:
+        return names  # planning only: compile checks again, with values
+    small, large = sorted((family.base, family.other), key=lambda captured: captured.graph.rows)
+    return prove_rows(small, large, names, family.batch)

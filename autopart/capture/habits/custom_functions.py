@@ -1,0 +1,185 @@
+"""A custom autograd.Function as an op with its own backward: torch.export keeps its forward and drops its backward.
+
+The op's forward is the function's.  Its backward applies the function once more, with gradients, and lets autograd call
+its backward: what forward() keeps in `ctx` is then there again, for the price of one more forward.  Refused is what
+that cannot repeat: random numbers, arguments changed in place, tensors in containers, results of which some have no
+derivative.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopart.capture.source_location import user_line
+from autopart.capture.watch.closure_reads import is_library_file
+from autopart.ir.errors import RefusedError
+
+_apply = torch.autograd.Function.__dict__["apply"].__func__
+_SCALARS = {bool: "bool", int: "int", float: "float", str: "str", torch.dtype: "ScalarType", torch.device: "Device"}
+_ops: dict[tuple[type, str, int], Callable[..., Any]] = {}
+_names: dict[str, int] = {}
+_REMEDY = (
+    "register it as an op: torch.library.custom_op(...) with register_autograd(...), which is kept exactly; or write "
+    "it with torch's own ops"
+)
+
+_LIBRARY_REMEDY = (
+    "choose an implementation of this layer that does without it, if the library offers one; this model cannot be cut"
+)
+
+
+def applied(cls: Any, args: tuple[Any, ...]) -> Any:
+    """What `cls.apply(*args)` returns, by an op that keeps the backward.  Raises RefusedError."""
+    schema = ", ".join(f"{_type(cls, value)} a{place}" for place, value in enumerate(args))
+    count, single = _results(cls, args)
+    key = (cls, schema, count)
+    if key not in _ops:
+        _ops[key] = _registered(cls, schema, count)
+    found = _ops[key](*args)
+    return found if single or count > 1 else (found,)
+
+
+def refusal(cls: Any, why: str) -> RefusedError:
+    """Why a custom autograd.Function cannot be captured."""
+    library = is_library_file(getattr(sys.modules.get(cls.__module__), "__file__", None) or "<")
+    return RefusedError(
+        f"custom autograd.Function {cls.__module__}.{cls.__qualname__} is used in forward()",
+        where=user_line(traceback.extract_stack()),
+        why=why,
+        fix=_LIBRARY_REMEDY if library else _REMEDY,
+    )
+
+
+def _type(cls: Any, value: Any) -> str:
+    """The type of an argument in a schema."""
+    if value is None or isinstance(value, torch.Tensor):
+        return "Tensor?"
+    if isinstance(value, (tuple, list)) and value and all(type(item) in (int, float) for item in value):
+        return f"{_SCALARS[type(value[0])]}[]" if len({type(item) for item in value}) == 1 else "float[]"
+    if type(value) in _SCALARS:
+        return _SCALARS[type(value)]
+    raise refusal(cls, f"one of its arguments is a {type(value).__name__}; tensors, numbers and texts can be kept")
+
+
+def _results(cls: Any, args: Sequence[Any]) -> tuple[int, bool]:
+    """How many tensors it returns, and whether it is one alone."""
+    with disable_proxy_modes_tracing(), torch.enable_grad():
+        found = _apply(cls, *map(_leaf, args))
+    results = (found,) if isinstance(found, torch.Tensor) else found
+    if not isinstance(results, tuple) or not all(isinstance(result, torch.Tensor) for result in results):
+        raise refusal(cls, "it returns something else than tensors")
+    floating = [result.requires_grad for result in results if result.is_floating_point()]
+    if any(floating) and not all(floating):
+        raise refusal(cls, "some of its results have no derivative (mark_non_differentiable)")
+    return len(results), isinstance(found, torch.Tensor)
+
+
+def _registered(cls: Any, schema: str, count: int) -> Callable[..., Any]:
+    """An op for this function, for arguments of these types.  Its name is the same on every rank."""
+
+    def forward(*args: Any) -> Any:
+        with torch.no_grad():
+            results = _owned(args, _tuple(_apply(cls, *args)))
+        return results if count > 1 else results[0]
+
+    def fake(*args: Any) -> Any:
+        _check(cls, args)
+        return forward(*args)
+
+    op = torch.library.custom_op(
+        _name(cls, schema, count),
+        forward,
+        mutates_args=(),
+        schema=f"({schema}) -> ({', '.join(['Tensor'] * count)})",
+    )
+    op.register_fake(fake)
+    op.register_autograd(_backward(cls), setup_context=_keep)
+    return op
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.places = [place for place, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
+    ctx.others = [None if isinstance(value, torch.Tensor) else value for value in inputs]
+    ctx.save_for_backward(*(inputs[place] for place in ctx.places))
+
+
+def _backward(cls: Any) -> Callable[..., Any]:
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+        args, back = list(ctx.others), [None] * len(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            args[place] = tensor.detach().requires_grad_(ctx.needs_input_grad[place])
+        with torch.enable_grad():
+            results = _tuple(_apply(cls, *args))
+        pairs = [(r, g) for r, g in zip(results, grads, strict=True) if r.requires_grad and g is not None]
+        wanted = [place for place in ctx.places if ctx.needs_input_grad[place]]
+        if pairs and wanted:
+            outputs, seeds = zip(*pairs, strict=True)
+            found = torch.autograd.grad(outputs, [args[place] for place in wanted], seeds, allow_unused=True)
+            for place, grad in zip(wanted, found, strict=True):
+                back[place] = grad
+        return tuple(back)
+
+    return backward
+
+
+def _tuple(found: Any) -> tuple[torch.Tensor, ...]:
+    return (found,) if isinstance(found, torch.Tensor) else tuple(found)
+
+
+def _owned(args: Sequence[Any], results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The results, none of which shares memory with an argument or another result, as an op must."""
+    seen = {a.untyped_storage()._cdata for a in args if isinstance(a, torch.Tensor)}
+    owned = []
+    for result in results:
+        shared = result.untyped_storage()._cdata in seen
+        owned.append(result.clone() if shared else result)
+        seen.add(owned[-1].untyped_storage()._cdata)
+    return tuple(owned)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the first random op."""
+
+    drawn = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not self.drawn:
+            self.drawn = str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _check(cls: Any, args: Sequence[Any]) -> None:
+    """Raises RefusedError for what applying the function a second time would not repeat."""
+    leaves = [_leaf(value) for value in args]
+    versions = [value._version for value in leaves if isinstance(value, torch.Tensor)]
+    with torch.no_grad(), _Watch() as watch:  # type: ignore[no-untyped-call]
+        _apply(cls, *leaves)
+    if watch.drawn:
+        raise refusal(cls, f"its forward draws random numbers ({watch.drawn}), and it would run once more backwards")
+    if versions != [value._version for value in leaves if isinstance(value, torch.Tensor)]:
+        raise refusal(cls, "its forward changes an argument in place")
+
+
+def _leaf(value: Any) -> Any:
+    """A tensor of its own that needs a gradient if it can have one."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    copy = value.detach().clone()
+    return copy.requires_grad_() * 1 if copy.is_floating_point() else copy
+
+
+def _name(cls: Any, schema: str, count: int) -> str:
+    """autopart_functions::module_Class_digest: the same in every process that captures the same."""
+    text = f"{cls.__module__}.{cls.__qualname__}({schema}) {count}"
+    number = _names[text] = _names.get(text, 0) + 1
+    digest = hashlib.blake2b(f"{text} {number}".encode(), digest_size=4).hexdigest()
+    return f"autopart_functions::{re.sub(r'[^0-9A-Za-z]+', '_', cls.__qualname__).strip('_')}_{digest}"

@@ -1,0 +1,249 @@
+"""From an exported program to the flat graph that is cut.
+
+1. Regions under torch.no_grad become ordinary ops whose results are detached: decomposition inlines them and would
+   otherwise lose that nothing flows back.
+2. In-place ops are made functional; composite ops (attention, linear, cross entropy) stay whole.
+3. Assertions about tensor metadata go; `view` becomes `reshape` (the strides of the real kernel can differ from the
+   traced ones); `alias` goes, and so do copies: in a functional graph a copy is its original, and whether forward()
+   makes one can depend on the number of rows (`.contiguous()` on a single row is no copy).
+4. Random ops are called by key, so that what they draw does not depend on the stage they land on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from autopart.capture.call_signature import Unsure
+from autopart.capture.habits.autocast_regions import spread_autocast
+from autopart.capture.habits.rejoined import rejoin, renumbered
+from autopart.capture.source_location import user_line_of_text
+from autopart.capture.trace.composite_ops import composite_ops_remembered
+from autopart.capture.trace.export import uncompiled
+from autopart.capture.trace.functional import functional_graph
+from autopart.ir.errors import RefusedError
+from autopart.passes.ops.row import ASSERTION
+from autopart.passes.ops.table import row_of
+from autopart.rng import keyed
+
+_aten = torch.ops.aten
+_SAME = {"alias", "lift_fresh"}
+_VIEWS = {_aten.view.default, _aten._unsafe_view.default}
+_SCATTERS = {_aten.slice_scatter.default, _aten.select_scatter.default}
+_GRAD_REGION = "wrap_with_set_grad_enabled"
+
+
+def _name(target: Any) -> str:
+    """Name of an op without its overload; "" for what is no op of torch."""
+    return str(target.name()).split("::")[-1].split(".")[0] if hasattr(target, "name") else ""
+
+
+def lower(program: ExportedProgram) -> tuple[ExportedProgram, fx.GraphModule]:
+    """The functional program (for its signature) and its flat graph, lowered.  O(nodes)."""
+    _detach_no_grad_regions(program.graph_module)
+    program, graph = _functional(program)
+    _refuse_higher_order(graph)
+    with uncompiled():
+        module = fx.GraphModule(dict(_constants(program.graph_module)), graph)
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            _lower_node(graph, node)
+    joined = rejoin(graph)
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    if joined:
+        with uncompiled():
+            graph = module.graph = renumbered(graph)
+    _key_random_ops(graph)
+    graph.lint()
+    return program, module
+
+
+def _functional(program: ExportedProgram) -> tuple[ExportedProgram, fx.Graph]:
+    """A program with the signature, and the graph, of the functional form of `program`."""
+    graph = functional_graph(program)
+    if graph is None:
+        with contextlib.suppress(Unsure):  # then its ops have no place in the user's code
+            spread_autocast(program)
+        with composite_ops_remembered():
+            program = program.run_decompositions({})
+        graph = program.graph_module.graph
+    return program, graph
+
+
+def _constants(module: fx.GraphModule) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
+
+
+def _detach_no_grad_regions(module: fx.GraphModule, inside: bool = False) -> None:
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        for arg in node.args:
+            if not (isinstance(arg, fx.Node) and arg.op == "get_attr"):
+                continue
+            region = getattr(module, str(arg.target))
+            if not isinstance(region, fx.GraphModule):
+                continue
+            off = _name(node.target) == _GRAD_REGION and node.args[0] is False
+            if inside and _name(node.target) == _GRAD_REGION and node.args[0] is True:
+                raise RefusedError(
+                    "torch.enable_grad inside torch.no_grad is used in forward()",
+                    where=user_line_of_text(node.meta.get("stack_trace")),
+                    why="which gradients it revives cannot be told from the captured graph",
+                    fix="move that computation out of the no_grad block",
+                )
+            _detach_no_grad_regions(region, inside or off)
+            if off:
+                _detach_results(region)
+
+
+def _detach_results(region: fx.GraphModule) -> None:
+    output = next(node for node in region.graph.nodes if node.op == "output")
+    _refuse_mutation(region)
+
+    def detached(value: fx.Node) -> fx.Node:
+        example = value.meta.get("val")
+        if not isinstance(example, torch.Tensor) or not example.is_floating_point():
+            return value
+        with region.graph.inserting_before(output):
+            node = region.graph.call_function(_aten.detach.default, (value,))
+        node.meta.update(value.meta)
+        return node
+
+    output.args = fx.map_arg(output.args, detached)
+    region.recompile()
+
+
+def _refuse_mutation(region: fx.GraphModule) -> None:
+    """An in-place op on an activation inside no_grad keeps that activation's gradient path: not expressible here."""
+    buffers = {n for n in region.graph.nodes if n.op == "placeholder" and str(n.target).startswith(("b_", "c_"))}
+    made_here = {n for n in region.graph.nodes if n.op == "call_function"}
+    for node in region.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if node.target._schema.is_mutable and node.args and node.args[0] not in buffers | made_here:
+            raise RefusedError(
+                f"{node.target} changes a tensor in place under torch.no_grad",
+                where=user_line_of_text(node.meta.get("stack_trace")),
+                why="its effect on gradients cannot be told from the captured graph",
+                fix="write to a copy, or register the tensor as a buffer",
+            )
+
+
+def _refuse_higher_order(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise RefusedError(
+                f"higher-order op {_name(node.target)} is used in forward()",
+                where=user_line_of_text(node.meta.get("stack_trace")),
+                why="ops that own sub-graphs cannot be cut or differentiated exactly yet",
+                fix='write it with plain tensor operations (attention: attn_implementation="sdpa" or "eager")',
+            )
+
+
+def _lower_node(graph: fx.Graph, node: fx.Node) -> None:
+    target: Any = node.target
+    name = _name(target)
+    if row_of(str(target)).family == ASSERTION:
+        graph.erase_node(node)
+    elif name in _SAME or (target is _aten.clone.default and _is_plain_copy(node)):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+    elif target is _aten.copy.default:
+        _lower_copy(graph, node)
+    elif target in _SCATTERS and node.meta["val"].is_complex():
+        _lower_complex_scatter(graph, node)
+    elif target in _VIEWS:
+        node.target = _aten.reshape.default
+
+
+def _lower_copy(graph: fx.Graph, node: fx.Node) -> None:
+    """copy(target, source) is the source in the target's shape and dtype; aten.copy itself has no derivative."""
+    source = node.args[1]
+    assert isinstance(source, fx.Node)
+    result, value = node.meta["val"], source
+    with graph.inserting_before(node):
+        if source.meta["val"].dtype != result.dtype:
+            value = graph.call_function(_aten._to_copy.default, (value,), {"dtype": result.dtype})
+            value.meta.update(node.meta, val=source.meta["val"].to(result.dtype))
+        if source.meta["val"].shape != result.shape:
+            value = graph.call_function(_aten.expand.default, (value, list(result.shape)))
+            value.meta.update(node.meta)
+    node.replace_all_uses_with(value)
+    graph.erase_node(node)
+
+
+def _lower_complex_scatter(graph: fx.Graph, node: fx.Node) -> None:
+    """A complex tensor with a slice replaced, as a join of what is before, the slice and what is behind: torch has no
+    derivative of slice_scatter and select_scatter for complex numbers."""
+    given = _bound(node)
+    whole, part, dim = given["self"], given["src"], given["dim"] % node.meta["val"].dim()
+    size = node.meta["val"].shape[dim]
+    if given.get("step", 1) != 1:
+        raise RefusedError(
+            f"{node.target} writes into every {given['step']}th element of a complex tensor",
+            where=user_line_of_text(node.meta.get("stack_trace")),
+            why="torch has no derivative of it",
+            fix="join the parts with torch.cat or torch.stack instead of writing into a slice",
+        )
+    single = node.target is _aten.select_scatter.default
+    start, _, _ = slice(given["index"] if single else given["start"], None).indices(size)
+    with graph.inserting_before(node):
+
+        def add(target: Any, *args: Any) -> fx.Node:
+            made = graph.call_function(target, args)
+            inputs = fx.map_arg(args, lambda n: n.meta["val"])
+            made.meta.update(node.meta, val=target(*inputs))
+            return made
+
+        if single:
+            part = add(_aten.unsqueeze.default, part, dim)
+        end = start + part.meta["val"].shape[dim]
+        before = [add(_aten.slice.Tensor, whole, dim, 0, start)] if start else []
+        behind = [add(_aten.slice.Tensor, whole, dim, end, size)] if end < size else []
+        joined = add(_aten.cat.default, [*before, part, *behind], dim) if before or behind else part
+    node.replace_all_uses_with(joined)
+    graph.erase_node(node)
+
+
+def _is_plain_copy(node: fx.Node) -> bool:
+    """A copy that nothing but ordinary ops reads, and that is not made for its memory format.  Kernels of oneDNN read
+    memory as it lies, whatever the strides."""
+    plain = node.kwargs.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
+    return plain and all(u.op == "call_function" and not _name(u.target).startswith("mkldnn") for u in node.users)
+
+
+def is_random(node: fx.Node) -> bool:
+    """True for an op that draws random numbers with the arguments it has."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is keyed
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    arguments = _bound(node)
+    return all(arguments.get(key, 0) != 0 for key in row_of(str(target)).draws_unless_zero)
+
+
+def _bound(node: fx.Node) -> dict[str, Any]:
+    """Arguments by their names in the schema, defaults filled in."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    arguments = node.target._schema.arguments
+    bound = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    bound.update({a.name: value for a, value in zip(arguments, node.args, strict=False)})
+    return bound | dict(node.kwargs)
+
+
+def _key_random_ops(graph: fx.Graph) -> None:
+    number = 0
+    for node in graph.nodes:
+        if node.op == "call_function" and is_random(node):
+            node.args = (node.target, number, *node.args)
+            node.target = keyed
+            number += 1

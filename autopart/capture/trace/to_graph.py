@@ -1,0 +1,157 @@
+"""The captured fx graph as our `Graph`: names, shapes, arguments, module paths and lines; no torch object."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopart.capture.habits.by_rows import BY_ROWS, is_by_rows
+from autopart.capture.reads.data_dependent_errors import SIZE_FIX
+from autopart.capture.source_location import user_line_of_text
+from autopart.capture.trace.gradients import gradient_nodes
+from autopart.capture.trace.names import Names, strip
+from autopart.ir.errors import CaptureError
+from autopart.ir.graph import Graph, Literal, Op, Param, Value, check
+from autopart.ir.size import Size
+from autopart.passes.ops.casts import with_copies
+from autopart.rng import keyed
+
+
+class NumberOfData(CaptureError):
+    """A Python number that depends on tensor data is part of the program."""
+
+
+def read_graph(module: fx.GraphModule, names: Names, outputs: list[fx.Node], size: Size, *, backward: bool) -> Graph:
+    """Read a lowered graph.  outputs: the nodes of the user outputs, the loss first.  backward: mark the values that
+    a gradient flows through.  O(nodes)."""
+    grads = _gradients(module, names, outputs) if backward else set()
+    calls = [n for n in module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+    input_nodes = [n for n in module.graph.nodes if n.op == "placeholder" and n.name in names.inputs]
+    results = [node for call in calls for node in results_of(call)]
+    values = tuple(_value(n, names, n.name in grads) for n in input_nodes + results)
+    ops = tuple(_op(call, names) for call in calls)
+    return check(
+        Graph(
+            size=size,
+            values=values,
+            params=with_copies(_params(names), ops, values),
+            ops=ops,
+            inputs=tuple(names.value(n) for n in input_nodes),
+            outputs=tuple(names.value(n) for n in outputs),
+            updates=tuple(names.updates.items()),
+        )
+    )
+
+
+def results_of(call: fx.Node) -> list[fx.Node]:
+    """The tensor nodes that an op makes: itself, or for a tuple the nodes that pick from it."""
+    if isinstance(call.meta.get("val"), (tuple, list)):
+        return [user for user in call.users if user.target is operator.getitem]
+    return [call]
+
+
+def _gradients(module: fx.GraphModule, names: Names, outputs: list[fx.Node]) -> set[str]:
+    trainable = {node for node, name in names.params.items() if names.tensors[name].requires_grad}
+    return gradient_nodes(module, trainable, outputs[0])
+
+
+def _params(names: Names) -> tuple[Param, ...]:
+    seen = dict.fromkeys(names.params.values())
+    return tuple(
+        Param(
+            name,
+            tuple(names.tensors[name].shape),
+            dtype_name(names.tensors[name].dtype),
+            names.tensors[name].nbytes,
+            names.tensors[name].requires_grad,
+            names.kinds[name],
+        )
+        for name in seen
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.float32 -> "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _value(node: fx.Node, names: Names, grad: bool) -> Value:
+    example = node.meta.get("val")
+    where = user_line_of_text(node.meta.get("stack_trace"))
+    if not isinstance(example, torch.Tensor):
+        raise NumberOfData(
+            f"{node.target} makes a {type(example).__name__}, not a tensor",
+            where=where,
+            why="a Python number that depends on tensor data cannot be part of the program",
+            fix="keep it a tensor: no .item(), .tolist() or int(tensor) in forward()",
+        )
+    if not all(isinstance(size, int) for size in example.shape):
+        raise CaptureError(
+            f"{node.target} makes a tensor whose shape depends on tensor data",
+            where=where,
+            fix=SIZE_FIX,
+        )
+    size = example.numel() * example.element_size()
+    return Value(names.value(node), tuple(example.shape), dtype_name(example.dtype), size, grad)
+
+
+def _op(call: fx.Node, names: Names) -> Op:
+    target: Any = call.target
+    args = call.args
+    random = target is keyed
+    if random:
+        target, args = args[0], args[2:]
+    reads: dict[str, None] = {}
+    params: dict[str, None] = {}
+    for node in call.all_input_nodes:
+        if node.name in names.params:
+            params[names.params[node.name]] = None
+        else:
+            reads[names.value(node)] = None
+    return Op(
+        name=call.name,
+        target=str(target),
+        reads=tuple(reads),
+        writes=tuple(names.value(n) for n in results_of(call)),
+        params=tuple(params),
+        attrs=_attrs(target, args, dict(call.kwargs), names) + (((BY_ROWS, True),) if is_by_rows(call) else ()),
+        module=module_path(call),
+        where=user_line_of_text(call.meta.get("stack_trace")),
+        random=random,
+        parts=(call.name,),
+    )
+
+
+def module_path(node: fx.Node) -> str:
+    """The module path that the op comes from, as the user names it."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()]
+    return strip(paths[-1]) if paths and paths[-1] not in ("", "model") else ""
+
+
+def _attrs(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names) -> tuple[tuple[str, Literal], ...]:
+    labels = [a.name for a in target._schema.arguments] if isinstance(target, torch._ops.OpOverload) else []
+    labels += [f"arg{i}" for i in range(len(labels), len(args))]
+    pairs = [*zip(labels, args, strict=False), *kwargs.items()]
+    return tuple((name, _literal(value, names)) for name, value in pairs)
+
+
+_PLAIN: tuple[tuple[type, Callable[[Any], Literal]], ...] = (
+    (torch.dtype, dtype_name),
+    (torch.device, lambda device: "device"),  # where it runs is the plan's to say, not the capture's
+)
+
+
+def _literal(value: Any, names: Names) -> Literal:
+    if isinstance(value, fx.Node):
+        return "%" + names.params.get(value.name, names.value(value))
+    if isinstance(value, (tuple, list)):
+        return tuple(_literal(item, names) for item in value)
+    for kind, convert in _PLAIN:
+        if isinstance(value, kind):
+            return convert(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,0 +1,278 @@
+"""What forward() and the loss read of the Python around them while they are traced, and what they change of it.
+
+One rule: whatever Python value tracing may turn into a constant is a `Reading`, and is compared before every step
+(`watch`).  Attributes of modules and objects are readings from the moment when they are read, so an attribute that is
+never read costs nothing; globals, closures, defaults and class members are readings because a function mentions them
+(`surroundings`); of a tensor that is neither parameter, buffer nor input the numbers count once a Python number was
+read from it.  What forward() itself changes from one call to the next cannot be a constant, and is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from autopart.capture.guards import CaptureWarning
+from autopart.capture.watch.closure_reads import MODULES_OWN, WHOLE, Reading, Surroundings
+from autopart.capture.watch.fingerprint import ABSENT, attributes_of, described
+from autopart.ir.errors import RefusedError
+
+
+@dataclass
+class Observed:
+    """What was read, by captures so far.
+
+    readings: by home and name.  training: modules whose training flag was read; order: those whose parameters, buffers
+    or modules were gone through in their order.  numbers: tensors of which a Python number was read.  changed: the
+    refusals of what forward() left changed.  kept: tensor attributes that it assigned, with what stood there when it
+    was read first, None where it was not read.
+    """
+
+    readings: dict[tuple[int, str], Reading] = field(default_factory=dict)
+    training: set[nn.Module] = field(default_factory=set)
+    order: set[nn.Module] = field(default_factory=set)
+    numbers: dict[int, torch.Tensor] = field(default_factory=dict)
+    changed: list[RefusedError] = field(default_factory=list)
+    kept: dict[str, torch.Tensor | None] = field(default_factory=dict)
+
+    def update(self, other: Observed) -> None:
+        """Add what another capture read."""
+        self.readings.update(other.readings)
+        self.training.update(other.training)
+        self.order.update(other.order)
+        self.numbers.update(other.numbers)
+
+
+class Observer:
+    """Notes reads and writes of attributes while a model is traced."""
+
+    def __init__(self, models: Sequence[nn.Module], functions: Sequence[Any], observed: Observed) -> None:
+        self._observed = observed
+        self._around = Surroundings()
+        self._paths = {id(module): (path, module) for model in models for path, module in model.named_modules()}
+        self._around.objects.update({key: (module, path) for key, (path, module) in self._paths.items()})
+        for function in functions:
+            if not isinstance(function, nn.Module):
+                self._around.note({"loss_fn": function}, "loss_fn", "loss_fn")
+        for path, module in self._paths.values():
+            self._around.reach(module, path)
+        self._noted: set[tuple[int, str]] = set()
+        self._written: dict[tuple[int, str], Any] = {}
+        self._busy = False
+        self._constants: dict[int, torch.Tensor] = {}
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Inside, reads are noted.  On this thread alone; one thread at a time."""
+        tracer = threading.get_ident()
+        with contextlib.ExitStack() as patches, _Numbers(self._constants, self._observed.numbers):
+            patched: set[type] = set()
+            self._followed = 0
+            self._follow: Callable[[], None] = lambda: self._patched(patches, patched, tracer)
+            self._follow()
+            yield
+
+    def end(self, *, constants_asked: bool) -> None:
+        """Tracing is over: judge what changed.  constants_asked: whether a number was read of what was computed from
+        tensors that are neither parameters, buffers nor inputs."""
+        if constants_asked:
+            self._observed.numbers.update(self._constants)
+        for reading in list(self._around.found.values()):
+            if reading.changed():
+                self._judge(reading)
+        for (place, name), owner in self._written.items():
+            if any(
+                isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((attributes_of(owner) or {}).get(name))
+            ):
+                self._observed.kept[_joined(self._around.objects[place][1], name)] = None
+        self._observed.readings.update(self._around.found)
+
+    def _judge(self, reading: Reading) -> None:
+        now = reading.now()
+        if reading.owner is not None and isinstance(reading.value, torch.Tensor) and isinstance(now, torch.Tensor):
+            self._observed.kept[reading.place] = reading.value
+        elif reading.owner is not None or not reading.filled():
+            path = self._paths.get(id(reading.owner), ("", None))[0]
+            self._observed.changed.append(_changed(reading, path))
+
+    # -- interception ------------------------------------------------------------------------------------------------
+
+    def _patched(self, patches: contextlib.ExitStack, patched: set[type], tracer: int) -> None:
+        """Intercept the classes of all objects that were reached so far."""
+        if len(self._around.objects) == self._followed:
+            return
+        self._followed = len(self._around.objects)
+        for thing, _ in list(self._around.objects.values()):
+            kind = nn.Module if isinstance(thing, nn.Module) else type(thing)
+            if kind not in patched:
+                patched.add(kind)
+                for name, replacement in self._replacements(kind, tracer):
+                    before = vars(kind).get(name, ABSENT)
+                    with contextlib.suppress(TypeError):
+                        type.__setattr__(kind, name, replacement)
+                        patches.callback(_put_back, kind, name, before)
+
+    def _replacements(self, kind: type, tracer: int) -> list[tuple[str, Callable[..., Any]]]:
+        look_up: Any = kind.__getattribute__
+        assign: Any = kind.__setattr__
+
+        def read(thing: Any, name: str) -> Any:
+            try:
+                return look_up(thing, name)
+            finally:
+                if threading.get_ident() == tracer and (name[:2] != "__" or name in _WHOLES):
+                    self._read(thing, name, sys._getframe(1).f_code)
+
+        def write(thing: Any, name: str, value: Any) -> None:
+            key = (id(thing), name)
+            new = key not in self._noted and key[0] in self._around.objects
+            if new and threading.get_ident() == tracer and not _is_torchs_own(thing, name):
+                self._written[key] = thing
+            assign(thing, name, value)
+
+        return [("__getattribute__", read), ("__setattr__", write)]
+
+    def _read(self, thing: Any, name: str, code: types.CodeType) -> None:
+        key = (id(thing), name)
+        if self._busy or key in self._noted or key[0] not in self._around.objects:
+            return
+        whole = name in _WHOLES
+        if whole and (code in _BY_NAME or code.co_filename == functools.__file__):
+            return
+        if isinstance(thing, nn.Module):
+            if name == "training" or whole:
+                self._observed.training.add(thing)
+            if name in _REGISTRIES or whole:
+                self._observed.order.add(thing)
+        if key in self._written or _is_torchs_own(thing, name):
+            return
+        self._noted.add(key)
+        self._busy = True
+        try:
+            self._note(thing, name if not whole else WHOLE)
+            self._follow()
+        finally:
+            self._busy = False
+
+    def _note(self, thing: Any, name: str) -> None:
+        """An attribute where it stands: in the object, or in its class, which the object may hide later."""
+        place, held, kind = _joined(self._around.objects[id(thing)][1], name), attributes_of(thing), type(thing)
+        inherited = getattr(kind, name, ABSENT)
+        if name == WHOLE or isinstance(inherited, (types.MemberDescriptorType, types.GetSetDescriptorType)):
+            self._around.note(thing, name, place, thing)
+        elif held is None or hasattr(type(inherited), "__set__"):
+            self._around.note(kind, name, f"{kind.__qualname__}.{name}", thing)
+        elif inherited is not ABSENT or not isinstance(thing, nn.Module) or not _is_registered(held, name):
+            self._around.note(held, name, place, thing)
+
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_WHOLES = frozenset((WHOLE, "__reduce_ex__", "__getstate__", "__copy__", "__deepcopy__", "__dir__"))
+"""Reads that take all attributes at once."""
+_BY_NAME = {nn.Module.__getattr__.__code__, nn.Module.__setattr__.__code__, nn.Module.__delattr__.__code__}
+"""They look for one tensor or module, whatever the order is."""
+
+
+@contextlib.contextmanager
+def observing(
+    models: Sequence[nn.Module], functions: Sequence[Any], observed: Observed, constants_asked: Callable[[], bool]
+) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Note in `observed` what forward() and other functions read of modules and objects, and refuse what they change.
+
+    Yields what they are run in; whatever else the body reads is not noted.
+    """
+    observer = Observer(models, functions, observed)
+    yield observer.noting
+    observer.end(constants_asked=constants_asked())
+
+
+def _is_torchs_own(thing: Any, name: str) -> bool:
+    if not isinstance(thing, nn.Module):
+        return False
+    hidden = name[0] == "_" and (hasattr(nn.Module, name) or type(thing).__module__.startswith("torch.nn."))
+    return name in MODULES_OWN or (hidden and name not in _WHOLES)
+
+
+def _is_registered(held: Mapping[str, Any], name: str) -> bool:
+    return name not in held and any(name in held[registry] for registry in _REGISTRIES)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name != WHOLE else path or name
+
+
+def _put_back(kind: type, name: str, before: Any) -> None:
+    if before is ABSENT:
+        type.__delattr__(kind, name)
+    else:
+        type.__setattr__(kind, name, before)
+
+
+class _Numbers(TorchFunctionMode):
+    """Notes tensors that are neither parameters, buffers nor inputs, which are fake ones while a model is traced:
+    `constants` all of them, `read` those of which a Python number was read."""
+
+    def __init__(self, constants: dict[int, torch.Tensor], read: dict[int, torch.Tensor]) -> None:
+        super().__init__()
+        self._constants, self._read = constants, read
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        for leaf in pytree.tree_iter((args, kwargs)):
+            if type(leaf) in (torch.Tensor, nn.Parameter):
+                self._constants[id(leaf)] = leaf
+                if getattr(func, "__name__", "") in _READS_NUMBERS:
+                    self._read[id(leaf)] = leaf
+        return func(*args, **(kwargs or {}))
+
+
+_READS_NUMBERS = frozenset((
+    "item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__",
+    "__contains__", "is_nonzero", "equal", "allclose", "tensor", "__repr__", "__format__",
+))  # fmt: skip
+
+
+def check_kept(observed: Observed, constants: Mapping[str, Any]) -> None:
+    """Refuse tensor attributes that forward() replaced and that the program reads as constants; warn of the others."""
+    known = {id(constant) for constant in constants.values()}
+    for place, old in observed.kept.items():
+        if id(old) in known:
+            raise RefusedError(
+                f"forward() replaces the tensor in attribute {place}",
+                why="state that is neither a parameter nor a buffer would stay as it was while the model was captured",
+                fix="make it a buffer (register_buffer), which is carried from step to step",
+            )
+        warnings.warn(
+            f"forward() keeps a tensor in attribute {place}: a pipeline does not keep it", CaptureWarning, stacklevel=2
+        )
+
+
+def _changed(reading: Reading, path: str) -> RefusedError:
+    now = reading.now()
+    was, became = described(reading.value), described(now)
+    kept = isinstance(now, torch.Tensor) or reading.value is ABSENT or reading.value is None
+    thing = reading.owner
+    return RefusedError(
+        f"forward() reads attribute {reading.place} and then changes it"
+        if thing is not None
+        else f"forward() changes {reading.place}",
+        where=f"module {path or '(the model itself)'} ({type(thing).__name__})" if isinstance(thing, nn.Module) else "",
+        why=f"it was {was} and becomes {became if became != was else 'something else'}; a pipeline runs the program "
+        "that was captured once, in which it would stay as it was",
+        fix="call the model once on a batch before compile, if it is only filled at the first call; state that changes "
+        "with every call belongs into a buffer (register_buffer)"
+        if kept
+        else "keep it in a buffer (register_buffer) and change that in place, or count in the training loop and pass "
+        "the number with the batch; random numbers come from torch",
+    )

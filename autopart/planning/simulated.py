@@ -1,0 +1,54 @@
+"""A plan simulated: what a step of it would take, action by action, without a process."""
+
+from __future__ import annotations
+
+from autopart.capture import CaptureCache
+from autopart.capture.batch.batch import Batch
+from autopart.capture.derive.family import ProgramFamily, another_size
+from autopart.capture.derive.token_axis import asked_slices
+from autopart.costs.optimizer_state import narrowest_bytes, state_factor
+from autopart.costs.sources import COST_SOURCES, GROUP_NS, costed
+from autopart.ir.cluster import Cluster
+from autopart.ir.size import Size
+from autopart.ir.timeline import Timeline
+from autopart.options import Options
+from autopart.passes.ops.cost_model import ExtrapolatedCosts
+from autopart.passes.program.routing import route
+from autopart.passes.program.verify import check_program
+from autopart.passes.simulation.estimate import timeline_of
+from autopart.passes.simulation.slices import SliceShares
+from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
+from autopart.planning.make import Planned
+
+
+def simulate_plan(
+    planned: Planned, captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options
+) -> Timeline:
+    """One step of a plan, action by action, in nanoseconds and bytes, with costs from the source that the plan names
+    unless the options name one.  Raises what `make_plan` raises."""
+    plan, captured = planned.plan, planned.captured
+    source = options.costs
+    if source == "auto" and plan.provenance.costs in COST_SOURCES:
+        source = plan.provenance.costs
+    graph = costed(captured, cluster.devices[0], source).graph
+    rows = max(plan.micro_rows)
+    places = [(stage.division, replica) for stage in plan.stages for replica in range(len(stage.ranks))]
+    sizes = {Size(rows)} | {Size(divided.part(rows, replica)) for divided, replica in places}
+    other = None
+    if sizes != {graph.size}:
+        several = sorted((size for size in sizes if size.rows > 1), key=lambda size: size.rows)
+        other = captures(batch, another_size(graph.size, several))
+    devices = device_types(cluster)
+    factor, _ = state_factor(options.optimizer, narrowest_bytes(graph), masters=options.master_weights)
+    family = ProgramFamily(captures, batch, captured, other)
+    cost_model = ExtrapolatedCosts(family.resizable(graph), devices)
+    slices = None
+    if plan.decision.token_slices:
+        asked = asked_slices(plan.decision.token_slices, captures, batch, Size(rows)).axis
+        if asked is not None:
+            slices = SliceShares.of(graph, asked.tokens, asked.behind, asked.once, cluster.devices[0])
+    costs = CostContext(
+        cluster, devices, cost_model, factor, overlap=True, slices=slices, group_ns=GROUP_NS[cluster.kind]
+    )
+    program = check_program(route(plan.decision, graph), plan.schedule)
+    return timeline_of(plan.decision, program, Estimator(costs))

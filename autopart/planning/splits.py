@@ -1,0 +1,47 @@
+"""The ways to cut a batch into micro-batches that are worth trying."""
+
+from __future__ import annotations
+
+from autopart.capture.batch.batch import Batch, split_rows
+from autopart.ir.errors import UsageError
+from autopart.ir.size import Size
+
+MOST_MICRO_BATCHES = 1 << 16
+"""That the planner chooses by itself: each is an entry of a plan."""
+Splits = tuple[tuple[int, ...], ...]
+"""Ways to split a batch, each the rows of its micro-batches."""
+
+
+def ways_to_split(batch: Batch, micro_batches: int | None) -> Splits:
+    """The splits of a batch that are tried, each the rows of its micro-batches, largest micro-batches first.
+
+    What the user says; else the divisors of the number of rows, and powers of two where there are few divisors.
+    """
+    if batch.rows is None:
+        if micro_batches not in (None, 1):
+            raise UsageError(
+                f"micro_batches is {micro_batches} and the batch has no rows",
+                why="none of its tensors has an axis",
+                fix="use micro_batches=1",
+            )
+        return ((1,),)
+    if micro_batches:
+        return (split_rows(batch.rows, micro_batches),)
+    return tuple(split_rows(batch.rows, count) for count in micro_counts(batch.rows))
+
+
+def micro_counts(rows: int) -> tuple[int, ...]:
+    """Numbers of micro-batches worth trying, ascending: the divisors, or also powers of two where those are few."""
+    most = min(rows, MOST_MICRO_BATCHES)
+    divisors = [count for count in range(1, most + 1) if rows % count == 0]
+    powers = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
+    return tuple(divisors if len(divisors) >= min(4, len(powers)) else sorted({*divisors, *powers}))
+
+
+def other_sizes(splits: Splits, batch: Batch) -> list[Size] | None:
+    """The sizes of several rows that micro-batches may have, in the order of the splits; None of a batch that cannot be
+    split."""
+    if batch.rows in (None, 1):
+        return None
+    # The whole batch first: the model's Python may take another branch for it than for a micro-batch.
+    return [Size(batch.rows), *(Size(rows) for micro_rows in splits for rows in sorted(set(micro_rows)) if rows > 1)]

@@ -1,0 +1,179 @@
+"""Captured + Plan + rank -> that rank's stage code: the inverse of capture.
+
+The flat graph is cut directly: the nodes of a stage's ops are copied, in captured order, into a graph of their own
+(`stage_graph`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import fx
+
+from autopart.capture import Captured
+from autopart.capture.derive.reduction import Layouts
+from autopart.capture.trace.to_graph import results_of
+from autopart.ir.graph import Adjusted, Graph
+from autopart.ir.plan import Stage
+from autopart.ir.program import Edge
+from autopart.passes.ops.casts import cast_parameter
+from autopart.runtime.stages.casts import Cast
+from autopart.runtime.stages.stage_module import StageModule, of_whole_batch, weighed
+from autopart.runtime.sums.shared_values import awaited
+from autopart.session.code.random_rows import draws_of
+from autopart.session.code.stage_graph import Draws, Number, numbers_of, stage_graph
+
+
+def stage_module(
+    captured: Captured,
+    links: Sequence[Edge],
+    stage: int,
+    planned: Stage,
+    device: torch.device,
+    adjusted: Sequence[Adjusted] = (),
+    layouts: Layouts = MappingProxyType({}),
+) -> StageModule:
+    """The code of `stage`, which runs the ops of `planned` and exchanges values along these edges.
+
+    adjusted: values that it reads otherwise than they were made; their numbers are those of a micro-batch.  layouts: of
+    what random ops of a stage with replicas read and write.  Raises RefusedError for a random op whose numbers cannot
+    be drawn for all replicas alike.  O(nodes * (1 + recomputed groups)).
+    """
+    graph = captured.graph
+    chosen = set(planned.ops)
+    outputs = leaving(graph, links, stage, chosen)
+    updates = own_updates(graph, chosen)
+    casts = casts_of(graph, chosen, {*outputs, *(value for _, value in graph.updates)})
+    drawn = draws_of(captured, chosen, layouts) if planned.division.splits else {}
+    return cut(
+        captured, chosen, outputs, device, updates=updates, groups=planned.recompute, adjusted=adjusted, casts=casts,
+        drawn=drawn,
+    )  # fmt: skip
+
+
+def leaving(graph: Graph, links: Iterable[Edge], stage: int, ops: Collection[str]) -> list[str]:
+    """Values that `ops`, those of `stage`, compute for later stages, and for whoever called.  O(ops + values)."""
+    sent = {value for edge in links if edge.src == stage for value in edge.values}
+    wanted = sent | set(graph.outputs)
+    written = {value for op in graph.ops if op.name in ops for value in op.writes}
+    leaves = wanted & written
+    return [value.name for value in graph.values if value.name in leaves]
+
+
+def wait_for(code: StageModule, parameters: Collection[str]) -> None:
+    """Let the code wait for each of these parameters right before the first op that reads it (`shared_values`)."""
+    graph = code.module.graph
+    for name, given in zip(code.params, [node for node in graph.nodes if node.op == "placeholder"], strict=False):
+        if name in parameters and given.users:
+            with graph.inserting_before(next(node for node in graph.nodes if node in given.users)):
+                ready = graph.call_function(awaited, (given,))
+            given.replace_all_uses_with(ready, delete_user_cb=lambda user, ready=ready: user is not ready)
+    code.module.recompile()
+
+
+def casts_of(graph: Graph, ops: Collection[str], leaving: Collection[str]) -> dict[str, Cast]:
+    """Of `ops` those that only cast a parameter, for readers beside them.  leaving: values that others read."""
+    params = graph.param_map()
+    found = {}
+    for op in graph.ops:
+        parameter = cast_parameter(op, params) if op.name in ops else None
+        if parameter is not None and op.writes[0] not in leaving:
+            found[op.name] = Cast(parameter, getattr(torch, str(dict(op.attrs)["dtype"])))
+    return found
+
+
+def own_updates(graph: Graph, ops: Collection[str]) -> tuple[str, ...]:
+    """Buffers whose new value is computed by one of `ops`."""
+    written = {value for op in graph.ops if op.name in ops for value in op.writes}
+    return tuple(buffer for buffer, value in graph.updates if value in written)
+
+
+def ancestors(graph: Graph, value: str) -> tuple[str, ...]:
+    """The ops that `value` depends on, in captured order."""
+    needed, ops = {value}, []
+    for op in reversed(graph.ops):
+        if needed.intersection(op.writes):
+            ops.append(op.name)
+            needed.update(op.reads)
+    return tuple(reversed(ops))
+
+
+def cut(
+    captured: Captured,
+    ops: Collection[str],
+    outputs: Iterable[str],
+    device: torch.device,
+    *,
+    updates: tuple[str, ...] = (),
+    groups: Sequence[Collection[str]] = (),
+    adjusted: Sequence[Adjusted] = (),
+    casts: Mapping[str, Cast] = MappingProxyType({}),
+    drawn: Draws = MappingProxyType({}),
+) -> StageModule:
+    """Code that runs `ops` and returns `outputs`; reads whatever those ops do not make themselves.
+
+    groups: of `ops` that are run again in the backward, instead of keeping what autograd needs of them.  casts: of
+    `ops` those that are not run but given, for they are the same in every micro-batch.  drawn: of its random ops those
+    that draw for other replicas too.
+    """
+    names = captured.names
+    calls = [
+        node
+        for node in captured.module.graph.nodes
+        if node.op == "call_function" and node.name in ops and node.name not in casts
+    ]
+    inside = set(calls)
+    for call in calls:
+        inside.update(node for node in call.users if node.target is operator.getitem)
+    outside = _outside(captured, inside)
+    given = {**names.params, **{name: f"cast {name}" for name in casts}}
+    params = [node for node in outside if node.name in given]
+    inputs = [node for node in outside if node.name not in given]
+    groups = [[name for name in group if name not in casts] for group in groups]
+    reads = adjusted_reads(captured, calls, adjusted)
+    by_value = {names.value(result): result for call in calls for result in results_of(call)}
+    by_name = {node.name: node for node in inside}
+    results = [by_value[name] for name in outputs] + [by_name[names.updates[buffer]] for buffer in updates]
+    ordered = [node for node in captured.module.graph.nodes if node in inside]
+    return StageModule(
+        stage_graph(ordered, params + inputs, results, device, groups, reads, drawn),
+        tuple(given[node.name] for node in params),
+        tuple(names.value(node) for node in inputs),
+        tuple(outputs),
+        updates,
+        {
+            name: captured.tensors[name].to(device)
+            for name in dict.fromkeys(given[node.name] for node in params)
+            if names.kinds.get(name) == "constant"
+        },
+        numbers_of(ordered, reads),
+        {given[node.name]: casts[node.name] for node in params if node.name in casts},
+    )
+
+
+_ADJUST: dict[bool, Callable[..., torch.Tensor]] = {False: weighed, True: of_whole_batch}
+
+
+def adjusted_reads(
+    captured: Captured, calls: Iterable[fx.Node], adjusted: Sequence[Adjusted]
+) -> dict[tuple[fx.Node, fx.Node], Number]:
+    """For each read, (op, what it reads), that is adjusted: how, and by which number."""
+    names = captured.names
+    places = {(item.value, item.reader): place for place, item in enumerate(adjusted)}
+    found = {}
+    for call in calls if places else ():
+        for arg in call.all_input_nodes:
+            value = names.params.get(arg.name, names.value(arg))
+            place = places.get((value, call.name), places.get((value, None)))
+            if place is not None:
+                found[call, arg] = Number(place, _ADJUST[adjusted[place].reader is None])
+    return found
+
+
+def _outside(captured: Captured, inside: Collection[fx.Node]) -> list[fx.Node]:
+    """Nodes that `inside` reads and does not hold, in captured order."""
+    read = {arg for node in inside for arg in node.all_input_nodes} - set(inside)
+    return [node for node in captured.module.graph.nodes if node in read]

@@ -1,0 +1,185 @@
+"""The graph of a stage's code, copied out of the captured one, with recomputed groups as calls of their own."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import networkx as nx  # type: ignore[import-untyped, unused-ignore]
+import torch
+from torch import fx, nn
+
+from autopart.rng import keyed_rows
+from autopart.runtime.stages.recompute import RecomputedGroup
+
+
+def convex_groups(readers: Mapping[str, Collection[str]], groups: Sequence[Collection[str]]) -> list[set[str]]:
+    """The groups without those ops that something outside has to wait for before the rest of its group may start.
+
+    readers: for each op in order the ops that read it.  Such an op (a mask, a position table that another block reads
+    too) runs outside its group, and what it makes is kept.  Afterwards each group can run as one op: no path leaves it
+    and comes back, through other groups either.  O(groups * (ops + reads)).
+    """
+    after = {op: set(them) for op, them in readers.items()}
+    before: dict[str, set[str]] = {op: set() for op in readers}
+    for op, them in readers.items():
+        for reader in them:
+            before[reader].add(op)
+    found: list[set[str]] = []
+    for number, group in enumerate(groups):
+        inside = set(group)
+        behind = _reached(after, inside) - inside  # what waits for the group
+        inside -= _reached(before, behind & _reached(before, inside))  # ... and is waited for by it
+        found.append(inside)
+        for steps in (after, before):  # through a group that runs as one op, each of its ops reaches each
+            steps[f"group {number}"] = inside
+            for op in inside:
+                steps[op] = steps[op] | {f"group {number}"}
+    return found
+
+
+def _reached(steps: Mapping[str, set[str]], start: Collection[str]) -> set[str]:
+    """All that steps from `start` lead to, itself included where a path comes back to it."""
+    seen: set[str] = set()
+    todo = list(start)
+    while todo:
+        fresh = steps[todo.pop()] - seen
+        seen |= fresh
+        todo += fresh
+    return seen
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """How an op reads a value otherwise than it was made: adjust(value, the number at `place` of those of a
+    micro-batch)."""
+
+    place: int
+    adjust: Callable[..., torch.Tensor]
+
+
+Reads = Mapping[tuple[fx.Node, fx.Node], Number]
+"""For each read, (op, what it reads), that is adjusted: how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """How a random op of a replica takes its rows of what is drawn for all: the arguments of `rng.keyed_rows`."""
+
+    given: tuple[tuple[int, int] | None, ...]
+    made: tuple[tuple[int, int] | None, ...]
+    size_at: int | None
+
+
+Draws = Mapping[fx.Node, Drawn]
+"""The random ops of which a replica takes its own rows."""
+
+
+def numbers_of(nodes: Iterable[fx.Node], reads: Reads) -> tuple[int, ...]:
+    """Places of the numbers that these nodes take, ascending."""
+    chosen = set(nodes)
+    return tuple(sorted({number.place for (node, _), number in reads.items() if node in chosen}))
+
+
+def stage_graph(
+    inside: Sequence[fx.Node],
+    outside: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+    device: torch.device,
+    groups: Sequence[Collection[str]] = (),
+    adjusted: Reads = MappingProxyType({}),
+    drawn: Draws = MappingProxyType({}),
+) -> fx.GraphModule:
+    """Code that takes `outside` and numbers and returns `results`, made of copies of the nodes `inside`, in captured
+    order.
+
+    groups: names of nodes whose results are computed again in the backward.  adjusted: reads that take a number; the
+    code takes those of `numbers_of`, in order.  drawn: random ops that draw for other replicas too.
+    Devices that were baked in as constants become `device`.  O(nodes), with groups O(groups * nodes).
+    """
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in outside}
+    numbers = {place: graph.placeholder(f"number_{place}") for place in numbers_of(inside, adjusted)}
+    bodies: dict[str, RecomputedGroup] = {}
+    for unit, nodes in _units(inside, groups):
+        if not unit:
+            for node in nodes:
+                _copy(node, graph, env, numbers, adjusted, device, drawn)
+            continue
+        made = set(nodes)
+        reads = list(dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in made))
+        writes = [node for node in nodes if node in results or not made.issuperset(node.users)]
+        bodies[unit] = RecomputedGroup(stage_graph(nodes, reads, writes, device, adjusted=adjusted, drawn=drawn))
+        given = [env[node] for node in reads] + [numbers[place] for place in numbers_of(nodes, adjusted)]
+        call = graph.call_module(unit, tuple(given))
+        env |= {node: graph.call_function(operator.getitem, (call, place)) for place, node in enumerate(writes)}
+    graph.output(tuple(env[node] for node in results))
+    return fx.GraphModule(nn.ModuleDict(bodies), graph)
+
+
+def _units(inside: Sequence[fx.Node], groups: Sequence[Collection[str]]) -> Iterator[tuple[str, Sequence[fx.Node]]]:
+    """(name, nodes) of each recomputed group, and ("", nodes) of what is not, in an order that can run."""
+    if not groups:
+        yield "", inside
+        return
+    chosen = set(inside)
+    nodes_of: dict[str, list[fx.Node]] = {}
+    for node in inside:
+        nodes_of.setdefault(_op_of(node), []).append(node)
+    readers = {
+        op: {_op_of(user) for node in nodes for user in node.users if user in chosen} - {op}
+        for op, nodes in nodes_of.items()
+    }
+    unit = {op: op for op in nodes_of}
+    members: dict[str, list[fx.Node]] = {}
+    for number, group in enumerate(convex_groups(readers, groups)):
+        unit.update(dict.fromkeys(group, f"recompute_{number}"))
+    for op, nodes in nodes_of.items():
+        members.setdefault(unit[op], []).extend(nodes)
+    order = nx.DiGraph()
+    order.add_nodes_from(members)
+    order.add_edges_from(
+        (unit[op], unit[reader]) for op in readers for reader in readers[op] if unit[op] != unit[reader]
+    )
+    place = {name: number for number, name in enumerate(members)}
+    for name in nx.lexicographical_topological_sort(order, key=place.__getitem__):
+        yield "" if name in nodes_of else name, members[name]
+
+
+def _op_of(node: fx.Node) -> str:
+    """The op that a node belongs to: picks of one of several results belong to what makes them."""
+    while node.target is operator.getitem:
+        (node,) = node.all_input_nodes
+    return node.name
+
+
+def _copy(
+    node: fx.Node,
+    graph: fx.Graph,
+    env: dict[fx.Node, fx.Node],
+    numbers: Mapping[int, fx.Node],
+    adjusted: Reads,
+    device: torch.device,
+    drawn: Draws,
+) -> None:
+    def read(arg: fx.Node) -> fx.Node:
+        number = adjusted.get((node, arg))
+        return env[arg] if number is None else graph.call_function(number.adjust, (env[arg], numbers[number.place]))
+
+    def moved(arg: object) -> object:
+        return device if isinstance(arg, torch.device) else arg
+
+    copy = env[node] = graph.node_copy(node, read)
+    rows = drawn.get(node)
+    if rows is not None:
+        draw_for_all(copy, rows)
+    copy.args = fx.node.map_aggregate(copy.args, moved)  # type: ignore[arg-type]
+    copy.kwargs = fx.node.map_aggregate(copy.kwargs, moved)  # type: ignore[arg-type]
+
+
+def draw_for_all(copy: fx.Node, rows: Drawn) -> None:
+    """Let a copy of a random op draw for the rows of all replicas, and take its own."""
+    op, number, *args = copy.args
+    copy.target, copy.args = keyed_rows, (op, number, rows.given, rows.made, rows.size_at, *args)

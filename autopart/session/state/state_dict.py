@@ -1,0 +1,290 @@
+"""The whole model's state and gradients, from and to the ranks that hold them, under the model's original names."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autopart.capture.guards import EMPTIED
+from autopart.capture.trained import Trained
+from autopart.ir.errors import UsageError
+from autopart.runtime.group.world import World
+from autopart.runtime.sums.masters import HALF, needs_master
+from autopart.runtime.tensors import gather_tensors
+from autopart.session.session import Session
+from autopart.session.state.scaler import LossScaler
+
+_STEPS = "autopart"
+
+
+def gather_state(session: Session) -> dict[str, torch.Tensor]:
+    """The model's state_dict on every rank, on the CPU, without what was put into the model since.  Collective."""
+    session.require_healthy()
+    session.tensors.masters.write()
+    held, tied = session.tensors.held, session.tied
+    captures = session.captures
+    whole = {n: t for n, t in captures.trained.state_dict().items() if captures.is_own(n, t)}
+    first = {tied.get(name, name): name for name in reversed(whole)}
+    gathered = gather_tensors(
+        session.world,
+        {name: session.owners.get(name, 0) for name in first},
+        {name: whole[original] for name, original in first.items()},
+        lambda name: held.get(name, whole[first[name]]),
+    )
+    state = {}
+    for name in whole:
+        tensor = gathered[tied.get(name, name)]
+        assert tensor is not None
+        state[name] = tensor
+    return state
+
+
+def local_state(session: Session, steps: int) -> dict[str, torch.Tensor]:
+    """This rank's part of the state, on the CPU: what it trains or updates, and what no rank does.  Local."""
+    session.tensors.masters.write()
+    held, tied, captures = session.tensors.held, session.tied, session.captures
+    kept: OrderedDict[str, torch.Tensor] = OrderedDict()
+    for name, own in captures.trained.state_dict().items():
+        first = tied.get(name, name)
+        if first in held and session.context.keeps(first):
+            kept[name] = held[first].detach().cpu().clone()
+        elif first not in session.owners and captures.is_own(name, own):
+            kept[name] = own.detach().cpu().clone()
+    kept._metadata = {_STEPS: {"steps": steps}}  # type: ignore[attr-defined]
+    return kept
+
+
+def gather_masters(session: Session) -> dict[str, torch.Tensor]:
+    """The masters of the whole model, tied ones once, on every rank, on the CPU.  Collective."""
+    wanted = {
+        name: torch.empty_like(tensor, dtype=torch.float32, device="meta")
+        for name, tensor in session.captures.trained.named_parameters()
+        if session.has_masters and tensor.dtype in HALF
+    }
+    owners = {name: session.owners.get(name, 0) for name in wanted}
+    found = gather_tensors(session.world, owners, wanted, session.tensors.masters.by_name.get)
+    return {name: master for name, master in found.items() if master is not None}
+
+
+def sync_state(session: Session) -> None:
+    """Bring what other ranks hold to this rank's model, in place.  Collective.  Bytes sent: the size of the model."""
+    state = gather_state(session)
+    own = session.captures.trained.state_dict()
+    with torch.no_grad():
+        for name, tensor in state.items():
+            if own[name].shape == tensor.shape:
+                own[name].copy_(tensor)
+    session.tensors.masters.accept()  # of a tied parameter this may be the value of another rank
+
+
+def sync_at_the_end(session: Session) -> None:
+    """`sync_state`, which says what it takes away from a user."""
+    name = session.tensors.masters.written()
+    if name is not None:
+        warnings.warn(
+            f"{name} was written to in the model since the last run; that is lost: its master has the trained value",
+            stacklevel=4,
+        )
+    sync_state(session)
+
+
+def empty_foreign(session: Session) -> None:
+    """Empty the parameters and updated buffers of this rank's model that other ranks trained: their values here are
+    old, and must be neither saved nor trained on."""
+    model, held, tied = session.captures.trained, session.tensors.held, session.tied
+    session.tensors.masters.write()
+    updated = {buffer for buffer, _ in session.graph.updates}
+    trained = {param.name for param in session.graph.params if param.trainable} | updated
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            first = tied.get(name, name)
+            if first not in trained or (held.get(first) is tensor and session.context.keeps(first)):
+                continue
+            if first in held and session.context.keeps(first):
+                tensor.copy_(held[first])  # trained here, on another device
+            else:
+                tensor.data = tensor.data.new_empty(0)
+                setattr(tensor, EMPTIED, True)
+
+
+def whole_state(session: Session, steps: int, scaler: LossScaler | None) -> dict[str, torch.Tensor]:
+    """The state with the number of steps, and what else there is of scaler and masters, in its metadata, where torch
+    keeps the versions of modules.  Collective."""
+    kept = OrderedDict(gather_state(session))
+    masters = gather_masters(session)
+    more = {"steps": steps, "scaler": scaler and scaler.state_dict(), "masters": masters}
+    kept._metadata = {_STEPS: {key: value for key, value in more.items() if value or key == "steps"}}  # type: ignore[attr-defined]
+    return kept
+
+
+def remembered(state: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+    """What a state remembers besides tensors."""
+    metadata = getattr(state, "_metadata", None)
+    found = metadata.get(_STEPS) if isinstance(metadata, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def steps_of(state: Mapping[str, torch.Tensor]) -> int | None:
+    """The number of steps that a state remembers, if it does."""
+    steps = remembered(state).get("steps")
+    return steps if isinstance(steps, int) and steps >= 0 else None
+
+
+def load_state(
+    model: Trained, session: Session | None, state: Mapping[str, torch.Tensor], *, strict: bool = True
+) -> tuple[list[str], list[str]]:
+    """Take a state of the plain model into the model and into what this rank of a session holds.
+
+    Returns the missing and the unexpected names; with strict both are refused.  Nothing changes when a name or a shape
+    does not fit (UsageError).
+    """
+    own = model.state_dict()
+    missing, unexpected = _check_state(own, state, strict=strict)
+    model.load_state_dict({name: state.get(name, tensor) for name, tensor in own.items()})
+    if session is None:
+        return missing, unexpected
+    held, tied, masters = session.tensors.held, session.tied, masters_of(state)
+    with torch.no_grad():
+        for name in own:
+            first = tied.get(name, name)
+            if first in held and name in state:
+                held[first].copy_(state[name])
+                session.tensors.masters.take_over(first, state[name], masters.get(first))
+    session.tensors.masters.write()
+    return missing, unexpected
+
+
+def masters_of(state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """The masters that a state remembers, by name."""
+    found = remembered(state).get("masters")
+    return found if isinstance(found, Mapping) else {}
+
+
+def take_masters(session: Session, masters: Mapping[str, torch.Tensor]) -> None:
+    """Masters of a state that was loaded into the model before there was a session."""
+    for name, master in masters.items():
+        if name in session.tensors.held:
+            session.tensors.masters.take_over(name, session.tensors.held[name], master)
+
+
+def gather_gradients(session: Session) -> dict[str, torch.Tensor | None]:
+    """The gradient of every trainable parameter, tied ones once, on every rank, on the CPU.  Collective."""
+    session.require_healthy()
+    driven = session.tensors.driven
+    trainable = {name: p for name, p in session.captures.trained.named_parameters() if p.requires_grad}
+    wide = [name for name, p in trainable.items() if session.has_masters and needs_master(p)]
+    like = trainable | {name: torch.empty_like(trainable[name], dtype=torch.float32, device="meta") for name in wide}
+    return gather_tensors(
+        session.world,
+        {name: session.owners.get(name, 0) for name in trainable},
+        like,
+        lambda name: driven.get(name, trainable[name]).grad,
+    )
+
+
+def check_norm_type(norm_type: float) -> None:
+    """Raises UsageError for a norm that is none."""
+    if norm_type <= 0:
+        raise UsageError(f"norm_type is {norm_type}", fix="use a positive number or float('inf')")
+
+
+def clip_gradients(session: Session, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most max_norm; returns the norm before.  Collective."""
+    world, owners = session.world, session.owners
+    gradients = {name: t.grad for name, t in session.tensors.driven.items() if t.grad is not None}
+    norms = [
+        torch.linalg.vector_norm(_elements(gradient).to(_wide(gradient.dtype)), norm_type).item()
+        for name, gradient in gradients.items()
+        if owners.get(name) == world.rank
+    ]
+    if math.isinf(norm_type):
+        total = _largest(row[0] for row in world.gather_numbers([_largest(norms)]))
+    else:
+        total = _exact_sum(world, [norm**norm_type for norm in norms]) ** (1 / norm_type)
+    scale = max_norm / (total + 1e-6)
+    if not scale >= 1.0:  # nor is NaN
+        for gradient in gradients.values():
+            gradient.mul_(scale)
+    dtypes = [
+        p.dtype for _, p in session.captures.trained.named_parameters() if p.requires_grad and p.is_floating_point()
+    ]
+    return torch.tensor(total, dtype=functools.reduce(torch.promote_types, dtypes, torch.float32))
+
+
+def _exact_sum(world: World, numbers: Sequence[float]) -> float:
+    """The sum over all ranks, the same whichever ranks have which numbers.  Collective."""
+    whole = sum(numbers)
+    if math.isfinite(whole):  # in two parts, of which the second is what the first was rounded by
+        whole = math.fsum(numbers)
+        rows = world.gather_numbers([whole, math.fsum([*numbers, -whole])])
+    else:
+        rows = world.gather_numbers([whole, 0.0])
+    parts = [part for row in rows for part in row]
+    return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
+
+
+def _largest(norms: Iterable[float]) -> float:
+    """The largest, or NaN where there is one, which max() may pass over."""
+    found = list(norms)
+    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In what norms are taken: of complex numbers too."""
+    return torch.promote_types(dtype, torch.float64)
+
+
+def _elements(gradient: torch.Tensor) -> torch.Tensor:
+    """What a gradient holds, of a sparse one without the zeros."""
+    return gradient if gradient.layout == torch.strided else gradient.coalesce().values()
+
+
+_THIS_MODELS = "pass a state of this model, as its state_dict() returns it"
+
+
+def _check_state(
+    own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], *, strict: bool
+) -> tuple[list[str], list[str]]:
+    """The missing and the unexpected names.  Raises UsageError."""
+    if not isinstance(state, Mapping):
+        raise UsageError(f"the state is a {type(state).__name__}", fix=_THIS_MODELS)
+    missing, unexpected = sorted(set(own) - set(state)), sorted(set(state) - set(own))
+    if (strict and (missing or unexpected)) or (own and len(missing) == len(own)):
+        raise _foreign_state(missing, unexpected)
+    for name, tensor in own.items():
+        if name in missing:
+            continue
+        if not isinstance(state[name], torch.Tensor):
+            raise UsageError(f"{name} is a {type(state[name]).__name__} in the state", fix="pass tensors")
+        if tuple(state[name].shape) != tuple(tensor.shape):
+            raise UsageError(
+                f"{name} has shape {tuple(state[name].shape)} in the state and {tuple(tensor.shape)} in the model",
+                fix=_THIS_MODELS,
+            )
+        if state[name].is_complex() and not tensor.is_complex():
+            raise UsageError(f"{name} is complex in the state and real in the model", fix=_THIS_MODELS)
+    return missing, unexpected
+
+
+def _foreign_state(missing: Sequence[str], unexpected: Sequence[str]) -> UsageError:
+    what = "the state does not belong to this model"
+    for name in missing[:1]:
+        prefix = next((other.removesuffix(name) for other in unexpected if other.endswith(f".{name}")), "")
+        if prefix and all(f"{prefix}{each}" in unexpected for each in missing):
+            return UsageError(
+                what,
+                why=f"its names begin with {prefix!r}, as those of a wrapped model do",
+                fix=f"load {{name.removeprefix({prefix!r}): tensor for name, tensor in state.items()}}",
+            )
+    wrong = [
+        f"{len(names)} {kind}, such as {names[0]}"
+        for kind, names in (("missing", missing), ("unexpected", unexpected))
+        if names
+    ]
+    return UsageError(what, why="; ".join(wrong), fix=_THIS_MODELS)

@@ -1,0 +1,114 @@
+"""Counts that the shares of losses, and of their terms, follow from: taken of the inputs alone, before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from autopart.capture import Captured
+from autopart.ir.errors import BatchError
+from autopart.ir.graph import LossReduction
+from autopart.runtime.activity import waiting
+from autopart.runtime.stages.stage_module import StageModule
+from autopart.runtime.tensors import LocalTensors
+from autopart.session.code.split import ancestors, cut
+
+Inputs = Mapping[str, torch.Tensor]
+
+
+def weighted_loss(losses: Mapping[int, torch.Tensor], shares: Sequence[float]) -> float:
+    """The loss of the whole batch, where it is computed; elsewhere 0.  Waits for the device, once."""
+    # A micro-batch without a valid target may have a loss of 0/0.
+    counted = {micro: share for micro, share in enumerate(shares) if losses and share != 0.0}
+    if not counted:
+        return 0.0
+    with waiting():
+        found: list[float] = torch.stack([losses[micro] for micro in counted]).double().tolist()
+    total = 0.0
+    for loss, share in zip(found, counted.values(), strict=True):  # `sum` would round otherwise
+        total += loss * share
+    return total
+
+
+class BatchCounts:
+    """Counts and sums that follow from the inputs alone, computed by ops cut out of the captured program."""
+
+    def __init__(self, tensors: LocalTensors, device: torch.device) -> None:
+        self._tensors = tensors
+        self._device = device
+        self._sizes: set[int] = set()
+        self._code: dict[tuple[int, str], StageModule] = {}
+        self._constants: dict[tuple[int, str], torch.Tensor] = {}
+
+    def has(self, rows: int) -> bool:
+        """Whether parts of so many rows can be counted."""
+        return rows in self._sizes
+
+    def add(self, captured: Captured, reduction: LossReduction) -> None:
+        """Cut out what computes the values that this reduction counts, at the rows of `captured`."""
+        graph = captured.graph
+        self._sizes.add(graph.rows)
+        kinds = {param.name: param.kind for param in graph.params}
+        for name in sorted(set(reduction.counted())):
+            key = graph.rows, name
+            if kinds.get(name) == "constant":
+                self._constants[key] = captured.tensors[name].to(self._device)
+            elif name in kinds:
+                self._tensors.hold([name], captured.tensors)
+            elif name not in graph.inputs:
+                module = cut(captured, ancestors(graph, name), [name], self._device)
+                self._tensors.hold(module.held, captured.tensors)
+                self._code[key] = module
+
+    def measured(
+        self, reduction: LossReduction, rows: Sequence[int], inputs: Sequence[Inputs], *, alone: bool = False
+    ) -> list[list[float]]:
+        """Count what the shares of these pieces of a batch follow from (`loss_shares`).
+
+        By piece: the count of `reduction` and of the weight of each adjusted value, 0 where none is needed; then each
+        adjusted value that is a number of the whole batch, 0 in place of others.  alone: whether the batch has one
+        piece, which needs no count."""
+        weights = [reduction, *(item.weight for item in reduction.adjusted)]
+        found = []
+        for count, given in zip(rows, inputs, strict=True):
+            counts = [
+                0.0 if alone or weight.value is None or weight.kind == "sum" else self._count(weight, count, given)
+                for weight in weights
+            ]
+            whole = [
+                0.0 if item.reader is not None else float(self._value(item.value, count, given))
+                for item in reduction.adjusted
+            ]
+            found.append([*counts, *whole])
+        return found
+
+    def _value(self, name: str, rows: int, inputs: Inputs) -> torch.Tensor:
+        """A value of one micro-batch."""
+        if name in inputs:
+            return inputs[name]
+        module = self._code.get((rows, name))
+        if module is None:
+            constant = self._constants.get((rows, name))
+            return self._tensors.held[name] if constant is None else constant
+        arguments = module.arguments(self._tensors.held)
+        with torch.no_grad():
+            found: torch.Tensor = module.module(*arguments, *(inputs[value] for value in module.inputs))[0]
+        return found
+
+    def _count(self, weight: LossReduction, rows: int, inputs: Inputs) -> float:
+        """What one micro-batch counts."""
+        assert weight.value is not None
+        result = self._value(weight.value, rows, inputs)
+        if weight.ignore is not None:
+            counted = result != weight.ignore
+            if weight.classes is None:
+                return float(counted.sum(dtype=torch.float64))
+            result = self._value(weight.classes, rows, inputs).detach()[result[counted]]
+            if weight.smoothed and result.numel() and not result.any():
+                raise BatchError(
+                    "all targets of a micro-batch are of classes that weigh 0",
+                    why="with label smoothing the loss of such targets is not 0, and there is no mean of it",
+                    fix="use fewer micro_batches, or ignore_index in place of a weight of 0",
+                )
+        return float(result.sum(dtype=torch.float64))

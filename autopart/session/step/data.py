@@ -1,0 +1,108 @@
+"""Which ranks need the batch, and which rows of it each may be given: none, all, or a shard.
+
+A shard is the rows of one replica of the first stage: those of its window of the first micro-batch, then of the second,
+and so on.  So the batch of a step that is given shards is, micro-batch by micro-batch, the next rows of each shard in
+the order of the replicas (`rows_of_shards`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopart.capture import Captured
+from autopart.capture.batch.batch import Batch, split_rows
+from autopart.capture.batch.stand_in import describe, emptied, stand_in
+from autopart.ir.errors import BatchError, RefusedError
+from autopart.ir.plan import Decision
+from autopart.ir.shares import Division, parts
+from autopart.runtime.group.world import World
+from autopart.session.ranks.agreement import FAILURES, broadcast_result, together
+from autopart.session.ranks.call_sync import digest_of
+from autopart.session.step.parts import micro_cut, micro_rows_of
+
+
+def shared_stand_in(world: World, batch: Batch | None, source: int, signature: float) -> Batch:
+    """What stands for a batch of a kind that some ranks were not given.  Collective: rank `source` describes its batch.
+
+    batch: what this rank was given.  signature: the digest of the batch's on all ranks.  Raises BatchError on all ranks
+    where the batch cannot be described.
+    """
+    content, failure = None, None
+    if world.rank == source:
+        assert batch is not None
+        try:
+            content = describe(batch)
+        except FAILURES as error:
+            failure = error
+    content = broadcast_result(world, content, failure, "describing the batch", source)
+    with together(world, "describing the batch"):
+        known = emptied(batch) if batch is not None else stand_in(content)
+        if digest_of(repr(known.signature())) != signature:
+            raise BatchError(
+                "the batch cannot be described to the ranks that were given none",
+                why="what is made of its description is another kind of batch",
+                fix="give every rank the batch",
+            )
+    return known
+
+
+def own_rows(micro_rows: Sequence[int], divided: Division, replica: int) -> tuple[int, ...]:
+    """The places, in the whole batch, of the rows of one replica of the first stage, in the order of its shard.
+    divided: how the replicas of that stage divide micro-batches."""
+    found: list[int] = []
+    start = 0
+    for micro, rows in enumerate(micro_rows):
+        window = divided.windows(micro, rows)[replica]
+        found.extend(range(start + window.first, start + window.end))
+        start += rows
+    return tuple(found)
+
+
+def rows_of_shards(shards: Sequence[int], decision: Decision) -> tuple[int, ...]:
+    """The rows of each micro-batch of a batch that comes in shards of these sizes.
+
+    Cuts it like a whole batch with as many rows, where the shards have the sizes that `own_rows` gives.  Else each
+    replica has as many rows of every micro-batch as the others, as a sampler deals them.  Raises BatchError for other
+    shards.
+    """
+    planned, divided = decision.micro_rows, decision.stages[0].division
+    replicas, total = len(shards), sum(shards)
+    least = min(shards)
+    tried = [micro_cut(total, planned)] if total else []
+    if least:
+        even = [replicas * rows for rows in split_rows(least, min(len(planned), least))]
+        tried.append((*even[:-1], even[-1] + total - replicas * least))
+    for micro_rows in tried:
+        if _sizes(micro_rows, divided) == tuple(shards):
+            return micro_rows
+    expected = _sizes(tried[0], divided) if tried else ()
+    raise BatchError(
+        f"shards of {_listed(shards)} rows do not make a batch",
+        why=f"of {total} rows, the replicas of the first stage have {_listed(expected)}",
+        fix="give each as many rows as the others, or those that pipe.data_rows(rows of the whole batch) says",
+    )
+
+
+def _sizes(micro_rows: Sequence[int], divided: Division) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*(parts(divided, micro, rows) for micro, rows in enumerate(micro_rows)), strict=True)))
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def require_no_questions(captured: Captured) -> None:
+    """Raises RefusedError where the model's Python reads numbers of its batch: a shard cannot answer for all of it."""
+    if captured.questions is not None:
+        raise RefusedError(
+            "the model's Python reads numbers of the whole batch, and each replica was given its own rows",
+            where=captured.questions.asked[0].where,
+            why="replicas would go different ways, and none that of the whole batch",
+            fix="give the ranks where pipe.needs_data is True the whole batch, or compute with the tensor instead",
+        )
+
+
+def micro_rows(batch: Batch, shards: Sequence[int], decision: Decision) -> tuple[int, ...]:
+    """The rows of each micro-batch of a batch, given whole or in shards."""
+    return rows_of_shards(shards, decision) if shards else micro_rows_of(batch, decision.micro_rows)

@@ -1,0 +1,147 @@
+"""The process group that all worlds of this process share, and the watch over its ranks.
+
+The last world that leaves destroys the group, and so does the next one that comes after it was broken.  A group that
+someone else opened is never broken nor destroyed: worlds then use one of their own beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+
+from autopart.ir.errors import UsageError
+from autopart.runtime.activity import Phase, set_activity
+from autopart.runtime.group.breaking import break_group
+from autopart.runtime.group.rendezvous import UNWATCHED, launchers_store, open_default_group, rank0_has_store
+from autopart.runtime.watch.monitor import Monitor
+
+TIMEOUT_VARIABLE = "AUTOPART_TIMEOUT_S"
+DEFAULT_TIMEOUT_S = 600.0
+
+
+def default_timeout_s() -> float:
+    """Seconds that a rank waits for others that do not go on, where `timeout=` does not say."""
+    text = os.environ.get(TIMEOUT_VARIABLE, "")
+    if not text:
+        return DEFAULT_TIMEOUT_S
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise UsageError(f"{TIMEOUT_VARIABLE} is {text!r}", fix="set it to a number of seconds above 0, or unset it")
+
+
+class _SharedGroup:
+    """leases: worlds that use the group; each opening has a number, so that leases of an earlier one end nothing."""
+
+    def __init__(self) -> None:
+        self._opening = 0
+        self._breakers: list[Callable[[], None]] = []
+        self._foreign = self._broken = False
+        self._group: dist.ProcessGroup | None = None
+        self.backend = ""
+        self.monitor: Monitor | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks."""
+        assert self._group is not None
+        return self._group
+
+    def enter(self, backend: str, limit_s: float, planning_s: float, breaker: Callable[[], None]) -> int:
+        """Open the group unless it is open, and return a lease.  Collective when it is not open.
+
+        limit_s: seconds that a rank may wait for others; planning_s: for others that plan or capture.  breaker: breaks
+        the groups that a world adds.
+        """
+        set_activity("opening the process group", Phase.JOINING)
+        if self._breakers and (self._broken or not dist.is_initialized() or self._failed()):
+            self._drop()
+        if not self._breakers:
+            self._open(backend, limit_s)
+        if self.monitor is not None:
+            self.monitor.limit_s, self.monitor.planning_s = limit_s, planning_s
+        self._breakers.append(breaker)
+        set_activity("preparing")
+        return self._opening
+
+    def _failed(self) -> bool:
+        return self.monitor is not None and self.monitor.failed()
+
+    def holds(self, lease: int) -> bool:
+        """Whether what was opened for a lease is still open."""
+        return lease == self._opening and bool(self._breakers)
+
+    def leave(self, lease: int, breaker: Callable[[], None]) -> None:
+        """A world leaves: the last one ends the group."""
+        if not self.holds(lease):
+            return
+        self._breakers.remove(breaker)
+        if not self._breakers:
+            self._drop()
+
+    def break_all(self) -> None:
+        """Nobody waits in any group of ours any more, here or on another rank.  From any thread."""
+        self._broken = True
+        for breaker in list(self._breakers):
+            breaker()
+        if self._group is not None:
+            break_group(self._group)
+
+    def _open(self, backend: str, limit_s: float) -> None:
+        self._opening += 1
+        self._broken, self._foreign = False, dist.is_initialized()
+        try:
+            self.backend = backend
+            name = self._beside(backend, limit_s) if self._foreign else self._alone(backend, limit_s)
+        except BaseException:
+            self._drop()
+            raise
+        if self.monitor is not None:
+            self.monitor.enter(name, self.break_all)
+
+    def _alone(self, backend: str, limit_s: float) -> str:
+        """Open the default group, watched from before the start."""
+        monitor = Monitor(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), limit_s)
+        self.monitor = monitor
+        store, rank, size = launchers_store(limit_s, monitor.require)
+        monitor.attach(store, rank0_has_store=rank0_has_store())
+        name = open_default_group(backend, store, rank, size, limit_s, monitor.require)
+        self._group = dist.group.WORLD
+        return name
+
+    def _beside(self, backend: str, limit_s: float) -> str:
+        """A group of our own beside the default group that someone opened, perhaps with another backend."""
+        size, ranks = dist.get_world_size(), list(range(dist.get_world_size()))
+        self._group = dist.new_group(ranks, timeout=UNWATCHED, backend=backend) if size > 1 else dist.group.WORLD
+        if size == 1:
+            return ""
+        store = dist.distributed_c10d._get_default_store()
+        self.monitor = Monitor(dist.get_rank(), size, limit_s)
+        self.monitor.attach(store, rank0_has_store=rank0_has_store())
+        name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
+        dist.broadcast(name, 0, group=self._group)
+        return bytes(name.tolist()).hex()
+
+    def _drop(self) -> None:
+        """End the group and the watch."""
+        self._opening += 1
+        self._breakers.clear()
+        group, self._group = self._group, None
+        if dist.is_initialized() and group is not None:
+            with suppress(ValueError, AssertionError):
+                if not self._foreign:
+                    dist.destroy_process_group()
+                elif group is not dist.group.WORLD:
+                    dist.destroy_process_group(group)
+        monitor, self.monitor = self.monitor, None
+        if monitor is not None:
+            monitor.stop()
+
+
+shared_group = _SharedGroup()

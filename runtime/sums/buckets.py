@@ -1,0 +1,109 @@
+"""Flat buckets of gradients: which parameters each one holds, and how gradients get in and out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from autopart.ir.program import FIRST_BUCKET_BYTES
+from autopart.runtime.sums.reduce import gradient_dtype, wide_dtype
+from autopart.runtime.tensors import dense
+
+Owned = tuple[torch.nn.Parameter, int | None]
+"""A parameter and the rank that owns it, None where all keep it."""
+
+Part = tuple[list[torch.nn.Parameter], int | None]
+"""The parameters of a bucket, and the rank that owns them."""
+
+
+@dataclass
+class Bucket:
+    """The gradients of some parameters, side by side in one tensor, so that one all-reduce sums them all.
+
+    flat: the gradients, in a dtype wide enough to accumulate half precision, followed by one flag for each parameter: 1
+    where this replica has a gradient.  views: the place of each gradient in `flat`.  owner: the rank that receives the
+    sums, None where all ranks do.  waiting_for: parameters whose gradient is not complete yet; missing: parameters
+    without a gradient on this rank so far.  work: the collective in flight.
+    """
+
+    parameters: list[torch.nn.Parameter]
+    flat: torch.Tensor
+    views: list[torch.Tensor]
+    owner: int | None
+    waiting_for: set[int]
+    missing: set[int]
+    work: dist.Work | None = None
+
+    @staticmethod
+    def of(parameters: list[torch.nn.Parameter], owner: int | None) -> Bucket:
+        sizes = [parameter.numel() for parameter in parameters]
+        first = parameters[0]
+        flat = torch.empty(sum(sizes) + len(sizes), dtype=wide_dtype(first.dtype), device=first.device)
+        pieces = torch.split(flat, [*sizes, len(sizes)])[:-1]
+        # By `.data` they are no views to autograd: nobody could change a view's history in place, and what one user of
+        # a gradient writes would count as a change of all others.
+        views = [piece.view(p.shape).data for piece, p in zip(pieces, parameters, strict=True)]
+        return Bucket(parameters, flat, views, owner, set(range(len(sizes))), set(range(len(sizes))))
+
+    @property
+    def flags(self) -> torch.Tensor:
+        return self.flat[-len(self.parameters) :]
+
+    def lend(self, place: int) -> None:
+        """Copy a gradient into the bucket; where dtypes agree, make that place of the bucket the `.grad`."""
+        parameter, view = self.parameters[place], self.views[place]
+        if parameter.grad is not None and parameter.grad is not view:
+            view.copy_(dense(parameter.grad))
+            if view.dtype == gradient_dtype(parameter):
+                parameter.grad = view
+
+    def take(self, place: int) -> None:
+        """Take a parameter's final gradient of this step, zeros where it has none."""
+        gradient = self.parameters[place].grad
+        if gradient is None:
+            self.views[place].zero_()
+        else:
+            self.lend(place)
+            self.missing.discard(place)
+        self.waiting_for.discard(place)
+
+    def flag(self) -> None:
+        """Write the flags that tell the other replicas which gradients this one has."""
+        flags = self.flags.fill_(1)
+        for place in self.missing:
+            flags[place] = 0
+
+    def give(self, *, uneven: bool) -> None:
+        """Write the sums to `.grad`; a parameter without a gradient on every replica keeps None."""
+        flags = self.flags.tolist() if uneven or self.flat.device.type == "cpu" else None
+        for place, (parameter, total) in enumerate(zip(self.parameters, self.views, strict=True)):
+            if parameter.grad is total:
+                continue
+            if parameter.grad is not None:
+                parameter.grad.copy_(total)
+            elif flags is not None and flags[place]:
+                parameter.grad = total.to(gradient_dtype(parameter))
+
+
+def parts_of(parameters: Sequence[Owned], bucket_bytes: int) -> list[Part]:
+    """Deal parameters to buckets: one dtype and device in each, in the order in which buckets fill up.
+
+    A bucket with parameters of several owners is cut into a part for each owner.
+    """
+    found: list[list[Owned]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[Owned]] = {}
+    for parameter, owner in parameters:
+        if not parameter.requires_grad:
+            continue
+        group = filling.setdefault((parameter.dtype, parameter.device), [])
+        group.append((parameter, owner))
+        if sum(p.nbytes for p, _ in group) >= (bucket_bytes if found else min(FIRST_BUCKET_BYTES, bucket_bytes)):
+            found.append(filling.pop((parameter.dtype, parameter.device)))
+    parts = []
+    for group in (*found, *filling.values()):
+        for owner in dict.fromkeys(owner for _, owner in group):
+            parts.append(([parameter for parameter, its in group if its == owner], owner))
+    return parts

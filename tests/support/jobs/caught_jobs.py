@@ -1,0 +1,178 @@
+"""What a rank hears when another one fails, leaves or stands still; for a pool of `WORLD` processes.
+
+A rank returns what was raised on it, and when: the pool goes on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+
+import autopart
+from autopart.capture import CaptureCache
+from autopart.runtime.group.rendezvous import launchers_store
+from support.jobs import failing_jobs
+from support.jobs.failing_jobs import CASE, WORLD
+from support.jobs.session_jobs import rank
+from support.jobs.step_jobs import ALL, compiled
+
+ROWS = 8
+PLAIN = {"micro_batches": 4, "loss_fn": CASE.loss_fn, "costs": "analytic"}
+
+
+class Unheard(BaseException):
+    """What no code catches."""
+
+
+RAISED = (AttributeError("no such attribute"), MemoryError("no memory"), SystemExit(3), KeyboardInterrupt(), Unheard())
+
+
+def clock_s() -> float:
+    """The same on all processes of this machine."""
+    return time.monotonic()
+
+
+def heard(call: Any) -> tuple[str, str, float]:
+    """The type and text of what a call raises, and when."""
+    try:
+        call()
+    except BaseException as error:
+        return type(error).__name__, str(error), clock_s()
+    return "", "", clock_s()
+
+
+def raising(bad: int) -> list[tuple[str, str, float]]:
+    """What compile raises when one rank raises this and that while it captures."""
+    original, found = CaptureCache.__call__, []
+    case = ALL["stack"]
+    for error in RAISED:
+
+        def fail(self: CaptureCache, *args: Any, error: BaseException = error) -> Any:
+            if rank() == bad:
+                raise error
+            return original(self, *args)
+
+        with mock.patch.object(CaptureCache, "__call__", fail):
+            model = case.model()
+            found.append(heard(lambda m=model: compiled(case, m, case.batch(ROWS), stages=2, micro_batches=2)))
+    return found
+
+
+def caught(phase: str, calls: int) -> dict[str, Any]:
+    """A step that fails on the third rank, after one that did not, is caught everywhere; then the pipe is closed and
+    another one takes a step on the same processes."""
+    model, batch = CASE.model(), CASE.batch(ROWS)
+    options = {"cuts": failing_jobs.CUTS, **PLAIN}
+    pipe = autopart.compile(model, f"cpu:{WORLD}", sample=batch, **options)
+    pipe.step(batch)
+    before = {name: (p.grad, p.grad.clone()) for name, p in pipe.named_parameters() if p.grad is not None}
+    if rank() == WORLD - 1:
+        failing_jobs.arm(phase, "raise", calls)
+    found: dict[str, Any] = {"failed": heard(lambda: pipe.step(batch))}
+    failing_jobs.arm("", "raise", 0)
+    after = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    found["kept"] = after.keys() == before.keys() and all(
+        after[name] is grad and torch.equal(grad, copy) for name, (grad, copy) in before.items()
+    )
+    found["again"] = heard(lambda: pipe.step(batch))
+    pipe.close()
+    found["emptied"] = heard(lambda: autopart.compile(model, f"cpu:{WORLD}", sample=batch, **options))
+    with autopart.compile(CASE.model(), f"cpu:{WORLD}", sample=batch, **options) as other:
+        found["loss"] = other.step(batch).item()
+    return found
+
+
+def beside_an_open_group() -> tuple[str, float, float]:
+    """A step fails in a process whose group the user opened: what was raised, a sum over that group afterwards, and
+    the loss of another pipe's step beside it."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    pipe = autopart.compile(CASE.model(), f"cpu:{WORLD}", sample=CASE.batch(ROWS), cuts=failing_jobs.CUTS, **PLAIN)
+    if rank() == WORLD - 1:
+        failing_jobs.arm("forward", "raise", 1)
+    name = heard(lambda: pipe.step(CASE.batch(ROWS)))[0]
+    pipe.close()
+    total = torch.tensor(float(rank()))
+    dist.all_reduce(total)
+    with autopart.compile(CASE.model(), f"cpu:{WORLD}", sample=CASE.batch(ROWS), **PLAIN) as other:
+        loss = other.step(CASE.batch(ROWS)).item()
+    dist.destroy_process_group()
+    return name, total.item(), loss
+
+
+def left() -> tuple[str, str, float]:
+    """Rank 0 asks alone for the state; the others return, with the pipe open.  When: since it asked."""
+    case = ALL["stack"]
+    pipe = compiled(case, case.model(), case.batch(ROWS), stages=2, micro_batches=2)
+    pipe.step(case.batch(ROWS))
+    if rank() != 0:
+        return "", "", 0.0
+    start = clock_s()
+    name, text, at = heard(pipe.state_dict)
+    return name, text, at - start
+
+
+def raised_in_the_script() -> tuple[str, str, float]:
+    """The second rank raises between two steps, inside of `with`."""
+    case = ALL["stack"]
+
+    def run() -> None:
+        with compiled(case, case.model(), case.batch(ROWS), stages=2, micro_batches=2) as pipe:
+            pipe.step(case.batch(ROWS))
+            if rank() == 1:
+                raise ZeroDivisionError("my own mistake")
+            pipe.step(case.batch(ROWS))
+
+    return heard(run)
+
+
+def late(timeout_s: float) -> tuple[str, str, float]:
+    """The second rank does something else between two steps, for as long as the others have patience."""
+    case, store = ALL["stack"], _common()
+    pipe = compiled(case, case.model(), case.batch(ROWS), stages=2, micro_batches=2, timeout=timeout_s)
+    pipe.step(case.batch(ROWS))
+    if rank() == 1:
+        store.wait(["over"])
+    start = clock_s()
+    name, text, at = heard(lambda: pipe.step(case.batch(ROWS)))
+    store.set("over", "")
+    pipe.close()
+    return name, text, at - start
+
+
+def without_python(seconds: int) -> float:
+    """The second rank computes for long without letting any other thread run Python; the loss of the next step."""
+    case = ALL["stack"]
+    with compiled(case, case.model(), case.batch(ROWS), stages=2, micro_batches=2) as pipe:
+        pipe.step(case.batch(ROWS))
+        if rank() == 1:
+            ctypes.PyDLL(None).sleep(seconds)
+        return pipe.step(case.batch(ROWS)).item()
+
+
+def planned_for_long(timeout_s: float) -> float:
+    """Rank 0 plans for longer than ranks may wait for each other; the loss of a step."""
+    case = ALL["stack"]
+    slow: list[float] = [2 * timeout_s]
+
+    def watch(*_: Any) -> None:
+        time.sleep(slow.pop() if slow else 0.0)
+
+    with compiled(
+        case, case.model(), case.batch(ROWS), stages=2, micro_batches=2, timeout=timeout_s, watch=watch, cache=False
+    ) as pipe:
+        return pipe.step(case.batch(ROWS)).item()
+
+
+def _common() -> Any:
+    store = PrefixStore(f"tests/{os.environ['MASTER_PORT']}/late", launchers_store(60.0)[0])
+    if rank() == 0:
+        store.delete_key("over")
+    return store

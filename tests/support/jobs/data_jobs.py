@@ -1,0 +1,167 @@
+"""Steps whose batch not every rank is given: None where nothing is needed, shards for replicas of the first stage."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import DistributedSampler
+
+import autopart
+from autopart.ir.errors import AutopartError
+from support.jobs.replica_jobs import asked_replicas
+from support.jobs.step_jobs import EVERY, cluster, compiled, fresh
+from support.oracles.one_process import Difference, Expected, difference, plain_loss, plain_step, rows_of
+
+Counts = tuple[int, ...]
+
+
+def picked(batch: Any, rows: list[int]) -> Any:
+    """These rows of a batch."""
+    whole = rows_of(batch)
+
+    def pick(leaf: Any) -> Any:
+        return leaf[rows] if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == whole else leaf
+
+    return pytree.tree_map(pick, batch)
+
+
+def own_part(pipe: autopart.Pipe, batch: Any, rows: list[int]) -> Any:
+    """What a rank passes to a step over shards."""
+    return picked(batch, rows) if pipe.needs_data and rows else None
+
+
+def dealt(pipe: autopart.Pipe, rows: int) -> list[int]:
+    """The rows that torch's sampler deals this rank."""
+    number, of = pipe.data_shard()
+    return list(DistributedSampler(range(rows), num_replicas=of, rank=number, shuffle=False))  # type: ignore[arg-type]
+
+
+def fed(name: str, counts: Counts, micros: int, rows: tuple[int, ...]) -> list[tuple[str, Difference]]:
+    """Steps of batches of so many rows, given whole where they are needed, by `data_rows`, and as a sampler deals
+    them, each against one process over all rows."""
+    case, found = EVERY[name], []
+    dtype = torch.float64
+    with compiled(case, fresh(name, dtype), case.data(rows[0], dtype), **asked_replicas(counts, micros)) as pipe:
+        for count in rows:
+            batch = case.data(count, dtype)
+            reference = case.model(dtype=dtype)
+            expected = Expected.of(plain_step(case, reference, batch, micros), reference)
+            feeds = {
+                "whole": (batch if pipe.needs_data else None, False),
+                "rows": (own_part(pipe, batch, list(pipe.data_rows(count))), True),
+            }
+            if count % len(pipe.session.needing) == 0:
+                feeds["sampler"] = own_part(pipe, batch, dealt(pipe, count)), True
+            for way, (given, sharded) in feeds.items():
+                pipe.zero_grad()
+                loss = pipe.step(given, sharded=sharded).item()
+                found.append((f"{way} {count}", difference(loss, pipe.gradients(), {}, expected, dtype)))
+            given = batch if pipe.rank == pipe.session.needing[0] else None
+            evaluated = pipe.eval_loss(given).item()
+            reference.eval()
+            plain = plain_loss(case, reference, batch).item()
+            found.append((f"eval {count}", Difference((evaluated - plain) / plain, 0.0, "", 0.0, 0)))
+    return found
+
+
+def masked_shards(counts: Counts, micros: int, rows: int) -> list[float]:
+    """Dropout: a step of shards beside the same step of the whole batch, by `data_rows` and as a sampler deals them:
+    losses and gradients, how far apart."""
+    case, apart = EVERY["dropped"], []
+    with compiled(case, fresh("dropped"), case.data(rows), **asked_replicas(counts, micros, seed=3)) as pipe:
+        batch = case.data(rows)
+        of = pipe.data_shard()[1]
+        each = rows // micros // of  # of a shard in a micro-batch
+        order = [shard + of * (each * micro + place) for micro in range(micros) for shard in range(of)
+                 for place in range(each)]  # fmt: skip
+        for whole, own in (
+            (batch, list(pipe.data_rows(rows))),
+            (picked(batch, order), dealt(pipe, rows)),
+        ):
+            results = []
+            for given, sharded in ((whole, False), (own_part(pipe, batch, own), True)):
+                pipe.steps = 5
+                pipe.zero_grad()
+                loss = pipe.step(given, sharded=sharded).item()
+                results.append((loss, pipe.gradients()))
+            (loss, gradients), (other, others) = results
+            apart.append(abs(loss - other) / abs(loss))
+            apart.extend(float((g - others[n]).abs().max()) for n, g in gradients.items() if g is not None)  # type: ignore[operator]
+    return apart
+
+
+def predicted() -> bool:
+    """Whether a prediction of a batch that one rank has is what the model returns, on every rank."""
+    case = EVERY["stack"]
+    x, y = case.data(8)
+    with compiled(case, fresh("stack"), (x, y), stages=2, micro_batches=2) as pipe:
+        found = pipe.predict(x if pipe.needs_data else None)
+        model = case.model().eval()
+        return torch.allclose(found, model(x), atol=1e-6)
+
+
+def refused() -> dict[str, str]:
+    """What calls say whose batches do not fit together; the pipe goes on after each, for nothing was sent."""
+    case, told = EVERY["stack"], {}
+    x, y = case.data(8)
+    with compiled(case, fresh("stack"), (x, y), **asked_replicas((2,), 2)) as pipe:
+        few = 5 - 4 * pipe.rank
+        calls: dict[str, Callable[[], Any]] = {
+            "missing": lambda: pipe.step(None),
+            "evaluated": lambda: pipe.eval_loss((x, y) if pipe.rank else None),
+            "one": lambda: pipe.step((x, y) if pipe.rank == 0 else None),
+            "sizes": lambda: pipe.step((x[:few], y[:few]), sharded=True),
+            "mixed": lambda: pipe.step((x, y), sharded=pipe.rank == 0),
+        }
+        before = pipe.step((x, y)).item()
+        for what, call in calls.items():
+            try:
+                call()
+            except AutopartError as error:
+                told[what] = str(error)
+            assert pipe.step((x, y)).item() == before
+    return told
+
+
+class Asks(nn.Module):
+    """Whose Python reads a number of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        if scale.max() > 1:
+            y = y * 2
+        return self.second(y).pow(2).mean()
+
+
+def asks(counts: Counts, sharded: bool) -> tuple[list[float], str]:
+    """Losses beside those of one process of a model that reads its batch; and what shards say."""
+    torch.manual_seed(3)
+    model = Asks()
+    plain, found = copy.deepcopy(model), []
+    x = torch.randn(8, 4)
+    small, large = torch.full((8,), 0.5), torch.full((8,), 3.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pipe = autopart.compile(model, cluster(), sample=(x, small), costs="analytic", **asked_replicas(counts, 2))
+    with pipe:
+        for scale in (small, large, small):
+            batch = (x, scale)
+            if sharded:
+                try:
+                    pipe.step(*own_part(pipe, batch, list(pipe.data_rows(8))) or (None,), sharded=True)
+                except AutopartError as error:
+                    return [], str(error)
+            else:
+                loss = pipe.step(batch if pipe.needs_data else None).item()
+                found.append(abs(loss - plain(x, scale).item()))
+    return found, ""

@@ -1,0 +1,71 @@
+"""What the tests of messages that may block run on every rank; importable there by name."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from autopart.ir.program import Program
+from autopart.passes.program.nccl_rules import SENT, Collective, Post
+from autopart.passes.program.posting import with_posting
+from autopart.runtime.group.world import World
+from support.jobs.engine_jobs import step
+from support.languages.nccl_programs import CASES, FINE, HANG, WRONG
+from support.oracles.fake_nccl import NAME, Communicators, Hang, Wrong
+
+BRIEF_S = 1.0
+"""The deadline of programs that are known to be over, or to hang, at once."""
+
+
+def played(name: str) -> str:
+    """What comes of this rank's part of a program."""
+    case = CASES[name]
+    world = World("cpu", 4)
+    group = dist.new_group(list(range(world.size)))  # which is broken where a rank hangs
+    assert isinstance(group, dist.ProcessGroup)
+    communicators = Communicators(group, world.rank, BRIEF_S)
+    if case.connected:
+        for comm, members in case.members.items():
+            communicators.used_before(comm, members)
+    found = FINE
+    try:
+        for item in case.queues[world.rank] if world.rank < len(case.queues) else ():
+            if isinstance(item, Post):
+                messages = [
+                    (op.way == SENT, op.peer, str(op.message), torch.zeros(op.size_bytes, dtype=torch.uint8))
+                    for op in item.ops
+                ]
+                communicators.post(str(item.comm), case.members[str(item.comm)], messages)
+            elif isinstance(item, Collective):
+                communicators.sum(str(item.comm), case.members[str(item.comm)])
+    except Hang:
+        found = HANG
+    except Wrong:
+        found = WRONG
+    everyone = world.gather_text(found)
+    with suppress(ValueError, AssertionError):
+        dist.destroy_process_group(group)
+    world.close()
+    return found if WRONG not in everyone else WRONG
+
+
+def all_receives_first(program: Program) -> Program:
+    """The program with the posting order of a runtime that posts every receive before its first action."""
+    posted = []
+    for own in with_posting(program).posting:
+        receives = [replace(exchange, after=0, sends=()) for exchange in own if exchange.receives]
+        posted.append((*receives, *(replace(exchange, receives=()) for exchange in own if exchange.sends)))
+    return replace(program, posting=tuple(posted))
+
+
+def receives_first() -> None:
+    """A step of two stages whose messages are posted so."""
+    with (
+        mock.patch("support.jobs.engine_jobs.with_posting", all_receives_first),
+        mock.patch("support.oracles.fake_nccl.DEADLINE_S", BRIEF_S),
+    ):
+        step((0, 1, 0, 1), "interleaved", 2, NAME)

@@ -1,0 +1,36 @@
+"""Functions that the tests of messages run in worker processes; importable there by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from autopart.runtime.group.world import World
+from autopart.runtime.messages.transport import Inbox, Outbox, Spec
+
+COUNT = 6
+SPECS = (Spec((2, 3), torch.float32), Spec((5,), torch.int64), Spec((), torch.float64))
+
+
+def message(number: int) -> list[torch.Tensor]:
+    """Tensors that show which message they are."""
+    return [torch.full(spec.shape, number, dtype=spec.dtype) for spec in SPECS]
+
+
+def taken_in_order(keys: Sequence[int]) -> list[list[float]]:
+    """Rank 0 sends COUNT messages in order and rank 1 takes them in the order of `keys`: what it found in each."""
+    world = World("cpu", 2)
+    channel = world.channel(0, 1)
+    found = []
+    if world.rank == 0:
+        outbox = Outbox(1, channel)
+        for number in range(COUNT):
+            outbox.send(message(number), number)
+        outbox.flush()
+    else:
+        inbox = Inbox(0, channel, world.device)
+        inbox.expect([(number, SPECS) for number in range(COUNT)])
+        found = [[float(tensor.flatten()[0]) for tensor in inbox.receive(key)] for key in keys]
+    world.close()
+    return found

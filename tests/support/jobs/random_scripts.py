@@ -1,0 +1,311 @@
+"""Random training scripts: drawn by a number, played by plain torch and by a pipe, compared, and made smaller.
+
+What one process does is the plain model on whole batches; of a model whose rows are coupled through buffers or batch
+statistics, on the same micro-batches in order.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import torch
+
+import autopart
+from autopart.capture.batch.batch import split_rows
+from support.jobs.script_events import Event, change, draw, words
+from support.jobs.step_jobs import cluster
+from support.models import script_models as models
+from support.models.script_models import COUPLED, PARTS, Scripted, batch, shares
+
+TOLERANCE = 1e-9
+CALLS = ("step", "accumulate", "eval_loss", "predict", "gradients", "state", "clip", "sync")
+
+
+@dataclass(frozen=True)
+class Script:
+    """A model, how it is compiled, and what happens to it.  first: the batch that it is compiled with."""
+
+    parts: tuple[str, ...]
+    kind: str
+    loss: str
+    micros: int
+    optimizer: str
+    first: Event
+    events: tuple[Event, ...]
+
+    @property
+    def coupled(self) -> bool:
+        """Whether micro-batches are played in one process too."""
+        return any(part in COUPLED for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """kind: "equal", "refused" or "wrong"; text: why; calls: how many calls of the pipe were exact."""
+
+    kind: str
+    text: str
+    calls: int
+
+
+def drawn(seed: int, events: int = 12) -> Script:
+    """The script of a number."""
+    random = Random(seed)
+    parts = tuple(random.choice(PARTS) for _ in range(random.randint(1, 3)))
+    kind = random.choice(["rows", "tokens"])
+    loss = random.choice(["class", "square", "token"])
+    coupled = any(part in COUPLED for part in parts)
+    micros = (
+        1
+        if {"norm alone", "counting"} & {*parts} and random.random() < 0.8
+        else random.choice([1, 2, 2] if coupled else [1, 2, 3])
+    )
+    optimizer = random.choice(["sgd", "momentum", "adam"])
+    script = Script(parts, kind, loss, micros, optimizer, ("batch", 8, 4, 0, {}), ())
+    model = Scripted(parts, kind, loss)
+    chosen: list[Event] = []
+    try:
+        for _ in range(events):
+            chosen.append(draw(random, model))
+            if chosen[-1][0] not in CALLS and chosen[-1][0] not in ("batch", "lr"):
+                change(model, chosen[-1])
+    finally:
+        models.reset()
+    return replace(script, events=(*chosen, ("step", True), ("gradients",)))
+
+
+class Player:
+    """Plays a script, and notes what is seen of it: (place, name, value)."""
+
+    model: Scripted
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.seen: list[tuple[int, str, Any]] = []
+        self.batch = batch(script.kind, *script.first[1:4], **script.first[4])
+
+    def optimize(self, parameters: Any) -> None:
+        make: dict[str, Callable[..., torch.optim.Optimizer]] = {
+            "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
+            "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+        }
+        self.optimizer = make[self.script.optimizer](parameters)
+
+    def play(self, place: int, event: Event) -> None:
+        """One event.  Raises what torch or autopart raises."""
+        name = event[0]
+        if name == "batch":
+            self.batch = batch(self.script.kind, *event[1:4], **event[4])
+        elif name == "lr":
+            self.optimizer.param_groups[0]["lr"] = event[1]
+        elif name not in CALLS:
+            change(self.model, event)
+        elif name in ("step", "accumulate"):
+            self.optimizer.zero_grad(set_to_none=event[-1] is not False)
+            for _ in range(2 if name == "accumulate" else 1):
+                self.seen.append((place, "loss", self.step()))
+            self.optimizer.step()
+        else:
+            self.seen.append((place, name, getattr(self, name)(*event[1:])))
+
+    def step(self) -> Any:
+        raise NotImplementedError
+
+
+class Plain(Player):
+    """Plain torch."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script)
+        self.model = Scripted(script.parts, script.kind, script.loss)
+        self.optimize(self.model.parameters())
+        self.planned = max(split_rows(len(self.batch["x"]), script.micros))
+
+    def pieces(self) -> list[dict[str, Any]]:
+        rows = len(self.batch["x"])
+        if not self.script.coupled:
+            return [self.batch]
+        micros = self.script.micros if rows >= self.script.micros else -(-rows // self.planned)
+        ends = [0, *itertools.accumulate(split_rows(rows, micros))]
+        return [
+            {n: t[a:b] if n in ("x", "y") else t for n, t in self.batch.items()} for a, b in itertools.pairwise(ends)
+        ]
+
+    def step(self) -> Any:
+        pieces, total = self.pieces(), 0.0
+        for piece, share in zip(pieces, shares(self.model, pieces), strict=True):
+            loss = self.model(**piece)["loss"] * (share if len(pieces) > 1 else 1.0)
+            if share == 0.0:  # no target of it counts: a mean over none is NaN, and is none of the batch's
+                continue
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def _evaluated(self) -> dict[str, torch.Tensor]:
+        flags = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        with torch.no_grad():
+            found: dict[str, torch.Tensor] = self.model(**self.batch)
+        for module, flag in flags:
+            module.training = flag
+        return found
+
+    def eval_loss(self) -> Any:
+        return self._evaluated()["loss"]
+
+    def predict(self) -> Any:
+        return self._evaluated()
+
+    def gradients(self) -> Any:
+        return {
+            n: p.grad if p.grad is None else p.grad.clone() for n, p in self.model.named_parameters() if p.requires_grad
+        }
+
+    def state(self, factor: float) -> Any:
+        state = {n: t.clone() for n, t in self.model.state_dict().items()}
+        self.model.load_state_dict({n: t * factor if t.is_floating_point() else t for n, t in state.items()})
+        return state
+
+    def clip(self, norm: float) -> Any:
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), norm)
+
+    def sync(self) -> Any:
+        return {n: t.clone() for n, t in self.model.state_dict().items()}
+
+
+class Piped(Player):
+    """A pipe of as many stages as there are ranks."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script)
+        self.model = Scripted(script.parts, script.kind, script.loss)
+        self.pipe = autopart.compile(
+            self.model, cluster(), sample=self.batch, micro_batches=script.micros, costs="analytic", cache=False,
+            stages=int(cluster().removeprefix("cpu:")),
+        )  # fmt: skip
+        self.optimize(self.pipe.parameters())
+
+    def step(self) -> Any:
+        return self.pipe.step(self.batch).item()
+
+    def eval_loss(self) -> Any:
+        return self.pipe.eval_loss(self.batch)
+
+    def predict(self) -> Any:
+        return self.pipe.predict(self.batch)
+
+    def gradients(self) -> Any:
+        return self.pipe.gradients()
+
+    def state(self, factor: float) -> Any:
+        state = self.pipe.state_dict()
+        self.pipe.load_state_dict({n: t * factor if t.is_floating_point() else t for n, t in state.items()})
+        return state
+
+    def clip(self, norm: float) -> Any:
+        return self.pipe.clip_grad_norm_(norm)
+
+    def sync(self) -> Any:
+        self.pipe.sync_model()
+        return {n: t.clone() for n, t in self.model.state_dict().items()}
+
+
+# -- comparing -------------------------------------------------------------------------------------------------------
+
+
+def played(script: Script) -> Outcome:
+    """What came of a script, on this rank.  Collective."""
+    models.reset()
+    try:
+        plain, ended = _plain(script)
+        models.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _piped(replace(script, events=script.events[:ended]), plain.seen)
+    finally:
+        models.reset()
+
+
+def _plain(script: Script) -> tuple[Plain, int]:
+    """Plain torch up to the first event that torch itself refuses."""
+    player = Plain(script)
+    for place, event in enumerate(script.events):
+        try:
+            player.play(place, event)
+        except Exception:
+            player.seen = [seen for seen in player.seen if seen[0] < place]
+            return player, place
+    player.seen.append((len(script.events), "the end", player.sync()))
+    return player, len(script.events)
+
+
+def _piped(script: Script, expected: Sequence[tuple[int, str, Any]]) -> Outcome:
+    player: Piped | None = None
+    place, calls = -1, 0
+    recent: list[Event] = [script.first]
+    try:
+        player = Piped(script)
+        for place, event in enumerate(script.events):
+            recent.append(event)
+            before = len(player.seen)
+            player.play(place, event)
+            for found, wanted in zip(player.seen[before:], expected[before:], strict=False):
+                if told := _different(found, wanted):
+                    return Outcome("wrong", f"event {place} {event}: {told}", calls)
+            calls += event[0] in CALLS
+            if event[0] in ("step", "accumulate"):  # the calls that look at all of the model
+                recent.clear()
+        if len(expected) > len(player.seen):
+            player.pipe.close()
+            told = _different((len(script.events), "the end", player.model.state_dict()), expected[-1])
+            return Outcome("wrong" if told else "equal", told, calls)
+        return Outcome("equal", "", calls)
+    except autopart.AutopartError as error:
+        named = place < 0 or any(word in str(error) for event in recent for word in words(event))
+        text = f"event {place}: {type(error).__name__}: {error}"
+        return Outcome("refused" if named else "wrong", text if named else f"names nothing of {recent}: {text}", calls)
+    except Exception as error:
+        return Outcome("wrong", f"event {place}: raw {type(error).__name__}: {error}", calls)
+    finally:
+        if player is not None:
+            player.pipe.close(sync=False)
+
+
+def _different(found: tuple[int, str, Any], wanted: tuple[int, str, Any]) -> str:
+    if found[:2] != wanted[:2]:
+        return f"{found[:2]} where {wanted[:2]} comes"
+    mine, theirs = ({"": value} if not isinstance(value, dict) else value for value in (found[2], wanted[2]))
+    for name in theirs.keys() | mine.keys():
+        a, b = (
+            torch.zeros(()) if d.get(name) is None else torch.as_tensor(d[name]).detach().double()
+            for d in (mine, theirs)
+        )
+        if not torch.allclose(a, b, rtol=TOLERANCE, atol=1e-11, equal_nan=True):
+            return f"{found[1]} {name} is {a.flatten()[:4].tolist()} where torch has {b.flatten()[:4].tolist()}"
+    return ""
+
+
+def smaller(script: Script, fails: Callable[[Script], bool]) -> Script:
+    """A script that still fails, from which no event and no part can be left out."""
+    found = True
+    while found:
+        found = False
+        tries = [replace(script, events=_without(script.events, i)) for i in range(len(script.events))]
+        tries += [replace(script, parts=_without(script.parts, i)) for i in range(len(script.parts))]
+        for other in reversed(tries):
+            if fails(other):
+                script, found = other, True
+                break
+    return script
+
+
+def _without(things: tuple[Any, ...], place: int) -> tuple[Any, ...]:
+    return (*copy.copy(things[:place]), *things[place + 1 :])

@@ -1,0 +1,197 @@
+"""Steps of stages with replicas, beside one process."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+import autopart
+from autopart.ir.cluster import Cluster, Device, Level, Link
+from autopart.ir.errors import BatchError
+from autopart.options import read_options
+from autopart.session.pipe import Pipe
+from support.jobs.sparse_jobs import Bag, batches, optimizers
+from support.jobs.step_jobs import EVERY, cluster, compiled, fresh
+from support.oracles.one_process import Difference, Expected, difference, plain_loss, plain_step
+
+Counts = tuple[int, ...]
+
+
+def asked_replicas(counts: Counts, micros: int, **options: Any) -> dict[str, Any]:
+    """Options for so many replicas of each stage."""
+    return {"stages": len(counts), "replicas": counts, "micro_batches": micros, "schedule": "1f1b", **options}
+
+
+def replicated(
+    name: str,
+    counts: Counts,
+    micros: int,
+    rows: tuple[int, ...],
+    recompute: str = "auto",
+    transport: str = "auto",
+    policy: str | None = None,
+) -> tuple[list[Difference] | None, Counts]:
+    """Steps with so many rows each, accumulated, with so many replicas of each stage, against one process.  Every rank
+    returns the replicas that were planned, rank 0 how far off each step was."""
+    case, found = EVERY[name], []
+    reference = case.model()
+    asked = asked_replicas(counts, micros, recompute=recompute, transport=transport, replica_policy=policy)
+    with compiled(case, fresh(name), case.data(rows[0]), **asked) as pipe:
+        planned = tuple(len(stage.ranks) for stage in pipe.plan.stages)
+        assert all(stage.policy == (policy or "split") for stage in pipe.plan.stages if len(stage.ranks) > 1)
+        assert recompute != "all" or all(stage.recompute for stage in pipe.plan.stages)
+        for count in rows:
+            loss = pipe.step(case.data(count)).item()
+            gradients, state = pipe.gradients(), pipe.state_dict()
+            if pipe.rank == 0:
+                expected = Expected.of(plain_step(case, reference, case.data(count), micros), reference)
+                found.append(difference(loss, gradients, state, expected))
+        leads = pipe.rank == 0
+    return (found if leads else None), planned
+
+
+def unlike(
+    name: str, slower: tuple[int, ...], rows: tuple[int, ...], options: dict[str, Any]
+) -> tuple[list[Difference] | None, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """Steps on devices of which each is so many times slower than the fastest, as planned for them, beside one process.
+    Every rank returns the ranks and shares of each stage, rank 0 how far off each step was."""
+    case, found, reference = EVERY[name], [], EVERY[name].model()
+    devices = tuple(Device("cpu", 1 << 40, 10**9 // each, 10**9 // each) for each in slower)
+    cpus = Cluster(devices, (Level(len(devices), Link(0, 10**12)),))
+    torch.set_num_threads(1)
+    asked = read_options(costs="analytic", loss_fn=case.loss_fn, micro_batches=2, **options)
+    with Pipe(fresh(name), cpus, asked, case.data(rows[0])) as pipe:
+        planned = [(stage.ranks, stage.division.shares) for stage in pipe.plan.stages]
+        for count in rows:
+            loss = pipe.step(case.data(count)).item()
+            gradients, state = pipe.gradients(), pipe.state_dict()
+            if pipe.rank == 0:
+                expected = Expected.of(plain_step(case, reference, case.data(count), 2), reference)
+                found.append(difference(loss, gradients, state, expected))
+        leads = pipe.rank == 0
+    return (found if leads else None), planned
+
+
+def trained(name: str, counts: Counts, steps: int, clip: float, policy: str = "split") -> dict[str, Any]:
+    """AdamW with clipping: losses and norms beside those of one process; the stage of this rank and what it holds,
+    buffers included."""
+    case = EVERY[name]
+    reference, batch = case.model(), case.data(7)
+    micros = max(2, *counts) if policy == "turn" else 2
+    with compiled(case, fresh(name), batch, **asked_replicas(counts, micros, replica_policy=policy)) as pipe:
+        mine = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+        own = dict(reference.named_parameters()).keys() | dict(reference.named_buffers()).keys()
+        losses, norms = [], []
+        for _ in range(steps):
+            losses.append((pipe.step(batch).item(), plain_step(case, reference, batch, micros).item()))
+            norms.append((pipe.clip_grad_norm_(clip).item(), clip_grad_norm_(reference.parameters(), clip).item()))
+            for optimizer in (mine, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        reference.eval()
+        evaluated = pipe.eval_loss(case.data(5)).item(), plain_loss(case, reference, case.data(5)).item()
+        return {
+            "losses": losses,
+            "norms": norms,
+            "evaluated": evaluated,
+            "stage": next(iter(pipe.plan.decision.stages_of_rank(pipe.rank)), None),
+            "held": {n: t.detach().clone() for n, t in pipe.session.tensors.held.items() if n in own},
+        }
+
+
+def masked(counts: Counts, recompute: str) -> tuple[list[float], dict[str, torch.Tensor | None]]:
+    """Losses of two steps with dropout, and the gradients."""
+    case = EVERY["dropped"]
+    with compiled(
+        case, fresh("dropped"), case.data(7), **asked_replicas(counts, 2, seed=3, recompute=recompute)
+    ) as pipe:
+        losses = [pipe.step(case.data(7)).item() for _ in range(2)]
+        return losses, pipe.gradients()
+
+
+def sparse(replicas: int, zero: int = 0) -> dict[str, Any]:
+    """Embeddings with sparse gradients in one stage: losses, norms, the state; and whether gradients stay sparse."""
+    steps = batches()
+    pipe = autopart.compile(
+        Bag(False),
+        cluster(),
+        sample=steps[0],
+        stages=1,
+        replicas=replicas,
+        micro_batches=1,
+        costs="analytic",
+        zero=zero,
+    )
+    with pipe:
+        steppers = optimizers(pipe.named_parameters(), False)
+        losses, norms = [], []
+        for batch in steps:
+            losses.append(pipe.step(*batch).item())
+            kinds = {n: p.grad.is_sparse for n, p in pipe.named_parameters() if p.grad is not None}
+            norms.append(pipe.clip_grad_norm_(0.05).item())
+            for stepper in steppers:
+                stepper.step()
+                stepper.zero_grad()
+        return {"losses": losses, "norms": norms, "state": pipe.state_dict(), "sparse": kinds}
+
+
+def held_on_to() -> dict[str, bool]:
+    """Of gradients that a user keeps: whether they are what they were when the next step is over, beside it; whether
+    they can be detached in place, as some optimizers do; and whether what a step leaves is freed with them."""
+    case = EVERY["stack"]
+    with compiled(case, fresh("stack"), case.data(8), **asked_replicas((2,), 2)) as pipe:
+        pipe.step(case.data(8))
+        kept = [p.grad for p in pipe.parameters() if p.grad is not None]
+        before = [gradient.clone() for gradient in kept]
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        pipe.step(case.data(6))
+        fresh_ones = [p.grad for p in pipe.parameters() if p.grad is not None]
+        apart = {g.untyped_storage().data_ptr() for g in kept}.isdisjoint(
+            g.untyped_storage().data_ptr() for g in fresh_ones
+        )
+        whole = weakref.ref(fresh_ones[0].untyped_storage())
+        for parameter in pipe.parameters():
+            if parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+            parameter.grad = None
+        fresh_ones.clear()
+        same = all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
+        return {"same": same, "apart": apart, "freed": whole() is None}
+
+
+def given_other_batches() -> str:
+    """What a step says when each rank brings rows of its own."""
+    case = EVERY["stack"]
+    with compiled(case, fresh("stack"), case.data(8), **asked_replicas((2,), 2)) as pipe:
+        x, y = case.data(8)
+        try:
+            pipe.step((x + pipe.rank, y))
+        except BatchError as error:
+            return str(error)
+        return ""
+
+
+def moved(counts: Counts, other: Counts) -> Difference | None:
+    """A step under one plan and one under another, accumulated."""
+    case = EVERY["tied"]
+    batch, model = case.data(7), case.model()
+    cpus = cluster()
+    plans = [
+        autopart.plan(
+            case.model(), cpus, sample=batch, loss_fn=case.loss_fn, costs="analytic", **asked_replicas(wanted, 2)
+        )
+        for wanted in (counts, other)
+    ]
+    with compiled(case, fresh("tied"), batch, plan=plans[0]) as pipe:
+        pipe.step(batch)
+        pipe.adopt(plans[1])
+        loss = pipe.step(batch).item()
+        found, state, leads = pipe.gradients(), pipe.state_dict(), pipe.rank == 0
+    for _ in range(2):
+        expected = plain_step(case, model, batch, 2)
+    return difference(loss, found, state, Expected.of(expected, model)) if leads else None

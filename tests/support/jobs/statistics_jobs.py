@@ -1,0 +1,163 @@
+"""Batch statistics where stages have replicas, beside the plain model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import autopart
+from autopart.ir.errors import AutopartError
+from autopart.ir.plan import Plan, Stage
+from autopart.session.step.parts import micro_cut
+from support.jobs.replica_jobs import Counts, asked_replicas
+from support.jobs.step_jobs import EVERY, cluster, compiled, fresh
+from support.models.small_models import Small, floats, mse
+from support.oracles.one_process import Difference, Expected, case_rows, difference, plain_loss, plain_step, rows_of
+
+Shares = tuple[tuple[int, ...] | str, ...]
+"""Of the replicas of each stage: how many rows each has, relatively, () for equal ones; or "turn"."""
+
+
+class Pictures(nn.Module):
+    """Batch norms over pictures, of which one row is enough; a branch, and one without running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(3, track_running_stats=place != 1) for place in range(3))
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norms[0](self.first(x)))
+        x = x + self.norms[1](self.second(x)) * torch.sigmoid(self.norms[2](self.third(x)))
+        return self.last(x.mean((2, 3)))
+
+
+PICTURES = Small(Pictures, lambda n: (floats(n, 3, 4, 4), floats(n, 2, seed=9)), mse, coupled=True)
+DTYPE = torch.float64
+
+
+def _case(name: str) -> Any:
+    return EVERY.get(name, PICTURES)
+
+
+def _model(name: str) -> Any:
+    return fresh(name, DTYPE) if name in EVERY else PICTURES.model(dtype=DTYPE)
+
+
+def normed(counts: Counts) -> dict[str, Any]:
+    """Batch statistics: one step of replicas of one stage against the plain model over their parts in order; and the
+    running statistics of each rank against those of the first replica's parts alone."""
+    case, rows = EVERY["batch_norm"], 12
+    batch, model, first = case.data(rows), case.model(), case.model()
+    with compiled(case, fresh("batch_norm"), batch, **asked_replicas(counts, 2)) as pipe:
+        loss = pipe.step(batch).item()
+        gradients = pipe.gradients()
+        buffers = {n: t.clone() for n, t in pipe.session.tensors.held.items() if "running" in n or "tracked" in n}
+    each = rows // 2 // counts[0]
+    expected = 0.0
+    for place, start in enumerate(range(0, rows, each)):
+        part = case_rows(batch, start, start + each)
+        share = plain_loss(case, model, part) * (each / rows)
+        share.backward()
+        expected += share.item()
+        if place % counts[0] == 0:
+            plain_loss(case, first, part)
+    wanted = {n: t for n, t in first.named_buffers() if n in buffers}
+    off = max((buffers[n].double() - t.double()).abs().max().item() for n, t in wanted.items())
+    found = difference(loss, gradients, {}, Expected.of(torch.tensor(expected), model))
+    return {"difference": found, "buffers": off, "compared": len(wanted)}
+
+
+def synced(
+    name: str,
+    counts: Counts,
+    micros: int,
+    rows: tuple[int, ...],
+    recompute: str = "off",
+    shares: Shares = (),
+    cuts: tuple[str, ...] = (),
+) -> list[Difference]:
+    """Batch statistics of whole micro-batches, in steps of so many rows, accumulated, beside one process over the same
+    micro-batches: losses, gradients and buffers, on every rank."""
+    case, found = _case(name), []
+    reference, sample = case.model(dtype=DTYPE), case.data(rows[0], DTYPE)
+    options: dict[str, Any] = {"sync_batchnorm": True}
+    asked = asked_replicas(counts, micros, recompute=recompute, cuts=cuts)
+    if shares:
+        options["plan"] = _dealt(name, sample, shares, options | asked)
+    with compiled(case, _model(name), sample, **options | ({} if shares else asked)) as pipe:
+        assert not shares or tuple(_share(stage) for stage in pipe.plan.stages) == shares
+        for count in rows:
+            batch = case.data(count, DTYPE)
+            loss = pipe.step(batch).item()
+            cut = micro_cut(count, pipe.plan.micro_rows)
+            expected = Expected.of(plain_step(case, reference, batch, len(cut)), reference)
+            found.append(difference(loss, pipe.gradients(), pipe.state_dict(), expected, DTYPE))
+    return found
+
+
+def _dealt(name: str, sample: Any, shares: Shares, options: dict[str, Any]) -> Plan:
+    """A plan whose replicas have rows as a user writes it into the file."""
+    case = _case(name)
+    plan = autopart.plan(
+        case.model(dtype=DTYPE), cluster(), sample=sample, loss_fn=case.loss_fn, costs="analytic", **options
+    )
+    stages = [
+        replace(stage, policy="turn") if isinstance(own, str) else replace(stage, shares=own)
+        for stage, own in zip(plan.stages, shares, strict=True)
+    ]
+    return replace(plan, decision=replace(plan.decision, stages=tuple(stages)))
+
+
+def _share(stage: Stage) -> tuple[int, ...] | str:
+    return stage.policy if stage.policy == "turn" else stage.shares
+
+
+def refused_in_turn() -> str:
+    """What is said of replicas that should share statistics, but take turns."""
+    options = asked_replicas((2,), 2, sync_batchnorm=True, replica_policy="turn")
+    try:
+        compiled(PICTURES, PICTURES.model(), PICTURES.data(8), **options).close()
+    except AutopartError as error:
+        return str(error)
+    return ""
+
+
+def in_turn(name: str, counts: Counts, micros: int, rows: tuple[int, ...], recompute: str = "off") -> dict[str, Any]:
+    """Replicas that take whole micro-batches in turn: each step against the plain model over the micro-batches; and the
+    buffers of this rank against the plain model over those of the first replica of its stage alone."""
+    case, found, off = _case(name), [], 0.0
+    reference, first = case.model(dtype=DTYPE), case.model(dtype=DTYPE)
+    asked = asked_replicas(counts, micros, recompute=recompute, replica_policy="turn")
+    with compiled(case, _model(name), case.data(rows[0], DTYPE), **asked) as pipe:
+        stage = next(iter(pipe.plan.decision.stages_of_rank(pipe.rank)), None)
+        count = counts[stage] if stage is not None else 1
+        for step_rows in rows:
+            batch = case.data(step_rows, DTYPE)
+            loss = pipe.step(batch).item()
+            cut = micro_cut(step_rows, pipe.plan.micro_rows)
+            expected = Expected.of(plain_step(case, reference, batch, len(cut)), reference)
+            found.append(difference(loss, pipe.gradients(), {}, expected, DTYPE))
+            for micro in range(0, len(cut), count):
+                plain_loss(case, first, case_rows(batch, sum(cut[:micro]), sum(cut[: micro + 1])))
+        held = {n: t for n, t in pipe.session.tensors.held.items() if "running" in n or "tracked" in n}
+        wanted = dict(first.named_buffers())
+        off = max(((t - wanted[n]).abs().max().item() for n, t in held.items()), default=0.0)
+    return {"differences": found, "buffers": off, "compared": len(held), "rows": rows_of(batch)}
+
+
+def verified(name: str, counts: Counts, synced_norms: bool = True) -> tuple[bool, str, int, str]:
+    """What `verify` says of a plan with replicas: whether it is exact, beside what, how many buffers; or why not."""
+    case = _case(name)
+    try:
+        found = autopart.verify(
+            case.model(dtype=DTYPE), cluster(), sample=case.data(13, DTYPE), loss_fn=case.loss_fn, costs="analytic",
+            sync_batchnorm=synced_norms, **asked_replicas(counts, 2),
+        )  # fmt: skip
+    except AutopartError as error:
+        return False, "", 0, str(error)
+    return found.ok, found.reference, len(found.buffers), ""

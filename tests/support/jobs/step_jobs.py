@@ -1,0 +1,156 @@
+"""Training steps that end-to-end tests run on every rank of a worker pool, each held against one process.
+
+The processes of a pool keep their captures, so that all tests of one model capture it once for each number of rows.
+Jobs that are about the front door call `autopart.compile` themselves and capture anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+import autopart
+from autopart.capture import CaptureCache
+from autopart.files.clusters import parse_cluster
+from autopart.options import read_options
+from autopart.session.pipe import Pipe
+from support import fake_nccl  # noqa: F401  a transport of that name
+from support.models.causal_zoo import CAUSAL, REFUSED
+from support.models.peer_models import PEERS, tokens
+from support.models.small_models import SMALL, Small
+from support.models.zoo import CASES, Case
+from support.oracles.one_process import Difference, Expected, difference, plain_step
+
+ALL = {**SMALL, **PEERS}
+EVERY: dict[str, Small | Case] = {**ALL, **CASES, **CAUSAL, **REFUSED}
+
+
+def cluster() -> str:
+    """All ranks of the pool."""
+    torch.set_num_threads(1)
+    return f"cpu:{os.environ.get('WORLD_SIZE', '1')}"
+
+
+@functools.cache
+def _captures(name: str, dtype: torch.dtype, precision: str) -> tuple[CaptureCache, dict[str, torch.Tensor]]:
+    """The captures of a model for one precision, and its first weights."""
+    case = EVERY[name]
+    model = case.model(dtype=dtype)
+    return CaptureCache(model, case.loss_fn), {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def fresh(name: str, dtype: torch.dtype = torch.float32, precision: str = "fp32") -> CaptureCache:
+    """The captures of a model that has its first weights again, no gradients, and trains."""
+    captures, first = _captures(name, dtype, precision)
+    captures.model.load_state_dict(first)
+    captures.model.zero_grad()
+    captures.model.train()
+    return captures
+
+
+def compiled(case: Small | Case, model: nn.Module | CaptureCache, sample: Any, **options: Any) -> Pipe:
+    """A pipe over all ranks of the pool: by `autopart.compile`, or the same from captures that are kept."""
+    one_each = {} if "plan" in options else {"replicas": 1}  # tests of replicas ask for them
+    options = {"costs": "analytic", "loss_fn": case.loss_fn, **one_each, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", autopart.CaptureWarning)
+        if isinstance(model, nn.Module):
+            return autopart.compile(model, cluster(), sample=sample, **options)
+        return Pipe(model, parse_cluster(cluster()), read_options(**options), sample)
+
+
+def compared(pipe: autopart.Pipe, loss: torch.Tensor, plain: torch.Tensor, model: nn.Module) -> Difference | None:
+    """Loss, gradients and buffers of a pipe against a plain model that was stepped; collective, told by rank 0."""
+    found, state = pipe.gradients(), pipe.state_dict()
+    return difference(loss.item(), found, state, Expected.of(plain, model)) if pipe.rank == 0 else None
+
+
+@functools.cache
+def expected_of(name: str, dtype: torch.dtype, rows: int, micros: int, without: tuple[str, ...] = ()) -> Expected:
+    """A step in one process.  without: keys of the batch that are left out."""
+    case = EVERY[name]
+    model, batch = case.model(dtype=dtype), case.data(rows, dtype)
+    if without:
+        batch = {key: value for key, value in batch.items() if key not in without}
+    return Expected.of(plain_step(case, model, batch, micros), model)
+
+
+def compare(
+    name: str,
+    stages: int | None,
+    schedule: str,
+    micros: int,
+    rows: int,
+    dtype_name: str = "float32",
+    cuts: Any = (),
+    recompute: str = "auto",
+    transport: str = "auto",
+) -> tuple[float, Difference | None, int]:
+    """One training step against one process.  Every rank returns its loss and the number of stages, rank 0 how far
+    off the step was."""
+    dtype = getattr(torch, dtype_name)
+    case = EVERY[name]
+    batch = case.data(rows, dtype)
+    options = {"stages": stages, "schedule": schedule, "micro_batches": micros, "cuts": cuts, "transport": transport}
+    with compiled(case, fresh(name, dtype), batch, recompute=recompute, **options) as pipe:
+        assert recompute != "all" or all(stage.recompute for stage in pipe.plan.stages)
+        loss, ran = pipe.step(batch).item(), len(pipe.plan.stages)
+        found, state, leads = pipe.gradients(), pipe.state_dict(), pipe.rank == 0
+    if not leads:
+        return loss, None, ran
+    expected = expected_of(name, dtype, rows, micros if case.coupled else 1)
+    return loss, difference(loss, found, state, expected, dtype), ran
+
+
+def accumulate(name: str, stages: int, schedule: str, micros: int, sizes: list[int]) -> Any:
+    """Steps of different sizes without zeroing in between: the sum of all gradients, and the last loss."""
+    case = ALL[name]
+    reference = case.model()
+    options = {"stages": stages, "schedule": schedule, "micro_batches": micros}
+    pipe = compiled(case, fresh(name), case.batch(sizes[0]), **options)
+    for rows in sizes:
+        loss = pipe.step(case.batch(rows))
+        expected = plain_step(case, reference, case.batch(rows), micros)
+    return compared(pipe, loss, expected, reference)
+
+
+def lengths(stages: int, shapes: list[tuple[int, int]]) -> Any:
+    """Steps of the tied language model with batches of these (rows, length), one difference each."""
+    case = ALL["tied"]
+    captures, reference = fresh("tied"), case.model()
+    found = []
+    pipe = None
+    for rows, length in shapes:
+        batch = tokens(rows, length)
+        if pipe is None:
+            pipe = compiled(case, captures, batch, stages=stages, schedule="1f1b", micro_batches=2)
+        for model in (captures.model, reference):
+            model.zero_grad()
+        loss = pipe.step(batch)
+        found.append(compared(pipe, loss, plain_step(case, reference, batch, 2), reference))
+    return found
+
+
+def warned(name: str) -> list[str]:
+    """Warnings that compile gives."""
+    case = ALL[name]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        autopart.compile(
+            case.model(), cluster(), sample=case.batch(8), loss_fn=case.loss_fn, micro_batches=2, costs="analytic"
+        )
+    return [str(w.message) for w in seen if issubclass(w.category, autopart.CaptureWarning)]
+
+
+def frozen_gradients(name: str) -> Any:
+    """Names with a gradient after a step, and names that need one."""
+    case = ALL[name]
+    pipe = compiled(case, fresh(name), case.batch(8), micro_batches=2, stages=4)
+    pipe.step(case.batch(8))
+    held = {n: (p.requires_grad, p.grad is not None) for n, p in pipe.named_parameters() if p.numel()}
+    return held, set(pipe.gradients())

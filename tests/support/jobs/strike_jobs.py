@@ -1,0 +1,77 @@
+"""A short training run in which a rank, or what launched the ranks, is killed, stopped or raises at a chosen moment.
+
+Run as a script, under torchrun or by itself (then it calls `autopart.launch`):
+
+    python -m support.jobs.strike_jobs <how> <phase> <whom> <folder>
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import autopart
+from support.jobs import failing_jobs
+from support.jobs.failing_jobs import CASE
+
+HOW = ("kill", "stop", "raise")
+PHASES = ("start", "planning", "forward", "backward", "idle", "close")
+WHOM = ("worker", "parent")
+WORLD = 2
+LINGER_S = 90.0
+
+
+def train(how: str, phase: str, whom: str, folder: str) -> None:
+    """One rank: write down who it is, and train until something strikes in the given phase."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    Path(folder, f"pid{rank}").write_text(str(os.getpid()))
+    victim = 0 if phase == "planning" else 1  # rank 0 plans for all
+
+    def strike(now: str) -> None:
+        if rank == victim and now == phase and not Path(folder, "clock").exists():
+            _strike(how, whom, folder)
+
+    strike("start")
+    if phase in ("forward", "backward") and rank == victim:
+        failing_jobs.arm(phase, lambda: _strike(how, whom, folder), 5)
+    options = {"cuts": ["layers.2"], "micro_batches": 4, "loss_fn": CASE.loss_fn, "costs": "analytic", "cache": False}
+    with autopart.compile(
+        CASE.model(), f"cpu:{WORLD}", sample=CASE.batch(8), watch=lambda *_: strike("planning"), **options
+    ) as pipe:
+        for _ in range(2):
+            pipe.step(CASE.batch(8))
+        strike("idle")
+        pipe.step(CASE.batch(8))
+        strike("close")
+    if whom == "parent":
+        time.sleep(LINGER_S)
+
+
+def _strike(how: str, whom: str, folder: str) -> None:
+    target = os.getpid() if whom == "worker" else os.getppid()
+    Path(folder, "clock.part").write_text(repr(time.monotonic()))
+    Path(folder, "clock.part").rename(Path(folder, "clock"))
+    if how == "kill":
+        os.kill(target, signal.SIGKILL)
+    elif how == "stop":
+        os.kill(target, signal.SIGSTOP)
+    elif whom == "parent":
+        os.kill(target, signal.SIGINT)
+    else:
+        raise RuntimeError("the op gave up")
+
+
+def main() -> None:
+    """The script: torchrun's rank, or what launches the ranks."""
+    Path(sys.argv[4], f"main{os.getpid()}").touch()
+    autopart.launch(train, f"cpu:{WORLD}", *sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Runs `strike_jobs` under a launcher and measures how long it takes until the cause is named and all are gone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopart.runtime.watch.processes import state_of
+
+TESTS = Path(__file__).parents[1]
+LAUNCHERS = {
+    "launch": [sys.executable, "-m", "support.jobs.strike_jobs"],
+    "torchrun": [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
+        "support.jobs.strike_jobs",
+    ],
+}  # fmt: skip
+START_S, WATCH_S = 150.0, 60.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """named_s, gone_s: seconds from the strike until the cause was read, and until no process was left; None for
+    never.  said: all that was printed."""
+
+    named_s: float | None
+    gone_s: float | None
+    said: str
+
+
+def play(
+    launcher: str, how: str, phase: str, whom: str, folder: Path, named: str, *, until_gone: bool = True
+) -> Outcome:
+    """One run; named: what has to be printed.  Ends when it was, and, where asked for, no process is left."""
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    log = folder / "log"
+    command = [*LAUNCHERS[launcher], how, phase, whom, str(folder)]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        struck = _await_strike(process, folder, log)
+        return _watch(process, folder, log, struck, re.compile(named), until_gone)
+    finally:
+        for pid in [process.pid, *_pids(folder)]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait(20)
+
+
+def _await_strike(process: subprocess.Popen, folder: Path, log: Path) -> float:
+    end = time.monotonic() + START_S
+    while not (folder / "clock").exists():
+        assert time.monotonic() < end and process.poll() is None, log.read_text()
+        time.sleep(0.05)
+    return float((folder / "clock").read_text())
+
+
+def _watch(
+    process: subprocess.Popen, folder: Path, log: Path, struck: float, named: re.Pattern[str], until_gone: bool
+) -> Outcome:
+    named_s = gone_s = None
+    while time.monotonic() - struck < WATCH_S:
+        process.poll()
+        now = time.monotonic() - struck
+        if named_s is None and named.search(log.read_text()):
+            named_s = now
+        if all(state_of(pid) == "gone" for pid in [process.pid, *_pids(folder)]):
+            gone_s = now
+            break
+        if named_s is not None and not until_gone:
+            break
+        time.sleep(0.05)
+    said = log.read_text()
+    if named_s is None and named.search(said):
+        named_s = time.monotonic() - struck
+    return Outcome(named_s, gone_s, said)
+
+
+def _pids(folder: Path) -> list[int]:
+    return [int(path.read_text()) for path in folder.glob("pid*") if path.read_text()]

@@ -1,0 +1,176 @@
+"""Training where replicas share the optimizer's state, beside the same where each has all of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import autopart
+from support.jobs.step_jobs import EVERY, cluster, compiled, fresh
+from support.oracles.one_process import Difference, Expected, difference, plain_step
+
+Counts = tuple[int, ...]
+SETTLED = ("bucket_bytes", "replica_policy", "recompute")
+"""Options that a plan settles."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run showed on this rank.  plan: under which it ran.  numbers: losses, norms, evaluations.
+    tensors: states and gradients of the whole model, taken at different moments.  held: bytes of the optimizer's state
+    here, largest: of one parameter; trained: names of what it drives.  stage: of this rank, None where it has none."""
+
+    plan: autopart.Plan
+    stage: int | None
+    numbers: list[float]
+    tensors: list[dict[str, torch.Tensor | None]]
+    held: int
+    trained: tuple[str, ...]
+    largest: int
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Two runs on this rank.  wrong: what differs by a single bit where replicas share the optimizer's state; whole,
+    shared: bytes of that state without and with sharing, largest: of one parameter's; trained: what it then drives.
+    stage: of this rank, None where it has none."""
+
+    stage: int | None
+    wrong: list[str]
+    whole: int
+    shared: int
+    largest: int
+    trained: tuple[str, ...]
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all tensors with an axis that an optimizer keeps."""
+    return sum(_bytes_by_parameter(optimizer))
+
+
+def _bytes_by_parameter(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [sum(t.nbytes for t in kept.values() if t.dim()) for kept in optimizer.state.values()]
+
+
+def _trained(name: str, asked: dict[str, Any], steps: int, accumulated: int, clip: float | None, more: Any) -> Run:
+    """asked: what settles the plan; more: other options."""
+    case = EVERY[name]
+    half = torch.float16 if more.get("precision") == "fp16" else torch.bfloat16
+    dtype = half if more.get("master_weights") else torch.float32
+    batch = case.data(8, dtype)
+    with compiled(case, fresh(name, dtype, more.get("precision", "fp32")), batch, **asked, **more) as pipe:
+        held = {n: p for n, p in pipe.named_parameters() if p.numel()}
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        numbers, tensors = [], []
+        for step in range(steps):
+            numbers += [pipe.step(case.data(8 - step % 2, dtype)).item() for _ in range(accumulated)]
+            if clip is not None:
+                numbers.append(pipe.clip_grad_norm_(clip).item())
+            if step == 1:
+                tensors.append(pipe.gradients())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in (1, 3):  # values that nobody has brought to anyone yet
+                tensors.append(dict(pipe.state_dict()))
+                numbers.append(pipe.eval_loss(batch).item())
+        numbers.append(pipe.eval_loss(batch).item())
+        tensors.append(dict(pipe.state_dict()))
+        largest = max(_bytes_by_parameter(optimizer), default=0)
+        stage = next(iter(pipe.plan.decision.stages_of_rank(pipe.rank)), None)
+        found = Run(pipe.plan, stage, numbers, tensors, state_bytes(optimizer), tuple(held), largest)
+    return found
+
+
+def beside_whole(
+    name: str, counts: Counts, options: dict[str, Any], steps: int = 10, accumulated: int = 1, clip: float | None = None
+) -> Beside:
+    """The run in which every replica keeps all state, and the one with shared state, cut at the same places: rows in
+    groups of another size are rounded otherwise."""
+    settled = {key: value for key, value in options.items() if key in SETTLED}
+    more = {key: value for key, value in options.items() if key not in SETTLED}
+    asked = {"stages": len(counts), "replicas": counts, "micro_batches": 2, "schedule": "1f1b", "zero": 0, **settled}
+    whole = _trained(name, asked, steps, accumulated, clip, more)
+    assert not whole.plan.decision.zero
+    plan = replace(whole.plan, decision=replace(whole.plan.decision, zero=1))
+    shared = _trained(name, {"plan": plan}, steps, accumulated, clip, more)
+    assert shared.plan.decision.zero == 1
+    wrong = [
+        f"number {i}" for i, pair in enumerate(zip(whole.numbers, shared.numbers, strict=True)) if len(set(pair)) > 1
+    ]
+    for moment, (before, after) in enumerate(zip(whole.tensors, shared.tensors, strict=True)):
+        assert before.keys() == after.keys()
+        wrong += [f"{key} at {moment}" for key, tensor in before.items() if not _same(tensor, after[key])]
+    return Beside(shared.stage, wrong, whole.held, shared.held, whole.largest, shared.trained)
+
+
+def moved(counts: Counts, other: Counts, zeros: tuple[int, int]) -> Difference | None:
+    """A step, an update by SGD, half of an accumulated step; then the other half under another plan."""
+    case = EVERY["tied"]
+    batch, model, cpus = case.data(7), case.model(), cluster()
+    plans = [
+        autopart.plan(
+            case.model(), cpus, sample=batch, loss_fn=case.loss_fn, costs="analytic", stages=len(wanted),
+            replicas=wanted, micro_batches=2, schedule="1f1b", zero=zero,
+        )
+        for wanted, zero in zip((counts, other), zeros, strict=True)
+    ]  # fmt: skip
+    with compiled(case, fresh("tied"), batch, plan=plans[0]) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        pipe.step(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        pipe.step(batch)
+        pipe.adopt(plans[1])
+        loss = pipe.step(batch).item()
+        found, state, leads = pipe.gradients(), pipe.state_dict(), pipe.rank == 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        expected = plain_step(case, model, batch, 2)
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return difference(loss, found, state, Expected.of(expected, model)) if leads else None
+
+
+def left_without_values() -> list[str]:
+    """What the model lacks after a pipe that was closed without bringing the values to it."""
+    case = EVERY["stack"]
+    model = case.model()  # of its own: what is left of it is of no use to others
+    batch = case.data(8)
+    asked = {"stages": 1, "replicas": 2, "micro_batches": 1, "zero": 1}
+    with compiled(case, model, batch, **asked) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        pipe.step(batch)
+        optimizer.step()
+        mine = {name for name, _ in pipe.named_parameters()}
+        pipe.close(sync=False)
+    emptied = {name for name, p in model.named_parameters() if not p.numel()}
+    assert emptied == {name for name, _ in model.named_parameters()} - mine
+    return sorted(emptied)
+
+
+def frozen_and_thawed(zero: int) -> list[dict[str, torch.Tensor]]:
+    """States of a run in which one parameter is frozen after an update and trained again, and another comes late."""
+    case, captures = EVERY["skips"], fresh("skips")
+    model, batch = captures.model, case.data(8)
+    first, *_, last = model.parameters()
+    last.requires_grad_(False)
+    states = []
+    with compiled(case, captures, batch, stages=1, replicas=2, micro_batches=2, zero=zero) as pipe:
+        for step in range(5):
+            first.requires_grad_(step not in (1, 2))
+            last.requires_grad_(step > 1)
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+            pipe.step(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            states.append(dict(pipe.state_dict()))
+    for parameter in (first, last):
+        parameter.requires_grad_(True)
+    return states
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)

@@ -1,0 +1,103 @@
+"""What the papers print: their blocks, the commands in them run here, and how the two are compared.
+
+    python tests/support/languages/docs.py      writes what the commands print now into README.md and docs/
+
+A block marked `console` holds commands behind "$ " and what each prints, word for word; one marked `console varies`
+has numbers that depend on the machine.  The file that a `python` block is called by is there when commands run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopart.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+PAPERS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(r"^```(\w+)?( varies)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FILE = re.compile(r"`(\w+\.(?:py|yaml))`[^`]*\n+```(?:python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_PROGRESS = re.compile(r" *\d+\.\d s  ")
+_PATH = re.compile(r"\b\w+(?:\.\w+)*\.[a-zA-Z_]\w*")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a paper."""
+
+    paper: str
+    language: str
+    varies: bool
+    text: str
+
+    def answers(self) -> list[tuple[str, list[str]]]:
+        """Each command of a console block with the lines that follow it."""
+        found: list[tuple[str, list[str]]] = []
+        for line in self.text.splitlines():
+            if line.startswith("$ "):
+                found.append((line[2:], []))
+            else:
+                found[-1][1].append(line)
+        return found
+
+
+def blocks(paper: Path) -> list[Block]:
+    """The fenced blocks of a paper, in order."""
+    found = _BLOCK.findall(paper.read_text())
+    return [Block(paper.name, language, bool(varies), text) for language, varies, text in found]
+
+
+def write_files(folder: Path) -> None:
+    """Write the files that the papers name right before a block."""
+    for paper in PAPERS:
+        for name, text in _FILE.findall(paper.read_text()):
+            (folder / name).write_text(text)
+
+
+def printed(command: str) -> list[str]:
+    """What a command prints in the current folder, without progress and the blank lines at its end."""
+    words = shlex.split(command)
+    if words[0] == "cat":
+        return Path(words[1]).read_text().splitlines()
+    assert words[0] == "autopart", command
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text), contextlib.suppress(SystemExit):
+        main(words[1:])
+    lines = [line for line in text.getvalue().splitlines() if not _PROGRESS.match(line)]
+    while lines and not lines[-1].strip():
+        lines.pop()
+    return lines
+
+
+def shape(line: str) -> str:
+    """A line without what depends on the machine: its words, with * for module paths and # for numbers."""
+    return " ".join(_NUMBER.sub("#", _PATH.sub("*", line.replace("─", ""))).split())
+
+
+def _rewrite() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_files(Path(folder))
+        os.chdir(folder)
+        os.environ.setdefault("AUTOPART_CACHE", folder)
+        for paper in PAPERS:
+            text = paper.read_text()
+            for block in blocks(paper):
+                if block.language == "console":
+                    lines = []
+                    for command, _ in block.answers():
+                        lines += [f"$ {command}", *printed(command)]
+                    text = text.replace(block.text, "\n".join(lines) + "\n")
+            paper.write_text(text)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "tests"))
+    _rewrite()

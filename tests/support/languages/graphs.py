@@ -1,0 +1,132 @@
+"""Graphs, clusters and programs for tests; graphs are written in the language of `autopart.ir.text`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from autopart.ir.cluster import Cluster, Device, Level, Link
+from autopart.ir.cost import Cost
+from autopart.ir.graph import Graph
+from autopart.ir.plan import Plan
+from autopart.ir.size import Size
+from autopart.passes.ops.cost_model import CostTable, table_of
+from autopart.passes.pipeline import PlannerInput, build
+from autopart.passes.search.space import PlanRequest
+from autopart.passes.simulation.stage_costs import device_types
+from support.languages.parse import parse_graph as graph
+
+# No limit on the time of one example: the tests share their cores with worker processes of other tests.
+settings.register_profile("autopart", deadline=None, max_examples=60)
+settings.load_profile("autopart")
+
+
+def cluster(
+    world: int, *, memory: int | tuple[int, ...] = 1 << 40, latency_ns: int = 0, bytes_per_s: int = 1_000_000_000
+) -> Cluster:
+    """`world` equal devices on one link; at the default rate a byte takes a nanosecond."""
+    sizes = (memory,) * world if isinstance(memory, int) else memory
+    devices = tuple(Device("cpu", size, 10**12, 10**11) for size in sizes)
+    return Cluster(devices, (Level(world, Link(latency_ns, bytes_per_s)),))
+
+
+def layers(count: int, *, size: int = 8) -> Graph:
+    """A residual network: in each layer l the ops l.norm, l.up, l.down and the sum with the stream."""
+    lines = [f"embed:1 #{size} @embed +embed.w:{4 * size} <- ids"]
+    stream = "embed"
+    for i in range(count):
+        at = f"@layers.{i}"
+        lines += [
+            f"n{i}:1 #{size} ^{size} {at}.norm +g{i}:{size} <- {stream}",
+            f"u{i}:8 #{4 * size} ^{size} {at}.up +u{i}.w:{4 * size} <- n{i}",
+            f"d{i}:8 #{size} ^{4 * size} {at}.down +d{i}.w:{4 * size} <- u{i}",
+            f"s{i}:1 #{size} {at} <- {stream} d{i}",
+        ]
+        stream = f"s{i}"
+    lines.append(f"loss:4 @head +head.w:{4 * size} <- {stream} labels")
+    return graph(";".join(lines))
+
+
+# ---- planning ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ComputedCosts:
+    """A cost model from a function of (rows, device type) to the graph with these costs."""
+
+    at: Callable[[int, int], Graph]
+
+    def graph(self, size: Size, device_type: int) -> Graph:
+        return self.at(size.rows, device_type)
+
+    def table(self, size: Size, device_type: int) -> CostTable:
+        return table_of(self.graph(size, device_type))
+
+
+def source(g: Graph, c: Cluster) -> PlannerInput:
+    """What `build` plans for: times, saved bytes and values grow with the rows, times shrink with a device's rate."""
+    kinds = device_types(c)
+
+    def costs_at(rows: int, kind: int) -> Graph:
+        slower, size = kinds[0].flops_per_s / kinds[kind].flops_per_s, rows / g.rows
+        if slower == size == 1:
+            return g
+        ops = []
+        for op in g.ops:
+            fwd_ns, bwd_ns = (int(t * slower * size) for t in (op.cost.fwd_ns, op.cost.bwd_ns))
+            kept, scratch = (int(b * size) for b in (op.cost.saved_bytes, op.cost.scratch_bytes))
+            ops.append(replace(op, cost=Cost(fwd_ns, bwd_ns, kept, scratch, int(op.cost.flops * size))))
+        values = tuple(replace(v, size_bytes=int(v.size_bytes * size)) for v in g.values)
+        return replace(g, size=Size(rows), ops=tuple(ops), values=values)
+
+    return PlannerInput(g, ComputedCosts(costs_at), torch_version="2")
+
+
+def plan_of(g: Graph, c: Cluster, *, micros: int = 4, rows: tuple[int, ...] | None = None, **request: Any) -> Plan:
+    """The plan for micro-batches of one row, or of these rows.  request: other fields of `Request`."""
+    return build(source(g, c), c, PlanRequest(((1,) * micros if rows is None else rows,), **request))
+
+
+# ---- strategies ----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def graphs(draw: st.DrawFn, *, least: int = 1, most: int = 12, free: bool = True) -> Graph:
+    """Random DAGs: skips, several readers, inputs read anywhere, tied parameters, updates, ops that may be cloned."""
+    count = draw(st.integers(least, most))
+    small = st.integers(0, 20)
+    lines = []
+    constant: list[str] = []
+    written: list[str] = []
+    updater = draw(st.integers(0, 3 * most))  # which op, if any, updates the buffer `run`
+    for i in range(count):
+        before = [*written, "x", "y"]
+        second = draw(st.sampled_from(["", "", f",w{i}"]))
+        if free and draw(st.integers(0, 3)) == 0:
+            pool = [*constant, "x", "y"]
+            reads = draw(st.lists(st.sampled_from(pool), max_size=2, unique=True))
+            constant += [f"v{i}", second[1:]] if second else [f"v{i}"]
+            name, extra = f"v{i}{second}-:{draw(st.integers(0, 1))}", draw(st.sampled_from(["", " ~c", " !"]))
+        else:
+            reads = draw(st.lists(st.sampled_from(before), min_size=1, max_size=3, unique=True))
+            name = f"v{i}{second}:{draw(small)}/{draw(small)}"
+            extra = draw(st.sampled_from(["", f" +p{i}:5", " +tied:9", f" ^{draw(small)}", f" ${draw(small)}", " !"]))
+            extra += " ~run =run" if i == updater else draw(st.sampled_from(["", "", "", " ~run"]))
+        written += [f"v{i}", second[1:]] if second else [f"v{i}"]
+        lines.append(f"{name} #{draw(small)}{extra} @m.{i // 3} <- {' '.join(reads)}")
+    return graph(";".join(lines))
+
+
+@st.composite
+def clusters(draw: st.DrawFn, world: int, *, tight: int | None = None) -> Cluster:
+    """Random links in one or two levels; memory up to `tight` bytes when given."""
+    link = st.builds(Link, st.integers(0, 5), st.sampled_from([10**8, 10**9, 3 * 10**9]))
+    memory = st.integers(1, tight) if tight else st.just(1 << 40)
+    devices = tuple(Device("cpu", draw(memory), 10**12, 10**11) for _ in range(world))
+    if world % 2 == 0 and draw(st.booleans()):
+        return Cluster(devices, (Level(2, draw(link)), Level(world, draw(link))))
+    return Cluster(devices, (Level(world, draw(link)),))

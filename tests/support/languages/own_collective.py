@@ -1,0 +1,48 @@
+"""A collective from outside: the norm of the gradients of all stages, as every rank knows it at the end of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from autopart.ir.program import ACTIONS, ALL, BACKWARD, COLLECTIVE, Action, ActionKind, Program, register_action
+from autopart.runtime.group.world import World
+from autopart.runtime.sums.reduce import COLLECTIVES, Doing
+from support.jobs.engine_jobs import step
+
+FOUND: list[float] = []
+"""The norms of the steps of this process."""
+
+
+def open_norm(world: World, program: Program) -> Doing:
+    """What a rank does: a parameter of several stages counts on the first of its ranks."""
+    owner = {name: program.ranks_of(stages)[0] for name, stages in program.tied}
+
+    def norm(action: Action, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        own = [p.grad for name, p in parameters.items() if owner.get(name, world.rank) == world.rank]
+        square = sum(float(grad.square().sum()) for grad in own if grad is not None)
+        FOUND.append(sum(row[0] for row in world.gather_numbers([square])) ** 0.5)
+
+    return norm
+
+
+def register_norm() -> None:
+    if "N" not in ACTIONS:
+        register_action("N", ActionKind(COLLECTIVE, BACKWARD, "norm of all gradients", needs="B", meets=ALL))
+    COLLECTIVES["N"] = open_norm
+
+
+def forget_norm() -> None:
+    ACTIONS.pop("N", None)
+    COLLECTIVES.pop("N", None)
+
+
+def played() -> tuple[list[str], float, float]:
+    """What this rank played, the norm that it found, and that of this step's gradients in one process."""
+    register_norm()
+    try:
+        result = step((0, 1, 0, 1), "interleaved", 2)
+        return result["actions"], FOUND[-1], result["norm"]
+    finally:
+        forget_norm()

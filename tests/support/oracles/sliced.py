@@ -1,0 +1,226 @@
+"""Slices of tokens played in one process: the oracle of the analysis and of the code that is cut by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopart.capture import Captured
+from autopart.capture.batch.batch import flatten
+from autopart.capture.cache import CaptureCache
+from autopart.capture.derive.token_axis import Probed, fewer_tokens, sequence_length, shortened, token_recipe
+from autopart.ir.errors import TokenRefusal
+from autopart.ir.graph import Graph
+from autopart.ir.program import Slot
+from autopart.ir.shares import Window
+from autopart.ir.size import Size
+from autopart.passes.tokens.analysis import analyse
+from autopart.passes.tokens.recipe import Recipe, TokenLayout
+from autopart.rng import current_key
+from autopart.runtime.stages.slice_module import SlicedStage
+from autopart.runtime.stages.sliced_stage import SlicedRunner
+from autopart.session.code.token_slices import keys_seen, slice_stage
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Analysed:
+    """A model that was captured, and what the analysis says of it."""
+
+    model: nn.Module
+    batch: Any
+    captured: Captured
+    recipe: Recipe | TokenRefusal
+
+
+def analysed(model: nn.Module, batch: Any, loss_fn: Any = None) -> Analysed:
+    flat = flatten(batch, with_target=loss_fn is not None)
+    captures = CaptureCache(model, loss_fn)
+    size = Size(flat.rows or 1)
+    recipe = token_recipe(captures, flat, size)
+    return Analysed(model, batch, captures(flat, size), recipe)
+
+
+def judged(model: nn.Module, batch: Any) -> tuple[Analysed, list[Recipe | TokenRefusal]]:
+    """A model whose loss is the sum of a stack of losses: what the analysis says of it, and of each loss alone."""
+    flat, captures = flatten(batch), CaptureCache(model, None)
+    size, tokens = Size(flat.rows or 1), sequence_length(flat)
+    assert tokens is not None
+    fewer = fewer_tokens(tokens)
+    captured = captures(flat, size)
+    whole, short = captured.graph, captures(shortened(flat, tokens, fewer), size).graph
+    stack = next(op for op in reversed(whole.ops) if "stack" in op.target)
+    numbers = Probed(captured)
+    each = [analyse(_only(whole, loss), _only(short, loss), tokens, fewer, numbers) for loss in stack.reads]
+    return Analysed(model, batch, captured, analyse(whole, short, tokens, fewer, numbers)), each
+
+
+def _only(graph: Graph, output: str) -> Graph:
+    """What one value is computed by."""
+    needed, ops = {output}, []
+    for op in reversed(graph.ops):
+        if needed.intersection(op.writes):
+            ops.append(op)
+            needed.update(op.reads)
+            needed.update(op.writes)
+    values = tuple(value for value in graph.values if value.name in needed or value.name in graph.inputs)
+    return replace(graph, ops=tuple(reversed(ops)), values=values, outputs=(output,))
+
+
+def run_sliced(
+    found: Analysed, inputs: Mapping[str, torch.Tensor], lengths: Sequence[int], cut_at: Sequence[int] = ()
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of one micro-batch: slices forward in order through all stages, and backward from the last.
+
+    cut_at: places in the list of ops where a stage begins.
+    """
+    captured, recipe = found.captured, found.recipe
+    assert isinstance(recipe, Recipe), recipe
+    assert checks_hold(found, inputs)
+    params = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in captured.tensors.items()}
+    codes, (output,) = sliced_stages(captured, recipe, lengths, cut_at), captured.graph.outputs
+    runners = [_runner(code, params, captured.graph) for code in codes]
+    window, loss, full = Window(0, 1, 1), torch.zeros((), dtype=torch.float64), dict(inputs)
+    for number in range(len(lengths)):
+        sent: dict[str, torch.Tensor] = {}
+        for place, (code, runner) in enumerate(zip(codes, runners, strict=True)):
+            given = {name: sent[name] for name in code.slices[number].received}
+            values = given if number else {**full, **given}
+            sent.update(runner.forward(Slot(place, 0, number), window, values, current_key()[:2], train=True))
+        loss += sent[output].detach().double()
+        last = sent[output]
+    for number in reversed(range(len(lengths))):
+        grads = {output: torch.ones_like(last)}
+        for place, runner in reversed(list(enumerate(runners))):
+            for name, grad in runner.backward(Slot(place, 0, number), grads).items():
+                grads[name] = grads[name] + grad if name in grads else grad
+    return loss, {name: p.grad for name, p in params.items() if p.grad is not None}
+
+
+def _runner(code: SlicedStage, params: Mapping[str, torch.Tensor], graph: Graph) -> SlicedRunner:
+    differentiable = {value.name for value in graph.values if value.grad}
+    received = differentiable.intersection(code.slices[0].received)
+    return SlicedRunner({1: code}, params, frozenset(received), frozenset(code.slices[0].code.outputs))
+
+
+def sliced_stages(
+    captured: Captured, recipe: Recipe, lengths: Sequence[int], cut_at: Sequence[int]
+) -> list[SlicedStage]:
+    ops, ends = captured.graph.ops, [0, *cut_at, len(captured.graph.ops)]
+    stages = []
+    for place, end in enumerate(ends[1:]):
+        inside = ops[ends[place] : end]
+        written = {name for op in inside for name in op.writes}
+        later = {read for op in ops[end:] for read in op.reads if op.name in recipe.ops}
+        outputs = [v.name for v in captured.graph.values if v.name in written & (later | {captured.graph.outputs[0]})]
+        stages.append(slice_stage(captured, recipe, {op.name for op in inside}, outputs, lengths, CPU))
+    return stages
+
+
+def unsliced(found: Analysed, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of the captured program as it is."""
+    captured = found.captured
+    params = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in captured.tensors.items()}
+    names = captured.names
+    args = []
+    for node in captured.module.graph.nodes:
+        if node.op == "placeholder":
+            args.append(params[names.params[node.name]] if node.name in names.params else inputs[names.value(node)])
+    results = captured.module(*args)
+    values = [node.name for node in captured.module.graph.find_nodes(op="output")[0].args[0]]
+    loss = results[values.index(captured.graph.outputs[0])]
+    loss.backward()
+    return loss.detach().double(), {name: p.grad for name, p in params.items() if p.grad is not None}
+
+
+def inputs_of(found: Analysed, batch: Any = None, *, with_target: bool = False) -> dict[str, torch.Tensor]:
+    flat = flatten(found.batch if batch is None else batch, with_target=with_target)
+    return dict(zip(found.captured.graph.inputs, flat.tensors, strict=True))
+
+
+def worst_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """The largest relative error of any gradient; all parameters must have one."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    errors = [
+        float((found[name] - wanted).norm() / wanted.norm().clamp(min=1e-30))
+        if wanted.norm() > 1e-12
+        else float(found[name].norm())
+        for name, wanted in expected.items()
+    ]
+    return max(errors)
+
+
+def future_shows(found: Analysed, inputs: Mapping[str, torch.Tensor], token: int, tolerance: float = 1e-9) -> list[str]:
+    """Values that show a token at earlier ones: change all tokens from `token` on, and look at what stands before;
+    and values whose later tokens get a gradient from what stands before in the last one.  A second oracle, which knows
+    nothing of rules.  tolerance: relative and absolute."""
+    recipe = found.recipe
+    assert isinstance(recipe, Recipe)
+    changed = {}
+    for name, value in inputs.items():
+        other = value.clone()
+        if "label" not in name and not value.is_floating_point() and value.shape[1:2] == (recipe.tokens,):
+            other[:, token:] = (value[:, token:] + 1) % max(2, int(value.max()) + 1)
+        changed[name] = other
+    if not checks_hold(found, changed):  # a query that sees nothing gives no number, which reaches all
+        changed |= {name: value for name, value in inputs.items() if "mask" in name}
+    first, second = (_Recorded(found.captured).run_on(given) for given in (inputs, changed))
+    held = {
+        name: form.queries
+        for name, form in recipe.forms.items()
+        if form.queries is not None and form.keys is None and not form.halo and form.order is None and name in first
+    }
+
+    def part(value: torch.Tensor, layout: TokenLayout, *, later: bool = False) -> torch.Tensor:
+        own = recipe.tokens - layout.short
+        parts = value.unflatten(layout.axis, (layout.stride, own, layout.block))
+        ends = (min(token, own), own) if later else (0, min(token, own))
+        return parts.narrow(layout.axis + 1, ends[0], ends[1] - ends[0])
+
+    shown = [
+        n for n, at in held.items() if not torch.allclose(part(first[n], at), part(second[n], at), tolerance, tolerance)
+    ]
+    last = [name for name in held if first[name].requires_grad][-1]
+    part(first[last], held[last]).sum().backward()
+    grads = {name: first[name].grad for name in held if first[name].grad is not None}
+    return shown + [name for name, grad in grads.items() if part(grad, held[name], later=True).abs().sum() > tolerance]
+
+
+def checks_hold(found: Analysed, inputs: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a batch passes what has to be looked at of each."""
+    recipe = found.recipe
+    assert isinstance(recipe, Recipe)
+    values = _Recorded(found.captured).run_on(inputs)
+    dtypes = {value.name: value.dtype for value in found.captured.graph.values}
+    return all(keys_seen(guard, dtypes).holds(values, recipe.tokens) for guard in recipe.guards)
+
+
+class _Recorded(fx.Interpreter):
+    """Runs a captured program and keeps every value, and its gradient."""
+
+    def __init__(self, captured: Captured) -> None:
+        super().__init__(captured.module)
+        self._captured = captured
+        self.values: dict[str, torch.Tensor] = {}
+
+    def run_on(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        names, args = self._captured.names, []
+        for node in self._captured.module.graph.find_nodes(op="placeholder"):
+            name = names.params.get(node.name)
+            own = self._captured.tensors[name] if name is not None else inputs[names.value(node)]
+            args.append(own.detach().clone().requires_grad_(own.requires_grad))
+        self.run(*args)
+        return self.values
+
+    def run_node(self, n: fx.Node) -> Any:
+        made = super().run_node(n)
+        if isinstance(made, torch.Tensor):
+            if made.requires_grad:
+                made.retain_grad()
+            self.values[self._captured.names.value(n)] = made
+        return made

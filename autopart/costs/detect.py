@@ -28,7 +28,7 @@ import torch
 from autopart.files.clusters import LOOPBACK, NVLINK, parse_cluster, this_host
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
-from autopart.ir.launcher import adopt_task
+from autopart.launcher import adopt_task
 from autopart.runtime.group.world import World
 from autopart.runtime.launch.local import launch, under_torchrun
 from autopart.runtime.messages.transport import Inbox, Outbox, Spec

@@ -1,1 +1,4 @@
-"""What is read and written: plans, clusters, presets, and plans kept on disk."""
+"""Plans, clusters and caches on disk: limited in size, validated, written atomically.
+
+May enter: formats of files. torch and the passes are not known here.
+"""

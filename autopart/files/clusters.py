@@ -43,7 +43,7 @@ from autopart.files.reading import Source, brief, listed
 from autopart.files.validation import problems_of
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
-from autopart.ir.launcher import launcher_variables
+from autopart.launcher import launcher_variables
 
 FORMS = (
     f'write "cpu:2", "cuda:8", a preset ({", ".join(NODES)}; "h200x8:4" is four nodes), the path of a .yaml, .toml or '

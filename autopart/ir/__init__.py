@@ -1,6 +1,5 @@
-"""The three small frozen languages and what they speak about.
+"""The languages of the compiler: Graph, Plan, Program, Timeline, and the machines and errors they speak about.
 
-`graph` says what is computed, `plan` says where, `program` says when; `cluster`, `cost` and `timeline` are the
-facts beside them and `errors` is the one error tree.  Nothing here imports anything outside the standard library,
-and nothing here holds a torch object.
+May enter: frozen dataclasses of names, integers and tuples, their `check` functions and their text form.
+The standard library alone is imported. No pass, no report, nothing that reads the environment.
 """

@@ -1,4 +1,5 @@
-"""Replicas: which rows of a micro-batch each rank of a stage has, and which rows of a message go where.
+"""Replicas: which rows of a micro-batch each rank of a stage has, which rows of a message go where, and which
+parameters each keeps the optimizer's state of (ZeRO-1).
 
 Everything that depends on it is derived from the cuts of a `Division`: code and inputs of a rank, weights of losses,
 channels, messages, memory and times.
@@ -6,9 +7,10 @@ channels, messages, memory and times.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heapreplace
 from itertools import accumulate, pairwise
 from math import gcd, lcm
 from typing import Literal
@@ -228,3 +230,33 @@ def passages(
                 found.append(Passage(src, dst, first, end, first_sender, mine == theirs))
                 first_sender = False
     return tuple(found)
+
+
+def owners_of(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:
+    """Return the replica that keeps the optimizer's state of each parameter.
+
+    Deals whole parameters, the largest first, each to the replica that has least; parameters of one size by name.  So
+    optimizers that go by names or numbers of axes keep working, and each update is exactly as without sharing.  sizes:
+    in bytes.  O(parameters * log(parameters * replicas)).
+
+    Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 5.1.
+    """
+    names = sorted(sizes, key=lambda name: (-sizes[name], name))
+    return dict(zip(names, _dealt([sizes[name] for name in names], replicas), strict=True))
+
+
+def largest_share(sizes: Iterable[int], replicas: int) -> int:
+    """Return the bytes of the replica that owns most.  O(parameters * log(parameters * replicas))."""
+    ordered, owned = sorted(sizes, reverse=True), [0] * replicas
+    for size, owner in zip(ordered, _dealt(ordered, replicas), strict=True):
+        owned[owner] += size
+    return max(owned)
+
+
+def _dealt(descending: Sequence[int], replicas: int) -> Iterator[int]:
+    """Yield the replica that gets each parameter."""
+    owned = [(0, replica) for replica in range(replicas)]  # a heap
+    for size in descending:
+        has, owner = owned[0]
+        heapreplace(owned, (has + size, owner))
+        yield owner

@@ -1,1 +1,4 @@
-"""What a person looks at: a plan as a table, a timeline as a trace or a picture.  Reads the IR, changes nothing."""
+"""Plans, programs and timelines as text, SVG and traces.
+
+May enter: functions from a language to something readable. Nothing is computed that a plan does not say.
+"""

@@ -24,8 +24,7 @@ from autopart.ir.program import Program
 from autopart.ir.shares import RowLayout
 from autopart.ir.size import Size
 from autopart.passes.program.messages import check_messages
-from autopart.passes.program.routing import divided_values, edges, route
-from autopart.passes.program.verify import check_program, forward_program
+from autopart.passes.program.routing import divided_values, edges
 from autopart.runtime.activity import patient
 from autopart.runtime.engine import BatchPlan, Engine, StepOutcome
 from autopart.runtime.stages.batch_statistics import BatchStatistics
@@ -41,6 +40,7 @@ from autopart.session.step.batch_counts import BatchCounts, weighted_loss
 from autopart.session.step.data import micro_rows, require_no_questions
 from autopart.session.step.loss_shares import LossShares, count_width, idle_values, loss_shares, pieces_of, places_of
 from autopart.session.step.parts import code_sizes, digest, inputs_of, require_same_batch, shared_of, stage_inputs
+from autopart.session.step.programs import evaluation_program, training_program
 from autopart.session.step.synced import open_statistics, require_known, require_weights, synced_stages
 
 Key = tuple[int, int]
@@ -366,12 +366,9 @@ class Executor:
         """The verified program for `micros` micro-batches."""
         decision = replace(self._decision, micro_rows=(1,) * micros)
         if self.train:
-            program = replace(route(decision, self.graph, self._slicing.prologue), statistics=self._synced)
-            program = check_program(program, decision.schedule)
-        else:  # stages run one after the other, so the schedule need not know which of them are on one rank
-            apart = tuple(replace(stage, ranks=(number,)) for number, stage in enumerate(decision.stages))
-            program = forward_program(route(replace(decision, stages=apart, world=len(apart)), self.graph))
-            program = replace(program, world=decision.world, stage_ranks=tuple(s.ranks for s in decision.stages))
+            program = training_program(decision, self.graph, self._slicing.prologue, self._synced)
+        else:
+            program = evaluation_program(decision, self.graph)
         return program if self._world.carrier is None else check_messages(program)
 
     def engine(self, micros: int) -> Engine:

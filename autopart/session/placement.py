@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from autopart.ir.graph import Graph
-from autopart.ir.owners import owners_of
 from autopart.ir.plan import Decision
+from autopart.ir.shares import owners_of
 from autopart.runtime.group.world import World
 from autopart.runtime.sums.shared_values import Sharing
 from autopart.runtime.tensors import LocalTensors, move_tensors

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-from autopart.ir.launcher import adopt_launcher
+from autopart.launcher import adopt_launcher
 from autopart.runtime.group.rendezvous import launchers_store
 from gpu.jobs import FOLLOWED, Answer, reason
 

@@ -1,1 +1,4 @@
-"""Graph to graph: clones of free ops, coarsening into blocks, cuts, and what ranges of blocks cost."""
+"""Graph to Graph: clones of cheap ops, coarsening into blocks, legal cuts, the chain of blocks.
+
+May enter: passes that know neither plans nor machines.
+"""

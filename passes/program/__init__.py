@@ -1,1 +1,4 @@
-"""Plan to program: schedules, routing, and the proof that a program runs."""
+"""Plan to Program: schedules, routing, one linear order, and the proofs about it (complete, no deadlock, NCCL's rules).
+
+May enter: what orders or checks actions. Times are not known here.
+"""

@@ -1,1 +1,4 @@
-"""What no plan can be faster than: bounds, and what CP-SAT proves."""
+"""Lower bounds and certificates of plans; the only importer of OR-Tools.
+
+May enter: proofs that do not look at what the search found.
+"""

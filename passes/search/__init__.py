@@ -1,1 +1,4 @@
-"""The search for a plan: what may be chosen, proposals, their evaluation, and the plan handed out."""
+"""The space of plans and the search in it: layouts, the partition's dynamic program, evaluation, refinement.
+
+May enter: what proposes and chooses plans. Limits are counts, never clocks.
+"""

@@ -15,8 +15,8 @@ Memory of a device of stage s with a share of 1 / r, live = `schedules.in_flight
     + (live - 1) * weights                                     asynchronous schedules alone: a version per micro-batch
     + the whole batch's inputs                                 on the first stage
 
-Where replicas share the optimizer's state, that of the largest share (`ir.owners`).  Then gradients go to their owner
-and new values come back, which is one turn of the ring each, as much as a sum.
+Where replicas share the optimizer's state, that of the largest share (`ir.shares.owners_of`).
+Then gradients go to their owner and new values come back, which is one turn of the ring each, as much as a sum.
 
 Where replicas take micro-batches in turn, a device has all rows of every r-th one.
 
@@ -37,10 +37,9 @@ from itertools import chain
 
 from autopart.ir.cluster import Cluster, Device
 from autopart.ir.graph import Graph, Op, Param
-from autopart.ir.owners import largest_share
 from autopart.ir.plan import Estimate, Stage
 from autopart.ir.program import MESSAGES_AHEAD
-from autopart.ir.shares import together
+from autopart.ir.shares import largest_share, together
 from autopart.ir.size import Size
 from autopart.passes.ops.cost_model import GraphCosts
 from autopart.passes.ops.table import keeps

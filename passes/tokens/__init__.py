@@ -1,1 +1,4 @@
-"""The token axis: where a model may be cut along its sequences, and how."""
+"""The token axis: what grows with the tokens, a proof of causality, the recipe and lengths of slices (TeraPipe).
+
+May enter: rules about tokens; each has a test that breaks without it.
+"""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from autopart.ir.cluster import torchrun_line
 from autopart.ir.errors import ClusterError
-from autopart.ir.launcher import adopt_launcher
+from autopart.launcher import adopt_launcher
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.breaking import break_group
 from autopart.runtime.group.carriers import CARRIERS, Carrier

@@ -14,7 +14,7 @@ from typing import Any
 
 from autopart.ir.cluster import torchrun_line
 from autopart.ir.errors import ClusterError, UsageError
-from autopart.ir.launcher import adopt_task
+from autopart.launcher import adopt_task
 from autopart.runtime.launch.supervise import Fleet, load_result, name_of, pickle_call, refuse_while_importing
 from autopart.runtime.launch.worker import Failure, Success
 

@@ -1,6 +1,6 @@
 """New values of parameters from the replicas that own them, on their way while the run that needs them begins.
 
-Where replicas share the optimizer's state (`ir.owners`), each has updated its own parameters alone since the last step.
+Where replicas share the optimizer's state (`ir.shares.owners_of`), each rank has updated only its own parameters.
 All values are sent before every run, since nobody can know who changed what.  They go in the order in which the
 forward reads them, without waiting where sums may be under way beside messages; who reads one waits for it then
 (`awaited`).  Large parameters are received in place; small ones go together.

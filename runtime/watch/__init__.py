@@ -1,1 +1,4 @@
-"""Ranks watch each other: heartbeats, who holds up whom, and an end to waiting for what cannot come."""
+"""Heartbeats, and which rank holds up which.
+
+May enter: what is asked or told while the main thread waits. Nothing here takes part in a step.
+"""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models.changed_constants import AttrDict
+from support.models.constant_values import AttrDict
 from torch import nn
 
 from autopart.capture import CaptureCache

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models.changed_constants import HOLDERS, VALUES, Case
+from support.models.changed_constants import HOLDERS, Case
+from support.models.constant_values import VALUES
 
 from autopart.capture import CaptureCache
 from autopart.capture.batch.batch import flatten

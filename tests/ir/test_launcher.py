@@ -7,7 +7,7 @@ import pytest
 from autopart.files.clusters import parse_cluster
 from autopart.ir.cluster import torchrun_line
 from autopart.ir.errors import ClusterError
-from autopart.ir.launcher import adopt_launcher, launcher_variables
+from autopart.launcher import adopt_launcher, launcher_variables
 
 SRUN = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "2(x2)"}
 OPEN_MPI = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopart.ir.owners import largest_share, owners_of
+from autopart.ir.shares import largest_share, owners_of
 
 NAMES = st.text("ab.", min_size=1, max_size=4)
 

@@ -1,1 +1,1 @@
-"""Helpers of the tests."""
+"""Helpers of the tests, by what they are."""

@@ -1,1 +1,1 @@
-"""To be described."""
+"""Graphs, plans, programs and files written or broken for tests."""

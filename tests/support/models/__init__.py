@@ -1,1 +1,1 @@
-"""To be described."""
+"""Models and batches that tests train."""

@@ -1,1 +1,1 @@
-"""To be described."""
+"""What runs are compared with: one process, brute force, fakes that enforce rules."""

@@ -365,10 +365,8 @@ class Executor:
     def program(self, micros: int) -> Program:
         """The verified program for `micros` micro-batches."""
         decision = replace(self._decision, micro_rows=(1,) * micros)
-        if self.train:
-            program = training_program(decision, self.graph, self._slicing.prologue, self._synced)
-        else:
-            program = evaluation_program(decision, self.graph)
+        make = training_program if self.train else evaluation_program
+        program = make(decision, self.graph, self._slicing.prologue, self._synced)
         return program if self._world.carrier is None else check_messages(program)
 
     def engine(self, micros: int) -> Engine:
@@ -382,17 +380,8 @@ class Executor:
             loss = None if self._mode is Mode.PREDICT else self.graph.outputs[0]
             owners = self._context.values.owners
             shared = {stage: shared_of(self.graph, self._decision, stage, owners) for stage in self._stages}
-            self._engines[micros] = Engine(
-                self._world,
-                program,
-                self._runners,
-                self._code.specs,
-                ops,
-                loss,
-                self._layouts,
-                shared,
-                self._context.values,
-            )
+            made_of = (self._world, program, self._runners, self._code.specs, ops, loss, self._layouts, shared)
+            self._engines[micros] = Engine(*made_of, self._context.values)
         return self._engines[micros]
 
     def _stage_runner(self, program: Program, stage: int) -> StageRunner:

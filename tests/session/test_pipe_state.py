@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import state_jobs as jobs
+from support.jobs import state_jobs as jobs
 from torch import nn
 
 import autopart

@@ -21,7 +21,7 @@ from autopart.runtime.messages.transport import Spec
 from autopart.runtime.stages.stage import StageRunner
 from autopart.runtime.trace import Trace
 from autopart.session.code.split import stage_module
-from support import fake_nccl  # noqa: F401  a transport of that name
+from support.oracles import fake_nccl  # noqa: F401  a transport of that name
 from support.oracles.one_process import gradient_error
 from support.oracles.stages_in_process import inputs_of, plan_for, replay, slices
 

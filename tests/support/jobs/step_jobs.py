@@ -19,11 +19,11 @@ from autopart.capture import CaptureCache
 from autopart.files.clusters import parse_cluster
 from autopart.options import read_options
 from autopart.session.pipe import Pipe
-from support import fake_nccl  # noqa: F401  a transport of that name
 from support.models.causal_zoo import CAUSAL, REFUSED
 from support.models.peer_models import PEERS, tokens
 from support.models.small_models import SMALL, Small
 from support.models.zoo import CASES, Case
+from support.oracles import fake_nccl  # noqa: F401  a transport of that name
 from support.oracles.one_process import Difference, Expected, difference, plain_step
 
 ALL = {**SMALL, **PEERS}

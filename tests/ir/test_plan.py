@@ -69,7 +69,7 @@ TWICE = (Stage(("a", "b", "a"), (0,)), Stage(("c",), (0, 7)))
         ({"micro_rows": (1, 0)}, ["micro_rows[1]"]),
         ({"micro_rows": (3, 1)}, ["micro_rows"]),
         ({"stages": (Stage(("a",), ()), Stage(("b",), (1,), (("c",),)))}, ["stages[0].ranks", "stages[1].recompute"]),
-        ({"stages": TWICE}, ["stages[1].ranks[0]", "stages[1].ranks[1]", "stages[0].ops[2]"]),
+        ({"stages": TWICE}, ["stages[1].ranks[1]", "stages[0].ops[2]"]),
     ],
 )
 def test_everything_wrong_with_a_decision_is_found_with_its_place(change: dict[str, Any], paths: list[str]) -> None:

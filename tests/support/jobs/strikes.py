@@ -14,7 +14,7 @@ from pathlib import Path
 
 from autopart.runtime.watch.processes import state_of
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 LAUNCHERS = {
     "launch": [sys.executable, "-m", "support.jobs.strike_jobs"],
     "torchrun": [

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from autopart.cli.main import main
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAPERS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"^```(\w+)?( varies)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"`(\w+\.(?:py|yaml))`[^`]*\n+```(?:python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

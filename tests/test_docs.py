@@ -103,7 +103,7 @@ def test_quoted_code_is_that_of_the_file(paper: str, path: str, text: str) -> No
 def test_what_is_added_from_outside_is_short_and_quoted() -> None:
     quoted = {path: text for paper, path, text in QUOTES if paper == "extending.md"}
     for kind in ("schedule", "cost_source", "op", "report"):
-        assert len(quoted[f"tests/support/own_{kind}.py"].splitlines()) < 25, kind
+        assert len(quoted[f"tests/support/languages/own_{kind}.py"].splitlines()) < 25, kind
 
 
 def test_every_kind_of_addition_touches_at_most_four_rooms() -> None:

@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import slow
 
 import autopart
 
@@ -140,3 +141,10 @@ def test_the_architecture_is_short_and_names_files_that_exist():
     assert len(text.splitlines()) <= 250
     for path in re.findall(r"`((?:autopart|passes|runtime|docs)/[\w/]+\.(?:py|md))`", text):
         assert (ROOT / path).is_file(), path
+
+
+def test_every_slow_test_is_in_exactly_one_part():
+    for file in slow.slow_files():
+        assert len(slow.parts_of(file)) == 1, file
+    listed = re.findall(r"^\| `([\w-]+)` \|", (ROOT / "docs/testing.md").read_text().split("| part |")[1], re.MULTILINE)
+    assert listed == list(slow.PARTS)

@@ -1,0 +1,100 @@
+"""Run the slow tests in parts and write the result of each part to docs/testing.md.
+
+`python tests/slow.py` runs every part, `python tests/slow.py grid peers` these.  Each part is a separate pytest run of
+less than an hour on two idle cores.  The exit code is 1 if a part has a failure.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "testing.md"
+
+PARTS = {
+    "grid": ["e2e/test_grid.py"],
+    "peers": ["e2e/test_peer_cases.py"],
+    "small-models": ["e2e/test_small_models.py"],
+    "replicas": ["e2e/test_replicas.py"],
+    "state": [
+        "e2e/test_zero.py",
+        "e2e/test_precision.py",
+        "e2e/test_master_weights.py",
+        "e2e/test_batch_statistics.py",
+        "e2e/test_data.py",
+        "session",
+    ],
+    "slice-grid": ["e2e/test_slice_grid.py"],
+    "sliced-plans": ["e2e/test_sliced_plans.py", "passes/tokens"],
+    "failures": ["e2e/test_strikes.py", "e2e/test_failures.py", "e2e/test_soak.py", "runtime"],
+    "constants": ["capture/test_silent_constants.py"],
+    "rest": [
+        "capture/test_asking_models.py",
+        "capture/test_autocast.py",
+        "capture/test_capture.py",
+        "capture/test_infer_size.py",
+        "costs",
+        "files",
+        "passes/loss",
+        "passes/ops",
+        "passes/proof",
+        "passes/search",
+        "e2e/test_advice.py",
+        "e2e/test_losses.py",
+        "e2e/test_random_scripts.py",
+        "e2e/test_training.py",
+        "test_examples.py",
+        "benchmarks",
+    ],
+}
+"""Files and folders of each part, below `tests/`."""
+
+
+def slow_files() -> set[str]:
+    """Return the test files that hold slow tests, relative to `tests/`."""
+    tests = ROOT / "tests"
+    return {str(path.relative_to(tests)) for path in tests.rglob("test_*.py") if "pytest.mark.slow" in path.read_text()}
+
+
+def parts_of(file: str) -> list[str]:
+    """Return the names of the parts that run this file."""
+    return [name for name, places in PARTS.items() if any(file == p or file.startswith(f"{p}/") for p in places)]
+
+
+def run(part: str) -> tuple[str, bool]:
+    """Run one part; return its row of the table, and whether it passed."""
+    command = [sys.executable, "-m", "pytest", "-m", "slow", *(f"tests/{place}" for place in PARTS[part])]
+    began = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    minutes = (time.monotonic() - began) / 60
+    counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)\b", done.stdout.splitlines()[-1])
+    if done.returncode:
+        print(done.stdout)
+    row = f"| `{part}` | {', '.join(counts) or 'did not finish'} | {minutes:.0f} |"
+    print(row, flush=True)
+    return row, done.returncode == 0
+
+
+def write(row: str) -> None:
+    """Replace the part's row in the page."""
+    name = row.split("|")[1].strip()
+    lines = PAGE.read_text().splitlines()
+    PAGE.write_text("\n".join(row if line.startswith(f"| {name} ") else line for line in lines) + "\n")
+
+
+def main(names: list[str]) -> int:
+    """Run the named parts, or all of them."""
+    passed = True
+    for name in names or PARTS:
+        row, good = run(name)
+        write(row)
+        passed &= good
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

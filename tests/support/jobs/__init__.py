@@ -1,1 +1,1 @@
-"""Functions that tests run on the ranks of a pool; importable there by name."""
+"""Functions that tests run on the ranks of a worker pool. The pool imports them by name."""

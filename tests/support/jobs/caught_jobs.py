@@ -1,6 +1,6 @@
-"""What a rank hears when another one fails, leaves or stands still; for a pool of `WORLD` processes.
+"""Jobs that record the error each rank raises when another rank fails, exits or stalls, in a pool of `WORLD` processes.
 
-A rank returns what was raised on it, and when: the pool goes on.
+A rank returns the error and the time at which it was raised instead of raising it, so that the pool stays usable.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ PLAIN = {"micro_batches": 4, "loss_fn": CASE.loss_fn, "costs": "analytic"}
 
 
 class Unheard(BaseException):
-    """What no code catches."""
+    """An exception that no code catches by type."""
 
 
 RAISED = (AttributeError("no such attribute"), MemoryError("no memory"), SystemExit(3), KeyboardInterrupt(), Unheard())
 
 
 def clock_s() -> float:
-    """The same on all processes of this machine."""
+    """Return a time in seconds that all processes of this machine share."""
     return time.monotonic()
 
 
 def heard(call: Any) -> tuple[str, str, float]:
-    """The type and text of what a call raises, and when."""
+    """Return the type name and text of the error that a call raises, and when it was raised."""
     try:
         call()
     except BaseException as error:
@@ -50,7 +50,7 @@ def heard(call: Any) -> tuple[str, str, float]:
 
 
 def raising(bad: int) -> list[tuple[str, str, float]]:
-    """What compile raises when one rank raises this and that while it captures."""
+    """Return what compile raises for each error of `RAISED` when rank `bad` raises it during capture."""
     original, found = CaptureCache.__call__, []
     case = ALL["stack"]
     for error in RAISED:
@@ -67,8 +67,10 @@ def raising(bad: int) -> list[tuple[str, str, float]]:
 
 
 def caught(phase: str, calls: int) -> dict[str, Any]:
-    """A step that fails on the third rank, after one that did not, is caught everywhere; then the pipe is closed and
-    another one takes a step on the same processes."""
+    """Fail the second step on the last rank and return what each rank raised.
+
+    Then close the pipe and take a step with another pipe in the same processes.
+    """
     model, batch = CASE.model(), CASE.batch(ROWS)
     options = {"cuts": failing_jobs.CUTS, **PLAIN}
     pipe = autopart.compile(model, f"cpu:{WORLD}", sample=batch, **options)
@@ -91,8 +93,10 @@ def caught(phase: str, calls: int) -> dict[str, Any]:
 
 
 def beside_an_open_group() -> tuple[str, float, float]:
-    """A step fails in a process whose group the user opened: what was raised, a sum over that group afterwards, and
-    the loss of another pipe's step beside it."""
+    """Fail a step in a process whose process group the user opened.
+
+    Return the type of the error, a sum over that group afterwards, and the loss of a step of another pipe.
+    """
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     pipe = autopart.compile(CASE.model(), f"cpu:{WORLD}", sample=CASE.batch(ROWS), cuts=failing_jobs.CUTS, **PLAIN)
     if rank() == WORLD - 1:
@@ -108,7 +112,10 @@ def beside_an_open_group() -> tuple[str, float, float]:
 
 
 def left() -> tuple[str, str, float]:
-    """Rank 0 asks alone for the state; the others return, with the pipe open.  When: since it asked."""
+    """Call state_dict on rank 0 alone while the other ranks return and leave the pipe open.
+
+    Return the error and the seconds from the call until it was raised.
+    """
     case = ALL["stack"]
     pipe = compiled(case, case.model(), case.batch(ROWS), stages=2, micro_batches=2)
     pipe.step(case.batch(ROWS))
@@ -120,7 +127,7 @@ def left() -> tuple[str, str, float]:
 
 
 def raised_in_the_script() -> tuple[str, str, float]:
-    """The second rank raises between two steps, inside of `with`."""
+    """Raise an error of the user's script on rank 1 between two steps, inside the `with` block of the pipe."""
     case = ALL["stack"]
 
     def run() -> None:
@@ -134,7 +141,7 @@ def raised_in_the_script() -> tuple[str, str, float]:
 
 
 def late(timeout_s: float) -> tuple[str, str, float]:
-    """The second rank does something else between two steps, for as long as the others have patience."""
+    """Let rank 1 arrive late at a step, so that the other ranks time out."""
     case, store = ALL["stack"], _common()
     pipe = compiled(case, case.model(), case.batch(ROWS), stages=2, micro_batches=2, timeout=timeout_s)
     pipe.step(case.batch(ROWS))
@@ -148,7 +155,7 @@ def late(timeout_s: float) -> tuple[str, str, float]:
 
 
 def without_python(seconds: int) -> float:
-    """The second rank computes for long without letting any other thread run Python; the loss of the next step."""
+    """Block the interpreter lock of rank 1 for some seconds and return the loss of the next step."""
     case = ALL["stack"]
     with compiled(case, case.model(), case.batch(ROWS), stages=2, micro_batches=2) as pipe:
         pipe.step(case.batch(ROWS))
@@ -158,7 +165,7 @@ def without_python(seconds: int) -> float:
 
 
 def planned_for_long(timeout_s: float) -> float:
-    """Rank 0 plans for longer than ranks may wait for each other; the loss of a step."""
+    """Plan on rank 0 for longer than the timeout between ranks and return the loss of a step."""
     case = ALL["stack"]
     slow: list[float] = [2 * timeout_s]
 

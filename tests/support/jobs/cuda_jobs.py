@@ -1,4 +1,4 @@
-"""What the tests on CUDA devices run on every rank; importable there by name."""
+"""Jobs of the CUDA tests, which run on every rank."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ ACTION = Action("SF", Slot(0, 0), 1)
 
 
 def exact() -> None:
-    """In fp32 a product is one of fp32, and of several algorithms the one is taken that adds in the same order."""
+    """Disable TF32 and select deterministic algorithms."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic = True
 
 
 def moved(tensors: Any, device: str) -> Any:
-    """The same tensors on a device."""
+    """Return the tensors, moved to a device."""
     return pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, tensors)
 
 
@@ -49,10 +49,10 @@ def _reference(name: str, dtype: torch.dtype, rows: int, micros: int, device: st
 def trained(
     name: str, schedule: str, micros: int, rows: int, dtype_name: str, transport: str, model_on: str
 ) -> tuple[list[float], dict[str, Difference] | None]:
-    """Two training steps without zeroing in between, a stage on each rank, beside one process on a device and on CPU.
+    """Take two accumulated training steps with one stage per rank and compare with one process on a GPU and on CPU.
 
-    The second step finds every channel in use already.  Every rank returns its losses, rank 0 how far off they and
-    the summed gradients are.
+    The second step reuses the channels of the first one. Every rank returns its losses; rank 0 also returns the errors
+    of the last loss and of the summed gradients by device.
     """
     exact()
     case, dtype, world = EVERY[name], getattr(torch, dtype_name), int(os.environ["WORLD_SIZE"])
@@ -74,7 +74,7 @@ def trained(
 
 
 def masks(stages: int) -> tuple[float, dict[str, torch.Tensor]]:
-    """A step of a model with dropout: its loss and gradients."""
+    """Return the loss and the gradients of one step of a model with dropout."""
     exact()
     world = int(os.environ["WORLD_SIZE"])
     case = EVERY["dropped"]
@@ -87,7 +87,7 @@ def masks(stages: int) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def verified(name: str, dtype_name: str, rows: int) -> dict[str, Any]:
-    """What `autopart.verify` says of a model with parameters of that type."""
+    """Return the result of `autopart.verify` for a model with parameters of the given dtype."""
     exact()
     case, dtype, world = EVERY[name], getattr(torch, dtype_name), int(os.environ["WORLD_SIZE"])
     found = autopart.verify(
@@ -101,7 +101,7 @@ def verified(name: str, dtype_name: str, rows: int) -> dict[str, Any]:
 
 
 class Block(nn.Module):
-    """A block of a transformer without attention: what it keeps and holds is large beside what libraries take."""
+    """A transformer block without attention, large enough that activations outweigh the workspaces of libraries."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Deep(nn.Module):
 
 
 def held(recompute: str, dtype_name: str) -> dict[str, Any]:
-    """Peak bytes of this rank in its third step with AdamW, those that the plan predicts."""
+    """Return the measured and the predicted peak bytes of this rank in its third step with AdamW, and a timeline."""
     exact()
     world = int(os.environ["WORLD_SIZE"])
     torch.manual_seed(3)
@@ -158,7 +158,7 @@ def held(recompute: str, dtype_name: str) -> dict[str, Any]:
 
 
 def _library_bytes(dtype: torch.dtype) -> int:
-    """What matrix products leave allocated: workspaces of their library, kept for good."""
+    """Return the bytes of workspace that matrix products leave allocated."""
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated()
     left = torch.ones(64, 64, dtype=dtype, device="cuda").requires_grad_()
@@ -172,7 +172,7 @@ def _library_bytes(dtype: torch.dtype) -> int:
 
 
 class HandedOverByNccl(dict[Action, Tensors]):
-    """What stages of one rank hand each other, sent over NCCL to the rank itself."""
+    """A mailbox between the stages of one rank that sends its tensors over NCCL to the rank itself."""
 
     def __init__(self, carrier: NcclCarrier) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class HandedOverByNccl(dict[Action, Tensors]):
         self.messages += 1
 
     def pop(self, action: Action, *default: Any) -> Tensors:
-        """Waits for the message."""
+        """Wait for the message and return its tensors."""
         posted, specs = self._under_way.pop(action)
         posted.wait()
         return unpack(posted.received[0], specs)
@@ -195,7 +195,7 @@ class HandedOverByNccl(dict[Action, Tensors]):
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """A process group of this process alone."""
+    """Open a process group of this process only."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -209,7 +209,7 @@ def _alone() -> Iterator[None]:
 
 
 def through_nccl_to_itself() -> dict[str, Any]:
-    """A step of four stages on one rank, every message over NCCL, in which nothing may make the host wait."""
+    """Run a step of four stages on one rank with all messages over NCCL; a host synchronization is an error."""
     exact()
     handed: list[HandedOverByNccl] = []
 
@@ -236,8 +236,10 @@ def through_nccl_to_itself() -> dict[str, Any]:
 
 
 def bytes_through_nccl(sizes: list[int]) -> list[bool]:
-    """Messages of these sizes to the rank itself: each filled by work that runs still when it is posted, taken while
-    the next is under way, and overwritten once it was waited for."""
+    """Send messages of the given sizes over NCCL to the rank itself and return which arrived intact.
+
+    The work that fills a message is still running when it is posted. The message is overwritten after the wait.
+    """
     with _alone():
         carrier = NcclCarrier(World("cuda", 1, transport="nccl"))
         carrier._groups[0] = dist.new_group([0], backend="nccl")

@@ -1,4 +1,4 @@
-"""Steps whose batch not every rank is given: None where nothing is needed, shards for replicas of the first stage."""
+"""Steps in which only some ranks are given the batch: None for ranks that need no data, or one shard per replica."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Counts = tuple[int, ...]
 
 
 def picked(batch: Any, rows: list[int]) -> Any:
-    """These rows of a batch."""
+    """Return the given rows of a batch."""
     whole = rows_of(batch)
 
     def pick(leaf: Any) -> Any:
@@ -32,19 +32,18 @@ def picked(batch: Any, rows: list[int]) -> Any:
 
 
 def own_part(pipe: autopart.Pipe, batch: Any, rows: list[int]) -> Any:
-    """What a rank passes to a step over shards."""
+    """Return what this rank passes to a step over shards."""
     return picked(batch, rows) if pipe.needs_data and rows else None
 
 
 def dealt(pipe: autopart.Pipe, rows: int) -> list[int]:
-    """The rows that torch's sampler deals this rank."""
+    """Return the rows that torch's DistributedSampler assigns to this rank."""
     number, of = pipe.data_shard()
     return list(DistributedSampler(range(rows), num_replicas=of, rank=number, shuffle=False))  # type: ignore[arg-type]
 
 
 def fed(name: str, counts: Counts, micros: int, rows: tuple[int, ...]) -> list[tuple[str, Difference]]:
-    """Steps of batches of so many rows, given whole where they are needed, by `data_rows`, and as a sampler deals
-    them, each against one process over all rows."""
+    """Step over batches passed whole, cut by `data_rows` and cut by a sampler; compare each with one process."""
     case, found = EVERY[name], []
     dtype = torch.float64
     with compiled(case, fresh(name, dtype), case.data(rows[0], dtype), **asked_replicas(counts, micros)) as pipe:
@@ -71,13 +70,15 @@ def fed(name: str, counts: Counts, micros: int, rows: tuple[int, ...]) -> list[t
 
 
 def masked_shards(counts: Counts, micros: int, rows: int) -> list[float]:
-    """Dropout: a step of shards beside the same step of the whole batch, by `data_rows` and as a sampler deals them:
-    losses and gradients, how far apart."""
+    """Compare steps over shards with steps over the whole batch for a model with dropout.
+
+    The shards are cut by `data_rows` and by a sampler. Return the differences of the losses and gradients.
+    """
     case, apart = EVERY["dropped"], []
     with compiled(case, fresh("dropped"), case.data(rows), **asked_replicas(counts, micros, seed=3)) as pipe:
         batch = case.data(rows)
         of = pipe.data_shard()[1]
-        each = rows // micros // of  # of a shard in a micro-batch
+        each = rows // micros // of  # rows of a shard in a micro-batch
         order = [shard + of * (each * micro + place) for micro in range(micros) for shard in range(of)
                  for place in range(each)]  # fmt: skip
         for whole, own in (
@@ -97,7 +98,7 @@ def masked_shards(counts: Counts, micros: int, rows: int) -> list[float]:
 
 
 def predicted() -> bool:
-    """Whether a prediction of a batch that one rank has is what the model returns, on every rank."""
+    """Return whether every rank's prediction equals the model's output when only some ranks have the batch."""
     case = EVERY["stack"]
     x, y = case.data(8)
     with compiled(case, fresh("stack"), (x, y), stages=2, micro_batches=2) as pipe:
@@ -107,7 +108,7 @@ def predicted() -> bool:
 
 
 def refused() -> dict[str, str]:
-    """What calls say whose batches do not fit together; the pipe goes on after each, for nothing was sent."""
+    """Return the error of each call whose ranks pass inconsistent batches. A valid step follows each call."""
     case, told = EVERY["stack"], {}
     x, y = case.data(8)
     with compiled(case, fresh("stack"), (x, y), **asked_replicas((2,), 2)) as pipe:
@@ -130,7 +131,7 @@ def refused() -> dict[str, str]:
 
 
 class Asks(nn.Module):
-    """Whose Python reads a number of the batch."""
+    """A model whose forward() branches on a value of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +145,7 @@ class Asks(nn.Module):
 
 
 def asks(counts: Counts, sharded: bool) -> tuple[list[float], str]:
-    """Losses beside those of one process of a model that reads its batch; and what shards say."""
+    """Return the loss errors of a model that branches on batch values, or the error that sharded batches raise."""
     torch.manual_seed(3)
     model = Asks()
     plain, found = copy.deepcopy(model), []

@@ -1,4 +1,4 @@
-"""What the tests of detection run on every rank; importable there by name."""
+"""Jobs of the tests of cluster detection, which run on every rank."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from autopart.ir.cluster import Cluster
 
 
 def probe_uneven() -> Cluster:
-    """As if the launcher had started another number of ranks on the last host."""
+    """Probe the cluster as if the launcher had started a different number of ranks on the last host."""
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1" if os.environ["RANK"] == "2" else "2"):
         return probe("cpu", (2, 4))

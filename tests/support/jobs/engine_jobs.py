@@ -1,4 +1,4 @@
-"""Steps of the engine on several ranks, stages placed anywhere, beside the same stages in one process."""
+"""Steps of the engine with stages placed on any ranks, compared with the same stages in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopart.runtime.messages.transport import Spec
 from autopart.runtime.stages.stage import StageRunner
 from autopart.runtime.trace import Trace
 from autopart.session.code.split import stage_module
-from support.oracles import fake_nccl  # noqa: F401  a transport of that name
+from support.oracles import fake_nccl  # noqa: F401  registers the transport
 from support.oracles.one_process import gradient_error
 from support.oracles.stages_in_process import inputs_of, plan_for, replay, slices
 
@@ -53,7 +53,7 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
 
 
 def interleaved(stages: int, micros: int) -> list[list[str]]:
-    """Two workers with every other stage each: all forwards by micro-batch, then all backwards."""
+    """Return the orders of two workers that hold every other stage: all forwards by micro-batch, then all backwards."""
     orders: list[list[str]] = [[], []]
     for micro in range(micros):
         for stage in range(stages):
@@ -65,13 +65,13 @@ def interleaved(stages: int, micros: int) -> list[list[str]]:
 
 
 def alone(stages: int, micros: int) -> list[list[str]]:
-    """One worker with all stages."""
+    """Return the order of one worker that holds all stages."""
     forwards = [f"{stage}F{micro}" for micro in range(micros) for stage in range(stages)]
     return [forwards + [f"{stage}B{micro}" for micro in range(micros) for stage in reversed(range(stages))]]
 
 
 def parts_of(captured: Captured) -> list[list[str]]:
-    """Four stages: cut before the second, third and fourth layer."""
+    """Return four stages, cut before the second, third and fourth layer."""
     starts = {op.module: place for place, op in reversed(list(enumerate(captured.graph.ops)))}
     return slices(captured.graph, [starts[f"layers.{layer}"] for layer in range(1, LAYERS)])
 
@@ -84,9 +84,9 @@ def step(
     kind: str = "cpu",
     prepare: Callable[[Engine, World], None] | None = None,
 ) -> dict[str, Any]:
-    """One step with stage s on stage_ranks[s]: relative errors of the loss, of this rank's gradients and buffers.
+    """Take one step with stage s on stage_ranks[s] and return the losses, gradient errors and buffers of this rank.
 
-    The ranks start with a gradient of ones, which the step adds to.  prepare: what is done to the engine before.
+    Gradients start at one and the step adds to them. prepare: called with the engine before the step.
     """
     for order in (interleaved, alone):
         register(order)

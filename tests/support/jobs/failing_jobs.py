@@ -1,4 +1,4 @@
-"""A model with an op that kills its process or raises when it is called, and jobs that meet it at a chosen moment."""
+"""A model with an op that kills its process or raises at a chosen call, and the jobs that train it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _armed: dict[str, Any] = {}
 
 
 def _strike(phase: str) -> None:
-    """What was armed happens at the n-th call in that phase."""
+    """Count a call of the op in a phase and trigger the armed failure at the last one."""
     if _armed.get("phase") != phase:
         return
     _armed["calls"] -= 1
@@ -35,12 +35,15 @@ def _strike(phase: str) -> None:
 
 
 def arm(phase: str, how: str | Callable[[], None], calls: int, clock: str = "") -> None:
-    """Let the op strike at its n-th call in a phase: "kill" or "raise", or a function that it calls."""
+    """Arm the op to fail at its n-th call in a phase.
+
+    how: "kill" sends SIGKILL to the process, "raise" raises an error, and a function is called.
+    """
     _armed.update(phase=phase, how=how, calls=calls, clock=clock)
 
 
 def die(clock: str) -> None:
-    """SIGKILL this process, having written down when."""
+    """Write the time to the file `clock` and kill this process with SIGKILL."""
     Path(clock).write_text(repr(time.monotonic()))
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -68,7 +71,7 @@ class Fragile(nn.Module):
 
 
 class Troubled(Stack):
-    """Four layers; the third ends in the op."""
+    """Four layers, of which the third ends in the failing op."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,14 +84,14 @@ WORLD = 3
 
 
 def made(schedule: str = "1f1b") -> autopart.Pipe:
-    """The pipe of every job here."""
+    """Return the pipe that every job here uses."""
     torch.set_num_threads(1)
     options = {"cuts": CUTS, "micro_batches": 4, "schedule": schedule, "loss_fn": CASE.loss_fn, "costs": "analytic"}
     return autopart.compile(CASE.model(), f"cpu:{WORLD}", sample=CASE.batch(8), **options)
 
 
 def struck(phase: str, how: str, calls: int, clock: str, schedule: str = "1f1b") -> list[float]:
-    """Train until the op on stage 2 strikes at its n-th call in a phase ("idle": between the steps)."""
+    """Train until the armed op fails on stage 2. In phase "idle", the process is killed between two steps instead."""
     pipe = made(schedule)
     arm(phase, how, calls, clock)
     losses = []
@@ -97,18 +100,18 @@ def struck(phase: str, how: str, calls: int, clock: str, schedule: str = "1f1b")
         if phase == "idle" and pipe.rank == 2:
             die(clock)
         if phase == "idle" and pipe.rank == 1:
-            threading.Event().wait()  # in code of the user, for ever
+            threading.Event().wait()  # user code that never returns
     return losses
 
 
 def survivor() -> float:
-    """A step with nothing armed."""
+    """Return the loss of a step in which no failure is armed."""
     _armed.clear()
     return made().step(CASE.batch(8)).item()
 
 
 def forked(clock: str) -> None:
-    """Rank 1 ends by itself, with an exit code, in the middle of a step."""
+    """Exit rank 1 with a nonzero code in the middle of a step."""
     pipe = made()
     pipe.step(CASE.batch(8))
     if pipe.rank == 1:

@@ -1,4 +1,4 @@
-"""What the tests of messages that may block run on every rank; importable there by name."""
+"""Jobs of the tests of messages that may block, which run on every rank."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from support.languages.nccl_programs import CASES, FINE, HANG, WRONG
 from support.oracles.fake_nccl import NAME, Communicators, Hang, Wrong
 
 BRIEF_S = 1.0
-"""The deadline of programs that are known to be over, or to hang, at once."""
+"""Timeout in seconds for programs that either finish or hang immediately."""
 
 
 def played(name: str) -> str:
-    """What comes of this rank's part of a program."""
+    """Run this rank's part of a program and return whether it finished, hung or was wrong."""
     case = CASES[name]
     world = World("cpu", 4)
-    group = dist.new_group(list(range(world.size)))  # which is broken where a rank hangs
+    group = dist.new_group(list(range(world.size)))  # a hanging rank breaks this group
     assert isinstance(group, dist.ProcessGroup)
     communicators = Communicators(group, world.rank, BRIEF_S)
     if case.connected:
@@ -54,7 +54,7 @@ def played(name: str) -> str:
 
 
 def all_receives_first(program: Program) -> Program:
-    """The program with the posting order of a runtime that posts every receive before its first action."""
+    """Return the program with every receive posted before its first action."""
     posted = []
     for own in with_posting(program).posting:
         receives = [replace(exchange, after=0, sends=()) for exchange in own if exchange.receives]
@@ -63,7 +63,7 @@ def all_receives_first(program: Program) -> Program:
 
 
 def receives_first() -> None:
-    """A step of two stages whose messages are posted so."""
+    """Take a step of two stages in which every receive is posted before the first action."""
     with (
         mock.patch("support.jobs.engine_jobs.with_posting", all_receives_first),
         mock.patch("support.oracles.fake_nccl.DEADLINE_S", BRIEF_S),

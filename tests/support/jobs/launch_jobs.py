@@ -1,4 +1,4 @@
-"""Functions that the tests of `autopart.runtime.launch` run in worker processes; importable there by name."""
+"""Functions that the tests of `autopart.runtime.launch` run in worker processes."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ ENV = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "M
 
 
 def rank() -> int:
-    """This process's rank."""
+    """Return the rank of this process."""
     return int(os.environ["RANK"])
 
 
 def double(number: int) -> tuple[int, int, int]:
-    """(rank, twice the number, pid)."""
+    """Return (rank, twice the number, pid)."""
     return rank(), 2 * number, os.getpid()
 
 
 def environment() -> dict[str, str]:
-    """The variables of the launch contract."""
+    """Return the environment variables that the launcher sets."""
     return {name: os.environ[name] for name in (*ENV, "GLOO_SOCKET_IFNAME")}
 
 
 def double_with_environment(number: int) -> tuple[tuple[int, int, int], dict[str, str]]:
-    """What `double` and `environment` say."""
+    """Return the results of `double` and `environment`."""
     return double(number), environment()
 
 
 def join_group() -> None:
-    """Open the default group, over Gloo, with a time limit."""
+    """Open the default process group over Gloo with a timeout of 30 s."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -47,7 +47,7 @@ def join_group() -> None:
 
 
 def sum_of_ranks(leave: bool = True) -> int:
-    """All-reduce of the ranks; opens the group unless it is open, and leaves it when asked."""
+    """Return the sum of all ranks. Opens the default group if needed and closes it if `leave`."""
     import torch
     import torch.distributed as dist
 
@@ -61,9 +61,9 @@ def sum_of_ranks(leave: bool = True) -> int:
 
 
 def fail_on(bad: int, kind: str, wait: str, stamp: str) -> None:
-    """Rank `bad` fails in a way; the others wait for it in a way that only supervision can end.
+    """Fail on rank `bad` while the others wait in a way that only the supervisor can end.
 
-    stamp: file that gets the moment of the failure, in time.monotonic() seconds.
+    stamp: file that receives the time of the failure, in time.monotonic() seconds.
     """
     set_rank_label(f"stage {rank()}")
     if wait == "gloo":
@@ -103,42 +103,42 @@ def _wait(how: str, bad: int) -> None:
 
 
 def refuse_alike() -> None:
-    """Every rank raises the same error, as a bad batch does."""
+    """Raise the same error on every rank, as an invalid batch does."""
     raise BatchError("the batch has 3 rows", fix="use 4")
 
 
 def refuse_apart() -> None:
-    """Every rank raises, each another error."""
+    """Raise a different error on every rank."""
     raise ValueError(f"rank {rank()} fails")
 
 
 def effect_and_cause() -> None:
-    """Rank 0 reports that a peer went away, rank 1 why."""
+    """Raise a lost connection on rank 0 and its cause on rank 1."""
     if rank() == 0:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234")
     raise ValueError("the cause")
 
 
 def interrupt_self() -> int:
-    """What Ctrl-C does to every process of a terminal."""
+    """Send SIGINT to this process, as Ctrl-C does to every process of a terminal."""
     os.kill(os.getpid(), signal.SIGINT)
     return rank()
 
 
 def unpicklable() -> Any:
-    """A result that cannot be sent."""
+    """Return a result that cannot be pickled."""
     return threading.Lock()
 
 
 def announce_and_wait(port: int) -> None:
-    """Tell a listening test this process's pid, then wait for ever."""
+    """Send the pid of this process to a listening test, then wait forever."""
     with socket.create_connection(("127.0.0.1", port)) as line:
         line.sendall(f"{os.getpid()}\n".encode())
         threading.Event().wait()
 
 
 def forked_child_exits(status: int) -> int:
-    """Fork a child that leaves by sys.exit, as data loaders and helpers of scripts do; its exit status."""
+    """Fork a child that leaves by sys.exit, as the workers of data loaders do, and return its exit status."""
     child = os.fork()
     if child == 0:
         sys.exit(status)
@@ -146,7 +146,7 @@ def forked_child_exits(status: int) -> int:
 
 
 def forked_child_holds_pipes(port: int) -> None:
-    """Fork a child that inherits every pipe and lives on until the test closes its line; then die by SIGKILL."""
+    """Fork a child that inherits every pipe and lives until the test closes its connection, then die by SIGKILL."""
     if rank() != 0:
         threading.Event().wait()
     line = socket.create_connection(("127.0.0.1", port))
@@ -157,7 +157,7 @@ def forked_child_holds_pipes(port: int) -> None:
 
 
 def noted_forever() -> None:
-    """Rank 0 answers; the others note what they do and never answer."""
+    """Return on rank 0; on the other ranks set an activity and wait forever."""
     set_rank_label(f"stage {rank()}")
     if rank() != 0:
         set_activity("waiting for a batch")

@@ -1,4 +1,4 @@
-"""Training with a loss function that learns too: in pipes of two stages, and alone."""
+"""Training with a loss function that has parameters, in pipes of two stages and in one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Steps = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
 class Weighing(nn.Module):
-    """Two tasks whose weights are learned, and a centre that follows the outputs."""
+    """A loss over two terms whose weights are learned, with a learned output head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,12 +45,13 @@ BATCHES = [(X(7, seed).double(), Y(7, seed)) for seed in range(4)]
 
 
 def names(model: nn.Module, loss: nn.Module, of: str) -> dict[str, torch.Tensor]:
-    """Gradients or values of both, the loss function's under its prefix."""
+    """Return the gradients or the values of the model and of the loss function, the latter under "loss_fn."."""
     found = {**dict(model.named_parameters()), **{f"loss_fn.{n}": p for n, p in loss.named_parameters()}}
     return {n: (p.grad if of == "grad" else p).detach().clone() for n, p in found.items()}
 
 
 def alone() -> Steps:
+    """Train in one process and return its results."""
     model, loss = parts()
     optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1, momentum=0.9)
     losses = []
@@ -78,7 +79,7 @@ def train(pipe: autopart.Pipe, batches: list[Any], losses: list[float]) -> None:
 
 
 def piped() -> tuple[Steps, dict[str, torch.Tensor], list[float]]:
-    """The same in a pipe; what the objects of this rank hold after close; and a loss after loading the state."""
+    """Train in a pipe and return its results, the values after close, and two losses after loading the state."""
     model, loss = parts()
     losses: list[float] = []
     with opened(model, loss) as pipe:
@@ -94,7 +95,7 @@ def piped() -> tuple[Steps, dict[str, torch.Tensor], list[float]]:
 
 
 def verified() -> tuple[bool, set[str], bool]:
-    """Whether `verify` finds a step exact, what it compared, and whether it left the loss function as it was."""
+    """Return whether `verify` succeeds, the gradients it compared, and whether it left the loss function unchanged."""
     model, loss = parts()
     before = copy.deepcopy(loss.state_dict())
     found = autopart.verify(
@@ -106,7 +107,7 @@ def verified() -> tuple[bool, set[str], bool]:
 
 
 def refused(kind: str) -> autopart.AutopartError | None:
-    """What is said of parameters that belong to neither the model nor the loss function."""
+    """Return the error that compile raises for a loss function whose parameters it cannot own."""
     model, loss = parts()
     if kind == "a name of the model":
         model.loss_fn = nn.Linear(8, 8)

@@ -1,4 +1,4 @@
-"""Training with fp32 masters of bf16 parameters, beside masters that are kept by hand in one process."""
+"""Training with fp32 master weights of bf16 parameters, compared with a hand-written loop in one process."""
 
 from __future__ import annotations
 
@@ -37,15 +37,18 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def compiled(trained: nn.Module, on: str, **options: Any) -> autopart.Pipe:
-    """A pipe with masters."""
+    """Return a pipe with master weights."""
     asked = {"micro_batches": MICROS, "master_weights": True, "costs": "analytic", "loss_fn": loss_fn, **options}
     return autopart.compile(trained, on, **{"sample": batch(), **asked})
 
 
 @dataclass
 class ByHand:
-    """One process.  Before each step the masters are rounded into the model; a gradient is summed in fp32, in the order
-    of the micro-batches, by each replica that has a part of their rows, and then over replicas."""
+    """A hand-written training loop with master weights in one process.
+
+    Before each step the master weights are rounded into the model. A gradient is summed in fp32 by each replica in the
+    order of the micro-batches, and then over replicas.
+    """
 
     replicas: int = 1
     trained: nn.Module = field(default_factory=model)
@@ -62,7 +65,7 @@ class ByHand:
                 parameter.copy_(self.masters[name])
 
     def gradients(self, step: int) -> None:
-        """Add those of a batch to the masters'."""
+        """Add the gradients of a batch to those of the master weights."""
         self.round()
         sums: list[State] = [{} for _ in range(self.replicas)]
         pieces = list(zip(*(tensor.chunk(MICROS * self.replicas) for tensor in batch(step)), strict=True))
@@ -83,7 +86,7 @@ class ByHand:
 
 
 def by_hand(steps: int, replicas: int = 1) -> ByHand:
-    """After so many steps."""
+    """Return the hand-written loop after `steps` steps."""
     run = ByHand(replicas)
     for step in range(steps):
         run.gradients(step)
@@ -92,7 +95,7 @@ def by_hand(steps: int, replicas: int = 1) -> ByHand:
 
 
 def differing(pipe: autopart.Pipe, expected: ByHand) -> list[str]:
-    """What of the state of a pipe is not that to the bit: values of the model, and its masters.  Collective."""
+    """Return the names of the model values and master weights of a pipe that are not bit-equal. Collective."""
     state = pipe.state_dict()
     masters = state._metadata["autopart"]["masters"]
     values = [n for n, p in expected.trained.named_parameters() if not torch.equal(state[n], p)]
@@ -100,7 +103,7 @@ def differing(pipe: autopart.Pipe, expected: ByHand) -> list[str]:
 
 
 def trained(steps: int = STEPS, replicas: int = 1, **options: Any) -> tuple[list[str], list[str], State]:
-    """Some steps; what is not as by hand, in the end and in the model after closing; and this rank's masters."""
+    """Train, and return the differences at the end and after closing, and this rank's master weights."""
     mine, expected = model(), by_hand(steps, replicas)
     with compiled(mine, cluster(), replicas=replicas, **options) as pipe:
         driver = optimizer(pipe.parameters())
@@ -116,7 +119,7 @@ def trained(steps: int = STEPS, replicas: int = 1, **options: Any) -> tuple[list
 
 
 def adopted(first: dict[str, Any], second: dict[str, Any], replicas: int = 1) -> list[str]:
-    """Steps under a plan, half of an accumulated step, then the other half and more steps under another plan."""
+    """Train under one plan, change the plan within an accumulated step, train on, and return the differences."""
     plans = [
         autopart.plan(
             model(), cluster(), sample=batch(), loss_fn=loss_fn, costs="analytic", micro_batches=MICROS,
@@ -141,8 +144,10 @@ def adopted(first: dict[str, Any], second: dict[str, Any], replicas: int = 1) ->
 
 
 def resumed(when: str, **options: Any) -> list[str]:
-    """Some steps, everything through a file, more steps in another pipe; when: the state is loaded, "before" or "after"
-    that knows its batch."""
+    """Train, save and load everything through a file, train on in another pipe, and return the differences.
+
+    when: the state is loaded "before" or "after" the pipe has seen a batch.
+    """
     replicas = options.get("replicas", 1)
     with compiled(model(), cluster(), **options) as pipe:
         driver = optimizer(pipe.parameters())

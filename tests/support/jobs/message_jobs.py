@@ -1,4 +1,4 @@
-"""Functions that the tests of messages run in worker processes; importable there by name."""
+"""Functions that the tests of messages run in worker processes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SPECS = (Spec((2, 3), torch.float32), Spec((5,), torch.int64), Spec((), torch.fl
 
 
 def message(number: int) -> list[torch.Tensor]:
-    """Tensors that show which message they are."""
+    """Return tensors that identify the message by its number."""
     return [torch.full(spec.shape, number, dtype=spec.dtype) for spec in SPECS]
 
 
 def taken_in_order(keys: Sequence[int]) -> list[list[float]]:
-    """Rank 0 sends COUNT messages in order and rank 1 takes them in the order of `keys`: what it found in each."""
+    """Send `COUNT` messages from rank 0 and receive them on rank 1 in the order of `keys`; return their contents."""
     world = World("cpu", 2)
     channel = world.channel(0, 1)
     found = []

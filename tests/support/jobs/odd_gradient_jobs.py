@@ -1,4 +1,4 @@
-"""Gradients that are complex, infinite or of mixed layout, on two replicas."""
+"""Training with complex, infinite or partly sparse gradients on two replicas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPTIONS: dict[str, Any] = {"replicas": 2, "stages": 1, "micro_batches": 2, "cost
 
 
 class Complex(nn.Module):
-    """A complex parameter, and real ones."""
+    """A model with a complex parameter and real ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Complex(nn.Module):
 
 
 class Tied(nn.Module):
-    """The weight of an embedding with sparse gradients is that of the head, whose gradients are dense."""
+    """A model whose embedding has sparse gradients and shares its weight with the head, which has dense ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Tied(nn.Module):
 
 
 class Large(nn.Module):
-    """Half precision: gradients of 45,000, which fit, and twice that, which do not."""
+    """A model in half precision with gradients of 45,000, which do not overflow, and of twice that, which do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def batch(rows: int = 8, value: float | None = None) -> dict[str, torch.Tensor]:
 
 
 def differences(kind: str, options: dict[str, Any]) -> dict[str, float]:
-    """Relative errors of gradients, and of their norm, beside one process."""
+    """Return the relative errors of the gradients and of their norm against one process."""
     torch.manual_seed(0)
     model, given = {"complex": Complex, "tied": Tied}[kind](), batch()
     if kind == "tied":
@@ -77,7 +77,7 @@ def differences(kind: str, options: dict[str, Any]) -> dict[str, float]:
 
 
 def overflowing(values: tuple[float, ...]) -> list[bool]:
-    """Whether each of these steps, which accumulate, was refused."""
+    """Take accumulating steps and return whether each one was refused."""
     refused = []
     with autopart.compile(Large(), "cpu:2", sample=batch(), non_finite="raise", **OPTIONS) as pipe:
         for value in values:
@@ -91,7 +91,7 @@ def overflowing(values: tuple[float, ...]) -> list[bool]:
 
 
 def held_between_steps() -> tuple[bool, bool]:
-    """Whether gradients share nothing but memory, and whether they stay where they lie while steps accumulate."""
+    """Return whether gradients have separate version counters and keep their storage while steps accumulate."""
     given = batch()
     with autopart.compile(Complex(), "cpu:2", sample=given, **OPTIONS) as pipe:
         pipe.step(given)

@@ -1,4 +1,4 @@
-"""Training in bf16 and fp16 over stages, beside the same loop in one process under torch.autocast."""
+"""Training in bf16 and fp16 over stages, compared with the same loop in one process under torch.autocast."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from support.oracles.one_process import case_rows, gradients_of, plain_loss
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 Shares = dict[Division, list[tuple[int, float]]]
-"""By how replicas divide a micro-batch: (rows, share of the loss) of every part."""
+"""(rows, share of the loss) of every part of a batch, by how replicas divide its micro-batches."""
 
 
 def piecewise_step(
     case: Any, model: nn.Module, batch: Any, weights: list[tuple[int, float]], precision: Any, scaler: Any = None
 ) -> float:
-    """A step of one process in a precision, over micro-batches of (rows, share of the loss)."""
+    """Accumulate gradients in one process over parts of (rows, share of the loss) and return the loss."""
     autocast = autocast_for(precision, "cpu")
     total, start = 0.0, 0
     for rows, share in weights:
-        if not share:  # no rows, or a mean over no label: 0/0
+        if not share:  # no rows, or no label that counts: its mean would be 0/0
             start += rows
             continue
         with autocast.region() if autocast is not None else contextlib.nullcontext():
@@ -38,7 +38,7 @@ def piecewise_step(
 
 
 def last_stages(pipe: autopart.Pipe) -> dict[str, int]:
-    """Of each parameter, the last stage that reads it."""
+    """Return the last stage that reads each parameter."""
     stage_of = {op: number for number, stage in enumerate(pipe.plan.stages) for op in stage.ops}
     found: dict[str, int] = {}
     for op in pipe.session.graph.ops:
@@ -56,9 +56,11 @@ def stagewise_step(
     precision: Any,
     scaler: Any = None,
 ) -> float:
-    """A step of one process in a precision, in which each parameter has the gradient of a run over the parts that
-    `homes` says.  In half precision the gradient of two rows in one call is rounded once, and may be infinite where
-    those of one row are not.  What is tied is looked up, not multiplied, before the last stage that reads it."""
+    """Take a step in one process in which each parameter gets the gradient summed over the parts named in `homes`.
+
+    In half precision the gradient of two rows in one call is rounded once, and may be infinite where those of single
+    rows are not. A tied weight uses the parts of the last stage that reads it.
+    """
     losses, gradients = {}, {}
     for division, weights in shares.items():
         model.zero_grad()
@@ -70,7 +72,7 @@ def stagewise_step(
 
 
 class Plain:
-    """The same training in one process, for rank 0 of a pipe, over the parts that its replicas have."""
+    """The same training in one process for rank 0 of a pipe, over the parts that its replicas compute."""
 
     def __init__(self, case: Any, pipe: autopart.Pipe, precision: str) -> None:
         self.losses: list[float] = []
@@ -82,14 +84,14 @@ class Plain:
         self._scaler = torch.amp.GradScaler("cpu", growth_interval=4) if precision == "fp16" else None
 
     def backward(self, batch: Any, shares: Shares) -> None:
-        """Loss and unscaled gradients."""
+        """Store the loss and the unscaled gradients of a step."""
         step = stagewise_step(self._case, self.model, batch, shares, self._homes, self._precision, self._scaler)
         self.losses.append(step)
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
 
     def update(self) -> None:
-        """The optimizer's step, unless gradients are infinite."""
+        """Take the optimizer's step unless gradients are infinite."""
         if self._scaler is None:
             self._optimizer.step()
         else:
@@ -100,8 +102,11 @@ class Plain:
 
 
 def trained(name: str, precision: str, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Losses and scales of this rank, and what the state remembers.  On rank 0 those of one process too, and the
-    largest relative error of a gradient in the first step that was not skipped."""
+    """Train in a pipe and return this rank's losses and scales, and what the state dict records.
+
+    Rank 0 also returns the losses and scales of one process and the largest relative error of a gradient in the first
+    step that was not skipped.
+    """
     case = EVERY[name]
     batches = [case.data(8), case.data(12)]
     pipe = compiled(
@@ -152,7 +157,7 @@ def _relative(found: torch.Tensor | None, expected: torch.Tensor | None) -> floa
 
 
 class Overflowing(nn.Module):
-    """Of whose gradients only those of the first layer grow with the input."""
+    """A model in which only the gradients of the first layer grow with the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,8 +170,7 @@ class Overflowing(nn.Module):
 
 
 def overflow(non_finite: str, replicas: tuple[int, ...] | None = None) -> dict[str, Any]:
-    """A step whose gradients are infinite on the first stage alone, of replicas on the last, between two that are
-    well."""
+    """Take a step whose gradients overflow on one stage or replica, between two steps with finite gradients."""
     model = Overflowing()
     good = torch.ones(4, 8)
     bad = good.clone()
@@ -204,7 +208,7 @@ def overflow(non_finite: str, replicas: tuple[int, ...] | None = None) -> dict[s
 
 
 def accumulated() -> dict[str, Any]:
-    """An overflow between two good steps leaves what they added up."""
+    """Accumulate an overflowing step between two good ones and return whether the gradients kept their sum."""
     pipe = autopart.compile(
         Overflowing(), cluster(), sample=(torch.ones(4, 8),), cuts=["second"], micro_batches=2, precision="fp16",
         costs="analytic",
@@ -223,7 +227,7 @@ def accumulated() -> dict[str, Any]:
 
 
 class WithoutKernel(nn.Module):
-    """Of which one op does not run in half precision on CPUs."""
+    """A model with one op that has no half precision kernel on CPUs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +239,7 @@ class WithoutKernel(nn.Module):
 
 
 def _refused_step(pipe: autopart.Pipe) -> str:
-    """What a step of the pipe says when it fails; the pipe is closed."""
+    """Return the text of the error that a step raises. Closes the pipe."""
     try:
         pipe.step((torch.ones(4, 8),))
     except autopart.AutopartError as error:
@@ -246,7 +250,7 @@ def _refused_step(pipe: autopart.Pipe) -> str:
 
 
 def no_kernel() -> str:
-    """What is raised for an op that the device does not have in half precision."""
+    """Return the error for an op without a half precision kernel on the device."""
     pipe = autopart.compile(
         WithoutKernel(), cluster(), sample=(torch.ones(4, 8),), cuts=["second"], micro_batches=1, precision="fp16",
         costs="analytic",
@@ -255,7 +259,7 @@ def no_kernel() -> str:
 
 
 def scales_differ() -> str:
-    """What is raised when one rank's scale is another one."""
+    """Return the error for ranks with different loss scales."""
     pipe = autopart.compile(
         Overflowing(), cluster(), sample=(torch.ones(4, 8),), cuts=["second"], micro_batches=2, precision="fp16",
         costs="analytic",

@@ -1,4 +1,4 @@
-"""Random models under random plans, each beside the model itself in one process."""
+"""Random models under random plans, each compared with the model in one process."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ from support.jobs.step_jobs import cluster
 from support.models.random_models import OPS, RANDOM_OPS, Random, batch_of
 from support.oracles.one_process import Expected, difference
 
-NAMES = sorted(set(OPS) - set(RANDOM_OPS) - {"norm"})  # what is drawn, and batch statistics, have tests of their own
+NAMES = sorted(set(OPS) - set(RANDOM_OPS) - {"norm"})  # random ops and batch statistics have separate tests
 
 
 def drawn_plan(graph: Graph, rows: int, micros: int, world: int, draw: random.Random) -> Plan:
-    """Any cuts of the captured order, any replicas, in any shares or in turn, any groups to compute again, any
-    schedule."""
+    """Return a plan with random cuts, replicas, shares, recomputed groups and schedule."""
     count = draw.randint(1, min(3, world, len(graph.ops)))
-    last = max(count, len(graph.ops) - 7)  # behind it stand the sums of the loss, mostly
+    last = max(count, len(graph.ops) - 7)  # the last ops mostly sum up the loss
     ends = [0, *sorted(draw.sample(range(1, last), count - 1)), len(graph.ops)]
     ranks = draw.sample(range(world), world)
     widths = [1] * count
@@ -59,7 +58,7 @@ def drawn_plan(graph: Graph, rows: int, micros: int, world: int, draw: random.Ra
 
 
 def random_plans(seeds: list[int]) -> list[tuple[str, bool | None]]:
-    """For each seed the plan, and whether loss and gradients were those of one process; None where it was refused."""
+    """Return for each seed the plan and whether loss and gradients were exact, or None where the plan was refused."""
     return [_random_plan(seed) for seed in seeds]
 
 
@@ -73,7 +72,7 @@ def _random_plan(seed: int) -> tuple[str, bool | None]:
     captures, cpus = CaptureCache(Random(steps).double()), parse_cluster(cluster())
     graph = captures(flatten(batch), Size(max(split_rows(rows, micros)))).graph
     plan = drawn_plan(graph, rows, micros, cpus.world, draw)
-    for count in range(1, micros + 1):  # also of smaller batches; as Gloo passes messages, and as NCCL does
+    for count in range(1, micros + 1):  # smaller batches too; under the rules of Gloo and of NCCL
         decision = replace(plan.decision, micro_rows=(1,) * count)
         check_messages(check_program(route(decision, graph), plan.schedule))
     transport = draw.choice(("auto", "fake-nccl"))
@@ -82,7 +81,7 @@ def _random_plan(seed: int) -> tuple[str, bool | None]:
         with Pipe(captures, cpus, read_options(plan=plan, costs="analytic", transport=transport), batch) as pipe:
             loss = pipe.step(batch).item()
             gradients = pipe.gradients()
-            other = pipe.step(batch_of_double(max(1, rows - 1), seed)).item()  # accumulated, other shares
+            other = pipe.step(batch_of_double(max(1, rows - 1), seed)).item()  # accumulates, with other shares
             total, leads = pipe.gradients(), pipe.rank == 0
             good = _as_alone(steps, seed, ((loss, gradients, rows), (other, total, max(1, rows - 1)))) if leads else []
     except RefusedError as refusal:
@@ -92,9 +91,9 @@ def _random_plan(seed: int) -> tuple[str, bool | None]:
 
 
 def _as_alone(steps: Any, seed: int, results: Any) -> list[bool]:
-    """Whether (loss, gradients, rows) of steps that accumulate are those of the model in one process.
+    """Return for each (loss, gradients, rows) of accumulating steps whether it equals one process.
 
-    Run while the pipe is open: the others wait for this rank in the next one, and not for one that has left.
+    Run while the pipe is open: the other ranks wait for this rank in the next step.
     """
     model, good = Random(steps).double(), []
     for found, given, size in results:
@@ -107,6 +106,6 @@ def _as_alone(steps: Any, seed: int, results: Any) -> list[bool]:
 
 
 def batch_of_double(rows: int, seed: int) -> dict[str, Any]:
-    """`batch_of` in double precision."""
+    """Return `batch_of` in double precision."""
     batch = batch_of(rows, seed)
     return {**batch, "x": batch["x"].double()}

@@ -1,7 +1,7 @@
-"""Random training scripts: drawn by a number, played by plain torch and by a pipe, compared, and made smaller.
+"""Random training scripts, which run in plain torch and in a pipe and are compared and reduced.
 
-What one process does is the plain model on whole batches; of a model whose rows are coupled through buffers or batch
-statistics, on the same micro-batches in order.
+The torch side runs whole batches. For a model whose rows are coupled through buffers or batch statistics it runs the
+same micro-batches in order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CALLS = ("step", "accumulate", "eval_loss", "predict", "gradients", "state", "cl
 
 @dataclass(frozen=True)
 class Script:
-    """A model, how it is compiled, and what happens to it.  first: the batch that it is compiled with."""
+    """A model, its compile options and the events of a training script. first: the batch it is compiled with."""
 
     parts: tuple[str, ...]
     kind: str
@@ -41,13 +41,16 @@ class Script:
 
     @property
     def coupled(self) -> bool:
-        """Whether micro-batches are played in one process too."""
+        """Whether the torch side must run micro-batches too."""
         return any(part in COUPLED for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """kind: "equal", "refused" or "wrong"; text: why; calls: how many calls of the pipe were exact."""
+    """The result of a script.
+
+    kind: "equal", "refused" or "wrong"; text: the reason; calls: number of exact calls of the pipe.
+    """
 
     kind: str
     text: str
@@ -55,7 +58,7 @@ class Outcome:
 
 
 def drawn(seed: int, events: int = 12) -> Script:
-    """The script of a number."""
+    """Return the random script of a seed."""
     random = Random(seed)
     parts = tuple(random.choice(PARTS) for _ in range(random.randint(1, 3)))
     kind = random.choice(["rows", "tokens"])
@@ -81,7 +84,7 @@ def drawn(seed: int, events: int = 12) -> Script:
 
 
 class Player:
-    """Plays a script, and notes what is seen of it: (place, name, value)."""
+    """Runs the events of a script and records observed values as (event number, name, value)."""
 
     model: Scripted
     optimizer: torch.optim.Optimizer
@@ -100,7 +103,7 @@ class Player:
         self.optimizer = make[self.script.optimizer](parameters)
 
     def play(self, place: int, event: Event) -> None:
-        """One event.  Raises what torch or autopart raises."""
+        """Run one event. Raises what torch or autopart raises."""
         name = event[0]
         if name == "batch":
             self.batch = batch(self.script.kind, *event[1:4], **event[4])
@@ -121,7 +124,7 @@ class Player:
 
 
 class Plain(Player):
-    """Plain torch."""
+    """Runs a script in plain torch."""
 
     def __init__(self, script: Script) -> None:
         super().__init__(script)
@@ -143,7 +146,7 @@ class Plain(Player):
         pieces, total = self.pieces(), 0.0
         for piece, share in zip(pieces, shares(self.model, pieces), strict=True):
             loss = self.model(**piece)["loss"] * (share if len(pieces) > 1 else 1.0)
-            if share == 0.0:  # no target of it counts: a mean over none is NaN, and is none of the batch's
+            if share == 0.0:  # no target counts: its mean would be NaN, and the batch's loss leaves it out
                 continue
             loss.backward()
             total += loss.item()
@@ -182,7 +185,7 @@ class Plain(Player):
 
 
 class Piped(Player):
-    """A pipe of as many stages as there are ranks."""
+    """Runs a script in a pipe with one stage per rank."""
 
     def __init__(self, script: Script) -> None:
         super().__init__(script)
@@ -222,7 +225,7 @@ class Piped(Player):
 
 
 def played(script: Script) -> Outcome:
-    """What came of a script, on this rank.  Collective."""
+    """Return the outcome of a script on this rank. Collective."""
     models.reset()
     try:
         plain, ended = _plain(script)
@@ -235,7 +238,7 @@ def played(script: Script) -> Outcome:
 
 
 def _plain(script: Script) -> tuple[Plain, int]:
-    """Plain torch up to the first event that torch itself refuses."""
+    """Run a script in plain torch up to the first event that torch refuses."""
     player = Plain(script)
     for place, event in enumerate(script.events):
         try:
@@ -261,7 +264,7 @@ def _piped(script: Script, expected: Sequence[tuple[int, str, Any]]) -> Outcome:
                 if told := _different(found, wanted):
                     return Outcome("wrong", f"event {place} {event}: {told}", calls)
             calls += event[0] in CALLS
-            if event[0] in ("step", "accumulate"):  # the calls that look at all of the model
+            if event[0] in ("step", "accumulate"):  # these calls check the whole model for changes
                 recent.clear()
         if len(expected) > len(player.seen):
             player.pipe.close()
@@ -294,7 +297,7 @@ def _different(found: tuple[int, str, Any], wanted: tuple[int, str, Any]) -> str
 
 
 def smaller(script: Script, fails: Callable[[Script], bool]) -> Script:
-    """A script that still fails, from which no event and no part can be left out."""
+    """Return a failing script from which no event and no part can be removed."""
     found = True
     while found:
         found = False

@@ -1,4 +1,4 @@
-"""Steps of stages with replicas, beside one process."""
+"""Steps of stages with replicas, compared with one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Counts = tuple[int, ...]
 
 
 def asked_replicas(counts: Counts, micros: int, **options: Any) -> dict[str, Any]:
-    """Options for so many replicas of each stage."""
+    """Return the options for `counts` replicas of each stage."""
     return {"stages": len(counts), "replicas": counts, "micro_batches": micros, "schedule": "1f1b", **options}
 
 
@@ -34,8 +34,10 @@ def replicated(
     transport: str = "auto",
     policy: str | None = None,
 ) -> tuple[list[Difference] | None, Counts]:
-    """Steps with so many rows each, accumulated, with so many replicas of each stage, against one process.  Every rank
-    returns the replicas that were planned, rank 0 how far off each step was."""
+    """Take accumulating steps over batches of `rows` with `counts` replicas of each stage; compare with one process.
+
+    Every rank returns the planned replicas, rank 0 also the differences of each step.
+    """
     case, found = EVERY[name], []
     reference = case.model()
     asked = asked_replicas(counts, micros, recompute=recompute, transport=transport, replica_policy=policy)
@@ -56,8 +58,11 @@ def replicated(
 def unlike(
     name: str, slower: tuple[int, ...], rows: tuple[int, ...], options: dict[str, Any]
 ) -> tuple[list[Difference] | None, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """Steps on devices of which each is so many times slower than the fastest, as planned for them, beside one process.
-    Every rank returns the ranks and shares of each stage, rank 0 how far off each step was."""
+    """Take steps planned for devices of different speeds and compare with one process.
+
+    slower: how many times slower each device is than the fastest. Every rank returns the ranks and shares of each
+    stage, rank 0 also the differences of each step.
+    """
     case, found, reference = EVERY[name], [], EVERY[name].model()
     devices = tuple(Device("cpu", 1 << 40, 10**9 // each, 10**9 // each) for each in slower)
     cpus = Cluster(devices, (Level(len(devices), Link(0, 10**12)),))
@@ -76,8 +81,10 @@ def unlike(
 
 
 def trained(name: str, counts: Counts, steps: int, clip: float, policy: str = "split") -> dict[str, Any]:
-    """AdamW with clipping: losses and norms beside those of one process; the stage of this rank and what it holds,
-    buffers included."""
+    """Train with AdamW and clipping; return losses and norms of the pipe and of one process.
+
+    Also returns the stage of this rank and the parameters and buffers it holds.
+    """
     case = EVERY[name]
     reference, batch = case.model(), case.data(7)
     micros = max(2, *counts) if policy == "turn" else 2
@@ -104,7 +111,7 @@ def trained(name: str, counts: Counts, steps: int, clip: float, policy: str = "s
 
 
 def masked(counts: Counts, recompute: str) -> tuple[list[float], dict[str, torch.Tensor | None]]:
-    """Losses of two steps with dropout, and the gradients."""
+    """Return the losses of two steps with dropout and the gradients."""
     case = EVERY["dropped"]
     with compiled(
         case, fresh("dropped"), case.data(7), **asked_replicas(counts, 2, seed=3, recompute=recompute)
@@ -114,7 +121,9 @@ def masked(counts: Counts, recompute: str) -> tuple[list[float], dict[str, torch
 
 
 def sparse(replicas: int, zero: int = 0) -> dict[str, Any]:
-    """Embeddings with sparse gradients in one stage: losses, norms, the state; and whether gradients stay sparse."""
+    """Train embeddings with sparse gradients in one stage; return losses, norms, state and which gradients are
+    sparse.
+    """
     steps = batches()
     pipe = autopart.compile(
         Bag(False),
@@ -140,8 +149,11 @@ def sparse(replicas: int, zero: int = 0) -> dict[str, Any]:
 
 
 def held_on_to() -> dict[str, bool]:
-    """Of gradients that a user keeps: whether they are what they were when the next step is over, beside it; whether
-    they can be detached in place, as some optimizers do; and whether what a step leaves is freed with them."""
+    """Keep gradients of a step while another step runs.
+
+    Return whether they are unchanged ("same"), share no memory with the new ones ("apart"), and whether the memory of a
+    step's gradients is released after they are detached in place, as some optimizers do ("freed").
+    """
     case = EVERY["stack"]
     with compiled(case, fresh("stack"), case.data(8), **asked_replicas((2,), 2)) as pipe:
         pipe.step(case.data(8))
@@ -165,7 +177,7 @@ def held_on_to() -> dict[str, bool]:
 
 
 def given_other_batches() -> str:
-    """What a step says when each rank brings rows of its own."""
+    """Return the error of a step in which each rank passes different rows."""
     case = EVERY["stack"]
     with compiled(case, fresh("stack"), case.data(8), **asked_replicas((2,), 2)) as pipe:
         x, y = case.data(8)
@@ -177,7 +189,7 @@ def given_other_batches() -> str:
 
 
 def moved(counts: Counts, other: Counts) -> Difference | None:
-    """A step under one plan and one under another, accumulated."""
+    """Accumulate a step under one plan and a step under another, and return the difference from one process."""
     case = EVERY["tied"]
     batch, model = case.data(7), case.model()
     cpus = cluster()

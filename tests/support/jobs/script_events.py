@@ -1,6 +1,7 @@
-"""What a training script does to its model between steps, drawn at random; alike on a pipe's model and on a plain one.
+"""Random events of a training script that change a model between steps, applied alike to a pipe's model and to a torch
+model.
 
-An event is data: a name and plain arguments.  `EVENTS` says what each draws and does.
+An event is data: a name and its arguments. `_DRAWS` draws events and `_DO` applies them.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ Event = tuple[Any, ...]
 
 
 def change(model: Scripted, event: Event) -> None:
-    """Play an event that concerns the model and the Python around it."""
+    """Apply an event that changes the model or the Python state around it."""
     _DO[event[0]](model, *event[1:])
 
 
 def words(event: Event) -> tuple[str, ...]:
-    """What an error about this event names: one of these."""
+    """Return words of which an error about this event must contain one."""
     name = event[0]
     if name == "batch":
         return ("rows", "batch", "input", "kind", "shape", "operations", "along", "ignore", "micro")
@@ -45,7 +46,7 @@ def words(event: Event) -> tuple[str, ...]:
 
 
 def draw(random: Random, model: Scripted) -> Event:
-    """An event that suits a model as it stands.  Those that end a script, since they are refused, come seldom."""
+    """Return a random event that is possible for the model. Events that are refused, and end a script, are rare."""
     while True:
         event = random.choice(_DRAWS)(random, model)
         if event is None or ((event[0] in _REFUSED or event == ("load", True)) and random.random() < 0.8):
@@ -66,7 +67,7 @@ def _some(random: Random, model: nn.Module, *kinds: type) -> tuple[str, Any] | N
 
 
 def _attribute(random: Random, model: Scripted) -> Event | None:
-    """Another value for a number that a module holds."""
+    """Return an event that sets a number held by a module."""
     kind, name = random.choice([
         (models.Dense, "gain"), (models.Scaled, "beta"), (models.Scaled, "gamma"), (models.Scaled, "flag"),
         (models.Counting, "decay"), (models.Optional, "bonus"), (Scripted, "temperature"), (nn.LayerNorm, "eps"),
@@ -97,7 +98,7 @@ def _container(random: Random, model: Scripted) -> Event | None:
 
 
 def _tensor(random: Random, model: Scripted) -> Event:
-    """Something happens to a parameter or a buffer."""
+    """Return an event that changes a parameter or a buffer."""
     named = dict(model.named_parameters())
     name = random.choice(list(named))
     what = random.choice(["edit", "edit", "grad", "grad", "replace", "retie", "fill"])

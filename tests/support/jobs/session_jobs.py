@@ -1,6 +1,7 @@
-"""What the tests of sessions run on every rank of a pool; importable there by name.
+"""Jobs of the tests of sessions, which run on every rank of a pool.
 
-A job that fails on some ranks only returns what was raised: a pool ends when ranks raise different errors.
+A job that fails on only some ranks returns the error instead of raising it, because a pool ends when ranks raise
+different errors.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from support.oracles.one_process import plain_step
 
 ROWS = 8
 Adoptions = Mapping[int, autopart.Plan]
-"""Plans to go on under, by the step before which they are adopted."""
+"""Plans to adopt, by the number of the step that follows."""
 
 
 def rank() -> int:
@@ -36,14 +37,14 @@ def rank() -> int:
 
 
 def sgd(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """An optimizer with a state, which leaves a gradient that is zero in theory small."""
+    """Return SGD with momentum, which has state and, unlike Adam, does not amplify gradients near zero."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def trained(name: str, first: autopart.Plan, adoptions: Adoptions, steps: int, renew: bool = True) -> Any:
-    """Losses of steps of SGD with momentum, what this rank holds after each adoption, and the state at the end.
+    """Train with SGD and return the losses, what this rank holds after each adoption, the state and an evaluation loss.
 
-    renew: make a new optimizer after an adoption, as the documentation asks for.
+    renew: create a new optimizer after each adoption, as the documentation requires.
     """
     case = ALL[name]
     with compiled(case, fresh(name), case.batch(ROWS), plan=first, costs="auto") as pipe:
@@ -62,7 +63,10 @@ def trained(name: str, first: autopart.Plan, adoptions: Adoptions, steps: int, r
 
 
 def trained_alone(name: str, micros: Mapping[int, int], steps: int) -> Any:
-    """The same in one process; micros: numbers of micro-batches by the step from which they hold."""
+    """Train in one process and return the losses and the state.
+
+    micros: numbers of micro-batches by the first step that uses them.
+    """
     case = ALL[name]
     model = case.model()
     losses = []
@@ -76,7 +80,10 @@ def trained_alone(name: str, micros: Mapping[int, int], steps: int) -> Any:
 
 
 def accumulated(name: str, first: autopart.Plan, second: autopart.Plan) -> Any:
-    """Errors of gradients that were accumulated under two plans, and whether only holders have one."""
+    """Accumulate gradients under two plans.
+
+    Return whether adopting kept the gradients, parameters that have one without being held here, and the largest error.
+    """
     case = ALL[name]
     captures, reference = fresh(name), case.model()
     with compiled(case, captures, case.batch(ROWS), plan=first, costs="auto") as pipe:
@@ -95,7 +102,7 @@ def accumulated(name: str, first: autopart.Plan, second: autopart.Plan) -> Any:
 
 
 def refused_plan(name: str, first: autopart.Plan, other: autopart.Plan) -> Any:
-    """What adopting a plan for something else raises, and the loss of the next step."""
+    """Return the error of adopting a plan that does not fit and the loss of the next step."""
     case = ALL[name]
     with compiled(case, fresh(name), case.batch(ROWS), plan=first, costs="auto") as pipe:
         try:
@@ -107,11 +114,14 @@ def refused_plan(name: str, first: autopart.Plan, other: autopart.Plan) -> Any:
 
 
 class Broken(Exception):
-    """What no code of ours raises."""
+    """An exception type that autopart never raises."""
 
 
 def failing_capture(bad: int, ours: bool) -> BaseException | None:
-    """What compile raises when capturing fails on one rank; it leaves the process group as it was."""
+    """Return what compile raises when capture fails on rank `bad`. The process group must stay as it was.
+
+    ours: whether the failure is an error of autopart.
+    """
     original = CaptureCache.__call__
 
     def fail(self: CaptureCache, *args: Any) -> Any:
@@ -133,7 +143,7 @@ def failing_capture(bad: int, ours: bool) -> BaseException | None:
 
 
 def failing_later(bad: int) -> Any:
-    """What a step raises when one rank cannot prepare its batch, and the loss of the next one."""
+    """Return what a step raises when rank `bad` passes an invalid batch, and the loss of the next step."""
     case = ALL["stack"]
     with compiled(case, fresh("stack"), case.batch(ROWS), stages=2, micro_batches=2) as pipe:
         rows = 1 if rank() == bad else 6
@@ -146,7 +156,7 @@ def failing_later(bad: int) -> Any:
 
 
 def refused() -> bool:
-    """Whether a compile that is refused leaves no process group behind."""
+    """Return whether a refused compile leaves no process group open."""
     case = ALL["stack"]
     try:
         compiled(case, case.model(), case.batch(ROWS), cuts=["no.such.module"])
@@ -156,7 +166,7 @@ def refused() -> bool:
 
 
 def one_step(leave_open: bool) -> float:
-    """The loss of a step of a new pipe, which is closed or left open."""
+    """Return the loss of a step of a new pipe."""
     case = ALL["stack"]
     pipe = compiled(case, fresh("stack"), case.batch(ROWS), stages=2, micro_batches=2)
     loss = pipe.step(case.batch(ROWS)).item()
@@ -166,7 +176,7 @@ def one_step(leave_open: bool) -> float:
 
 
 def two_at_once() -> tuple[float, float, bool]:
-    """Losses before and after a pipe beside it was closed, and whether the group is gone after the last."""
+    """Return losses before and after another open pipe is closed, and whether closing both ends the process group."""
     case = ALL["stack"]
     first = compiled(case, fresh("stack"), case.batch(ROWS), stages=2, micro_batches=2)
     second = compiled(case, case.model(), case.batch(ROWS), stages=1, micro_batches=2)
@@ -178,11 +188,11 @@ def two_at_once() -> tuple[float, float, bool]:
 
 
 def groups_of_a_closed_world() -> tuple[bool, float]:
-    """Whether a group that a world made ends with it, and a sum over the ranks of a world that stays."""
+    """Return whether closing a world ends its groups, and a sum over the ranks of a world that stays open."""
     first = World("cpu", int(os.environ["WORLD_SIZE"]))
     second = World("cpu", first.size)
     group = second.group((0, 1), ordered=True)
-    second.group(range(second.size))  # what all worlds share does not end with this one
+    second.group(range(second.size))  # the group of all ranks is shared and stays open
     known = group in dist.distributed_c10d._world.pg_map
     second.close()
     ended = known and group not in dist.distributed_c10d._world.pg_map
@@ -193,7 +203,7 @@ def groups_of_a_closed_world() -> tuple[bool, float]:
 
 
 def opened_after_one_did_not_come(absent: int, patience_s: int) -> tuple[str, str]:
-    """What opening the process group says when one rank stays away, and when all come after that."""
+    """Return the results of opening the group while one rank stays away, and with all ranks after that."""
     minute = timedelta(seconds=60)
     store = PrefixStore("tests", launchers_store(60.0)[0])
     first = _open(patience_s) if rank() != absent else ""
@@ -203,7 +213,7 @@ def opened_after_one_did_not_come(absent: int, patience_s: int) -> tuple[str, st
 
 
 def _open(timeout_s: int) -> str:
-    """Open the group, add up the ranks, and leave it."""
+    """Open the process group, sum up the ranks and close it."""
     with mock.patch.dict(os.environ, {"AUTOPART_TIMEOUT_S": str(timeout_s)}):
         try:
             world = World("cpu", int(os.environ["WORLD_SIZE"]))
@@ -215,7 +225,7 @@ def _open(timeout_s: int) -> str:
 
 
 def texts() -> bool:
-    """Whether texts and contents of any size come through whole."""
+    """Return whether texts and JSON of any size arrive unchanged."""
     world = World("cpu", int(os.environ["WORLD_SIZE"]))
     mine = ["", "é" * rank(), "x" * (rank() * 2**20)]
     expected = [["" for _ in range(world.size)]]
@@ -228,7 +238,10 @@ def texts() -> bool:
 
 
 def broadcast_weights() -> Any:
-    """Tensors whose sums are equal and whose bytes differ, on one rank; and some that are equal, not a number too."""
+    """Broadcast weights that differ on one rank only in their order, beside equal ones.
+
+    Return the received weights and the warnings.
+    """
     world = World("cpu", int(os.environ["WORLD_SIZE"]))
     permuted = torch.tensor([2.0, 1.0, 3.0] if rank() == 1 else [1.0, 2.0, 3.0])
     same = {"nan": torch.tensor([float("nan"), -0.0]), "empty": torch.empty(0), "number": torch.tensor(3)}

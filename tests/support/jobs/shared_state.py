@@ -1,4 +1,4 @@
-"""What has to hold where the replicas of a stage share the optimizer's state."""
+"""A check of training in which the replicas of a stage share the optimizer state."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from support.jobs.zero_jobs import Beside, Counts, beside_whole
 def shared_state(
     pool: Any, name: str, counts: Counts, accumulated: int = 1, clip: float | None = None, **options: Any
 ) -> list[Beside]:
-    """Train with shared state beside the same without; the results by rank.
+    """Train with and without shared optimizer state, check the results and return them by rank.
 
-    All replicas of a stage together hold the state that each had; and each its part, as far as whole parameters can be
-    dealt out.  counts: at most 2 each, of which sums do not depend on the order in which they are added up.
+    The replicas of a stage together must hold exactly one copy of the state, divided as evenly as whole parameters
+    allow. counts: replicas of each stage, at most 2, so that sums do not depend on the order of addition.
     """
     results: list[Beside] = pool.run(beside_whole, name, counts, options, 10, accumulated, clip)
     assert [result.wrong for result in results] == [[]] * len(results)

@@ -1,4 +1,4 @@
-"""Training of models that fool a capture, on every rank: until the pipe differs from the plain model, or refuses."""
+"""Training of models that could silently mislead a capture, until the pipe's results differ or it raises an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCRIPTS = silent_models.SCRIPTS | LOSSES | MASKED
 
 
 def alone(name: str) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
-    """Losses and gradients of the plain model; of a case with batch statistics on whole batches."""
+    """Return the losses and gradients of one process."""
     script = SCRIPTS[name]
     model = script.model()
     losses, gradients = [], []
@@ -38,7 +38,7 @@ def alone(name: str) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
 
 
 def piped(name: str) -> tuple[list[float], list[dict[str, Any]], autopart.AutopartError | None]:
-    """The same in a pipe of two stages: losses and gradients until something is refused, and the refusal."""
+    """Return the losses and gradients of a pipe of two stages until an error is raised, and that error."""
     script = SCRIPTS[name]
     model = copy.deepcopy(script.model())
     losses: list[float] = []
@@ -72,7 +72,7 @@ CACHE: dict[str, Any] = {}
 
 
 def opened(model: nn.Module, **options: Any) -> autopart.Pipe:
-    """A pipe of two stages for `Net`."""
+    """Return a pipe of two stages for `Net`."""
     return autopart.compile(model, cluster(), sample=ROWS, micro_batches=4, stages=2, costs="analytic", **options)
 
 
@@ -87,7 +87,7 @@ def train(pipe: autopart.Pipe, steps: int) -> list[float]:
 
 
 def trained_alone(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and state of the plain model."""
+    """Return the losses and the state of one process."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -101,7 +101,10 @@ def trained_alone(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def trained_and_compiled_again(first: int, second: int) -> Any:
-    """Losses over two pipes of one model, its state after `sync_model`, and after the second closed."""
+    """Train one model in two successive pipes.
+
+    Return the losses, the state after `sync_model`, and the state after the second pipe closed.
+    """
     model = Net()
     with opened(model) as pipe:
         losses = train(pipe, first)
@@ -113,7 +116,7 @@ def trained_and_compiled_again(first: int, second: int) -> Any:
 
 
 def closed_without_sync() -> Any:
-    """What this rank trained, and how many elements every tensor of the model has afterwards."""
+    """Return the parameters this rank trained and the number of elements of every tensor after close(sync=False)."""
     model = Net()
     pipe = opened(model)
     mine = [name for name, _ in pipe.named_parameters()]
@@ -123,6 +126,7 @@ def closed_without_sync() -> Any:
 
 
 def step_after_close() -> autopart.AutopartError | None:
+    """Return the error of a step of a closed pipe."""
     pipe = opened(Net())
     pipe.close()
     try:
@@ -138,7 +142,9 @@ class Dropped(Net):
 
 
 def resumed() -> Any:
-    """Losses of four steps, of two and two after the state was loaded, and with the steps set by hand."""
+    """Return the losses of four steps: in one pipe, in two pipes with a loaded state, and with the step number set by
+    hand.
+    """
     with opened(Dropped()) as pipe:
         whole = [pipe.step(ROWS).item() for _ in range(4)]
     with opened(Dropped()) as pipe:
@@ -155,7 +161,7 @@ def resumed() -> Any:
 
 
 def different_calls(first: str, second: str) -> Any:
-    """What is raised when rank 0 makes one call and rank 1 another, and the loss of a step after it."""
+    """Return the error when ranks 0 and 1 make different calls, and the loss of a step after it."""
     pipe = opened(Net())
     call = first if pipe.rank == 0 else second
     calls = {"step": lambda: pipe.step(ROWS), "eval_loss": lambda: pipe.eval_loss(ROWS), "close": pipe.close}
@@ -172,6 +178,7 @@ def different_calls(first: str, second: str) -> Any:
 
 
 def unreadable_on_one_rank() -> Any:
+    """Return the error of a step whose batch cannot be read on rank 1, and the loss of the next step."""
     with opened(Net()) as pipe:
         try:
             pipe.step({"x": ROWS, "bad": object()} if pipe.rank == 1 else {"x": ROWS})
@@ -181,6 +188,7 @@ def unreadable_on_one_rank() -> Any:
 
 
 def changed_on_one_rank() -> autopart.AutopartError | None:
+    """Return the error of a step after the model changed on rank 1 only."""
     model = Annealed()
     with opened(model) as pipe:
         if pipe.rank == 1:
@@ -198,7 +206,7 @@ def _table(rows: int) -> torch.Tensor:
 
 
 class Cached(Net):
-    """Fills a global table and a cache of Python in forward()."""
+    """A model that fills a global dict and an lru_cache in forward()."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if "ones" not in CACHE:
@@ -207,6 +215,7 @@ class Cached(Net):
 
 
 def caches_after_a_capture() -> Any:
+    """Return the types of the cached values after a capture and the model's loss."""
     model = Cached()
     try:
         with opened(model) as pipe:
@@ -217,7 +226,7 @@ def caches_after_a_capture() -> Any:
 
 
 def closure_optimizer() -> autopart.AutopartError | None:
-    """What is raised when an optimizer with a closure drives a rank's parameters."""
+    """Return the error when an optimizer with a closure updates a rank's parameters."""
     with opened(Net()) as pipe:
         optimizer = torch.optim.LBFGS(pipe.parameters())
         try:

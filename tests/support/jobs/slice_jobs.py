@@ -1,4 +1,4 @@
-"""Steps over slices of sequences, on every rank of a worker pool, each held against one process."""
+"""Steps with token slices on every rank of a worker pool, each compared with one process."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ def sliced(
     replicas: Any = 1,
     evaluate: bool = True,
 ) -> tuple[float, Difference | None, str]:
-    """One training step in slices.  without: keys of the batch to leave out.  evaluate: whether to look at the loss of
-    whole sequences too.  Every rank returns its loss and what it played, rank 0 how far off the step was."""
+    """Take one training step in token slices.
+
+    without: batch keys to leave out; evaluate: also check the evaluation loss, which uses whole sequences. Every rank
+    returns its loss and its program, rank 0 also the difference from one process.
+    """
     dtype, case = getattr(torch, dtype_name), EVERY[name]
     batch = {key: value for key, value in case.data(rows, dtype).items() if key not in without}
     options: dict[str, Any] = {"stages": stages, "schedule": schedule, "micro_batches": micros, "replicas": replicas}
@@ -48,9 +51,9 @@ def sliced(
 
 
 def trained(name: str, lengths: Lengths, steps: int, rows: tuple[int, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """AdamW in fp64, each of its steps after gradients of several batches, of so many rows, were added up.
+    """Train with AdamW in fp64, each optimizer step after the accumulated gradients of several batches.
 
-    Losses of both, the worst relative error of a weight at the end, of a buffer, and the losses in evaluation.
+    Return the losses of both sides, the worst relative error of a weight at the end, and the evaluation losses.
     """
     case = EVERY[name]
     captures, reference = fresh(name, torch.float64), case.model(dtype=torch.float64)
@@ -75,7 +78,7 @@ def trained(name: str, lengths: Lengths, steps: int, rows: tuple[int, ...], opti
 
 
 def in_half(name: str, lengths: Lengths, precision: str, steps: int) -> tuple[list[float], list[float]]:
-    """Losses of a pipe in slices, and of the same pipe on whole sequences."""
+    """Return the losses of a pipe in token slices and of the same pipe on whole sequences."""
     case, curves = EVERY[name], []
     batches = [case.data(4), case.data(6)]
     for slices in (lengths, None):
@@ -93,8 +96,10 @@ def in_half(name: str, lengths: Lengths, precision: str, steps: int) -> tuple[li
 
 
 def cut_short(name: str, lengths: Lengths, tokens: int) -> tuple[str, str, Difference | None]:
-    """A batch of shorter sequences than those that were compiled for: the error of a step, in words, and of what kind;
-    how far off a step with batches of the first length is afterwards."""
+    """Take a step with shorter sequences than the compiled ones.
+
+    Return the text and the type of its error, and the difference of a following step with the compiled length.
+    """
     case = EVERY[name]
     batch = case.data(4, torch.float64)
     told, kind = "", ""
@@ -113,11 +118,16 @@ def cut_short(name: str, lengths: Lengths, tokens: int) -> tuple[str, str, Diffe
 
 
 def trained_whole(name: str, dtype_name: str) -> dict[str, Any]:
-    """A model that cannot be cut: what is said where slices are asked for; what the planner notes where they are left
-    to it, and how far off a step is then."""
+    """Train a model whose sequences cannot be cut.
+
+    Return the error when slices are requested, and the planner's notes and the difference of a step with slices "auto".
+    """
     dtype, case = getattr(torch, dtype_name), EVERY[name]
     batch, told = case.data(4, dtype), ""
-    options: dict[str, Any] = {"stages": 2, "micro_batches": 1}  # statistics, and losses of the router, are of all rows
+    options: dict[str, Any] = {
+        "stages": 2,
+        "micro_batches": 1,
+    }  # batch statistics and router losses need all rows at once
     try:
         compiled(case, fresh(name, dtype), batch, token_slices=2, **options)
     except TokenRefusal as refusal:
@@ -133,7 +143,7 @@ def trained_whole(name: str, dtype_name: str) -> dict[str, Any]:
 
 
 class _Live:
-    """What autograd keeps for the backward, in bytes of distinct memory.  own: addresses that do not count."""
+    """Bytes of distinct memory that autograd keeps for the backward pass. own: addresses that do not count."""
 
     def __init__(self, own: set[int]) -> None:
         self._own, self._users, self._sizes = own, Counter[int](), dict[int, int]()
@@ -164,8 +174,11 @@ class _Kept:
 
 
 def kept(name: str, lengths: Lengths, micros: int) -> dict[str, int]:
-    """Bytes that this rank's stage keeps at most for the backward, over two stages with one row in each micro-batch:
-    of one whole sequence, of whole sequences, and in slices; and those of K and V of one sequence."""
+    """Return the most bytes that this rank's stage keeps for the backward pass, over two stages with one-row
+    micro-batches.
+
+    The keys are "one" whole sequence, "whole" sequences, "slices", and "keys_and_values" for K and V of one sequence.
+    """
     case, found = EVERY[name], {}
     for key, count, slices in (("one", 1, None), ("whole", micros, None), ("slices", micros, lengths)):
         options: dict[str, Any] = {"cuts": ["model.layers.1"], "micro_batches": count, "schedule": "1f1b"}

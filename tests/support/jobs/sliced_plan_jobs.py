@@ -1,4 +1,4 @@
-"""Slices of sequences together with all else that a plan may have, on every rank of a worker pool."""
+"""Token slices combined with every other option of a plan, on every rank of a worker pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.oracles.one_process import Difference, Expected, difference, plain_
 
 DTYPE = torch.float64
 PLAIN: dict[str, Any] = {"stages": 1, "replicas": 1}
-"""On one device, of the others none has a part."""
+"""Options that run everything on one device and leave the others idle."""
 
 
 @functools.cache
@@ -24,7 +24,7 @@ def _captures(shape: Shape) -> tuple[CaptureCache, dict[str, torch.Tensor]]:
 
 
 def _step(shape: Shape, rows: int, options: dict[str, Any]) -> tuple[Any, ...]:
-    """One step: loss, gradients, state, the plan, whether this rank leads."""
+    """Take one step and return loss, gradients, state, plan and whether this is rank 0."""
     captures, first = _captures(shape)
     captures.model.load_state_dict(first)
     captures.model.zero_grad()
@@ -38,8 +38,11 @@ def _step(shape: Shape, rows: int, options: dict[str, Any]) -> tuple[Any, ...]:
 def beside_whole(
     shape: Shape, rows: int, lengths: tuple[int, ...], options: dict[str, Any]
 ) -> tuple[float, Difference | None, Any]:
-    """A step in slices beside one of whole sequences: of one process, or with dropout of a pipeline on one device,
-    which draws the same numbers for as many micro-batches.  Every rank returns its loss and the decision."""
+    """Compare a step in token slices with a step over whole sequences.
+
+    The reference is one process, or with dropout a pipe on one device, which draws the same random numbers for the same
+    number of micro-batches. Every rank returns its loss and the decision, rank 0 also the difference.
+    """
     loss, found, state, plan, leads = _step(shape, rows, {**options, "token_slices": lengths})
     assert plan.decision.token_slices == lengths
     if shape.dropout:

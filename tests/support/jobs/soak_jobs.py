@@ -1,4 +1,4 @@
-"""Many steps on every rank, and what the process holds along the way."""
+"""Long runs that record the resources of each process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.jobs.step_jobs import ALL, compiled, fresh
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds.  resident: bytes."""
+    """Resources of a process. resident: bytes."""
 
     resident: int
     descriptors: int
@@ -22,14 +22,17 @@ class Held:
 
 
 def held() -> Held:
-    """Of this process, now."""
+    """Return the resources of this process now."""
     proc = Path("/proc/self")
     resident = int(proc.joinpath("statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return Held(resident, len(list(proc.joinpath("fd").iterdir())), len(list(proc.joinpath("task").iterdir())))
 
 
 def soaked(name: str, steps: int, options: dict[str, Any]) -> list[Held]:
-    """What is held after each tenth of the steps: batches of three sizes, an evaluation and a state in between."""
+    """Train and return the resources after each tenth of the steps.
+
+    Batches have three sizes, and an evaluation and a state dict follow each tenth.
+    """
     case, seen = ALL[name], []
     with compiled(case, fresh(name), case.batch(6), **options) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4)

@@ -1,4 +1,4 @@
-"""Embeddings with sparse gradients, trained with clipping, by optimizers that take them: in two stages, and alone."""
+"""Training of embeddings with sparse gradients and clipping, in two stages and in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS, MAX_NORM = 30, 0.05
 
 
 class Bag(nn.Module):
-    """An embedding and a bag of another; tied: the head shares the first one's weight, across the stages."""
+    """An embedding and an embedding bag. tied: the head shares the first embedding's weight across stages."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def optimizers(named: Iterable[tuple[str, nn.Parameter]], tied: bool) -> list[torch.optim.Optimizer]:
-    """SGD for all; where nothing is tied, SparseAdam for what has sparse gradients."""
+    """Return SGD for all parameters or, if nothing is tied, SparseAdam for those with sparse gradients."""
     named = list(named)
     if tied:
         return [torch.optim.SGD([p for _, p in named], lr=0.5)]

@@ -1,4 +1,4 @@
-"""What the tests of a pipe's state run on every rank of a pool; importable there by name."""
+"""Jobs of the tests of a pipe's state, which run on every rank of a pool."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _train(pipe: autopart.Pipe, steps: int) -> None:
 
 
 def older_closed_last() -> Any:
-    """The model's state when the newer of two pipes was closed, and when the older one was closed after it."""
+    """Return the model's state after the newer of two pipes was closed and after the older one was closed too."""
     model = _stack()
     first = _opened(model, cuts=["4"])
     second = _opened(model, cuts=["2"])
@@ -49,7 +49,7 @@ def older_closed_last() -> Any:
 
 
 def parts_after_failure() -> Any:
-    """The state before a step that fails, this rank's part of it after that, and what the closed model still has."""
+    """Return the state before a failing step, this rank's part of it afterwards, and what the closed model holds."""
     batch = CASE.batch(8)
     pipe = compiled(CASE, CASE.model(), batch, cuts=["layers.2"], micro_batches=2)
     pipe.step(batch)
@@ -64,7 +64,7 @@ def parts_after_failure() -> Any:
 
 
 def one_idle() -> int:
-    """How many numbers the optimizer of this rank drives, where the second rank has nothing to do."""
+    """Return how many numbers this rank's optimizer updates when the plan uses only one of two ranks."""
     with _opened(_stack(), stages=1, replicas=1) as pipe:
         optimizer = torch.optim.AdamW([parameter for _, parameter in pipe.named_parameters()])
         pipe.step(DATA)
@@ -73,7 +73,7 @@ def one_idle() -> int:
 
 
 def averaged() -> Any:
-    """The exponential moving average of three steps: gathered from the ranks, and of one process."""
+    """Return the exponential moving average over three steps, gathered from the ranks and computed in one process."""
     model, plain = _stack(), _stack()
     with _opened(model) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
@@ -89,7 +89,7 @@ def averaged() -> Any:
                 parameter.copy_(average[name])
         found = dict(pipe.state_dict())
     averages = torch.optim.swa_utils.AveragedModel(plain, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
-    averages.n_averaged += 1  # the first update would replace the average
+    averages.n_averaged += 1  # otherwise the first update replaces the average
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(3):
         nn.functional.mse_loss(plain(DATA[0]), DATA[1]).backward()
@@ -100,7 +100,7 @@ def averaged() -> Any:
 
 
 class Constant(nn.Module):
-    """Which multiplies by a tensor that is written in forward(), and a plain tensor attribute."""
+    """A model that multiplies by a tensor created in forward() and by a plain tensor attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Constant(nn.Module):
 
 
 def constants_adopted() -> Any:
-    """What adopting another cut raises, and the losses before and after."""
+    """Return the error of adopting another cut, and the losses before and after it."""
     options = {"costs": "analytic", "micro_batches": 2, "stages": 2}
     sample = DATA[0]
     other = autopart.plan(Constant(), cluster(), sample=sample, cuts=["middle"], **options)

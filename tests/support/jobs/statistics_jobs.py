@@ -1,4 +1,4 @@
-"""Batch statistics where stages have replicas, beside the plain model."""
+"""Batch statistics of stages with replicas, compared with one process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from support.models.small_models import Small, floats, mse
 from support.oracles.one_process import Difference, Expected, case_rows, difference, plain_loss, plain_step, rows_of
 
 Shares = tuple[tuple[int, ...] | str, ...]
-"""Of the replicas of each stage: how many rows each has, relatively, () for equal ones; or "turn"."""
+"""For each stage the relative shares of rows of its replicas, () for equal ones, or "turn" for the policy."""
 
 
 class Pictures(nn.Module):
-    """Batch norms over pictures, of which one row is enough; a branch, and one without running statistics."""
+    """A model of batch norms over images, which accepts single rows; with a branch and a norm without running
+    statistics.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,8 +51,10 @@ def _model(name: str) -> Any:
 
 
 def normed(counts: Counts) -> dict[str, Any]:
-    """Batch statistics: one step of replicas of one stage against the plain model over their parts in order; and the
-    running statistics of each rank against those of the first replica's parts alone."""
+    """Compare one step of a replicated stage with one process that runs the replicas' parts in order.
+
+    Also compares each rank's running statistics with those of the first replica's parts alone.
+    """
     case, rows = EVERY["batch_norm"], 12
     batch, model, first = case.data(rows), case.model(), case.model()
     with compiled(case, fresh("batch_norm"), batch, **asked_replicas(counts, 2)) as pipe:
@@ -81,8 +85,10 @@ def synced(
     shares: Shares = (),
     cuts: tuple[str, ...] = (),
 ) -> list[Difference]:
-    """Batch statistics of whole micro-batches, in steps of so many rows, accumulated, beside one process over the same
-    micro-batches: losses, gradients and buffers, on every rank."""
+    """Take accumulating steps with batch statistics over whole micro-batches and compare with one process.
+
+    Return the differences of losses, gradients and buffers on every rank.
+    """
     case, found = _case(name), []
     reference, sample = case.model(dtype=DTYPE), case.data(rows[0], DTYPE)
     options: dict[str, Any] = {"sync_batchnorm": True}
@@ -101,7 +107,7 @@ def synced(
 
 
 def _dealt(name: str, sample: Any, shares: Shares, options: dict[str, Any]) -> Plan:
-    """A plan whose replicas have rows as a user writes it into the file."""
+    """Return a plan whose replicas have the given shares, as a user may edit them in the plan file."""
     case = _case(name)
     plan = autopart.plan(
         case.model(dtype=DTYPE), cluster(), sample=sample, loss_fn=case.loss_fn, costs="analytic", **options
@@ -118,7 +124,7 @@ def _share(stage: Stage) -> tuple[int, ...] | str:
 
 
 def refused_in_turn() -> str:
-    """What is said of replicas that should share statistics, but take turns."""
+    """Return the error for synchronized batch statistics with replica_policy="turn"."""
     options = asked_replicas((2,), 2, sync_batchnorm=True, replica_policy="turn")
     try:
         compiled(PICTURES, PICTURES.model(), PICTURES.data(8), **options).close()
@@ -128,8 +134,10 @@ def refused_in_turn() -> str:
 
 
 def in_turn(name: str, counts: Counts, micros: int, rows: tuple[int, ...], recompute: str = "off") -> dict[str, Any]:
-    """Replicas that take whole micro-batches in turn: each step against the plain model over the micro-batches; and the
-    buffers of this rank against the plain model over those of the first replica of its stage alone."""
+    """Compare steps with replica_policy="turn" with one process over the micro-batches.
+
+    Also compares this rank's buffers with one process over the micro-batches of the first replica of its stage.
+    """
     case, found, off = _case(name), [], 0.0
     reference, first = case.model(dtype=DTYPE), case.model(dtype=DTYPE)
     asked = asked_replicas(counts, micros, recompute=recompute, replica_policy="turn")
@@ -151,7 +159,7 @@ def in_turn(name: str, counts: Counts, micros: int, rows: tuple[int, ...], recom
 
 
 def verified(name: str, counts: Counts, synced_norms: bool = True) -> tuple[bool, str, int, str]:
-    """What `verify` says of a plan with replicas: whether it is exact, beside what, how many buffers; or why not."""
+    """Return the result of `verify` for a plan with replicas: ok, reference, number of buffers, or the error."""
     case = _case(name)
     try:
         found = autopart.verify(

@@ -1,7 +1,7 @@
-"""Training steps that end-to-end tests run on every rank of a worker pool, each held against one process.
+"""Training steps that end-to-end tests run on every rank of a worker pool, each compared with one process.
 
 The processes of a pool keep their captures, so that all tests of one model capture it once for each number of rows.
-Jobs that are about the front door call `autopart.compile` themselves and capture anew.
+Jobs that test `autopart.compile` itself call it directly and capture again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from support.models.causal_zoo import CAUSAL, REFUSED
 from support.models.peer_models import PEERS, tokens
 from support.models.small_models import SMALL, Small
 from support.models.zoo import CASES, Case
-from support.oracles import fake_nccl  # noqa: F401  a transport of that name
+from support.oracles import fake_nccl  # noqa: F401  registers the transport
 from support.oracles.one_process import Difference, Expected, difference, plain_step
 
 ALL = {**SMALL, **PEERS}
@@ -31,21 +31,21 @@ EVERY: dict[str, Small | Case] = {**ALL, **CASES, **CAUSAL, **REFUSED}
 
 
 def cluster() -> str:
-    """All ranks of the pool."""
+    """Return the name of a CPU cluster with all ranks of the pool."""
     torch.set_num_threads(1)
     return f"cpu:{os.environ.get('WORLD_SIZE', '1')}"
 
 
 @functools.cache
 def _captures(name: str, dtype: torch.dtype, precision: str) -> tuple[CaptureCache, dict[str, torch.Tensor]]:
-    """The captures of a model for one precision, and its first weights."""
+    """Return the captures of a model for one precision, and its initial weights."""
     case = EVERY[name]
     model = case.model(dtype=dtype)
     return CaptureCache(model, case.loss_fn), {k: v.clone() for k, v in model.state_dict().items()}
 
 
 def fresh(name: str, dtype: torch.dtype = torch.float32, precision: str = "fp32") -> CaptureCache:
-    """The captures of a model that has its first weights again, no gradients, and trains."""
+    """Return the captures of a model with its initial weights, no gradients, in training mode."""
     captures, first = _captures(name, dtype, precision)
     captures.model.load_state_dict(first)
     captures.model.zero_grad()
@@ -54,8 +54,8 @@ def fresh(name: str, dtype: torch.dtype = torch.float32, precision: str = "fp32"
 
 
 def compiled(case: Small | Case, model: nn.Module | CaptureCache, sample: Any, **options: Any) -> Pipe:
-    """A pipe over all ranks of the pool: by `autopart.compile`, or the same from captures that are kept."""
-    one_each = {} if "plan" in options else {"replicas": 1}  # tests of replicas ask for them
+    """Return a pipe over all ranks of the pool, by `autopart.compile` for a model or from captures that are kept."""
+    one_each = {} if "plan" in options else {"replicas": 1}  # tests of replicas pass their own
     options = {"costs": "analytic", "loss_fn": case.loss_fn, **one_each, **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", autopart.CaptureWarning)
@@ -65,14 +65,16 @@ def compiled(case: Small | Case, model: nn.Module | CaptureCache, sample: Any, *
 
 
 def compared(pipe: autopart.Pipe, loss: torch.Tensor, plain: torch.Tensor, model: nn.Module) -> Difference | None:
-    """Loss, gradients and buffers of a pipe against a plain model that was stepped; collective, told by rank 0."""
+    """Compare loss, gradients and buffers of a pipe with those of a model in one process. Collective; returned by rank
+    0.
+    """
     found, state = pipe.gradients(), pipe.state_dict()
     return difference(loss.item(), found, state, Expected.of(plain, model)) if pipe.rank == 0 else None
 
 
 @functools.cache
 def expected_of(name: str, dtype: torch.dtype, rows: int, micros: int, without: tuple[str, ...] = ()) -> Expected:
-    """A step in one process.  without: keys of the batch that are left out."""
+    """Return the results of a step in one process. without: batch keys to leave out."""
     case = EVERY[name]
     model, batch = case.model(dtype=dtype), case.data(rows, dtype)
     if without:
@@ -91,8 +93,10 @@ def compare(
     recompute: str = "auto",
     transport: str = "auto",
 ) -> tuple[float, Difference | None, int]:
-    """One training step against one process.  Every rank returns its loss and the number of stages, rank 0 how far
-    off the step was."""
+    """Compare one training step with one process.
+
+    Every rank returns its loss and the number of stages, rank 0 also the difference.
+    """
     dtype = getattr(torch, dtype_name)
     case = EVERY[name]
     batch = case.data(rows, dtype)
@@ -108,7 +112,7 @@ def compare(
 
 
 def accumulate(name: str, stages: int, schedule: str, micros: int, sizes: list[int]) -> Any:
-    """Steps of different sizes without zeroing in between: the sum of all gradients, and the last loss."""
+    """Accumulate steps of different sizes and compare the summed gradients and the last loss with one process."""
     case = ALL[name]
     reference = case.model()
     options = {"stages": stages, "schedule": schedule, "micro_batches": micros}
@@ -120,7 +124,7 @@ def accumulate(name: str, stages: int, schedule: str, micros: int, sizes: list[i
 
 
 def lengths(stages: int, shapes: list[tuple[int, int]]) -> Any:
-    """Steps of the tied language model with batches of these (rows, length), one difference each."""
+    """Step the tied language model over batches of these (rows, length); return one difference each."""
     case = ALL["tied"]
     captures, reference = fresh("tied"), case.model()
     found = []
@@ -137,7 +141,7 @@ def lengths(stages: int, shapes: list[tuple[int, int]]) -> Any:
 
 
 def warned(name: str) -> list[str]:
-    """Warnings that compile gives."""
+    """Return the warnings of compile."""
     case = ALL[name]
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -148,7 +152,7 @@ def warned(name: str) -> list[str]:
 
 
 def frozen_gradients(name: str) -> Any:
-    """Names with a gradient after a step, and names that need one."""
+    """Return which parameters held here require and have a gradient after a step, and all names with a gradient."""
     case = ALL[name]
     pipe = compiled(case, fresh(name), case.batch(8), micro_batches=2, stages=4)
     pipe.step(case.batch(8))

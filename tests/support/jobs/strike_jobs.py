@@ -1,6 +1,6 @@
-"""A short training run in which a rank, or what launched the ranks, is killed, stopped or raises at a chosen moment.
+"""A short training script in which a rank or the launching process is killed, stopped or raises at a chosen moment.
 
-Run as a script, under torchrun or by itself (then it calls `autopart.launch`):
+Run as a script, under torchrun or directly (then it calls `autopart.launch`):
 
     python -m support.jobs.strike_jobs <how> <phase> <whom> <folder>
 """
@@ -27,11 +27,11 @@ LINGER_S = 90.0
 
 
 def train(how: str, phase: str, whom: str, folder: str) -> None:
-    """One rank: write down who it is, and train until something strikes in the given phase."""
+    """Write this rank's pid to the folder and train until the fault occurs in the given phase."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     Path(folder, f"pid{rank}").write_text(str(os.getpid()))
-    victim = 0 if phase == "planning" else 1  # rank 0 plans for all
+    victim = 0 if phase == "planning" else 1  # only rank 0 plans
 
     def strike(now: str) -> None:
         if rank == victim and now == phase and not Path(folder, "clock").exists():
@@ -68,7 +68,7 @@ def _strike(how: str, whom: str, folder: str) -> None:
 
 
 def main() -> None:
-    """The script: torchrun's rank, or what launches the ranks."""
+    """Launch the ranks, or run as a rank of torchrun."""
     Path(sys.argv[4], f"main{os.getpid()}").touch()
     autopart.launch(train, f"cpu:{WORLD}", *sys.argv[1:])
 

@@ -1,4 +1,4 @@
-"""Runs `strike_jobs` under a launcher and measures how long it takes until the cause is named and all are gone."""
+"""Runs `strike_jobs` under a launcher and measures how long detection and termination take."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ START_S, WATCH_S = 150.0, 60.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """named_s, gone_s: seconds from the strike until the cause was read, and until no process was left; None for
-    never.  said: all that was printed."""
+    """The result of a run with a fault.
+
+    named_s, gone_s: seconds from the fault until its cause was printed and until no process was left, None for never.
+    said: the whole output.
+    """
 
     named_s: float | None
     gone_s: float | None
@@ -38,7 +41,7 @@ class Outcome:
 def play(
     launcher: str, how: str, phase: str, whom: str, folder: Path, named: str, *, until_gone: bool = True
 ) -> Outcome:
-    """One run; named: what has to be printed.  Ends when it was, and, where asked for, no process is left."""
+    """Run the script until the text `named` is printed and, if `until_gone`, no process is left."""
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",

@@ -1,4 +1,4 @@
-"""Training loops that end-to-end tests run on every rank, each beside the same loop in one process."""
+"""Training loops that end-to-end tests run on every rank, each compared with the same loop in one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def optimize(name: str, split: Any, schedule: str, steps: int, clip: float | None = None) -> dict[str, Any]:
-    """Some steps of AdamW: losses, worst errors of weights and of this rank's optimizer state, what this rank holds.
+    """Train with AdamW and return losses, errors of weights, of optimizer state, and what this rank holds.
 
     split: a number of stages, or the modules at which stages begin.
     """
@@ -31,7 +31,7 @@ def optimize(name: str, split: Any, schedule: str, steps: int, clip: float | Non
     where = {"stages": split} if isinstance(split, int) else {"cuts": split}
     pipe = compiled(case, fresh(name), case.batch(9), schedule=schedule, micro_batches=3, **where)
     held = {n: p for n, p in pipe.named_parameters() if p.numel()}
-    mine = torch.optim.AdamW(held.values(), **ADAMW) if held else None  # a rank that idles has nothing to train
+    mine = torch.optim.AdamW(held.values(), **ADAMW) if held else None  # an idle rank has no parameters
     theirs = torch.optim.AdamW(reference.parameters(), **ADAMW)
     losses, norms = [], []
     for rows in (9, 8, 9, 6)[:steps]:
@@ -60,7 +60,7 @@ def optimize(name: str, split: Any, schedule: str, steps: int, clip: float | Non
 
 
 def clipped(name: str, kind: float) -> dict[str, Any]:
-    """Gradients after clipping, and the norm before, against torch's."""
+    """Return the gradient error after clipping, the norms before it and the norm after it, compared with torch."""
     case = ALL[name]
     reference = case.model()
     pipe = compiled(case, fresh(name), case.batch(8), stages=4, micro_batches=2)
@@ -74,7 +74,7 @@ def clipped(name: str, kind: float) -> dict[str, Any]:
 
 
 def evaluated(name: str, stages: int) -> dict[str, Any]:
-    """Train a step, then: evaluation loss against the plain model that loads the state; then train on."""
+    """Train a step, compare the evaluation loss with one process that loads the state, then train on."""
     case = ALL[name]
     captures, reference = fresh(name), case.model()
     pipe = compiled(case, captures, case.batch(8), stages=stages, micro_batches=2)
@@ -94,7 +94,7 @@ def evaluated(name: str, stages: int) -> dict[str, Any]:
 
 
 def predicted(name: str) -> dict[str, Any]:
-    """What `predict` returns against the plain model in eval mode."""
+    """Compare `predict` with the model in eval mode in one process."""
     torch.manual_seed(0)
     case = CASES[name]
     model, reference = case.model(dropout=0.1), case.model(dropout=0.1).eval()
@@ -112,7 +112,7 @@ def predicted(name: str) -> dict[str, Any]:
 
 
 def reloaded(name: str) -> dict[str, Any]:
-    """Load another state into a running pipe; a bad one first, which must change nothing."""
+    """Load an invalid state, which must change nothing, and then a valid one into a running pipe, and train on."""
     case = ALL[name]
     other = case.model()
     with torch.no_grad():
@@ -132,16 +132,16 @@ def reloaded(name: str) -> dict[str, Any]:
     same &= all(torch.equal(t, state[n]) for n, t in other.state_dict().items())
     found = compared(
         pipe, pipe.step(case.batch(8)), plain_step(case, other, case.batch(8), 2), other
-    )  # and trains from there
+    )  # and trains on from there
     return {"refusal": refusal, "kept": kept, "same": same, "difference": found}
 
 
 def dropout(stages: int, schedule: str, seed: int, micros: int = 3, recompute: str = "off") -> Any:
-    """Losses of three steps on the same batch and the summed gradients."""
+    """Return the losses of three steps on the same batch, the gradients, and whether torch's generator is untouched."""
     case = ALL["dropped"]
     options = {"stages": stages, "schedule": schedule, "micro_batches": micros, "seed": seed, "recompute": recompute}
     pipe = compiled(case, fresh("dropped"), case.batch(9), **options)
-    torch.manual_seed(int(os.environ.get("RANK", "0")))  # what the user does with the generator does not matter
+    torch.manual_seed(int(os.environ.get("RANK", "0")))  # the user's generator must not matter
     losses = [pipe.step(case.batch(9)).item() for _ in range(3)]
     drawn = torch.rand(1).item()
     torch.manual_seed(int(os.environ.get("RANK", "0")))
@@ -149,18 +149,18 @@ def dropout(stages: int, schedule: str, seed: int, micros: int = 3, recompute: s
 
 
 def without_sample(name: str) -> Any:
-    """A pipe that is planned at its first step."""
+    """Return the number of parameters before, and the difference of, the first step of a pipe without a sample."""
     case = ALL[name]
     model, reference = case.model(), case.model()
     pipe = autopart.compile(model, cluster(), loss_fn=case.loss_fn, stages=4, micro_batches=2, costs="analytic")
     before = len(list(pipe.parameters()))
-    loss = pipe.step(*case.batch(8))  # positional, as the model and the loss take it
+    loss = pipe.step(*case.batch(8))  # positional arguments, as for the model and the loss
     found = compared(pipe, loss, plain_step(case, reference, case.batch(8), 2), reference)
     return before, found
 
 
 def from_file(name: str, path: str) -> Any:
-    """A pipe for a plan that rank 0's user saved."""
+    """Compare a step of a pipe for a plan file that rank 0 saved, and return its plan."""
     case = ALL[name]
     model, reference = case.model(), case.model()
     pipe = autopart.compile(model, cluster(), sample=case.batch(8), loss_fn=case.loss_fn, plan=path)
@@ -169,7 +169,7 @@ def from_file(name: str, path: str) -> Any:
 
 
 def reopened(name: str, times: int) -> list[float]:
-    """Pipes of other shapes one after the other in the same processes."""
+    """Return the losses of successive pipes with different numbers of stages in the same processes."""
     case = ALL[name]
     losses = []
     for i in range(times):
@@ -179,7 +179,7 @@ def reopened(name: str, times: int) -> list[float]:
 
 
 def disagreeing(what: str) -> None:
-    """Ranks that were given different things."""
+    """Compile or step with different arguments on rank 1."""
     rank = int(os.environ["RANK"])
     name = "stack" if what != "model" or rank != 1 else "skips"
     case = ALL[name]
@@ -188,7 +188,7 @@ def disagreeing(what: str) -> None:
 
 
 def different_weights() -> Any:
-    """Every rank builds other weights: rank 0's are used."""
+    """Compare a step of a model with different weights on every rank, of which those of rank 0 must be used."""
     case = ALL["stack"]
     captures = fresh("stack")
     with torch.no_grad():
@@ -201,7 +201,7 @@ def different_weights() -> Any:
 
 
 def measured(name: str) -> dict[str, Any]:
-    """A pipe's measured step, as this rank gets it, and the actions of the program that it is of, by rank."""
+    """Return the timeline of a measured step and the actions of its program by rank."""
     case = ALL[name]
     pipe = compiled(case, fresh(name), case.batch(8), stages=4, micro_batches=2)
     step = pipe.timeline(case.batch(8))

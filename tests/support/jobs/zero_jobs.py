@@ -1,4 +1,4 @@
-"""Training where replicas share the optimizer's state, beside the same where each has all of it."""
+"""Training in which the replicas of a stage share the optimizer state, compared with full state on each replica."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from support.oracles.one_process import Difference, Expected, difference, plain_
 
 Counts = tuple[int, ...]
 SETTLED = ("bucket_bytes", "replica_policy", "recompute")
-"""Options that a plan settles."""
+"""Options that are part of a plan."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run showed on this rank.  plan: under which it ran.  numbers: losses, norms, evaluations.
-    tensors: states and gradients of the whole model, taken at different moments.  held: bytes of the optimizer's state
-    here, largest: of one parameter; trained: names of what it drives.  stage: of this rank, None where it has none."""
+    """The results of a training run on this rank.
+
+    numbers: losses, norms and evaluation losses; tensors: states and gradients of the whole model at several moments;
+    held: bytes of optimizer state here; largest: bytes of state of one parameter; trained: names of the parameters it
+    updates; stage: this rank's stage, None if it has none.
+    """
 
     plan: autopart.Plan
     stage: int | None
@@ -33,9 +36,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Beside:
-    """Two runs on this rank.  wrong: what differs by a single bit where replicas share the optimizer's state; whole,
-    shared: bytes of that state without and with sharing, largest: of one parameter's; trained: what it then drives.
-    stage: of this rank, None where it has none."""
+    """A run with full and a run with shared optimizer state on this rank.
+
+    wrong: what differs by a bit; whole, shared: bytes of state in each run; largest: bytes of state of one parameter;
+    trained: names of the parameters updated with shared state; stage: this rank's stage, None if it has none.
+    """
 
     stage: int | None
     wrong: list[str]
@@ -46,7 +51,7 @@ class Beside:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors with an axis that an optimizer keeps."""
+    """Return the bytes of all non-scalar tensors in an optimizer's state."""
     return sum(_bytes_by_parameter(optimizer))
 
 
@@ -55,7 +60,7 @@ def _bytes_by_parameter(optimizer: torch.optim.Optimizer) -> list[int]:
 
 
 def _trained(name: str, asked: dict[str, Any], steps: int, accumulated: int, clip: float | None, more: Any) -> Run:
-    """asked: what settles the plan; more: other options."""
+    """Train and return the results. asked: options of the plan; more: other options."""
     case = EVERY[name]
     half = torch.float16 if more.get("precision") == "fp16" else torch.bfloat16
     dtype = half if more.get("master_weights") else torch.float32
@@ -72,7 +77,7 @@ def _trained(name: str, asked: dict[str, Any], steps: int, accumulated: int, cli
                 tensors.append(pipe.gradients())
             optimizer.step()
             optimizer.zero_grad()
-            if step in (1, 3):  # values that nobody has brought to anyone yet
+            if step in (1, 3):  # before updated values were gathered
                 tensors.append(dict(pipe.state_dict()))
                 numbers.append(pipe.eval_loss(batch).item())
         numbers.append(pipe.eval_loss(batch).item())
@@ -86,8 +91,10 @@ def _trained(name: str, asked: dict[str, Any], steps: int, accumulated: int, cli
 def beside_whole(
     name: str, counts: Counts, options: dict[str, Any], steps: int = 10, accumulated: int = 1, clip: float | None = None
 ) -> Beside:
-    """The run in which every replica keeps all state, and the one with shared state, cut at the same places: rows in
-    groups of another size are rounded otherwise."""
+    """Train with full and with shared optimizer state under the same cuts and compare.
+
+    The cuts must agree because batches of other sizes are rounded differently.
+    """
     settled = {key: value for key, value in options.items() if key in SETTLED}
     more = {key: value for key, value in options.items() if key not in SETTLED}
     asked = {"stages": len(counts), "replicas": counts, "micro_batches": 2, "schedule": "1f1b", "zero": 0, **settled}
@@ -106,7 +113,7 @@ def beside_whole(
 
 
 def moved(counts: Counts, other: Counts, zeros: tuple[int, int]) -> Difference | None:
-    """A step, an update by SGD, half of an accumulated step; then the other half under another plan."""
+    """Train a step, change the plan within an accumulated step, and return the difference from one process."""
     case = EVERY["tied"]
     batch, model, cpus = case.data(7), case.model(), cluster()
     plans = [
@@ -135,9 +142,9 @@ def moved(counts: Counts, other: Counts, zeros: tuple[int, int]) -> Difference |
 
 
 def left_without_values() -> list[str]:
-    """What the model lacks after a pipe that was closed without bringing the values to it."""
+    """Return the parameters that have no values after a pipe was closed without synchronizing the model."""
     case = EVERY["stack"]
-    model = case.model()  # of its own: what is left of it is of no use to others
+    model = case.model()  # a new model, because it loses its values
     batch = case.data(8)
     asked = {"stages": 1, "replicas": 2, "micro_batches": 1, "zero": 1}
     with compiled(case, model, batch, **asked) as pipe:
@@ -152,7 +159,7 @@ def left_without_values() -> list[str]:
 
 
 def frozen_and_thawed(zero: int) -> list[dict[str, torch.Tensor]]:
-    """States of a run in which one parameter is frozen after an update and trained again, and another comes late."""
+    """Return the states of a run in which one parameter is frozen for two steps and another is trained only later."""
     case, captures = EVERY["skips"], fresh("skips")
     model, batch = captures.model, case.data(8)
     first, *_, last = model.parameters()

@@ -1,4 +1,4 @@
-"""The benchmarks import each other by name, as commands do; so do their tests."""
+"""Puts benchmarks/ on the import path, because benchmarks import each other by name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The published planners' best objectives are reached; skipped where their profiles are not at hand.
+"""Tests that the best published results of other planners are reached.
 
-The profiles are no part of the project: AUTOPART_ANCHORS names a folder that has them, else `shared/data/planners`
-beside the checkout.
+The profiles are not part of the project: they are read from the folder in AUTOPART_ANCHORS, or from
+`shared/data/planners` beside the checkout. Tests are skipped without them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ needs_profiles = pytest.mark.skipif(
 
 
 def slow(anchor: Anchor) -> bool:
-    """Those that take over a second, or have no known proof (and so use up their time)."""
+    """Return whether a case takes over a second, or has no known proof and so uses up its time limit."""
     free = anchor.ask.get("objective") == "free" and not anchor.proved
     return free or any(name in anchor.file for name in ("gnmt_large", "piper", "xlnet", "bert-48"))
 
@@ -38,8 +38,8 @@ CASES = [pytest.param(a, id=str(a), marks=[pytest.mark.slow] if slow(a) else [])
 
 @needs_profiles
 @pytest.mark.parametrize("anchor", CASES)
-def test_the_anchor_is_reached(anchor: Anchor) -> None:
-    if anchor.ask.get("objective") == "free" and not anchor.proved:  # theirs took minutes on two cores
+def test_the_published_objective_is_reached(anchor: Anchor) -> None:
+    if anchor.ask.get("objective") == "free" and not anchor.proved:  # the published solver took minutes on two cores
         answer = command.ask(FOLDER / anchor.file, command.Query(**anchor.ask, seconds=20))
         contiguous, _, bound = BEST[Path(anchor.file).stem]
         assert bound - anchor.digits <= answer.objective <= contiguous * (1 + 1e-6)
@@ -53,12 +53,12 @@ def test_the_anchor_is_reached(anchor: Anchor) -> None:
     answer = command.ask(FOLDER / anchor.file, query)
     assert anchor.reached(answer.objective)
     if "gnmt_large" in anchor.file:
-        assert answer.seconds < 52  # a fifth of what the original takes
+        assert answer.seconds < 52  # a fifth of the time of the original
     sign = -1 if anchor.larger_wins else 1
     assert sign * answer.bound <= sign * answer.objective * (1 + sign * 1e-9)
     if anchor.proved:
         near = pytest.approx(anchor.value, rel=1e-6, abs=anchor.digits)
-        assert answer.objective == near, "better than proved: the model is wrong"
+        assert answer.objective == near, "better than the proven optimum: the cost model is wrong"
         assert answer.bound == answer.objective, "not proved in time"
 
 
@@ -121,7 +121,7 @@ def test_a_placement_file_is_read_by_colour_class(tmp_path: Path) -> None:
     assert placing.problem.times == ((4_000_000, 2_000_000, None), (40_000_000, 20_000_000, 1_000_000))
     assert placing.problem.sizes == (8, 4, 0)
     assert placing.problem.messages == (Message(500_000, (0, 1)), Message(250_000, (1, 0, 2)))
-    assert placing.problem.edges == ((0, 1), (2, 0))  # what has no forward part goes where its backward reads
+    assert placing.problem.edges == ((0, 1), (2, 0))  # a node without a forward part is placed with its input
     assert placing.problem.machines == (Machine(0, 10), Machine(0, 10), Machine(1, None, pays=False))
     assert formats.placing_loads_ms(placing, (0, 1, 2)) == [4.75, 2.75, 1.0]
 
@@ -143,6 +143,6 @@ def test_a_piper_file_is_solved_with_the_limits_it_states(tmp_path: Path, capsys
     assert model.modes[1][1][0].sync_in == ((0, 6.0),)
     assert command.main([str(path), "--bandwidth", "10"]) == 0
     printed = capsys.readouterr().out
-    assert "objective  1.55 s per micro-batch" in printed  # two replicas of all: 3 / 2 + 4 * 1 / (2 * 4) / 10
+    assert "objective  1.55 s per micro-batch" in printed  # two replicas of everything: 3 / 2 + 4 * 1 / (2 * 4) / 10
     assert "optimal, proved" in printed
     assert command.main([str(path), "--memory", "1"]) == 1

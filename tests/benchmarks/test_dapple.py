@@ -1,4 +1,4 @@
-"""DAPPLE's cost model by hand, and its search against what it claims to cover."""
+"""Tests of DAPPLE's cost model against hand-computed values, and of its search."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def test_an_all_reduce_is_a_ring_on_the_slowest_link() -> None:
     assert allreduce_s(SETTING, some(0, 1, 2, 3), 100.0) == pytest.approx(2 * 3 / 4 * 100.0 / 10.0)
 
 
-def test_a_transfer_depends_on_who_must_leave_a_server() -> None:
+def test_a_transfer_pays_only_for_data_that_leaves_a_server() -> None:
     assert transfer_s(SETTING, some(0), some(1), 100.0) == 1.0
     assert transfer_s(SETTING, some(0, 1), some(2, 3), 100.0) == 20.0
-    assert transfer_s(SETTING, some(0, 2), some(3), 100.0) == 10.0  # half of it is there already
+    assert transfer_s(SETTING, some(0, 2), some(3), 100.0) == 10.0  # half of it is already there
     assert transfer_s(SETTING, some(0), some(1, 2), 100.0) == 10.0
 
 
-def test_the_step_is_fill_steady_transfers_and_what_is_left_of_the_all_reduce() -> None:
+def test_the_step_is_warm_up_steady_state_transfers_and_the_exposed_all_reduce() -> None:
     plan = evaluate(CHAIN, SETTING, 1, [Stage(0, 3, 3, some(0, 1, 2)), Stage(3, 4, 1, some(3))])
     # one micro-batch: stages of 2 and 2 s; 5 bytes over the cut, two thirds of them from another server
     moved = 5 * 2 / 3 / 5

@@ -1,4 +1,4 @@
-"""The suite for nodes with GPUs, on CPUs: every kind of row, also those that are none."""
+"""Tests of the GPU benchmark suite on CPUs, with successful and failed rows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rank() -> dict[str, Any]:
     return {"rank": os.environ["RANK"]}
 
 
-def test_what_hangs_dies_or_fails_is_an_answer_and_the_next_row_runs(pool: Pool) -> None:
+def test_a_job_that_hangs_dies_or_fails_has_a_reason_and_the_next_job_runs(pool: Pool) -> None:
     assert pool.run(hang, limit_s=0.5) == [{"reason": "ended after 0.5 s", "late": True}]
     assert pool.run(die, limit_s=30) == [{"reason": "the process died (exit code 3)"}]
     assert pool.run(fail, limit_s=30) == [{"reason": "UsageError: no such thing: it was never made"}]
@@ -68,7 +68,7 @@ def answer(seconds: list[float], **more: Any) -> dict[str, Any]:
     return {"seconds": seconds, "losses": [2.0, 1.0], "micro_rows": [4, 4], "devices": 2, "peak_bytes": 90, **more}
 
 
-def test_a_row_is_of_the_slowest_rank_and_names_what_is_off() -> None:
+def test_a_row_is_that_of_the_slowest_rank_and_marks_wrong_losses() -> None:
     planned = {"simulated_s": 0.15, "predicted_peak_bytes": 99}
     row = row_of(JOB, [answer([0.1, 0.3, 0.2], reference=[2.0, 1.1], **planned), answer([0.2, 0.1, 0.1], **planned)])
     assert row["seconds"].median == 0.2
@@ -90,13 +90,13 @@ def test_a_row_is_of_the_slowest_rank_and_names_what_is_off() -> None:
         ([{"reason": "another rank failed"}, {"reason": "ended after 9 s", "late": True}], "rank 1: ended after 9 s"),
     ],
 )
-def test_a_row_that_is_none_has_the_first_reason(answers: list[dict[str, Any]], said: str) -> None:
+def test_a_failed_row_has_the_first_reason(answers: list[dict[str, Any]], said: str) -> None:
     row = row_of(JOB, answers)
     assert row["reason"] == said
     assert table([row]).endswith(f" (1) {said}")
 
 
-def test_machines_by_the_name_of_their_gpu() -> None:
+def test_a_cluster_preset_is_found_by_the_name_of_the_gpu() -> None:
     two = preset("NVIDIA H100 80GB HBM3", 85 * 10**9, world=16, local=8, gpus=8)
     assert two is not None and [level.size for level in two.levels] == [8, 16]
     assert two.devices[0].rate("bfloat16") == 98_950 * 10**10 and two.devices[0].memory_bytes == 85 * 10**9
@@ -114,7 +114,7 @@ def test_every_model_is_cut_into_equal_layers() -> None:
 
 
 def dry_run(folder: Path, *options: str, timeout: float) -> tuple[dict[str, Any], str]:
-    """The command under torchrun on two CPU ranks: what it wrote, and what it printed."""
+    """Run the command under torchrun on two CPU ranks and return its result file and its output."""
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [*TORCHRUN, str(SUITE), "--dry-run", "--costs", "analytic", "--warmup", "1", "--repeats", "2", *options]
@@ -139,7 +139,7 @@ def test_the_command_runs_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_the_whole_grid_runs_and_ours_is_exact_everywhere(tmp_path: Path) -> None:
+def test_the_whole_grid_runs_and_autopart_is_exact_everywhere(tmp_path: Path) -> None:
     found, _ = dry_run(tmp_path, "--limit", "120", timeout=1400)
     rows = found["rows"]
     assert len(rows) == 5 * 6 * 2

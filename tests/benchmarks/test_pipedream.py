@@ -1,4 +1,4 @@
-"""PipeDream's cost model by hand, its solver against all pipelines."""
+"""Tests of PipeDream's cost model against hand-computed values, and of its solver against enumeration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_stage_pays_compute_and_all_reduce_over_its_replicas() -> None:
 def test_a_later_stage_pays_its_transfers_over_its_own_replicas() -> None:
     stages = [Stage(0, 1, 2), Stage(1, 2, 2), Stage(2, 3, 1)]
     slow = [Level(5, 1.0)]
-    assert evaluate(CHAIN, slow, stages) == 16.0  # 2 * 8 bytes into the last; the first takes 11.5 s for its weights
+    assert evaluate(CHAIN, slow, stages) == 16.0  # 2 * 8 bytes into the last stage; the first takes 11.5 s
     assert evaluate(CHAIN, slow, [*stages[:2], Stage(2, 3, 2)]) == (1 + 4 * 20 / 2) / 2
     assert evaluate(CHAIN, slow, [Stage(0, 2, 1), Stage(2, 3, 1)]) == 16.0
     assert evaluate(CHAIN, slow, [Stage(0, 2, 1), Stage(2, 3, 1)], Rules(activations=False)) == 5.0
@@ -45,7 +45,7 @@ def profiles(draw: st.DrawFn) -> Profile:
 
 
 def pipelines(model: Profile, levels: list[Level], start: int, end: int) -> Iterator[tuple[Stage, ...]]:
-    """All pipelines of the states start..end - 1 that use every machine of the top level."""
+    """Yield all pipelines of the states start..end - 1 that use every machine of the top level."""
     n = levels[-1].machines
     for count in range(1, n + 1):
         for cuts in combinations(range(start + 1, end), count - 1):
@@ -87,7 +87,9 @@ def test_a_straight_pipeline_has_one_replica_per_stage() -> None:
 def test_memory_counts_the_minibatches_in_flight() -> None:
     unlimited = solve(CHAIN, [Level(3, 1e3)])
     assert solve(CHAIN, [Level(3, 1e3)], Rules(memory_bytes=1e9)) == unlimited
-    tight = solve(CHAIN, [Level(3, 1e3)], Rules(memory_bytes=0.0))  # only the last stage, which is charged nothing
+    tight = solve(
+        CHAIN, [Level(3, 1e3)], Rules(memory_bytes=0.0)
+    )  # only the last stage fits, which is charged no memory
     assert [stage.replicas for stage in tight.stages] == [3]
     with pytest.raises(InfeasibleError, match="memory"):
         solve(CHAIN, [Level(3, 1e3)], Rules(straight=True, memory_bytes=0.0))

@@ -1,4 +1,4 @@
-"""Piper's cost model by hand, its solver against all pipelines."""
+"""Tests of Piper's cost model against hand-computed values, and of its solver against enumeration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def mode(seconds: float, held: float, fixed: float = 0.0, weights: float = 0.0, 
 
 
 def chain(n: int, tensors: tuple[int, ...] = (1,)) -> Model:
-    """Layers of 4 s that hold 10 bytes, or 6 s and 4 bytes; t devices divide all of it."""
+    """Return layers of 4 s that hold 10 bytes, or 6 s and 4 bytes, both divided by t tensor-parallel devices."""
 
     def modes(v: int) -> dict[int, tuple[Mode, ...]]:
         return {t: (mode(4 / t, 10 / t, 1, 8, v - 1), mode(6 / t, 4 / t, 1, 8, v - 1)) for t in tensors}
@@ -37,7 +37,7 @@ def test_a_stage_pays_compute_edges_and_all_reduce() -> None:
     assert evaluate(chain(2), limits, two) == pytest.approx(max(4 + 12 / 2, 6 / 2 + (14 / 2 + 4 * 8 / (2 * 4)) / 2))
 
 
-def test_what_breaks_a_limit_is_never() -> None:
+def test_a_plan_that_exceeds_a_limit_takes_infinitely_long() -> None:
     limits = Limits(2, 21.0, 1e9, 4)
     pair = [Stage((0,), 1, 1, (0,)), Stage((1,), 1, 1, (0,))]
     assert evaluate(chain(2), limits, pair) < np.inf  # the first holds two micro-batches, 21 bytes
@@ -49,7 +49,7 @@ def test_what_breaks_a_limit_is_never() -> None:
 
 
 def every(model: Model, limits: Limits) -> Iterator[list[Stage]]:
-    """All pipelines, legal or not, of a chain."""
+    """Yield all pipelines of a chain, valid or not."""
     n = len(model.modes)
     for cuts in product((False, True), repeat=n - 1):
         starts = [0, *(v + 1 for v, cut in enumerate(cuts) if cut), n]
@@ -88,8 +88,8 @@ def test_the_solver_finds_the_best_pipeline_of_all(
     assert evaluate(model, limits, found.stages) == pytest.approx(best, rel=1e-12)
 
 
-def test_a_swap_that_was_not_needed_is_taken_back() -> None:
-    """By time per byte the small swap comes first, and the large one alone would have done."""
+def test_an_unneeded_swap_is_undone() -> None:
+    """Swaps are tried by time per byte: the small one first, although the large one alone suffices."""
     small = (Mode("", 1.0, 0, 10, 0), Mode("", 1.1, 0, 8, 0))
     large = (Mode("", 1.0, 0, 20, 0), Mode("", 2.0, 0, 5, 0))
     found = solve(Model(({1: small}, {1: large}), ()), Limits(1, 16.0, 1.0, 1))

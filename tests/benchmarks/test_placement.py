@@ -1,4 +1,4 @@
-"""Placement on a DAG: loads by hand, the line DP and CP-SAT against trying every placement."""
+"""Tests of placement on a DAG: loads against hand-computed values, the line DP and CP-SAT against enumeration."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 def brute(problem: Problem, *, contiguous: bool) -> int:
-    """The least largest load over all placements; NEVER when none is possible."""
+    """Return the least maximum load over all placements, or NEVER if none is possible."""
     ways = product(range(len(problem.machines)), repeat=len(problem.sizes))
     return min(
         (max(loads(problem, where)) for where in ways if not contiguous or is_contiguous(problem, where)),
@@ -78,7 +78,7 @@ def test_a_host_pays_no_messages_and_has_its_own_times() -> None:
     assert loads(problem, (0, 1)) == (15, NEVER)
 
 
-def test_contiguous_forbids_flow_back() -> None:
+def test_contiguous_placements_have_no_backward_flow() -> None:
     problem = chain([1, 1, 1])
     assert is_contiguous(problem, (1, 0, 0))
     assert not is_contiguous(problem, (0, 1, 0))
@@ -94,7 +94,7 @@ def test_the_middle_of_a_chain_is_cut_where_it_balances() -> None:
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_the_line_is_the_best_cut_of_its_order(problem: Problem) -> None:
-    """Against every way to cut the order, machines in every order: what is contiguous along that line alone."""
+    """Compare with every placement that is contiguous along the order, with machines in every order."""
     for order in topological_orders(check(problem)):
         line = Problem(problem.times, problem.sizes, problem.messages, tuple(pairwise(order)), problem.machines)
         best = brute(line, contiguous=True)
@@ -127,13 +127,13 @@ def test_the_exact_placement_is_the_best_of_all(problem: Problem, contiguous: bo
     assert not contiguous or is_contiguous(problem, found.machine)
 
 
-def test_the_same_placement_every_time() -> None:
+def test_the_placement_is_deterministic() -> None:
     problem = chain([3, 1, 4, 1, 5, 9, 2, 6, 5, 3], cost=2, devices=4)
     for workers in (1, 2):
         assert len({place(problem, limits=Limits(20, workers)) for _ in range(2)}) == 1
 
 
-def test_out_of_time_the_hint_is_the_answer() -> None:
+def test_without_time_the_result_is_at_least_as_good_as_the_hint() -> None:
     problem = chain([i % 7 + 1 for i in range(120)], cost=3, devices=8)
     hint = tuple(i // 15 for i in range(120))
     found = place(problem, contiguous=False, hint=hint, limits=Limits(seconds=0.0))
@@ -148,7 +148,7 @@ def test_a_hint_must_be_a_placement() -> None:
     assert place(chain([1, 1, 1], memory=2), contiguous=False, hint=(0, 1, 0)).optimality.proved
 
 
-def test_memory_that_no_placement_fits() -> None:
+def test_a_problem_that_fits_no_memory_is_refused() -> None:
     with pytest.raises(InfeasibleError, match="memory"):
         place_in_order(chain([1, 1, 1], memory=1), (0, 1, 2))
     with pytest.raises(InfeasibleError, match="proved"):

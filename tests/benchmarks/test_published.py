@@ -1,4 +1,4 @@
-"""The commands that plan published configurations, at a size that takes seconds."""
+"""Tests of the commands that plan published configurations, at a size that takes seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 
-def test_every_published_configuration_is_there_with_as_many_parameters() -> None:
+def test_every_published_configuration_has_the_published_number_of_parameters() -> None:
     known = published.cases()
     assert len({case.name for case in known}) == len(known) == 18 + 12 + 4
     for case in known:
@@ -57,7 +57,7 @@ def test_a_plan_is_as_good_when_it_is_as_even_or_faster(
     assert list(claims.values()) == [holds]
 
 
-def test_seconds_of_the_passes_add_up() -> None:
+def test_the_times_of_the_passes_add_up() -> None:
     case = plan_speed.Case("tiny", lambda: shapes.gpt2(1, 32, 2, 64), 16, 64, "cpu:2", seconds=60)
     found = shapes.alone(lambda: plan_speed.result(case))
     assert {"capture", "costs", "atoms", "coarsen", "partition", "evaluate", "bound", "finalize"} <= set(
@@ -68,7 +68,7 @@ def test_seconds_of_the_passes_add_up() -> None:
     assert all(plan_speed.judged(case, found).values())
 
 
-def test_the_plot_is_one_svg_with_a_spot_for_each_number() -> None:
+def test_the_plot_is_an_svg_with_a_circle_for_each_number() -> None:
     rows = [{"layers": n, "devices": n, "captured_s": 2.0 * n, "solving_s": 1.0} for n in (1, 2, 4)]
     drawn = plan_speed.plot({"layers": rows, "devices": rows})
     assert drawn.startswith("<svg")

@@ -1,4 +1,4 @@
-"""The line through measured slices."""
+"""Tests of the linear fit of measured slice times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LENGTHS = tuple(range(8, 257, 8))
 
 
 def layer_ns(rows: int, length: int, context: int) -> float:
-    """A layer that attends to all that came before."""
+    """Return the time of a layer that attends to all earlier tokens."""
     return 5e4 + 300.0 * rows * length + 2.0 * rows * length * (context + length)
 
 
@@ -26,7 +26,7 @@ SAMPLES: list[Sample] = [
 ]
 
 
-def test_the_line_is_found_again() -> None:
+def test_the_fit_recovers_the_line() -> None:
     held_out = SAMPLES[::4]
     found = fit(ALONE, [sample for sample in SAMPLES if sample not in held_out])
     assert found.error(held_out) < 1e-9
@@ -39,13 +39,13 @@ def test_layers_and_messages_are_added() -> None:
     assert at == pytest.approx(3 * layer_ns(2, 16, 32) + 2 * (1000 + 2 * 2 * 16))
 
 
-def test_it_is_a_cost_of_slices() -> None:
+def test_the_fit_is_usable_as_slice_costs() -> None:
     found = cut_tokens(slice_times(fit(ALONE, SAMPLES), 1, 256, shortest=16), 1, 7)
     ((_, lengths),) = found.micro_batches
     assert len(lengths) > 1 and sum(lengths) == 256 and min(lengths) >= 16
 
 
-def test_what_was_not_measured_is_refused() -> None:
+def test_sizes_that_were_not_measured_are_refused() -> None:
     with pytest.raises(UsageError, match="3 rows"):
         LinearContext(ALONE)(3, np.array([8]), np.array([0]))
     with pytest.raises(UsageError, match="four terms"):

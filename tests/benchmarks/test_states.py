@@ -1,4 +1,4 @@
-"""Cuts of a DAG, by hand and against all subsets."""
+"""Tests of the cuts of a DAG, against hand-computed values and all subsets."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def dags(draw: st.DrawFn) -> list[list[int]]:
     return [[u for u in range(v) if draw(st.booleans())] for v in range(n)]
 
 
-def test_a_chain_is_cut_behind_each_node() -> None:
+def test_a_chain_is_cut_after_each_node() -> None:
     states = cut_states([[], [0], [1]])
     assert [members(mask) for mask in states.inside] == [[0], [0, 1], [0, 1, 2]]
     assert [members(mask) for mask in states.alive] == [[0], [1], [2]]
 
 
-def test_what_is_alive_counts_the_readers_in_other_branches() -> None:
+def test_values_stay_alive_for_readers_in_other_branches() -> None:
     states = cut_states(DIAMOND)
     alive = {tuple(members(i)): members(a) for i, a in zip(states.inside, states.alive, strict=True)}
     assert alive[0,] == [0]
     assert alive[0, 1] == [0, 1]  # 2 still reads 0
-    assert alive[0, 1, 2] == [0, 1, 2]  # nobody does any more, but the original counts it
+    assert alive[0, 1, 2] == [0, 1, 2]  # no node reads it any more, but the original counts it
     assert alive[0, 1, 2, 3] == [3]
 
 
-def test_sources_besides_the_first_come_with_what_reads_them() -> None:
+def test_later_sources_come_with_their_readers() -> None:
     states = cut_states([[], [], [0, 1]])
     assert [members(mask) for mask in states.inside] == [[0], [0, 1, 2]]
 

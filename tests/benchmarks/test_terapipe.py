@@ -1,4 +1,4 @@
-"""The command that simulates TeraPipe's evaluation: its rows, the quick ones of its tables, and its claims."""
+"""Tests of the command that simulates TeraPipe's evaluation: its rows, its quick tables, and its claims."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def lengths_of(scheme: str) -> list[int]:
     return [int(pair[0]) for pair in pairs for _ in range(int(pair[1]) if len(pair) > 1 else 1)]
 
 
-def test_every_published_row_is_there_and_whole() -> None:
+def test_every_published_row_is_complete() -> None:
     assert [row.name for row in terapipe.ROWS] == [str(n) for n in range(1, 11)]
     assert [row.tokens for row in terapipe.LENGTHS] == [2048, 4096, 6144, 8192]
     for row in (*terapipe.ROWS, *terapipe.LENGTHS):
@@ -20,7 +20,7 @@ def test_every_published_row_is_there_and_whole() -> None:
         assert terapipe.MODELS[row.model][0] % row.layout[1] == 0
 
 
-def test_rows_are_met_as_claimed() -> None:
+def test_the_claims_hold_for_the_quick_rows() -> None:
     shown: list[str] = []
     rows = terapipe.table((terapipe.ROWS[2], terapipe.ROWS[8]), shown.append)
     lengths = terapipe.table(terapipe.LENGTHS[:2], shown.append)
@@ -28,7 +28,7 @@ def test_rows_are_met_as_claimed() -> None:
     tables = {case.row.name: terapipe.ablation(case) for case in terapipe.ablations()}
     claims = terapipe.judged(rows, lengths, tables)
     assert [claim for claim, holds in claims.items() if not holds] == [
-        "rows 2 and 3 are not sliced, all others are (not sliced: 3)"  # row 2 was not asked for
+        "rows 2 and 3 are not sliced, all others are (not sliced: 3)"  # row 2 was not computed
     ]
 
 

@@ -1,4 +1,4 @@
-"""TeraPipe's cut of rows and tokens against every cut there is."""
+"""Tests of TeraPipe's cut of rows and tokens against every possible cut."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from autopart.passes.tokens.lengths import SliceTimes
 
 
 def drawn(seed: int, cells: int, most: int) -> SliceTimes:
-    """Random times of all slices."""
+    """Return random times of all slices."""
     draw = random.Random(seed)
     ns = [[draw.randint(1, most) for _ in range(cells + 1)] for _ in range(cells)]
     return SliceTimes(cells, 1, np.array(ns, dtype=np.int64))
 
 
 def slices(times: SliceTimes, ends: list[int]) -> list[int]:
-    """Nanoseconds of the slices between these cells."""
+    """Return the nanoseconds of the slices between these cells."""
     return [int(times.ns[a, b - a]) for a, b in pairwise(ends)]
 
 
 def every_cut(times: SliceTimes) -> Iterator[tuple[int, int]]:
-    """(sum, longest) of every cut."""
+    """Yield (sum, longest slice) of every cut."""
     for marks in product((False, True), repeat=times.cells - 1):
         own = slices(times, [0, *(i + 1 for i, cut in enumerate(marks) if cut), times.cells])
         yield sum(own), max(own)

@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a limited link: exact, and as fast as the cluster's description says."""
+"""Tests of two network namespaces joined by a limited link: exact, and as fast as predicted."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def test_two_hosts_are_exact_and_predicted_at_two_bandwidths() -> None:
     if reason := two_hosts.why_not():
         pytest.skip(f"no network namespaces here: {reason}")
     slow, fast = two_hosts.compared(two_hosts.RATES, rounds=8)
-    assert slow["measured"].median > 1.5 * fast["measured"].median  # the link is what counts
+    assert slow["measured"].median > 1.5 * fast["measured"].median  # the link is the bottleneck
     assert slow["exact"] and fast["exact"]
     assert abs(slow["error"]) <= 0.15 and abs(fast["error"]) <= 0.15, (slow, fast)

@@ -1,4 +1,4 @@
-"""Whoever follows the advice of a refusal has a model that runs, and runs exactly."""
+"""A refused model trains exactly after following the advice of its error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopart.options import read_options
 
 
 def verified(trial: Trial) -> Any:
-    """One step in two stages and four micro-batches, or as the trial says, against the plain model."""
+    """Compare one step with one process, in two stages and four micro-batches unless the trial sets them."""
     options = {"stages": 2, "micro_batches": 4, **ALIKE, **trial.options}
     return verify_here(trial.model().train(), trial.sample, read_options(**options))
 

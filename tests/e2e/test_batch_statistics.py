@@ -1,4 +1,4 @@
-"""Batch norms in stages with replicas: of the whole micro-batch where that is asked for, else of the rows of each."""
+"""Batch norms in stages with replicas: over the whole micro-batch with sync_batchnorm, otherwise per replica."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = ("batch_norm", "buffer3", "resnet", "pictures")
 @pytest.mark.parametrize(
     ("name", "counts", "micros", "rows", "recompute"),
     [
-        ("pictures", (2, 1), 2, (5, 3), "off"),  # then micro-batches of which a replica has no row
+        ("pictures", (2, 1), 2, (5, 3), "off"),  # then micro-batches in which a replica has no row
         *(
             pytest.param(name, counts, 2, (16, 20), recompute, marks=SLOW)
             for name, counts, recompute in itertools.product(NAMES, COUNTS, ("off", "all"))
@@ -51,7 +51,7 @@ def test_replicas_with_unequal_shares_of_the_rows_share_statistics(workers, name
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["off", "all"])
 @pytest.mark.parametrize("own", [(), (1, 3)])
-def test_statistics_are_shared_where_other_stages_take_micro_batches_in_turn(workers, own, recompute):
+def test_statistics_are_shared_when_other_stages_take_micro_batches_in_turn(workers, own, recompute):
     for found in workers.run(jobs.synced, "pictures", (2, 2), 3, (13, 7), recompute, (own, "turn"), ("last",)):
         for difference in found:
             assert difference.within(torch.float64), difference
@@ -72,7 +72,7 @@ def test_replicas_that_take_turns_do_not_share_statistics(pair):
         ),
     ],
 )
-def test_micro_batches_in_turn_have_statistics_of_their_own(workers, name, counts, micros, rows, recompute):
+def test_micro_batches_taken_in_turn_have_separate_statistics(workers, name, counts, micros, rows, recompute):
     compared = set()
     for result in workers.run(jobs.in_turn, name, counts, micros, rows, recompute):
         for difference in result["differences"]:
@@ -82,7 +82,7 @@ def test_micro_batches_in_turn_have_statistics_of_their_own(workers, name, count
     assert max(compared) > 0
 
 
-def test_batch_statistics_are_of_each_replica_and_running_ones_of_the_first(pair):
+def test_batch_statistics_are_per_replica_and_running_ones_of_the_first_replica(pair):
     for result in pair.run(jobs.normed, (2,)):
         assert result["difference"].within(torch.float32), result["difference"]
         assert result["compared"] and result["buffers"] < 1e-6
@@ -92,7 +92,7 @@ def test_batch_statistics_are_of_each_replica_and_running_ones_of_the_first(pair
     ("name", "counts"),
     [("pictures", (2,)), *(pytest.param(*cell, marks=SLOW) for cell in itertools.product(NAMES, COUNTS[1:4]))],
 )
-def test_verify_holds_shared_statistics_against_one_process(workers, pair, name, counts):
+def test_verify_compares_shared_statistics_with_one_process(workers, pair, name, counts):
     for good, reference, buffers, told in (pair if counts == (2,) else workers).run(jobs.verified, name, counts):
         assert good and buffers, told
         assert "the model itself, over the same micro-batches" in reference

@@ -1,6 +1,6 @@
-"""On CUDA devices: the loss and every gradient of one process, over NCCL and, on one device, over Gloo.
+"""On CUDA devices, loss and gradients equal those of one process, over NCCL and, on one device, over Gloo.
 
-`python benchmarks/gpu_tests.py` runs these and writes what they found, with the device, to a file.
+`python benchmarks/gpu_tests.py` runs these tests and writes the results with the device's name to a file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Record = Callable[[str, object], None]
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(300),  # a deadlock between streams ends here
+    pytest.mark.timeout(300),  # ends deadlocks between streams
     pytest.mark.skipif(not DEVICES, reason="needs a CUDA device; this machine shows none"),
 ]
 two_devices = pytest.mark.skipif(DEVICES < 2, reason=f"needs two CUDA devices; this machine shows {DEVICES}")
@@ -45,7 +45,7 @@ def _check(results: list, dtype: str, record: Record) -> None:
         record(f"gradient_error_against_{device}", f"{one.gradient:.2e}")
     assert found["cuda"].within(getattr(torch, dtype)), found["cuda"]
     against_cpu = found["cpu"]
-    limit = 1e-4 if dtype == "float32" else 1e-10  # sums of another order
+    limit = 1e-4 if dtype == "float32" else 1e-10  # sums in another order
     assert max(abs(against_cpu.loss), against_cpu.gradient, against_cpu.buffer) <= limit, against_cpu
 
 
@@ -103,7 +103,7 @@ def test_a_trace_is_of_the_device(two: Workers) -> None:
         assert all(0 <= start <= end for start, end, _ in own)
         assert all(before[1] <= after[0] for before, after in pairwise(own))
         computes = [end - start for start, end, action in own if action[1] in "FB"]
-        assert min(computes) > 10_000  # no host enqueues a block so slowly, and no device computes it faster
+        assert min(computes) > 10_000  # longer than a host takes to enqueue a block
 
 
 def test_four_stages_talk_over_nccl_on_one_device_without_a_wait_of_the_host(record_property: Record) -> None:

@@ -1,4 +1,4 @@
-"""Batches that not every rank is given: exact as the whole batch of one process, or refused on all ranks."""
+"""Steps in which only some ranks are given the batch: exact, or refused on all ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def _check(pool, name, counts, micros, rows):
 @pytest.mark.parametrize(
     ("name", "counts", "micros", "rows"),
     [
-        ("tied", (2, 1), 2, (8,)),  # tokens are counted, labels are ignored
-        ("late_inputs", (1, 2), 2, (6,)),  # Python values, and inputs that a later stage reads
+        ("tied", (2, 1), 2, (8,)),  # a mean over tokens with ignored labels
+        ("late_inputs", (1, 2), 2, (6,)),  # Python values, and inputs read by a later stage
         pytest.param("tied", (2, 2), 3, (10, 14, 3), marks=SLOW),  # also fewer rows than replicas
         *(
             pytest.param(name, counts, micros, (12, 7, 5, 10), marks=SLOW)
@@ -31,12 +31,12 @@ def _check(pool, name, counts, micros, rows):
         ),
     ],
 )
-def test_a_step_is_that_of_one_process_whatever_ranks_are_given(workers, name, counts, micros, rows):
+def test_a_step_equals_one_process_however_the_batch_is_given(workers, name, counts, micros, rows):
     _check(workers, name, counts, micros, rows)
 
 
 @pytest.mark.parametrize("counts", [(2, 1), pytest.param((3, 1), marks=SLOW), pytest.param((4,), marks=SLOW)])
-def test_masks_do_not_depend_on_who_is_given_what(workers, counts):
+def test_dropout_masks_do_not_depend_on_how_the_batch_is_given(workers, counts):
     for apart in workers.run(data_jobs.masked_shards, counts, 2, 12 if counts[0] == 3 else 8):
         assert max(apart) < 1e-6
 
@@ -45,7 +45,7 @@ def test_a_prediction_needs_the_batch_on_one_rank(pair):
     assert all(pair.run(data_jobs.predicted))
 
 
-def test_what_does_not_fit_together_is_told_on_all_ranks(pair):
+def test_inconsistent_batches_are_refused_on_all_ranks(pair):
     for told in pair.run(data_jobs.refused):
         assert "rank 0 was given no batch" in told["missing"]
         assert "rank 0 was given no batch" in told["evaluated"]
@@ -54,11 +54,11 @@ def test_what_does_not_fit_together_is_told_on_all_ranks(pair):
         assert "sharded= differs" in told["mixed"]
 
 
-def test_ranks_without_a_batch_follow_what_it_answers(pair):
+def test_ranks_without_the_batch_follow_branches_on_its_values(pair):
     for apart, _ in pair.run(data_jobs.asks, (1, 1), False):
         assert len(apart) == 3 and max(apart) < 1e-5
 
 
-def test_shards_do_not_answer_for_the_whole_batch(pair):
+def test_a_model_that_reads_values_of_the_batch_refuses_shards(pair):
     for _, told in pair.run(data_jobs.asks, (2,), True):
         assert "reads numbers of the whole batch" in told

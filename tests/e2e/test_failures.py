@@ -1,4 +1,4 @@
-"""A worker that dies or raises takes the others down within seconds; the first cause is told once, with its place."""
+"""A worker that dies or raises ends the others within seconds, and the first cause is reported once with its place."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def alive(pid: int) -> bool:
 
 
 def fail(workers: Workers, job, *args) -> RunError:
-    """Run a job that fails; returns its error.  No process may be left."""
-    workers.run(os.getpid)  # processes are up
+    """Run a job that fails and return its error. No process may be left."""
+    workers.run(os.getpid)  # starts the processes
     pids = workers.pids
     assert len(pids) == WORLD
     with pytest.raises(RunError) as caught:
@@ -49,7 +49,7 @@ def fail(workers: Workers, job, *args) -> RunError:
         pytest.param("idle", 1, "between steps", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_worker_takes_all_down_in_seconds_and_is_named(workers, tmp_path, phase, calls, words, capfd):
+def test_a_killed_worker_is_named_and_ends_all_others_in_seconds(workers, tmp_path, phase, calls, words, capfd):
     clock = tmp_path / "clock"
     error = fail(workers, struck, phase, "kill", calls, str(clock))
     assert time.monotonic() - float(clock.read_text()) <= LIMIT_S
@@ -72,7 +72,7 @@ def test_a_worker_that_exits_is_named_with_its_code(workers, tmp_path):
     ("schedule", "calls", "micro"),
     [pytest.param(*case, marks=pytest.mark.slow) for case in (("1f1b", 3, 2), ("gpipe", 6, 1))],
 )
-def test_an_op_that_raises_is_told_once_with_stage_micro_batch_and_module(workers, schedule, calls, micro):
+def test_an_op_that_raises_is_reported_once_with_stage_micro_batch_and_module(workers, schedule, calls, micro):
     error = fail(workers, struck, "forward", "raise", calls, "", schedule)
     text = str(error)
     assert type(error) is StageError
@@ -84,7 +84,7 @@ def test_an_op_that_raises_is_told_once_with_stage_micro_batch_and_module(worker
 
 
 @pytest.mark.slow
-def test_an_op_that_raises_in_the_backward_is_told_with_stage_and_micro_batch(workers):
+def test_an_op_that_raises_in_the_backward_is_reported_with_stage_and_micro_batch(workers):
     error = fail(workers, struck, "backward", "raise", 2, "")
     assert type(error) is StageError
     assert "stage 2, micro-batch 1, backward" in str(error)

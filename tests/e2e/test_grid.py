@@ -1,6 +1,6 @@
-"""Real architectures through real stages: the loss and every gradient of one process, exactly.
+"""Loss and gradients of real architectures in real stages equal those of one process.
 
-A telling subset runs by default (every kind of model, every schedule); the whole grid is behind the `slow` marker.
+A representative subset runs by default (every kind of model, every schedule); the whole grid is marked `slow`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _SPREAD = list(itertools.product(SCHEDULES, (3, 4)))
 SUBSET = [(name, *_SPREAD[i % len(_SPREAD)]) for i, name in enumerate(CASES)]
 FOUR = ("gpt2", "resnet")
 TWO = ("llama_tied", "bert", "t5", "mixtral")
-"""By default: a decoder and batch statistics in four stages; tied weights, an encoder, both, and experts in two."""
-AGAIN = ("llama_tied", "mixtral")
-"""By default these two compute all activations again."""
+"""Default models in two stages: tied weights, an encoder, an encoder-decoder, and experts."""
+RECOMPUTED = ("llama_tied", "mixtral")
+"""Default models that recompute all activations."""
 DOUBLE = [name for name, case in CASES.items() if case.double]
 
 
@@ -42,11 +42,11 @@ def test_a_real_model_in_four_stages_trains_as_in_one_process(workers, name, sch
 
 @pytest.mark.parametrize(("name", "schedule", "micros"), [case for case in SUBSET if case[0] in TWO])
 def test_a_real_model_in_two_stages_trains_as_in_one_process(pair, name, schedule, micros):
-    _check(pair, name, 2, schedule, micros, recompute="all" if name in AGAIN else "auto")
+    _check(pair, name, 2, schedule, micros, recompute="all" if name in RECOMPUTED else "auto")
 
 
 @pytest.mark.parametrize("name", [pytest.param("t5", marks=pytest.mark.slow), "vit"])
-def test_in_double_precision_the_error_is_rounding_alone(pair, name):
+def test_in_double_precision_only_rounding_errors_are_left(pair, name):
     _check(pair, name, 2, "1f1b", 4, dtype="float64")
 
 
@@ -58,7 +58,7 @@ def test_the_whole_grid_equals_one_process(workers, name, stages, schedule, micr
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "stages"), list(itertools.product(CASES, (1, 2, 4))))
-def test_all_activations_computed_again_give_what_one_process_gives(workers, name, stages):
+def test_recomputing_all_activations_equals_one_process(workers, name, stages):
     _check(workers, name, stages, "1f1b", 3, recompute="all")
 
 

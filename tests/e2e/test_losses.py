@@ -1,4 +1,4 @@
-"""Losses of several terms that count different things, and masks made in forward(), as the plain model has them."""
+"""Losses of several terms with different counts, and masks made in forward(), equal those of one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = [name if name not in SLOW else pytest.param(name, marks=pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_is_exact_also_where_a_micro_batch_counts_nothing(pair: Workers, name: str) -> None:
+def test_a_step_is_exact_even_if_a_micro_batch_counts_nothing(pair: Workers, name: str) -> None:
     losses, gradients, error = pair.run(jobs.piped, name)[0]
     expected, plain = jobs.alone(name)
     assert error is None, error
@@ -26,7 +26,7 @@ def test_a_step_is_exact_also_where_a_micro_batch_counts_nothing(pair: Workers, 
             torch.testing.assert_close(found[parameter], gradient, rtol=1e-10, atol=1e-13)
 
 
-def test_a_loss_function_with_parameters_is_trained_saved_and_brought_back(pair: Workers) -> None:
+def test_a_loss_function_with_parameters_is_trained_saved_and_loaded(pair: Workers) -> None:
     losses, gradients, state = learned.alone()
     for found, kept, (loaded, plain) in pair.run(learned.piped):
         assert found[0] == pytest.approx(losses, rel=1e-10)
@@ -53,6 +53,6 @@ def test_verify_compares_the_parameters_of_a_loss_function_and_leaves_it_as_it_w
         pytest.param("a method", "a parameter that belongs to neither the model nor", marks=pytest.mark.slow),
     ],
 )
-def test_parameters_that_nobody_would_train_are_refused(pair: Workers, kind: str, words: str) -> None:
+def test_loss_parameters_that_would_not_be_trained_are_refused(pair: Workers, kind: str, words: str) -> None:
     for error in pair.run(learned.refused, kind):
         assert error is not None and words in error.what and error.fix

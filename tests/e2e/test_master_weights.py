@@ -1,4 +1,4 @@
-"""fp32 masters over stages and replicas are those that one process keeps by hand, to the bit."""
+"""fp32 master weights over stages and replicas equal a hand-written loop in one process, bit by bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
         {"stages": 1, "replicas": 2, "zero": 1, "bucket_bytes": 2000},
     ],
 )
-def test_ten_steps_are_those_of_masters_kept_by_hand(pair, options):
+def test_ten_steps_equal_a_hand_written_loop_with_master_weights(pair, options):
     results = pair.run(partial(master_jobs.trained, **options))
     for wrong, left, masters in results:
         assert (wrong, left) == ([], [])
@@ -46,7 +46,7 @@ def test_ten_steps_are_those_of_masters_kept_by_hand(pair, options):
         ("tied", (2, 2), {"transport": "fake-nccl"}),
     ],
 )
-def test_owners_alone_have_masters_and_train_as_all(workers, name, counts, options):
+def test_sharing_master_weights_trains_like_full_copies(workers, name, counts, options):
     shared_state(workers, name, counts, **options, master_weights=True)
 
 
@@ -59,11 +59,11 @@ def test_owners_alone_have_masters_and_train_as_all(workers, name, counts, optio
         ({"stages": 1, "zero": 0}, {"stages": 1, "zero": 1}, 2),
     ],
 )
-def test_masters_and_their_gradients_move_to_another_plan(pair, first, second, replicas):
+def test_master_weights_and_their_gradients_move_to_another_plan(pair, first, second, replicas):
     assert pair.run(master_jobs.adopted, first, second, replicas) == [[], []]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("options", [{"stages": 2}, {"stages": 1, "replicas": 2, "zero": 1}])
-def test_a_checkpoint_has_the_masters_exactly(pair, when, options):
+def test_a_checkpoint_holds_the_exact_master_weights(pair, when, options):
     assert pair.run(partial(master_jobs.resumed, when, **options)) == [[], []]

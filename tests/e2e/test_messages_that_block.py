@@ -1,4 +1,4 @@
-"""Pipelines over a transport under which posting blocks, as NCCL's may: none hangs, and what would is seen to."""
+"""Pipelines over a transport whose posts may block, as NCCL's may: none hangs, and a program that would is reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopart.runtime.launch.local import Workers, launch
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_fake_does_what_nccl_does(workers: Workers, name: str) -> None:
+def test_the_fake_transport_behaves_like_nccl(workers: Workers, name: str) -> None:
     found = workers.run(played, name)
     assert (WRONG if WRONG in found else HANG if HANG in found else FINE) == CASES[name].strict, found
 
@@ -48,6 +48,6 @@ def test_several_stages_on_a_rank_run_where_every_message_blocks(pair: Workers) 
     assert max(f["gradients"] for f in found) < 1e-5, [f["worst"] for f in found]
 
 
-def test_receives_posted_before_the_first_action_hang_and_are_named() -> None:
-    with pytest.raises(WorkerError, match=r"stands at: receive \dS[FB]\d>\d"):
+def test_receives_posted_before_the_first_action_hang_and_are_reported() -> None:
+    with pytest.raises(WorkerError, match=r"hangs at: receive \dS[FB]\d>\d"):
         launch(receives_first, 2, timeout=120)

@@ -1,4 +1,4 @@
-"""Models and scripts made to fool a capture: exactly the plain model's loss and gradients, or a refusal by name."""
+"""Models and scripts that could mislead a capture: a step equals one process or is refused with the reason."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_a_script_trains_as_in_one_process(pair: Workers, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_script_that_cannot_be_exact_is_refused_by_name(pair: Workers, name: str) -> None:
+def test_a_script_that_cannot_be_exact_is_refused_with_the_reason(pair: Workers, name: str) -> None:
     losses, gradients, error = pair.run(jobs.piped, name)[0]
     kind, words = REFUSED[name]
     assert type(error) is kind and words in str(error) and error.fix
-    if losses:  # up to there it was exact
+    if losses:  # steps before the refusal were exact
         expected, plain = jobs.alone(name)
         assert losses == pytest.approx(expected[: len(losses)], rel=1e-5)
         assert_gradients(gradients[0], plain[0])
@@ -64,7 +64,7 @@ def assert_gradients(found: dict[str, Any], wanted: dict[str, torch.Tensor]) -> 
     assert wanted.keys() <= found.keys()
 
 
-def test_after_close_the_model_holds_what_was_trained_and_training_goes_on_from_there(pair: Workers) -> None:
+def test_after_close_the_model_holds_the_trained_weights_and_can_be_compiled_again(pair: Workers) -> None:
     expected, plain = jobs.trained_alone(5)
     for losses, synced, closed in pair.run(jobs.trained_and_compiled_again, 3, 2):
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -74,39 +74,39 @@ def test_after_close_the_model_holds_what_was_trained_and_training_goes_on_from_
             torch.testing.assert_close(closed[name], tensor, rtol=1e-5, atol=1e-7)
 
 
-def test_left_out_of_the_model_stale_values_cannot_be_saved(pair: Workers) -> None:
+def test_closing_without_sync_empties_tensors_of_other_ranks(pair: Workers) -> None:
     held = pair.run(jobs.closed_without_sync)
     for mine, sizes in held:
         assert mine and all((size > 0) == (name in mine) for name, size in sizes.items())
     assert sorted(name for mine, _ in held for name in mine) == sorted(jobs.Net().state_dict())
 
 
-def test_a_closed_pipe_takes_no_step(pair: Workers) -> None:
+def test_a_step_of_a_closed_pipe_is_refused(pair: Workers) -> None:
     for error in pair.run(jobs.step_after_close):
         assert type(error) is UsageError and "closed" in error.what
 
 
-def test_dropout_goes_on_where_a_state_was_taken(pair: Workers) -> None:
+def test_dropout_continues_from_a_loaded_state(pair: Workers) -> None:
     for whole, parted, set_by_hand in pair.run(jobs.resumed):
         assert parted == whole and set_by_hand == whole
         assert len(set(whole)) == len(whole)
 
 
 @pytest.mark.parametrize(("first", "second"), [("step", "eval_loss"), ("state_dict", "step"), ("step", "close")])
-def test_ranks_that_make_different_calls_are_told_at_once(pair: Workers, first: str, second: str) -> None:
+def test_different_calls_on_ranks_are_reported_at_once(pair: Workers, first: str, second: str) -> None:
     for error, loss in pair.run(jobs.different_calls, first, second):
         assert type(error) is UsageError and "different calls" in error.what
         assert f"rank 0 calls {first}" in error.why and f"rank 1 calls {second}" in error.why
         assert loss is None or math.isfinite(loss)
 
 
-def test_a_batch_that_one_rank_cannot_read_is_told_to_all_and_training_goes_on(pair: Workers) -> None:
+def test_a_batch_that_one_rank_cannot_read_is_reported_everywhere_and_training_continues(pair: Workers) -> None:
     for error, loss in pair.run(jobs.unreadable_on_one_rank):
         assert "rank 1" in error.where and "bad" in error.what
         assert math.isfinite(loss)
 
 
-def test_a_model_changed_on_one_rank_is_told_to_all(pair: Workers) -> None:
+def test_a_model_changed_on_one_rank_is_reported_everywhere(pair: Workers) -> None:
     for error in pair.run(jobs.changed_on_one_rank):
         assert "changed in different ways" in error.what
         assert "rank 0: no change" in error.why and "rank 1: beta was 0.1 and is 0.9" in error.why

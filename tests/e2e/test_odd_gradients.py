@@ -1,4 +1,4 @@
-"""Gradients that are complex, infinite or of mixed layout on replicas."""
+"""Training with complex, infinite or partly sparse gradients on replicas."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ import autopart
         ("tied", {}, 1e-5),
     ],
 )
-def test_gradients_and_their_norm_are_those_of_one_process(pair, kind, options, tolerance):
+def test_gradients_and_their_norm_equal_one_process(pair, kind, options, tolerance):
     for name, error in pair.run(odd_gradient_jobs.differences, kind, options)[0].items():
         assert error <= tolerance, name
 
 
-def test_what_overflows_when_it_is_rounded_or_added_up_is_refused(pair):
-    """In half precision: 1.5 makes gradients of 45,000, 4 such of 120,000."""
+def test_overflow_in_rounding_or_in_a_sum_is_refused(pair):
+    """In half precision an input of 1.5 makes gradients of 45,000 and an input of 4 gradients of 120,000."""
     assert pair.run(odd_gradient_jobs.overflowing, (1.5, 4.0, 1.5))[0] == [False, True, True]
 
 
-def test_gradients_share_no_version_counter_and_stay_where_they_lie_while_steps_accumulate(pair):
+def test_gradients_share_no_version_counter_and_keep_their_storage_while_steps_accumulate(pair):
     assert pair.run(odd_gradient_jobs.held_between_steps)[0] == (True, True)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_clipping_by_a_norm_that_is_no_number_makes_all_gradients_nan(norm_type):
+def test_clipping_with_a_nan_norm_makes_all_gradients_nan(norm_type):
     with autopart.compile(Complex(), "cpu:1", sample=batch(), costs="analytic", cache=False) as pipe:
         pipe.step(batch())
         parameters = list(pipe.parameters())
@@ -44,7 +44,7 @@ def test_clipping_by_a_norm_that_is_no_number_makes_all_gradients_nan(norm_type)
         assert norm.isnan() and all(torch.isnan(parameter.grad).all() for parameter in parameters)
 
 
-def test_a_state_that_is_none_is_refused():
+def test_an_invalid_state_is_refused():
     with autopart.compile(Complex(), "cpu:1", sample=batch(), costs="analytic", cache=False) as pipe:
         state = pipe.state_dict()
         for wrong in (3, {**state, "out.bias": torch.ones(1, dtype=torch.complex64)}, {}):

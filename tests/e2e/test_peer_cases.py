@@ -1,4 +1,4 @@
-"""Cases that other pipeline systems refuse, crash on or get wrong without a word: exact here."""
+"""Models that other pipeline systems refuse, crash on or silently get wrong: exact here."""
 
 from __future__ import annotations
 
@@ -54,23 +54,23 @@ def test_cuts_between_the_layers_are_exact(workers, name, cuts):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_fourteen_rows_in_four_micro_batches(workers, schedule):
+def test_fourteen_rows_in_four_micro_batches_are_exact(workers, schedule):
     check(workers, "stack", 4, schedule, 4, rows=14)
     check(workers, "tied", 2, schedule, 4, rows=14)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_fewer_micro_batches_than_stages(workers, schedule):
+def test_fewer_micro_batches_than_stages_are_exact(workers, schedule):
     check(workers, "skips", 4, schedule, micros=2)
 
 
-def test_micro_batches_of_one_row(workers):
+def test_micro_batches_of_one_row_are_exact(workers):
     check(workers, "tied", 4, "1f1b", 5, rows=5)
     check(workers, "stack", 4, "gpipe", 3, rows=3)
 
 
 @pytest.mark.parametrize("name", ["stack_sum", "tied", "shared_by_all", "batch_norm"])
-def test_gradients_add_up_over_steps_that_do_not_zero_them(workers, name):
+def test_gradients_accumulate_over_steps_without_zero_grad(workers, name):
     found = workers.run(accumulate, name, 4, "1f1b", 3, [9, 9])[0]
     assert found.within(), found
 
@@ -78,12 +78,12 @@ def test_gradients_add_up_over_steps_that_do_not_zero_them(workers, name):
 @pytest.mark.parametrize(
     ("name", "sizes"), [("stack", [4, 8, 5, 2]), ("late_inputs", [4, 8, 2]), ("batch_norm", [4, 8, 5])]
 )
-def test_a_batch_of_another_size_in_the_next_step(workers, name, sizes):
+def test_the_next_batch_may_have_another_size(workers, name, sizes):
     found = workers.run(accumulate, name, 4, "1f1b", 2, sizes)[0]
     assert found.within(), found
 
 
-def test_a_batch_of_another_sequence_length_in_the_next_step(workers):
+def test_the_next_batch_may_have_another_sequence_length(workers):
     for found in workers.run(lengths, 4, [(4, 5), (8, 5), (4, 9), (6, 3), (4, 5)])[0]:
         assert found.within(), found
 
@@ -97,6 +97,6 @@ def test_frozen_parameters_get_no_gradient_and_the_others_do(workers):
     assert {name for name, (needs, _) in held.items() if needs} == trainable
 
 
-def test_checkpointing_inside_the_model_is_kept_without_a_word(workers):
+def test_activation_checkpointing_inside_the_model_gives_no_warning(workers):
     assert workers.run(warned, "checkpointed")[0] == []
     assert workers.run(warned, "stack")[0] == []

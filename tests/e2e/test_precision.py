@@ -1,4 +1,4 @@
-"""bf16 and fp16 over stages: what torch.autocast and torch.amp.GradScaler do in one process, on every rank."""
+"""bf16 and fp16 over stages match torch.autocast and torch.amp.GradScaler in one process, on every rank."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ SLOW = pytest.mark.slow
 
 ARCHITECTURES = ("tied", "gpt2", "llama", "bert")
 EPS = {"bf16": 2**-7, "fp16": 2**-10}
-"""One rounding: the same rows in calls of other shapes are rounded otherwise."""
+"""Rounding error of one operation: calls of other shapes round differently."""
 NOISE = 5e-2
-"""So far two runs of 50 steps in one process come apart, over other parts of the same rows (up to 4 %)."""
+"""Largest divergence of losses: two runs of 50 steps in one process, split into other parts, differ by up to 4 %."""
 TOGETHER = 1e-4
-"""As long as losses are no further apart, the same steps overflow."""
+"""While losses differ by less than this, overflows must be in the same steps."""
 
 
 def _check(results, precision, steps, at_most=2e-2, first=1e-6):
-    """All ranks have the same losses and scales: those of one process.  at_most: how far apart losses may come, when
-    roundings of earlier steps have grown; first: how far gradients before any update.  Where only one of the two finds
-    an overflow, at the edge of what the type holds, it is a step behind from there on: the last steps must agree."""
+    """Check that losses and scales are equal on all ranks and match one process.
+
+    at_most: allowed divergence of losses after rounding errors of earlier steps have grown; first: allowed error of
+    gradients before any update. If only one side overflows, at the edge of the range, it lags by one step from there
+    on: the last steps must agree.
+    """
     plain, ours = results[0]["plain"], results[0]
     apart = [abs(mine - theirs) / abs(theirs) for mine, theirs in zip(ours["losses"], plain["losses"], strict=True)]
     pairs = zip(ours["scales"], plain["scales"], strict=True)
@@ -55,7 +58,7 @@ def _check(results, precision, steps, at_most=2e-2, first=1e-6):
         ),
     ],
 )
-def test_a_loss_curve_is_that_of_plain_autocast(pair, name, precision, steps, options):
+def test_a_loss_curve_matches_autocast_in_one_process(pair, name, precision, steps, options):
     _check(pair.run(trained, name, precision, steps, options), precision, steps, 1e-6 if steps < 10 else 2e-2)
 
 
@@ -81,10 +84,12 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all_ranks(pair):
         ),
     ],
 )
-def test_replicas_train_as_plain_autocast_does(workers, name, precision, steps, counts):
-    """Beside one process in which each parameter has the gradient over the parts that the replicas of its stage have,
-    so that overflows are found in the same steps.  A part has its own share of the loss: what comes from a stage with
-    another number of replicas may be rounded to the next number in half precision."""
+def test_replicas_match_autocast_in_one_process(workers, name, precision, steps, counts):
+    """The reference sums each parameter's gradient over the parts of its stage's replicas, so that overflows are in the
+    same steps.
+
+    Gradients from a stage with another number of replicas may differ by one rounding in half precision.
+    """
     options = {"stages": len(counts), "replicas": counts}
     results = workers.run(trained, name, precision, steps, options)
     _check(results, precision, steps, at_most=NOISE, first=EPS[precision])
@@ -100,23 +105,23 @@ def test_an_overflow_on_one_replica_skips_the_step_on_all_ranks(workers, pair, r
         assert before["moved"] == after["moved"] == result["trains"]
 
 
-def test_an_overflow_is_raised_on_all_ranks_where_it_is_asked_for(pair):
+def test_non_finite_raise_raises_on_all_ranks(pair):
     for result in pair.run(overflow, "raise"):
         before, at, after = result["seen"]
         assert not before["raised"] and not after["raised"] and after["moved"]
         assert "first.weight on rank 0" in at["raised"] and at["empty"] and not at["moved"]
 
 
-def test_an_overflow_leaves_what_other_steps_added_up(pair):
+def test_an_overflow_keeps_gradients_accumulated_by_other_steps(pair):
     for result in pair.run(accumulated):
         assert result["kept"] and result["twice"] <= 1e-6
 
 
-def test_ranks_with_different_scales_are_told(pair):
+def test_different_loss_scales_on_ranks_are_reported(pair):
     assert all("scaled by 1024 on rank 0 and by 2048 on rank 1" in told for told in pair.run(scales_differ))
 
 
-def test_an_op_without_a_kernel_in_half_precision_is_named_with_its_remedy(pair):
+def test_an_op_without_a_half_precision_kernel_is_named_with_a_fix(pair):
     told = pair.run(no_kernel)
     assert all("bessel_j0" in text and "not implemented for 'Half'" in text for text in told), told
     assert any("precision_jobs.py" in text and "x.float()" in text for text in told), told

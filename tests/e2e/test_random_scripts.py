@@ -1,7 +1,7 @@
-"""Random training scripts: what a pipe computes is what plain torch does, to the end or up to an error of our own.
+"""Random training scripts: a pipe computes what torch does, to the end or up to an error of autopart.
 
-A script is drawn by its number, so that a failure can be played again and a long run can be taken up anywhere:
-`pytest -m slow tests/e2e/test_random_scripts.py -k "1200-"`.
+A script is drawn from a seed, so that a failure can be repeated and a long run resumed anywhere: `pytest -m slow
+tests/e2e/test_random_scripts.py -k "1200-"`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ALONE, PAIRED = range(7), range(2000, 2003)
 
 
 def check(seeds: range, pair: Workers | None, events: int = 12) -> list[Outcome]:
-    """Play scripts here, or on two ranks; fails with the smallest script that differs as this one does."""
+    """Run scripts in this process or on two ranks. Fails with the smallest script that still differs."""
     outcomes = []
     for seed in seeds:
         script = drawn(seed, events)
@@ -29,12 +29,12 @@ def check(seeds: range, pair: Workers | None, events: int = 12) -> list[Outcome]
     return outcomes
 
 
-def test_scripts_on_one_rank_are_as_in_torch_or_refused() -> None:
+def test_scripts_on_one_rank_match_torch_or_are_refused() -> None:
     outcomes = check(ALONE, None)
     assert sum(outcome.calls for outcome in outcomes) > 20
 
 
-def test_scripts_on_two_ranks_are_as_in_torch_or_refused(pair: Workers) -> None:
+def test_scripts_on_two_ranks_match_torch_or_are_refused(pair: Workers) -> None:
     outcomes = check(PAIRED, pair, 8)
     assert sum(outcome.calls for outcome in outcomes) > 5
 
@@ -42,8 +42,8 @@ def test_scripts_on_two_ranks_are_as_in_torch_or_refused(pair: Workers) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("chunk", [f"{first}-{first + CHUNK - 1}" for first in range(0, SCRIPTS, CHUNK)])
-def test_many_scripts_are_as_in_torch_or_refused(chunk: str, pair: Workers) -> None:
-    """Every fourth chunk on two ranks."""
+def test_many_scripts_match_torch_or_are_refused(chunk: str, pair: Workers) -> None:
+    """Every fourth chunk runs on two ranks."""
     first = int(chunk.partition("-")[0])
     outcomes = check(range(first, first + CHUNK), pair if first // CHUNK % 4 == 3 else None)
     assert sum(outcome.kind == "equal" for outcome in outcomes) >= CHUNK // 4

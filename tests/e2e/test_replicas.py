@@ -1,4 +1,4 @@
-"""Stages on several ranks: rows divided, gradients summed, and the results of one process."""
+"""Stages on several ranks: rows are divided, gradients summed, and results equal one process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from autopart.runtime.launch.local import Workers
 
 @pytest.fixture(scope="session")
 def trio(own_cache):
-    """Three processes, none of which is without a stage."""
+    """A pool of three processes, for plans that leave no process idle."""
     with Workers(3, timeout=240) as pool:
         yield pool
 
 
-COUNTS = ((2,), (4,), (2, 1), (1, 2), (2, 2), (3, 1), (1, 3))  # (2,), (4,), (2, 2): copies of a pipeline
-ARCHITECTURES = [name for name, case in CASES.items() if not case.coupled]  # test_batch_statistics.py has the others
+COUNTS = ((2,), (4,), (2, 1), (1, 2), (2, 2), (3, 1), (1, 3))  # (2,), (4,), (2, 2) replicate whole pipelines
+ARCHITECTURES = [name for name, case in CASES.items() if not case.coupled]  # others: test_batch_statistics.py
 
 
 def _check(
@@ -44,27 +44,27 @@ def _check(
 @pytest.mark.parametrize(
     ("name", "counts", "micros", "rows"),
     [
-        ("tied", (2, 1), 2, (7, 7)),  # a tied parameter, labels that are all ignored on one replica
+        ("tied", (2, 1), 2, (7, 7)),  # a tied parameter; all labels ignored on one replica
         ("shared_by_all", (1, 3), 2, (7, 2)),  # then fewer rows than replicas
         ("skips", (2, 2), 3, (10,)),
         pytest.param("unused_grad", (3, 1), 2, (7, 1), marks=pytest.mark.slow),
         pytest.param("transposed", (1, 2), 2, (8,), marks=pytest.mark.slow),
     ],
 )
-def test_replicas_give_what_one_process_gives(workers, name, counts, micros, rows):
+def test_replicas_equal_one_process(workers, name, counts, micros, rows):
     _check(workers, name, counts, micros, rows)
 
 
 @pytest.mark.parametrize(
     ("name", "counts", "micros", "transport"),
     [
-        ("shared_by_all", (1, 3), 4, "auto"),  # tied over stages whose ranks have other micro-batches
+        ("shared_by_all", (1, 3), 4, "auto"),  # tied over stages whose ranks take different micro-batches
         ("skips", (2, 2), 3, "auto"),
         ("skips", (4,), 5, "auto"),
         ("tied", (3, 1), 5, "fake-nccl"),
     ],
 )
-def test_replicas_that_take_micro_batches_in_turn_give_what_one_process_gives(workers, name, counts, micros, transport):
+def test_replicas_that_take_micro_batches_in_turn_equal_one_process(workers, name, counts, micros, transport):
     _check(workers, name, counts, micros, (11, 2), transport=transport, policy="turn")
 
 
@@ -80,8 +80,8 @@ def test_replicas_that_take_micro_batches_in_turn_give_what_one_process_gives(wo
         ("tied", (3, 1, 2, 5), (22, 9), {"zero": 1, "recompute": "all"}),
     ],
 )
-def test_what_is_planned_for_unlike_devices_equals_one_process(workers, pair, name, slower, rows, options):
-    """The planner finds shares of its own."""
+def test_a_plan_for_devices_of_different_speeds_equals_one_process(workers, pair, name, slower, rows, options):
+    """The planner must choose unequal shares."""
     found, planned = (pair if len(slower) == 2 else workers).run(replica_jobs.unlike, name, slower, rows, options)[0]
     unequal = 0
     for ranks, shares in planned:
@@ -110,7 +110,7 @@ def test_replicas_are_equal_bit_by_bit_after_many_steps(workers, name, counts):
 
 
 @pytest.mark.parametrize(("counts", "recompute"), [((3, 1), "off"), ((1, 2), "all")])
-def test_masks_do_not_depend_on_replicas(workers, counts, recompute):
+def test_dropout_masks_do_not_depend_on_replicas(workers, counts, recompute):
     expected, gradients = workers.run(replica_jobs.masked, (1, 1), "off")[0]
     found, others = workers.run(replica_jobs.masked, counts, recompute)[0]
     assert found == pytest.approx(expected, rel=1e-6)
@@ -132,11 +132,11 @@ def test_sparse_gradients_stay_sparse(pair, zero):
         assert all(torch.allclose(result["state"][name], tensor) for name, tensor in state.items())
 
 
-def test_gradients_belong_to_whoever_holds_them_when_a_step_is_over(pair):
+def test_gradients_kept_by_the_user_are_not_changed_by_the_next_step(pair):
     assert pair.run(replica_jobs.held_on_to) == [{"same": True, "apart": True, "freed": True}] * 2
 
 
-def test_replicas_that_bring_batches_of_their_own_are_told(pair):
+def test_replicas_with_different_batches_are_refused(pair):
     for text in pair.run(replica_jobs.given_other_batches):
         assert "different batches" in text and "DistributedSampler" in text
 
@@ -151,14 +151,16 @@ def test_a_pipe_adopts_another_number_of_replicas(workers):
     list(itertools.product(ARCHITECTURES, COUNTS, ("split", "turn"), ("off", "all"))),
 )
 def test_every_architecture_with_replicas_equals_one_process(workers, name, counts, policy, recompute):
-    """Compared after a step and accumulated over another one of fewer rows; parts are uneven, and of four replicas one
-    has none."""
+    """Compared after a step and after accumulating another one with fewer rows.
+
+    Parts are uneven, and one of four replicas has no row.
+    """
     _check(workers, name, counts, 2 if policy == "split" else 4, (10, 7), recompute, policy=policy)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "counts"), list(itertools.product(("gpt2", "bert", "vit"), ((3,), (2, 1), (1, 2)))))
-def test_replicas_on_all_ranks_there_are_equal_one_process(trio, name, counts):
+def test_replicas_on_all_ranks_equal_one_process(trio, name, counts):
     _check(trio, name, counts, 2, (10, 7))
 
 
@@ -185,7 +187,7 @@ def test_replicas_of_every_architecture_are_equal_bit_by_bit_after_many_steps(wo
 def _check_random_plans(workers: Workers, seeds: range) -> None:
     found = workers.run(random_plan_jobs.random_plans, list(seeds))[0]
     assert not [text for text, good in found if good is False]
-    assert sum(good is None for _, good in found) <= 0.6 * len(found)  # most cuts are not behind the loss
+    assert sum(good is None for _, good in found) <= 0.6 * len(found)  # most cuts leave every stage something to train
 
 
 def test_random_models_under_random_plans_equal_one_process(workers):

@@ -1,7 +1,7 @@
-"""Every causal model of the zoo in slices on one, two and four processes, and what else a pipeline does, in slices;
-models that cannot be cut are refused by name, and trained whole where slices are left to the planner.
+"""Every causal model of the zoo in token slices on one, two and four processes, with other features of a pipeline.
 
-The slow ones are a grid: a pool of processes runs all of them, and keeps what it captured.
+Models that cannot be sliced are refused with the reason, and trained on whole sequences with token_slices="auto". One
+pool of processes runs the grid and keeps its captures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODELS = {
     **dict.fromkeys(("llama_eager", "mistral_eager", "gemma2", "bloom", "gptj", "gpt_neo"), ROUNDED),
     **dict.fromkeys(("mixtral", "qwen3_moe"), SINGLE),
 }  # fmt: skip
-"""With padding on the right and labels of -100, or packed documents; and how exact they are."""
+"""Models, with right padding and labels of -100 or packed documents, and the allowed gradient error."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def check(
     print(f"{name} {job[2:6]} {job[8]} {found[0].gradient:.2e} {found[0].worst}")  # shown by pytest -s
     assert len(set(losses)) == 1
     assert found[0].gradient <= MODELS[name] and found[0].buffer <= 1e-12, found[0]
-    assert abs(found[0].loss) <= 1e-6, found[0]  # transformers takes it in fp32
+    assert abs(found[0].loss) <= 1e-6, found[0]  # transformers computes the loss in fp32
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -86,18 +86,18 @@ def test_slices_with_replicas_are_exact(workers: Workers, name: str, replicas: t
         ("llama_tied", {"stages": 2, "schedule": "1f1b", "replicas": (2, 2)}),
     ],
 )
-def test_ten_steps_of_added_up_batches_train_as_one_process_does(workers: Workers, name: str, options: object) -> None:
-    """The second batch has other rows than the one that was compiled for."""
+def test_ten_steps_of_accumulated_batches_equal_one_process(workers: Workers, name: str, options: object) -> None:
+    """The second batch has a different number of rows than the compiled one."""
     for result in workers.run(trained, name, lengths_of(name), 10, (4, 6), {"micro_batches": 2, **options}):
         assert all(abs(mine - theirs) <= 1e-6 * abs(theirs) for mine, theirs in result["losses"])
-        assert result["weights"] <= 1e-6, result["worst"]  # AdamW divides by gradients that are almost zero
+        assert result["weights"] <= 1e-6, result["worst"]  # AdamW divides by near-zero gradients
         mine, theirs = result["evaluated"]
         assert abs(mine - theirs) <= 1e-6 * abs(theirs)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
-def test_half_precision_in_slices_learns_as_on_whole_sequences(pair: Workers, name: str, precision: str) -> None:
+def test_half_precision_in_slices_trains_as_on_whole_sequences(pair: Workers, name: str, precision: str) -> None:
     for slices, whole in pair.run(in_half, name, OF_16, precision, 12):
         assert slices[0] == pytest.approx(whole[0], rel=1e-3)
         assert slices == pytest.approx(whole, rel=5e-2) and slices[-1] < 0.9 * slices[0]
@@ -118,7 +118,7 @@ WHY = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_cut_is_refused_by_name_and_trained_whole(pair: Workers, name: str) -> None:
+def test_models_that_cannot_be_sliced_are_refused_with_the_reason_and_train_whole(pair: Workers, name: str) -> None:
     results = pair.run(trained_whole, name, "float32" if name == "router_loss" else "float64")
     for result in results:
         assert WHY[name] in result["told"] and "leave token_slices out" in result["told"]
@@ -129,8 +129,11 @@ def test_what_cannot_be_cut_is_refused_by_name_and_trained_whole(pair: Workers, 
 
 @pytest.mark.parametrize("slices", [2, 4, 8])
 def test_1f1b_over_slices_keeps_little_more_than_one_sequence(pair: Workers, slices: int) -> None:
-    """(slices + stages - 1) / slices sequences on the first stage, where whole ones are `stages`; and K and V of one
-    sequence more, for those of the next one are there with its first slice.  Attention reads two heads of each."""
+    """The first stage keeps (slices + stages - 1) / slices sequences, where whole sequences would be `stages`.
+
+    In addition it keeps K and V of one sequence, because those of the next sequence are allocated with its first slice.
+    Attention reads two heads of each.
+    """
     lengths = (128 // slices,) * slices
     found = pair.run(kept, "llama_long", lengths, 4)[0]
     assert found["whole"] == pytest.approx(2 * found["one"], rel=0.02)

@@ -1,4 +1,4 @@
-"""Sequences in slices together with recomputation, replicas, dropout and several losses: as of one process."""
+"""Token slices with recomputation, replicas, dropout and several losses equal one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check(workers: Workers, shape: Shape, rows: int, **options: Any) -> Decision
     return decision
 
 
-def test_slices_computed_again_with_dropout_and_two_losses_are_exact(pair: Workers) -> None:
+def test_recomputed_slices_with_dropout_and_two_losses_are_exact(pair: Workers) -> None:
     decision = check(pair, Shape(dropout=0.2, term=True), 4, recompute="all")
     assert all(stage.recompute for stage in decision.stages)
 
@@ -35,14 +35,16 @@ def test_slices_computed_again_with_dropout_and_two_losses_are_exact(pair: Worke
     ids=["attention", "written_out", "window"],
 )
 @pytest.mark.parametrize("recompute", ["all", ("layers.1",), ("layers.0", "layers.2")], ids=str)
-def test_any_group_can_be_computed_again(pair: Workers, shape: Shape, recompute: Any) -> None:
+def test_any_group_can_be_recomputed(pair: Workers, shape: Shape, recompute: Any) -> None:
     check(pair, shape, 6, micro_batches=3, recompute=recompute, schedule="gpipe" if shape.term else "1f1b")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("written_out", [False, True], ids=["attention", "written_out"])
 @pytest.mark.parametrize("recompute", ["off", "all"])
-def test_replicas_of_slices_drop_what_one_process_drops(workers: Workers, written_out: bool, recompute: str) -> None:
+def test_replicas_of_slices_have_the_dropout_masks_of_one_process(
+    workers: Workers, written_out: bool, recompute: str
+) -> None:
     check(workers, Shape(dropout=0.2, written_out=written_out), 8, replicas=2, recompute=recompute)
 
 
@@ -53,7 +55,7 @@ def test_replicas_of_slices_drop_what_one_process_drops(workers: Workers, writte
     [Shape(), Shape(dropout=0.2), Shape(term=True, dropout=0.2), Shape(merged=True), Shape(merged=True, dropout=0.2)],
     ids=["plain", "dropout", "two_losses", "merged", "merged_dropout"],
 )
-def test_stages_divide_the_rows_of_slices_otherwise(workers: Workers, shape: Shape, replicas: Any) -> None:
+def test_stages_may_divide_the_rows_of_slices_differently(workers: Workers, shape: Shape, replicas: Any) -> None:
     decision = check(workers, shape, 14, replicas=replicas)
     assert [len(stage.ranks) for stage in decision.stages] == list(replicas)
 

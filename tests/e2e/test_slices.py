@@ -1,4 +1,4 @@
-"""Sequences in slices, on several processes: loss and gradients are those of one process on whole sequences."""
+"""Token slices on several processes: loss and gradients equal one process on whole sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def check(workers: Workers, *what: object, played: str = "", tolerance: float = 
     results = workers.run(sliced, *what)
     losses, found, orders = zip(*results, strict=True)
     assert len(set(losses)) == 1 and played in orders[0]
-    assert found[0].gradient <= tolerance and abs(found[0].loss) <= 1e-6, found[0]  # transformers takes it in fp32
+    assert found[0].gradient <= tolerance and abs(found[0].loss) <= 1e-6, found[
+        0
+    ]  # transformers computes the loss in fp32
 
 
 @pytest.mark.parametrize(
@@ -28,7 +30,7 @@ def test_slices_on_two_stages_are_exact(pair: Workers, name: str, schedule: str,
     check(pair, name, UNEVEN, 2, schedule, micros, 2 * micros, played=played)
 
 
-def test_what_no_model_can_be_cut_by_is_refused_by_name() -> None:
+def test_models_and_lengths_that_cannot_be_sliced_are_refused() -> None:
     case = CASES["bert"]
     with pytest.raises(TokenRefusal):
         autopart.plan(case.model(), "cpu:2", sample=case.data(2), token_slices=2, costs="analytic")

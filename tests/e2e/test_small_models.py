@@ -1,4 +1,4 @@
-"""The small models of RaNNC's suite through real stages: loss, gradients and buffers of one process."""
+"""The small models of RaNNC's suite in real stages: loss, gradients and buffers equal one process."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_the_whole_grid_of_small_models_equals_one_process(workers, name, stages
     check(workers, name, stages, schedule, micros)
 
 
-def test_a_model_of_one_op_cannot_be_cut_in_four(workers):
+def test_a_model_of_one_op_cannot_be_cut_into_four_stages(workers):
     with pytest.raises(UsageError, match="blocks that can stand apart"):
         workers.run(compare, "one_op", 4, "1f1b", 2, ROWS)
 
 
-def test_left_to_itself_the_planner_idles_what_a_small_model_cannot_use(workers):
+def test_by_default_the_planner_idles_ranks_that_a_small_model_cannot_use(workers):
     results = workers.run(compare, "one_op", None, "1f1b", 2, ROWS)
     assert results[0][2] <= 3 and results[0][1].within()
     assert len({loss for loss, _, _ in results}) == 1

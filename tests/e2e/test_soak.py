@@ -1,4 +1,4 @@
-"""A long run holds what a short one does."""
+"""Long runs do not accumulate memory, file descriptors or threads."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from support.jobs.soak_jobs import soaked
 
 from autopart.runtime.launch.local import Workers
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="what a process holds is read of /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="needs /proc to read the resources of a process"
+)
 GROWTH_BYTES = 1 << 20
-"""Over a thousand steps: a kilobyte that each step left behind would show."""
+"""Allowed growth over a thousand steps: a leak of a kilobyte per step is detected."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Sparse gradients of embeddings: clipped, gathered and summed over stages as the plain model has them."""
+"""Sparse gradients of embeddings are clipped, gathered and summed over stages as in one process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from autopart.runtime.launch.local import Workers
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_embeddings_with_sparse_gradients_train_as_alone(pair: Workers, tied: bool) -> None:
+def test_embeddings_with_sparse_gradients_equal_one_process(pair: Workers, tied: bool) -> None:
     losses, norms, gradients, state = jobs.alone(tied)
     for found in pair.run(jobs.piped, tied):
         assert found[0] == pytest.approx(losses, rel=1e-10)
-        assert found[1] == pytest.approx(norms, rel=1e-6)  # it comes in single precision
+        assert found[1] == pytest.approx(norms, rel=1e-6)  # the norm is in single precision
         for name, gradient in gradients.items():
             torch.testing.assert_close(found[2][name], gradient, rtol=1e-9, atol=1e-12)
         for name, tensor in state.items():

@@ -1,5 +1,7 @@
-"""Killed, stopped or raising, in any phase, a rank or its launcher, under `launch` and torchrun: the cause is named
-once and in time, and no process is left."""
+"""Ranks and launchers that are killed, stopped or raise in any phase, under `launch` and torchrun.
+
+The cause must be reported once and in time, and no process may be left.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,19 @@ from support.jobs.strikes import LAUNCHERS, play
 pytestmark = pytest.mark.timeout(300)
 
 NAMED_S = 15.0
-"""Seconds until the cause is named. How long interpreters take to end is up to the machine's load: no bar on that."""
+"""Seconds until the cause is reported. The time for interpreters to exit depends on the load and is not limited."""
 DEFAULT = {("torchrun", "stop", "forward", "worker")}
-"""What runs by default; `test_launch` and `test_failures` have some of the others, in a pool that is up already."""
+"""Cases that run by default; `test_launch` and `test_failures` cover some others in a running pool."""
 
 CELLS = [
     pytest.param(*cell, id="-".join(cell), marks=[] if cell in DEFAULT else [pytest.mark.slow])
     for cell in itertools.product(LAUNCHERS, HOW, PHASES, WHOM)
-    if cell[1::2] != ("stop", "parent")  # a stopped launcher is continued by who stopped it
+    if cell[1::2] != ("stop", "parent")  # a stopped launcher must be continued by its user
 ]
 
 
 def named_by(launcher: str, how: str, phase: str, whom: str) -> str:
-    """What names the cause, as a pattern; "" where nobody is left to name it."""
+    """Return a pattern of the reported cause, "" if no process is left to report it."""
     rank = 0 if phase == "planning" else 1
     if whom == "parent":
         return {"kill": "", "raise": "KeyboardInterrupt|SignalException"}[how]
@@ -35,7 +37,7 @@ def named_by(launcher: str, how: str, phase: str, whom: str) -> str:
 
 
 @pytest.mark.parametrize(("launcher", "how", "phase", "whom"), CELLS)
-def test_whoever_is_struck_is_named_in_time_and_nothing_is_left(
+def test_a_fault_is_reported_in_time_and_no_process_is_left(
     launcher: str, how: str, phase: str, whom: str, tmp_path: Path
 ) -> None:
     quick = (launcher, how, phase, whom) in DEFAULT
@@ -52,7 +54,7 @@ def test_whoever_is_struck_is_named_in_time_and_nothing_is_left(
 
 
 def told_by(launcher: str, said: str) -> set[str]:
-    """Who tells of the failure as its own: the launching process, with the traceback of a rank, or the rank itself."""
+    """Return the processes that report the failure as their own: the launcher with a rank's traceback, or the rank."""
     if launcher == "launch":
         return set(re.findall(r"^traceback of rank \d|failed first", said, re.M))
     own = r"^\[rank(\d)\]: (?:autopart\.ir\.errors\.StageError: |RuntimeError: the op gave up)"

@@ -1,4 +1,4 @@
-"""Training through stages: optimizers, clipping, evaluation, state and dropout equal those of one process."""
+"""Optimizers, clipping, evaluation, state and dropout over stages equal those of one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from autopart.ir.errors import BatchError, PlanError
         ("stack", 3, "gpipe", 5),
     ],
 )
-def test_optimizer_states_and_weights_are_those_of_one_process(workers, name, split, schedule, clip):
+def test_optimizer_states_and_weights_equal_one_process(workers, name, split, schedule, clip):
     results = workers.run(optimize, name, split, schedule, 4, clip)
     for result in results:
         assert result["sent_whole"]
@@ -57,7 +57,7 @@ def test_copies_of_a_tied_parameter_stay_equal_bit_by_bit(workers):
         assert all(torch.equal(copy, copies[0]) for copy in copies)
 
 
-def test_parameters_stand_on_one_rank_unless_they_are_tied(workers):
+def test_parameters_are_on_one_rank_unless_they_are_tied(workers):
     results = workers.run(optimize, "stack", 4, "1f1b", 1, None)
     names = [name for result in results for name in result["held"]]
     assert sorted(names) == sorted(name for name, _ in ALL["stack"].model().named_parameters())
@@ -69,7 +69,7 @@ def test_clipping_counts_every_parameter_once_as_torch_does(workers, kind):
     for result in results:
         assert result["norm"][0] == pytest.approx(result["norm"][1], rel=1e-5)
         assert result["error"] <= 1e-5, result["worst"]
-        assert result["after"] == pytest.approx(0.01, rel=1e-3)  # what is small enough is left alone
+        assert result["after"] == pytest.approx(0.01, rel=1e-3)  # gradients below the limit are unchanged
     assert len({result["norm"][0] for result in results}) == 1
 
 
@@ -77,7 +77,7 @@ def test_clipping_counts_every_parameter_once_as_torch_does(workers, kind):
     ("name", "stages"),
     [("dropped", 4), ("batch_norm", 2), pytest.param("tied", 4, marks=pytest.mark.slow), ("late_inputs", 3)],
 )
-def test_evaluation_is_the_plain_models_and_leaves_no_trace(workers, name, stages):
+def test_evaluation_equals_one_process_and_changes_nothing(workers, name, stages):
     for result in workers.run(evaluated, name, stages):
         assert result["loss"][0] == pytest.approx(result["loss"][1], rel=1e-5)
         assert result["unchanged"]
@@ -94,7 +94,7 @@ def test_predict_returns_what_the_model_returns(workers, name):
 
 
 @pytest.mark.parametrize("name", ["batch_norm", "tied", "root_parameters"])
-def test_state_goes_into_a_running_pipe_and_a_bad_one_does_not(workers, name):
+def test_a_state_is_loaded_into_a_running_pipe_and_an_invalid_one_is_refused(workers, name):
     results = workers.run(reloaded, name)
     for result in results:
         assert "no.such" in result["refusal"]
@@ -103,7 +103,7 @@ def test_state_goes_into_a_running_pipe_and_a_bad_one_does_not(workers, name):
     assert results[0]["difference"].within(), results[0]["difference"]
 
 
-def test_dropout_is_the_same_for_any_number_of_stages_recomputed_or_not_and_differs_between_steps_and_seeds(workers):
+def test_dropout_depends_on_step_and_seed_but_not_on_stages_or_recomputation(workers):
     losses, gradients, untouched = workers.run(dropout, 1, "1f1b", 5)[0]
     assert len(set(losses)) == 3
     assert untouched
@@ -124,10 +124,10 @@ def test_a_pipe_without_a_sample_is_planned_at_its_first_step(workers):
     assert results[0][1].within(), results[0][1]
 
 
-def test_a_plan_from_a_file_runs_as_it_stands(workers, tmp_path):
+def test_a_plan_file_runs_unchanged(workers, tmp_path):
     case = ALL["tied"]
     options = {"loss_fn": case.loss_fn, "stages": 3, "micro_batches": 2, "costs": "analytic", "schedule": "gpipe"}
-    options |= {"replicas": 1}  # what the runtime has
+    options |= {"replicas": 1}  # one rank per stage
     plan = autopart.plan(case.model(), "cpu:4", sample=case.batch(8), **options)
     path = tmp_path / "plan.json"
     autopart.save_plan(plan, path)
@@ -136,7 +136,7 @@ def test_a_plan_from_a_file_runs_as_it_stands(workers, tmp_path):
     assert results[0][0].within(), results[0][0]
 
 
-def test_pipes_can_be_closed_and_made_again(workers):
+def test_pipes_can_be_closed_and_compiled_again(workers):
     losses = workers.run(reopened, "stack", 3)[0]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) == pytest.approx(losses[2], rel=1e-5)
 
@@ -145,18 +145,18 @@ def test_pipes_can_be_closed_and_made_again(workers):
     ("what", "kind", "words"),
     [("model", PlanError, "different models"), ("batch", BatchError, "shapes")],
 )
-def test_ranks_that_disagree_are_told_before_data_is_sent(workers, what, kind, words):
+def test_disagreeing_ranks_are_refused_before_data_is_sent(workers, what, kind, words):
     with pytest.raises(kind, match=words):
         workers.run(disagreeing, what)
 
 
 @pytest.mark.filterwarnings("ignore:the ranks built different weights")
-def test_ranks_that_built_other_weights_use_those_of_rank_0(workers):
+def test_ranks_with_different_initial_weights_use_those_of_rank_0(workers):
     difference = workers.run(different_weights)[0]
     assert difference.within(), difference
 
 
-def test_a_measured_step_has_every_action_of_every_rank_on_every_rank(workers):
+def test_every_rank_gets_the_actions_of_all_ranks_in_a_timeline(workers):
     results = workers.run(measured, "tied")
     assert all(result["spans"] == results[0]["spans"] for result in results)
     spans = results[0]["spans"]

@@ -1,4 +1,4 @@
-"""Replicas that share the optimizer's state train as those that share nothing, bit by bit, and hold less."""
+"""Replicas that share the optimizer state train bit by bit like replicas with full state, and hold less."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_state_of_every_architecture_is_shared(workers, name, counts):
         ("tied", (2, 2), {"transport": "fake-nccl"}),
     ],
 )
-def test_stages_with_replicas_share_too(workers, name, counts, options):
+def test_replicas_of_pipeline_stages_share_the_state(workers, name, counts, options):
     shared_state(workers, name, counts, **options)
 
 
@@ -48,18 +48,18 @@ def test_stages_with_replicas_share_too(workers, name, counts, options):
     ("counts", "other", "zeros"),
     [((2, 1), (1, 3), (1, 0)), ((1, 3), (2, 2), (0, 1)), ((2, 2), (4,), (1, 1)), ((3, 1), (1, 1), (1, 1))],
 )
-def test_a_pipe_adopts_a_plan_that_shares_otherwise(workers, counts, other, zeros):
+def test_a_pipe_adopts_a_plan_with_different_sharing(workers, counts, other, zeros):
     assert workers.run(zero_jobs.moved, counts, other, zeros)[0].within(torch.float32)
 
 
 @pytest.mark.slow
-def test_values_that_others_own_are_not_left_behind(pair):
+def test_closing_without_sync_empties_parameters_of_other_owners(pair):
     here, there = pair.run(zero_jobs.left_without_values)
     assert here and there and not set(here) & set(there)
 
 
 @pytest.mark.slow
-def test_parameters_are_frozen_and_thawed_as_without_sharing(pair):
+def test_freezing_and_unfreezing_works_with_shared_state(pair):
     whole, shared = (pair.run(zero_jobs.frozen_and_thawed, zero)[0] for zero in (0, 1))
     for before, after in zip(whole, shared, strict=True):
         assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -1,1 +1,1 @@
-"""Graphs, plans, programs and files written or broken for tests."""
+"""Graphs, plans, programs and files that tests write or damage."""

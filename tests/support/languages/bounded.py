@@ -1,4 +1,4 @@
-"""Running something that must end soon and in little memory: in a forked process with limits."""
+"""Runs functions in a forked process with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 SECONDS, BYTES = 2.0, 200 * 2**20
-"""Of processor time, and of memory beyond what this process has already."""
+"""Limits on processor time, and on memory beyond what this process already uses."""
 
 
 def bounded(works: Iterable[Callable[[], str]], *, patience_s: float = 60.0) -> list[tuple[str, float]]:
-    """What each work returns, run one after the other in one forked process, and its seconds of processor time.
+    """Run functions one after the other in one forked process and return each result and its processor time in seconds.
 
-    works: taken one by one in that process, so that what it takes to make them does not count.  A work that raises, or
-    takes all memory, has "failed: ..." instead; one that hangs ends the list with "hung".
+    works: iterated in that process, outside the memory limit. The result of a function that raises or exceeds the
+    memory limit is "failed: ..."; one that hangs ends the list with "hung".
     """
     fork = multiprocessing.get_context("fork")
     results, mine = fork.Pipe(duplex=False)
@@ -47,8 +47,8 @@ def _run(works: Iterable[Callable[[], str]], results: Any) -> None:
         start = time.process_time()
         try:
             said = work()
-        except BaseException as error:  # whatever it is, it must not end the others
+        except BaseException as error:  # no error may end the other functions
             said = f"failed: {type(error).__name__}: {str(error)[:200]}"
-        finally:  # the next one is made without a limit
+        finally:  # the iterator runs without a limit
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         results.send((said, time.process_time() - start))

@@ -1,9 +1,9 @@
-"""What the papers print: their blocks, the commands in them run here, and how the two are compared.
+"""Extracts the code blocks of README.md and docs/, runs their commands and compares the output.
 
-    python tests/support/languages/docs.py      writes what the commands print now into README.md and docs/
+    python tests/support/languages/docs.py      rewrites README.md and docs/ with the current output of the commands
 
-A block marked `console` holds commands behind "$ " and what each prints, word for word; one marked `console varies`
-has numbers that depend on the machine.  The file that a `python` block is called by is there when commands run.
+A block marked `console` holds commands after "$ " and their exact output. In one marked `console varies` the numbers
+depend on the machine. A file named right before a `python` or `yaml` block exists when commands run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a paper."""
+    """A fenced block of a document."""
 
     paper: str
     language: str
@@ -39,7 +39,7 @@ class Block:
     text: str
 
     def answers(self) -> list[tuple[str, list[str]]]:
-        """Each command of a console block with the lines that follow it."""
+        """Return each command of a console block with the lines that follow it."""
         found: list[tuple[str, list[str]]] = []
         for line in self.text.splitlines():
             if line.startswith("$ "):
@@ -50,20 +50,20 @@ class Block:
 
 
 def blocks(paper: Path) -> list[Block]:
-    """The fenced blocks of a paper, in order."""
+    """Return the fenced blocks of a document in order."""
     found = _BLOCK.findall(paper.read_text())
     return [Block(paper.name, language, bool(varies), text) for language, varies, text in found]
 
 
 def write_files(folder: Path) -> None:
-    """Write the files that the papers name right before a block."""
+    """Write the files whose content the documents show."""
     for paper in PAPERS:
         for name, text in _FILE.findall(paper.read_text()):
             (folder / name).write_text(text)
 
 
 def printed(command: str) -> list[str]:
-    """What a command prints in the current folder, without progress and the blank lines at its end."""
+    """Return the lines a command prints in the current folder, without progress lines and trailing blank lines."""
     words = shlex.split(command)
     if words[0] == "cat":
         return Path(words[1]).read_text().splitlines()
@@ -78,7 +78,7 @@ def printed(command: str) -> list[str]:
 
 
 def shape(line: str) -> str:
-    """A line without what depends on the machine: its words, with * for module paths and # for numbers."""
+    """Return a line without machine-dependent parts, with * for module paths and # for numbers."""
     return " ".join(_NUMBER.sub("#", _PATH.sub("*", line.replace("─", ""))).split())
 
 

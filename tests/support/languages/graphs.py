@@ -1,4 +1,4 @@
-"""Graphs, clusters and programs for tests; graphs are written in the language of `autopart.ir.text`."""
+"""Graphs, clusters and programs for tests. Graphs are written in the language of `autopart.ir.text`."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ settings.load_profile("autopart")
 def cluster(
     world: int, *, memory: int | tuple[int, ...] = 1 << 40, latency_ns: int = 0, bytes_per_s: int = 1_000_000_000
 ) -> Cluster:
-    """`world` equal devices on one link; at the default rate a byte takes a nanosecond."""
+    """Return `world` equal devices on one link; at the default rate a byte takes a nanosecond."""
     sizes = (memory,) * world if isinstance(memory, int) else memory
     devices = tuple(Device("cpu", size, 10**12, 10**11) for size in sizes)
     return Cluster(devices, (Level(world, Link(latency_ns, bytes_per_s)),))
 
 
 def layers(count: int, *, size: int = 8) -> Graph:
-    """A residual network: in each layer l the ops l.norm, l.up, l.down and the sum with the stream."""
+    """Return a residual network whose layer l has the ops l.norm, l.up, l.down and the sum with the residual stream."""
     lines = [f"embed:1 #{size} @embed +embed.w:{4 * size} <- ids"]
     stream = "embed"
     for i in range(count):
@@ -56,7 +56,7 @@ def layers(count: int, *, size: int = 8) -> Graph:
 
 @dataclass(frozen=True)
 class ComputedCosts:
-    """A cost model from a function of (rows, device type) to the graph with these costs."""
+    """A cost model from a function that maps (rows, device type) to a graph with costs."""
 
     at: Callable[[int, int], Graph]
 
@@ -68,7 +68,10 @@ class ComputedCosts:
 
 
 def source(g: Graph, c: Cluster) -> PlannerInput:
-    """What `build` plans for: times, saved bytes and values grow with the rows, times shrink with a device's rate."""
+    """Return the planner input for a graph.
+
+    Times, saved bytes and value sizes scale with the rows; times scale inversely with a device's rate.
+    """
     kinds = device_types(c)
 
     def costs_at(rows: int, kind: int) -> Graph:
@@ -87,7 +90,7 @@ def source(g: Graph, c: Cluster) -> PlannerInput:
 
 
 def plan_of(g: Graph, c: Cluster, *, micros: int = 4, rows: tuple[int, ...] | None = None, **request: Any) -> Plan:
-    """The plan for micro-batches of one row, or of these rows.  request: other fields of `Request`."""
+    """Return the plan for micro-batches of one row, or of `rows`. request: other fields of `PlanRequest`."""
     return build(source(g, c), c, PlanRequest(((1,) * micros if rows is None else rows,), **request))
 
 
@@ -96,7 +99,9 @@ def plan_of(g: Graph, c: Cluster, *, micros: int = 4, rows: tuple[int, ...] | No
 
 @st.composite
 def graphs(draw: st.DrawFn, *, least: int = 1, most: int = 12, free: bool = True) -> Graph:
-    """Random DAGs: skips, several readers, inputs read anywhere, tied parameters, updates, ops that may be cloned."""
+    """Draw random DAGs with skips, several readers, late inputs, tied parameters, buffer updates and ops that may be
+    cloned.
+    """
     count = draw(st.integers(least, most))
     small = st.integers(0, 20)
     lines = []
@@ -123,7 +128,7 @@ def graphs(draw: st.DrawFn, *, least: int = 1, most: int = 12, free: bool = True
 
 @st.composite
 def clusters(draw: st.DrawFn, world: int, *, tight: int | None = None) -> Cluster:
-    """Random links in one or two levels; memory up to `tight` bytes when given."""
+    """Draw random links in one or two levels, with memory up to `tight` bytes if given."""
     link = st.builds(Link, st.integers(0, 5), st.sampled_from([10**8, 10**9, 3 * 10**9]))
     memory = st.integers(1, tight) if tight else st.just(1 << 40)
     devices = tuple(Device("cpu", draw(memory), 10**12, 10**11) for _ in range(world))

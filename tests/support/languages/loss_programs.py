@@ -1,7 +1,7 @@
-"""Random small losses, for properties that must hold of every program.
+"""Random small loss programs for property tests.
 
 A program is a list of steps over a growing list of values; the first four are the inputs x (rows, 3, 4), y (rows, 4),
-class numbers t (rows) and a mask m (rows, 3).  Steps that do not run at the sizes tried are left out.
+class numbers t (rows) and a mask m (rows, 3). Steps that fail at the tested sizes are left out.
 """
 
 from __future__ import annotations
@@ -142,7 +142,9 @@ ENDS: dict[str, Op] = {
 
 @dataclass(frozen=True)
 class Program:
-    """steps: op and the places of its operands; end: how a loss is made of the last value, with `mask`'s sign."""
+    """steps: ops and the positions of their operands; end: how the last value becomes a loss, with the sign of
+    `mask`.
+    """
 
     steps: tuple[Step, ...]
     end: str
@@ -150,7 +152,7 @@ class Program:
 
     @property
     def term(self) -> Term:
-        """The program as a loss."""
+        """The program as a loss function."""
 
         def loss(s: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
             values, rows = self.values(s, inputs), inputs[0].shape[0]
@@ -161,7 +163,7 @@ class Program:
         return loss
 
     def values(self, s: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        """The inputs and the result of every step."""
+        """Return the inputs and the result of every step."""
         values, rows = list(inputs), inputs[0].shape[0]
         for name, operands in self.steps:
             values.append(OPS[name](s, rows, *(values[i] for i in operands)))
@@ -169,7 +171,7 @@ class Program:
 
 
 def program(source: random.Random, data: tuple[torch.Tensor, ...]) -> Program:
-    """A program that runs on the whole batch, where its loss is finite, and on each micro-batch."""
+    """Return a program that runs on the whole batch, with a finite loss, and on each micro-batch."""
     model = Terms([], {})
     pieces = list(zip(*(tensor.split(list(MICRO_ROWS)) for tensor in data), strict=True))
     made = Program((), source.choice(list(ENDS)), source.randrange(4))

@@ -1,4 +1,4 @@
-"""Files broken on purpose: documents with parts deleted, doubled, exchanged or absurd, and their text damaged."""
+"""Damaged files: documents with parts deleted, duplicated, exchanged or replaced, and damaged text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOKENS = [
 
 
 def nested(depth: int, lists: bool) -> Any:
-    """An object or list so deep."""
+    """Return an object or list nested to this depth."""
     made: Any = 1
     for _ in range(depth):
         made = [made] if lists else {"a": made}
@@ -41,7 +41,7 @@ def nested(depth: int, lists: bool) -> Any:
 
 
 def mutated(document: Any, draw: random.Random, language: str) -> bytes:
-    """The document, damaged one to three times, as text in "json" or "yaml", which may be damaged too."""
+    """Return the document with up to three mutations as "json" or "yaml" text, which may be damaged too."""
     document = json.loads(json.dumps(document))
     for _ in range(draw.choice([0, 1, 1, 1, 2, 3])):
         document = _damaged(document, draw)
@@ -53,7 +53,7 @@ def mutated(document: Any, draw: random.Random, language: str) -> bytes:
 
 
 def _places(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (holder, key) of a document."""
+    """Yield every (container, key) of a document."""
     for key in list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
         yield node, key
         yield from _places(node[key])
@@ -67,17 +67,17 @@ def _damaged(document: Any, draw: random.Random) -> Any:
     kind = draw.randrange(8)
     if kind == 0:
         del holder[key]
-    elif kind == 1:  # another one beside it
+    elif kind == 1:  # duplicate
         if isinstance(holder, list):
             holder[key:key] = [holder[key]] * draw.choice([1, 1, 2, 3000])
         else:
             holder[draw.choice(["kind", "levels", "stages", "\x1b]0;x\x07", "k" * 9999, str(key) + "_"])] = holder[key]
-    elif kind == 2:  # another key
+    elif kind == 2:  # renamed or reordered
         if isinstance(holder, dict):
             holder[draw.choice([str(key).upper(), "", "__proto__", "\ud800", "version"])] = holder.pop(key)
         else:
             draw.shuffle(holder)
-    elif kind == 3:  # two parts exchanged
+    elif kind == 3:  # replaced by another part
         other, there = draw.choice(places)
         if not any(other[there] is inner[k] for inner, k in _places(holder[key])) and other[there] is not holder:
             holder[key] = json.loads(json.dumps(other[there]))
@@ -92,7 +92,7 @@ def _damaged(document: Any, draw: random.Random) -> Any:
 
 def _as_json(document: Any, draw: random.Random) -> str:
     text = json.dumps(document, indent=draw.choice([None, 1]), ensure_ascii=draw.random() < 0.7)
-    if draw.random() < 0.1 and '": ' in text:  # a key twice
+    if draw.random() < 0.1 and '": ' in text:  # a duplicate key
         at = draw.choice([i for i in range(len(text)) if text.startswith('": ', i)][:200])
         start = text.rfind('"', 0, at)
         text = f'{text[:start]}{text[start:at]}": 1, {text[start:]}'

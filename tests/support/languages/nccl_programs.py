@@ -1,6 +1,6 @@
-"""Programs of messages that NCCL runs, or hangs on: what each rank does, and what has to come of it.
+"""Message programs of two to four ranks and whether NCCL runs them or hangs.
 
-A is the communicator for what 0 sends 1, B that for what 1 sends 0; P is one for both.
+Communicator A carries what rank 0 sends to rank 1, B the other direction, and P both.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ FINE, HANG, WRONG = "fine", "hang", "wrong"
 
 @dataclass(frozen=True)
 class Case:
-    """queues: of each rank.  members: of each communicator.  connected: used before, all of them.  strict, relaxed:
-    what has to come of it when everything takes turns, and when communicators run side by side."""
+    """A message program.
+
+    queues: items of each rank; members: ranks of each communicator; connected: all communicators were used before;
+    strict, relaxed: the outcome when all operations of a rank are serialized, and when communicators run concurrently.
+    """
 
     queues: tuple[tuple[Item, ...], ...]
     members: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {"P": (0, 1)})
@@ -35,17 +38,17 @@ def of(peer: int, message: str, size: int = BYTES) -> Op:
 
 
 def one(comm: str, *ops: Op) -> tuple[Item, ...]:
-    """Posted one after the other."""
+    """Return posts of one op each, in order."""
     return tuple(Post(comm, (op,)) for op in ops)
 
 
 def batch(comm: str, *ops: Op) -> tuple[Item, ...]:
-    """Posted together."""
+    """Return one post of all ops."""
     return (Post(comm, ops),)
 
 
 def _one_f_one_b(*, fused: bool) -> tuple[tuple[Item, ...], ...]:
-    """Three ranks in the steady state: each sends on what it has and takes what comes, together or send first."""
+    """Return three ranks in the steady state of 1F1B. fused: send and receive in one post, otherwise send first."""
 
     def meet(comm: str, send: Op, receive: Op) -> tuple[Item, ...]:
         return batch(comm, send, receive) if fused else one(comm, send, receive)
@@ -77,7 +80,10 @@ _EACH = [range(4)[r - 1] for r in range(4)], [(r + 1) % 4 for r in range(4)]
 
 
 def _ring(*, directed: bool) -> tuple[tuple[Item, ...], ...]:
-    """Four ranks with several stages each: every one posts its receive from before it before its send behind it."""
+    """Return four ranks that each post their receive from the previous rank before their send to the next.
+
+    directed: one communicator per direction of a pair.
+    """
     return tuple(
         (
             *one(f"{before}>{rank}" if directed else "S", of(before, f"m{before}")),
@@ -91,13 +97,15 @@ CASES = {
     "each sends, then receives": Case(
         (one("P", to(1, "a"), of(1, "b")), one("P", to(0, "b"), of(0, "a"))), strict=HANG, relaxed=HANG
     ),
-    "the same, together": Case((batch("P", to(1, "a"), of(1, "b")), batch("P", to(0, "b"), of(0, "a")))),
+    "each sends and receives in one post": Case(
+        (batch("P", to(1, "a"), of(1, "b")), batch("P", to(0, "b"), of(0, "a")))
+    ),
     "one receives first": Case((one("P", to(1, "a"), of(1, "b")), one("P", of(0, "a"), to(0, "b")))),
     "receives first, at the first use": Case(_RECEIVES_FIRST, AB, connected=False, strict=HANG, relaxed=HANG),
     "receives first": Case(_RECEIVES_FIRST, AB, strict=HANG),
     "1F1B, fused": Case(_one_f_one_b(fused=True), PAIRS),
     "1F1B, send first": Case(_one_f_one_b(fused=False), PAIRS, strict=HANG, relaxed=HANG),
-    "a group of three, first used by two": Case(
+    "a group of three first used by two": Case(
         (batch("S", to(1, "a")), batch("S", of(0, "a")), ()), _S, connected=False, strict=HANG, relaxed=HANG
     ),
     "a group of three, after a sum of all": Case(
@@ -106,7 +114,7 @@ CASES = {
     ),
     "a skip in one batch, at the first use": Case(_SKIP, _S, connected=False, strict=HANG),
     "a skip in one batch": Case(_SKIP, _S),
-    "a skip, peer by peer, at the first use": Case(
+    "a skip with one communicator per pair, at the first use": Case(
         (
             (*batch("01", to(1, "a")), *batch("02", to(2, "b"))),
             (*batch("01", of(0, "a")), Compute("F"), *batch("12", to(2, "c"))),
@@ -115,25 +123,25 @@ CASES = {
         PAIRS, connected=False,
     ),
     "a ring on one communicator": Case(_ring(directed=False), {"S": (0, 1, 2, 3)}, strict=HANG, relaxed=HANG),
-    "a ring on directed ones": Case(
+    "a ring on directed communicators": Case(
         _ring(directed=True), {f"{r}>{(r + 1) % 4}": (r, (r + 1) % 4) for r in range(4)}, strict=HANG
     ),
-    "a sum before what another needs for it": Case(
+    "a sum before the message another rank needs first": Case(
         ((Collective("T"), *one("P", to(1, "a"))), (*one("P", of(0, "a")), Collective("T"))),
         {"P": (0, 1), "T": (0, 1)}, strict=HANG,
     ),
-    "a sum that needs what is sent behind it": Case(
+    "a sum that waits for a message sent after it": Case(
         ((Collective("T"), *one("P", to(1, "a"))), (*one("P", of(0, "a")), Wait("P", 0, "a"), Collective("T"))),
         {"P": (0, 1), "T": (0, 1)}, strict=HANG, relaxed=HANG,
     ),
-    "a sum behind the messages": Case(
+    "a sum after the messages": Case(
         ((*one("P", to(1, "a")), Collective("T")), (*one("P", of(0, "a")), Collective("T"))),
         {"P": (0, 1), "T": (0, 1)},
     ),
-    "another number of bytes": Case(
+    "different sizes": Case(
         (batch("P", to(1, "a", 8)), batch("P", of(0, "a", 16))), strict=WRONG, relaxed=WRONG
     ),
-    "another message": Case((batch("P", to(1, "a")), batch("P", of(0, "b"))), strict=WRONG, relaxed=WRONG),
-    "posted on one end alone": Case((batch("P", to(1, "a")), ()), strict=HANG, relaxed=HANG),
+    "different messages": Case((batch("P", to(1, "a")), batch("P", of(0, "b"))), strict=WRONG, relaxed=WRONG),
+    "posted on one end only": Case((batch("P", to(1, "a")), ()), strict=HANG, relaxed=HANG),
 }  # fmt: skip
-"""By what they are about."""
+"""Programs by description."""

@@ -1,4 +1,4 @@
-"""A collective from outside: the norm of the gradients of all stages, as every rank knows it at the end of a step."""
+"""A user-defined collective: the norm of the gradients of all stages, known to every rank at the end of a step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from autopart.runtime.sums.reduce import COLLECTIVES, Doing
 from support.jobs.engine_jobs import step
 
 FOUND: list[float] = []
-"""The norms of the steps of this process."""
+"""The norms of this process's steps."""
 
 
 def open_norm(world: World, program: Program) -> Doing:
-    """What a rank does: a parameter of several stages counts on the first of its ranks."""
+    """Return the collective of a rank. A parameter of several stages counts on the first of its ranks."""
     owner = {name: program.ranks_of(stages)[0] for name, stages in program.tied}
 
     def norm(action: Action, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -39,7 +39,7 @@ def forget_norm() -> None:
 
 
 def played() -> tuple[list[str], float, float]:
-    """What this rank played, the norm that it found, and that of this step's gradients in one process."""
+    """Return the actions of this rank, the norm it found, and the norm of the gradients in one process."""
     register_norm()
     try:
         result = step((0, 1, 0, 1), "interleaved", 2)

@@ -1,4 +1,4 @@
-"""A cost source of a user's: the times of whole modules, as a profiler of his own gave them."""
+"""A user-defined cost source: times of whole modules from the user's own profiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODULE_NS = {"0": 9_000_000, "2": 1_000_000, "4": 1_000_000, "6": 1_000_000}
 
 
 def by_module(captured: Captured, device: Device) -> CostedGraph:
-    """Each module's time on one of its ops, its backward twice that; memory as it is estimated."""
+    """Assign each module's time to one of its ops, the backward time twice that, with estimated memory."""
     graph, left = analytic_costs(captured.graph, device), dict(MODULE_NS)
     ops = []
     for op in graph.ops:

@@ -1,4 +1,4 @@
-"""A user's own interleaved schedule, and a plan by hand that runs it; importable on the ranks of a pool."""
+"""A user-defined interleaved schedule and a hand-written plan for it, importable on the ranks of a pool."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from autopart.passes.program.schedules import register
 
 ROWS, WIDTH, STAGES, RANKS, MICROS = 8, 6, 4, 2, 4
 
-# -- what a user writes ------------------------------------------------------------------------------------------
+# -- code that a user writes ------------------------------------------------------------------------------------------
 
 
 def in_groups(stages: int, micro_batches: int) -> list[list[str]]:
-    """Interleaved 1F1B (Megatron-LM, SC 2021, section 2.2): worker w has the stages w, w + 2, ...; micro-batches come
-    in groups of two.  Raises ValueError for other numbers of micro-batches."""
+    """Interleaved 1F1B (Megatron-LM, SC 2021, section 2.2): worker w has the stages w, w + 2, ...
+
+    Micro-batches come in groups of two. Raises ValueError for other numbers of micro-batches.
+    """
     if micro_batches % RANKS:
         raise ValueError(f"micro-batches come in groups of {RANKS}, not {micro_batches}")
     orders = []
@@ -35,11 +37,11 @@ def in_groups(stages: int, micro_batches: int) -> list[list[str]]:
     return orders
 
 
-# -- what is done with it ----------------------------------------------------------------------------------------
+# -- training with the schedule ----------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
-    """Four layers, each in a stage of its own; tied: three of them share a weight."""
+    """Four layers, one per stage. tied: three of them share a weight."""
 
     def __init__(self, *, tied: bool) -> None:
         super().__init__()
@@ -56,13 +58,13 @@ class Net(nn.Module):
 
 
 def net(*, tied: bool) -> nn.Module:
-    """With the same numbers everywhere."""
+    """Return the model with the same weights on every rank."""
     torch.manual_seed(0)
     return Net(tied=tied).double()
 
 
 def batch(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets."""
+    """Return inputs and targets."""
     generator = torch.Generator().manual_seed(seed)
     x, y = (torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
     return x, y
@@ -72,7 +74,7 @@ OPTIONS: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "costs": "analytic
 
 
 def two_stages_a_rank(*, tied: bool) -> autopart.Plan:
-    """The stages of a plan for four ranks, on two."""
+    """Return a plan for four ranks, rewritten to two ranks with two stages each."""
     schedule = register(in_groups)
     cuts = tuple(f"layers.{layer}" for layer in range(1, STAGES))
     plan = autopart.plan(
@@ -84,7 +86,7 @@ def two_stages_a_rank(*, tied: bool) -> autopart.Plan:
 
 
 def trained(plan: autopart.Plan, steps: int, tied: bool) -> dict[str, Any]:
-    """On every rank: losses, gradients and predictions of the pipeline and of one process."""
+    """Train and return losses, gradient errors and predictions of the pipeline and of one process on every rank."""
     register(in_groups)
     torch.set_num_threads(1)
     loss_fn = OPTIONS["loss_fn"]

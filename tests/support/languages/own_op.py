@@ -1,4 +1,4 @@
-"""A user's own op, taught to autopart by one row of the table of ops; importable on the ranks of a pool."""
+"""A user-defined op, registered with one row in autopart's op table; importable on the ranks of a pool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 import autopart
 from autopart.passes.ops.table import OpRow, register
 
-# -- what a user writes ------------------------------------------------------------------------------------------
+# -- code that a user writes ------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("own::project", mutates_args=())
@@ -36,7 +36,7 @@ class Projection(nn.Module):
 
 
 class Projections(nn.Module):
-    """Four layers, and the mean of their last result as a loss."""
+    """Four layers with the mean of the last result as the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def batch() -> torch.Tensor:
 
 
 def verified(stages: int) -> tuple[bool, int, int]:
-    """On every rank: whether a step equals one process's, and the stages and micro-batches it ran with."""
+    """Return on every rank whether a step equals one process's, and the stages and micro-batches it used."""
     torch.set_num_threads(1)
     options = {"costs": "analytic", "stages": stages, "micro_batches": 4}
     result = autopart.verify(Projections(), f"cpu:{stages}", sample=batch(), **options)

@@ -1,4 +1,4 @@
-"""A report of a user's: how long each rank of a step does not compute."""
+"""A user-defined report: how long each rank of a step is idle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from autopart.ir.timeline import Timeline
 
 
 def idle_table(step: Timeline) -> str:
-    """A line for each rank: milliseconds of the step in which it does not compute, and their share of it."""
+    """Return a table with the idle milliseconds of each rank and their share of the step."""
     grid = [["rank", "idle ms", "share"]]
     for rank in sorted({span.rank for span in step.spans}):
         idle_ns = step.step_ns - step.busy_ns(rank)

@@ -1,4 +1,4 @@
-"""A user's own schedule; importable on the ranks of a pool."""
+"""A user-defined schedule, importable on the ranks of a pool."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import nn
 
 import autopart
 
-# -- what a user writes ------------------------------------------------------------------------------------------
+# -- code that a user writes ------------------------------------------------------------------------------------------
 
 
 def eager_first_stage(stages: int, micro_batches: int) -> list[list[str]]:
-    """1F1B, but the first stage runs all its forwards at once."""
+    """1F1B in which the first stage runs all its forwards first."""
     orders = []
     for stage in range(stages):
         forward = [f"{stage}F{i}" for i in range(micro_batches)]
@@ -26,11 +26,11 @@ def eager_first_stage(stages: int, micro_batches: int) -> list[list[str]]:
     return orders
 
 
-# -- what is done with it ----------------------------------------------------------------------------------------
+# -- training with the schedule ----------------------------------------------------------------------------------------
 
 
 def verified() -> tuple[bool, list[str]]:
-    """On every rank: whether a step equals one process's, and the computes that the first rank really did."""
+    """Return on every rank whether a step equals one process's, and the computations of the first rank in order."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())))

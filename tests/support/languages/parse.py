@@ -1,4 +1,4 @@
-"""From text back to graphs and decisions, in the language of `ir.text`."""
+"""A parser of graphs and decisions written in the language of `autopart.ir.text`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHOWN = 200  # characters of a statement that a message quotes
 
 @dataclass
 class _Draft:
-    """A graph so far.  declared: parameters by name, in order."""
+    """The graph parsed so far."""
 
     input_bytes: int
     rows: int = 1
@@ -44,9 +44,9 @@ class _Draft:
 
 
 def parse_graph(text: str, *, input_bytes: int = DEFAULT_BYTES) -> Graph:
-    """The graph that a text says, checked; the inverse of `graph_text` for what the language covers (`ir.text`).
+    """Parse and check a graph; the inverse of `graph_text` for what the language covers (`ir.text`).
 
-    input_bytes: of inputs whose size the text does not say.  Raises GraphError with the statement.
+    input_bytes: size of inputs without a stated size. Raises GraphError with the statement.
     """
     draft = _Draft(input_bytes)
     for statement in _SEPARATOR.split(text):
@@ -141,7 +141,7 @@ def _op(draft: _Draft, words: list[str]) -> None:
 
 
 def _parted(words: list[str]) -> tuple[list[str], list[str], list[str] | None]:
-    """What stands before the arrows, what is read, and what is written where that is said."""
+    """Return the words before the arrows, those read, and those written, or None where no output is stated."""
     writes = None
     if "->" in words:
         at = words.index("->")
@@ -153,7 +153,7 @@ def _parted(words: list[str]) -> tuple[list[str], list[str], list[str] | None]:
 
 
 class _Marks:
-    """What the marks of an op say; parameters that they name first are declared in the draft."""
+    """The marks of an op. Parameters mentioned first by a mark are declared in the draft."""
 
     def __init__(self, draft: _Draft, name: str) -> None:
         self._draft = draft
@@ -165,7 +165,7 @@ class _Marks:
         self.parts: tuple[str, ...] = (name,)
 
     def take(self, word: str) -> None:
-        """Note one mark; raises ValueError for what is none."""
+        """Read one mark. Raises ValueError for an unknown one."""
         sign, rest = word[0], word[1:]
         if sign in self.numbers:
             self.numbers[sign] = int(rest)
@@ -188,7 +188,7 @@ class _Marks:
 
 
 def _declared(draft: _Draft, word: str) -> str:
-    """The name of a parameter, which is new to the draft or has been declared."""
+    """Return the name of a parameter, declaring it in the draft if it is new."""
     found = _PARAM.match(word[1:])
     if word[0] not in PARAM_SIGNS or not found:
         raise ValueError(f"{word!r} is not a parameter")
@@ -204,7 +204,7 @@ def _declared(draft: _Draft, word: str) -> str:
 
 
 def _values(words: Sequence[str], size_bytes: int, *, grad: bool) -> list[Value]:
-    """Values with the sizes that follow them, `size_bytes` where none does; a name may end in "-"."""
+    """Return values with the sizes that follow them, or `size_bytes`. A name ending in "-" has no gradient."""
     found: list[Value] = []
     for word in words:
         if word.startswith("#") and found:
@@ -224,7 +224,7 @@ def _value(name: str, size: str, *, grad: bool) -> Value:
 
 
 def _size(text: str, *, one: bool = False) -> tuple[int, str, tuple[int, ...], int | None]:
-    """(bytes, dtype, shape, axis of the rows); without a dtype the shape is the bytes, or `one` number."""
+    """Return (bytes, dtype, shape, axis of the rows). Without a dtype the shape is the bytes, or `one` number."""
     found = _SIZE.match(text)
     if not found:
         raise ValueError(f"{text!r} is not a size")
@@ -237,7 +237,7 @@ def _size(text: str, *, one: bool = False) -> tuple[int, str, tuple[int, ...], i
 
 
 def parse_decision(text: str) -> Decision:
-    """The decision that a text says, as it is, not checked; the inverse of `decision_text` where names have no blanks.
+    """Parse a decision without checking it; the inverse of `decision_text` where names have no blanks.
 
     Raises PlanError with the line.
     """

@@ -1,4 +1,4 @@
-"""Programs in tests: what each rank plays, as text."""
+"""Programs as text, by rank."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from autopart.ir.program import Program
 
 
 def parts_text(program: Program) -> str:
-    """A line for each rank: its part of the order."""
+    """Return a line for each rank with its actions in order."""
     return "\n".join(" ".join(map(str, part)) for part in program.parts(range(program.world)))

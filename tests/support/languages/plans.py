@@ -1,4 +1,4 @@
-"""Plans for tests: any valid one, and one with other fields."""
+"""Plans for tests: strategies for valid plans, an example, and copies with changed fields."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = st.text(st.characters(codec="utf-8"), max_size=12)
 
 
 def changed(plan: Plan, **changes: Any) -> Plan:
-    """The plan with other values for these fields, in whichever section each of them stands."""
+    """Return the plan with other values for these fields, whichever section each belongs to."""
     for section in fields(plan):
         old = getattr(plan, section.name)
         mine = {field.name: changes.pop(field.name) for field in fields(old) if field.name in changes}
@@ -35,7 +35,7 @@ def changed(plan: Plan, **changes: Any) -> Plan:
 
 
 def example() -> Plan:
-    """Two stages on two ranks, with everything filled in."""
+    """Return a plan of two stages on two ranks with every field filled in."""
     estimate = Estimate(*range(1, 10))
     return Plan(
         Provenance("g", "s", "2.13.0+cpu"),
@@ -46,7 +46,7 @@ def example() -> Plan:
 
 @st.composite
 def _stages(draw: st.DrawFn, ops: tuple[str, ...], ranks: tuple[int, ...]) -> Stage:
-    """A stage on one rank or on all of these, that recomputes up to two groups of its ops."""
+    """Draw a stage on one rank or on all of `ranks` that recomputes up to two groups of its ops."""
     again = draw(st.integers(0, len(ops)))
     groups = tuple(group for group in (ops[: again // 2], ops[again // 2 : again]) if group)
     return Stage(ops, ranks if draw(st.booleans()) else ranks[:1], groups)
@@ -54,7 +54,7 @@ def _stages(draw: st.DrawFn, ops: tuple[str, ...], ranks: tuple[int, ...]) -> St
 
 @st.composite
 def decisions(draw: st.DrawFn, words: st.SearchStrategy[str] = WORDS) -> Decision:
-    """Any valid decision.  words: names of ops."""
+    """Draw any valid decision. words: names of ops."""
     count = draw(st.integers(1, 4))
     ranks = draw(st.permutations(range(count + draw(st.integers(0, 2)))))
     names = draw(st.lists(words, min_size=count, max_size=12, unique=True))
@@ -75,7 +75,7 @@ def decisions(draw: st.DrawFn, words: st.SearchStrategy[str] = WORDS) -> Decisio
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Any valid plan."""
+    """Draw any valid plan."""
     decision = draw(decisions())
     estimates = st.builds(Estimate, **dict.fromkeys(Estimate.__dataclass_fields__, SIZES))
     report = Report(

@@ -1,4 +1,4 @@
-"""Programs of a small graph with skips, cut and placed by hand."""
+"""Programs of a small graph with skips, with given stages and ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autopart.passes.program.routing import route
 from support.languages.graphs import graph
 
 SKIPS = "a +w <- x; b <- a y; c <- b a; d +w <- c b"
-"""Four ops with skips, an input read late and a tied parameter."""
+"""Four ops with skips, a late input and a tied parameter."""
 
 
 def program(

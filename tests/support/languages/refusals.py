@@ -1,4 +1,4 @@
-"""What tests of bad input share: a small model, ways to compile and plan it, and the check of an error."""
+"""A small model for tests of invalid input, functions to compile and plan it, and a check of the error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ X = batch()[0]
 
 
 class Body(nn.Module):
-    """One linear layer; `body` is what forward does."""
+    """One linear layer; `body` is its forward()."""
 
     def __init__(self, body: Callable[..., Any] = lambda m, x: m.linear(x).mean()) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def compiled(model: Any, sample: Any, cluster: Any = "cpu:1", **options: Any) ->
 
 
 def planned(cluster: str = "cpu:2", model: nn.Module | None = None, rows: int = 8, **options: Any) -> autopart.Plan:
-    """A plan for the model, by default for `net()`, whose plans are made once."""
+    """Return a plan for the model, or a cached plan for `net()`."""
     if model is None:
         return _plan_of_net(cluster, rows, **options)
     return autopart.plan(
@@ -60,7 +60,9 @@ def _plan_of_net(cluster: str, rows: int, **options: Any) -> autopart.Plan:
 
 
 def refused(kind: type[AutopartError], *words: str) -> Any:
-    """Exactly this kind of error, with a remedy or a place, and these words in it."""
+    """Return a context that expects exactly this error type, with a reason, place or fix, and these words in its
+    text.
+    """
     return _Refused(kind, words)
 
 

@@ -1,7 +1,7 @@
-"""Random causal programs over tokens, and random leaks to put into them.
+"""Random causal programs over tokens, and random leaks to insert into them.
 
-Many programs are one model, the loss of which is the sum of theirs: they are captured at once, which costs a fraction
-of what they cost one by one, and each is judged by itself (`support.oracles.sliced.judged`).
+Many programs form one model whose loss is the sum of theirs, so that one capture serves all of them. Each program is
+then analysed separately (`support.oracles.sliced.judged`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _best(x: torch.Tensor, y: torch.Tensor, m: Model, n: int) -> torch.Tensor:
 
 
 def _windowed(x: torch.Tensor, y: torch.Tensor, m: Model, n: int) -> torch.Tensor:
-    """Attention to the last n + 1 tokens, with a bias that falls with the distance."""
+    """Attention to the last n + 1 tokens with a bias that decreases with distance."""
     q, k, v = _heads(x, m)
     far = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
     seen = (far >= 0) & (far <= n)
@@ -50,13 +50,13 @@ def _windowed(x: torch.Tensor, y: torch.Tensor, m: Model, n: int) -> torch.Tenso
 
 
 def _other_values(x: torch.Tensor, y: torch.Tensor, m: Model, n: int) -> torch.Tensor:
-    """Queries of one stream, keys and values of another."""
+    """Attention with queries of one stream and keys and values of another."""
     q, (_, k, v) = _heads(x, m)[0], _heads(y, m)
     return _joined(F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
 def _grouped(x: torch.Tensor, y: torch.Tensor, m: Model, n: int) -> torch.Tensor:
-    """One head of keys for all of queries."""
+    """Attention with one key head for all query heads."""
     q, k, v = _heads(x, m)
     k, v = (t[:, :1, None].expand(-1, -1, 2, -1, -1).reshape(q.shape) for t in (k, v))
     return _joined(F.scaled_dot_product_attention(q, k, v, is_causal=True))
@@ -79,14 +79,14 @@ TOKENWISE: dict[str, Op] = {
 
 
 def _padding(x: torch.Tensor, ids: torch.Tensor, m: Model, n: int) -> torch.Tensor:
-    """Tokens of one number are hidden from those after them."""
+    """Attention in which tokens with the id n are hidden from later ones."""
     own = torch.eye(x.shape[1], dtype=torch.bool)
     seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() & (ids != n)[:, None, None, :] | own
     return _joined(F.scaled_dot_product_attention(*_heads(x, m), attn_mask=seen))
 
 
 def _documents(x: torch.Tensor, ids: torch.Tensor, m: Model, n: int) -> torch.Tensor:
-    """A document ends with a token of one number."""
+    """Attention within documents, which end with a token of id n."""
     q, k, v = _heads(x, m)
     document = (ids == n).cumsum(1)
     seen = (document[:, :, None] == document[:, None, :])[:, None]
@@ -95,9 +95,9 @@ def _documents(x: torch.Tensor, ids: torch.Tensor, m: Model, n: int) -> torch.Te
 
 
 GOOD_BY_IDS: dict[str, Op] = {"padding": _padding, "documents": _documents}
-"""Their second operand is the numbers of the tokens, as that of `LEAKY_BY_IDS`."""
+"""Ops whose second operand is the token ids, as for `LEAKY_BY_IDS`."""
 _SLOW_TO_CAPTURE = ("complex_rotation", "recomputed", "norm_of_tokens", "fourier")
-"""With one of these a whole model of many programs is decomposed op by op; they have tests of their own."""
+"""Ops that make the capture of a whole model slow; separate tests cover them."""
 GOOD: dict[str, Op] = (
     TOKENWISE
     | GOOD_BY_IDS
@@ -110,7 +110,7 @@ GOOD: dict[str, Op] = (
 
 
 def _cell(x: torch.Tensor, y: torch.Tensor, m: Model, n: int) -> torch.Tensor:
-    """A single query sees a single later key."""
+    """Attention in which a single query sees a single later key."""
     q, k, v = _heads(x, m)
     length = x.shape[1]
     rows, columns = torch.arange(length)[:, None], torch.arange(length)
@@ -143,7 +143,7 @@ def _interleaved(x: torch.Tensor, y: torch.Tensor, m: Model, n: int) -> torch.Te
 LEAKY_BY_IDS: dict[str, Op] = {
     name: (lambda x, ids, m, n, f=mixer: f(x, m, (ids + n) % 4)) for name, mixer in MASKED_LEAKS_UNHEARD.items()
 }
-"""They let a later token be seen for some inputs."""
+"""Ops that make a later token visible for some inputs."""
 LEAKY: dict[str, Op] = {
     "cell": _cell, "some_later": _some_later, "backwards": _backwards, "spread": _spread, "left": _left,
     "interleaved": _interleaved, **LEAKY_BY_IDS,
@@ -155,9 +155,11 @@ LEAKY: dict[str, Op] = {
 
 
 class Several(Model):
-    """Programs with the same weights, side by side: the loss is the sum of theirs.  Steps that programs begin with
-    alike are taken once.  Each step adds what an op makes of two earlier values to the last one, so that every step
-    reaches the loss."""
+    """Programs with shared weights whose loss is the sum of theirs.
+
+    Common prefixes of programs are computed once. Each step adds the result of an op on two earlier values to the last
+    value, so that every step reaches the loss.
+    """
 
     def __init__(self, programs: Sequence[Steps]) -> None:
         super().__init__(lambda x, m: x)
@@ -188,7 +190,7 @@ def _step(random: Random, names: Collection[str]) -> Step:
 
 
 def programs(random: Random, count: int, most: int = 6) -> list[Steps]:
-    """Different causal programs of up to so many steps, most of which begin like others."""
+    """Return different causal programs of up to `most` steps, most of which share a prefix with others."""
     found: dict[Steps, None] = {}
     while len(found) < count:
         start: Steps = random.choice([(), *found]) if random.random() < 0.9 else ()
@@ -199,7 +201,7 @@ def programs(random: Random, count: int, most: int = 6) -> list[Steps]:
 
 
 def leaky_programs(random: Random, count: int, most: int = 4) -> list[Steps]:
-    """Different programs with one leak each, before or behind which there are causal steps."""
+    """Return different programs with one leak each, preceded or followed by causal steps."""
     causal, found = programs(random, max(1, count // 10), most), {}
     while len(found) < count:
         start = random.choice(causal)[: random.randint(0, most)]
@@ -209,7 +211,7 @@ def leaky_programs(random: Random, count: int, most: int = 4) -> list[Steps]:
 
 
 def lengths(random: Random, tokens: int) -> tuple[int, ...]:
-    """Of slices."""
+    """Return random slice lengths."""
     cuts = random.sample(range(1, tokens), random.randint(1, 5))
     return tuple(b - a for a, b in pairwise([0, *sorted(cuts), tokens]))
 

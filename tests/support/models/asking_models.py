@@ -1,4 +1,6 @@
-"""Real models whose Python asks about the numbers of their batch: small, with random weights, and batches for them."""
+"""Small random-weight versions of real models whose forward() reads values of the batch in Python, and batches for
+them.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,18 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Asking:
-    """make: builds the model; batch: rows and seed -> a batch; micros: numbers of micro-batches that it runs in."""
+    """A model and its batches.
+
+    make: builds the model; batch: returns the batch for a number of rows and a seed; micros: numbers of micro-batches
+    it can run in.
+    """
 
     make: Callable[[], nn.Module]
     batch: Callable[[int, int], Tensors]
     micros: tuple[int, ...] = (1, 2)
 
     def model(self) -> nn.Module:
-        """The same weights at every call, in training mode."""
+        """Return the model with the same weights at every call, in training mode."""
         torch.manual_seed(0)
         return self.make().train()
 
@@ -68,7 +74,7 @@ def _speech_batch(rows: int, seed: int) -> Tensors:
 
 
 def _image_text(places: int, *, images_axis: bool) -> Callable[[int, int], Tensors]:
-    """Text in which each row has so many image tokens, from another place on."""
+    """Return a function that makes text batches with `places` image tokens in each row at varying positions."""
 
     def batch(rows: int, seed: int) -> Tensors:
         ids = torch.randint(5, WORDS, (rows, 12 + places), generator=_seeded(seed))

@@ -1,5 +1,4 @@
-"""More causal language models, small, with random weights: those that only slices of tokens ask for; and models that
-no slices can be made of."""
+"""Small random-weight causal language models for tests of token slices, and models that cannot be sliced."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def _gptj(p: float) -> nn.Module:
 
 
 def _gpt_neo(p: float) -> nn.Module:
-    """A layer that sees all tokens before, and one that sees 8."""
+    """Return a model of one layer with global attention and one with a window of 8 tokens."""
     config = hf.GPTNeoConfig(
         **_ENDS, hidden_size=HIDDEN, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
         window_size=8, max_position_embeddings=64, resid_dropout=p, embed_dropout=p, attention_dropout=p,
@@ -78,7 +77,7 @@ _MAKE: dict[str, Callable[[float], nn.Module]] = {
 
 
 def packed_batch(rows: int) -> dict[str, torch.Tensor]:
-    """Documents one after the other, told by positions that begin anew."""
+    """Return a batch of packed documents, marked by positions that restart at zero."""
     ids = random_tokens(rows)
     lengths = [(5, 1, SEQ - 6), (9, SEQ - 9)]
     places = [torch.cat([torch.arange(n) for n in lengths[row % 2]]) for row in range(rows)]
@@ -88,13 +87,13 @@ def packed_batch(rows: int) -> dict[str, torch.Tensor]:
 
 
 def long_batch(rows: int) -> dict[str, torch.Tensor]:
-    """128 tokens in each row."""
+    """Return a batch with 128 tokens in each row."""
     ids = torch.randint(3, VOCAB, (rows, 128), generator=torch.Generator().manual_seed(1))
     return {"input_ids": ids, "labels": ids.clone()}
 
 
 def _written_out(case: Case) -> Case:
-    """The same model with its attention as matrix products."""
+    """Return the same model with attention written as matrix products."""
 
     def make(p: float) -> nn.Module:
         model: Any = case.make(p)
@@ -105,7 +104,7 @@ def _written_out(case: Case) -> Case:
 
 
 def _by_hand(name: str, mixer: small.Mixer, mask: str = "", *, coupled: bool = False) -> Case:
-    """A model of `token_models` with two layers."""
+    """Return a case of a model of `token_models` with two layers."""
     return Case(name, lambda p: small.Model(mixer, 2), partial(small.token_batch, mask=mask), coupled, double=True)
 
 
@@ -155,5 +154,5 @@ REFUSED = {
         _by_hand("prefix_mask", small.prefix_mask, "padding"),
     )
 }
-"""They are refused by name where slices are asked for, and trained on whole sequences where slices are left to the
-planner.  `prefix_mask` lets a later token be seen for some inputs alone."""
+"""Requesting token slices for these is an error that names the reason; with token_slices="auto" they train on whole
+sequences. `prefix_mask` attends to later tokens only for some inputs."""

@@ -1,4 +1,4 @@
-"""One Python thing that forward() or the loss reads, and a way to change it: a grid of holders and values."""
+"""Models and losses that read one Python value from some holder, and a way to change that value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GLOBAL: Any = None
 
 
 class Held:
-    """What a value stands in."""
+    """An object with one value."""
 
     value: Any = None
 
@@ -27,7 +27,7 @@ class OfClass:
 
 
 class Net(nn.Module):
-    """Weighs its loss by a factor that it reads somewhere."""
+    """A model that scales its loss by a factor it reads from some holder."""
 
     value: Any = None
     type: Any = None  # type: ignore[assignment]
@@ -60,7 +60,7 @@ class OwnWhole(Net):
 
 
 class Late(Net):
-    """The class's value, which one of its own hides later."""
+    """Reads a class attribute that is later hidden by an instance attribute."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * self.read(self.value)
@@ -86,7 +86,7 @@ class ClassOther(Net):
 
 
 class LossObject:
-    """A loss with state of its own."""
+    """A loss function object with state."""
 
     def __init__(self, read: Callable[[Any], Any], value: Any) -> None:
         self.read, self.value = read, value
@@ -119,7 +119,7 @@ def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Case:
-    """model, loss: to train; change: makes the change of the value."""
+    """model, loss: what to train; change: changes the value."""
 
     model: nn.Module
     loss: Any

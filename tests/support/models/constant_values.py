@@ -1,4 +1,4 @@
-"""Python values of every kind that a model may read a number from, and a way to change each."""
+"""Python values of every kind from which a model may read a number, and a way to change each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 
 class Quiet(float):
-    """Prints the same whatever it is."""
+    """A float whose repr never changes."""
 
     def __repr__(self) -> str:
         return "a number"
@@ -30,7 +30,7 @@ class Word(str):
 
 
 class Scaled(float):
-    """Carries an attribute."""
+    """A float with an attribute."""
 
     by = 1.0
 
@@ -43,7 +43,11 @@ def scaled(by: float) -> Scaled:
 
 @dataclass(frozen=True)
 class Value:
-    """make: a value; read: the factor that it stands for; change: another value, or the same changed in place."""
+    """A Python value of a test.
+
+    make: returns the value; read: returns the factor it stands for; change: returns another value, or the same one
+    changed in place.
+    """
 
     make: Callable[[], Any]
     read: Callable[[Any], Any]
@@ -51,7 +55,7 @@ class Value:
 
 
 def inside(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A change in place."""
+    """Return a function that changes a value in place and returns it."""
 
     def changed(value: Any) -> Any:
         change(value)
@@ -77,7 +81,7 @@ class Slotted:
 
 
 class Proper:
-    """Gives its number by a property."""
+    """An object with a property."""
 
     def __init__(self) -> None:
         self._alpha = 0.5
@@ -88,7 +92,7 @@ class Proper:
 
 
 class Dynamic:
-    """Answers for names that it does not have."""
+    """An object with __getattr__."""
 
     def __init__(self) -> None:
         self.table = {"alpha": 0.5}
@@ -101,7 +105,7 @@ class Dynamic:
 
 
 class Through:
-    """Reads itself as a dictionary."""
+    """An object that reads its attribute from vars()."""
 
     def __init__(self) -> None:
         self.alpha = 0.5
@@ -148,7 +152,7 @@ def closed() -> Callable[..., float]:
 
 
 def first_item(value: Any) -> float:
-    """The first of a dictionary in its order."""
+    """Return the first value of a dictionary."""
     return next(iter(value.values()))
 
 

@@ -1,5 +1,6 @@
-"""A small causal decoder written by hand, with what decides how slices of it meet the rest: groups of heads, a window,
-dropout, and a second term of the loss."""
+"""A small causal decoder with the options that interact with token slices: grouped heads, window, dropout, loss
+terms.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +19,12 @@ _SIZE = WIDTH // HEADS
 
 @dataclass(frozen=True)
 class Shape:
-    """layers, and of each: groups: heads of keys; window: tokens that a token sees, None for all before it; dropout.
-    term: whether a mean over all tokens, those without label too, is added to the loss.  merged: whether what passes
-    from layer to layer has tokens and rows on one axis, the rows of each token together."""
+    """The options of a decoder.
+
+    groups: key heads of a layer; window: number of tokens that a token attends to, None for all earlier ones;
+    written_out: attention as matrix products; term: add a loss term that is a mean over all tokens, with or without
+    label; merged: layers pass on values with tokens and rows on one axis, grouped by token.
+    """
 
     layers: int = 3
     groups: int = 2
@@ -32,7 +36,7 @@ class Shape:
 
 
 class Layer(nn.Module):
-    """Attention and an MLP, each behind a norm and added."""
+    """Attention and an MLP, each with a norm and a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -61,7 +65,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """ids, labels (with -100) and the loss."""
+    """A decoder that takes ids and labels (-100 is ignored) and returns the loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -86,7 +90,7 @@ class Decoder(nn.Module):
 
 
 def text(rows: int) -> dict[str, torch.Tensor]:
-    """Every row ends with other numbers of tokens without label."""
+    """Return a batch whose rows end with different numbers of unlabelled tokens."""
     ids = torch.randint(0, VOCAB, (rows, SEQ), generator=torch.Generator().manual_seed(4))
     labels = ids.clone()
     for row in range(rows):
@@ -95,5 +99,5 @@ def text(rows: int) -> dict[str, torch.Tensor]:
 
 
 def decoder(shape: Shape) -> Any:
-    """The model and its batches, as other small ones are described."""
+    """Return the model and its batches as a `Small`."""
     return Small(lambda: Decoder(shape), text)

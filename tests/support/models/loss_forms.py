@@ -1,4 +1,4 @@
-"""Losses in every form that people write them: what each combines like, and those that no rule may accept."""
+"""Losses in many forms: `EXACT` ones by their reduction, and `REFUSED` ones by the reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ ROWS = sum(MICRO_ROWS)
 
 
 def data(rows: int = ROWS) -> tuple[torch.Tensor, ...]:
-    """x: (rows, 3, 4); y: (rows, 4); t: class numbers, a different number of 1 per micro-batch; m: a mask."""
+    """Return x (rows, 3, 4), y (rows, 4), t (class numbers, a different count of class 1 per micro-batch) and m (a
+    mask).
+    """
     generator = torch.Generator().manual_seed(11)
     x = torch.randn(rows, 3, 4, generator=generator, dtype=torch.float64)
     y = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
@@ -31,7 +33,7 @@ def masked_lm(s, x, y, t, m):
 
 
 def flattened_across_sequence(s, x, y, t, m):
-    """(sequence, batch, features), as torch's own attention flattens it."""
+    """Flatten to (sequence, batch, features), as torch's attention does."""
     z = x.transpose(0, 1).reshape(-1, 4) @ s.k
     return z.reshape(3, -1, 4).transpose(0, 1).tanh().mean()
 
@@ -65,14 +67,14 @@ def two_token_means(s, x, y, t, m):
 
 
 def two_heads(s, x, y, t, m):
-    """Classes of the rows that have one, what is masked, and a small penalty."""
+    """Classification of the labelled rows, a masked mean and a small penalty."""
     classes = F.cross_entropy(y * s.w, t, ignore_index=1)
     masked = ((x * s.w).tanh().sum(-1) * m).sum() / m.sum()
     return (classes + 0.5 * masked) / 2 + 0.01 * s.k.square().sum()
 
 
 def several(s, x, y, t, m):
-    """Three terms that count different things."""
+    """Return three loss terms with different counts."""
     start, end = (F.cross_entropy(y * s.w[i], torch.where(m[:, i], t, -100)) for i in (0, 1))
     return [start, end, ((x * s.w).tanh().mean(-1) * m).sum() / m.sum()]
 

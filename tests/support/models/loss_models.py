@@ -1,6 +1,7 @@
-"""Models whose losses are sums of terms that count different things, and batches in which micro-batches count nothing.
+"""Models whose loss sums terms with different counts, and batches in which some micro-batches count nothing.
 
-Double precision; three micro-batches of 3, 2 and 2 rows; the second batch leaves some term of some micro-batch empty.
+All use double precision and three micro-batches of 3, 2 and 2 rows; the second batch leaves a term of some micro-batch
+empty.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Deep(Net):
 
 
 class Spans(Deep):
-    """Question answering: where a span starts and ends; labels behind the text are ignored."""
+    """Question answering: start and end of a span; labels outside the text are ignored."""
 
     def forward(self, x: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
         hidden = self.run(x)
@@ -37,7 +38,7 @@ class Spans(Deep):
 
 
 class Auxiliary(Deep):
-    """A masked mean of what an early layer says, whole in the first stage, beside the classes."""
+    """A classification loss and a masked mean over an early layer, which is computed in the first stage."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.l[0](x))
@@ -48,7 +49,7 @@ class Auxiliary(Deep):
 
 
 class Detector(Deep):
-    """Focal loss of all places over the positive ones, and boxes of the positive ones."""
+    """A focal loss over all places divided by the positive ones, and a box loss of the positive ones."""
 
     def forward(self, x: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
         hidden = self.run(x)
@@ -64,7 +65,7 @@ class Weighed(Deep):
 
 
 class MaskedMean(Deep):
-    """A single mean whose division stands in the first stage."""
+    """A masked mean whose division is in the first stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ def words(seed: int = 0) -> torch.Tensor:
 
 
 def without(labels: torch.Tensor, rows: slice, value: int) -> torch.Tensor:
-    """The labels with others in some rows."""
+    """Return the labels with another value in some rows."""
     labels = labels.clone()
     labels[rows] = value
     return labels

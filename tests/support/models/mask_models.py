@@ -1,4 +1,4 @@
-"""Models whose attention masks are made in forward(): causal ones, and those of sequences packed into one row."""
+"""Models that build attention masks in forward(): causal masks, and masks of sequences packed into one row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WORDS, LENGTH, WIDTH = 20, 6, 8
 
 
 class Encoder(nn.Module):
-    """As in torch's tutorial: sequence first, with a causal mask that is made from the length."""
+    """The encoder of torch's tutorial: sequence first, with a causal mask made from the length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Encoder(nn.Module):
 
 
 class Translator(Encoder):
-    """nn.Transformer, with padding in the source and a mask of the target that is a buffer."""
+    """nn.Transformer with padding in the source and a target mask in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Translator(Encoder):
 
 
 class Packed(Encoder):
-    """Which sequence of its row a word belongs to, from where its position starts anew, as in transformers."""
+    """A model that finds the packed sequences of a row from restarting positions, as transformers does."""
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(words.shape[1]).remainder(4).unsqueeze(0).expand(len(words), -1)

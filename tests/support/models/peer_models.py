@@ -1,4 +1,4 @@
-"""Models on which other pipeline systems fail or are wrong, with a batch and a loss for each."""
+"""Models that other pipeline systems reject or compute incorrectly, with a batch and a loss for each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDTH = 6
 
 
 class Stack(nn.Module):
-    """Four layers of one class; what happens between them is the subclass's."""
+    """Four layers of one class; subclasses change what happens between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Rotary(Stack):
 
 
 class LateInputs(Stack):
-    """A boolean mask, an integer index, a number and None are used by the last layers; one input never."""
+    """The last layers use a boolean mask, an integer index, a number and None; one input is never used."""
 
     def forward(self, x: Any, *, mask: Any, index: Any, scale: float, nothing: Any, unused: Any, labels: Any) -> Any:
         for layer in self.layers[:3]:
@@ -87,7 +87,7 @@ class Tied(nn.Module):
 
 
 def tokens(rows: int, length: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels; row i ignores another number of labels, the first row all of them."""
+    """Return ids and labels; row i ignores a different number of labels, the first row all of them."""
     labels = integers(12, rows, length, seed=4)
     for row in range(rows):
         labels[row, (3 * row) % (length + 1) :] = -100
@@ -107,7 +107,7 @@ class SharedByAll(nn.Module):
 
 
 class Aliases(nn.Module):
-    """One module under two names, called four times, and a parameter under a name of its own."""
+    """One module under two names, called three times, and its weight under another name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Aliases(nn.Module):
 
 
 class Transposed(Stack):
-    """What passes from layer to layer is never contiguous."""
+    """Layers pass on tensors that are never contiguous."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -131,7 +131,7 @@ class Transposed(Stack):
 
 
 class RootParameters(nn.Module):
-    """Parameters and a buffer on the root module, which a cut parts."""
+    """Parameters and a buffer of the root module that a cut separates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class RootParameters(nn.Module):
 
 
 class TwoOutputs(Stack):
-    """Ops and layers with two results that go different ways, one of them integer."""
+    """Ops and layers with two results used in different places, one of them integer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         left, right = self.layers[0](x).chunk(2, dim=-1)
@@ -158,7 +158,7 @@ class TwoOutputs(Stack):
 
 
 class InPlace(Stack):
-    """In-place changes of values and of views of them, between and across layers."""
+    """In-place changes of values and views, between and across layers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kept = self.layers[0](x)
@@ -174,7 +174,7 @@ class InPlace(Stack):
 
 
 class Frozen(Stack):
-    """The first two layers are frozen; a frozen branch joins the last."""
+    """The first two layers are frozen; a frozen branch joins the last one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Frozen(Stack):
 
 
 class MixedGrads(Stack):
-    """Between two layers pass values with a gradient, detached ones and integers."""
+    """Layers pass on values with a gradient, detached values and integers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -196,7 +196,7 @@ class MixedGrads(Stack):
 
 
 class UnusedGrad(Stack):
-    """A parameter that does not reach the loss, and one that only half of a two-result op reaches."""
+    """A parameter that does not reach the loss, and one reached by only one result of an op."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.layers[3](x)

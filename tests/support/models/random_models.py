@@ -1,4 +1,4 @@
-"""Random small modules: straight lines of ops over a growing list of values, for property tests of cutting."""
+"""Random small modules for property tests of cutting: sequences of ops over a growing list of values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Step = tuple[str, int, int]
 
 
 class Random(nn.Module):
-    """Runs `steps`, each (op, i, j): the op reads values i and j (modulo what there is) and appends its results.
+    """Runs `steps`, each (op, i, j): the op reads values i and j (modulo the number of values) and appends its results.
 
     The loss is a sum over rows, so that losses and gradients of micro-batches add up.
     """
@@ -94,7 +94,7 @@ OPS |= RANDOM_OPS
 
 
 def steps(*, random: bool = False) -> st.SearchStrategy[tuple[Step, ...]]:
-    """Between 3 and 12 ops.  random: at least one of them draws random numbers; else none does."""
+    """Return a strategy for 3 to 12 ops. random: at least one draws random numbers, otherwise none does."""
     names = [name for name in OPS if random or name not in RANDOM_OPS]
     place = st.integers(0, 12)
     found = st.lists(st.tuples(st.sampled_from(names), place, place), min_size=3, max_size=12).map(tuple)

@@ -1,4 +1,4 @@
-"""Small models put together from parts that read Python in every way a model may, for random training scripts.
+"""Small models for random training scripts, composed of parts that read Python state in different ways.
 
 Every part maps features to features of the same width, in double precision.
 """
@@ -38,14 +38,14 @@ class Dense(nn.Module):
 
 
 class Twice(Dense):
-    """One module called twice."""
+    """A module called twice."""
 
     def forward(self, h: torch.Tensor, mask: Any) -> torch.Tensor:
         return h + super().forward(super().forward(h, mask), mask)
 
 
 class Tied(Dense):
-    """Its weight is that of another part, see `Scripted`."""
+    """A part whose weight is tied to the head; see `Scripted`."""
 
 
 class Norm(nn.Module):
@@ -89,7 +89,7 @@ class Helper:
 
 
 class Configured(nn.Module):
-    """Reads containers and objects, one of which all such parts share."""
+    """Reads containers and objects, one of which is shared by all such parts."""
 
     def __init__(self, shared: Any) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Configured(nn.Module):
 
 
 class Surrounded(nn.Module):
-    """Reads globals, an attribute of a class, and a variable of a closure."""
+    """Reads globals, a class attribute and a closure variable."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Surrounded(nn.Module):
 
 
 class Counting(nn.Module):
-    """Keeps a counter and an average in buffers."""
+    """Keeps a counter and a running average in buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Counting(nn.Module):
 
 
 class Optional(nn.Module):
-    """Reads what may not be there."""
+    """Reads attributes that may not exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,11 +181,11 @@ PARTS = (
     "counting", "optional", "attention", "several",
 )  # fmt: skip
 COUPLED = ("norm", "norm alone", "counting")
-"""Parts for which one process has to play the same micro-batches."""
+"""Parts that couple the rows of a batch: the reference must run the same micro-batches."""
 
 
 class Scripted(nn.Module):
-    """Parts in a row and a loss.
+    """A sequence of parts, a head and a loss.
 
     kind: "rows" (features) or "tokens" (ids); loss: "class", "square" or "token".
     """
@@ -241,8 +241,11 @@ class Scripted(nn.Module):
 
 
 def batch(kind: str, rows: int, length: int, seed: int, **more: Any) -> dict[str, Any]:
-    """A batch; more: mask (bool), narrow (features in single precision), turned (another order of keys), and Python
-    values that forward() takes."""
+    """Return a batch.
+
+    more: mask (bool), narrow (features in single precision), turned (reversed order of keys), and Python arguments of
+    forward().
+    """
     generator = torch.Generator().manual_seed(seed)
     shape = (rows, length) if kind == "tokens" else (rows,)
     x = torch.randint(WIDTH, shape, generator=generator)
@@ -257,7 +260,7 @@ def batch(kind: str, rows: int, length: int, seed: int, **more: Any) -> dict[str
 
 
 def shares(model: Scripted, batches: Sequence[dict[str, Any]]) -> list[float]:
-    """What each micro-batch's loss counts in that of the batch."""
+    """Return the weight of each micro-batch's loss in the loss of the batch."""
     if batches[0].get("red", "mean") == "sum":
         return [1.0] * len(batches)
     ignore = batches[0].get("ignore", -100)
@@ -266,7 +269,7 @@ def shares(model: Scripted, batches: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def reset() -> None:
-    """What is shared by all models, as it was at first."""
+    """Restore the globals and classes that all models share."""
     global ALPHA
     ALPHA = 0.5
     CONFIG.update(alpha=0.5, steps=[1.0, 2.0])

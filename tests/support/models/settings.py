@@ -1,3 +1,3 @@
-"""A module of Python that models read numbers from."""
+"""A Python module from which models read a number."""
 
 gamma = 0.5

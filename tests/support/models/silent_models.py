@@ -1,6 +1,7 @@
-"""Models made to fool a capture, and what happens to them between steps.
+"""Models that could silently mislead a capture, and changes made to them between steps.
 
-A script is a model, its batches, and changes: functions of the model, alike on the pipe's and on the plain one.
+A script is a model, its batches, and changes, which are functions applied alike to the pipe's model and to the
+reference.
 """
 
 from __future__ import annotations
@@ -48,8 +49,11 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Script:
-    """model: builds it; batches: the first, and what the following steps take; change: what happens to the model before
-    a step, by its number; micros, options: for compile."""
+    """A model with batches and changes.
+
+    model: builds the model; batches: one per step; change: function applied to the model before the step of that
+    number; micros, options: for compile.
+    """
 
     model: Callable[[], nn.Module]
     batches: tuple[Any, ...]
@@ -74,7 +78,7 @@ class Axis(Net):
 
 
 class Masked(Net):
-    """Attention over T positions with a mask of (T, T)."""
+    """Attention over T positions with a mask of shape (T, T)."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         h = self.run(x)
@@ -231,7 +235,7 @@ def _set_alpha(model: nn.Module) -> None:
 
 
 def setting(**values: Any) -> Callable[[nn.Module], None]:
-    """Sets attributes of the model."""
+    """Return a function that sets attributes of the model."""
 
     def change(model: nn.Module) -> None:
         for name, value in values.items():
@@ -273,7 +277,9 @@ def _unfreeze(model: Any) -> None:
 
 
 class Shortcut(Net):
-    """Another loss for batches whose labels are all small; a micro-batch may be so where the batch is not."""
+    """Uses another loss for batches whose labels are all small, which may hold for a micro-batch but not for the
+    batch.
+    """
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         if y.max() >= WIDTH:
@@ -283,7 +289,7 @@ class Shortcut(Net):
 
 
 class Weighted(Net):
-    """Two plain tensors: one that is computed with, one of which a number is read."""
+    """Reads two tensor attributes, one as a tensor and one as a Python number."""
 
     def __init__(self) -> None:
         super().__init__()

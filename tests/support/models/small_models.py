@@ -1,4 +1,4 @@
-"""The eighteen small models of RaNNC's test suite, and a batch and a loss for each."""
+"""The eighteen small models of RaNNC's test suite, with a batch and a loss for each."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 class Small:
     """A model and how to train it.
 
-    batch: rows -> what `Pipe.step` takes; with a loss_fn, (inputs, target).  most: stages that it can be cut into.
-    coupled: batch statistics couple the rows, so that the reference is the plain model over the same micro-batches.
+    batch: returns what `Pipe.step` takes for a number of rows; with a loss_fn, (inputs, target). most: largest number
+    of stages. coupled: batch statistics couple the rows, so the reference must run the same micro-batches.
     """
 
     make: Callable[[], nn.Module]
@@ -29,18 +29,21 @@ class Small:
     coupled: bool = False
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """The same weights at every call, in training mode; in fp32 as they are made, for some mix precisions."""
+        """Return the model with the same weights at every call, in training mode.
+
+        In fp32 the dtypes stay as built, because some models mix precisions.
+        """
         torch.manual_seed(11)
         model = self.make()
         return (model if dtype == torch.float32 else model.to(dtype)).train()
 
     def data(self, rows: int, dtype: torch.dtype = torch.float32) -> Any:
-        """A batch with the floating tensors in dtype."""
+        """Return a batch with its floating tensors in dtype."""
         return in_dtype(self.batch(rows), dtype)
 
 
 def in_dtype(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch with its floating tensors in dtype."""
+    """Return the batch with its floating tensors in dtype."""
     return pytree.tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, batch)
 
 
@@ -57,7 +60,7 @@ def linear(inputs: int = 3, outputs: int = 3) -> nn.Linear:
 
 
 def regression(inputs: int, outputs: int) -> Callable[[int], Any]:
-    """Inputs and targets for a mean squared error."""
+    """Return a function that makes inputs and targets for a mean squared error."""
     return lambda rows: (floats(rows, inputs), floats(rows, outputs, seed=8))
 
 
@@ -113,7 +116,7 @@ class OneOp(nn.Module):
 
 
 class TensorMul(nn.Module):
-    """No parameters; a tensor that is made in forward."""
+    """A model without parameters that creates a tensor in forward()."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.tensor([3.0, 1.0, 2.0]) + torch.ones(3)
@@ -185,7 +188,7 @@ class MixedNorm(nn.Module):
 
 
 class Nest(nn.Module):
-    """Modules inside modules, containers in the inputs."""
+    """Nested modules and containers in the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +220,7 @@ class WithIdentity(nn.Module):
 
 
 class Normed(nn.Module):
-    """BatchNorm: after the only layer, between layers, or one for each of several."""
+    """Batch norms, each after a linear layer."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -247,7 +250,7 @@ cubed.register_autograd(
 
 
 class NativeCall(nn.Module):
-    """An op that torch does not know, with its own backward."""
+    """A custom op with its own backward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small causal models written by hand, and the ways in which they can let a token see a later one."""
+"""Small causal models, and mixers and losses in which a token can see a later one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def shifted(logits, labels, model):
 
 
 class Model(nn.Module):
-    """Embedding, a mixer of tokens, an MLP, a head; logits shifted against the labels in forward()."""
+    """Embedding, token mixer, MLP and head; forward() shifts the logits against the labels."""
 
     def __init__(self, mixer: Mixer, layers: int = 1, loss: Loss | None = None) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def mixing_weights(x, model):
 
 
 def forgetting(x, model):
-    """Scores with a decay that both tokens decide."""
+    """Attention scores with a decay that depends on both tokens."""
     q, k, v = _heads(x, model)
     gate = F.logsigmoid(x @ model.out.weight[:, :2]).cumsum(1).transpose(1, 2)
     scores = q @ k.transpose(-2, -1) + gate.unsqueeze(-1) - gate.unsqueeze(-2)
@@ -124,7 +124,7 @@ def with_padding(x, model, mask):
 
 
 def packed(x, model, mask):
-    """mask: the document of every token."""
+    """Attention within documents. mask: the document number of every token."""
     seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
     seen = seen & (mask[:, :, None] == mask[:, None, :])
     scores = torch.where(seen[:, None], 0.0, torch.finfo(torch.float32).min).to(x.dtype)
@@ -163,7 +163,7 @@ def little_bias(x, model):
 
 
 def prefix_mask(x, model, mask):
-    """Tokens that mask says are a prefix see each other."""
+    """Causal attention in which tokens marked 2 in the mask are visible to all."""
     seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() | (mask[:, None, None, :] == 2)
     return _joined(F.scaled_dot_product_attention(*_heads(x, model), attn_mask=seen))
 
@@ -231,7 +231,10 @@ MASKED_LEAKS = {"prefix_mask": prefix_mask}
 
 
 def token_batch(rows: int = 2, *, mask: str = "") -> dict[str, torch.Tensor]:
-    """mask: "" for none, "padding" of the end of the second row, "documents": the document of every token."""
+    """Return a batch.
+
+    mask: "" for none, "padding" at the end of the last row, "documents" for document numbers of every token.
+    """
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, VOCAB, (rows, SEQ), generator=generator)
     labels = ids.clone()
@@ -247,7 +250,7 @@ def token_batch(rows: int = 2, *, mask: str = "") -> dict[str, torch.Tensor]:
 
 
 def dropped(x, model):
-    """Dropout of probabilities, and of what they make."""
+    """Attention with dropout on its inputs and probabilities."""
     q, k, v = _heads(F.dropout(x, 0.3), model)
     hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
     probabilities = (q @ k.transpose(-2, -1)).masked_fill(hidden, float("-inf")).softmax(-1)
@@ -255,7 +258,7 @@ def dropped(x, model):
 
 
 def dropped_weights(x, model):
-    """Every slice draws the same for what has no tokens, and noise for all of them."""
+    """Dropout of a value without tokens, which every slice must draw alike, and noise over all tokens."""
     noise = torch.rand(x.shape[1], 1, dtype=x.dtype)
     return is_causal(x * F.dropout(model.mix, 0.3) + noise, model)
 
@@ -293,12 +296,12 @@ def squares(logits, labels, model):
 
 
 def two_terms(logits, labels, model):
-    """The second counts the largest logits of each token, the third the weights."""
+    """A loss with a term over the logits of every token and one over the weights."""
     return shifted(logits, labels, model) + 0.01 * logits.logsumexp(-1).square().mean() + model.mix.square().sum()
 
 
 def of_running_sums(logits, labels, model):
-    """Two tokens have no part in it: slices of one token have none."""
+    """A loss over running sums that leaves out the last two tokens, so that slices of one token may have no term."""
     return F.cross_entropy(logits[:, :-2].cumsum(1).reshape(-1, VOCAB), labels[:, 2:].reshape(-1))
 
 

@@ -1,6 +1,6 @@
-"""Attention whose finite masks hide every later token but for some batches; ops that join tokens beyond a threshold.
+"""Attention whose finite masks hide later tokens except in some batches, and ops that mix tokens above a threshold.
 
-In batches of which `mask` has the number 2 a large number lifts what is hidden, or nothing is left to be seen.
+In batches whose `mask` contains the number 2, a large value makes hidden tokens visible or leaves nothing visible.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ def _twos(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _attend(x: torch.Tensor, model: Model, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """change: of the scores, before a causal mask of finite numbers is added."""
+    """Return attention with a finite causal mask. change: applied to the scores before the mask is added."""
     q, k, v = _heads(x, model)
     scores = change(q @ k.transpose(-2, -1))
     return _joined((scores + (_far(x) < 0) * -LARGE).softmax(-1) @ v)
 
 
 def undone_by_batch(x, model, mask):
-    """The bias that takes back what is hidden hangs on the batch; within the mask itself."""
+    """The mask itself contains a bias from the batch that cancels it."""
     bias = (_far(x) < 0) * -LARGE + _twos(mask) * LARGE
     return _joined(F.scaled_dot_product_attention(*_heads(x, model), attn_mask=bias.to(x.dtype)))
 
 
 def lifted_by_batch(x, model, mask):
-    """The same beside a mask of constants."""
+    """A bias from the batch cancels a constant mask."""
     return _attend(x, model, lambda scores: scores + _twos(mask) * LARGE)
 
 
 def lifted_then_scaled(x, model, mask):
-    """By a parameter, about 1."""
+    """A bias from the batch, scaled by a parameter near 1, cancels the mask."""
     return _attend(x, model, lambda scores: (scores + _twos(mask) * LARGE) * (1 + model.weights[0, 0]).abs())
 
 
@@ -52,7 +52,7 @@ def multiplied_by_batch(x, model, mask):
 
 
 def padded_first(x, model, mask):
-    """What hides nothing but padding is written first: a query that sees padding alone looks at later tokens too."""
+    """Padding is masked before the causal mask, so a query that sees only padding attends to later tokens too."""
     return _attend(x, model, lambda scores: scores.masked_fill(_twos(mask), -LARGE))
 
 
@@ -101,17 +101,17 @@ class _Clipped(torch.autograd.Function):
 
 
 def limited(x, model):
-    """Tokens meet in the largest number, if that is above 20."""
+    """All tokens depend on the largest value if it is above 20."""
     return _Limited.apply(x)
 
 
 def clipped_gradient(x, model):
-    """They meet in the norm of the gradient."""
+    """All tokens depend on the norm of the gradient."""
     return _Clipped.apply(x)
 
 
 def renormed(x, model):
-    """A norm over all tokens, if it is above 50."""
+    """All tokens depend on a norm if it is above 50."""
     return torch.renorm(x, 2, 2, 50.0)
 
 

@@ -1,4 +1,4 @@
-"""Ways to mix tokens that no rule was written for: each is exact in slices or refused, never silently wrong."""
+"""Unusual ways to mix tokens: each must run exactly in token slices or be refused, never be silently wrong."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def relative_bias(x, model):
 
 
 def band(x, model):
-    """A window by two triangles, beside which the first two tokens are always seen."""
+    """A window of two triangles in which the first two tokens are always visible."""
     ones = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
     seen = (ones.triu(-3) | (torch.arange(x.shape[1]) < 2)) & ones.tril()
     return _joined(F.scaled_dot_product_attention(*_heads(x, model), attn_mask=seen))
@@ -43,14 +43,14 @@ def complex_rotation(x, model):
 
 
 def one_in_the_sum(x, model):
-    """A softmax with one more in the denominator, written out."""
+    """A written-out softmax with 1 added to the denominator."""
     q, k, v = _heads(x, model)
     weights = (q @ k.transpose(-2, -1)).exp() * (_far(x) >= 0)
     return _joined(weights / (1 + weights.sum(-1, keepdim=True)) @ v)
 
 
 def sink_logit(x, model):
-    """One more column of scores, which is cut off again."""
+    """A softmax with one extra column of scores that is cut off again."""
     q, k, v = _heads(x, model)
     scores = (q @ k.transpose(-2, -1)).masked_fill(_far(x) < 0, -INF)
     sink = model.mix[:2].view(1, 2, 1, 1).expand(x.shape[0], -1, x.shape[1], 1)
@@ -64,7 +64,7 @@ def retention(x, model):
 
 
 def outer_products(x, model):
-    """Linear attention by a running sum of outer products, normalised by a running sum of keys."""
+    """Linear attention as a running sum of outer products, normalised by a running sum of keys."""
     q, k, v = model.qkv(x).chunk(3, -1)
     q, k = F.elu(q) + 1, F.elu(k) + 1
     state = torch.einsum("btd,bte->btde", k, v).cumsum(1)
@@ -72,20 +72,20 @@ def outer_products(x, model):
 
 
 def dilated(x, model):
-    """A convolution of every second token, then one more over what it made."""
+    """A dilated convolution of every second token, followed by another convolution."""
     made = F.conv1d(F.pad(x.transpose(1, 2), (4, 0)), model.conv.weight, dilation=2, groups=WIDTH)
     return F.conv1d(F.pad(torch.tanh(made), (2, 0)), model.conv.weight, groups=WIDTH).transpose(1, 2)
 
 
 def buffered_mask(x, model):
-    """A table of the largest size, cut to the sequence."""
+    """A mask of the maximum length, cut to the sequence."""
     q, k, v = _heads(x, model)
     seen = torch.ones(32, 32).tril().view(1, 1, 32, 32)[:, :, : x.shape[1], : x.shape[1]]
     return _joined((q @ k.transpose(-2, -1)).masked_fill(seen == 0, -INF).softmax(-1) @ v)
 
 
 def learned_window(x, model):
-    """How far a token sees is a parameter (without a gradient): the mask is causal all the same."""
+    """A window whose size depends on a parameter; the mask is causal for every value."""
     q, k, v = _heads(x, model)
     seen = (_far(x) < 3 + model.mix.exp().sum()) & (_far(x) >= 0)
     return _joined(torch.where(seen, q @ k.transpose(-2, -1), -INF).softmax(-1) @ v)
@@ -106,14 +106,14 @@ def keys_without_gradient(x, model):
 
 
 def written_in_place(x, model):
-    """A shift by assignment to a part."""
+    """A shift by in-place assignment to a slice."""
     made = x * model.mix
     made[:, 1:] += x[:, :-1]
     return made
 
 
 def ring(x, model):
-    """What rolls over from the end is hidden: causal, though the roll is not."""
+    """A roll whose wrapped-around token is masked: causal, although the roll alone is not."""
     first = torch.arange(x.shape[1])[:, None] == 0
     return x * model.mix + x.roll(1, 1).masked_fill(first, 0.0)
 
@@ -131,13 +131,13 @@ def running_logsumexp(x, model):
 
 
 def looked_up(x, model):
-    """Every token reads an earlier one."""
+    """Every token gathers an earlier one."""
     places = (torch.arange(x.shape[1]) // 2)[None, :, None].expand(*x.shape)
     return x.gather(1, places)
 
 
 def best_keys(x, model):
-    """Attention to the three best of the keys before."""
+    """Attention to the three best earlier keys."""
     q, k, v = _heads(x, model)
     scores = (q @ k.transpose(-2, -1)).masked_fill(_far(x) < 0, -INF)
     least = scores.topk(3, -1).values[..., -1:]
@@ -145,7 +145,9 @@ def best_keys(x, model):
 
 
 def stable_softmax(x, model):
-    """The largest score is taken away before later keys are hidden: no number shows it, but its op sees them."""
+    """The maximum over all keys is subtracted before later keys are masked: the result is causal, but the op reads
+    them.
+    """
     q, k, v = _heads(x, model)
     scores = q @ k.transpose(-2, -1)
     weights = (scores - scores.amax(-1, keepdim=True).detach()).exp().tril()
@@ -153,37 +155,37 @@ def stable_softmax(x, model):
 
 
 def keys_first(x, model):
-    """Scores the other way round."""
+    """Scores computed as keys by queries."""
     q, k, v = _heads(x, model)
     scores = (k @ q.transpose(-2, -1)).masked_fill(_far(x) > 0, -INF)
     return _joined(scores.softmax(-2).transpose(-2, -1) @ v)
 
 
 def transposed_scores(x, model):
-    """Scores made the other way round, and turned before they are used."""
+    """Scores computed as keys by queries and transposed before use."""
     q, k, v = _heads(x, model)
     scores = (k @ q.transpose(-2, -1)).transpose(-2, -1).masked_fill(_far(x) < 0, -INF)
     return _joined(scores.softmax(-1) @ v)
 
 
 def by_chunks(x, model):
-    """Attention among each three tokens."""
+    """Attention within chunks of three tokens."""
     q, k, v = (t.view(x.shape[0], -1, 3, WIDTH) for t in model.qkv(x).chunk(3, -1))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).flatten(1, 2)
 
 
 def windows(x, model):
-    """Windows of three tokens by unfold."""
+    """Windows of three tokens made by unfold."""
     return F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).mean(-1)
 
 
 def pictures(x, model):
-    """A convolution over tokens and features, padded in front."""
+    """A 2d convolution over tokens and features with padding in front."""
     return F.conv2d(F.pad(x[:, None], (1, 1, 2, 0)), model.weights[:3, :3][None, None])[:, 0]
 
 
 def in_two_halves(x, model):
-    """Every token attends within its own half of the sequence, by a loop over both."""
+    """Attention within each half of the sequence."""
     half = x.shape[1] // 2
     return torch.cat([is_causal(x[:, :half], model), is_causal(x[:, half:], model)], 1)
 
@@ -205,13 +207,13 @@ CAUSAL_REFUSED = {
 
 
 def prefix(x, model):
-    """The first three tokens see each other."""
+    """Causal attention in which the first three tokens see each other."""
     seen = (_far(x) >= 0) | (torch.arange(x.shape[1]) < 3)
     return _joined(F.scaled_dot_product_attention(*_heads(x, model), attn_mask=seen))
 
 
 def hidden_late(x, model):
-    """Later keys count in the denominator."""
+    """Later keys are masked after the softmax and count in its denominator."""
     q, k, v = _heads(x, model)
     return _joined((q @ k.transpose(-2, -1)).softmax(-1).tril() @ v)
 
@@ -290,27 +292,27 @@ def linear_over_tokens(x, model):
 
 
 def cut_bias(x, model):
-    """A bias that a clamp makes too small to hide."""
+    """A mask bias that a clamp makes too small."""
     bias = torch.full((x.shape[1], x.shape[1]), -INF, dtype=x.dtype).triu(1).clamp(min=-20.0)
     return _joined(F.scaled_dot_product_attention(*_heads(x, model), attn_mask=bias))
 
 
 def scaled_mask(x, model):
-    """A mask of -1e9 that is multiplied by a small number afterwards."""
+    """A mask of -1e9 that is scaled to a small number afterwards."""
     q, k, v = _heads(x, model)
     scores = (q @ k.transpose(-2, -1)).masked_fill(_far(x) < 0, -1e9) * 1e-8
     return _joined(scores.softmax(-1) @ v)
 
 
 def undone(x, model):
-    """A bias for the first three tokens takes back what another one hides."""
+    """A bias for the first three tokens cancels the mask."""
     q, k, v = _heads(x, model)
     scores = q @ k.transpose(-2, -1) + (_far(x) < 0) * -1e9
     return _joined((scores + ((_far(x) < 0) & (torch.arange(x.shape[1]) < 3)) * 1e9).softmax(-1) @ v)
 
 
 def undone_before(x, model):
-    """The same before the mask, and scaled."""
+    """A bias before the mask cancels it, with scaling."""
     q, k, v = _heads(x, model)
     scores = (q @ k.transpose(-2, -1) + (torch.arange(x.shape[1]) < 3) * 1e10) * 0.5
     return _joined((scores + torch.full((x.shape[1],) * 2, -1e9, dtype=x.dtype).triu(1)).softmax(-1) @ v)
@@ -328,14 +330,14 @@ LEAKY_UNHEARD = {
 
 
 def marked(x, model, mask):
-    """A later token is seen, if it has the number 2."""
+    """Later tokens marked 2 in the mask are visible."""
     q, k, v = _heads(x, model)
     seen = (_far(x) >= 0) | (mask == 2)[:, None, None, :]
     return _joined((q @ k.transpose(-2, -1)).masked_fill(~seen, -INF).softmax(-1) @ v)
 
 
 def given_positions(x, model, mask):
-    """Who is later is said by an input."""
+    """The order of tokens comes from an input."""
     seen = mask[:, :, None] >= mask[:, None, :]
     return _joined(F.scaled_dot_product_attention(*_heads(x, model), attn_mask=seen[:, None]))
 
@@ -346,7 +348,7 @@ def by_exclusive_or(x, model, mask):
 
 
 def scaled_bias(x, model, mask):
-    """How much a bias hides is said by an input, which may be 0."""
+    """The mask bias is multiplied by an input, which may be 0."""
     bias = (_far(x) < 0) * -1e9 * mask[:, None, None, :].to(x.dtype)
     return _joined(F.scaled_dot_product_attention(*_heads(x, model), attn_mask=bias))
 
@@ -355,7 +357,7 @@ MASKED_LEAKS_UNHEARD = {f.__name__: f for f in (marked, given_positions, by_excl
 
 
 class WithoutLast(Model):
-    """The last token is cut off before anything is done with the others."""
+    """A model that cuts off the last token before anything else."""
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embedding(ids[:, :-1])

@@ -1,4 +1,4 @@
-"""The model zoo: small random-weight models of real architectures, and a batch for each.  Nothing is downloaded."""
+"""The model zoo: small random-weight models of real architectures, and a batch for each. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ _KV = {**_TEXT, "num_key_value_heads": 2}
 
 @dataclass(frozen=True)
 class Case:
-    """One architecture.  make: builds it; batch: rows -> what its forward takes; coupled: batch statistics couple the
-    rows (BatchNorm), so that the reference is the plain model over the same micro-batches; double: nothing in it is
-    rounded to fp32 when its weights are fp64 (the causal language models of transformers take their loss in fp32)."""
+    """One architecture.
+
+    make: builds the model; batch: returns the arguments of forward() for a number of rows; coupled: batch statistics
+    couple the rows, so the reference must run the same micro-batches; double: nothing is rounded to fp32 when weights
+    are fp64 (causal language models of transformers compute their loss in fp32).
+    """
 
     name: str
     make: Callable[..., nn.Module]
@@ -36,18 +39,18 @@ class Case:
     double: bool = False
 
     def model(self, *, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """The same weights at every call, in training mode."""
+        """Return the model with the same weights at every call, in training mode."""
         torch.manual_seed(7)
         model = self.make(dropout).to(dtype).train()
         return model
 
     def data(self, rows: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-        """A batch with the floating tensors in dtype."""
+        """Return a batch with its floating tensors in dtype."""
         return {k: v.to(dtype) if v.is_floating_point() else v for k, v in self.batch(rows).items()}
 
     @property
     def loss_fn(self) -> None:
-        """None: the model returns its loss."""
+        """None, because the model returns its loss."""
         return None
 
 
@@ -56,7 +59,7 @@ def tokens(rows: int, seed: int = 1) -> torch.Tensor:
 
 
 def language_batch(rows: int) -> dict[str, torch.Tensor]:
-    """Token ids with padding on the right of some rows and labels that ignore a different number of tokens per row."""
+    """Return token ids with right padding in some rows and labels that ignore a different number of tokens per row."""
     ids, mask = tokens(rows), torch.ones(rows, SEQ, dtype=torch.long)
     labels = ids.clone()
     for row in range(rows):
@@ -67,7 +70,7 @@ def language_batch(rows: int) -> dict[str, torch.Tensor]:
 
 
 def masked_batch(rows: int) -> dict[str, torch.Tensor]:
-    """As above; labels only at every third token, as in masked language modelling."""
+    """Return a batch as `language_batch` with labels only at every third token, as in masked language modelling."""
     batch = language_batch(rows)
     keep = (torch.arange(SEQ)[None, :] + torch.arange(rows)[:, None]) % 3 == 0
     batch["labels"] = batch["labels"].where(keep, -100)

@@ -1,1 +1,1 @@
-"""What runs are compared with: one process, brute force, fakes that enforce rules."""
+"""References that runs are compared with: one process, brute force, and fakes that enforce rules."""

@@ -1,4 +1,4 @@
-"""Refusals of capture and of the loss analysis, each with a model that meets it and what its advice makes of it."""
+"""Errors of capture and loss analysis, each with a model that causes it and the model after following its advice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LABELS = torch.arange(8) % 4
 
 
 class Net(nn.Module):
-    """Three layers; `body` is what forward does, `setup` what is done to the model first."""
+    """Three layers; `body` is forward(), `setup` changes the model first."""
 
     def __init__(self, body: Body, setup: Body | None = None) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Trial:
-    """A model with its batch and options of `compile`."""
+    """A model with its batch and compile options."""
 
     body: Body
     sample: Any = field(default_factory=lambda: X)
@@ -57,13 +57,13 @@ class Trial:
     make: Callable[[], nn.Module] | None = None
 
     def model(self) -> nn.Module:
-        """In training mode."""
+        """Return the model in training mode."""
         return self.make() if self.make is not None else Net(self.body, self.setup)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What is refused with this error, words of what it advises, and the same with the advice followed."""
+    """A refused model, its error, words of the advice, and the model after following it."""
 
     refused: Trial
     error: type[AutopartError]
@@ -76,7 +76,7 @@ def mean(m: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(body: Body, sample: Any = X) -> tuple[Trial, Trial]:
-    """The same in one micro-batch."""
+    """Return a trial and the same trial with one micro-batch."""
     return Trial(body, sample), Trial(body, sample, options={"micro_batches": 1})
 
 
@@ -174,17 +174,17 @@ STACKED = {"x": X, "labels": torch.arange(8.0)[:, None].repeat(1, 2)}
 ADVICE: dict[str, Advice] = {
     "contrastive": Advice(
         _whole(_contrast)[0], CoupledLossError, "micro_batches=1", _whole(_contrast)[1]),
-    "contrastive, written anew": Advice(
+    "contrastive, rewritten": Advice(
         Trial(_contrast), CoupledLossError, "write the loss as a mean", Trial(lambda m, x: m.run(x).square().mean())),
     "unknown op": Advice(
         *(lambda a, b: (a, CoupledLossError, "micro_batches=1", b))(
             *_whole(lambda m, x: torch.fft.fft(m.run(x), dim=0).abs().mean()))),
-    "unknown op, written anew": Advice(
+    "unknown op, rewritten": Advice(
         Trial(lambda m, x: torch.fft.fft(m.run(x), dim=0).abs().mean()), CoupledLossError, "other operations",
         Trial(lambda m, x: torch.fft.fft(m.run(x), dim=1).abs().mean())),
     "opaque loss": Advice(
         Trial(_opaque), CoupledLossError, 'loss_reduction="mean"', Trial(_opaque, options={"loss_reduction": "sum"})),
-    "one loss for each row": Advice(
+    "a loss per row": Advice(
         Trial(lambda m, x: m.run(x).mean(1)), LossError, "return one number", Trial(mean)),
     "no loss": Advice(
         Trial(lambda m, x: {"logits": m.run(x)}), LossError, "loss_fn",

@@ -1,8 +1,8 @@
-"""NCCL's rules at run time, over Gloo: whoever breaks them hangs, as on GPUs, but no longer than a deadline.
+"""A transport over Gloo that enforces NCCL's rules: a violation hangs until a deadline and then raises.
 
-As `passes.program.nccl_rules` has them, at their strictest: everything on a rank takes turns.  What is posted returns
-when it has passed; a communicator is made, and pairs are connected, when they are first used.  Each message has a
-header, so that the two ends cannot take one for another.
+It follows the strictest rules of `passes.program.nccl_rules`: all operations of a rank are serialized. A post returns
+when its messages have been transferred; communicators and pairs are created at first use. Each message has a header, so
+that the two ends cannot mistake one message for another.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ DEADLINE_S = 20.0
 _MADE, _TOLD, _CONNECTED, _HEADER, _BYTES, _SUMMED = range(6)
 
 Message = tuple[bool, int, str, torch.Tensor]
-"""Whether it is sent, the other end, what both call it, and its bytes."""
+"""(sent or received, peer, name known to both ends, bytes)."""
 
 
 class Hang(Exception):
-    """Nobody came before the deadline."""
+    """Raised when a peer does not arrive before the deadline."""
 
 
 class Wrong(Exception):
-    """The two ends do not fit."""
+    """Raised when the two ends of a message do not match."""
 
 
 class Communicators:
@@ -46,12 +46,12 @@ class Communicators:
         self._edges: set[tuple[str, int, int]] = set()
 
     def used_before(self, comm: str, members: Sequence[int]) -> None:
-        """As if it had been made, and all its pairs connected."""
+        """Mark the communicator and all its pairs as connected."""
         self._made.add(comm)
         self._edges |= {(comm, a, b) for a in members for b in members}
 
     def post(self, comm: str, members: Sequence[int], messages: Sequence[Message]) -> None:
-        """Send and receive together; returns when all of it has passed."""
+        """Send and receive together and return when everything has been transferred."""
         self._make(comm, members)
         self._connect(comm, messages)
         doing = ", ".join(f"{'send' if sent else 'receive'} {name} ({peer})" for sent, peer, name, _ in messages)
@@ -60,7 +60,7 @@ class Communicators:
                 done.result()
 
     def sum(self, comm: str, members: Sequence[int]) -> None:
-        """All members meet."""
+        """Wait for all members."""
         self._make(comm, members)
         self._meet(comm, _SUMMED, [m for m in members if m != self._rank], f"sum over {comm}")
 
@@ -70,7 +70,9 @@ class Communicators:
             self._made.add(comm)
 
     def _connect(self, comm: str, messages: Sequence[Message]) -> None:
-        """Twice, as NCCL does: nobody is connected before all of its peers have heard from all of theirs."""
+        """Connect new pairs in two phases, as NCCL does: no pair is connected before all peers have heard from all of
+        theirs.
+        """
         edges = {(comm, self._rank, peer) if sent else (comm, peer, self._rank) for sent, peer, _, _ in messages}
         fresh = sorted(edges - self._edges)
         for phase in (_TOLD, _CONNECTED):
@@ -99,7 +101,7 @@ class Communicators:
         found = torch.empty_like(header)
         self._wait([dist.irecv(found, peer, self._group, self._tag(comm, _HEADER))], doing)
         if not torch.equal(found, header):
-            raise Wrong(f"{doing}: the message is another one, or of {int(found[1])} bytes instead of {int(header[1])}")
+            raise Wrong(f"{doing}: the message differs, or has {int(found[1])} bytes instead of {int(header[1])}")
         self._wait([dist.irecv(data, peer, self._group, self._tag(comm, _BYTES))], doing)
 
     def _wait(self, works: Sequence[Any], doing: str) -> None:
@@ -107,7 +109,7 @@ class Communicators:
             try:
                 work.wait(self._limit)
             except RuntimeError as error:
-                raise Hang(f"rank {self._rank} stands at: {doing}") from error
+                raise Hang(f"rank {self._rank} hangs at: {doing}") from error
 
     @staticmethod
     def _tag(comm: str, phase: int) -> int:
@@ -115,7 +117,7 @@ class Communicators:
 
 
 class FakeCarrier:
-    """What stands for NCCL in a pipeline over CPUs."""
+    """A replacement for NCCL in a pipeline on CPUs."""
 
     def __init__(self, world: World) -> None:
         self._rank = world.rank
@@ -126,7 +128,7 @@ class FakeCarrier:
         self._under_way: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def open_pair(self, low: int, high: int) -> None:
-        """As NCCL's: a byte in both directions."""
+        """Exchange a byte in both directions, as the NCCL transport does."""
         if self._rank not in (low, high):
             return
         peer = low + high - self._rank
@@ -135,13 +137,13 @@ class FakeCarrier:
         self._post(peer, [(True, peer, "hello", one), (False, peer, "hello", other)])
 
     def open_group(self, group: dist.ProcessGroup) -> None:
-        """By a sum."""
+        """Open the group by a sum."""
         dist.all_reduce(torch.zeros(1), group=group)
 
     def post(
         self, peer: int, sends: Sequence[tuple[Action, torch.Tensor]], receives: Sequence[tuple[Action, int]]
     ) -> FakePosted:
-        """Returns when all of it has passed: nobody may rely on less."""
+        """Send and receive, and return when everything has been transferred, the strictest allowed behaviour."""
         if peer not in self._pairs:
             raise Wrong(f"the channel between ranks {self._rank} and {peer} was not opened before the step")
         assert all(tensor.is_contiguous() and tensor.numel() for _, tensor in sends)
@@ -158,20 +160,20 @@ class FakeCarrier:
         self._communicators.post(f"pair {low} {high}", (low, high), messages)
 
     def settle(self, peer: int) -> None:
-        """Until now nobody may have written into what was sent: on a device it may not have left yet."""
+        """Check that messages were not overwritten before the wait: on a device they might not have been sent yet."""
         if not all(torch.equal(tensor, copy) for tensor, copy in self._under_way.pop(peer, ())):
             raise Wrong(f"a message to rank {peer} was overwritten while it was under way")
 
 
 class FakePosted:
-    """Messages that have passed."""
+    """Messages that have been transferred."""
 
     def __init__(self, carrier: FakeCarrier, peer: int, received: tuple[torch.Tensor, ...]) -> None:
         self._carrier, self._peer = carrier, peer
         self.received = received
 
     def wait(self) -> None:
-        """See `FakeCarrier.settle`."""
+        """Call `FakeCarrier.settle`."""
         self._carrier.settle(self._peer)
 
 

@@ -1,7 +1,7 @@
-"""Ground truth for the loss analysis: the whole batch in one go beside its micro-batches, combined as derived.
+"""The reference for the loss analysis: the loss of the whole batch beside the combined losses of its micro-batches.
 
-Many small losses share one capture (a capture costs a third of a second whatever its size): a `Bench` captures their
-sum and then looks at one term at a time.
+Many small losses share one capture, because a capture takes a third of a second whatever its size: a `Bench` captures
+their sum and then evaluates one loss at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Term = Callable[..., torch.Tensor]
 def derive(
     first: Captured, second: Captured, parts: Batch, loss: str | None = None, stated: str | None = None
 ) -> LossReduction:
-    """The weight of a loss, by rules and, where they do not know, by the numeric test: as a pipeline does it."""
+    """Return the weight of a loss by rules or, where these do not decide, by the numeric test, as a pipeline does."""
     graph, other = mark_rows(first.graph, second.graph), second.graph
     if loss is not None:
         graph, other = (replace(g, outputs=(loss,)) for g in (graph, other))
@@ -47,7 +47,7 @@ def derive(
 
 
 class Terms(nn.Module):
-    """The sum of several losses of the same inputs; w, k and v are parameters they may use, c a buffer."""
+    """The sum of several losses over the same inputs. w, k and v are parameters, c is a buffer."""
 
     def __init__(self, terms: Sequence[Term], modules: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Terms(nn.Module):
         return torch.stack([self.one(i, inputs) for i in range(len(self.terms))]).sum()
 
     def one(self, index: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One of the losses."""
+        """Return one of the losses."""
         return self.terms[index](self, *inputs).double().reshape(())
 
 
@@ -76,7 +76,7 @@ class Outcome:
     gradients: dict[str, torch.Tensor]
 
     def error(self, other: Outcome) -> float:
-        """Largest difference of loss or gradient, relative to the largest; nan if not finite."""
+        """Return the largest difference of loss or gradients, relative to the largest gradient; NaN if not finite."""
         size = torch.stack([g.abs().max() for g in self.gradients.values()]).max() + self.loss.abs() + 1e-3
         errors = [float((self.loss - other.loss).abs() / size)]
         errors += [float((g - other.gradients[n]).abs().max() / size) for n, g in self.gradients.items()]
@@ -84,7 +84,7 @@ class Outcome:
 
 
 class Bench:
-    """Losses captured at the sizes of the micro-batches, for a batch of all their rows."""
+    """Losses captured at the sizes of the micro-batches."""
 
     def __init__(self, terms: Sequence[Term], inputs: Sequence[torch.Tensor], **modules: nn.Module) -> None:
         self.model, self.inputs = Terms(terms, modules), tuple(inputs)
@@ -95,7 +95,7 @@ class Bench:
 
     @cached_property
     def names(self) -> list[str]:
-        """The value that each loss is."""
+        """The name of each loss in the captured graph."""
         graph: Graph = self.captures[0].graph
         stack = next(op for op in reversed(graph.ops) if op.target.startswith("aten.stack"))
         refs = dict(stack.attrs)["tensors"]
@@ -103,15 +103,15 @@ class Bench:
         return [str(ref)[1:] for ref in refs]
 
     def weight(self, index: int, *, stated: str | None = None) -> LossReduction:
-        """What is derived for one of the losses; raises as a pipeline would."""
+        """Return the derived weight of one loss. Raises what a pipeline would raise."""
         return derive(self.captures[0], self.captures[1], self.parts, self.names[index], stated)
 
     def whole(self, index: int) -> Outcome:
-        """The loss itself on the whole batch."""
+        """Return one loss on the whole batch."""
         return _outcome(self.model, self.model.one(index, self.inputs))
 
     def combined(self, index: int, weight: LossReduction) -> Outcome:
-        """Captured programs on the micro-batches, combined; a micro-batch that carries no weight is left out."""
+        """Return one loss combined over the micro-batches; a micro-batch without weight is left out."""
         pieces = list(zip(self.captures, self.parts.micro(MICRO_ROWS), strict=True))
         numbers = [_shares(item.weight, pieces) for item in weight.adjusted]
         for place, item in enumerate(weight.adjusted):
@@ -139,7 +139,9 @@ class Bench:
         weight: LossReduction,
         numbers: Sequence[float],
     ) -> torch.Tensor:
-        """One loss of a micro-batch, by the captured program or, where it reads adjusted values, by stage code."""
+        """Return one loss of a micro-batch, by the captured program or, where it reads adjusted values, by stage
+        code.
+        """
         name = self.names[index]
         if not weight.adjusted:
             return run(captured, list(piece), {name})[name]
@@ -154,14 +156,14 @@ Pieces = Sequence[tuple[Captured, Sequence[torch.Tensor]]]
 
 
 def _shares(weight: LossReduction, pieces: Pieces) -> list[float]:
-    """The share of each micro-batch; as in one process where nothing is counted in any of them."""
+    """Return the share of each micro-batch, equal shares where nothing counts in any of them."""
     amounts = [amount(captured, piece, weight) for captured, piece in pieces]
     total = 1.0 if weight.kind == "sum" else sum(amounts)
     return [a / total if total else 1 / len(amounts) for a in amounts]
 
 
 def amount(captured: Captured, piece: Sequence[torch.Tensor], weight: LossReduction) -> float:
-    """What a micro-batch's loss is weighed by."""
+    """Return the weight of a micro-batch's loss."""
     if weight.kind == "sum":
         return 1.0
     if weight.value is None:

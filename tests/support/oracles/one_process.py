@@ -1,4 +1,4 @@
-"""The oracle of every run over stages: plain torch in one process, and how far a run is from it."""
+"""The reference of every run over stages: a step of torch in one process, and the difference of a run from it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from support.models.small_models import Small
 from support.models.zoo import Case
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
-NEGLIGIBLE = {torch.float32: 1e-7, torch.float64: 1e-14}  # of the global norm: gradients that are zero in theory
+NEGLIGIBLE = {torch.float32: 1e-7, torch.float64: 1e-14}  # relative to the global norm: rounding of zero gradients
 
 
 # -- one step in one process ---------------------------------------------------------------------------------------
 
 
 def plain_loss(case: Small | Case, model: nn.Module, batch: Any) -> torch.Tensor:
-    """What one process computes for a whole batch."""
+    """Return the loss of the whole batch in one process."""
     target = None
     if case.loss_fn is not None:
         batch, target = batch
@@ -39,7 +39,7 @@ def plain_loss(case: Small | Case, model: nn.Module, batch: Any) -> torch.Tensor
 
 
 def plain_step(case: Small | Case, model: nn.Module, batch: Any, micros: int) -> torch.Tensor:
-    """Loss and gradients of one process; for batch statistics over the same micro-batches in order."""
+    """Compute loss and gradients in one process, over the same micro-batches in order for batch statistics."""
     if not case.coupled:
         loss = plain_loss(case, model, batch)
         if loss.requires_grad:
@@ -62,26 +62,29 @@ def _ranges(rows: int, micros: int) -> list[tuple[int, int]]:
 
 
 def rows_of(batch: Any) -> int:
-    """Rows of a batch: the longest first axis of its tensors."""
+    """Return the rows of a batch: the longest first axis of its tensors."""
     return max(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
 
 
 def case_rows(batch: Any, start: int, end: int) -> Any:
-    """Some rows of a batch."""
+    """Return some rows of a batch."""
     return pytree.tree_map(lambda t: t[start:end] if isinstance(t, torch.Tensor) else t, batch)
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """A copy of every trainable parameter's gradient."""
+    """Return a copy of every trainable parameter's gradient."""
     return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
-# -- how far off ---------------------------------------------------------------------------------------------------
+# -- differences -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A pipeline against one process.  gradient: worst relative error of one parameter, named by worst."""
+    """The difference of a pipeline from one process.
+
+    gradient: largest relative error of a parameter's gradient; worst: its name.
+    """
 
     loss: float
     gradient: float
@@ -90,14 +93,14 @@ class Difference:
     parameters: int
 
     def within(self, dtype: torch.dtype = torch.float32) -> bool:
-        """Whether only rounding is left."""
+        """Return whether all differences are within the rounding tolerance."""
         tolerance = TOLERANCE[dtype]
         return abs(self.loss) <= tolerance and self.gradient <= tolerance and self.buffer <= tolerance
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What one process found: the loss, the gradients and the buffers after the step."""
+    """The results of one process: loss, gradients, and buffers after the step."""
 
     loss: float
     gradients: dict[str, torch.Tensor | None]
@@ -105,7 +108,7 @@ class Expected:
 
     @staticmethod
     def of(loss: torch.Tensor, model: nn.Module) -> Expected:
-        """Read off a model that was stepped."""
+        """Return the results of a model after a step."""
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         return Expected(loss.item(), gradients_of(model), buffers)
 
@@ -117,7 +120,7 @@ def difference(
     expected: Expected,
     dtype: torch.dtype = torch.float32,
 ) -> Difference:
-    """Loss, gradients and buffers of a run against one process."""
+    """Return the difference of loss, gradients and buffers from one process."""
     error, worst = gradient_error(gradients, expected.gradients, dtype)
     buffers = {k: v for k, v in expected.buffers.items() if k in state and v.numel()}
     off = [(state[k].double() - v.double()).abs().max().item() for k, v in buffers.items()]
@@ -130,8 +133,11 @@ def gradient_error(
     expected: Mapping[str, torch.Tensor | None],
     dtype: torch.dtype = torch.float32,
 ) -> tuple[float, str]:
-    """Worst ‖g - ref‖ / ‖ref‖ over the parameters, and its name; 0 where the difference is negligible beside the
-    gradient of the whole model.  A gradient on one side only is infinitely wrong, unless it is zero."""
+    """Return the largest ‖g - ref‖ / ‖ref‖ of a parameter and its name.
+
+    Differences that are negligible relative to the gradient of the whole model count as 0. A gradient on one side only
+    is infinitely wrong unless it is zero.
+    """
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     norms = [g.double().norm() for g in expected.values() if g is not None]
     whole = torch.stack(norms).norm().item() if norms else 0.0
@@ -147,6 +153,6 @@ def gradient_error(
         if error <= NEGLIGIBLE[dtype] * whole:
             continue
         error = error / size if size else float("inf")
-        if not error <= worst:  # NaN is worst of all
+        if not error <= worst:  # NaN counts as worst
             worst, name = error, key
     return worst, name

@@ -1,7 +1,7 @@
-"""Small planning problems, and the exhaustive search that the planner is held against.
+"""Small planning problems and an exhaustive search to compare the planner with.
 
-Costs of a problem grow along a line with the rows, from a fixed time for each op on; a kind of device is slower than
-the fastest by a whole factor, so that nothing is lost to rounding.
+The costs of a problem are linear in the rows plus a fixed time per op. Devices are slower than the fastest by integer
+factors, so that nothing is lost to rounding.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ FASTEST = 10**12
 
 @dataclass(frozen=True)
 class Problem:
-    """model: its costs are those of one row on the fastest kind, `launch` nanoseconds per pass beside them."""
+    """A planning problem.
+
+    model: graph with the costs of one row on the fastest device type; launch: nanoseconds added to each pass.
+    """
 
     model: Graph
     cluster: Cluster
@@ -47,7 +50,7 @@ class Problem:
     launch: int = 0
 
     def costs_at(self, rows: int, kind: int) -> Graph:
-        """The model at a number of rows on a kind of device."""
+        """Return the model with costs for a number of rows on a device type."""
         slower = FASTEST // device_types(self.cluster)[kind].flops_per_s
         values = tuple(replace(v, size_bytes=v.size_bytes * rows) for v in self.model.values)
         ops = tuple(replace(op, cost=self._cost(op.cost, rows, slower)) for op in self.model.ops)
@@ -55,7 +58,7 @@ class Problem:
 
     @property
     def cost_model(self) -> ComputedCosts:
-        """`costs_at` as the planner asks for it."""
+        """`costs_at` as a cost model of the planner."""
         return ComputedCosts(self.costs_at)
 
     def _cost(self, one: Cost, rows: int, slower: int) -> Cost:
@@ -64,13 +67,13 @@ class Problem:
 
     @property
     def source(self) -> PlannerInput:
-        """What `build` plans for: a capture at the largest number of rows that is asked for."""
+        """The planner input: a capture at the largest requested number of rows."""
         rows = max(self.request.micro_rows[0])
         return PlannerInput(self.costs_at(rows, 0), self.cost_model, torch_version="")
 
     @property
     def space(self) -> SearchSpace:
-        """The chain that the planner cuts; every op is a block, but those that share an updated buffer."""
+        """The search space. Every op is a block, except ops that share an updated buffer."""
         captured = self.source.graph
         fine = atoms(captured)
         ends = {place for paths in self.request.keep_together() for place in module_span(fine, paths)} - {len(fine.ops)}
@@ -92,7 +95,7 @@ class Problem:
 
 
 def partitions(n: int, depth: int, widths: tuple[int, ...]) -> Iterator[Partition]:
-    """Every way to cut n blocks and to give each stage one of these widths, of `depth` positions in all."""
+    """Yield every way to cut n blocks into stages with these widths, of at most `depth` ranks in total."""
     for stages in range(1, min(n, depth) + 1):
         for inner in combinations(range(1, n), stages - 1):
             for chosen in _vectors(stages, depth, widths):
@@ -109,7 +112,7 @@ def _vectors(stages: int, depth: int, widths: tuple[int, ...]) -> Iterator[tuple
 
 
 def orders(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Every order of the devices, one of those that differ in nothing but names."""
+    """Return every order of the devices, without those that differ only in the names of equal devices."""
     seen: dict[object, tuple[int, ...]] = {}
     for order in permutations(range(cluster.world)):
         apart = tuple(cluster.level(a, b) for a, b in combinations(order, 2))
@@ -118,7 +121,7 @@ def orders(cluster: Cluster) -> list[tuple[int, ...]]:
 
 
 def candidates(space: SearchSpace) -> Iterator[Candidate]:
-    """Everything the request allows: every partition, on the devices in every order, idle ones last."""
+    """Yield everything the request allows: every partition, on the devices in every order, idle ones last."""
     request, cluster = space.request, space.costs.cluster
     grounds = [Layout(1, cluster.world, 1, order) for order in orders(cluster)]
     widths = tuple(range(1, cluster.world + 1)) if request.may_replicate else (1,)
@@ -132,7 +135,7 @@ def candidates(space: SearchSpace) -> Iterator[Candidate]:
 
 
 def allowed(partition: Partition, micro_rows: tuple[int, ...], space: SearchSpace) -> bool:
-    """Whether a partition is one that the request asks for."""
+    """Return whether the request allows a partition."""
     request = space.request
     if request.stages not in (None, partition.stages) or max(partition.widths) > max(micro_rows):
         return False
@@ -143,14 +146,14 @@ def allowed(partition: Partition, micro_rows: tuple[int, ...], space: SearchSpac
 
 
 def exhaustive(space: SearchSpace) -> Evaluation | None:
-    """The fastest candidate that fits."""
+    """Return the fastest candidate that fits into memory."""
     evaluator = Evaluator()
     evaluations = (evaluator(space, candidate) for candidate in candidates(space))
     return min((e for e in evaluations if e.fits), key=lambda e: e.step_ns, default=None)
 
 
 def assignments(blocks: Graph, stages: int) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Every way to put the blocks into stages so that nothing flows back, in whatever order the line has them."""
+    """Yield every assignment of blocks to stages in which no value flows backwards."""
     writer = blocks.writer()
 
     def grow(ops: tuple[Op, ...], home: dict[str, int]) -> Iterator[dict[str, int]]:
@@ -167,7 +170,7 @@ def assignments(blocks: Graph, stages: int) -> Iterator[tuple[tuple[str, ...], .
 
 
 def fastest_assignment(space: SearchSpace) -> int | None:
-    """The shortest step over all assignments of blocks to stages on single devices that fit, on ranks in order."""
+    """Return the shortest step over all assignments of blocks to stages on single devices that fit, in rank order."""
     setting = replace(space.costs, cost_model=space.chain)
     world = setting.cluster.world
     steps = [
@@ -182,7 +185,7 @@ def fastest_assignment(space: SearchSpace) -> int | None:
 
 
 def fitting_ns(decision: Decision, setting: CostContext) -> int | None:
-    """The simulated step of a decision, None where it may not be or does not fit."""
+    """Return the simulated step time of a decision, or None if it is invalid or does not fit."""
     graph = setting.cost_model.graph(Size(max(decision.micro_rows)), 0)
     try:
         check_decision(decision, graph)
@@ -193,8 +196,11 @@ def fitting_ns(decision: Decision, setting: CostContext) -> int | None:
 
 
 def fits(stages: tuple[Stage, ...], estimates: tuple[Estimate, ...], cluster: Cluster) -> bool:
-    """Whether no device is asked for more memory than it has.  An estimate is that of the device which needs most: with
-    unequal shares of the rows that is one which has a large share, and others may have less memory."""
+    """Return whether every device has enough memory.
+
+    An estimate is that of the device with the largest need. With unequal shares that is a device with a large share,
+    and the others may have less memory.
+    """
     limits = [[cluster.devices[rank].memory_bytes for rank in stage.ranks] for stage in stages]
     return all(
         estimate.peak_bytes <= (max(limit) if stage.shares else min(limit))
@@ -202,11 +208,11 @@ def fits(stages: tuple[Stage, ...], estimates: tuple[Estimate, ...], cluster: Cl
     )
 
 
-# ---- judging the planner -------------------------------------------------------------------------------------------
+# ---- checking the planner ------------------------------------------------------------------------------------------
 
 
 def planned(p: Problem) -> Plan | None:
-    """The plan, or None where the planner says that there is none."""
+    """Return the plan, or None if the planner finds none."""
     try:
         return build(p.source, p.cluster, p.request)
     except InfeasibleError:
@@ -214,10 +220,10 @@ def planned(p: Problem) -> Plan | None:
 
 
 def compare(p: Problem) -> float | None:
-    """Check a problem's plan against exhaustive search: how much longer its step is, None where there is not a plan."""
+    """Check a plan against exhaustive search and return its relative excess, or None if no plan exists."""
     plan, best = planned(p), exhaustive(p.space)
     if plan is None or best is None:
-        assert plan is None, "a plan where there is none"
+        assert plan is None, "the planner returned a plan that exhaustive search does not find"
         assert best is None, f"missed a plan of {best.step_ns} ns: {best.candidate}" if best else ""
         return None
     assert fits(plan.stages, plan.estimates, p.cluster)
@@ -229,7 +235,7 @@ def compare(p: Problem) -> float | None:
 
 
 def says(excess: float | None) -> str:
-    """A class of results of `compare`."""
+    """Return the class of a result of `compare`."""
     if excess is None:
         return "infeasible"
     return "as fast" if excess <= 0 else f"slower by up to {1 if excess < 0.01 else 5 if excess < 0.05 else 100} %"
@@ -240,7 +246,7 @@ def says(excess: float | None) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """What random problems are like.  None: either."""
+    """Properties of random problems. None: chosen at random."""
 
     least: int = 1
     most: int = 8
@@ -253,12 +259,12 @@ class Kind:
 
 
 def either(random: Random, wish: bool | None) -> bool:
-    """The wish, or a coin."""
+    """Return the wish, or a random choice."""
     return random.random() < 0.5 if wish is None else wish
 
 
 def model(random: Random, kind: Kind) -> Graph:
-    """A chain or a DAG: free, cheap and heavy ops, small and large values, weights, some of them tied."""
+    """Return a random chain or DAG with free, cheap and expensive ops, values of different sizes, and tied weights."""
 
     def amount() -> int:
         return random.choice([0, random.randint(1, 20), random.randint(20, 200)])
@@ -278,7 +284,7 @@ def model(random: Random, kind: Kind) -> Graph:
 
 
 def machines(random: Random, g: Graph, rows: int, kind: Kind) -> Cluster:
-    """A few devices: of one or two speeds, with much, enough or little memory, slow and fast links."""
+    """Return random devices of one or two speeds, with much, enough or little memory, and slow or fast links."""
     world = random.randint(1, kind.devices)
     made = {w: op for op in g.ops for w in op.writes}
     need = sum(p.size_bytes * 4 for p in g.params)
@@ -299,12 +305,12 @@ def machines(random: Random, g: Graph, rows: int, kind: Kind) -> Cluster:
 
 
 def split(rows: int, micros: int) -> tuple[int, ...]:
-    """The rows of so many micro-batches, larger ones first."""
+    """Return the rows of this many micro-batches, larger ones first."""
     return tuple(rows // micros + (i < rows % micros) for i in range(micros))
 
 
 def problem(random: Random, kind: Kind = Kind()) -> Problem:
-    """A random model on a random cluster under a random request."""
+    """Return a random model on a random cluster with a random request."""
     g = model(random, kind)
     rows = random.randint(1, 6)
     counts = random.sample(range(1, rows + 1), random.randint(1, min(3, rows)))
@@ -320,13 +326,13 @@ def problem(random: Random, kind: Kind = Kind()) -> Problem:
 
 
 def problems(kind: Kind = Kind()) -> st.SearchStrategy[Problem]:
-    """The same as a strategy.  Every example is drawn anew: hypothesis would try the same few small ones often."""
+    """Return a strategy for problems. Every example is drawn independently; hypothesis would repeat small ones."""
     return st.randoms(use_true_random=True).map(lambda random: problem(random, kind))
 
 
 def two_kinds(
     world: int, *, fast: tuple[int, ...] = (), slower: int = 1, levels: tuple[tuple[int, int], ...] = ()
 ) -> Cluster:
-    """Roomy devices of which all but `fast` are slower.  levels: (size, bytes/s) of each."""
+    """Return devices with ample memory of which all but `fast` are slower. levels: (size, bytes/s) of each level."""
     devices = tuple(Device("cpu", 1 << 40, FASTEST // (1 if r in fast else slower), 10**11) for r in range(world))
     return Cluster(devices, tuple(Level(size, Link(0, rate)) for size, rate in levels or ((world, 10**9),)))

@@ -1,4 +1,4 @@
-"""Pipelines of one op a stage, simulated with times that a test chooses."""
+"""Pipelines of one op per stage, simulated with given times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.languages.graphs import cluster, graph
 
 
 def chain(stages: int, micros: int, schedule: str, slices: int = 1) -> Program:
-    """One op a stage, in a row."""
+    """Return the program of a chain with one op per stage."""
     g = graph("; ".join(f"v{s}:1 #4 <- {f'v{s - 1}' if s else 'x'}" for s in range(stages)))
     cut = (8,) * slices if slices > 1 else ()
     placed = tuple(Stage((f"v{s}",), (s,)) for s in range(stages))
@@ -24,7 +24,9 @@ def chain(stages: int, micros: int, schedule: str, slices: int = 1) -> Program:
 
 
 def work_of(program: Program, fwd_ns: tuple[int, ...], bwd_ns: tuple[int, ...], c: Cluster, size: int = 0) -> Work:
-    """Every message has `size` bytes, every micro-batch in flight holds one."""
+    """Return the work of a program in which every message has `size` bytes and every micro-batch in flight holds
+    one.
+    """
     ways = {(a.stage, a.peer, a.is_a.way) for a in program.order if a.peer is not None}
     at = program.stage_ranks
     messages = {(src, dst, way): (size, (p2p_load(c, at[src], at[dst]),)) for src, dst, way in ways}
@@ -40,7 +42,7 @@ def drawn(timeline: Timeline) -> list[tuple[int, str, int, int]]:
 
 
 def ending(overlap: bool, optimizer_ns: tuple[int, ...] = (7,)) -> Timeline:
-    """Two replicas of one stage, two micro-batches; gradients of 20 bytes, half of which go over each hop twice."""
+    """Simulate two replicas of one stage with two micro-batches and 20 bytes of gradients."""
     c = cluster(2, latency_ns=1)
     load = ring_load(c, (0, 1), 2)
     assert load.alone_ns(20) == 2 + 20
@@ -49,7 +51,7 @@ def ending(overlap: bool, optimizer_ns: tuple[int, ...] = (7,)) -> Timeline:
 
 
 def check_path(timeline: Timeline) -> None:
-    """From the start to the end of the step without a gap."""
+    """Check that the critical path covers the step from start to end without a gap."""
     path = timeline.critical_path()
     if not timeline.step_ns:
         assert path == ()

@@ -1,4 +1,4 @@
-"""Slices of tokens played in one process: the oracle of the analysis and of the code that is cut by it."""
+"""Token slices executed in one process: the reference for the analysis and for the generated slice code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Analysed:
-    """A model that was captured, and what the analysis says of it."""
+    """A captured model and the result of the token analysis."""
 
     model: nn.Module
     batch: Any
@@ -47,7 +47,7 @@ def analysed(model: nn.Module, batch: Any, loss_fn: Any = None) -> Analysed:
 
 
 def judged(model: nn.Module, batch: Any) -> tuple[Analysed, list[Recipe | TokenRefusal]]:
-    """A model whose loss is the sum of a stack of losses: what the analysis says of it, and of each loss alone."""
+    """Return the analysis of a model whose loss is a sum over a stack of losses, and of each loss separately."""
     flat, captures = flatten(batch), CaptureCache(model, None)
     size, tokens = Size(flat.rows or 1), sequence_length(flat)
     assert tokens is not None
@@ -61,7 +61,7 @@ def judged(model: nn.Module, batch: Any) -> tuple[Analysed, list[Recipe | TokenR
 
 
 def _only(graph: Graph, output: str) -> Graph:
-    """What one value is computed by."""
+    """Return the part of a graph that computes one value."""
     needed, ops = {output}, []
     for op in reversed(graph.ops):
         if needed.intersection(op.writes):
@@ -75,9 +75,9 @@ def _only(graph: Graph, output: str) -> Graph:
 def run_sliced(
     found: Analysed, inputs: Mapping[str, torch.Tensor], lengths: Sequence[int], cut_at: Sequence[int] = ()
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of one micro-batch: slices forward in order through all stages, and backward from the last.
+    """Return loss and gradients of one micro-batch, with slices forward in order through all stages and then backward.
 
-    cut_at: places in the list of ops where a stage begins.
+    cut_at: positions in the list of ops at which stages begin.
     """
     captured, recipe = found.captured, found.recipe
     assert isinstance(recipe, Recipe), recipe
@@ -123,7 +123,7 @@ def sliced_stages(
 
 
 def unsliced(found: Analysed, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of the captured program as it is."""
+    """Return loss and gradients of the captured program on whole sequences."""
     captured = found.captured
     params = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in captured.tensors.items()}
     names = captured.names
@@ -144,7 +144,7 @@ def inputs_of(found: Analysed, batch: Any = None, *, with_target: bool = False) 
 
 
 def worst_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
-    """The largest relative error of any gradient; all parameters must have one."""
+    """Return the largest relative error of a gradient. All parameters must have one."""
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     errors = [
         float((found[name] - wanted).norm() / wanted.norm().clamp(min=1e-30))
@@ -156,9 +156,12 @@ def worst_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
 
 
 def future_shows(found: Analysed, inputs: Mapping[str, torch.Tensor], token: int, tolerance: float = 1e-9) -> list[str]:
-    """Values that show a token at earlier ones: change all tokens from `token` on, and look at what stands before;
-    and values whose later tokens get a gradient from what stands before in the last one.  A second oracle, which knows
-    nothing of rules.  tolerance: relative and absolute."""
+    """Return values in which a token is visible at earlier positions, or whose later tokens get gradients from earlier
+    ones.
+
+    All tokens from `token` on are changed and earlier positions compared; this check does not use the rules of the
+    analysis. tolerance: relative and absolute.
+    """
     recipe = found.recipe
     assert isinstance(recipe, Recipe)
     changed = {}
@@ -167,7 +170,7 @@ def future_shows(found: Analysed, inputs: Mapping[str, torch.Tensor], token: int
         if "label" not in name and not value.is_floating_point() and value.shape[1:2] == (recipe.tokens,):
             other[:, token:] = (value[:, token:] + 1) % max(2, int(value.max()) + 1)
         changed[name] = other
-    if not checks_hold(found, changed):  # a query that sees nothing gives no number, which reaches all
+    if not checks_hold(found, changed):  # a query that sees nothing yields NaN everywhere
         changed |= {name: value for name, value in inputs.items() if "mask" in name}
     first, second = (_Recorded(found.captured).run_on(given) for given in (inputs, changed))
     held = {
@@ -192,7 +195,7 @@ def future_shows(found: Analysed, inputs: Mapping[str, torch.Tensor], token: int
 
 
 def checks_hold(found: Analysed, inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a batch passes what has to be looked at of each."""
+    """Return whether a batch passes the checks that the recipe requires of each batch."""
     recipe = found.recipe
     assert isinstance(recipe, Recipe)
     values = _Recorded(found.captured).run_on(inputs)
@@ -201,7 +204,7 @@ def checks_hold(found: Analysed, inputs: Mapping[str, torch.Tensor]) -> bool:
 
 
 class _Recorded(fx.Interpreter):
-    """Runs a captured program and keeps every value, and its gradient."""
+    """Runs a captured program and keeps every value and its gradient."""
 
     def __init__(self, captured: Captured) -> None:
         super().__init__(captured.module)

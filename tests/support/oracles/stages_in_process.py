@@ -1,4 +1,4 @@
-"""Plans of stages that tests cut by hand, and what plays them in this process (benchmarks/in_process.py)."""
+"""Plans with stages cut by hand, and functions of benchmarks/in_process.py that run them in this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plan_for(
     schedule: str = "1f1b",
     recompute: Mapping[int, Sequence[Iterable[str]]] | None = None,
 ) -> Plan:
-    """A checked plan with these ops in each stage; recompute: groups of them, by stage."""
+    """Return a checked plan with these ops in each stage. recompute: groups of ops by stage."""
     place = {op.name: i for i, op in enumerate(graph.ops)}
 
     def ordered(ops: Iterable[str]) -> tuple[str, ...]:
@@ -34,6 +34,6 @@ def plan_for(
 
 
 def slices(graph: Graph, bounds: Sequence[int]) -> list[list[str]]:
-    """The ops in captured order, cut before the given places."""
+    """Return the ops in captured order, cut before the given positions."""
     ends = [0, *sorted(bounds), len(graph.ops)]
     return [[op.name for op in graph.ops[a:b]] for a, b in pairwise(ends)]

@@ -1,4 +1,6 @@
-"""NCCL at its strictest: one queue per rank, nothing is buffered, and whoever is at a message or a sum blocks there."""
+"""A model of the strictest NCCL: one queue per rank, no buffering, and every message or sum blocks until all its ranks
+arrive.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,16 @@ from collections.abc import Sequence
 from autopart.ir.program import ALL, COLLECTIVE, COMPUTE, LOCAL, RECEIVE, SEND, TIED, Action, Program
 
 Item = tuple[str, tuple[int, ...]]
-"""What is done, and the ranks that have to be at it at the same time."""
+"""(operation, ranks that must reach it at the same time)."""
 
 
 def issued(program: Program) -> list[list[Item]]:
-    """What each rank issues: everything where it stands in the order, at both ends."""
+    """Return the queue of each rank with both ends of every message at its position in the global order."""
     return _queues(program, [program.order] * program.world)
 
 
 def received_late(program: Program) -> list[list[Item]]:
-    """The same, with each receive posted only where its message is needed."""
+    """Return the queue of each rank with each receive posted only where its message is needed."""
     return _queues(program, program.parts(range(program.world)))
 
 
@@ -37,7 +39,7 @@ def _queues(program: Program, orders: Sequence[Sequence[Action]]) -> list[list[I
 
 
 def _item(program: Program, action: Action) -> Item:
-    """A rank that runs both ends of a message hands it over; one with several stages of a sum is at it once."""
+    """Return the operation of an action. Messages within a rank have no peers; a sum counts once per rank."""
     ranks = program.stage_ranks
     role = action.is_a.role
     if role in (SEND, RECEIVE):
@@ -54,7 +56,7 @@ def _item(program: Program, action: Action) -> Item:
 
 
 def hangs(queues: list[list[Item]]) -> list[str]:
-    """Where the ranks hang: what stands at the front of each queue in the end; nothing when all is played."""
+    """Return the operations at which the ranks hang, or an empty list when all queues complete."""
     at = [0] * len(queues)
 
     def front(rank: int) -> Item | None:

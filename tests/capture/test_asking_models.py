@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.models.asking_models import ASKING, Asking
+from support.models.value_reading_models import CASES, Case
 from support.oracles.one_process import gradient_error, gradients_of
 
 import autopart
@@ -11,8 +11,8 @@ import autopart
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.mark.parametrize("case", ASKING.values(), ids=ASKING.keys())
-def test_two_different_batches_are_exact_whole_and_in_micro_batches(case: Asking):
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_two_different_batches_are_exact_whole_and_in_micro_batches(case: Case):
     for micros in case.micros:
         model, plain = case.model(), case.model()
         sample = case.batch(4, 0)

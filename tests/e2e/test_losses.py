@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.jobs import learned_loss_jobs as learned
-from support.jobs import silent_jobs as jobs
+from support.jobs import misleading_jobs as jobs
 from support.models.loss_models import LOSSES
 from support.models.mask_models import MASKED
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.jobs import master_jobs
+from support.jobs import master_weight_jobs
 from support.jobs.shared_state import shared_state
 
 pytestmark = [
@@ -26,13 +26,13 @@ pytestmark = [
     ],
 )
 def test_ten_steps_equal_a_hand_written_loop_with_master_weights(pair, options):
-    results = pair.run(partial(master_jobs.trained, **options))
+    results = pair.run(partial(master_weight_jobs.trained, **options))
     for wrong, left, masters in results:
         assert (wrong, left) == ([], [])
         assert all(master.dtype == torch.float32 for master in masters.values())
     here, there = (masters for *_, masters in results)
     assert bool(here.keys() & there.keys()) == (options["stages"] == 1 and not options.get("zero"))
-    assert here.keys() | there.keys() == dict(master_jobs.model().named_parameters()).keys()
+    assert here.keys() | there.keys() == dict(master_weight_jobs.model().named_parameters()).keys()
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,10 @@ def test_sharing_master_weights_trains_like_full_copies(workers, name, counts, o
     ],
 )
 def test_master_weights_and_their_gradients_move_to_another_plan(pair, first, second, replicas):
-    assert pair.run(master_jobs.adopted, first, second, replicas) == [[], []]
+    assert pair.run(master_weight_jobs.adopted, first, second, replicas) == [[], []]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("options", [{"stages": 2}, {"stages": 1, "replicas": 2, "zero": 1}])
 def test_a_checkpoint_holds_the_exact_master_weights(pair, when, options):
-    assert pair.run(partial(master_jobs.resumed, when, **options)) == [[], []]
+    assert pair.run(partial(master_weight_jobs.resumed, when, **options)) == [[], []]

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from support.jobs import caught_jobs
+from support.jobs import rank_error_jobs
 from support.jobs import session_jobs as jobs
 from support.jobs.failing_jobs import CASE as TROUBLED
 from support.jobs.failing_jobs import arm
@@ -154,14 +154,14 @@ def test_texts_and_weights_are_compared_and_sent_byte_by_byte(workers: Workers) 
 
 @pytest.mark.slow
 def test_a_rank_that_runs_no_python_for_long_is_waited_for(workers: Workers) -> None:
-    workers.run(caught_jobs.without_python, 0)  # planned: what it said last is that it had left
-    assert len(set(workers.run(caught_jobs.without_python, 13))) == 1
+    workers.run(rank_error_jobs.blocked_interpreter, 0)  # planned: what it said last is that it had left
+    assert len(set(workers.run(rank_error_jobs.blocked_interpreter, 13))) == 1
 
 
 @pytest.mark.slow
 def test_who_holds_up_the_others_is_noted_once(capfd: pytest.CaptureFixture[str]) -> None:
     with Workers(WORLD, timeout=180) as pool:
-        assert pool.run(caught_jobs.late, 12.0)[0][0] == "WorkerError"
+        assert pool.run(rank_error_jobs.late_rank, 12.0)[0][0] == "WorkerError"
     noted = [line for line in capfd.readouterr().err.splitlines() if "has waited" in line]
     assert len(noted) == 1 and "rank 0 has waited for 10 s (call" in noted[0]
     assert "held up by rank 1 (stage 1): between steps" in noted[0]
@@ -175,8 +175,8 @@ def spread(heard: list[tuple[str, str, float]]) -> float:
 @pytest.mark.parametrize("bad", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_whatever_is_raised_on_one_rank_reaches_all_with_rank_and_cause(workers: Workers, bad: int) -> None:
     pids = workers.run(jobs.rank) and workers.pids
-    found = workers.run(caught_jobs.raising, bad)
-    for place, error in enumerate(caught_jobs.RAISED):
+    found = workers.run(rank_error_jobs.failed_capture, bad)
+    for place, error in enumerate(rank_error_jobs.RAISED):
         heard = [of_rank[place] for of_rank in found]
         assert spread(heard) <= SPREAD_S
         for rank, (kind, text, _) in enumerate(heard):
@@ -192,7 +192,7 @@ def test_a_step_that_failed_leaves_gradients_as_they_were_on_every_rank_and_proc
     workers: Workers, phase: str, calls: int, micro: int
 ) -> None:
     pids = workers.run(jobs.rank) and workers.pids
-    found = workers.run(caught_jobs.caught, phase, calls)
+    found = workers.run(rank_error_jobs.failed_step, phase, calls)
     assert spread([of_rank["failed"] for of_rank in found]) <= SPREAD_S
     for rank, of_rank in enumerate(found):
         kind, text, _ = of_rank["failed"]
@@ -209,7 +209,7 @@ def test_a_step_that_failed_leaves_gradients_as_they_were_on_every_rank_and_proc
 
 @pytest.mark.slow
 def test_a_group_that_the_user_opened_outlives_a_step_that_failed(clean: Workers) -> None:
-    found = clean.run(caught_jobs.beside_an_open_group)
+    found = clean.run(rank_error_jobs.failed_step_in_open_group)
     assert [name for name, *_ in found] == ["WorkerError", "WorkerError", "StageError"]
     assert [total for _, total, _ in found] == [3.0] * WORLD
     assert len({loss for *_, loss in found}) == 1
@@ -217,14 +217,14 @@ def test_a_group_that_the_user_opened_outlives_a_step_that_failed(clean: Workers
 
 @pytest.mark.slow
 def test_a_call_of_one_rank_alone_ends_once_the_others_have_left(workers: Workers) -> None:
-    kind, text, after_s = workers.run(caught_jobs.left)[0]
+    kind, text, after_s = workers.run(rank_error_jobs.early_exit)[0]
     assert kind == "WorkerError" and "has left, and rank 0 waits for it" in text and "state_dict" in text
     assert after_s <= 10
 
 
 @pytest.mark.slow
 def test_an_error_of_the_script_between_two_steps_is_told(workers: Workers) -> None:
-    heard = workers.run(caught_jobs.raised_in_the_script)
+    heard = workers.run(rank_error_jobs.error_in_the_script)
     assert heard[1][0] == "ZeroDivisionError" and spread(heard) <= SPREAD_S
     for kind, text, _ in (heard[0], heard[2]):
         assert kind == "WorkerError" and "rank 1 failed first: ZeroDivisionError: my own mistake" in text
@@ -232,8 +232,8 @@ def test_an_error_of_the_script_between_two_steps_is_told(workers: Workers) -> N
 
 @pytest.mark.slow
 def test_a_rank_that_stands_still_is_named_at_the_limit_and_planning_does_not_count(workers: Workers) -> None:
-    assert len(set(workers.run(caught_jobs.planned_for_long, 3.0))) == 1
-    heard = workers.run(caught_jobs.late, 3.0)
+    assert len(set(workers.run(rank_error_jobs.slow_planning, 3.0))) == 1
+    heard = workers.run(rank_error_jobs.late_rank, 3.0)
     for kind, text, after_s in (heard[0], heard[2]):
         assert kind == "WorkerError" and "rank 1 (stage 1) did not go on for 3 s" in text, text
         assert after_s <= 10

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.jobs import silent_jobs as jobs
-from support.models.silent_models import ROWS, WIDTH, Net, Normed
+from support.jobs import misleading_jobs as jobs
+from support.models.misleading_models import ROWS, WIDTH, Net, Normed
 from torch import nn
 
 import autopart

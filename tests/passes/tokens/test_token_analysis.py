@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.models.finite_mask_models import BEYOND_THRESHOLD, CANCELLED_BY_BATCH, CANCELLED_BY_CONSTANTS
 from support.models.token_models import (
     CAUSAL,
     LEAKS,
@@ -18,12 +19,11 @@ from support.models.token_models import (
     dropped_weights,
     token_batch,
 )  # fmt: skip
-from support.models.undone_masks import BEYOND_THRESHOLD, UNDONE_BY_BATCH, UNDONE_BY_CONSTANTS
-from support.models.unheard_models import (
+from support.models.unusual_token_models import (
     CAUSAL_REFUSED,
     EXACT,
-    LEAKY_UNHEARD,
-    MASKED_LEAKS_UNHEARD,
+    UNUSUAL_LEAKS,
+    UNUSUAL_MASKED_LEAKS,
     WithoutLast,
 )
 from support.oracles.sliced import analysed, checks_hold, future_shows, inputs_of, run_sliced, unsliced, worst_error
@@ -107,24 +107,24 @@ def test_a_last_token_that_is_cut_off_is_no_obstacle(name):
     check_equal(CAUSAL[name], token_batch(), layers=2, make=WithoutLast)
 
 
-QUICK_UNDONE = ("lifted_by_batch", "padded_first", "multiplied_by_batch")
+QUICK_CANCELLED = ("cancelled_by_bias", "padded_first", "multiplied_by_batch")
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in QUICK_UNDONE else pytest.param(n, marks=pytest.mark.slow) for n in UNDONE_BY_BATCH]
+    "name", [n if n in QUICK_CANCELLED else pytest.param(n, marks=pytest.mark.slow) for n in CANCELLED_BY_BATCH]
 )
 def test_a_batch_that_undoes_a_mask_is_refused_and_others_are_exact(name):
     batch = token_batch(mask="padding")
-    check_equal(UNDONE_BY_BATCH[name], batch)
-    found = analysed(Model(UNDONE_BY_BATCH[name]), batch)
+    check_equal(CANCELLED_BY_BATCH[name], batch)
+    found = analysed(Model(CANCELLED_BY_BATCH[name]), batch)
     assert checks_hold(found, inputs_of(found))
     batch["mask"][1, :3] = 2
     assert not checks_hold(found, inputs_of(found))
 
 
-@pytest.mark.parametrize("name", UNDONE_BY_CONSTANTS)
+@pytest.mark.parametrize("name", CANCELLED_BY_CONSTANTS)
 def test_a_large_number_among_masked_scores_is_refused(name):
-    refusal = analysed(Model(UNDONE_BY_CONSTANTS[name]), token_batch(mask="padding")).recipe
+    refusal = analysed(Model(CANCELLED_BY_CONSTANTS[name]), token_batch(mask="padding")).recipe
     assert isinstance(refusal, TokenRefusal) and "so large that it may undo" in refusal.why
 
 
@@ -135,11 +135,11 @@ def test_tokens_that_meet_beyond_a_threshold_are_refused(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CAUSAL_REFUSED | LEAKY_UNHEARD | MASKED_LEAKS_UNHEARD)
+@pytest.mark.parametrize("name", CAUSAL_REFUSED | UNUSUAL_LEAKS | UNUSUAL_MASKED_LEAKS)
 def test_what_no_rule_was_written_for_is_refused(name):
     """Of causal ones too: what is not understood is not cut."""
-    masked = name in MASKED_LEAKS_UNHEARD
-    mixer = (CAUSAL_REFUSED | LEAKY_UNHEARD | MASKED_LEAKS_UNHEARD)[name]
+    masked = name in UNUSUAL_MASKED_LEAKS
+    mixer = (CAUSAL_REFUSED | UNUSUAL_LEAKS | UNUSUAL_MASKED_LEAKS)[name]
     refusal = analysed(Model(mixer, 2), token_batch(mask="padding" if masked else "")).recipe
     assert isinstance(refusal, TokenRefusal)
     assert "token_models.py" in refusal.where and refusal.why and refusal.fix  # torch keeps lines of forward() alone

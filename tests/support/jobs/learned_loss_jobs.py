@@ -11,7 +11,7 @@ from torch import nn
 
 import autopart
 from support.jobs.step_jobs import cluster
-from support.models.silent_models import Net, X, Y
+from support.models.misleading_models import Net, X, Y
 
 Steps = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
 """Losses, the gradients of the last step and the state after it."""

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from support.models.token_models import CAUSAL, LEAKS, VOCAB, WIDTH, Model, _heads, _joined
-from support.models.unheard_models import EXACT, LEAKY_UNHEARD, MASKED_LEAKS_UNHEARD
+from support.models.unusual_token_models import EXACT, UNUSUAL_LEAKS, UNUSUAL_MASKED_LEAKS
 
 Step = tuple[str, int, int]
 Steps = tuple[Step, ...]
@@ -141,7 +141,7 @@ def _interleaved(x: torch.Tensor, y: torch.Tensor, m: Model, n: int) -> torch.Te
 
 
 LEAKY_BY_IDS: dict[str, Op] = {
-    name: (lambda x, ids, m, n, f=mixer: f(x, m, (ids + n) % 4)) for name, mixer in MASKED_LEAKS_UNHEARD.items()
+    name: (lambda x, ids, m, n, f=mixer: f(x, m, (ids + n) % 4)) for name, mixer in UNUSUAL_MASKED_LEAKS.items()
 }
 """Ops that make a later token visible for some inputs."""
 LEAKY: dict[str, Op] = {
@@ -149,7 +149,7 @@ LEAKY: dict[str, Op] = {
     "interleaved": _interleaved, **LEAKY_BY_IDS,
     **{
         name: (lambda x, y, m, n, f=mixer: f(x, m))
-        for name, mixer in (LEAKS | LEAKY_UNHEARD).items() if name not in ("one_cell", *_SLOW_TO_CAPTURE)
+        for name, mixer in (LEAKS | UNUSUAL_LEAKS).items() if name not in ("one_cell", *_SLOW_TO_CAPTURE)
     },
 }  # fmt: skip
 

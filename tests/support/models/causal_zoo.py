@@ -12,7 +12,7 @@ import transformers as hf
 from torch import nn
 
 from support.models import token_models as small
-from support.models.unheard_models import EXACT
+from support.models.unusual_token_models import EXACT
 from support.models.zoo import CASES, HIDDEN, SEQ, VOCAB, Case, language_batch
 from support.models.zoo import tokens as random_tokens
 

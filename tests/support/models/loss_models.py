@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.models.silent_models import Net, Script, X, Y
+from support.models.misleading_models import Net, Script, X, Y
 
 ROWS, LENGTH, WIDTH = 7, 4, 8
 

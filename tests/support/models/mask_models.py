@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.models.silent_models import Script
+from support.models.misleading_models import Script
 
 WORDS, LENGTH, WIDTH = 20, 6, 8
 

@@ -2,7 +2,7 @@
 
 Run as a script, under torchrun or directly (then it calls `autopart.launch`):
 
-    python -m support.jobs.strike_jobs <how> <phase> <whom> <folder>
+    python -m support.jobs.fault_script <how> <phase> <whom> <folder>
 """
 
 from __future__ import annotations

@@ -28,11 +28,17 @@ ROWS = 8
 PLAIN = {"micro_batches": 4, "loss_fn": CASE.loss_fn, "costs": "analytic"}
 
 
-class Unheard(BaseException):
+class UncaughtError(BaseException):
     """An exception that no code catches by type."""
 
 
-RAISED = (AttributeError("no such attribute"), MemoryError("no memory"), SystemExit(3), KeyboardInterrupt(), Unheard())
+RAISED = (
+    AttributeError("no such attribute"),
+    MemoryError("no memory"),
+    SystemExit(3),
+    KeyboardInterrupt(),
+    UncaughtError(),
+)
 
 
 def clock_s() -> float:
@@ -40,7 +46,7 @@ def clock_s() -> float:
     return time.monotonic()
 
 
-def heard(call: Any) -> tuple[str, str, float]:
+def error_of(call: Any) -> tuple[str, str, float]:
     """Return the type name and text of the error that a call raises, and when it was raised."""
     try:
         call()
@@ -49,7 +55,7 @@ def heard(call: Any) -> tuple[str, str, float]:
     return "", "", clock_s()
 
 
-def raising(bad: int) -> list[tuple[str, str, float]]:
+def failed_capture(bad: int) -> list[tuple[str, str, float]]:
     """Return what compile raises for each error of `RAISED` when rank `bad` raises it during capture."""
     original, found = CaptureCache.__call__, []
     case = ALL["stack"]
@@ -62,11 +68,11 @@ def raising(bad: int) -> list[tuple[str, str, float]]:
 
         with mock.patch.object(CaptureCache, "__call__", fail):
             model = case.model()
-            found.append(heard(lambda m=model: compiled(case, m, case.batch(ROWS), stages=2, micro_batches=2)))
+            found.append(error_of(lambda m=model: compiled(case, m, case.batch(ROWS), stages=2, micro_batches=2)))
     return found
 
 
-def caught(phase: str, calls: int) -> dict[str, Any]:
+def failed_step(phase: str, calls: int) -> dict[str, Any]:
     """Fail the second step on the last rank and return what each rank raised.
 
     Then close the pipe and take a step with another pipe in the same processes.
@@ -78,21 +84,21 @@ def caught(phase: str, calls: int) -> dict[str, Any]:
     before = {name: (p.grad, p.grad.clone()) for name, p in pipe.named_parameters() if p.grad is not None}
     if rank() == WORLD - 1:
         failing_jobs.arm(phase, "raise", calls)
-    found: dict[str, Any] = {"failed": heard(lambda: pipe.step(batch))}
+    found: dict[str, Any] = {"failed": error_of(lambda: pipe.step(batch))}
     failing_jobs.arm("", "raise", 0)
     after = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
     found["kept"] = after.keys() == before.keys() and all(
         after[name] is grad and torch.equal(grad, copy) for name, (grad, copy) in before.items()
     )
-    found["again"] = heard(lambda: pipe.step(batch))
+    found["again"] = error_of(lambda: pipe.step(batch))
     pipe.close()
-    found["emptied"] = heard(lambda: autopart.compile(model, f"cpu:{WORLD}", sample=batch, **options))
+    found["emptied"] = error_of(lambda: autopart.compile(model, f"cpu:{WORLD}", sample=batch, **options))
     with autopart.compile(CASE.model(), f"cpu:{WORLD}", sample=batch, **options) as other:
         found["loss"] = other.step(batch).item()
     return found
 
 
-def beside_an_open_group() -> tuple[str, float, float]:
+def failed_step_in_open_group() -> tuple[str, float, float]:
     """Fail a step in a process whose process group the user opened.
 
     Return the type of the error, a sum over that group afterwards, and the loss of a step of another pipe.
@@ -101,7 +107,7 @@ def beside_an_open_group() -> tuple[str, float, float]:
     pipe = autopart.compile(CASE.model(), f"cpu:{WORLD}", sample=CASE.batch(ROWS), cuts=failing_jobs.CUTS, **PLAIN)
     if rank() == WORLD - 1:
         failing_jobs.arm("forward", "raise", 1)
-    name = heard(lambda: pipe.step(CASE.batch(ROWS)))[0]
+    name = error_of(lambda: pipe.step(CASE.batch(ROWS)))[0]
     pipe.close()
     total = torch.tensor(float(rank()))
     dist.all_reduce(total)
@@ -111,7 +117,7 @@ def beside_an_open_group() -> tuple[str, float, float]:
     return name, total.item(), loss
 
 
-def left() -> tuple[str, str, float]:
+def early_exit() -> tuple[str, str, float]:
     """Call state_dict on rank 0 alone while the other ranks return and leave the pipe open.
 
     Return the error and the seconds from the call until it was raised.
@@ -122,11 +128,11 @@ def left() -> tuple[str, str, float]:
     if rank() != 0:
         return "", "", 0.0
     start = clock_s()
-    name, text, at = heard(pipe.state_dict)
+    name, text, at = error_of(pipe.state_dict)
     return name, text, at - start
 
 
-def raised_in_the_script() -> tuple[str, str, float]:
+def error_in_the_script() -> tuple[str, str, float]:
     """Raise an error of the user's script on rank 1 between two steps, inside the `with` block of the pipe."""
     case = ALL["stack"]
 
@@ -137,10 +143,10 @@ def raised_in_the_script() -> tuple[str, str, float]:
                 raise ZeroDivisionError("my own mistake")
             pipe.step(case.batch(ROWS))
 
-    return heard(run)
+    return error_of(run)
 
 
-def late(timeout_s: float) -> tuple[str, str, float]:
+def late_rank(timeout_s: float) -> tuple[str, str, float]:
     """Let rank 1 arrive late at a step, so that the other ranks time out."""
     case, store = ALL["stack"], _common()
     pipe = compiled(case, case.model(), case.batch(ROWS), stages=2, micro_batches=2, timeout=timeout_s)
@@ -148,13 +154,13 @@ def late(timeout_s: float) -> tuple[str, str, float]:
     if rank() == 1:
         store.wait(["over"])
     start = clock_s()
-    name, text, at = heard(lambda: pipe.step(case.batch(ROWS)))
+    name, text, at = error_of(lambda: pipe.step(case.batch(ROWS)))
     store.set("over", "")
     pipe.close()
     return name, text, at - start
 
 
-def without_python(seconds: int) -> float:
+def blocked_interpreter(seconds: int) -> float:
     """Block the interpreter lock of rank 1 for some seconds and return the loss of the next step."""
     case = ALL["stack"]
     with compiled(case, case.model(), case.batch(ROWS), stages=2, micro_batches=2) as pipe:
@@ -164,7 +170,7 @@ def without_python(seconds: int) -> float:
         return pipe.step(case.batch(ROWS)).item()
 
 
-def planned_for_long(timeout_s: float) -> float:
+def slow_planning(timeout_s: float) -> float:
     """Plan on rank 0 for longer than the timeout between ranks and return the loss of a step."""
     case = ALL["stack"]
     slow: list[float] = [2 * timeout_s]

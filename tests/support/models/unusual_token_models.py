@@ -318,7 +318,7 @@ def undone_before(x, model):
     return _joined((scores + torch.full((x.shape[1],) * 2, -1e9, dtype=x.dtype).triu(1)).softmax(-1) @ v)
 
 
-LEAKY_UNHEARD = {
+UNUSUAL_LEAKS = {
     f.__name__: f
     for f in (
         prefix, hidden_late, both_normalised, grouped_norm, instance_norm, pooled_window, total_of_sums,
@@ -353,7 +353,7 @@ def scaled_bias(x, model, mask):
     return _joined(F.scaled_dot_product_attention(*_heads(x, model), attn_mask=bias))
 
 
-MASKED_LEAKS_UNHEARD = {f.__name__: f for f in (marked, given_positions, by_exclusive_or, scaled_bias)}
+UNUSUAL_MASKED_LEAKS = {f.__name__: f for f in (marked, given_positions, by_exclusive_or, scaled_bias)}
 
 
 class WithoutLast(Model):

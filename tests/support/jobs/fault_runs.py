@@ -1,4 +1,4 @@
-"""Runs `strike_jobs` under a launcher and measures how long detection and termination take."""
+"""Runs `fault_script` under a launcher and measures how long detection and termination take."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from autopart.runtime.watch.processes import state_of
 
 TESTS = Path(__file__).parents[2]
 LAUNCHERS = {
-    "launch": [sys.executable, "-m", "support.jobs.strike_jobs"],
+    "launch": [sys.executable, "-m", "support.jobs.fault_script"],
     "torchrun": [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
-        "support.jobs.strike_jobs",
+        "support.jobs.fault_script",
     ],
 }  # fmt: skip
 START_S, WATCH_S = 150.0, 60.0

@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 
 import pytest
-from support.jobs.strike_jobs import HOW, PHASES, WHOM
-from support.jobs.strikes import LAUNCHERS, play
+from support.jobs.fault_runs import LAUNCHERS, play
+from support.jobs.fault_script import HOW, PHASES, WHOM
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -42,7 +42,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Asking:
+class Case:
     """A model and its batches.
 
     make: builds the model; batch: returns the batch for a number of rows and a seed; micros: numbers of micro-batches
@@ -65,12 +65,12 @@ def _seeded(seed: int) -> torch.Generator:
 
 def _speech_batch(rows: int, seed: int) -> Tensors:
     labels = torch.randint(1, 20, (rows, 6), generator=_seeded(seed))
-    heard = torch.ones(rows, 400, dtype=torch.long)
+    present = torch.ones(rows, 400, dtype=torch.long)
     for row in range(rows):
         labels[row, 3 + (row + seed) % 4 :] = -100
-        heard[row, 300 + 25 * ((row + seed) % 4) :] = 0
+        present[row, 300 + 25 * ((row + seed) % 4) :] = 0
     sound = torch.randn(rows, 400, generator=_seeded(seed))
-    return {"input_values": sound, "attention_mask": heard, "labels": labels}
+    return {"input_values": sound, "attention_mask": present, "labels": labels}
 
 
 def _image_text(places: int, *, images_axis: bool) -> Callable[[int, int], Tensors]:
@@ -165,13 +165,13 @@ def _wav2vec2(reduction: str) -> Callable[[], nn.Module]:
     return lambda: hf.Wav2Vec2ForCTC(hf.Wav2Vec2Config(**_SPEECH, ctc_loss_reduction=reduction))
 
 
-ASKING = {
-    "wav2vec2": Asking(_wav2vec2("sum"), _speech_batch),
-    "wav2vec2-mean": Asking(_wav2vec2("mean"), _speech_batch),
-    "hubert": Asking(lambda: hf.HubertForCTC(hf.HubertConfig(**_SPEECH)), _speech_batch),
-    "llava": Asking(_llava, _image_text(4, images_axis=False)),
-    "paligemma": Asking(_paligemma, _paligemma_batch),
-    "idefics2": Asking(_idefics2, _image_text(3, images_axis=True)),
-    "idefics3": Asking(_idefics3, _image_text(1, images_axis=True)),
-    "qwen2-vl": Asking(_qwen, _qwen_batch, (1,)),
+CASES = {
+    "wav2vec2": Case(_wav2vec2("sum"), _speech_batch),
+    "wav2vec2-mean": Case(_wav2vec2("mean"), _speech_batch),
+    "hubert": Case(lambda: hf.HubertForCTC(hf.HubertConfig(**_SPEECH)), _speech_batch),
+    "llava": Case(_llava, _image_text(4, images_axis=False)),
+    "paligemma": Case(_paligemma, _paligemma_batch),
+    "idefics2": Case(_idefics2, _image_text(3, images_axis=True)),
+    "idefics3": Case(_idefics3, _image_text(1, images_axis=True)),
+    "qwen2-vl": Case(_qwen, _qwen_batch, (1,)),
 }

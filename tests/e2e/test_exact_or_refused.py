@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.jobs import silent_jobs as jobs
-from support.models.silent_models import SCRIPTS
+from support.jobs import misleading_jobs as jobs
+from support.models.misleading_models import SCRIPTS
 
 from autopart.ir.errors import AutopartError, CoupledLossError, RefusedError, UsageError
 from autopart.runtime.launch.local import Workers

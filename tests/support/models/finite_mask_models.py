@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from support.models.token_models import Model, _heads, _joined
-from support.models.unheard_models import _far
+from support.models.unusual_token_models import _far
 
 LARGE = 1e9
 
@@ -27,23 +27,23 @@ def _attend(x: torch.Tensor, model: Model, change: Callable[[torch.Tensor], torc
     return _joined((scores + (_far(x) < 0) * -LARGE).softmax(-1) @ v)
 
 
-def undone_by_batch(x, model, mask):
+def cancelled_in_the_mask(x, model, mask):
     """The mask itself contains a bias from the batch that cancels it."""
     bias = (_far(x) < 0) * -LARGE + _twos(mask) * LARGE
     return _joined(F.scaled_dot_product_attention(*_heads(x, model), attn_mask=bias.to(x.dtype)))
 
 
-def lifted_by_batch(x, model, mask):
+def cancelled_by_bias(x, model, mask):
     """A bias from the batch cancels a constant mask."""
     return _attend(x, model, lambda scores: scores + _twos(mask) * LARGE)
 
 
-def lifted_then_scaled(x, model, mask):
+def cancelled_then_scaled(x, model, mask):
     """A bias from the batch, scaled by a parameter near 1, cancels the mask."""
     return _attend(x, model, lambda scores: (scores + _twos(mask) * LARGE) * (1 + model.weights[0, 0]).abs())
 
 
-def lifted_below_zero(x, model, mask):
+def cancelled_and_negated(x, model, mask):
     return _attend(x, model, lambda scores: -(_twos(mask) * -LARGE - scores))
 
 
@@ -60,11 +60,11 @@ def padded_by_bias_first(x, model, mask):
     return _attend(x, model, lambda scores: scores + _twos(mask) * -LARGE)
 
 
-UNDONE_BY_BATCH = {
+CANCELLED_BY_BATCH = {
     f.__name__: f
     for f in (
-        undone_by_batch, lifted_by_batch, lifted_then_scaled, lifted_below_zero, multiplied_by_batch, padded_first,
-        padded_by_bias_first,
+        cancelled_in_the_mask, cancelled_by_bias, cancelled_then_scaled, cancelled_and_negated, multiplied_by_batch,
+        padded_first, padded_by_bias_first,
     )
 }  # fmt: skip
 
@@ -77,7 +77,7 @@ def chosen_large(x, model, mask):
     return _attend(x, model, lambda scores: torch.where(_twos(mask), 10 * LARGE, scores))
 
 
-UNDONE_BY_CONSTANTS = {f.__name__: f for f in (filled_with_large, chosen_large)}
+CANCELLED_BY_CONSTANTS = {f.__name__: f for f in (filled_with_large, chosen_large)}
 
 
 class _Limited(torch.autograd.Function):

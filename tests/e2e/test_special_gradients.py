@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from support.jobs import odd_gradient_jobs
-from support.jobs.odd_gradient_jobs import Complex, batch
+from support.jobs import special_gradient_jobs
+from support.jobs.special_gradient_jobs import Complex, batch
 
 import autopart
 
@@ -21,17 +21,17 @@ import autopart
     ],
 )
 def test_gradients_and_their_norm_equal_one_process(pair, kind, options, tolerance):
-    for name, error in pair.run(odd_gradient_jobs.differences, kind, options)[0].items():
+    for name, error in pair.run(special_gradient_jobs.differences, kind, options)[0].items():
         assert error <= tolerance, name
 
 
 def test_overflow_in_rounding_or_in_a_sum_is_refused(pair):
     """In half precision an input of 1.5 makes gradients of 45,000 and an input of 4 gradients of 120,000."""
-    assert pair.run(odd_gradient_jobs.overflowing, (1.5, 4.0, 1.5))[0] == [False, True, True]
+    assert pair.run(special_gradient_jobs.overflowing, (1.5, 4.0, 1.5))[0] == [False, True, True]
 
 
 def test_gradients_share_no_version_counter_and_keep_their_storage_while_steps_accumulate(pair):
-    assert pair.run(odd_gradient_jobs.held_between_steps)[0] == (True, True)
+    assert pair.run(special_gradient_jobs.held_between_steps)[0] == (True, True)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])

@@ -13,12 +13,12 @@ from torch import nn
 
 import autopart
 from support.jobs.step_jobs import cluster
-from support.models import silent_models
+from support.models import misleading_models
 from support.models.loss_models import LOSSES
 from support.models.mask_models import MASKED
-from support.models.silent_models import ROWS, WIDTH, Annealed, Net
+from support.models.misleading_models import ROWS, WIDTH, Annealed, Net
 
-SCRIPTS = silent_models.SCRIPTS | LOSSES | MASKED
+SCRIPTS = misleading_models.SCRIPTS | LOSSES | MASKED
 
 
 def alone(name: str) -> tuple[list[float], list[dict[str, torch.Tensor]]]:

@@ -1,4 +1,4 @@
-"""What every benchmark shares: alternating measurement, spread, the machine, and results written by command."""
+"""Shared code of the benchmarks: spread of repeated runs, the machine, and result files with the command."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Spread:
 
 
 def spread(seconds: Sequence[float]) -> Spread:
-    """Median with the quartiles around it."""
+    """Return the median and quartiles."""
     quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
     return Spread(quartiles[1], quartiles[0], quartiles[2], min(seconds), max(seconds), len(seconds))
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> Spread:
-    """a / b, pair by pair: both of a pair ran one after the other, so that a drift of the machine cancels."""
+    """Return a / b of each pair. The runs of a pair follow each other, so that machine drift cancels."""
     return spread([x / y for x, y in zip(a, b, strict=True)])
 
 
 def machine() -> dict[str, Any]:
-    """Where a result was measured."""
+    """Return the machine on which a result was measured."""
     import torch
 
     model = "unknown"
@@ -63,7 +63,7 @@ def machine() -> dict[str, Any]:
 
 
 def _revision() -> str:
-    """Of the working tree; where that was sent without its history, what REVISION says."""
+    """Return the revision of the working tree, or the variable REVISION if the history is not available."""
     if told := os.environ.get("REVISION"):
         return told
     with contextlib.suppress(OSError):
@@ -75,7 +75,9 @@ def _revision() -> str:
 
 
 def write(name: str, content: dict[str, Any], *, command: str = "", folder: Path = RESULTS) -> Path:
-    """Write a result with its command and machine to results/NAME.json.  command: where it is not the script alone."""
+    """Write a result with its command and machine to results/NAME.json. command: if not the script and its
+    arguments.
+    """
     folder.mkdir(exist_ok=True)
     command = command or "python benchmarks/" + Path(sys.argv[0]).name + "".join(f" {a}" for a in sys.argv[1:])
     path = folder / f"{name}.json"

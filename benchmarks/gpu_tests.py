@@ -1,9 +1,9 @@
-"""What do the tests on CUDA devices find on this machine?
+"""Results of the tests on CUDA devices on this machine.
 
-Runs `pytest -m gpu` and keeps, for each test, whether it passed and what it measured: errors of gradients against one
-process on the device and on the CPU, peak memory beside what the plan predicts, the version of NCCL.
+Runs `pytest -m gpu` and records for each test whether it passed and what it measured: errors of gradients against one
+process on the device and on the CPU, measured and predicted peak memory, the version of NCCL.
 
-    python benchmarks/gpu_tests.py [FOLDER]          a few minutes; writes results/gpu_tests.json, or there
+    python benchmarks/gpu_tests.py [FOLDER]          a few minutes; writes gpu_tests.json to results/ or FOLDER
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TESTS = Path(__file__).resolve().parents[1] / "tests"
 
 
 def devices() -> dict[str, Any]:
-    """The devices and what drives them."""
+    """Return the devices and the versions of CUDA and NCCL."""
     count = torch.cuda.device_count()
     return {
         "devices": [torch.cuda.get_device_name(i) for i in range(count)],
@@ -31,14 +31,14 @@ def devices() -> dict[str, Any]:
 
 
 class Keeper:
-    """Writes what is known after each test, so that one that hangs does not take the others along."""
+    """Writes the results after each test, so that a hanging test does not lose those before it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._tests: list[dict[str, Any]] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test was set up, run or torn down."""
+        """Record the outcome of a test."""
         if report.when != "call" and report.passed:
             return
         found: dict[str, Any] = {"test": report.nodeid.split("::")[-1], "outcome": report.outcome}

@@ -1,5 +1,7 @@
-"""Two hosts on one machine: network namespaces joined by a pair of virtual cards whose rate `tc` limits, and torchrun
-in both.  Needs root and `ip` and `tc` (Debian's iproute2)."""
+"""Two hosts on one machine: network namespaces joined by a rate-limited virtual link, with torchrun in both.
+
+Needs root and the tools `ip` and `tc` (Debian's iproute2).
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 PAYLOAD = 1448 / 1514
-"""Of what passes the wire, less the headers of TCP."""
+"""Share of the transmitted bytes that is payload, without TCP headers."""
 LATENCY_NS = 200_000
-"""One small message of Gloo over such a pair of cards."""
+"""Latency of a small Gloo message over the virtual link."""
 PORT = 29511
 LIMIT_S = 300.0
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Two network namespaces; addresses[i], cards[i]: of the card in names[i]."""
+    """Two network namespaces. addresses[i], cards[i]: of the network card in names[i]."""
 
     names: tuple[str, str]
     cards: tuple[str, str]
@@ -33,7 +35,7 @@ class Hosts:
 
 
 def _run(command: str) -> None:
-    """Raises OSError with what the command says."""
+    """Run a command. Raises OSError with its output."""
     done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(f"{command}: {(done.stderr or done.stdout).strip()}")
@@ -41,11 +43,10 @@ def _run(command: str) -> None:
 
 @contextmanager
 def two_hosts(mbit: int, *, whole: bool = False) -> Iterator[Hosts]:
-    """Two namespaces whose cards send at most `mbit` Mbit/s each; taken down at the end.
+    """Create two namespaces whose cards send at most `mbit` Mbit/s each, and remove them at the end.
 
-    whole: the system hands the cards 64 KiB at once, as to a card that cuts packets itself, so that sending takes few
-    CPU seconds; else packet by packet, which is limited more evenly.  Raises OSError where this is not permitted or the
-    tools are missing.
+    whole: the system passes 64 KiB at once to the cards, so that sending takes few CPU seconds; otherwise packet by
+    packet, which is limited more evenly. Raises OSError without permission or tools.
     """
     tag = f"ap{os.getpid()}"
     hosts = Hosts((f"{tag}a", f"{tag}b"), (f"{tag}va", f"{tag}vb"))
@@ -61,18 +62,18 @@ def two_hosts(mbit: int, *, whole: bool = False) -> Iterator[Hosts]:
                 _run(f"{inside} ip link set {card} gso_max_size 1514 gso_max_segs 1")
             _run(f"{inside} ip addr add {address}/24 dev {card}")
             _run(f"{inside} ip link set {card} up")
-            # A bucket of a few packets: what it lets through at once is not limited.
+            # A bucket of a few packets, because a burst is not limited.
             burst = "128kb" if whole else "8kb"
             _run(f"{inside} tc qdisc add dev {card} root tbf rate {mbit}mbit burst {burst} limit 4mb")
         yield hosts
     finally:
-        for name in hosts.names:  # the cards go with their namespaces
+        for name in hosts.names:  # removes the cards too
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", hosts.cards[0]], capture_output=True, check=False)
 
 
 def why_not() -> str:
-    """Why there can be no two hosts here; empty where there can."""
+    """Return why two hosts cannot be created here, or an empty string."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             return f"{tool} is not installed (iproute2)"
@@ -84,8 +85,10 @@ def why_not() -> str:
 
 
 def on_both(script: str, given: Sequence[str], mbit: int, *, ranks: int = 1, whole: bool = False) -> Any:
-    """What rank 0 found: torchrun on both hosts, `ranks` on each, runs `script given --rank-of FILE`, which leaves it
-    there (`leave`).  Raises RuntimeError with the end of the output when it fails."""
+    """Run `script given --rank-of FILE` by torchrun on both hosts, with `ranks` on each, and return rank 0's result.
+
+    The script writes its result by `leave`. Raises RuntimeError with the end of the output if it fails.
+    """
     with two_hosts(mbit, whole=whole) as hosts, tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         logs = [Path(folder) / f"log{number}" for number in range(2)]
@@ -103,7 +106,7 @@ def on_both(script: str, given: Sequence[str], mbit: int, *, ranks: int = 1, who
 
 
 def leave(found: Any, out: Path) -> None:
-    """What a rank found, where `on_both` looks for that of rank 0."""
+    """Write the result of rank 0 to the file that `on_both` reads."""
     if os.environ["RANK"] == "0":
         out.write_text(json.dumps(found))
 

@@ -1,7 +1,7 @@
-"""Stages played one after another in this process, with the real stage code, routes and stage runner.
+"""Stages run one after another in this process, with the real stage code, routes and stage runner.
 
-Every stage has its own copy of the tensors it uses, as on ranks of their own; only what the edges of the routed
-program carry passes from one to another.  Benchmarks use it, and so do the tests.
+Every stage has its own copy of its tensors, as on separate ranks; only the values of the routed program's edges pass
+from one to another. Used by benchmarks and tests.
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ ADDED = LossReduction("sum")
 ALIKE: dict[str, Any] = {
     "costs": "analytic", "schedule": "1f1b", "recompute": "off", "optimizer": "sgd", "cache": False,
 }  # fmt: skip
-"""Options that make plans the same everywhere."""
+"""Options that make plans independent of the machine."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """loss: sum over the micro-batches.  gradients: by name, summed over stages.  buffers: after the step."""
+    """The results of a step. loss: sum over the micro-batches; gradients: summed over stages; buffers: after the
+    step.
+    """
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor | None]
@@ -68,7 +70,7 @@ def replay(
     micros: Sequence[Mapping[str, torch.Tensor]],
     reduction: LossReduction = ADDED,
 ) -> Replayed:
-    """One training step over micro-batches of `plan.micro_rows` rows.  reduction: how their losses combine."""
+    """Run one training step over micro-batches of `plan.micro_rows` rows. reduction: how their losses combine."""
     graph, rows = captured.graph, plan.micro_rows
     shares = _shares(captured, reduction, rows, micros)
     program = check_program(route(plan.decision, graph), plan.schedule)
@@ -89,7 +91,7 @@ def replay(
 def _shares(
     captured: Captured, reduction: LossReduction, rows: tuple[int, ...], micros: Sequence[Mapping[str, torch.Tensor]]
 ) -> list[Share]:
-    """Of each micro-batch."""
+    """Return the share of each micro-batch."""
     counts = BatchCounts(LocalTensors(CPU), CPU)
     counts.add(captured, reduction)
     measured = counts.measured(reduction, rows, micros, alone=len(rows) == 1)
@@ -115,13 +117,13 @@ def _runner(
     code = stage_module(captured, program.edges, stage, plan.stages[stage], CPU, reduction.adjusted)
     back = frozenset(name for e in program.edges if e.dst == stage for name in e.grads)
     out = frozenset(name for e in program.edges if e.src == stage for name in e.grads)
-    held = {name: tensors[name] for name in code.held}  # nothing else can be reached
+    held = {name: tensors[name] for name in code.held}  # the stage sees no other tensors
     return StageRunner({captured.graph.rows: code}, held, back, out | {captured.graph.outputs[0]})
 
 
 @dataclass(frozen=True)
 class _Stages:
-    """idle: values that carry no weight in this micro-batch, and no gradient."""
+    """The stages of a micro-batch. idle: values without weight, and so without a gradient, in this micro-batch."""
 
     graph: Graph
     program: Program
@@ -131,7 +133,7 @@ class _Stages:
     def played(
         self, micro: int, inputs: Mapping[str, torch.Tensor], share: float, numbers: Sequence[float]
     ) -> torch.Tensor:
-        """Forward through all stages, then backward; returns the loss."""
+        """Run forward through all stages, then backward, and return the loss."""
         made: list[dict[str, torch.Tensor]] = []
         rows = self.graph.rows
         for s, runner in enumerate(self.runners):
@@ -161,7 +163,9 @@ class _Stages:
 def _gradients(
     graph: Graph, program: Program, tensors: Sequence[Mapping[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor | None]:
-    """Summed over the stages that share a parameter; any other parameter may have one on a single stage."""
+    """Return gradients summed over stages that share a parameter; another parameter may have one on a single stage
+    only.
+    """
     tied = {name for name, _ in program.tied}
     found: dict[str, torch.Tensor | None] = {}
     for param in graph.params:
@@ -182,18 +186,20 @@ def _buffers(graph: Graph, plan: Plan, tensors: Sequence[Mapping[str, torch.Tens
 
 
 def inputs_of(captured: Captured, batch: Any) -> dict[str, torch.Tensor]:
-    """The graph's inputs by name, for a batch of any form."""
+    """Return the graph's inputs by name for a batch of any form."""
     return dict(zip(captured.graph.inputs, flatten(batch).tensors, strict=True))
 
 
-# -- a whole step against the plain model -----------------------------------------------------------------------------
+# -- a whole step compared with one process ----------------------------------------------------------------------------
 
 
 def verify_here(model: nn.Module, sample: Any, options: Options, plain: Outcome | None = None) -> Verification:
-    """As `autopart.verify`, with all stages in this process.  plain: what the plain model leaves on the whole batch, if
-    that is known.  Raises as `compile`."""
+    """Compare a step with one process as `autopart.verify` does, with all stages in this process.
+
+    plain: the results of one process on the whole batch, if known. Raises what `compile` raises.
+    """
     loss_fn = options.loss_fn
-    check_model(model)  # a copy no longer shows which tensors share memory
+    check_model(model)  # before copying, which separates shared memory
     batch = flatten(sample, with_target=loss_fn is not None)
     made = _planned(model, batch, options)
     graph, rows = made.captured.graph, made.plan.micro_rows

@@ -1,10 +1,10 @@
-"""Is the peak of memory that a plan predicts the one that a step has, with recomputation, replicas and ZeRO-1?
+"""Predicted and measured peak memory of a step, with recomputation, replicas and ZeRO-1.
 
-One or two Gloo ranks, one thread each: the profiler of torch tells each allocation and release of a step, inside
-kernels too, so the figure does not depend on what else the machine does.  Measured on each rank: every tensor that is
-alive between two steps, the model's that other ranks hold aside, and the most that was allocated on top of them in a
-step and the optimizer's behind it.  Predicted: `peak_bytes` of the rank's stage; where the step accumulates, one more
-gradient of every parameter, as docs/planner.md says.
+One or two Gloo ranks, one thread each. torch's profiler reports each allocation and release of a step, also inside
+kernels, so the result does not depend on other load of the machine. Measured on each rank: every tensor alive between
+two steps, without model tensors of other ranks, plus the most that was allocated on top of them in a step and the
+optimizer step after it. Predicted: `peak_bytes` of the rank's stage; for an accumulating step one more gradient of
+every parameter, as described in docs/planner.md.
 
     python benchmarks/peak_memory.py          about 5 minutes; writes results/peak_memory.json
 """
@@ -18,17 +18,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from bench_models import MODELS, adamw
 from common import write
 from torch.profiler import ProfilerActivity, profile
-from trained import MODELS, adamw
 
 import autopart
 
 
 @dataclass(frozen=True)
 class Case:
-    """layers: recompute each layer by itself, as a pattern.  accumulates: the step adds to gradients of one before.
-    adam: AdamW, else SGD, which has no state.  masters: the model is in bf16, with masters in fp32."""
+    """A plan to measure.
+
+    recompute: "each layer" recomputes each layer as a separate group; accumulates: the step adds to existing gradients;
+    adam: AdamW instead of SGD without state; masters: a bf16 model with fp32 master weights.
+    """
 
     model: str
     micros: int
@@ -42,7 +45,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of compile."""
+        """Options of compile."""
         again: Any = (f"{MODELS[self.model].layers}.*",) if self.recompute == "each layer" else self.recompute
         return {
             "micro_batches": self.micros, "recompute": again, "stages": self.stages, "replicas": self.replicas,
@@ -84,11 +87,11 @@ TOGETHER = (
     Case("gpt2", 2, replicas=2, adam=True, masters=True),
     Case("gpt2", 2, replicas=2, zero=1, adam=True, masters=True),
 )  # fmt: skip
-"""On two ranks."""
+"""Plans on two ranks."""
 
 
 def measured(case: Case) -> dict[str, Any]:
-    """What a plan predicts for this rank and what a step of it takes, in bytes."""
+    """Return the predicted and the measured peak bytes of this rank."""
     torch.set_num_threads(1)
     batch, model = MODELS[case.model].batch(), MODELS[case.model].model()
     model = model.bfloat16() if case.masters else model
@@ -123,7 +126,7 @@ def _place(tensor: torch.Tensor) -> int:
 
 
 def alive_bytes(without: set[int]) -> int:
-    """Of all tensors of this process, but those that lie at these places; each storage once."""
+    """Return the bytes of all storages of this process except those at the given addresses."""
     gc.collect()
     found: dict[int, int] = {}
     for item in gc.get_objects():
@@ -137,7 +140,7 @@ def alive_bytes(without: set[int]) -> int:
 
 
 def allocated(run: Any) -> int:
-    """The most bytes that were allocated at once while it runs, beyond what was before."""
+    """Return the most bytes allocated at once during `run`, beyond those before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run()
     now = most = 0

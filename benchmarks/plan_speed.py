@@ -1,17 +1,18 @@
-"""How long does planning take, from a model object on the meta device to a proven plan, and where does the time go?
+"""Planning time, from a model object on the meta device to a plan with a proven bound, by pass.
 
-Targets on a laptop's core, imports aside: GPT-2 XL on 16 devices 10 s; Llama-8B on 64 devices 10 s, 2 s of them after
+Targets on a laptop's core, without imports: GPT-2 XL on 16 devices 10 s; Llama-8B on 64 devices 10 s, of which 2 s
+after
 capture; GPT-3 175B on 384 devices (as trained by Narayanan et al., "Efficient Large-Scale Language Model Training on
 GPU Clusters Using Megatron-LM", SC 2021) 25 s and 2 GB; Llama-3.1 405B, a batch of 2,048 x 8,192 tokens on 1,024
-devices 60 s, on 4,096 devices 120 s, both within 2 GB.  Presets assume that kernels reach a share of their devices'
-peak rates (`files/presets.py`); the last model is planned at peak rates too, where nothing is assumed of kernels, and
-there also in 40 stages.  Then growth with layers and with devices, which is expected to be linear in the layers
-(capture) and below linear in the devices (powers of two and divisors of the world are tried).  Seconds are of the
-processor, so that other programs do not count; what a clock on the wall saw stands beside them.
+devices 60 s, on 4,096 devices 120 s, both within 2 GB. Presets assume that kernels reach a share of their devices'
+peak rates (`files/presets.py`); the last model is also planned at peak rates, without such an assumption, and there
+also in 40 stages. Then growth with layers and with devices, which is expected to be linear in the layers (capture) and
+sublinear in the devices (powers of two and divisors of the world are tried). Seconds are processor time, so that other
+programs do not count; wall time is printed beside them.
 
     python benchmarks/plan_speed.py             writes results/plan_speed.json and results/plan_speed.svg
-    python benchmarks/plan_speed.py --only gpt3 those whose names match this; what else was written before stays
-    python benchmarks/plan_speed.py --only gpt3 --profile 40      where the time after capture goes; writes nothing
+    python benchmarks/plan_speed.py --only gpt3 only matching names; other recorded results are kept
+    python benchmarks/plan_speed.py --only gpt3 --profile 40      profile of the time after capture; writes nothing
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from autopart.passes import pipeline
 from autopart.passes.search import finalize
 from autopart.planning import make
 
-STEPS = (  # names that the compiler's own modules hold, and the pass whose time they are
+STEPS = (  # (module, function name, pass to which its time belongs)
     (family, "infer_other_size", "capture"),
     (reduction, "derive_loss_weight", "loss"),
     (reduction, "mark_rows", "loss"),
@@ -62,8 +63,11 @@ STEPS = (  # names that the compiler's own modules hold, and the pass whose time
 
 @dataclass(frozen=True)
 class Case:
-    """seconds, solving_s, rss_gb: targets, 0 where there is none.  optimizer: as in `autopart.plan`.  peak: with
-    kernels that reach the peak rates of their devices.  asked: other options of `autopart.plan`."""
+    """A model to plan.
+
+    seconds, solving_s, rss_gb: targets, 0 for none; optimizer: as for `autopart.plan`; peak: assume that kernels reach
+    the peak rates of their devices; asked: other options of `autopart.plan`.
+    """
 
     name: str
     make: Callable[[], torch.nn.Module]
@@ -79,13 +83,13 @@ class Case:
 
 
 def _llama_405b(name: str, nodes: int, seconds: float, **more: Any) -> Case:
-    """A batch of 2,048 x 8,192 tokens, on nodes of eight H200."""
+    """Return a case with a batch of 2,048 x 8,192 tokens on nodes of eight H200."""
     cluster = f"h200x8:{nodes}"
     return Case(name, shapes.llama_405b, 2048, 8192, cluster, seconds=seconds, rss_gb=2, optimizer="adamw", **more)
 
 
 FORTY_STAGES = {"stages": 40, "replicas": 25, "micro_batches": 82}
-"""As many micro-batches as let no replica have more than a row: the planner itself cuts 2,048 rows by powers of two."""
+"""A number of micro-batches with at most one row per replica; by default the planner tries powers of two."""
 TARGETS = (
     Case("gpt2-xl", lambda: shapes.gpt2(48, 1600, 25), 512, 1024, "a100x8:2", seconds=10),
     Case("llama-8b", shapes.llama_8b, 512, 4096, "h100x8:8", seconds=10, solving_s=2),
@@ -103,7 +107,7 @@ LINES = (("#1f77b4", "captured_s"), ("#d62728", "solving_s"))
 
 
 class Clock:
-    """Processor seconds by pass; a pass inside another counts for itself alone."""
+    """Processor seconds by pass. The time of an inner pass does not count for the outer one."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -111,14 +115,14 @@ class Clock:
         self._since = time.process_time()
 
     def lap(self) -> float:
-        """Give the innermost open pass the time since the last event."""
+        """Add the time since the last event to the innermost open pass."""
         now = time.process_time()
         spent, self._since = now - self._since, now
         self.seconds[self._open[-1]] += spent
         return spent
 
     def wrap(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        """`work`, timed as a pass."""
+        """Return `work`, timed as a pass."""
 
         def timed(*args: Any, **options: Any) -> Any:
             self.lap()
@@ -132,7 +136,7 @@ class Clock:
         return timed
 
     def watch(self, what: str, best_ns: int, bound_ns: int) -> None:
-        """The search tells what it has just done: the time since the last event was for that."""
+        """Add the time since the last event to the phase that the search reports."""
         if self._open[-1] == "search":
             spent = self.lap()
             self.seconds["search"] -= spent
@@ -141,7 +145,7 @@ class Clock:
 
 @contextmanager
 def timed_passes(clock: Clock) -> Iterator[None]:
-    """The passes of `STEPS` and captures, timed."""
+    """Time the passes of `STEPS`."""
     known = [(module, name, getattr(module, name)) for module, name, _ in STEPS]
     for (module, name, work), (_, _, label) in zip(known, STEPS, strict=True):
         setattr(module, name, clock.wrap(label, work))
@@ -164,7 +168,7 @@ class _Clocked(CaptureCache):
 
 
 def result(case: Case, profile: int = 0) -> dict[str, Any]:
-    """Seconds of every pass, and what was planned."""
+    """Return the seconds of every pass and the plan."""
     with torch.device("meta"):
         model, given = case.make().bfloat16(), shapes.causal_batch(case.rows, case.length)
     wall = time.perf_counter()
@@ -175,7 +179,7 @@ def result(case: Case, profile: int = 0) -> dict[str, Any]:
         cluster = at_peak_rates(cluster)
     capturer = CaptureCache(model)
     counted = _Clocked(capturer, clock)
-    if profile:  # after the captures, which are remembered
+    if profile:  # the first plan fills the capture cache
         make.make_plan(capturer, batch, cluster, options, to_run=False)
         profiled(lambda: make.make_plan(capturer, batch, cluster, options, to_run=False), profile)
         clock.lap()
@@ -211,13 +215,13 @@ def result(case: Case, profile: int = 0) -> dict[str, Any]:
 
 
 def at_peak_rates(cluster: Cluster) -> Cluster:
-    """The same machines with kernels that reach the rates and the memory bandwidth of their data sheets."""
+    """Return the cluster with kernels that reach the rates and the memory bandwidth of the data sheets."""
     devices = tuple(replace(device, efficiency=1.0, memory_efficiency=1.0) for device in cluster.devices)
     return replace(cluster, devices=devices)
 
 
 def profiled(work: Callable[[], Any], lines: int) -> None:
-    """Print where the time goes, by function and by what it calls."""
+    """Print a profile by function and by cumulative time."""
     profile = cProfile.Profile(time.process_time)
     profile.runcall(work)
     for order in ("tottime", "cumulative"):
@@ -225,7 +229,7 @@ def profiled(work: Callable[[], Any], lines: int) -> None:
 
 
 def growth(axis: str) -> list[dict[str, Any]]:
-    """Over "layers" on 16 devices, or over "devices" at 48 layers."""
+    """Return results over "layers" on 16 devices, or over "devices" at 48 layers."""
 
     def at(layers: int, devices: int) -> dict[str, Any]:
         case = Case("", lambda: shapes.gpt2(layers, 1600, 25), 3072, 1024, f"a100x8:{devices // 8}")
@@ -237,12 +241,12 @@ def growth(axis: str) -> list[dict[str, Any]]:
 
 
 def line(name: str, found: dict[str, Any]) -> str:
-    """One result on one line."""
+    """Return one result as a line."""
     if "failed" in found:
         return f"{name:36s} {found['failed']}"
     passes = sorted(found["passes_s"].items(), key=lambda item: -item[1])
     return (
-        f"{name:36s} {found['seconds']:6.1f} s ({found['wall_s']:.1f} by the wall), {found['solving_s']:5.2f} after "
+        f"{name:36s} {found['seconds']:6.1f} s ({found['wall_s']:.1f} wall), {found['solving_s']:5.2f} after "
         f"capture, {found['rss_gb']:.2f} GB;  {found['stages']} stages of {max(found['replicas'])}, "
         f"step {found['step_ms']:.0f} ms, at least {found['bound_ms']:.0f}, "
         f"bubble {found['bubble']:.0%};  " + "  ".join(f"{n} {s:.2f}" for n, s in passes if s >= 0.005)
@@ -250,7 +254,7 @@ def line(name: str, found: dict[str, Any]) -> str:
 
 
 def plot(found: dict[str, list[dict[str, Any]]]) -> str:
-    """An SVG of two charts: seconds over layers, and over devices."""
+    """Return an SVG of two charts: seconds over layers, and over devices."""
     parts = [
         '<svg xmlns="http://www.w3.org/2000/svg" width="760" height="300" font-family="sans-serif" font-size="12">'
     ]
@@ -275,7 +279,7 @@ def plot(found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def judged(case: Case, found: dict[str, Any]) -> dict[str, bool]:
-    """The targets of a case, and whether they are met."""
+    """Return the targets of a case and whether they are met."""
     wanted = {"seconds": case.seconds, "solving_s": case.solving_s, "rss_gb": case.rss_gb}
     return {
         f"{case.name}: {name} {found.get(name, float('inf')):.2f} <= {most:g}": found.get(name, float("inf")) <= most
@@ -285,13 +289,13 @@ def judged(case: Case, found: dict[str, Any]) -> dict[str, bool]:
 
 
 def kept() -> dict[str, Any]:
-    """What was written before."""
+    """Return the recorded results."""
     path = RESULTS / "plan_speed.json"
     return json.loads(path.read_text()) if path.exists() else {}  # type: ignore[no-any-return]
 
 
 def written(targets: dict[str, Any], grown: dict[str, Any]) -> dict[str, bool]:
-    """Write what was measured beside what was before.  The claims about all of it."""
+    """Write new results beside the recorded ones and return all claims."""
     before = kept()
     known = {**before.get("targets", {}), **targets}
     known = {case.name: known[case.name] for case in TARGETS if case.name in known}
@@ -307,8 +311,14 @@ def written(targets: dict[str, Any], grown: dict[str, Any]) -> dict[str, bool]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="regular expression; what else was written before stays")
-    parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="profile what comes after capture")
+    parser.add_argument("--only", default="", help="regular expression of names; other recorded results are kept")
+    parser.add_argument(
+        "--profile",
+        type=int,
+        default=0,
+        metavar="LINES",
+        help="profile the time after capture and print this many lines",
+    )
     given = parser.parse_args(argv)
     shapes.warm()
     claims: dict[str, bool] = {}

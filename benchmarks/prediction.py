@@ -1,10 +1,9 @@
-"""Does the simulator predict what a step takes and what it holds?
+"""Predicted and measured time and memory of a step.
 
-Two Gloo ranks, one thread each.  The cluster is measured first (`autopart cluster detect`); then each plan (model x
-schedule x cut x micro-batches) is compiled, simulated with costs of its ops where they stand in the program, as
-`costs="measured"` takes them, and run; medians count.  The optimizer is left out of both.  Memory: bytes of storage
-that autograd keeps for the backward and that were received for it, parameters aside, at the worst moment of a step,
-against live * activations of the estimate.
+Two Gloo ranks, one thread each. The cluster is measured first (`autopart cluster detect`). Then each plan (model x
+schedule x cut x micro-batches) is compiled, simulated with measured costs as with `costs="measured"`, and run; medians
+count. The optimizer is left out of both. Memory: bytes of storage that autograd keeps or the rank received for the
+backward pass, without parameters, at the worst moment of a step, compared with live * activations of the estimate.
 
     python benchmarks/prediction.py           about 10 minutes on 2 cores; writes results/prediction.json
 """
@@ -25,8 +24,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from bench_models import MODELS
 from common import spread, write
-from trained import MODELS
 
 import autopart
 from autopart.capture.batch.batch import flatten
@@ -44,8 +43,10 @@ from autopart.runtime.stages.stage import StageRunner
 
 @dataclass(frozen=True)
 class Case:
-    """cut: None for the planner's own, else the layer at which the second stage begins.  replicas: of each stage, of
-    which there are as many as there are ranks for."""
+    """A plan to measure.
+
+    cut: None for the planner's choice, otherwise the layer at which the second stage begins; replicas: of each stage.
+    """
 
     model: str
     schedule: str
@@ -56,7 +57,7 @@ class Case:
 
     @property
     def stages(self) -> int:
-        """On two ranks."""
+        """The number of stages on two ranks."""
         return 2 // self.replicas
 
     def __str__(self) -> str:
@@ -80,11 +81,11 @@ CASES = (
 
 
 BLOCKS = 3
-"""Groups of steps, with costs measured before and after each."""
+"""Number of groups of steps. Costs are measured before and after each group."""
 
 
 class Held:
-    """Bytes of storage that autograd holds, parameters aside, now and at most."""
+    """Bytes of storage that autograd holds, without parameters, now and at most."""
 
     def __init__(self, parameters: Any) -> None:
         self._own = {p.untyped_storage().data_ptr() for p in parameters}
@@ -92,11 +93,11 @@ class Held:
         self.now = self.most = 0
 
     def hooks(self) -> Any:
-        """A context in which everything saved for a backward is counted until it is released."""
+        """Return a context in which tensors saved for the backward pass are counted until they are released."""
         return torch.autograd.graph.saved_tensors_hooks(lambda t: _Kept(t, self), lambda kept: kept.tensor)
 
     def take(self, storage: torch.UntypedStorage) -> None:
-        """A tensor of this storage is saved."""
+        """Count a saved tensor of this storage."""
         if storage.data_ptr() in self._own:
             return
         self._count[storage.data_ptr()] = self._count.get(storage.data_ptr(), 0) + 1
@@ -105,7 +106,7 @@ class Held:
             self.most = max(self.most, self.now)
 
     def give(self, storage: torch.UntypedStorage) -> None:
-        """One is released."""
+        """Count a released tensor of this storage."""
         if storage.data_ptr() in self._own:
             return
         self._count[storage.data_ptr()] -= 1
@@ -123,14 +124,17 @@ class _Kept:
 
 
 def measure(cluster: autopart.Cluster, rounds: int, names: list[str]) -> list[dict[str, Any]]:
-    """One rank: all cases.  Costs are measured before, between and after the steps, on both ranks at once as in a
-    step, since the machine's pace drifts; the median of the predictions counts."""
+    """Run all cases on one rank.
+
+    Costs are measured before, between and after the steps, on both ranks at once as in a step, because the speed of the
+    machine drifts; the median of the predictions counts.
+    """
     torch.set_num_threads(1)
     return [measured(case, cluster, rounds) for case in CASES if case.model in names]
 
 
 def measured(case: Case, cluster: autopart.Cluster, rounds: int) -> dict[str, Any]:
-    """What a case takes and holds, and what is said of it."""
+    """Return the measured and the predicted time and memory of a case."""
     pipe, batch = compiled(case, cluster), MODELS[case.model].batch()
     held = held_bytes(pipe, batch)
     seconds: list[float] = []
@@ -165,7 +169,7 @@ def compiled(case: Case, cluster: autopart.Cluster) -> autopart.Pipe:
 
 @dataclass(frozen=True)
 class _Graphs:
-    """The cost model of some sizes; all devices are alike."""
+    """A cost model for given sizes on equal devices."""
 
     by_size: Mapping[Size, Graph]
 
@@ -174,10 +178,12 @@ class _Graphs:
 
 
 def predicted(pipe: autopart.Pipe, batch: Any) -> float:
-    """Seconds of the simulated step, without the optimizer, from costs measured now, at the rows that ranks have."""
+    """Return the seconds of the simulated step without the optimizer, from costs measured now at the rows of the
+    ranks.
+    """
     flat, rows = flatten(batch), max(pipe.plan.micro_rows)
     dist.barrier()
-    graphs = {Size(rows): pipe.session.captures(flat, Size(rows)).graph}  # of the whole micro-batch the shapes alone
+    graphs = {Size(rows): pipe.session.captures(flat, Size(rows)).graph}  # only shapes are used at whole micro-batches
     with tempfile.TemporaryDirectory() as folder:
         for own in sorted({-(-rows // len(stage.ranks)) for stage in pipe.plan.stages}):
             captured = pipe.session.captures(flat, Size(own))
@@ -194,7 +200,7 @@ def predicted(pipe: autopart.Pipe, batch: Any) -> float:
 
 
 def held_bytes(pipe: autopart.Pipe, batch: Any) -> int:
-    """The most that one step of this rank keeps for its backwards: what autograd saves, and what it received."""
+    """Return the most bytes that this rank keeps for the backward pass in one step: saved by autograd or received."""
     held = Held(pipe.parameters())
     plain = StageRunner.forward
 
@@ -211,7 +217,7 @@ def held_bytes(pipe: autopart.Pipe, batch: Any) -> int:
 
 
 def estimated(pipe: autopart.Pipe) -> int:
-    """What the estimate says of that."""
+    """Return the estimate of `held_bytes`."""
     stage = next(iter(pipe.plan.decision.stages_of_rank(pipe.rank)), None)
     assert stage is not None
     estimate = pipe.plan.estimates[stage]
@@ -249,7 +255,7 @@ def report(ranks: list[list[dict[str, Any]]], cluster: autopart.Cluster) -> None
 
 
 def agreement(predicted_s: list[float], measured_s: list[float], close: float = 0.05) -> float:
-    """Share of the pairs of plans that are measured at least 5 % apart and predicted in the same order."""
+    """Return the share of pairs of plans, measured at least 5 % apart, that are predicted in the right order."""
     pairs = [
         (predicted_s[i] < predicted_s[j]) == (measured_s[i] < measured_s[j])
         for i in range(len(predicted_s))

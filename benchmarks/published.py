@@ -1,22 +1,23 @@
-"""Do we plan what RaNNC planned, at least as well, in seconds instead of hours?
+"""Plans for RaNNC's published configurations: at least as good, in seconds instead of hours.
 
 The configurations of RaNNC (Tanaka et al., "Automatic Graph Partitioning for Very Large-scale Deep Learning", IPDPS
 2021, and the examples of its repository) on meta tensors, for 32 V100 of 32 GB in 4 nodes:
 
-- BERT, hidden 1024, 1536 and 2048 times 24 to 256 layers, sequences of 512, batch 256, fp16 with fp32 masters and Adam;
+- BERT, hidden 1024, 1536 and 2048 times 24 to 256 layers, sequences of 512, batch 256, fp16 with fp32 master weights
+  and Adam;
 - ResNet-50, 101 and 152 with all filters times 1, 2, 4, 8; images of 224, batch 512, fp32, SGD with momentum.
 
 Two plans are published with the times of their stages: BERT of 4.9 B parameters (S=4, 8 micro-batches, recomputation;
 max/mean of forward + backward 1.025; planned in 4 hours) and ResNet152x8 (S=3, replicas 16/8/8, 4 micro-batches,
-recomputation; 1.064; 3 hours).  Their shape is also planned here, with our cuts, and judged by our simulator.  The
-published log of BERT is of 8 devices and a batch of 64, two replicas a stage; on 32 devices that is eight.
+recomputation; 1.064; 3 hours). Their shape is also planned here, with autopart's cuts, and simulated. The published
+log of BERT is for 8 devices and a batch of 64, with two replicas per stage; on 32 devices that is eight.
 
-Claim: every configuration is planned and fits; where a plan is published, ours is as even or simulated faster.
-All times are of analytic costs at peak rates: ratios count, not milliseconds.  ResNet's BatchNorm sees each replica's
-share of a micro-batch, as in RaNNC.
+Claim: every configuration is planned and fits; a published plan is matched in balance or in simulated step time. All
+times use analytic costs at peak rates: ratios are meaningful, milliseconds are not. ResNet's BatchNorm sees each
+replica's share of a micro-batch, as in RaNNC.
 
-    python benchmarks/published.py                  all of them, smallest first; writes results/published.json
-    python benchmarks/published.py --only bert-1024 those whose names match this; what else was written stays
+    python benchmarks/published.py                  all, smallest first; writes results/published.json
+    python benchmarks/published.py --only bert-1024 only matching names; other recorded results are kept
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ HIDDEN = {  # billions of parameters, by number of layers
     1536: {24: 0.73, 48: 1.41, 96: 2.77, 144: 4.13, 192: 5.49, 256: 7.31},
     2048: {24: 1.28, 48: 2.49, 96: 4.91, 144: 7.32, 192: 9.74, 256: 12.96},
 }
-RESNETS = {  # billions, by factor
+RESNETS = {  # billions of parameters, by factor
     50: {1: 0.0256, 2: 0.098, 4: 0.3836, 8: 1.517},
     101: {1: 0.0445, 2: 0.1739, 4: 0.6868, 8: 2.730},
     152: {1: 0.0602, 2: 0.2364, 4: 0.9366, 8: 3.729},
@@ -53,8 +54,11 @@ RESNET_OPTIONS = {"optimizer": "momentum", "loss_fn": functional.cross_entropy}
 
 @dataclass(frozen=True)
 class Case:
-    """make: model and batch, on the current device.  published_b: billions of parameters.  imbalance: of the published
-    plan, 0 where none is.  like: the case whose published plan this is."""
+    """A configuration.
+
+    make: builds model and batch on the current device; published_b: billions of parameters; imbalance: of the published
+    plan, 0 for none; like: the case whose published plan this is.
+    """
 
     name: str
     make: Callable[[], tuple[torch.nn.Module, Any]]
@@ -81,7 +85,7 @@ def _resnet(depth: int, factor: int, name: str = "", **more: Any) -> Case:
 
 
 def cases() -> list[Case]:
-    """Everything that is planned, what takes longest last."""
+    """Return all cases, the slowest last."""
     published = {(2048, 96): 1.025, (152, 8): 1.064}
     berts = [_bert(h, n, imbalance=published.get((h, n), 0.0)) for n in HIDDEN[1024] for h in HIDDEN]
     resnets = [_resnet(d, f, imbalance=published.get((d, f), 0.0)) for d in RESNETS for f in RESNETS[d]]
@@ -103,7 +107,7 @@ def cases() -> list[Case]:
 
 
 def result(case: Case) -> dict[str, Any]:
-    """What is planned for one case, and what it took."""
+    """Return the plan of one case, its time and memory."""
     with torch.device("meta"):
         model, batch = case.make()
     cluster = parse_cluster(case.cluster)
@@ -138,7 +142,7 @@ def result(case: Case) -> dict[str, Any]:
 
 
 def row(case: Case, found: dict[str, Any]) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     if "failed" in found:
         return f"{case.name:28s} {found['failed']}"
     return (
@@ -151,13 +155,13 @@ def row(case: Case, found: dict[str, Any]) -> str:
 
 
 HEAD = (
-    f"{'':28s} {'B':>6s} {'theirs':>6s} {'s':>6s} {'cpu s':>6s} {'RSS':>5s} {'peak GB':>8s} {'micros':>9s} "
+    f"{'':28s} {'B':>6s} {'RaNNC':>6s} {'s':>6s} {'cpu s':>6s} {'RSS':>5s} {'peak GB':>8s} {'micros':>9s} "
     f"{'again':>5s} {'uneven':>6s} {'step ms':>9s} {'idle':>4s} {'gap':>4s} {'schedule':9s} replicas of the stages"
 )
 
 
 def _runs(replicas: Sequence[int]) -> str:
-    """Equal neighbours counted: 4x8 2x4 is four stages of eight and two of four."""
+    """Return a text in which equal neighbours are counted: 4x8 2x4 is four stages of eight and two of four."""
     runs: list[list[int]] = []
     for width in replicas:
         if runs and runs[-1][1] == width:
@@ -168,7 +172,7 @@ def _runs(replicas: Sequence[int]) -> str:
 
 
 def judged(done: dict[str, dict[str, Any]], known: Sequence[Case]) -> dict[str, bool]:
-    """The claims that what is done allows to judge, and whether they hold."""
+    """Return the claims about the results so far, and whether they hold."""
     good = {name for name, found in done.items() if found.get("fits")}
     claims = {f"all {len(done)} plan and fit": good == set(done)}
     claims["parameters as published"] = all(
@@ -189,7 +193,7 @@ def judged(done: dict[str, dict[str, Any]], known: Sequence[Case]) -> dict[str, 
 
 
 def kept() -> dict[str, dict[str, Any]]:
-    """What was written before."""
+    """Return the recorded results."""
     path = RESULTS / "published.json"
     plans: dict[str, dict[str, Any]] = json.loads(path.read_text())["plans"] if path.exists() else {}
     return plans
@@ -197,7 +201,7 @@ def kept() -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="regular expression; what else was written before is kept")
+    parser.add_argument("--only", default="", help="regular expression of names; other recorded results are kept")
     given = parser.parse_args()
     shapes.warm()
     known = cases()

@@ -1,19 +1,19 @@
-"""Is a step of two replicas of one stage at least as fast as one of DistributedDataParallel, and is the sum hidden?
+"""Step time of two replicas compared with DistributedDataParallel, and the overlap of the gradient all-reduce.
 
 GPT-2, 8 layers, hidden 256, vocabulary 1024, sequence 128, batch 8, one micro-batch, fp32, dropout off, fused AdamW in
-the step; 2 Gloo ranks with 1 thread each, each with half of the rows.  autopart, the same with all gradients summed
-behind the backward, and torch's DistributedDataParallel take turns in one run; ratios are taken pair by pair.  Losses
+the step; 2 Gloo ranks with 1 thread each, each with half of the rows. autopart, autopart with all gradients summed
+after the backward pass, and torch's DistributedDataParallel alternate in one run; ratios are taken pair by pair. Losses
 and, at the end, parameters are compared.
 
-Twice: over the loopback, with the buckets of 25 MB that both have, and between two network namespaces whose link is
-limited (`hosts.py`), with buckets of 1 MB, where the sum takes time of the wire instead of time of the cores.
+Two settings: the loopback with the default buckets of 25 MB, and two network namespaces with a limited link
+(`hosts.py`) and buckets of 1 MB, where the sum takes time on the wire instead of processor time.
 
-Of a sum, the difference between summed behind and not summed at all (DistributedDataParallel's no_sync), the backward
-could cover what is sent while it still runs: each bucket from when it is full, one after the other, as fast as the
-whole sum went.  "Hidden": (summed behind - overlapped) / that; medians.
+The duration of the sum is the difference between summing afterwards and not summing (DistributedDataParallel's
+no_sync). The backward pass could cover what is sent while it still runs: each bucket from when it is full, one after
+the other, at the rate of the whole sum. "Hidden": (summed afterwards - overlapped) / that; medians.
 
-Assumed, and wrong where: the threads that sum take time of the cores that compute, about what the sum over the loopback
-takes, which nothing hides unless there are more cores than ranks: it counts as not hidden.
+Limits: the threads that sum use the cores that compute, for about as long as the sum over the loopback takes. Nothing
+hides that time unless there are more cores than ranks, and it counts as not hidden.
 
     python benchmarks/replicas.py             about 3 minutes on 2 cores; writes results/replicas.json
 """
@@ -34,12 +34,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import torch.distributed as dist
+from alternation import alternate
+from bench_models import adamw
 from common import ratio, spread, write
 from hosts import leave, on_both, why_not
 from step_time import BATCH, HIDDEN, LAYERS, SEQ, VOCAB, gpt2
 from torch.nn.parallel import DistributedDataParallel
-from trained import adamw
-from turns import taking_turns
 
 import autopart
 from autopart.ir.program import BUCKET_BYTES
@@ -47,13 +47,13 @@ from autopart.runtime.sums.replicas import ReplicaSums
 
 OURS, BEHIND, PEER, ALONE = "autopart", "autopart, summed behind", "torch DDP", "torch without sums"
 CLAIM, HIDDEN_CLAIM = 0.98, 0.8
-"""Of the peer's speed, at least; of what the backward could cover."""
+"""Least ratio to the speed of DistributedDataParallel, and least hidden share of what could be hidden."""
 LINK_MBIT, LINK_BUCKET_BYTES = (500, 1000), 1 << 20
-"""Of the limited links, and what is summed at once over them."""
+"""Rates of the limited links, and the bucket size over them."""
 
 
 class Releases:
-    """When buckets are full, in seconds before the backward ends, and their sizes."""
+    """When buckets are full, in seconds before the backward pass ends, and their sizes."""
 
     def __init__(self) -> None:
         self.steps: list[list[float]] = []
@@ -61,7 +61,7 @@ class Releases:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Of the steps inside."""
+        """Record the steps inside."""
         launch, finish = ReplicaSums._launch_full, ReplicaSums.finish
         full: list[float] = []
 
@@ -80,12 +80,12 @@ class Releases:
             yield
 
     def coverable(self, seconds: float) -> float:
-        """Of a sum of so many seconds, those that fit beside the backward; median of the steps."""
+        """Return how much of a sum of `seconds` fits beside the backward pass; median of the steps."""
         return statistics.median(_covered(before, self.sizes, seconds) for before in self.steps)
 
 
 def _covered(before: Sequence[float], sizes: Sequence[int], seconds: float) -> float:
-    """One step: bucket i is full before[i] seconds before the end, and takes its share of the seconds."""
+    """Return the covered seconds of one step. Bucket i is full before[i] seconds before the end."""
     done = -float("inf")
     for ready, size in zip(before, sizes, strict=True):
         done = max(done, -ready) + seconds * size / sum(sizes)
@@ -122,7 +122,7 @@ def peer(ids: torch.Tensor, bucket_bytes: int, *, summed: bool) -> tuple[Callabl
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        total = loss.detach() / 2  # each has as many tokens
+        total = loss.detach() / 2  # both have the same number of tokens
         dist.all_reduce(total)
         return total.item()
 
@@ -130,15 +130,17 @@ def peer(ids: torch.Tensor, bucket_bytes: int, *, summed: bool) -> tuple[Callabl
 
 
 def measure(rounds: int, warmup: int, bucket_bytes: int) -> dict[str, Any]:
-    """One rank: every variant once per round; seconds by variant, and how far losses and parameters are apart."""
+    """Run every variant once per round on one rank; return seconds by variant and differences of losses and
+    parameters.
+    """
     torch.set_num_threads(1)
     ids = torch.randint(0, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(1))
     first, pipe = ours(ids, bucket_bytes, overlapped=True)
     second, _ = ours(ids, bucket_bytes, overlapped=False)
     third, model = peer(ids, bucket_bytes, summed=True)
     fourth, _ = peer(ids, bucket_bytes, summed=False)
-    turns = taking_turns({OURS: first, BEHIND: second, PEER: third, ALONE: fourth}, rounds, warmup)
-    losses = zip(turns.results[OURS], turns.results[PEER], strict=True)
+    measured = alternate({OURS: first, BEHIND: second, PEER: third, ALONE: fourth}, rounds, warmup)
+    losses = zip(measured.results[OURS], measured.results[PEER], strict=True)
     apart = max(abs(mine - its) / its for mine, its in losses)
     theirs = dict(model.module.named_parameters())
     off = max((p - theirs[n]).abs().max().item() for n, p in pipe.named_parameters())
@@ -146,16 +148,16 @@ def measure(rounds: int, warmup: int, bucket_bytes: int) -> dict[str, Any]:
     with releases.noted():
         for _ in range(5):
             first()
-    middle = {name: statistics.median(values) for name, values in turns.seconds.items()}
+    middle = {name: statistics.median(values) for name, values in measured.seconds.items()}
     whole = max(0.0, middle[BEHIND] - middle[ALONE])
     return {
-        "seconds": turns.seconds, "losses_apart": apart, "parameters_apart": off, "sum_seconds": whole,
+        "seconds": measured.seconds, "losses_apart": apart, "parameters_apart": off, "sum_seconds": whole,
         "coverable_seconds": releases.coverable(whole), "buckets": len(releases.sizes),
     }  # fmt: skip
 
 
 def report(where: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Print it; what is kept of it."""
+    """Print the results and return what is recorded."""
     seconds = found.pop("seconds")
     print(f"\n{where}: GPT-2 {LAYERS} layers, hidden {HIDDEN}, batch {BATCH}; 1 stage x 2 replicas, 2 ranks x 1 thread")
     for name, values in seconds.items():
@@ -165,8 +167,10 @@ def report(where: str, found: dict[str, Any]) -> dict[str, Any]:
     covered, whole = found["coverable_seconds"], found["sum_seconds"]
     saved = statistics.median(seconds[BEHIND]) - statistics.median(seconds[OURS])
     hidden = saved / covered if covered > 0 else 0.0
-    print(f"  of a sum of {whole * 1e3:.1f} ms the backward could cover {covered * 1e3:.1f} ms; {hidden:.0%} is hidden")
-    print(f"  losses apart by {found['losses_apart']:.1e}, parameters by {found['parameters_apart']:.1e}")
+    print(
+        f"  sum {whole * 1e3:.1f} ms, of which the backward pass can cover {covered * 1e3:.1f} ms; hidden {hidden:.0%}"
+    )
+    print(f"  differences: losses {found['losses_apart']:.1e}, parameters {found['parameters_apart']:.1e}")
     return {"seconds": {k: spread(v) for k, v in seconds.items()}, "speed": speed, "hidden": hidden, **found}
 
 
@@ -174,7 +178,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--mbit", type=int, nargs="+", default=list(LINK_MBIT), help="of the limited links")
+    parser.add_argument(
+        "--mbit", type=int, nargs="+", default=list(LINK_MBIT), help="rates of the limited links in Mbit/s"
+    )
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -192,7 +198,7 @@ def main() -> None:
         for mbit in given.mbit:
             linked = report(f"link of {mbit} Mbit/s", on_both(__file__, rounds, mbit, whole=True))
             content["links"].append({"mbit": mbit, **linked})
-            claim = f"{mbit} Mbit/s: at least {HIDDEN_CLAIM:.0%} of what backward could cover is hidden"
+            claim = f"{mbit} Mbit/s: at least {HIDDEN_CLAIM:.0%} of what the backward pass could cover is hidden"
             claims[claim] = linked["hidden"] >= HIDDEN_CLAIM
     print("written to", write("replicas", {**content, "claims": claims}).name)
 

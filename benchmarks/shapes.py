@@ -1,6 +1,6 @@
 """Models and batches of published measurements, built on the current device, and a process for each plan.
 
-Counts of parameters are checked by `tests/benchmarks/test_published.py` against what was published.
+`tests/benchmarks/test_published.py` compares the numbers of parameters with the published ones.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def bert(
     attention: str = "eager",
     kind: Callable[[Any], nn.Module] = transformers.BertForPreTraining,
 ) -> nn.Module:
-    """BERT with both heads of its pre-training, enlarged as in RaNNC: heads of 64, four times as wide inside.
+    """Return BERT with both pre-training heads, enlarged as in RaNNC: heads of 64, feed-forward width four times the
+    hidden size.
 
-    Attention is written out (eager), as in the code that was measured then.  kind: another head on the same body.
+    Attention is written out (eager), as in the published measurements. kind: another head on the same body.
     """
     config = transformers.BertConfig(
         vocab_size=vocab,
@@ -52,21 +53,23 @@ def bert(
 
 
 def bert_batch(rows: int, length: int = 512) -> Any:
-    """Inputs, and the two targets."""
+    """Return the inputs and the two targets."""
     ids = torch.zeros((rows, length), dtype=torch.long)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
     return inputs, (torch.zeros_like(ids), torch.zeros(rows, dtype=torch.long))
 
 
 def bert_loss(output: Any, target: Any) -> torch.Tensor:
-    """Words and next sentence, both averaged over the rows (the model's own averages words over those that are
-    masked, which adds up to no whole over micro-batches)."""
+    """Return the losses of words and of the next sentence, both averaged over the rows.
+
+    The model's own loss averages words over masked positions, which does not combine over micro-batches.
+    """
     words = functional.cross_entropy(output.prediction_logits.flatten(0, 1), target[0].flatten(), reduction="none")
     return words.mean() + functional.cross_entropy(output.seq_relationship_logits, target[1], reduction="none").mean()
 
 
 def gpt2(layers: int, hidden: int, heads: int, length: int = 1024, vocab: int = 50257) -> nn.Module:
-    """GPT-2 (or GPT-3's shape) with its tied head."""
+    """Return GPT-2 (or GPT-3's shape) with its tied head."""
     config = transformers.GPT2Config(
         n_embd=hidden, n_layer=layers, n_head=heads, n_positions=length, vocab_size=vocab, use_cache=False,
         bos_token_id=0, eos_token_id=0,
@@ -75,7 +78,7 @@ def gpt2(layers: int, hidden: int, heads: int, length: int = 1024, vocab: int = 
 
 
 def llama(layers: int, hidden: int, inside: int, heads: int, groups: int, vocab: int = 128256) -> nn.Module:
-    """A shape of Llama 3.  inside: width of the feed-forward; groups: heads of keys and values."""
+    """Return a shape of Llama 3. inside: width of the feed-forward layer; groups: heads of keys and values."""
     config = transformers.LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -90,17 +93,19 @@ def llama(layers: int, hidden: int, inside: int, heads: int, groups: int, vocab:
 
 
 def llama_8b(layers: int = 32) -> nn.Module:
-    """The shape of Llama-3 8B."""
+    """Return the shape of Llama-3 8B."""
     return llama(layers, 4096, 14336, 32, 8)
 
 
 def llama_405b(layers: int = 126) -> nn.Module:
-    """The shape of Llama-3.1 405B."""
+    """Return the shape of Llama-3.1 405B."""
     return llama(layers, 16384, 53248, 128, 8)
 
 
 def vit(layers: int, hidden: int, heads: int, size: int = 224, patch: int = 16, classes: int = 1000) -> nn.Module:
-    """A vision transformer for square images of `size` pixels, four times as wide inside."""
+    """Return a vision transformer for square images of `size` pixels, with a feed-forward width of four times the
+    hidden size.
+    """
     config = transformers.ViTConfig(
         image_size=size,
         patch_size=patch,
@@ -144,8 +149,9 @@ DEPTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
 
 class ResNet(nn.Module):
-    """ResNet-50, 101 or 152, or of other numbers of blocks, with all filters multiplied by `factor`, as RaNNC's
-    examples do."""
+    """ResNet-50, 101 or 152, or with other numbers of blocks, with all filters multiplied by `factor` as in RaNNC's
+    examples.
+    """
 
     def __init__(self, depth: int | tuple[int, ...], factor: int = 1, width: int = 64) -> None:
         super().__init__()
@@ -168,7 +174,7 @@ class ResNet(nn.Module):
 
 
 def image_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images on the current device, and their classes."""
+    """Return images on the current device and their classes."""
     return torch.empty(rows, 3, 224, 224), torch.zeros(rows, dtype=torch.long)
 
 
@@ -177,9 +183,9 @@ def parameters(model: nn.Module) -> int:
 
 
 def alone(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `work` returns, in a process of its own, with its "rss_gb": the largest amount of memory that it held.
+    """Return the result of `work` in a child process, with its peak memory as "rss_gb".
 
-    The process is a copy of this one, so that imports are not timed, though their memory (about 0.4 GB) is counted.
+    The process is a fork of this one, so that imports are not timed, but their memory (about 0.4 GB) is counted.
     """
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
@@ -197,13 +203,13 @@ def alone(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def _send(there: Connection, work: Callable[[], dict[str, Any]]) -> None:
     try:
         result = work()
-    except Exception as error:  # a table with a hole says more than none
+    except Exception as error:  # a failed row must not end the table
         result = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
     there.send({**result, "rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9})
 
 
 def warm() -> None:
-    """Import whatever the first plan imports."""
+    """Plan a tiny model, so that imports are done before timing."""
     torch.set_num_threads(1)
     with torch.device("meta"):
         autopart.plan(nn.Linear(2, 2), "cpu:2", sample=(torch.empty(2, 2), torch.empty(2, 2)), loss_fn=nn.MSELoss())

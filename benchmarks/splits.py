@@ -1,9 +1,9 @@
-"""Is the planner's cut at least as good as what a user would do by hand?
+"""The planner's cut compared with cuts made by hand.
 
-By hand: as many layers, as many parameters, or as many operations in each stage, cut between layers (embeddings stay
-with the first layer, the head with the last).  Measured: two Gloo ranks of one thread each, the same schedule and
-micro-batches for all, training steps taking turns in one run; ratios are taken pair by pair.  Simulated: four stages of
-the same models under the same costs.  A ratio above 1 is time saved.
+By hand: equal numbers of layers, parameters or operations in each stage, cut between layers (embeddings stay with the
+first layer, the head with the last). Measured: two Gloo ranks of one thread each, the same schedule and micro-batches
+for all, training steps alternating in one run; ratios are taken pair by pair. Simulated: four stages of the same models
+under the same costs. A ratio above 1 is time saved.
 
     python benchmarks/splits.py               about 13 minutes on 2 cores; writes results/splits.json
 """
@@ -17,9 +17,9 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import torch
+from alternation import alternate
+from bench_models import MODELS, BenchModel, adamw
 from common import ratio, spread, write
-from trained import MODELS, Trained, adamw
-from turns import taking_turns
 
 import autopart
 from autopart.api import planned
@@ -30,9 +30,8 @@ MICROS, STAGES = 4, 4
 BY_HAND = ("equal layers", "equal parameters", "equal operations")
 
 
-def weights(graph: Graph, model: Trained) -> dict[str, list[int]]:
-    """What each layer weighs, by each of the ways to weigh it; what stands before the first or after the last layer
-    counts with it."""
+def weights(graph: Graph, model: BenchModel) -> dict[str, list[int]]:
+    """Return the weight of each layer by each measure. Ops before the first or after the last layer count with it."""
     layer = [0] * len(graph.ops)
     at = 0
     for place, op in enumerate(graph.ops):
@@ -50,7 +49,9 @@ def weights(graph: Graph, model: Trained) -> dict[str, list[int]]:
 
 
 def balanced(amounts: Sequence[int], stages: int) -> tuple[int, ...]:
-    """The layers at which stages begin such that the heaviest stage is lightest; of equals the most even ones."""
+    """Return the layers at which stages begin such that the heaviest stage is lightest, with the most even ones
+    first.
+    """
 
     def sums(cuts: Sequence[int]) -> list[int]:
         bounds = (0, *cuts, len(amounts))
@@ -59,8 +60,8 @@ def balanced(amounts: Sequence[int], stages: int) -> tuple[int, ...]:
     return min(combinations(range(1, len(amounts)), stages - 1), key=sums)
 
 
-def by_hand(graph: Graph, model: Trained, stages: int) -> dict[str, tuple[str, ...]]:
-    """Cuts as module paths, for each way."""
+def by_hand(graph: Graph, model: BenchModel, stages: int) -> dict[str, tuple[str, ...]]:
+    """Return the cuts as module paths, by measure."""
     return {
         name: tuple(f"{model.layers}.{layer}" for layer in balanced(amounts, stages))
         for name, amounts in weights(graph, model).items()
@@ -68,7 +69,7 @@ def by_hand(graph: Graph, model: Trained, stages: int) -> dict[str, tuple[str, .
 
 
 def measure(cluster: autopart.Cluster, rounds: int, names: list[str]) -> dict[str, Any]:
-    """One rank: for each model the planner's plan and those by hand, one step each per round."""
+    """Run the planner's plan and those by hand on one rank, one step each per round."""
     torch.set_num_threads(1)
     found = {}
     for name in names:
@@ -81,7 +82,7 @@ def measure(cluster: autopart.Cluster, rounds: int, names: list[str]) -> dict[st
         for way, cuts in by_hand(pipes["planned"].session.graph, model, 2).items():
             pipes[way] = autopart.compile(model.model(), cluster, cuts=cuts, **common)
         found[name] = {
-            "seconds": taking_turns({w: step_of(pipe, common["sample"]) for w, pipe in pipes.items()}, rounds).seconds,
+            "seconds": alternate({w: step_of(pipe, common["sample"]) for w, pipe in pipes.items()}, rounds).seconds,
             "simulated": {way: pipe.plan.step_ns * 1e-9 for way, pipe in pipes.items()},
         }
     return found
@@ -99,7 +100,7 @@ def step_of(pipe: autopart.Pipe, batch: Any) -> Callable[[], None]:
 
 
 def simulated(name: str) -> dict[str, float]:
-    """Seconds of the simulated step on four devices, from counted costs."""
+    """Return the seconds of the simulated step on four devices, from analytic costs."""
     model = MODELS[name]
     if model.count < STAGES + 1:
         return {}

@@ -1,12 +1,12 @@
-"""Is a step of autopart at least as fast as one of torch.distributed.pipelining, and as fast as its stages allow?
+"""Step time compared with torch.distributed.pipelining, and with the limit set by the stage times.
 
 GPT-2, 8 layers, hidden 256, vocabulary 1024, sequence 128, batch 8, 8 micro-batches, fp32, dropout off, fused AdamW in
-the step; 2 Gloo ranks with 1 thread each.  autopart 1F1B and GPipe, the peer's 1F1B and GPipe with the same cut, and
-one process with one thread take turns in one run; ratios are taken pair by pair.
+the step; 2 Gloo ranks with 1 thread each. autopart 1F1B and GPipe, torch's 1F1B and GPipe with the same cut, and one
+process with one thread alternate in one run; ratios are taken pair by pair.
 
-"Allowed": for each measured step, the simulator plays the same program with the mean forward and backward times that
-the stages had in that very step and with messages that cost nothing; the share reached is that time, plus the
-optimizer's, over the measured step.
+"Allowed": for each measured step, the simulator runs the same program with the mean forward and backward times that
+the stages had in that step and with free messages. The share reached is that time, plus the optimizer's, over the
+measured step.
 
     python benchmarks/step_time.py            about 2 minutes on 2 cores; writes results/step_time.json
 """
@@ -27,11 +27,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import torch.distributed as dist
 import transformers
+from alternation import alternate
+from bench_models import adamw
 from common import ratio, spread, write
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch_pipeline import torch_pipeline
-from trained import adamw
-from turns import taking_turns
 
 import autopart
 from autopart.passes.simulation.play import Work
@@ -43,7 +43,9 @@ OURS = {"autopart 1F1B": "1f1b", "autopart GPipe": "gpipe"}
 
 
 def gpt2(use_cache: bool = True) -> torch.nn.Module:
-    """use_cache: as a user finds it; torch's pipeline takes no cache among the outputs."""
+    """Return the model. use_cache: the default of transformers; torch's pipeline does not accept a cache in the
+    outputs.
+    """
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -100,7 +102,7 @@ def peer(schedule: Any, ids: torch.Tensor, cut: str) -> Callable[[], None]:
 
 
 def measure(rounds: int, warmup: int, cut: str) -> dict[str, Any]:
-    """One rank: every variant once per round; seconds by variant, and the share of what the stage times allow."""
+    """Run every variant once per round on one rank; return seconds by variant and the share of the allowed time."""
     torch.set_num_threads(1)
     ids = torch.randint(0, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(1))
     steps: dict[str, Callable[[], None]] = {}
@@ -111,13 +113,13 @@ def measure(rounds: int, warmup: int, cut: str) -> dict[str, Any]:
         steps[name] = peer(schedule, ids, cut)
     alone = one_process(ids)
     steps["one process"] = alone if dist.get_rank() == 0 else lambda: None
-    turns = taking_turns({name: partial(traced, step, pipes.get(name)) for name, step in steps.items()}, rounds, warmup)
-    limits = {n: allowed(pipe, turns.results[n], turns.seconds[n]) for n, pipe in pipes.items()}
-    return {"seconds": turns.seconds, "allowed": limits}
+    measured = alternate({name: partial(traced, step, pipes.get(name)) for name, step in steps.items()}, rounds, warmup)
+    limits = {n: allowed(pipe, measured.results[n], measured.seconds[n]) for n, pipe in pipes.items()}
+    return {"seconds": measured.seconds, "allowed": limits}
 
 
 def traced(step: Callable[[], None], pipe: autopart.Pipe | None) -> Any:
-    """A step; its `stage_times`, where a pipe takes it."""
+    """Run a step and return its `stage_times` if a pipe ran it."""
     began = time.perf_counter()
     with pipe.traced() if pipe is not None else contextlib.nullcontext() as trace:
         step()
@@ -125,20 +127,20 @@ def traced(step: Callable[[], None], pipe: autopart.Pipe | None) -> Any:
 
 
 def stage_times(trace: Any, seconds: float) -> tuple[int, int, int]:
-    """Nanoseconds of a mean forward, of a mean backward, and of what this rank did outside its actions."""
+    """Return nanoseconds of a mean forward, of a mean backward, and of what this rank did outside its actions."""
     spent = {kind: [s.end_ns - s.start_ns for s in trace.spans if s.action.kind == kind] for kind in "FB"}
     outside = int(seconds * 1e9) - trace.timeline.step_ns
     return int(statistics.mean(spent["F"])), int(statistics.mean(spent["B"])), outside
 
 
 def allowed(pipe: autopart.Pipe, parts: list[tuple[int, int, int]], seconds: list[float]) -> dict[str, Any]:
-    """Step by step, what the stage times allow in seconds, and its share of what the step took."""
+    """Return for each step the allowed seconds and their share of the measured step."""
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, parts)
     ideals = []
     for step in zip(*ranks, strict=True):
         forward, backward, outside = zip(*step, strict=True)
-        ideal = step_ns(pipe.program, Work(forward, backward, (0,) * len(step), {}))  # messages cost nothing
+        ideal = step_ns(pipe.program, Work(forward, backward, (0,) * len(step), {}))  # messages are free
         ideals.append((ideal + min(outside)) * 1e-9)
     return {"ideal": ideals, "share": [ideal / took for ideal, took in zip(ideals, seconds, strict=True)]}
 

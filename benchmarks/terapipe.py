@@ -1,12 +1,12 @@
-"""Does our cut of sequences gain what TeraPipe's gained?  Simulated: nothing here is measured.
+"""Token slices for TeraPipe's published evaluation. Simulated: nothing here is measured.
 
 The published evaluation of TeraPipe (Li et al., ICML 2021): GPT-3 shaped stacks of 1 to 175 billion parameters on up to
 48 nodes of 8 V100, laid out as (data, pipe, op) replicas, stages and operator shards; latencies of a step without and
-with token slices, for sequences of 2048 and, of one layout, for longer ones; and two ablations over uniform slices.
-Their measured tables of slice times were never published.  What stands in for them is one surrogate with nine
-constants for all 33 published latencies (mean error 7%), which was fitted to them: agreement of latencies says that our
-dynamic program finds what theirs found, not that hardware would do so.  Rows whose digits one source alone gives are
-marked ?.  Where slice times can be recovered from the published uniform cuts of a layout alone, the ablation uses them.
+with token slices, for sequences of 2048 and, in one layout, longer ones; and two ablations over uniform slices. The
+measured tables of slice times were never published. They are replaced by one surrogate with nine constants for all 33
+published latencies (mean error 7%), which was fitted to them: agreement of latencies shows that autopart's dynamic
+program finds the published cuts, not that hardware would behave so. Rows with digits from a single source are marked ?.
+If slice times can be recovered from the published uniform cuts of a layout alone, the ablation uses them.
 
     lay(b, l, c) = max(F0, 72 H^2 b l / (O E) + a heads / O b l (c + l) + AR),  AR = 4 (w + 2 (O-1)/O 2 b l H / R) or 0
     stage = layers * lay + 2 (p + 2 b l H / W)
@@ -34,7 +34,7 @@ from autopart.passes.tokens.lengths import Ints, SliceCost, cut_tokens, slice_ti
 
 F0, E, A, W_AR, R = 2.957e-3, 1.589e14, 1.346e-10, 32.9e-6, 1.487e10
 P_MESSAGE, W_MESSAGE, U, N_DATA = 1.293e-3, 7.33e9, 1.268e-9, 1.912e9
-"""The surrogate: seconds, operations/s and bytes/s, in the order of the formulas above."""
+"""Constants of the surrogate in seconds, operations/s and bytes/s, in the order of the formulas above."""
 
 MODELS = {"1B": (24, 2048, 16), "13B": (40, 5120, 40), "44B": (96, 6144, 48), "175B": (96, 12288, 96)}
 """Layers, hidden size, heads."""
@@ -42,8 +42,11 @@ MODELS = {"1B": (24, 2048, 16), "13B": (40, 5120, 40), "44B": (96, 6144, 48), "1
 
 @dataclass(frozen=True)
 class Row:
-    """A published row: layout (data, pipe, op), sequences in a global batch, tokens of each; published seconds of a
-    step without and with slices; sure: digits that more than one source gives."""
+    """A published row.
+
+    layout: (data, pipe, op); batch: sequences in a global batch; tokens: of each sequence; whole_s, sliced_s: published
+    seconds of a step without and with slices; sure: whether more than one source gives the digits.
+    """
 
     name: str
     model: str
@@ -57,12 +60,12 @@ class Row:
 
     @property
     def speedup(self) -> float:
-        """As published."""
+        """The published speed-up."""
         return self.whole_s / self.sliced_s
 
     @property
     def sequences(self) -> int:
-        """Of one replica."""
+        """The sequences of one replica."""
         return self.batch // self.layout[0]
 
 
@@ -88,8 +91,10 @@ LENGTHS = (
 
 @dataclass(frozen=True)
 class Ablation:
-    """Published seconds by number of uniform slices, and with TeraPipe's cut.  cost: of a slice of this layout, fitted
-    to these seconds alone."""
+    """Published seconds by number of uniform slices, and with TeraPipe's cut.
+
+    cost: cost of a slice of this layout, fitted to these seconds alone.
+    """
 
     row: Row
     uniform_s: dict[int, float]
@@ -97,7 +102,7 @@ class Ablation:
 
 
 def recovered(floor: float, fixed: float, token: float, pair: float, after: float) -> SliceCost:
-    """t = max(floor, fixed + token l + pair l (c + l)) + after l, in seconds, as nanoseconds."""
+    """Return the cost t = max(floor, fixed + token l + pair l (c + l)) + after l, given in seconds, in nanoseconds."""
 
     def cost(rows: int, lengths: Ints, contexts: Ints) -> Any:
         work = fixed + token * lengths + pair * lengths * (contexts + lengths)
@@ -107,7 +112,7 @@ def recovered(floor: float, fixed: float, token: float, pair: float, after: floa
 
 
 def surrogate(row: Row) -> SliceCost:
-    """The cost of a slice on a stage of this row, in ns."""
+    """Return the cost of a slice on a stage of this row, in ns."""
     (_, pipe, op), (layers, hidden, heads) = row.layout, MODELS[row.model]
 
     def cost(rows: int, lengths: Ints, contexts: Ints) -> Any:
@@ -120,21 +125,23 @@ def surrogate(row: Row) -> SliceCost:
 
 
 def behind_s(row: Row) -> float:
-    """Seconds of a step that no cut changes: the optimizer, and the sum of gradients over replicas."""
+    """Return the seconds of a step that do not depend on the cut: the optimizer and the gradient all-reduce."""
     (data, pipe, op), (layers, hidden, _) = row.layout, MODELS[row.model]
     parameters = layers // pipe * 12 * hidden**2 / op
     return parameters * U + 32 * parameters * (data - 1) / data / N_DATA
 
 
 def step_s(cost: SliceCost, row: Row, lengths: Sequence[int]) -> float:
-    """Seconds of a step with these slices of every sequence, without what no cut changes."""
+    """Return the seconds of a step with these slices of every sequence, without `behind_s`."""
     contexts = np.cumsum([0, *lengths[:-1]])
     own = np.asarray(cost(1, np.array(lengths), contexts))
     return float(row.sequences * own.sum() + (row.layout[1] - 1) * own.max()) / 1e9
 
 
 def result(row: Row) -> dict[str, Any]:
-    """Ours beside the paper's: micro-batches of one sequence, as in every published row; and cut by rows as well."""
+    """Return autopart's results beside the published ones, for micro-batches of one sequence and with cuts by rows
+    too.
+    """
     cost, others = surrogate(row), row.layout[1] - 1
     found = cut_tokens(slice_times(cost, 1, row.tokens), row.sequences, others)
     ((_, lengths), *_) = found.micro_batches
@@ -156,17 +163,17 @@ def result(row: Row) -> dict[str, Any]:
 
 
 def uniform(tokens: int, count: int) -> tuple[int, ...]:
-    """So many slices, as even as they can be."""
+    """Return this many slices, as even as possible."""
     return tuple(tokens * (i + 1) // count - tokens * i // count for i in range(count))
 
 
 EIGHT = (2.53e-3, 4.80e-3, 8.37e-6, 1.567e-9, 11.43e-6)
 NINE = (8.99e-3, 4.43e-3, 22.8e-6, 2.56e-9, 19.6e-6)
-"""Slice times of rows 8 and 9, as `recovered` takes them: fitted to the latencies of uniform cuts of that row alone."""
+"""Arguments of `recovered` for rows 8 and 9, fitted to the latencies of uniform cuts of that row alone."""
 
 
 def ablations() -> tuple[Ablation, ...]:
-    """The two published ones, with slice times recovered from them."""
+    """Return the two published ablations, with slice times recovered from them."""
     eight = {1: 2.662, 4: 1.241, 8: 1.255, 16: 1.241}
     nine = {1: 9.990, 4: 2.902, 8: 1.892, 16: 1.547, 32: 1.593, 64: 2.227, 128: 3.252}
     return (
@@ -176,7 +183,7 @@ def ablations() -> tuple[Ablation, ...]:
 
 
 def ablation(case: Ablation) -> dict[str, Any]:
-    """Uniform cuts and ours, from the recovered times, beside what was published."""
+    """Return uniform cuts and autopart's cut, from the recovered times, beside the published seconds."""
     row = case.row
     found = cut_tokens(slice_times(case.cost, 1, row.tokens), row.sequences, row.layout[1] - 1)
     ours = {count: step_s(case.cost, row, uniform(row.tokens, count)) for count in case.uniform_s}
@@ -188,7 +195,7 @@ def ablation(case: Ablation) -> dict[str, Any]:
 
 
 def runs(lengths: Sequence[int]) -> str:
-    """Equal neighbours counted: 120x4 112x6."""
+    """Return a text in which equal neighbours are counted: 120x4 112x6."""
     found: list[list[int]] = []
     for length in lengths:
         if found and found[-1][0] == length:
@@ -199,7 +206,7 @@ def runs(lengths: Sequence[int]) -> str:
 
 
 def judged(rows: dict[str, Any], lengths: dict[str, Any], tables: dict[str, Any]) -> dict[str, bool]:
-    """The claims, and whether they hold."""
+    """Return the claims and whether they hold."""
     claims: dict[str, bool] = {}
     for kind, what in (("whole_s", "without slices"), ("sliced_s", "with slices"), ("speedup", "speed-up")):
         off = {
@@ -225,7 +232,7 @@ def judged(rows: dict[str, Any], lengths: dict[str, Any], tables: dict[str, Any]
 
 
 def line(name: str, found: dict[str, Any]) -> str:
-    """One line of a table."""
+    """Return one line of a table."""
     paper, ours = found["paper"], found["ours"]
     layout = "/".join(map(str, found["layout"]))
     name += "" if found["all_digits_sure"] else "?"
@@ -246,7 +253,7 @@ HEAD = (
 
 
 def table(rows: Sequence[Row], show: Callable[[str], None] = print) -> dict[str, Any]:
-    """Rows by name, shown as they are done."""
+    """Return the results of rows by name and show each line when it is done."""
     show(HEAD)
     done = {}
     for row in rows:

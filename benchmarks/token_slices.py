@@ -1,15 +1,15 @@
-"""Does a pipeline of one sequence gain from slices of its tokens, and does the planner choose them well?
+"""The gain of token slices in a pipeline of one sequence, and the planner's choice of slices.
 
 Llama and GPT-2 shapes: 8 layers, hidden 256, vocabulary 2048, one sequence of 1024 or 2048 tokens, fp32, dropout off,
 fused AdamW in the step; 2 stages on 2 Gloo ranks with 1 thread each, cut as the planner chooses for each, costs
-measured.  Whole sequences, the lengths that the planner chose, and uniform slices of several counts take turns in one
-run; ratios are taken pair by pair.  Without slices one stage waits for the other, so two stages can gain 2x at most.
+measured. Whole sequences, the planner's lengths, and uniform slices of several counts alternate in one run; ratios are
+taken pair by pair. Without slices one stage waits for the other, so two stages can gain 2x at most.
 
-"Allowed": each rank's computes of a step, as long as they took in that very step, in the program's order and with
-messages that cost nothing; the share reached is that time, plus the optimizer's, over the step.
+"Allowed": each rank's computations of a step, with the times they took in that step, in the program's order and with
+free messages. The share reached is that time, plus the optimizer's, over the step.
 
-Then 16 sequences in 16 micro-batches, which fill the pipeline without slices.  These may be faster all the same, since
-they do not compute what the mask hides: the planner has to be right about that, for short sequences and for long ones.
+Then 16 sequences in 16 micro-batches, which fill the pipeline without slices. Slices may still be faster, because they
+do not compute what the mask hides: the planner must decide correctly for short and for long sequences.
 
     python benchmarks/token_slices.py         about 15 minutes on 2 cores; writes results/token_slices.json
 """
@@ -30,9 +30,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import torch.distributed as dist
 import transformers as hf
+from alternation import alternate
+from bench_models import BenchModel, adamw, tokens
 from common import ratio, spread, write
-from trained import Trained, adamw, tokens
-from turns import taking_turns
 
 import autopart
 from autopart.ir.program import BACKWARD, COMPUTE, FORWARD, Program, Slot
@@ -42,11 +42,11 @@ SEQS = (1024, 2048)
 WHOLE, PLANNED = "whole sequence", "planned slices"
 UNIFORM = (2, 3, 4, 6, 8, 12, 16)
 MANY = 16
-"""Micro-batches that fill the pipeline without slices."""
+"""A number of micro-batches that fills the pipeline without slices."""
 SHORT, LONG = 256, 1024
-"""Tokens of each of these: attention is a small part of what they take, and a large one."""
+"""Tokens of these sequences: attention is a small and a large part of their time."""
 GAIN, NEAR = 1.6, 0.05
-"""Over whole sequences, at least; above the best uniform count, at most."""
+"""Least gain over whole sequences, and largest excess over the best uniform count."""
 
 
 def _llama(seq: int) -> torch.nn.Module:
@@ -68,17 +68,17 @@ def _gpt2(seq: int) -> torch.nn.Module:
 MODELS = {"llama": (_llama, "model.layers"), "gpt2": (_gpt2, "transformer.h")}
 
 
-def trained(name: str, seq: int, rows: int = 1) -> Trained:
+def trained(name: str, seq: int, rows: int = 1) -> BenchModel:
     build, layers = MODELS[name]
-    return Trained(partial(build, seq), tokens(VOCAB, rows, seq), layers, LAYERS)
+    return BenchModel(partial(build, seq), tokens(VOCAB, rows, seq), layers, LAYERS)
 
 
 def variants(counts: Sequence[int]) -> dict[str, Any]:
-    """Name and token_slices= of what takes turns."""
+    """Return the variants by name with their token_slices=."""
     return {WHOLE: None, PLANNED: "auto", **{f"{count} uniform slices": count for count in counts}}
 
 
-def compiled(model: Trained, micros: int, slices: Any) -> autopart.Pipe:
+def compiled(model: BenchModel, micros: int, slices: Any) -> autopart.Pipe:
     return autopart.compile(
         model.model(), "cpu:2", sample=model.batch(), stages=STAGES, replicas=1, micro_batches=micros, recompute="off",
         token_slices=slices, costs="measured",
@@ -86,33 +86,41 @@ def compiled(model: Trained, micros: int, slices: Any) -> autopart.Pipe:
 
 
 def measure(name: str, seq: int, micros: int, rounds: int, warmup: int, counts: Sequence[int]) -> dict[str, Any]:
-    """One rank, micro-batches of one sequence: every variant once per round; seconds, what the computes allow and the
-    lengths, by variant."""
+    """Run every variant once per round on one rank, with micro-batches of one sequence.
+
+    Return the seconds, the allowed seconds and the slice lengths by variant.
+    """
     torch.set_num_threads(1)
     model = trained(name, seq, micros)
     batch = model.batch()
     pipes = {label: compiled(model, micros, slices) for label, slices in variants(counts).items()}
     optimizers = {label: adamw(pipe.parameters()) for label, pipe in pipes.items()}
-    turns = taking_turns(
+    measured = alternate(
         {label: partial(stepped, pipe, optimizers[label], batch) for label, pipe in pipes.items()}, rounds, warmup
     )
     ideals = {
-        label: [allowed_seconds(pipe.program, each.trace, each.seconds) for each in turns.results[label]]
+        label: [allowed_seconds(pipe.program, each.trace, each.seconds) for each in measured.results[label]]
         for label, pipe in pipes.items()
     }
     apart = max(
         abs(each.loss / whole.loss - 1)
-        for found in turns.results.values()
-        for each, whole in zip(found, turns.results[WHOLE], strict=True)
+        for found in measured.results.values()
+        for each, whole in zip(found, measured.results[WHOLE], strict=True)
     )
     lengths = {label: list(pipe.plan.decision.token_slices) for label, pipe in pipes.items()}
     expected = {label: pipe.plan.step_ns * 1e-9 for label, pipe in pipes.items()}
-    return {"seconds": turns.seconds, "ideal": ideals, "lengths": lengths, "simulated": expected, "losses_apart": apart}
+    return {
+        "seconds": measured.seconds,
+        "ideal": ideals,
+        "lengths": lengths,
+        "simulated": expected,
+        "losses_apart": apart,
+    }
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank saw of a step: its seconds here, without waiting for the others behind it."""
+    """What a rank measured in a step. seconds: without waiting for other ranks afterwards."""
 
     loss: float
     trace: Any
@@ -120,7 +128,7 @@ class Step:
 
 
 def stepped(pipe: autopart.Pipe, optimizer: torch.optim.Optimizer, batch: Any) -> Step:
-    """A step with its optimizer's."""
+    """Run a step and its optimizer step."""
     began = time.perf_counter()
     with pipe.traced() as trace:
         loss = pipe.step(batch).item()
@@ -130,8 +138,11 @@ def stepped(pipe: autopart.Pipe, optimizer: torch.optim.Optimizer, batch: Any) -
 
 
 def allowed_seconds(program: Program, trace: Any, own_seconds: float) -> float:
-    """Of a step on all ranks: the computes as long as they took, each after those that it needs; and the least that a
-    rank did outside its actions.  Collective."""
+    """Return the allowed seconds of a step on all ranks.
+
+    Each computation takes its measured time and starts after those it needs; the least time that a rank spent outside
+    its actions is added. Collective.
+    """
     outside = own_seconds - trace.timeline.step_ns * 1e-9
     mine = [(str(s.action), s.end_ns - s.start_ns) for s in trace.spans if s.action.is_a.role == COMPUTE]
     ranks: list[Any] = [None] * dist.get_world_size()
@@ -150,7 +161,7 @@ def allowed_seconds(program: Program, trace: Any, own_seconds: float) -> float:
 
 
 def report(title: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Print it; what is kept of it."""
+    """Print the results and return what is recorded."""
     seconds = found["seconds"]
     print(f"\n{title}: {LAYERS} layers, hidden {HIDDEN}; {STAGES} stages, 2 ranks x 1 thread")
     rows = {}
@@ -163,15 +174,15 @@ def report(title: str, found: dict[str, Any]) -> dict[str, Any]:
         }  # fmt: skip
         print(
             f"  {label:20s} {spread(values)}  gain {gain.median:.3f}x [{gain.low:.3f}, {gain.high:.3f}], "
-            f"{share.median:.0%} of what its computes allow"
+            f"{share.median:.0%} of the allowed speed"
         )
     print(f"  planned: {rows[PLANNED]['lengths'] or WHOLE}")
-    print(f"  losses of the variants apart by {found['losses_apart']:.1e}")
+    print(f"  difference of losses between variants {found['losses_apart']:.1e}")
     return {"rows": rows, "losses_apart": found["losses_apart"]} | _beside_uniform(rows, seconds)
 
 
 def _beside_uniform(rows: dict[str, Any], seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """The planned slices beside the best number of uniform ones, where there are any."""
+    """Compare the planned slices with the best number of uniform ones, if any were measured."""
     uniform = [label for label in seconds if label not in (WHOLE, PLANNED)]
     if not uniform:
         return {}
@@ -182,7 +193,9 @@ def _beside_uniform(rows: dict[str, Any], seconds: dict[str, list[float]]) -> di
 
 
 def claims_of(one: dict[str, Any], many: dict[int, dict[str, Any]]) -> dict[str, bool]:
-    """What has to hold.  one: reports of one sequence.  many: of many micro-batches, by tokens and model."""
+    """Return the claims and whether they hold. one: reports of one sequence; many: of many micro-batches, by tokens and
+    model.
+    """
 
     def gains(found: dict[str, Any]) -> float:
         return float(found["rows"][PLANNED]["gain"].median)

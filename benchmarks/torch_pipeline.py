@@ -1,4 +1,4 @@
-"""The peer: the same model under torch.distributed.pipelining, traced and cut where it is told to."""
+"""The same model under torch.distributed.pipelining, traced and cut at the given modules."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 
 
 class Logits(nn.Module):
-    """The peer computes its loss outside the model: what is traced takes one tensor and returns one, logits."""
+    """A model with one tensor input that returns logits, because torch's pipeline computes the loss outside the model.
+
+    argument: the name of the model's input.
+    """
 
     def __init__(self, model: nn.Module, argument: str) -> None:
-        """argument: the name under which the model takes its input."""
         super().__init__()
         self.model, self._argument = model, argument
 
@@ -24,7 +26,7 @@ class Logits(nn.Module):
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """What a model of transformers calls so; a tensor is that already."""
+    """Return the logits of a transformers output, or a tensor unchanged."""
     return output if isinstance(output, torch.Tensor) else output.logits
 
 
@@ -40,10 +42,10 @@ def torch_pipeline(
     schedule: Any,
     device: torch.device | None = None,
 ) -> tuple[Callable[[], torch.Tensor | None], Iterable[nn.Parameter]]:
-    """One rank: a forward and backward of the whole batch, and the parameters of this rank's stage.
+    """Return a forward and backward of the whole batch on this rank, and the parameters of its stage.
 
-    A stage begins at each module of `cuts`; there are as many stages as ranks.  The model is on the CPU.  The step
-    returns the mean of the micro-batches' losses on the last rank, None on others.  Raises whatever torch raises.
+    A stage begins at each module of `cuts`; there are as many stages as ranks. The model must be on the CPU. The step
+    returns the mean of the micro-batches' losses on the last rank, None on others. Raises whatever torch raises.
     """
     rank, device = dist.get_rank(), device or torch.device("cpu")
     split = {f"model.{cut}": SplitPoint.BEGINNING for cut in cuts}

@@ -1,9 +1,9 @@
-"""Are two hosts behind a slow link planned for, exact, and as fast as predicted?
+"""Training over two hosts with a slow link: exact, and as fast as predicted.
 
-Two network namespaces stand for the hosts (`hosts.py`); torchrun starts one or two ranks in each.  GPT-2 of 2 layers in
-two stages, a stage on each host and as many replicas of it as the host has ranks, 4 micro-batches, 1F1B; every gradient
-is compared with one process, then steps are measured and simulated, as `prediction.py` does, with the link that the
-cluster describes: the limited rate, less the headers of TCP (1448 of 1514 bytes are ours).
+Two network namespaces stand for the hosts (`hosts.py`); torchrun starts one or two ranks in each. GPT-2 of 2 layers in
+two stages, a stage on each host with as many replicas as the host has ranks, 4 micro-batches, 1F1B. Every gradient is
+compared with one process, then steps are measured and simulated, as in `prediction.py`, with the link of the cluster
+description: the limited rate without TCP headers (1448 of 1514 bytes are payload).
 
     python benchmarks/two_hosts.py            about 3 minutes on 2 cores; writes results/two_hosts.json
 """
@@ -20,32 +20,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_models import BenchModel, gpt2, tokens
 from common import spread, write
 from hosts import LATENCY_NS, PAYLOAD, leave, on_both, why_not
 from prediction import predicted
-from trained import Trained, gpt2, tokens
 
 import autopart
 from autopart.files.clusters import LOOPBACK, parse_cluster
 from autopart.ir.cluster import Cluster, Level, Link
 
-MODEL = Trained(gpt2(512, 256, 2), tokens(512, 16, 96), "transformer.h", 2)
-"""So shallow that messages take most of the step: the link is what is asked about."""
+MODEL = BenchModel(gpt2(512, 256, 2), tokens(512, 16, 96), "transformer.h", 2)
+"""A shallow model, so that messages take most of the step."""
 CUT, MICROS = "transformer.h.1", 4
 RATES = (10, 30)
-"""Of the link, in Mbit/s."""
+"""Rates of the link in Mbit/s."""
 RANKS = (1, 2)
-"""Of each host: 2 makes replicas of each stage."""
+"""Ranks of each host: with 2, every stage has two replicas."""
 
 
 def cluster_of(mbit: int, ranks: int = 1) -> Cluster:
-    """Two hosts of so many CPU ranks, and the link between them."""
+    """Return two hosts of `ranks` CPU ranks each, and the link between them."""
     between = Link(LATENCY_NS, int(mbit * 125_000 * PAYLOAD))
     return Cluster(parse_cluster(f"cpu:{2 * ranks}").devices, (Level(ranks, LOOPBACK), Level(2 * ranks, between)))
 
 
 def on_rank(mbit: int, rounds: int) -> dict[str, Any]:
-    """One rank: a step compared with one process, then measured and predicted steps."""
+    """Compare a step with one process, then measure and predict steps, on one rank."""
     torch.set_num_threads(1)
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     case, cluster = MODEL, cluster_of(mbit, ranks)
@@ -75,7 +75,7 @@ def on_rank(mbit: int, rounds: int) -> dict[str, Any]:
 
 
 def compared(rates: Sequence[int], rounds: int, ranks: Sequence[int] = RANKS) -> list[dict[str, Any]]:
-    """A row for each number of ranks on a host and each rate."""
+    """Return a row for each number of ranks per host and each rate."""
     rows = []
     for count in ranks:
         for mbit in rates:
@@ -86,7 +86,7 @@ def compared(rates: Sequence[int], rounds: int, ranks: Sequence[int] = RANKS) ->
             cluster = cluster_of(mbit, count)
             rows.append({"mbit": mbit, "ranks": count, "cluster": cluster, "measured": took, "error": error, **found})
             print(
-                f"{count} a host  {mbit:5} Mbit/s  {took}  predicted {found['predicted']:.4f} s  {error:+.1%}  "
+                f"{count} per host  {mbit:5} Mbit/s  {took}  predicted {found['predicted']:.4f} s  {error:+.1%}  "
                 f"exact: {found['exact']}"
             )
     return rows
@@ -94,16 +94,16 @@ def compared(rates: Sequence[int], rounds: int, ranks: Sequence[int] = RANKS) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=int, nargs="+", default=list(RATES), help="Mbit/s")
+    parser.add_argument("--rates", type=int, nargs="+", default=list(RATES), help="rates of the link in Mbit/s")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="of each host")
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="ranks of each host")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank_of:
         leave(on_rank(given.rates[0], given.rounds), given.rank_of)
         return
     if reason := why_not():
-        raise SystemExit(f"no two hosts here: {reason}")
+        raise SystemExit(f"cannot create two hosts: {reason}")
     rows = compared(given.rates, given.rounds, given.ranks)
     claims = {
         "exact": all(row["exact"] for row in rows),

@@ -1,8 +1,8 @@
-"""What does it cost before every step to see that the model is still what was captured?
+"""The cost per step of checking that the model has not changed since its capture.
 
-Models of 1,000 modules, captured and unchanged: microseconds of `CaptureCache.refresh`, the fastest of many
-runs.  "blocks": a module of the user's with an attribute, a linear layer, a norm and an activation, over and over;
-"gpt2": GPT-2 of transformers with as many blocks as it takes.  Expected: linear, at most 200 for 1,000 modules.
+Models of 1,000 modules, captured and unchanged: microseconds of `CaptureCache.refresh`, the fastest of many runs.
+"blocks": a user's module with an attribute, a linear layer, a norm and an activation, repeated; "gpt2": GPT-2 of
+transformers with as many blocks as needed. Expected: linear, at most 200 us for 1,000 modules.
 
     python benchmarks/watch_cost.py          15 seconds; writes results/watch_cost.json
 """
@@ -52,7 +52,7 @@ def gpt2(modules: int) -> nn.Module:
 
 
 def refresh_us(model: nn.Module, batch: object) -> float:
-    """Microseconds of one look at a model that has not changed."""
+    """Return the microseconds of one check of an unchanged model."""
     captures = CaptureCache(model)
     captures(flatten(batch), Size(2))
     best = float("inf")

@@ -1,14 +1,14 @@
-"""How many architectures of transformers train in stages as they are, and is every gradient then exact?
+"""How many unmodified architectures of transformers train in stages with exact gradients.
 
-Each is built small with random weights and its own default choices (zoo_models.py says how they were chosen), captured,
-planned for three stages and four micro-batches, cut, and played stage after stage in this process; loss, gradients and
-buffers are compared with the plain model on the whole batch (zoo_step.py).  What cannot be exact is to be refused, with
-a cause: a loss that compares all rows with all rows is, and rightly.  With --processes two real processes run them.
-Every architecture has a process of its own, so that a crash or a hang is one row of the table.
+Each is built small with random weights and its own defaults (see zoo_models.py for the selection), captured, planned
+for three stages and four micro-batches, cut, and run stage by stage in this process; loss, gradients and buffers are
+compared with one process on the whole batch (zoo_step.py). A model that cannot be exact must be refused with a reason:
+for example a loss that compares all rows with all rows. With --processes two real processes run them. Every
+architecture runs in a separate process, so that a crash or a hang affects one row only.
 
     python benchmarks/zoo.py                  writes results/zoo.json
-    python benchmarks/zoo.py --only bloom     one of them, or several
-    python benchmarks/zoo.py --processes      a few by real processes; writes results/zoo_processes.json
+    python benchmarks/zoo.py --only bloom     one or several architectures
+    python benchmarks/zoo.py --processes      a few in real processes; writes results/zoo_processes.json
     python benchmarks/zoo.py --processes --all
 """
 
@@ -34,11 +34,11 @@ from zoo_step import BROKEN, CRASHED, EXACT, REFUSED, WRONG, Row, step
 
 VERDICTS = (EXACT, REFUSED, WRONG, CRASHED, BROKEN)
 FEW = ("bloom", "mamba", "deberta-v2", "marian", "swin", "patchtst", "wav2vec2", "granitemoe")
-"""What --processes runs unless told otherwise: of every kind one."""
+"""Default architectures of --processes: one of each kind."""
 
 
 def rows(names: Sequence[str], jobs: int, limit: float, processes: bool) -> Iterator[Row]:
-    """The row of each architecture as it ends; `jobs` at a time, none for longer than `limit` seconds."""
+    """Yield the row of each architecture when it ends; `jobs` run at a time, each for at most `limit` seconds."""
     context = multiprocessing.get_context("fork")
     waiting, running = list(names), dict[Connection, tuple[str, Any, float]]()
     while waiting or running:
@@ -64,7 +64,7 @@ def _child(end: Connection, name: str, processes: bool) -> None:
 
 
 def _row(end: Connection, name: str, child: Any, late: float) -> Row:
-    """What a child says, or what became of it."""
+    """Return a child's row, or a row that says how the child ended."""
     try:
         found = None if late else end.recv()
     except EOFError:
@@ -74,20 +74,20 @@ def _row(end: Connection, name: str, child: Any, late: float) -> Row:
     child.join()
     if found is not None:
         return found
-    cause = f"no end after {late:.0f} s" if late else f"the process ended with {child.exitcode}"
+    cause = f"not finished after {late:.0f} s" if late else f"the process ended with {child.exitcode}"
     arch = find(name)
     return Row(name, arch.kind, arch.model, CRASHED, cause=cause)
 
 
 def line(row: Row) -> str:
-    """One row of the table."""
+    """Return one row of the table."""
     said = f"{row.error:.1e}" if row.verdict in (EXACT, WRONG) else ""
     cause = " ".join(part for part in (row.cause, f"({row.why})" if row.why else "") if part)
     return f"{row.name:30s} {row.kind:28s} {row.verdict:8s} {said:8s} {row.seconds:6.1f} s  {cause}".rstrip()
 
 
 def summary(found: Sequence[Row]) -> dict[str, Any]:
-    """How many of each verdict, what share is exact, and the causes of all that is not."""
+    """Return the number of each verdict, the exact share, and the causes of other verdicts."""
     counts = Counter(row.verdict for row in found)
     ran = len(found) - counts[BROKEN]
     causes = Counter(row.cause for row in found if row.verdict not in (EXACT, BROKEN))
@@ -104,10 +104,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[a.name for a in ARCHITECTURES], metavar="NAME")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds for each architecture")
-    parser.add_argument("--processes", action="store_true", help="two real processes for each")
-    parser.add_argument("--all", action="store_true", help="all of them, by real processes too")
-    parser.add_argument("--full", action="store_true", help="with place and advice of every refusal")
+    parser.add_argument("--limit", type=float, default=180.0, help="time limit of an architecture in seconds")
+    parser.add_argument("--processes", action="store_true", help="run each in two real processes")
+    parser.add_argument("--all", action="store_true", help="run all architectures, also with --processes")
+    parser.add_argument("--full", action="store_true", help="print place and advice of every refusal")
     given = parser.parse_args()
     names = given.only or (FEW if given.processes and not given.all else [a.name for a in ARCHITECTURES])
     began, found = time.perf_counter(), []

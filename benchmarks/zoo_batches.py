@@ -1,4 +1,4 @@
-"""Batches as a user of each kind of model would build them: random numbers of the right shapes, rows of all lengths."""
+"""Random batches for each kind of model, with rows of varying length."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 VOCAB, SEQ, CLASSES = 96, 16, 5
 Batch = dict[str, Any]
 Make = Callable[[int], Any]
-"""From the number of rows to what the model takes; with a loss function, to (inputs, target)."""
+"""Returns the model's input for a number of rows; with a loss function, (inputs, target)."""
 
 
 def source(seed: int = 1) -> torch.Generator:
-    """Random numbers that are the same at every call."""
+    """Return a generator with a fixed seed."""
     return torch.Generator().manual_seed(seed)
 
 
 def tokens(rows: int, length: int = SEQ, seed: int = 1, low: int = 4) -> torch.Tensor:
-    """Ids of no special token."""
+    """Return ids without special tokens."""
     return torch.randint(low, VOCAB, (rows, length), generator=source(seed))
 
 
 def text(rows: int) -> Batch:
-    """Ids, and a mask that is 0 at the end of most rows."""
+    """Return ids, and a mask that is 0 at the end of most rows."""
     ids, mask = tokens(rows), torch.ones(rows, SEQ, dtype=torch.long)
     for row in range(rows):
         mask[row, SEQ - (5 * row) % (SEQ // 2) :] = 0
@@ -32,99 +32,99 @@ def text(rows: int) -> Batch:
 
 
 def numbers(rows: int, *shape: int, high: int = CLASSES, seed: int = 2) -> torch.Tensor:
-    """Class numbers."""
+    """Return class numbers."""
     return torch.randint(0, high, (rows, *shape), generator=source(seed))
 
 
 def floats(rows: int, *shape: int, seed: int = 3) -> torch.Tensor:
-    """Normally distributed numbers."""
+    """Return normally distributed numbers."""
     return torch.randn(rows, *shape, generator=source(seed))
 
 
 def language(rows: int) -> Batch:
-    """Causal language modelling: padding is no label."""
+    """Return a batch of causal language modelling in which padding is not a label."""
     batch = text(rows)
     return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
 
 
 def unmasked(rows: int) -> Batch:
-    """Packed text, of one length, without a mask."""
+    """Return packed text of one length without a mask."""
     ids = tokens(rows)
     return {"input_ids": ids, "labels": ids}
 
 
 def masked_language(rows: int) -> Batch:
-    """Every third token is a label."""
+    """Return a batch in which every third token is a label."""
     batch = language(rows)
     hidden = (torch.arange(SEQ)[None, :] + torch.arange(rows)[:, None]) % 3 == 0
     return {**batch, "labels": batch["labels"].where(hidden, -100)}
 
 
 def classes(rows: int) -> Batch:
-    """Text with a class for each row."""
+    """Return text with a class for each row."""
     return {**text(rows), "labels": numbers(rows)}
 
 
 def ended(rows: int) -> Batch:
-    """Text with a class for each row, read at the token that ends it."""
+    """Return text with a class for each row, read at its end token."""
     batch = classes(rows)
     last = batch["attention_mask"].sum(1, keepdim=True) - 1
     return {**batch, "input_ids": batch["input_ids"].scatter(1, last, 3)}
 
 
 def tags(rows: int) -> Batch:
-    """Text with a class for each token that is no padding."""
+    """Return text with a class for each token except padding."""
     batch = text(rows)
     return {**batch, "labels": numbers(rows, SEQ).masked_fill(batch["attention_mask"] == 0, -100)}
 
 
 def spans(rows: int) -> Batch:
-    """Text with the first and the last token of an answer; in one row it was cut off (a place behind the end)."""
+    """Return text with the first and the last token of an answer; the last row's answer is outside the text."""
     first, last = numbers(rows, high=SEQ // 2), numbers(rows, high=SEQ // 2, seed=5)
     first[-1] = last[-1] = SEQ
     return {**text(rows), "start_positions": first, "end_positions": last}
 
 
 def choices(rows: int) -> Batch:
-    """Three continuations for each row, of which one is right."""
+    """Return three continuations per row, one of which is right."""
     flat = text(3 * rows)
     return {**{k: v.view(rows, 3, SEQ) for k, v in flat.items()}, "labels": numbers(rows, high=3)}
 
 
 def sentences(rows: int) -> Batch:
-    """Two sentences: does one follow the other?"""
+    """Return two sentences per row, and whether the second follows the first."""
     kinds = (torch.arange(SEQ) >= SEQ // 2).long().repeat(rows, 1)
     return {**text(rows), "token_type_ids": kinds, "labels": numbers(rows, high=2)}
 
 
 def translation(rows: int) -> Batch:
-    """Text with a text for an answer, both of many lengths."""
+    """Return text with a target text, both of varying length."""
     return {**text(rows), "labels": language(rows)["labels"].roll(1, 0)}
 
 
 def boxes(rows: int) -> torch.Tensor:
-    """A box (x0, y0, x1, y1) for each token, in thousandths of the page."""
+    """Return a box (x0, y0, x1, y1) for each token, in thousandths of the page."""
     corner = numbers(rows, SEQ, 2, high=500)
     return torch.cat([corner, corner + numbers(rows, SEQ, 2, high=400, seed=7)], -1)
 
 
 def layout_tags(rows: int) -> Batch:
-    """Tokens of a page with their boxes and classes."""
+    """Return tokens of a page with their boxes and classes."""
     return {**tags(rows), "bbox": boxes(rows)}
 
 
 def pixels(size: int, rows: int, channels: int = 3) -> torch.Tensor:
-    """Images."""
+    """Return images."""
     return floats(rows, channels, size, size)
 
 
 def images(size: int) -> Make:
-    """Images with a class."""
+    """Return a function that makes images with a class."""
     return lambda rows: {"pixel_values": pixels(size, rows), "labels": numbers(rows)}
 
 
 def segments(size: int) -> Make:
-    """Images with a class for each pixel, 255 for none."""
+    """Return a function that makes images with a class per pixel; 255 is ignored."""
 
     def make(rows: int) -> Batch:
         labels = numbers(rows, size, size)
@@ -136,7 +136,7 @@ def segments(size: int) -> Make:
 
 
 def hidden_patches(size: int, patches: int) -> Make:
-    """Images of which some patches are hidden, another number in each row."""
+    """Return a function that makes images with hidden patches, a different number in each row."""
 
     def make(rows: int) -> Batch:
         place = torch.arange(patches)[None, :] * 7 + torch.arange(rows)[:, None]
@@ -149,17 +149,17 @@ def hidden_patches(size: int, patches: int) -> Make:
 
 
 def videos(size: int, frames: int) -> Make:
-    """A few images in a row, with a class."""
+    """Return a function that makes sequences of images with a class."""
     return lambda rows: {"pixel_values": floats(rows, frames, 3, size, size), "labels": numbers(rows)}
 
 
 def waves(samples: int) -> Make:
-    """Sound with a class; without a mask, as models of which the sound is normalised in groups take it."""
+    """Return a function that makes sound with a class, without a mask, for models with group-normalised input."""
     return lambda rows: {"input_values": floats(rows, samples), "labels": numbers(rows)}
 
 
 def spelled(samples: int) -> Make:
-    """Sound of many lengths with letters."""
+    """Return a function that makes sound of varying length with letters."""
 
     def make(rows: int) -> Batch:
         mask, labels = torch.ones(rows, samples, dtype=torch.long), 1 + numbers(rows, 4, high=20)
@@ -172,27 +172,27 @@ def spelled(samples: int) -> Make:
 
 
 def spoken(name: str, *shape: int) -> Make:
-    """Features of sound, with a text."""
+    """Return a function that makes features of sound with a text."""
     return lambda rows: {name: floats(rows, *shape), "labels": language(rows)["labels"]}
 
 
 def described(size: int) -> Make:
-    """Images with a text each."""
+    """Return a function that makes images with a text each."""
     return lambda rows: {**text(rows), "pixel_values": pixels(size, rows)}
 
 
 def captions(size: int) -> Make:
-    """Images with a text to be learned."""
+    """Return a function that makes images with a text to learn."""
     return lambda rows: {**language(rows), "pixel_values": pixels(size, rows)}
 
 
 def contrasted(size: int) -> Make:
-    """Images with a text each; every image is compared with every text."""
+    """Return a function that makes images and texts, all of which are compared with each other."""
     return lambda rows: {**described(size)(rows), "return_loss": True}
 
 
 def mixed(size: int, image_tokens: int, image_id: int, **more: Callable[[int], Any]) -> Make:
-    """A text in which placeholders stand for an image, as a processor makes it."""
+    """Return a function that makes texts with image placeholders, as a processor does."""
 
     def make(rows: int) -> Batch:
         batch = language(rows)
@@ -205,7 +205,7 @@ def mixed(size: int, image_tokens: int, image_id: int, **more: Callable[[int], A
 
 
 def series(past: int, future: int) -> Make:
-    """Time series with holes, their times, and what comes next."""
+    """Return a function that makes time series with missing values, their times, and future values."""
 
     def make(rows: int) -> Batch:
         observed = torch.ones(rows, past)
@@ -223,5 +223,5 @@ def series(past: int, future: int) -> Make:
 
 
 def channels(past: int, count: int, target: Callable[[int], torch.Tensor], name: str) -> Make:
-    """Time series of several channels, with a target."""
+    """Return a function that makes time series of several channels, with a target."""
     return lambda rows: {"past_values": floats(rows, past, count), name: target(rows)}

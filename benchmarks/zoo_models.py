@@ -1,11 +1,10 @@
-"""The architectures of the zoo: transformers models of a few thousand weights, by their own configurations.
+"""The architectures of the zoo: transformers models with a few thousand weights.
 
-How they were chosen: from the tables of transformers by task (MODEL_FOR_..._MAPPING), families that are known well, no
-family twice, listed here before any of them was run; none was taken out or exchanged afterwards.  A configuration says
-how large things are, and switches off what is drawn anew in every step (dropout, dropped layers, masks over sound): no
-two programs draw the same.  All else is as a plain user gets it: attention, experts, caches, losses.  Models of
-transformers that have no loss of their own, or one that needs packages that are not installed (detection matches boxes
-with scipy), get one here.
+Selection: well-known families from the tables of transformers by task (MODEL_FOR_..._MAPPING), no family twice, listed
+here before any of them was run; none was removed or replaced afterwards. A configuration sets sizes, and switches off
+random draws in every step (dropout, dropped layers, masks over sound), because different programs draw different
+numbers. Everything else is the default: attention, experts, caches, losses. Models of transformers without a loss, or
+with one that needs packages that are not installed (detection matches boxes with scipy), get a loss here.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 import transformers as hf
 import zoo_batches as b
 from torch import nn
-from zoo_senses import SENSES
+from zoo_media_models import MEDIA_MODELS
 
 Sizes = dict[str, Any]
 
@@ -43,7 +42,7 @@ _SAME: dict[int, str] = {
     b.CLASSES: "num_labels",
 }
 SIZES: Sizes = {name: size for size, names in _SAME.items() for name in names.split()} | {"bos_token_id": 2}
-"""What these words mean in any configuration that has them."""
+"""Values of these names in any configuration that has them."""
 _DRAWN = (
     "dropout",
     "drop_connect_rate",
@@ -59,7 +58,9 @@ _OFF: Sizes = {"router_jitter_noise": 0.0, "apply_spec_augment": False}
 
 @dataclass(frozen=True)
 class Architecture:
-    """model: its class in transformers; batch: rows to a batch; sizes: beyond `SIZES`; loss: for models without."""
+    """An architecture. model: its class in transformers; batch: makes a batch; sizes: beyond `SIZES`; loss: if it has
+    none.
+    """
 
     name: str
     kind: str
@@ -69,7 +70,7 @@ class Architecture:
     loss: Callable[[Any, Any], torch.Tensor] | None = None
 
     def make(self) -> nn.Module:
-        """The same weights every time, in training mode."""
+        """Return the model with the same weights every time, in training mode."""
         hf.logging.set_verbosity_error()
         cls = getattr(hf, self.model)
         torch.manual_seed(7)
@@ -77,7 +78,7 @@ class Architecture:
 
 
 def configuration(cls: Any, own: Sizes) -> Any:
-    """A small configuration of this class.  own: sizes beyond the usual; a dictionary is that of a part."""
+    """Return a small configuration of this class. own: sizes beyond `SIZES`; a dictionary configures a part."""
     fields = {name for c in cls.__mro__ for name in vars(c).get("__annotations__", ())} | {"num_labels"}
     given = {name: size for name, size in {**SIZES, **_OFF}.items() if name in fields}
     given |= {name: type(getattr(cls, name))() for name in fields if name.endswith(_DRAWN) and _is_rate(cls, name)}
@@ -95,7 +96,7 @@ def _is_rate(cls: Any, name: str) -> bool:
 
 
 def find(name: str) -> Architecture:
-    """An architecture by its name.  Raises KeyError."""
+    """Return an architecture by name. Raises KeyError."""
     return next(a for a in ARCHITECTURES if a.name == name)
 
 
@@ -215,7 +216,7 @@ def _texts() -> list[Architecture]:
 
 
 def _all() -> list[Architecture]:
-    rows = [Architecture(*row) for row in SENSES]
+    rows = [Architecture(*row) for row in MEDIA_MODELS]
     return [*_texts(), *rows]
 
 

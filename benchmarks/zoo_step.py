@@ -1,4 +1,4 @@
-"""One training step of an architecture of the zoo, in stages, against the plain model."""
+"""One training step of an architecture of the zoo in stages, compared with one process."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ EXACT, REFUSED, WRONG, CRASHED, BROKEN = "exact", "refused", "wrong", "crashed",
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one architecture.
+    """The result of one architecture.
 
-    verdict: "exact"; "refused", by one of our own errors; "wrong"; "crashed", by any other error, a time-out or a
-    signal; "not run": the plain model itself failed.  error: the largest relative error of a gradient.  precision: what
-    is beyond 1e-5 in single precision runs again in double, where only rounding is below 1e-10.
+    verdict: "exact"; "refused" by an error of autopart; "wrong"; "crashed" by any other error, a timeout or a signal;
+    "not run" if the unpartitioned model itself failed. error: largest relative error of a gradient. precision: errors
+    above 1e-5 in single precision are checked again in double precision, where only rounding is below 1e-10.
     """
 
     name: str
@@ -50,8 +50,7 @@ class Row:
 
 
 def step(name: str, *, processes: bool = False) -> Row:
-    """One step of this architecture: planned for three stages that this process plays one after another, or for two
-    real processes."""
+    """Run one step, planned for three stages that this process runs one after another, or for two real processes."""
     arch = find(name)
     began = time.perf_counter()
     row = Row(name, arch.kind, arch.model, BROKEN)
@@ -98,12 +97,12 @@ def _told(error: BaseException) -> dict[str, str]:
 
 
 def precision_is_single(model: nn.Module) -> bool:
-    """Whether the weights are fp32."""
+    """Return whether the weights are fp32."""
     return all(p.dtype == torch.float32 for p in model.parameters())
 
 
 def _in_double(run: Any, model: nn.Module, sample: Any, loss: Any) -> Verification:
-    """The same with weights and numbers in fp64."""
+    """Repeat the step with weights and inputs in fp64."""
 
     def widened(leaf: Any) -> Any:
         return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
@@ -119,7 +118,7 @@ def _options(loss: Any, stages: int) -> Options:
 
 
 def _in_processes(model: Any, sample: Any, loss: Any, plain: Outcome) -> Verification:
-    """On two ranks, as a user would verify."""
+    """Run on two ranks, as a user would call verify."""
     import autopart
 
     return autopart.launch(_rank, "cpu:2", model, sample, loss)[0]
@@ -131,5 +130,5 @@ def _rank(model: Any, sample: Any, loss: Any) -> Verification:
 
 
 def _in_process(model: Any, sample: Any, loss: Any, plain: Outcome) -> Verification:
-    """Planned, split and played here."""
+    """Plan, split and run in this process."""
     return verify_here(model, sample, _options(loss, STAGES), plain)

@@ -23,16 +23,16 @@ from torch import nn
 
 import autopart
 
-VOCAB = 256  # bytes
+VOCAB = 256  # byte values
 LOSS_BAR = 3.0  # nats per byte, after enough steps
-ENOUGH = 200  # steps that bring the loss below the bar; after fewer it is shown and not judged
-LAST = 20  # steps whose mean is the final loss
-DRIFT = 1e-3  # of the loss: what rounding may grow to over the compared steps
+ENOUGH = 200  # steps after which the loss must be below the limit; after fewer it is only printed
+LAST = 20  # number of steps averaged for the final loss
+DRIFT = 1e-3  # allowed relative difference of losses from accumulated rounding
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained.  compared: steps that are repeated in one process; every: steps between progress lines."""
+    """Settings of the demo. compared: steps repeated in one process; every: steps between progress lines."""
 
     stages: int = 2
     steps: int = 200
@@ -49,11 +49,11 @@ class Setting:
 
     @property
     def cluster(self) -> str:
-        """One process for each stage."""
+        """A cluster with one process per stage."""
         return f"cpu:{self.stages}"
 
     def model(self) -> nn.Module:
-        """A GPT-2 over bytes without dropout; the weights are the same at every call."""
+        """Return a byte-level GPT-2 without dropout, with the same weights at every call."""
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         import transformers
 
@@ -66,20 +66,20 @@ class Setting:
         return transformers.GPT2LMHeadModel(config).train()
 
     def batches(self) -> Batches:
-        """The data: batch i is the same in every process."""
+        """Return the data. Batch i is the same in every process."""
         return Batches(library_bytes(), self.rows, self.seq, self.seed)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """AdamW; a rank passes its own parameters."""
+        """Return AdamW for this rank's parameters."""
         return torch.optim.AdamW(parameters, lr=self.learning_rate, betas=(0.9, 0.95))
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step: a short warm-up, then constant."""
+        """Return the learning rate of a step: a short warm-up, then constant."""
         return self.learning_rate * min(1.0, (step + 1) / self.warm_up)
 
 
 def library_bytes(limit: int = 4_000_000) -> torch.Tensor:
-    """Read the first `limit` bytes of the standard library's modules, sorted by name: int64, one number a byte."""
+    """Read the first `limit` bytes of the standard library's modules, sorted by name, as int64 values."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = bytearray()
     for path in sorted(folder.glob("*.py")):
@@ -87,12 +87,12 @@ def library_bytes(limit: int = 4_000_000) -> torch.Tensor:
         if len(found) >= limit:
             break
     if len(found) < 100_000:
-        sys.exit(f"this Python carries no source files of its standard library in {folder}")
+        sys.exit(f"found no source files of the standard library in {folder}")
     return torch.frombuffer(found[:limit], dtype=torch.uint8).long()
 
 
 class Batches:
-    """Random windows of a text: batch i is the same in every process."""
+    """Random windows of a text. Batch i is the same in every process."""
 
     def __init__(self, text: torch.Tensor, rows: int, seq: int, seed: int = 0) -> None:
         self._text, self._rows, self._seq, self._seed = text, rows, seq, seed
@@ -109,7 +109,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run.  first_step: the first step compared with one process, for a run over ranks."""
+    """A finished run. first_step: the comparison of the first step with one process, for a run over ranks."""
 
     losses: tuple[float, ...]
     seconds: float
@@ -117,9 +117,9 @@ class Run:
 
 
 def over_ranks(setting: Setting) -> Run:
-    """Train the pipeline; runs on every rank, and rank 0 prints."""
+    """Train the pipeline on every rank; rank 0 prints."""
     model, batches = setting.model(), setting.batches()
-    stages, micros = setting.stages, setting.micro_batches  # as many stages as ranks: replicas might be faster
+    stages, micros = setting.stages, setting.micro_batches  # one stage per rank; replicas might be faster
     with autopart.compile(model, setting.cluster, sample=batches[0], stages=stages, micro_batches=micros) as pipe:
         say = print_line if pipe.rank == 0 else print_nothing
         say(pipe.explain())
@@ -138,7 +138,7 @@ def over_ranks(setting: Setting) -> Run:
 
 
 def in_one_process(setting: Setting) -> Run:
-    """Train the same model without autopart, for the steps that are compared."""
+    """Train the same model without autopart for the compared steps."""
     model, batches = setting.model(), setting.batches()
     optimizer = setting.optimizer(model.parameters())
 
@@ -154,7 +154,7 @@ def in_one_process(setting: Setting) -> Run:
 
 
 def update(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Take one step of the optimizer at this learning rate."""
+    """Take one optimizer step at this learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
@@ -164,7 +164,7 @@ def update(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def loop(
     setting: Setting, steps: int, step: Callable[[int], float], say: Callable[[str], None]
 ) -> tuple[tuple[float, ...], float]:
-    """Run the steps; returns the losses and the seconds they took."""
+    """Run the steps and return the losses and the seconds they took."""
     losses: list[float] = []
     began = last = time.perf_counter()
     shown = 0
@@ -179,12 +179,12 @@ def loop(
 
 
 def print_line(line: str) -> None:
-    """Print at once, also into a pipe."""
+    """Print a line and flush it."""
     print(line, flush=True)
 
 
 def print_nothing(line: str) -> None:
-    """Stand in for `print_line` on the other ranks."""
+    """Replace `print_line` on the other ranks."""
 
 
 # ---- the verdict ---------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def print_nothing(line: str) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Both runs, and the verdict on them."""
+    """Both runs and the verdict."""
 
     pipeline: Run
     alone: Run
@@ -205,7 +205,7 @@ class Outcome:
 
     @property
     def drift(self) -> float:
-        """Largest relative difference between the two losses of a step."""
+        """Largest relative difference between the losses of a step in both runs."""
         pairs = zip(self.pipeline.losses, self.alone.losses, strict=False)
         return max(abs(a - b) / abs(b) for a, b in pairs)
 
@@ -217,12 +217,12 @@ class Outcome:
 
     @property
     def judges_loss(self) -> bool:
-        """Whether there were enough steps to bring the loss below the bar."""
+        """Whether there were enough steps to bring the loss below the limit."""
         return len(self.pipeline.losses) >= ENOUGH
 
     @property
     def loss_fell(self) -> bool:
-        """Whether the final loss is below the bar; after too few steps to tell, whether it is finite."""
+        """Whether the final loss is below the limit, or after too few steps whether it is finite."""
         return self.final_loss < LOSS_BAR if self.judges_loss else math.isfinite(self.final_loss)
 
     @property
@@ -232,13 +232,13 @@ class Outcome:
 
 
 def report(outcome: Outcome) -> str:
-    """Describe both runs, side by side, and the verdict."""
+    """Return a text with both runs side by side and the verdict."""
     pipeline, alone = outcome.pipeline, outcome.alone
     first = pipeline.first_step
     assert first is not None
     lines = ["", "step   pipeline       one process    relative difference"]
     count, averaged = len(alone.losses), min(LAST, len(pipeline.losses))
-    bar = f"below {LOSS_BAR}" if outcome.judges_loss else f"not judged: that takes {ENOUGH} steps"
+    bar = f"below {LOSS_BAR}" if outcome.judges_loss else f"only judged after {ENOUGH} steps"
     for step in sorted({0, 1, 2, 4, 9, *range(19, count, 10), count - 1}):
         if step < count:
             a, b = pipeline.losses[step], alone.losses[step]
@@ -262,7 +262,7 @@ def report(outcome: Outcome) -> str:
 
 
 def tour(setting: Setting) -> Outcome | None:
-    """Run the demo; returns None on the other ranks when a launcher such as torchrun started this process."""
+    """Run the demo. Returns None on other ranks of a launcher such as torchrun."""
     leads = os.environ.get("RANK", "0") == "0"
     if leads:
         print_line(
@@ -281,8 +281,8 @@ def tour(setting: Setting) -> Outcome | None:
 def main() -> None:
     """Read the command line and run the demo."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stages", type=int, default=2, help="stages, each a local process")
-    parser.add_argument("--steps", type=int, default=200, help="training steps")
+    parser.add_argument("--stages", type=int, default=2, help="number of stages, each in a local process")
+    parser.add_argument("--steps", type=int, default=200, help="number of training steps")
     asked = parser.parse_args()
     outcome = tour(Setting(stages=asked.stages, steps=asked.steps))
     sys.exit(0 if outcome is None or outcome.ok else 1)

@@ -1,4 +1,4 @@
-"""For all tests: what they measure and plan is kept in a folder of their own; pools of workers for all of them."""
+"""Fixtures for all tests: a cache folder for measurements and plans, and pools of worker processes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from autopart.runtime.launch.local import Workers
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-golden", action="store_true", help="keep the plans of this run as those to compare with")
+    parser.addoption("--write-golden", action="store_true", help="store the plans of this run as the golden plans")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Never the user's.  Worker processes inherit it.  One thread: the cores are taken by pytest's processes."""
+    """Use a temporary cache folder, which worker processes inherit, and one thread, because pytest's processes use all
+    cores.
+    """
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOPART_CACHE", str(tmp_path_factory.mktemp("cache")))
@@ -25,13 +27,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def workers(own_cache: None) -> Iterator[Workers]:
-    """Four processes for every test that needs some; they start when the first one does, and anew after a failure."""
+    """A pool of four processes, which start at the first use and restart after a failure."""
     with Workers(4, timeout=240) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def pair(own_cache: None) -> Iterator[Workers]:
-    """As `workers`, two of them: for what needs no stage between the first and the last."""
+    """A pool of two processes, for tests that need no stage between the first and the last."""
     with Workers(2, timeout=240) as pool:
         yield pool

@@ -1,4 +1,4 @@
-"""The front door: its one list of options, and a step as simulated and as measured."""
+"""Tests of the public functions: the list of options, and simulated and measured steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIONS = [field.name for field in dataclasses.fields(Options)]
 FUNCTIONS = [autopart.compile, autopart.plan, autopart.verify]
 
 
-def test_callers_and_the_record_have_one_list_of_options():
+def test_functions_and_record_have_the_same_options():
     taken = typing.get_type_hints(OptionsDict)
     assert list(taken) == OPTIONS == list(documented())
     assert typing.Any not in taken.values()
@@ -36,7 +36,7 @@ def test_every_option_is_a_typed_keyword(function):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_every_option_is_documented_where_help_shows_it(function):
+def test_every_option_is_in_the_docstring_of_the_function(function):
     for name in OPTIONS:
         assert f"\n    {name} " in (function.__doc__ or ""), name
 
@@ -68,7 +68,7 @@ def test_an_unknown_option_is_refused_before_any_work(function):
         function(None, "cpu:1", sample=None, stage=2)
 
 
-def test_none_stands_for_the_default():
+def test_none_means_the_default():
     assert read_options(**dict.fromkeys(OPTIONS)) == Options()
 
 
@@ -105,7 +105,7 @@ def test_an_impossible_value_is_refused_with_a_possible_one(option, words):
         read_options(**option)
 
 
-def test_a_script_is_not_launched():
+def test_launching_a_script_path_is_refused():
     with refused(UsageError, "launch was given a str ('train.py')", "torchrun --nproc-per-node 2 train.py"):
         autopart.launch("train.py", "cpu:2")
 
@@ -117,7 +117,7 @@ def test_compile_reports_its_phases_to_the_logger(caplog):
     assert "capturing the model ..." in said and any(line.startswith("searching a plan took ") for line in said)
 
 
-def test_what_needs_a_sample_says_so():
+def test_a_missing_sample_is_refused():
     for function in (autopart.plan, autopart.verify):
         with refused(UsageError, "needs a sample", "sample=batch"):
             function(net(), "cpu:1", sample=None, loss_fn=F.cross_entropy)
@@ -125,7 +125,7 @@ def test_what_needs_a_sample_says_so():
             function(net(), "cpu:1", loss_fn=F.cross_entropy)
 
 
-def test_the_simulated_step_is_the_one_that_the_plan_was_chosen_for():
+def test_the_simulated_step_equals_that_of_the_plan():
     plan = planned("cpu:2", stages=2, micro_batches=4)
     step = autopart.simulate(plan, net(), "cpu:2", sample=batch(), loss_fn=F.cross_entropy)
     assert step.step_ns == plan.step_ns
@@ -133,7 +133,7 @@ def test_the_simulated_step_is_the_one_that_the_plan_was_chosen_for():
     assert done == {f"{stage}{kind}{micro}" for stage in (0, 1) for kind in "FB" for micro in range(4)}
 
 
-def test_replicas_and_uneven_micro_batches_are_simulated_too(tmp_path):
+def test_replicas_and_uneven_micro_batches_can_be_simulated(tmp_path):
     plan = planned("cpu:3", net(64), rows=9, stages=2, micro_batches=4, replicas=(2, 1), optimizer="sgd")
     model = net(64)
     step = autopart.simulate(plan, model, "cpu:3", sample=batch(9), loss_fn=F.cross_entropy, optimizer="sgd")
@@ -150,7 +150,7 @@ def test_a_plan_of_another_model_is_not_simulated():
         autopart.simulate(planned(), nn.Linear(4, 3), "cpu:2", sample=batch(), loss_fn=F.cross_entropy)
 
 
-def test_a_step_is_written_for_a_viewer_and_as_text(tmp_path):
+def test_a_step_is_saved_as_a_trace_and_as_text(tmp_path):
     with autopart.compile(net(), "cpu:1", sample=batch(), loss_fn=F.cross_entropy, costs="analytic") as pipe:
         step = pipe.timeline(batch())
     autopart.save_trace(step, tmp_path / "step.json", name="measured")
@@ -178,7 +178,7 @@ def test_a_measured_step_is_a_training_step():
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "10"])
-def test_what_is_no_time_limit_is_refused(value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_timeout_is_refused(value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="timeout is"):
         read_options(timeout=value)
     monkeypatch.setenv("AUTOPART_TIMEOUT_S", str(value))

@@ -1,4 +1,4 @@
-"""A model or a batch that cannot work ends in one of our errors, before any data is sent, and says what to do."""
+"""An invalid model or batch raises an autopart error with a fix, before any data is sent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autopart.ir.errors import (
 
 
 @pytest.mark.parametrize("model", [None, "model", nn.Linear, lambda x: x, torch.zeros(3)])
-def test_what_is_no_module_is_refused(model):
+def test_anything_but_a_module_is_refused(model):
     with refused(UsageError, "not a torch.nn.Module", "fix"):
         compiled(model, X)
 
@@ -131,10 +131,10 @@ def _raises(m, x):
         (lambda m, x: m.linear(x).argmax(), LossError, ("scalar loss",)),
     ],
 )  # fmt: skip
-def test_a_model_that_cannot_be_exact_is_refused_by_name(body, kind, words, capfd):
+def test_a_model_that_cannot_be_exact_is_refused_with_the_reason(body, kind, words, capfd):
     with refused(kind, *words):
         compiled(Body(body), X, micro_batches=2)
-    assert capfd.readouterr() == ("", "")  # the error alone speaks
+    assert capfd.readouterr() == ("", "")  # nothing is printed besides the error
 
 
 def test_a_loss_that_couples_rows_runs_as_one_micro_batch():
@@ -166,7 +166,7 @@ def _aliased_buffer() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [_aliased_parameters, _aliased_buffer])
-def test_tensors_that_share_memory_without_being_one_are_refused(make):
+def test_different_tensors_with_shared_memory_are_refused(make):
     with refused(RefusedError, "share memory", "0.weight"):
         compiled(make(), batch(), loss_fn=F.cross_entropy)
 
@@ -220,19 +220,19 @@ def test_a_batch_without_a_tensor_is_refused(sample):
         compiled(Body(), sample)
 
 
-def test_arguments_that_the_model_does_not_take_are_told_as_python_does():
+def test_wrong_arguments_of_the_model_are_reported_as_python_does():
     with refused(CaptureError, "unexpected keyword argument 'other'"):
         compiled(net(), {"input": X, "other": 1})
     with refused(CaptureError, "module linear"):
         compiled(Body(), torch.randn(8, 5))
 
 
-def test_a_batch_smaller_than_the_micro_batches_is_refused_at_compile_and_runs_later_as_the_last_of_an_epoch():
+def test_a_batch_with_fewer_rows_than_micro_batches_is_refused_at_compile_but_may_be_the_last_of_an_epoch():
     with refused(BatchError, "2 rows", "4 micro-batches", "micro_batches=2"):
         compiled(net(), batch(2), loss_fn=F.cross_entropy, micro_batches=4)
     pipe = compiled(net(), batch(8), loss_fn=F.cross_entropy, micro_batches=4)
     assert torch.isfinite(pipe.step(batch(2)))
-    assert torch.isfinite(pipe.step(batch(8)))  # and the pipe still works
+    assert torch.isfinite(pipe.step(batch(8)))  # the pipe still works
 
 
 def test_a_batch_without_rows_cannot_be_cut():
@@ -241,26 +241,26 @@ def test_a_batch_without_rows_cannot_be_cut():
         compiled(model, torch.tensor(2.0), micro_batches=2)
 
 
-def test_with_a_loss_function_the_batch_is_a_pair():
+def test_with_a_loss_function_the_batch_must_be_a_pair():
     for sample in (X, {"input": X}, (X, X, X)):
         with refused(BatchError, "(inputs, target)"):
             compiled(net(), sample, loss_fn=F.cross_entropy)
 
 
-def test_several_inputs_beside_a_target_are_refused_with_the_form_to_use():
+def test_several_inputs_with_a_target_are_refused_with_the_form_to_use():
     with refused(BatchError, "got 3 values", "((x, y), target)"):
         compiled(net(), (X, X, X), loss_fn=F.cross_entropy)
 
 
 @pytest.mark.parametrize("loss_fn", [None, F.cross_entropy])
-def test_a_loader_is_refused_where_a_batch_belongs(loss_fn):
+def test_a_loader_instead_of_a_batch_is_refused(loss_fn):
     loader = torch.utils.data.DataLoader([(X[0], X[0])])
     for sample in (loader, iter(loader), (one for one in loader)):
         with refused(BatchError, "not one batch", "sample=next(iter(loader))", "for batch in loader"):
             compiled(net(), sample, loss_fn=loss_fn)
 
 
-def test_a_wrong_dtype_is_named_with_its_op_when_it_runs():
+def test_a_wrong_dtype_in_a_step_is_reported_with_its_module():
     pipe = compiled(Body(), X)
     with refused(StageError, "stage 0", "micro-batch 0", "module linear"):
         pipe.step(X.double())

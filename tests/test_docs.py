@@ -1,4 +1,4 @@
-"""What README and docs show is what the commands print, and what they quote is what stands."""
+"""The README and docs show what commands print and quote code as it is."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import re
 from pathlib import Path
 
 import pytest
-from support.languages.docs import PAPERS, ROOT, Block, blocks, printed, shape, write_files
+from support.languages.docs import DOCUMENTS, ROOT, Block, blocks, printed, shape, write_files
 
 from autopart.files.clusters import parse_cluster
 
-BLOCKS = [block for paper in PAPERS for block in blocks(paper)]
+BLOCKS = [block for document in DOCUMENTS for block in blocks(document)]
 CONSOLES = [block for block in BLOCKS if block.language == "console"]
 
 
 QUOTES = [
-    (paper.name, path, text)
-    for paper in PAPERS
+    (document.name, path, text)
+    for document in DOCUMENTS
     for path, text in re.findall(
-        r"`([\w/]+/\w+\.py)`:\n+```python\n(.*?)^```$", paper.read_text(), re.MULTILINE | re.DOTALL
+        r"`([\w/]+/\w+\.py)`:\n+```python\n(.*?)^```$", document.read_text(), re.MULTILINE | re.DOTALL
     )
 ]
-"""(paper, path, code) of code that a paper says a file has."""
+"""(document, path, code) of the code that documents quote from files."""
 QUOTED = {text for _, _, text in QUOTES}
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What every command of the papers prints, each run once, in the order of the papers, in one folder."""
-    folder = tmp_path_factory.mktemp("papers")
+    """Return the output of every command in the documents, each run once, in order, in one folder."""
+    folder = tmp_path_factory.mktemp("documents")
     write_files(folder)
     found: dict[str, list[str]] = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -43,7 +43,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("block", CONSOLES, ids=lambda block: f"{block.paper}: {block.text.splitlines()[0]}")
+@pytest.mark.parametrize("block", CONSOLES, ids=lambda block: f"{block.document}: {block.text.splitlines()[0]}")
 def test_a_command_prints_what_is_shown(block: Block, answers: dict[str, list[str]]) -> None:
     for command, shown in block.answers():
         found = answers[command]
@@ -51,62 +51,62 @@ def test_a_command_prints_what_is_shown(block: Block, answers: dict[str, list[st
             assert [shape(line) for line in found] == [shape(line) for line in shown], command
         else:
             assert found == shown, (
-                f"{command}: run `python tests/support/languages/docs.py` if the papers are what is old"
+                f"{command}: run `python tests/support/languages/docs.py` if the documents are outdated"
             )
 
 
-@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
-def test_every_block_says_what_it_is(paper: Path) -> None:
-    fences = re.findall(r"^```(.*)$", paper.read_text(), re.MULTILINE)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_every_block_has_a_known_language(document: Path) -> None:
+    fences = re.findall(r"^```(.*)$", document.read_text(), re.MULTILINE)
     assert set(fences[::2]) <= {"python", "yaml", "bash", "console", "console varies", "text"} and set(
         fences[1::2]
     ) <= {""}
-    for block in blocks(paper):
+    for block in blocks(document):
         if block.language == "python" and block.text not in QUOTED:
             ast.parse(block.text)
 
 
-def test_the_cluster_that_is_shown_can_be_read(tmp_path: Path) -> None:
+def test_clusters_in_the_documents_can_be_read(tmp_path: Path) -> None:
     for number, block in enumerate(block for block in BLOCKS if block.language == "yaml"):
         path = tmp_path / f"{number}.yaml"
         path.write_text(block.text)
         assert parse_cluster(path).world > 0
 
 
-@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
-def test_links_lead_somewhere(paper: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]*)(?:#[^)]*)?\)", paper.read_text()):
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_links_have_a_target(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]*)(?:#[^)]*)?\)", document.read_text()):
         if target and "://" not in target:
-            assert (paper.parent / target).exists(), target
+            assert (document.parent / target).exists(), target
     headings = {
         path: {
             re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-")
             for line in path.read_text().splitlines()
             if line.startswith("#")
         }
-        for path in PAPERS
+        for path in DOCUMENTS
     }
-    for target, place in re.findall(r"\]\(([^)#\s]*)#([^)]*)\)", paper.read_text()):
-        page = (paper.parent / target).resolve() if target else paper
+    for target, place in re.findall(r"\]\(([^)#\s]*)#([^)]*)\)", document.read_text()):
+        page = (document.parent / target).resolve() if target else document
         assert place in headings[page], f"{target}#{place}"
 
 
-def test_readme_is_three_screens() -> None:
+def test_the_readme_has_at_most_150_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize(("paper", "path", "text"), QUOTES, ids=lambda value: value.split("\n")[0])
-def test_quoted_code_is_that_of_the_file(paper: str, path: str, text: str) -> None:
-    assert text in (ROOT / path).read_text(), f"{paper} quotes {path}"
+@pytest.mark.parametrize(("document", "path", "text"), QUOTES, ids=lambda value: value.split("\n")[0])
+def test_quoted_code_is_in_the_file(document: str, path: str, text: str) -> None:
+    assert text in (ROOT / path).read_text(), f"{document} quotes {path}"
 
 
-def test_what_is_added_from_outside_is_short_and_quoted() -> None:
-    quoted = {path: text for paper, path, text in QUOTES if paper == "extending.md"}
+def test_extensions_are_short_and_quoted() -> None:
+    quoted = {path: text for document, path, text in QUOTES if document == "extending.md"}
     for kind in ("schedule", "cost_source", "op", "report"):
         assert len(quoted[f"tests/support/languages/own_{kind}.py"].splitlines()) < 25, kind
 
 
-def test_every_kind_of_addition_touches_at_most_four_rooms() -> None:
+def test_every_kind_of_extension_touches_at_most_four_packages() -> None:
     page = (ROOT / "docs/extending.md").read_text()
     rows = re.findall(r"^\| \[([\w ]+)\]\(#[\w-]+\) \| ([^|]*) \|", page, re.MULTILINE)
     assert len(rows) == 6

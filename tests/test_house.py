@@ -1,4 +1,4 @@
-"""The rules of the house: who may import whom, how long things are, and that the papers say what stands."""
+"""Rules of the code base: imports, lengths, documentation, and file names in documents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENTRIES = 14
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=_name)
-def test_a_folder_shows_few_entries_and_says_what_it_is_for(folder):
+def test_a_folder_has_few_entries_and_a_docstring(folder):
     hidden = {"__pycache__", "__init__.py", "py.typed"}
     shown = [entry.name for entry in folder.iterdir() if entry.name not in hidden]
     assert len(shown) <= ENTRIES + (folder == ROOT / "autopart"), sorted(shown)
@@ -47,7 +47,7 @@ def test_the_import_contracts_are_kept():
 
 
 @pytest.mark.parametrize("package", ["autopart", "autopart.passes"])
-def test_every_module_has_its_place_in_the_layers(package):
+def test_every_module_is_in_the_layers_contract(package):
     contracts = PROJECT["tool"]["importlinter"]["contracts"]
     placed = {
         name.strip()
@@ -63,7 +63,7 @@ def test_every_module_has_its_place_in_the_layers(package):
 
 
 @pytest.mark.parametrize("path", CODE, ids=_name)
-def test_our_own_code_does_not_import_from_the_front(path):
+def test_internal_code_does_not_import_from_the_public_package(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             assert "autopart" not in [alias.name for alias in node.names]
@@ -83,7 +83,7 @@ def test_files_and_functions_are_short(path):
 
 
 @pytest.mark.parametrize("path", CODE, ids=_name)
-def test_every_file_says_what_it_is_for(path):
+def test_every_file_has_a_docstring(path):
     assert ast.get_docstring(ast.parse(path.read_text()))
 
 
@@ -103,7 +103,7 @@ def test_every_public_function_of_the_planner_is_documented(path):
                 assert method.name.startswith("_") or ast.get_docstring(method), f"{node.name}.{method.name}"
 
 
-def test_the_front_is_small_and_documented():
+def test_the_public_package_is_small_and_documented():
     assert len(autopart.__all__) <= EXPORTS
     assert autopart.__all__ == sorted(autopart.__all__)
     for name in autopart.__all__:
@@ -111,12 +111,12 @@ def test_the_front_is_small_and_documented():
 
 
 @pytest.mark.parametrize("room", ["passes", "runtime"])
-def test_rooms_have_one_name_only(room):
+def test_packages_cannot_be_imported_under_a_second_name(room):
     result = subprocess.run([sys.executable, "-c", f"import {room}"], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode != 0 and f"import autopart.{room}" in result.stderr
 
 
-def test_every_dependency_is_justified():
+def test_every_dependency_has_a_comment():
     text = (ROOT / "pyproject.toml").read_text()
     project = PROJECT["project"]
     extras = [requirement for group in project["optional-dependencies"].values() for requirement in group]

@@ -1,4 +1,4 @@
-"""Which rows are captured for a plan, what one row may change, and what is said of it."""
+"""Which numbers of rows are captured for a plan, how a single row may differ, and the notes of the plan."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from autopart.planning import Planned, make_plan
 from autopart.planning.restrictions import at_one_size
 
 SLOW = Cluster((Device("cpu", 1 << 40, 10**7, 10**12),) * 4, (Level(4, Link(0, 10**12)),))
-"""Four devices on which only operations count, so that the smallest micro-batches have the shortest step."""
+"""Four devices on which only FLOPs take time, so that the smallest micro-batches have the shortest step."""
 LEFT_OUT = "micro-batches of one row were left out"
 
 
 class Layers(nn.Module):
-    """Four layers; what `extra` does to the rows comes before them."""
+    """Four layers; `extra` changes the rows before them."""
 
     def __init__(self, extra: Any = None) -> None:
         super().__init__()
@@ -45,24 +45,24 @@ class Layers(nn.Module):
 
 
 def expanding(m: Layers, x: torch.Tensor) -> torch.Tensor:
-    """One row needs no `expand`: its program is another one."""
+    """Skip `expand` for a single row, which changes the program."""
     return x + (m.shift.expand(x.shape[0], -1) if x.shape[0] > 1 else m.shift)
 
 
 def refusing(m: Layers, x: torch.Tensor) -> torch.Tensor:
-    """As BatchNorm does, when it has one value for each channel."""
+    """Refuse a single row, as BatchNorm does with one value per channel."""
     if x.shape[0] == 1:
         raise ValueError("more than one row, please")
     return x + m.shift
 
 
 def bent(m: Layers, x: torch.Tensor) -> torch.Tensor:
-    """A size that does not grow along a line."""
+    """Create a tensor whose size is not linear in the rows."""
     return x + torch.ones(x.shape[0] ** 2).sum() * m.shift
 
 
 class Counted(CaptureCache):
-    """Remembers what was captured, in order."""
+    """A capture cache that records the captured numbers of rows in order."""
 
     rows: list[int]
 
@@ -88,60 +88,60 @@ def planned(
 
 
 @pytest.mark.parametrize("meta", [False, True])
-def test_one_row_is_captured_last_and_for_real(meta: bool) -> None:
+def test_one_row_is_captured_last(meta: bool) -> None:
     made, rows = planned(meta=meta)
     assert made.plan.micro_rows == (1,) * 8 and made.plan.notes == ()
-    assert 1 not in rows[: 1 if meta else 2] and 1 in rows  # without weights one other capture is enough
+    assert 1 not in rows[: 1 if meta else 2] and 1 in rows  # without weights one other capture suffices
 
 
 @pytest.mark.parametrize("meta", [False, True])
 @pytest.mark.parametrize("extra", [expanding, refusing])
-def test_one_row_that_is_another_program_is_left_out_and_said_so(extra: Any, meta: bool) -> None:
+def test_one_row_with_another_program_is_left_out_with_a_note(extra: Any, meta: bool) -> None:
     made, rows = planned(extra, meta=meta)
     assert made.plan.micro_rows == (2,) * 4 and 1 in rows
     assert [note for note in made.plan.notes if LEFT_OUT in note]
 
 
-def test_uneven_micro_batches_with_one_row_are_left_out_too() -> None:
+def test_uneven_micro_batches_with_one_row_are_left_out() -> None:
     made, _ = planned(expanding, rows=3)
     assert made.plan.micro_rows == (3,) and LEFT_OUT in " ".join(made.plan.notes)
 
 
 @pytest.mark.parametrize("extra", [expanding, refusing])
-def test_one_row_that_was_asked_for_and_is_another_program_is_refused(extra: Any) -> None:
+def test_requested_micro_batches_of_one_row_with_another_program_are_refused(extra: Any) -> None:
     with pytest.raises((RefusedError, autopart.CaptureError)):
         planned(extra, micro_batches=8)
 
 
-def test_one_row_that_was_asked_for_is_planned() -> None:
+def test_requested_micro_batches_of_one_row_are_planned() -> None:
     made, rows = planned(micro_batches=8)
     assert made.plan.micro_rows == (1,) * 8 and made.captured.graph.rows == 1 and rows[0] == 2
 
 
-def test_a_batch_of_one_row_needs_no_other() -> None:
+def test_a_batch_of_one_row_is_captured_at_one_row_only() -> None:
     made, rows = planned(expanding, rows=1)
     assert made.plan.micro_rows == (1,) and set(rows) == {1}
 
 
-def test_a_program_that_does_not_grow_evenly_is_planned_at_one_size_without_replicas() -> None:
+def test_a_program_that_is_not_linear_in_the_rows_is_planned_at_one_size_without_replicas() -> None:
     made, _ = planned(bent, runtime=False, micro_batches=1)
     assert made.plan.notes[-1].startswith("only micro-batches of 8 rows and no replicas were tried")
     assert all(len(stage.ranks) == 1 for stage in made.plan.stages)
     assert "were tried" not in " ".join(planned(bent, micro_batches=1)[0].plan.notes)
 
 
-def test_replicas_of_such_a_program_are_refused() -> None:
+def test_replicas_of_a_program_that_is_not_linear_in_the_rows_are_refused() -> None:
     with pytest.raises(UsageError, match=r"(?s)replicas cannot be planned.*replicas=1"):
         planned(bent, runtime=False, replicas=2, micro_batches=1)
 
 
-def test_of_uneven_growth_the_captured_size_is_left_or_the_only_one_asked_for() -> None:
+def test_at_one_size_keeps_the_captured_size_or_the_only_one() -> None:
     assert at_one_size(((8,), (2,) * 4, (1,) * 8), Size(2)) == ((2,) * 4,)
     assert at_one_size(((1,) * 8,), Size(2)) == ((1,) * 8,)
 
 
 @pytest.mark.parametrize("extra", [expanding, refusing])
-def test_replicas_of_a_model_that_one_row_makes_another_program_get_two_rows_each(extra: Any) -> None:
+def test_replicas_get_two_rows_each_if_one_row_has_another_program(extra: Any) -> None:
     plan = planned(extra, rows=4, runtime=False, micro_batches=1)[0].plan
     assert max(len(stage.ranks) for stage in plan.stages) == 2
     assert {own for stage in plan.stages for own in parts(stage.division, 0, 4)} <= {2, 4}
@@ -149,7 +149,7 @@ def test_replicas_of_a_model_that_one_row_makes_another_program_get_two_rows_eac
     assert max(len(stage.ranks) for stage in planned(rows=4, runtime=False, micro_batches=1)[0].plan.stages) == 4
 
 
-def test_replicas_that_were_asked_for_and_would_have_such_a_row_are_refused_with_a_way_out() -> None:
+def test_requested_replicas_with_a_single_row_are_refused_with_a_fix() -> None:
     with pytest.raises(UsageError, match=r"(?s)4 replicas cannot be planned.*single row.*at least 8 rows"):
         planned(expanding, rows=4, runtime=False, replicas=4, micro_batches=1)
     plan = planned(expanding, runtime=False, replicas=4, micro_batches=1)[0].plan
@@ -160,8 +160,8 @@ def scaled(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output, target) * 2
 
 
-def test_stages_with_other_replicas_are_cut_before_a_sum_over_rows_not_behind_it() -> None:
-    """Behind it is where the least work is left to the stage with one device."""
+def test_stages_with_different_replicas_are_cut_before_a_sum_over_rows() -> None:
+    """A cut after the sum would leave the least work to the stage with one device."""
     data = (torch.ones(8, 16), torch.ones(8, 16))
     for micro_batches in (1, 2):
         plan = autopart.plan(
@@ -176,7 +176,7 @@ def contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output @ target.T, torch.arange(output.shape[0]))
 
 
-def test_a_loss_that_couples_the_rows_is_refused_with_its_remedy() -> None:
+def test_a_loss_that_couples_the_rows_is_refused_with_a_fix() -> None:
     data = (torch.ones(8, 16), torch.ones(8, 16))
     with pytest.raises(CoupledLossError, match="micro_batches=1"):
         autopart.plan(Layers(), SLOW, sample=data, loss_fn=contrastive, costs="analytic")
@@ -185,7 +185,7 @@ def test_a_loss_that_couples_the_rows_is_refused_with_its_remedy() -> None:
     ).micro_rows == (8,)
 
 
-def test_statistics_of_replicas_are_their_own_and_said_so() -> None:
+def test_separate_batch_statistics_of_replicas_are_noted() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
     data = (torch.ones(8, 16), torch.ones(8, 16))
     options = {"sample": data, "loss_fn": F.mse_loss, "costs": "analytic", "micro_batches": 1, "stages": 1}
@@ -194,7 +194,7 @@ def test_statistics_of_replicas_are_their_own_and_said_so() -> None:
 
 
 @pytest.mark.parametrize("asked", [None, "auto"])
-def test_slices_of_long_sequences_are_suggested_where_devices_idle(asked: str | None) -> None:
+def test_token_slices_are_suggested_when_devices_idle(asked: str | None) -> None:
     model = nn.Sequential(nn.Embedding(8, 16), *(nn.Linear(16, 16) for _ in range(4)))
     read = read_options(costs="analytic", loss_fn=lambda y, t: y.mean() * t, stages=4, replicas=1, token_slices=asked)
     batch = flatten((torch.zeros(4, 64, dtype=torch.long), torch.ones(())), with_target=True)
@@ -203,7 +203,7 @@ def test_slices_of_long_sequences_are_suggested_where_devices_idle(asked: str | 
     assert any("token_slices=" in note for note in plan.notes) == (asked is None)
 
 
-def test_a_schedule_that_cannot_be_run_is_refused_for_what_runs_alone() -> None:
+def test_an_asynchronous_schedule_can_be_planned_but_not_run() -> None:
     with pytest.raises(UsageError, match="schedule 'pipedream' cannot be run yet"):
         planned(schedule="pipedream")
     assert planned(runtime=False, schedule="pipedream")[0].plan.schedule == "pipedream"

@@ -1,4 +1,4 @@
-"""The README's example does what it says, and the tables of the papers list what there is."""
+"""The README's example works, and the tables of the documents are complete."""
 
 from __future__ import annotations
 
@@ -40,13 +40,15 @@ def test_the_example_runs_and_prints_a_plan_and_a_loss(tmp_path):
 
 
 def kinds(lines: list[str]) -> set[str]:
-    """The lines below the table, without numbers and without what the planner chooses anew on every machine."""
+    """Return the lines below the table without numbers and without the planner's choices, which depend on the
+    machine.
+    """
     below = [line for line in lines if re.match(r"(schedule|simulated|at most|memory|op costs|note|loss)", line)]
     below = [shape(re.sub(r"schedule [\w-]+, .* rows?,", "schedule,", line)) for line in below]
     return {re.sub(r"\b(micro-batch|row|stage|rank)(es|s)?\b", r"\1", line).replace(" idle", "") for line in below}
 
 
-def test_the_commands_listed_are_the_commands_there_are():
+def test_the_guide_lists_every_command():
     listed = set(re.findall(r"^autopart (\w+) ", GUIDE, re.MULTILINE)) | {"version"}
     names = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     assert listed == names | {group.typer_instance.info.name for group in app.registered_groups if group.typer_instance}
@@ -71,7 +73,7 @@ def test_every_option_is_in_its_group_of_the_page_with_its_flag():
     for group, rows in re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL):
         for name, flag in re.findall(r"^\| `(\w+)=[^|]*\| (?:`(--[\w-]+)[^|]*)?\|", rows, re.MULTILINE):
             found[name] = (group, flag)
-    taken = {"plan": "--plan", "transport": "--transport"}  # of `verify` alone
+    taken = {"plan": "--plan", "transport": "--transport"}  # only `verify` has these
     wanted = {name: (group, flag_of(name) or taken.get(name, "")) for name, (group, _) in documented().items()}
     assert {name: found[name] for name in found if name not in ("cluster", "sample")} == wanted
     assert [name for name in found if name in wanted] == [field.name for field in dataclasses.fields(Options)]

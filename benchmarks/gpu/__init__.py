@@ -1,1 +1,1 @@
-"""One command for machines with GPUs, `torchrun benchmarks/gpu`: models x plans x precisions."""
+"""A benchmark for machines with GPUs, run by `torchrun benchmarks/gpu`: models x plans x precisions."""

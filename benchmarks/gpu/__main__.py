@@ -1,4 +1,4 @@
-"""torchrun --nproc-per-node 8 benchmarks/gpu; see docs/benchmarks.md."""
+"""Command line of the GPU benchmark: torchrun --nproc-per-node 8 benchmarks/gpu; see docs/benchmarks.md."""
 
 import sys
 from pathlib import Path

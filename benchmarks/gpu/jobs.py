@@ -1,4 +1,4 @@
-"""What one row of the table asks of every rank, and what a rank answers."""
+"""The description of one row of the table, which every rank runs, and the answer of a rank."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 from autopart.ir.cluster import Cluster
 
 PRECISIONS = ("fp32", "bf16", "bf16-parameters")
-"""The model as it is, under autocast, and with its parameters in that type."""
+"""fp32, autocast to bf16, and parameters in bf16."""
 
 
 class CannotRun(Exception):
-    """Why a combination is none: known before anything is sent, on every rank alike."""
+    """Raised when a combination is impossible: known on every rank before anything is sent."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One row.
+    """One row of the table.
 
-    model, scale, tiny, rows: as `workloads.workload` takes them.  plan: a name of `ways.WAYS`.  precision: one of
-    `PRECISIONS`.  kind: "cuda" or "cpu".  transport: "nccl" or "gloo", of messages between GPUs.  cluster: what is
-    planned for, None for what the launcher says.  micro_batches: None leaves them to the planner, others take
-    `default_micros`.  costs: as `compile` takes them.  warmup, repeats: steps before those that count, and those.
-    references: losses of the plain model that are known already, by the rows of its micro-batches.
+    model, scale, tiny, rows: arguments of `workloads.workload`. plan: a name of `plans.PLANS`. precision: one of
+    `PRECISIONS`. kind: "cuda" or "cpu". transport: "nccl" or "gloo", of messages between GPUs. cluster: what to plan
+    for, None for the cluster of the launcher. micro_batches: None leaves the number to the planner; other plans use
+    `default_micros`. costs: as for `compile`. warmup: steps before the measured ones; repeats: measured steps.
+    references: known losses of one process, by the rows of its micro-batches.
     """
 
     model: str
@@ -45,18 +45,20 @@ class Job:
 
     @property
     def name(self) -> str:
-        """As a person would say it."""
+        """A readable name."""
         return f"{self.model}, {self.plan}, {self.precision}"
 
 
 def default_micros(rows: int, world: int) -> int:
-    """Micro-batches where nobody chooses: four for each stage, or the next fewer that divides the batch, of two rows at
-    least."""
+    """Return the default number of micro-batches: four per stage, or the next smaller divisor of the batch.
+
+    A micro-batch has at least two rows.
+    """
     return max(count for count in range(1, max(2, min(rows // 2, 4 * world) + 1)) if rows % count == 0)
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line of a table: what it is, and of ours also why; the last cause, where torch names one."""
+    """Return an error in one line: its type and text, the reason of an autopart error, and the last cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = getattr(error, "what", "") or (str(error).strip().splitlines() or [""])[0]
@@ -67,4 +69,4 @@ def reason(error: BaseException) -> str:
 
 FOLLOWED = "another rank failed"
 Answer = dict[str, Any]
-"""What a rank says of a row: plain numbers and words, {"reason": ...} for none, "stays": whether all ranks said so."""
+"""A rank's result of a row as JSON values, or {"reason": ...}; "stays": whether all ranks gave the same reason."""

@@ -1,4 +1,4 @@
-"""One row on one rank: build, warm up, measure, look where the time went, compare the losses with the plain model."""
+"""One row on one rank: build, warm up, measure, record idle time, compare the losses with one process."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from autopart.ir.graph import Graph
 from autopart.ir.size import Size
 from autopart.passes.ops.flops import backward_flops, flops
 from gpu.jobs import Answer, CannotRun, Job, reason
-from gpu.ways import WAYS, Running, device_of, plain_step
+from gpu.plans import PLANS, Running, device_of, plain_step
 from gpu.workloads import Workload, workload
 
 COMPARED = 3
-"""Losses of so many steps are compared: later ones are further apart because training is chaotic."""
+"""Number of steps whose losses are compared: later losses diverge because training is chaotic."""
 
 
 def perform(job: Job) -> Answer:
-    """What this rank says of a row."""
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False  # single precision means it
+    """Return this rank's result of a row."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False  # full single precision
     work = workload(job.model, job.scale, tiny=job.tiny, rows=job.rows)
     try:
-        with WAYS[job.plan](job, work) as running:
+        with PLANS[job.plan](job, work) as running:
             said = _measured(job, running)
             if running.pipe is not None:
                 said |= _predicted(running.pipe) | _idle(running)
@@ -42,7 +42,7 @@ def perform(job: Job) -> Answer:
 
 
 def _measured(job: Job, running: Running) -> Answer:
-    """Seconds and loss of every step, and the most memory that the steps took."""
+    """Return the seconds and loss of every step, and the peak memory of the steps."""
     device = device_of(job)
     seconds, losses = [], []
     for number in range(job.warmup + job.repeats):
@@ -64,15 +64,15 @@ def _measured(job: Job, running: Running) -> Answer:
 
 
 def _meet(device: torch.device) -> None:
-    """All work of this device is done, and all ranks are here."""
+    """Wait until this device has finished its work and all ranks are here."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     if dist.is_initialized():
-        dist.all_reduce(torch.zeros(1))  # on the CPU: over Gloo, whatever the GPUs talk by
+        dist.all_reduce(torch.zeros(1))  # on the CPU: over Gloo for every transport
 
 
 def _numbers(losses: list[torch.Tensor | None], running: Running) -> list[float] | None:
-    """The losses of the whole batch, where this rank knows them."""
+    """Return the losses of the whole batch, or None if this rank does not know them."""
     known = [float(loss) for loss in losses if loss is not None]
     if len(known) < len(losses):
         return None
@@ -84,7 +84,7 @@ def _numbers(losses: list[torch.Tensor | None], running: Running) -> list[float]
 
 
 def _predicted(pipe: autopart.Pipe) -> Answer:
-    """What was planned, and what was said that it would take."""
+    """Return the plan and its predictions."""
     plan = pipe.plan
     stage = next(iter(plan.decision.stages_of_rank(pipe.rank)), None)
     mine = None if stage is None or not plan.estimates else plan.estimates[stage].peak_bytes
@@ -97,7 +97,7 @@ def _predicted(pipe: autopart.Pipe) -> Answer:
 
 
 def _idle(running: Running) -> Answer:
-    """The share of the devices' time in which they do not compute, in one more step, its optimizer left out."""
+    """Return the idle share of the devices' time in one more step without its optimizer."""
     assert running.pipe is not None and running.timeline is not None
     found = running.timeline()
     ranks = [rank for stage in running.pipe.plan.stages for rank in stage.ranks]
@@ -106,7 +106,7 @@ def _idle(running: Running) -> Answer:
 
 
 def _reference(job: Job, work: Workload, micro_rows: tuple[int, ...], losses: list[float] | None) -> Answer:
-    """Losses of the plain model over the same micro-batches, on the first device.  losses: of this row."""
+    """Return the losses of one process over the same micro-batches, on the first device. losses: of this row."""
     key = micro_rows if work.statistics else (sum(micro_rows),)
     if key == (sum(micro_rows),) and job.plan == "one device":
         return {"reference": losses, "reference_rows": key}
@@ -119,19 +119,19 @@ def _reference(job: Job, work: Workload, micro_rows: tuple[int, ...], losses: li
         step = plain_step(job, work, key)
         found = [float(step()) for _ in range(COMPARED)]
     except torch.OutOfMemoryError:
-        return {"no_reference": "the plain model does not fit on one device"}
+        return {"no_reference": "the unpartitioned model does not fit on one device"}
     return {"reference": found, "reference_rows": key}
 
 
 def flops_per_row(graph: Graph) -> float:
-    """Forward and backward of one row of the batch, from our table; nothing computed again counts."""
+    """Return the forward and backward FLOPs of one row of the batch, without recomputation."""
     values, params = graph.value_map(), graph.param_map()
     whole = sum(flops(op, values, params) + backward_flops(op, values, params) for op in graph.ops)
     return whole / graph.rows
 
 
 def count_work(job: Job) -> Answer:
-    """The same for a model that no plan of ours ran: captured without weights, by the first rank."""
+    """Return the FLOPs of a model that autopart did not run in this benchmark, captured without weights by rank 0."""
     if os.environ["RANK"] != "0":
         return {}
     work = workload(job.model, job.scale, tiny=job.tiny, rows=job.rows)
@@ -143,7 +143,7 @@ def count_work(job: Job) -> Answer:
 
 
 def describe(job: Job | None = None) -> Answer:
-    """The machine of this rank.  Asked in a process of its own: whoever starts others must not touch CUDA."""
+    """Return the machine of this rank. Runs in a child process: a process that forks others must not use CUDA."""
     said: Answer = {"host": platform.node(), "gpus": 0, "gpu": None}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -155,12 +155,12 @@ def describe(job: Job | None = None) -> Answer:
 
 
 def failed(error: BaseException) -> Answer:
-    """A row that is none."""
+    """Return the answer for an error."""
     return {"reason": reason(error), "stays": False}
 
 
 def measured_cluster(job: Job) -> Answer:
-    """The cluster that this rank's machine and links make, measured."""
+    """Return the cluster measured on this rank's machine and links."""
     from autopart.costs.detect import detect
     from autopart.files.clusters import cluster_to_dict
 

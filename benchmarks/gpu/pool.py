@@ -1,8 +1,8 @@
-"""One process for each rank and row, so that a row which fails or hangs leaves nothing behind for the next.
+"""One process per rank and row, so that a row that fails or hangs leaves nothing behind for the next one.
 
-torchrun starts the ranks once; each of them then starts a process for every row, in which the row runs, and ends it at
-the row's limit.  All ranks tell each other what became of it through the store of the launch, so that all end a row
-that one of them failed, and go on with the next together.
+torchrun starts the ranks once. Each rank then starts a process for every row and ends it at the row's time limit. The
+ranks exchange the results through the launcher's store, so that all of them end a row in which one failed and continue
+with the next one together.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from gpu.jobs import FOLLOWED, Answer, reason
 Work = Callable[..., Answer]
 POLL_S = 0.05
 GRACE_S = 5.0
-"""So long a rank may go on after another one failed, to say what it makes of it."""
+"""Seconds that a rank may continue after another one failed, to report its own error."""
 
 
 class Pool:
-    """The processes of this rank; every rank has one, and asks the same of it in the same order.
+    """The processes of this rank. Every rank runs the same work in the same order.
 
-    rank, world: of the launch; local: ranks of this host.  Without a launcher there is one rank.
+    rank, world: of the launch; local: ranks of this host. Without a launcher there is one rank.
     """
 
     def __init__(self) -> None:
@@ -47,28 +47,31 @@ class Pool:
             self._store = PrefixStore("rows", launchers_store(60.0)[0])
 
     def run(self, work: Work, *args: Any, limit_s: float) -> list[Answer]:
-        """What work(*args) returns on every rank, by rank; {"reason": ...} for a rank that failed or ran out of time.
-        Collective.  work and what it returns are plain: the latter is sent as JSON."""
+        """Run work(*args) on every rank and return the results by rank; {"reason": ...} for one that failed or timed
+        out.
+
+        Collective. The result of `work` must be serializable as JSON.
+        """
         self._rows += 1
         env = {
             "RANK": str(self.rank), "WORLD_SIZE": str(self.world), "LOCAL_WORLD_SIZE": str(self.local),
             "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"), "MASTER_PORT": self._port(),
             "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
         }  # fmt: skip
-        fork = multiprocessing.get_context("fork")  # all is imported already; nobody has touched CUDA here
+        fork = multiprocessing.get_context("fork")  # everything is imported and this process has not used CUDA
         conn, theirs = fork.Pipe(duplex=False)
         process = fork.Process(target=_child, args=(theirs, env, work, args), daemon=True)
         process.start()
         theirs.close()
         try:
             return self._exchanged(self._await(process, conn, limit_s), limit_s)
-        finally:  # not before all ranks are done: the first one's process has the store of the row
+        finally:  # after all ranks are done: rank 0's child has the store of the row
             process.kill()
             process.join()
             conn.close()
 
     def _port(self) -> str:
-        """Where the ranks of this row meet: a free port of the first rank's host."""
+        """Return a free port of rank 0's host for the row's ranks."""
         if self._store is None:
             return _free_port()
         key = f"{self._rows}/port"
@@ -77,7 +80,7 @@ class Pool:
         return self._store.get(key).decode()
 
     def _await(self, process: BaseProcess, conn: Connection, limit_s: float) -> Answer:
-        """This rank's answer, or why there is none."""
+        """Return this rank's answer, or the reason why there is none."""
         end, patience = time.monotonic() + limit_s, False
         while True:
             if conn.poll(POLL_S):
@@ -108,7 +111,7 @@ class Pool:
         keys = [f"{self._rows}/{rank}" for rank in range(self.world)]
         while not self._store.check(keys):
             if time.monotonic() > end:
-                raise TimeoutError(f"some ranks said nothing of row {self._rows}")
+                raise TimeoutError(f"some ranks did not answer in row {self._rows}")
             time.sleep(POLL_S)
         return [json.loads(self._store.get(key)) for key in keys]
 
@@ -120,18 +123,18 @@ def _free_port() -> str:
 
 
 def _child(conn: Connection, env: dict[str, str], work: Work, args: tuple[Any, ...]) -> None:
-    """Body of a row's process.  It ends without ceremony: objects of the parent are not this process's to close."""
+    """Run a row's work. The process is killed afterwards: objects inherited from the parent must not be closed here."""
     parent = os.getppid()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    warnings.simplefilter("ignore")  # torch's to itself, once a row and rank
+    warnings.simplefilter("ignore")  # torch's internal warnings
     os.environ.update(env)
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the rows have a store of their own
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the rows have a separate store
     try:
         said = work(*args)
     except BaseException as error:
         said = {"reason": reason(error)}
     conn.send(json.dumps(said))
-    threading.Event().wait()  # to be killed
+    threading.Event().wait()  # until it is killed
 
 
 def _end_with(parent: int) -> None:

@@ -1,4 +1,4 @@
-"""From what the ranks say to a row of the table: throughput, share of the peak, predictions, difference of losses."""
+"""Rows of the table from the answers of the ranks: throughput, MFU, prediction errors, loss differences."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gpu.jobs import FOLLOWED, Answer, Job
 from gpu.workloads import workload
 
 ALIKE = {"fp32": 1e-5, "bf16": 2e-2, "bf16-parameters": 2e-2}
-"""Relative difference of a loss up to which a plan computes what the plain model does: rounding, in other orders."""
+"""Largest relative difference of a loss from one process that counts as rounding, by precision."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "bf16-parameters": "bfloat16"}
 
 
 def preset(gpu: str, memory_bytes: int, world: int, local: int, gpus: int) -> Cluster | None:
-    """The cluster of nodes with such GPUs, by data sheet but for the memory, which each says; None for unknown ones.
+    """Return a cluster of nodes with the named GPU from data sheets, with the measured memory; None for unknown GPUs.
 
-    gpus: of a host with `local` ranks; where there are fewer, ranks share one, and its rates and memory with it.
+    gpus: GPUs of a host with `local` ranks. If there are fewer GPUs than ranks, the ranks share rates and memory.
     """
     device = next((d for d in DEVICES.values() if d.name in gpu), None)
     node = next((n for n in NODES.values() if device is not None and n.device.name == device.name), None)
@@ -40,7 +40,7 @@ def preset(gpu: str, memory_bytes: int, world: int, local: int, gpus: int) -> Cl
 
 
 def row_of(job: Job, answers: Sequence[Answer]) -> dict[str, Any]:
-    """What is written of a job.  seconds: of the slowest rank in each step.  Without seconds there is a reason."""
+    """Return the row of a job. seconds: of the slowest rank in each step. Without seconds there is a reason."""
     row: dict[str, Any] = {
         "model": job.model, "plan": job.plan, "precision": job.precision, "world": job.world, "scale": job.scale,
     }  # fmt: skip
@@ -69,7 +69,7 @@ def row_of(job: Job, answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def _came_later(entry: tuple[int, Answer]) -> tuple[bool, bool]:
-    """A rank that only waited for another one says so; one that ran out of time may have waited too."""
+    """Return a sort key that ranks first causes before ranks that only waited for others or timed out."""
     return entry[1]["reason"] == FOLLOWED, "late" in entry[1]
 
 
@@ -79,18 +79,18 @@ def _errors(predicted: Sequence[int | None], measured: Sequence[int | None]) -> 
 
 
 def compared(precision: str, answers: Sequence[Answer]) -> dict[str, Any]:
-    """The losses of the first steps, and the largest relative difference from the plain model's."""
+    """Return the losses of the first steps and the largest relative difference from one process."""
     losses = next((answer["losses"] for answer in answers if answer["losses"] is not None), None)
     found: dict[str, Any] = {"losses": losses}
     reference = answers[0].get("reference")
     if reference is None or losses is None:
-        return found | {"no_reference": answers[0].get("no_reference", "no rank knows its loss")}
+        return found | {"no_reference": answers[0].get("no_reference", "no rank returned a loss")}
     off = max(abs(a - b) / abs(b) if b else abs(a) for a, b in zip(losses, reference, strict=True))
     return found | {"reference": reference, "loss_difference": off, "alike": bool(off <= ALIKE[precision])}
 
 
 def with_rates(rows: list[dict[str, Any]], flops: dict[str, float], cluster: Cluster | None) -> None:
-    """Add the share of the devices' peak rate that each row reaches.  flops: of one row of the batch, by model."""
+    """Add the share of the devices' peak rate to each row. flops: of one row of the batch, by model."""
     for row in rows:
         if "seconds" not in row or not flops.get(row["model"]):
             continue
@@ -108,7 +108,7 @@ HEADS = [
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """One line a row.  A row that is none has its reason below the table, by its number there."""
+    """Return one line per row. The reasons of failed rows follow the table."""
     grid, reasons = [HEADS], []
     for row in rows:
         cells = [row["model"], row["plan"], row["precision"]]

@@ -1,11 +1,11 @@
-"""Models x plans x precisions on the GPUs that torchrun started: one JSON, one table.
+"""Models x plans x precisions on the GPUs that torchrun started, as one JSON file and one table.
 
-Every row runs in processes of its own.  What a combination cannot do, or what fails or hangs, is a row with the reason.
-docs/benchmarks.md has the commands for one GPU, a node, and several nodes, and says what the columns are.
+Every row runs in separate processes. An impossible, failed or hanging combination is a row with the reason.
+docs/benchmarks.md has the commands for one GPU, a node, and several nodes, and explains the columns.
 
     python benchmarks/gpu                                           one GPU
     torchrun --nproc-per-node 8 benchmarks/gpu                      a node
-    torchrun --standalone --nproc-per-node 2 benchmarks/gpu --dry-run   on CPUs, tiny shapes: does all of it work?
+    torchrun --standalone --nproc-per-node 2 benchmarks/gpu --dry-run   tiny shapes on CPUs, as a test
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Whoever forks processes that use CUDA must not touch it: torch then asks the driver's library for the devices.
+# A process that forks CUDA users must not use CUDA itself: with this variable torch finds devices through NVML.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 from common import RESULTS, write
@@ -31,44 +31,48 @@ from autopart.files.clusters import cluster_to_dict, parse_cluster
 from autopart.ir.cluster import Cluster
 from gpu.jobs import PRECISIONS, Job
 from gpu.measure import count_work, describe, measured_cluster, perform
+from gpu.plans import PLANS
 from gpu.pool import Pool
 from gpu.rows import preset, row_of, table, with_rates
-from gpu.ways import WAYS
 from gpu.workloads import MODELS
 
 DEFAULT = ["gpt2-xl", "llama-1b", "bert-large", "vit-large", "resnet-152"]
 
 
 def flags() -> argparse.ArgumentParser:
-    """What may be asked for."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=DEFAULT)
-    parser.add_argument("--plans", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--plans", nargs="+", choices=list(PLANS), default=list(PLANS))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["fp32", "bf16"])
-    parser.add_argument("--scale", type=float, default=1.0, help="share of the layers that is built")
-    parser.add_argument("--rows", type=int, help="rows of the batch for each device; default: by model")
-    parser.add_argument("--micro-batches", type=int, help="default: ours chooses, others take 4 for each stage")
-    parser.add_argument("--transport", choices=["nccl", "gloo"], default="nccl", help="of messages between GPUs")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the layers to build")
+    parser.add_argument("--rows", type=int, help="rows of the batch per device (default: by model)")
+    parser.add_argument("--micro-batches", type=int, help="default: autopart chooses, others use 4 per stage")
     parser.add_argument(
-        "--cluster", default="preset", help="preset (data sheets), measured, or a description as compile takes it"
+        "--transport", choices=["nccl", "gloo"], default="nccl", help="transport of messages between GPUs"
     )
-    parser.add_argument("--costs", default="auto", help="as compile takes them: auto, measured, analytic")
+    parser.add_argument(
+        "--cluster", default="preset", help="preset (data sheets), measured, or a cluster as for autopart.compile"
+    )
+    parser.add_argument("--costs", default="auto", help="auto, measured or analytic")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for one row, planning included")
-    parser.add_argument("--name", default="gpu", help="the results are results/NAME.json")
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="where the results are written")
+    parser.add_argument(
+        "--limit", type=float, default=600.0, help="time limit of one row in seconds, including planning"
+    )
+    parser.add_argument("--name", default="gpu", help="name of the result file: results/NAME.json")
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="folder of the result file")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on CPUs")
     return parser
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """On every rank; the first one prints and writes."""
+    """Run the benchmark on every rank. Rank 0 prints and writes the results."""
     given = flags().parse_args(args)
     pool = Pool()
     machines = pool.run(describe, limit_s=120.0)
     if failed := [m["reason"] for m in machines if "reason" in m]:
-        raise SystemExit(f"the machines do not answer: {failed[0]}")
+        raise SystemExit(f"a machine cannot be described: {failed[0]}")
     suite = Suite(given, pool, machines, _base(given, pool, machines))
     for model in given.models:
         for precision in given.precisions:
@@ -80,7 +84,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 @dataclass
 class Suite:
-    """What has been found so far: rows, and FLOPs of a row of the batch by model.  base: what all jobs share."""
+    """The results so far: rows, and FLOPs per row of the batch by model. base: arguments common to all jobs."""
 
     given: argparse.Namespace
     pool: Pool
@@ -90,7 +94,7 @@ class Suite:
     flops: dict[str, float] = field(default_factory=dict)
 
     def compare(self, model: str, precision: str) -> None:
-        """A row for each plan.  Collective, as all of this."""
+        """Add a row for each plan. Collective, like all methods."""
         known: dict[tuple[int, ...], list[float]] = {}
         for plan in self.given.plans:
             job = Job(**self.base, model=model, plan=plan, precision=precision, references=known)
@@ -103,31 +107,31 @@ class Suite:
             self.rows.append(row_of(job, answers))
             if self.pool.rank == 0:
                 print(f"{time.strftime('%H:%M:%S')}  {job.name}: {_brief(self.rows[-1])}", file=sys.stderr, flush=True)
-                self.write()  # whoever ends the suite keeps what it found
+                self.write()  # an interrupted run keeps its results
 
     def count(self, model: str) -> None:
-        """The FLOPs of a model that no plan of ours ran."""
+        """Count the FLOPs of a model that autopart did not run."""
         if model not in self.flops:
             job = Job(**self.base, model=model, plan="ours", precision="fp32")
             answer = self.pool.run(count_work, job, limit_s=self.given.limit)[0]
             self.flops[model] = answer.get("flops_per_row", 0.0)
 
     def write(self) -> Path:
-        """All of it, to the file of the results."""
+        """Write all results to the file."""
         cluster = self.base["cluster"]
         with_rates(self.rows, self.flops, cluster)
         hosts = {m["host"]: {k: v for k, v in m.items() if k != "host"} for m in self.machines}
         content = {
             "hosts": [hosts[name] for name in hosts], "world": self.pool.world, "kind": self.base["kind"],
             "transport": self.given.transport if self.base["kind"] == "cuda" else "gloo",
-            "planned_for": cluster_to_dict(cluster) if cluster else "what the launcher says",
+            "planned_for": cluster_to_dict(cluster) if cluster else "the launcher's devices",
             "planned_for_is": self.given.cluster, "flops_per_row": self.flops, "rows": self.rows,
         }  # fmt: skip
         return write(self.given.name, content, command=_command(self.pool), folder=self.given.folder)
 
 
 def _base(given: argparse.Namespace, pool: Pool, machines: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all jobs share."""
+    """Return the arguments common to all jobs."""
     kind = "cpu" if given.dry_run or not all(m["gpus"] for m in machines) else "cuda"
     base = {
         "kind": kind, "world": pool.world, "local": pool.local, "scale": given.scale, "tiny": given.dry_run,
@@ -140,7 +144,7 @@ def _base(given: argparse.Namespace, pool: Pool, machines: list[dict[str, Any]])
 def _cluster(
     given: argparse.Namespace, pool: Pool, machines: list[dict[str, Any]], base: dict[str, Any]
 ) -> Cluster | None:
-    """What is planned for; None for what the launcher says, with typical rates."""
+    """Return the cluster to plan for; None for the launcher's devices with typical rates."""
     if given.cluster == "preset":
         if base["kind"] == "cpu":
             return None
@@ -161,7 +165,7 @@ def _cluster(
 
 def _command(pool: Pool) -> str:
     given = sys.argv[1:]
-    if "--folder" in given:  # where this machine has its files is no part of the experiment
+    if "--folder" in given:  # the output folder is not part of the experiment
         place = given.index("--folder")
         given = given[:place] + given[place + 2 :]
     words = shlex.join(given)

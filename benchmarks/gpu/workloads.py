@@ -1,7 +1,7 @@
-"""The models that are trained: known shapes with random weights, at full width, as deep as asked for.
+"""Models of known shapes with random weights, at full width and the requested depth.
 
-`scale` is the share of the layers that is built: widths stay, so that kernels are those of the whole model.  "tiny"
-is another matter: the same code at sizes that a CPU trains in a moment, for the dry run.
+`scale` is the share of the layers that is built: widths stay, so that kernels are those of the whole model. `tiny` uses
+sizes that a CPU trains in a moment, for the dry run.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 class Workload:
     """A model and its batches.
 
-    unit: what a row of the batch has `per_row` of; argument: the name of the model's only input; layers: module path
-    of its list of layers, of which there are `count`; rows: of the batch, for each device; statistics: the model has
-    batch statistics, which follow the micro-batches.
+    unit: name of the items of which a row has `per_row`; argument: name of the model's only input; layers: module path
+    of its list of `count` layers; rows: rows of the batch per device; statistics: whether the model has batch
+    statistics, which depend on the micro-batches.
     """
 
     name: str
@@ -43,8 +43,10 @@ class Workload:
     statistics: bool = False
 
     def model(self, device: torch.device) -> nn.Module:
-        """The same weights on every rank and in every run, on the CPU, in training mode without dropout, which every
-        plan would draw differently.  The device makes them: on a GPU that takes a moment."""
+        """Return the model on the CPU, with the same weights on every rank and in every run, in training mode.
+
+        Dropout is off, because plans draw different masks. The device initializes the weights, which is fast on a GPU.
+        """
         transformers.logging.set_verbosity_error()
         torch.manual_seed(0)
         with device:
@@ -55,20 +57,23 @@ class Workload:
         return model.cpu()
 
     def batch(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets, on the CPU, the same everywhere."""
+        """Return inputs and targets on the CPU, the same on every rank."""
         source = torch.Generator().manual_seed(1)
         inputs = self.inputs(rows, source)
         return inputs, self.targets(inputs, source)
 
     def cuts(self, stages: int) -> tuple[str, ...]:
-        """The layers at which stages of as many layers as possible alike begin, the first stage aside."""
+        """Return the layers at which the second and later stages begin, with layers divided as evenly as possible."""
         return tuple(f"{self.layers}.{stage * self.count // stages}" for stage in range(1, stages))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A transformer.  inside: width of the feed-forward; groups: heads of keys and values; words: of the vocabulary,
-    or classes; length: tokens of a row, or pixels along an image."""
+    """The shape of a transformer.
+
+    inside: width of the feed-forward layer; groups: heads of keys and values; words: vocabulary size or classes;
+    length: tokens of a row, or pixels along an image.
+    """
 
     layers: int
     hidden: int
@@ -80,7 +85,7 @@ class Shape:
 
 
 def next_token(output: Any, target: torch.Tensor) -> torch.Tensor:
-    """The loss of a language model, in single precision as in transformers."""
+    """Return the loss of a causal language model, in single precision as in transformers."""
     logits = logits_of(output)[:, :-1]
     return functional.cross_entropy(logits.flatten(0, 1).float(), target[:, 1:].flatten())
 
@@ -120,7 +125,7 @@ def _vit(name: str, s: Shape, rows: int) -> Workload:
 
 
 def _resnet(name: str, s: Shape, rows: int) -> Workload:
-    """layers: of the names that ResNets have, or fewer, in four groups; hidden: filters of the first."""
+    """Return a ResNet of four groups of blocks. layers: a known depth or fewer; hidden: filters of the first group."""
     known = [depth for depth in shapes.DEPTHS if depth <= s.layers]
     blocks = shapes.DEPTHS[max(known)] if known else (1, 1, 1, 1)
 
@@ -156,7 +161,7 @@ def _images(
 
 @dataclass(frozen=True)
 class Known:
-    """What a name stands for: the whole shape and rows for each device, and a tiny one."""
+    """The shape of a model and its rows per device, and a tiny shape."""
 
     make: Callable[[str, Shape, int], Workload]
     whole: Shape
@@ -179,7 +184,7 @@ MODELS = {
 
 
 def workload(name: str, scale: float = 1.0, *, tiny: bool = False, rows: int | None = None) -> Workload:
-    """By name.  scale: share of the layers, of which two are left at least; rows: for each device."""
+    """Return a workload by name. scale: share of the layers, at least two of which are built; rows: per device."""
     known = MODELS[name]
     if tiny:
         return known.make(name, known.tiny, rows or 4)

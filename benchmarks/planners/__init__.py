@@ -1,4 +1,4 @@
-"""Published planners as they were: each cost model as an evaluator, with a solver at least as good as the original.
+"""Published planners: each cost model as an evaluator, with a solver at least as good as the original.
 
-They are our yardsticks, not our planner: `benchmarks/anchors.py` and the tests compare with them.
+They are references and not part of autopart's planner: `benchmarks/planner_objectives.py` and the tests use them.
 """

@@ -1,4 +1,4 @@
-"""DAPPLE's planner (PPoPP 2021, section 4; their published code): speed-up of one synchronous step over one device.
+"""DAPPLE's planner (PPoPP 2021, section 4, and its published code): speed-up of one synchronous step over one device.
 
 A model of states j = 0..S-1 (`states`), compute and activations scaled to the global batch.  A plan is `copies` equal
 pipelines; stage i holds the states start..end - 1, on r devices of each copy, the set D_i over all copies.  Per copy
@@ -16,16 +16,17 @@ M = global batch / (copies * micro-batch) micro-batches.  Bytes at a cut are tho
                         b / across                                                when E lies on several
                         b / within                                                when all is on one server
 
-Assumed, and wrong where: as the original: no memory, no overlap of the all-reduce but by the stages behind it, filling
-the pipeline counts the compute of all stages as if unreplicated; the original also charges W_i with the first state of
-the next stage (`overhang`), which we keep for comparison with its published scores.
+Assumptions and their limits, as in the original: memory is ignored; an all-reduce overlaps only with the stages behind
+it; filling the pipeline counts the compute of all stages as if unreplicated. The original also charges W_i with the
+first state of the next stage (`overhang`), which is kept for comparison with its published scores.
 
-Search (heuristic, as theirs): for each number of copies, every placement of two stages that fills servers in order or
-in turns, either stage first; and, for more stages, the DP on block over devices taken in order or in turns,
+Search (heuristic, like the original): for each number of copies, every placement of two stages that fills servers in
+order or alternately, either stage first; and, for more stages, the DP on block over devices in order or alternating,
 
     best[j, m, r] = min over k < j, q of max(best[k, m - r, q], C(k..j) / (r copies), transfer)
 
-with and without replicas; the best by score of all.  O(S^2 n^3) for n devices a copy, vectorised over S^2.
+with and without replicas. The plan with the highest score is chosen. O(S^2 n^3) for n devices per copy, vectorised
+over S^2.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Devices = frozenset[int]
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Bytes per second: within a server, collectives across servers, one pair of devices across servers."""
+    """Bytes per second within a server, of collectives across servers, and of one pair of devices across servers."""
 
     within: float = 25e9
     across: float = 3e9
@@ -54,7 +55,10 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """servers: devices of each, numbered on; batches in samples, profile_batch is what the profile was taken with."""
+    """The training setting.
+
+    servers: number of devices of each server; batches in samples; profile_batch: the batch of the profile.
+    """
 
     servers: tuple[int, ...]
     global_batch: int
@@ -66,7 +70,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """States start..end - 1 on `replicas` devices of each copy; devices: those of all copies."""
+    """The states start..end - 1 on `replicas` devices of each copy. devices: devices of all copies."""
 
     start: int
     end: int
@@ -76,7 +80,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """score: speed-up over one device.  step_s: seconds per global batch."""
+    """A plan. score: speed-up over one device; step_s: seconds per global batch."""
 
     score: float
     step_s: float
@@ -85,7 +89,7 @@ class Pipeline:
 
 
 def evaluate(model: Profile, setting: Setting, copies: int, stages: Sequence[Stage]) -> Pipeline:
-    """The score of a plan by the formulas above.  O(stages * devices)."""
+    """Return the score of a plan by the formulas above. O(stages * devices)."""
     micros = setting.global_batch // (copies * setting.micro_batch)
     if not micros:
         raise UsageError("a copy of the pipeline gets less than one micro-batch")
@@ -110,7 +114,7 @@ def evaluate(model: Profile, setting: Setting, copies: int, stages: Sequence[Sta
 
 
 def data_parallel(model: Profile, setting: Setting) -> Pipeline:
-    """One stage on all devices: C / n plus the all-reduce, nothing hidden.  O(devices)."""
+    """Return the plan with one stage on all devices: C / n plus the exposed all-reduce. O(devices)."""
     everyone = frozenset(range(sum(setting.servers)))
     total = float(model.compute_s[-1]) * setting.global_batch / setting.profile_batch
     step = total / len(everyone) + allreduce_s(setting, everyone, float(model.parameter_bytes[-1]))
@@ -118,7 +122,7 @@ def data_parallel(model: Profile, setting: Setting) -> Pipeline:
 
 
 def allreduce_s(setting: Setting, devices: Devices, size_bytes: float) -> float:
-    """Seconds to sum `size_bytes` over the devices."""
+    """Return the seconds to sum `size_bytes` over the devices."""
     n = len(devices)
     if n == 1:
         return 0.0
@@ -128,7 +132,7 @@ def allreduce_s(setting: Setting, devices: Devices, size_bytes: float) -> float:
 
 
 def transfer_s(setting: Setting, source: Devices, target: Devices, size_bytes: float) -> float:
-    """Seconds to move `size_bytes`, spread evenly over source, to target."""
+    """Return the seconds to move `size_bytes`, spread evenly over source, to target."""
     ends = tuple(accumulate(setting.servers))
     homes = _servers_of(setting, target)
     if len(homes) > 1:
@@ -138,7 +142,7 @@ def transfer_s(setting: Setting, source: Devices, target: Devices, size_bytes: f
 
 
 def solve(model: Profile, setting: Setting) -> Pipeline:
-    """The plan with the highest score that the search above finds."""
+    """Return the plan with the highest score found by the search above."""
     world = sum(setting.servers)
     best = data_parallel(model, setting)
     for size in range(2, world + 1):
@@ -165,7 +169,7 @@ def _candidates(model: Profile, setting: Setting, size: int, copies: int) -> Ite
 
 
 def _orders(setting: Setting) -> tuple[tuple[int, ...], ...]:
-    """Devices server by server, and in turns over the servers."""
+    """Return the devices server by server, and alternating between servers."""
     starts = np.cumsum([0, *setting.servers[:-1]])
     turns = sorted((i, server) for server, count in enumerate(setting.servers) for i in range(count))
     return tuple(dict.fromkeys([tuple(range(sum(setting.servers))), tuple(int(starts[s]) + i for i, s in turns)]))
@@ -174,9 +178,10 @@ def _orders(setting: Setting) -> tuple[tuple[int, ...], ...]:
 def _bottleneck(
     model: Profile, setting: Setting, order: Sequence[int], copies: int, most: int, size: int
 ) -> Iterator[tuple[Stage, ...]]:
-    """Plans with the least block of those whose stages take the devices in this order: one per size of the last stage.
+    """Yield plans with the least block among those whose stages use devices in this order, one per size of the last
+    stage.
 
-    most: devices of a stage and copy, at most; size: those of a copy.
+    most: largest number of devices per stage and copy; size: devices per copy.
     """
     states = len(model.compute_s)
     scale = setting.global_batch / setting.profile_batch

@@ -1,6 +1,6 @@
 """Exact placement of a DAG on machines with OR-Tools CP-SAT: the problem of `placement`, solved and proved.
 
-With x[v, p] = 1 when item v stands on machine p:
+With x[v, p] = 1 when item v is on machine p:
 
     minimise L
     sum_p x[v, p] = 1;   x[v, p] = 0 where v cannot run
@@ -8,14 +8,14 @@ With x[v, p] = 1 when item v stands on machine p:
     c[m, p] >= x[u, p] - x[v, p],  c[m, p] >= x[v, p] - x[u, p]     for a message m from u to each of its readers v
     sum_v time_v x[v, p] + sum_m cost_m c[m, p] <= L                 without the second sum where p does not pay
 
-Contiguous (dnn-partitioning, NeurIPS 2020, figure 6, uses a z per node and device): here the machines stand in a row
-instead, and g[v, q] = 1 when v stands at position q or later,
+Contiguous (dnn-partitioning, NeurIPS 2020, figure 6, uses a z per node and device): here the machines are in a row
+instead, and g[v, q] = 1 when v is at position q or later,
 
     g[v, q + 1] <= g[v, q];   g[u, q] <= g[v, q] on each edge (u, v);   x[v, q] = g[v, q] - g[v, q + 1]
 
-which is as good as that, has no symmetry among equal machines, and also forbids a cycle of three machines.  Which type
-of machine stands at which position is a further choice h[q, group]; of a group other than the largest it relaxes the
-constraints of its position.
+which is equivalent, has no symmetry among equal machines, and also forbids a cycle of three machines. The type of
+machine at each position is a further choice h[q, group]; for a group other than the largest it relaxes the constraints
+of its position.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def place(
     hint: Sequence[int] | None = None,
     limits: Limits | None = None,
 ) -> Placement:
-    """The best placement found, and what is proved about it.
+    """Return the best placement found and what is proved about it.
 
-    hint: machine of each item, such as `place_in_order` finds; it bounds the search and is the answer when time runs
-    out before a better one is found.  Raises UsageError when it is not a feasible placement, InfeasibleError when none
-    is found: why tells whether none exists.
+    hint: machine of each item, such as `place_in_order` finds; it bounds the search and is returned if time runs out
+    before a better one is found. Raises UsageError if the hint is not feasible, and InfeasibleError if no placement is
+    found, with a reason that tells whether one may exist.
     """
     limits = limits or Limits()
     check(problem)
@@ -51,7 +51,8 @@ def place(
         flows_back = contiguous and not is_contiguous(problem, hint)
         if flows_back or max(loads(problem, hint)) >= NEVER:
             raise UsageError(
-                "the hint is not a feasible placement", why="an item cannot stand there, or an edge goes back"
+                "the hint is not a feasible placement",
+                why="an item cannot run on its machine, or an edge goes backwards",
             )
     program = _PlacementProgram(problem, contiguous=contiguous)
     if hint is not None:
@@ -69,7 +70,7 @@ def place(
 
 
 class _PlacementProgram:
-    """The constraint program of the module docstring: x by item and position, h by position and group of machines."""
+    """The constraint program of the module docstring. x: by item and position; h: by position and group of machines."""
 
     def __init__(self, problem: Problem, *, contiguous: bool) -> None:
         self.problem = problem
@@ -94,12 +95,12 @@ class _PlacementProgram:
         self.cp.minimize(self.objective)
 
     def _upper_bound(self) -> int:
-        """No load is above it: the slowest type of machine for every item, and all messages."""
+        """Return an upper bound of all loads: the slowest type of machine for every item, plus all messages."""
         slowest = [max(_known(times), default=0) for times in zip(*self.problem.times, strict=True)]
         return sum(slowest) + sum(message.cost for message in self.problem.messages)
 
     def _later(self, row: list[cp_model.IntVar]) -> list[cp_model.IntVar]:
-        """g of one item at positions 1..n - 1, tied to its x."""
+        """Return g of one item at positions 1..n - 1, linked to its x."""
         later = [self.cp.new_bool_var("") for _ in row[1:]]
         for q, stands_here in enumerate(row):
             here_or_later = later[q - 1] if q > 0 else 1
@@ -108,7 +109,7 @@ class _PlacementProgram:
         return later
 
     def _place_groups(self) -> None:
-        """Which group stands where: the machine itself, or any machine of the row."""
+        """Constrain the group at each position: the machine itself, or any machine of the row."""
         for q, row in zip(self.positions, self.h, strict=True):
             self.cp.add_exactly_one(row)
             if not self.contiguous:
@@ -120,7 +121,7 @@ class _PlacementProgram:
         return next(g for g, (alike, _) in enumerate(self.groups) if alike == self.problem.machines[machine])
 
     def _cut(self, message: Message, q: int) -> cp_model.IntVar:
-        """c: at least 1 when the message touches the position and a machine that pays stands there."""
+        """Return c, at least 1 if the message touches the position and the machine there pays for messages."""
         cut = self.cp.new_bool_var("")
         free = [h for h, (machine, _) in zip(self.h[q], self.groups, strict=True) if not machine.pays]
         writer = self.x[message.items[0]][q]
@@ -131,7 +132,7 @@ class _PlacementProgram:
         return cut
 
     def _bound_load(self, q: int) -> None:
-        """One bound that holds for all groups, and for each group what is more than that."""
+        """Add one bound that holds for all groups, and the excess of each group."""
         items = [row[q] for row in self.x]
         cuts = sum(m.cost * row[q] for m, row in zip(self.problem.messages, self.c, strict=True))
         fastest = [min(_known(times), default=0) for times in zip(*self.problem.times, strict=True)]
@@ -161,7 +162,7 @@ class _PlacementProgram:
             self.cp.add(size <= machine.memory_bytes).only_enforce_if(here)
 
     def hint(self, machine_of: Sequence[int]) -> None:
-        """Start from this placement and look for no worse one."""
+        """Start from this placement and search only for ones that are not worse."""
         order = self._machines_in_row(machine_of) if self.contiguous else list(self.positions)
         position_of = {machine: q for q, machine in enumerate(order)}
         for item, machine in enumerate(machine_of):
@@ -188,7 +189,7 @@ class _PlacementProgram:
         return list(nx.lexicographical_topological_sort(flow))
 
     def answer(self, solver: cp_model.CpSolver) -> tuple[int, ...]:
-        """The machine of each item: those of a group are used in their order, along the row."""
+        """Return the machine of each item. Equal machines are assigned in order along the row."""
         left = {g: [i for i in self.positions if self._group(i) == g] for g in range(len(self.groups))}
         machine_at = []
         for q, row in zip(self.positions, self.h, strict=True):

@@ -1,4 +1,4 @@
-"""Readers of the profile files that other planners published.  They live here: the package reads none of them."""
+"""Readers of the profile files that other planners published. The autopart package reads none of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from planners.placement import Machine, Message, Problem
 
 @dataclass(frozen=True, slots=True)
 class ProfileNode:
-    """One line of PipeDream's text format: ms and bytes per minibatch of the profile."""
+    """One line of PipeDream's text format, in ms and bytes per minibatch of the profile."""
 
     name: str
     what: str
@@ -26,14 +26,14 @@ class ProfileNode:
 
 @dataclass(frozen=True, slots=True)
 class ProfileGraph:
-    """parents[v]: indices of the nodes that v reads."""
+    """A profile. parents[v]: indices of the nodes that v reads."""
 
     nodes: tuple[ProfileNode, ...]
     parents: tuple[tuple[int, ...], ...]
 
 
 def kind(path: Path) -> str:
-    """`profile` (PipeDream, DAPPLE), `piper` or `dnn-partitioning`, by content."""
+    """Return `profile` (PipeDream, DAPPLE), `piper` or `dnn-partitioning`, detected by content."""
     text = path.read_text()
     if not text.lstrip().startswith("{"):
         return "profile"
@@ -41,7 +41,7 @@ def kind(path: Path) -> str:
 
 
 def read_profile(path: Path) -> ProfileGraph:
-    """PipeDream's text format; inputs and unread `__getitem__` sinks are dropped, as its optimiser does.
+    """Read PipeDream's text format. Inputs and unread `__getitem__` sinks are dropped, as in its optimizer.
 
     Node line: `ID -- DESC -- forward_compute_time=F, backward_compute_time=B, activation_size=A, parameter_size=P`.
     Edge line: begins with white space, `SRC -- DST`.
@@ -82,7 +82,7 @@ def _profile_node(line: str) -> ProfileNode:
 
 
 def pipedream_profile(path: Path) -> pipedream.Profile:
-    """The states of a profile file, times in seconds per minibatch."""
+    """Return the states of a profile file, with times in seconds per minibatch."""
     graph = read_profile(path)
     return pipedream.profile(
         graph.parents,
@@ -100,9 +100,9 @@ def _load(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """A dnn-partitioning file: the problem in ns, and what the file calls its parts.
+    """A dnn-partitioning file: the problem in ns, and the ids of its parts.
 
-    nodes: ids of the nodes of each item, which must share a machine (one colour class).  content: the file.
+    nodes: ids of the nodes of each item, which must share a machine (one colour class). content: the file.
     """
 
     problem: Problem
@@ -111,10 +111,10 @@ class Placing:
 
 
 def read_placing(path: Path, *, devices: int | None = None, memory_bytes: int | None = None) -> Placing:
-    """dnn-partitioning JSON: accelerators first, then the CPU cores, which pay no transfers.  Times in ns.
+    """Read dnn-partitioning JSON: accelerators first, then the CPU cores, which pay no transfers. Times in ns.
 
-    Contiguity binds forward nodes; a class without any is bound by its backward edges, turned round, as in their DP
-    (their integer program leaves it free).
+    Contiguity applies to forward nodes. A class without forward nodes is constrained by its backward edges, reversed,
+    as in the original DP (the original integer program leaves it free).
     """
     content = _load(path)
     classes: dict[object, list[dict[str, Any]]] = {}
@@ -148,7 +148,7 @@ def read_placing(path: Path, *, devices: int | None = None, memory_bytes: int | 
 
 
 def placing_loads_ms(placing: Placing, machine: Sequence[int]) -> list[float]:
-    """Load of each machine in ms, from the nodes and edges of the file as it is: accelerators first, then CPU cores."""
+    """Return the load of each machine in ms from the nodes and edges of the file: accelerators, then CPU cores."""
     place = {node: machine[i] for i, group in enumerate(placing.nodes) for node in group}
     pays = [m.pays for m in placing.problem.machines]
     loads = [0.0] * len(pays)
@@ -177,7 +177,7 @@ def _accelerated_ns(group: list[dict[str, Any]]) -> int | None:
 
 
 def read_piper(path: Path) -> tuple[piper.Model, piper.Limits]:
-    """Piper's JSON and the limits that it states; times in seconds per micro-batch."""
+    """Read Piper's JSON and its limits. Times in seconds per micro-batch."""
     content = _load(path)
     place = {node["id"]: v for v, node in enumerate(content["nodes"])}
     modes = tuple(

@@ -6,7 +6,7 @@ seconds per minibatch, W its parameter bytes, B the bytes per second of its leve
     stage(k, j, r) = (C + 4 (r - 1) W / (r B)) / r
     in = 2 alive[k] / (r B)     out = 2 alive[j] / (r B), nothing after the last state
 
-minimise the maximum of all of these over the stages.  State and recurrence, for the states i..j on m machines:
+Minimise the maximum of all of these over the stages. State and recurrence, for the states i..j on m machines:
 
     A[i, j, m] = min(first(i, j, m), min over k and r < m of max(A[i, k, m - r], stage(k, j, r), in, out))
 
@@ -14,9 +14,9 @@ first(i, j, r) is the stage that a segment begins with: it pays no transfers, an
 machines of the level below.  On the next level C of a stage is A of the whole level below.  O(S^3 n^2) a level, S^2 n^2
 on the last, vectorised.
 
-Assumed, and wrong where: as the original, whose quirks we keep (all-reduce added to compute, the divisor above, no
-fill or drain); except that segments are differences of nested cuts only, where the original may subtract cuts that
-are not nested when it solves a lower level.
+Assumptions and their limits, as in the original, whose quirks are kept (all-reduce added to compute, the divisor above,
+no fill or drain). One difference: segments are differences of nested cuts only, while the original may subtract cuts
+that are not nested when it solves a lower level.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Profile:
-    """Per state s, of all that lies before its cut: compute_s seconds, parameter_bytes, activation_bytes.
+    """Totals of each state s over everything before its cut: compute_s in seconds, parameter_bytes, activation_bytes.
 
-    alive_bytes: what crosses the cut.  legal[k + 1, j]: state k is before state j; row 0 is the empty start.
+    alive_bytes: bytes crossing the cut. legal[k + 1, j]: state k is before state j; row 0 is the empty start.
     """
 
     compute_s: Floats
@@ -49,7 +49,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """machines of this level (devices on the lowest), and the bytes per second between them."""
+    """A level of the cluster: its machines (devices on the lowest level) and the bytes per second between them."""
 
     machines: int
     bytes_per_s: float
@@ -57,7 +57,10 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """activations: transfers count.  straight: one replica a stage.  memory_bytes per device, or None for no limit."""
+    """Options of the cost model.
+
+    activations: transfers count; straight: one replica per stage; memory_bytes: limit per device, None for no limit.
+    """
 
     activations: bool = True
     straight: bool = False
@@ -66,9 +69,9 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The states start..end - 1 on `replicas` machines of a level; inner: how each machine runs them, if it has levels.
+    """The states start..end - 1 on `replicas` machines of a level. Start 0 is the beginning of the model.
 
-    start 0 is the begin of the model.
+    inner: the stages within each machine, if it has lower levels.
     """
 
     start: int
@@ -79,7 +82,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """objective_s: seconds per minibatch in steady state."""
+    """A plan. objective_s: seconds per minibatch in steady state."""
 
     objective_s: float
     stages: tuple[Stage, ...]
@@ -91,7 +94,7 @@ def profile(
     activation_bytes: Sequence[float],
     parameter_bytes: Sequence[float],
 ) -> Profile:
-    """The profile of a DAG whose node v runs compute_s[v] seconds per minibatch.  O(states^2 * nodes)."""
+    """Return the profile of a DAG whose node v runs compute_s[v] seconds per minibatch. O(states^2 * nodes)."""
     states = cut_states(parents)
     inside = table(states.inside, len(parents))
     legal = np.vstack([np.ones((1, len(inside)), dtype=np.bool_), nested(inside)])
@@ -101,7 +104,7 @@ def profile(
 
 
 def solve(model: Profile, levels: Sequence[Level], rules: Rules | None = None) -> Pipeline:
-    """The best pipeline of the cost model above; levels from the lowest up.  Raises InfeasibleError."""
+    """Return the best pipeline of the cost model above. levels: lowest first. Raises InfeasibleError."""
     if not levels or any(level.machines < 1 or level.bytes_per_s <= 0 for level in levels):
         raise UsageError("a level needs at least one machine and a bandwidth")
     rules = rules or Rules()
@@ -118,7 +121,7 @@ def solve(model: Profile, levels: Sequence[Level], rules: Rules | None = None) -
 
 
 def evaluate(model: Profile, levels: Sequence[Level], stages: Sequence[Stage], rules: Rules | None = None) -> float:
-    """Seconds per minibatch of a pipeline, by the formulas and not by the tables of `solve`.  O(stages).
+    """Return the seconds per minibatch of a pipeline by the formulas, without the tables of `solve`. O(stages).
 
     Memory is not checked.
     """
@@ -144,7 +147,7 @@ def _span(prefix: Floats, stage: Stage) -> float:
 
 
 def _differences(prefix: Floats, legal: npt.NDArray[np.bool_]) -> Floats:
-    """[i, j]: the sum over states i..j; infinite where they are not nested."""
+    """Return [i, j], the sum over states i..j, infinite where they are not nested."""
     return np.where(legal, prefix[None, :] - np.concatenate([[0.0], prefix])[:, None], np.inf)
 
 
@@ -169,7 +172,7 @@ class _Level:
         self.best = np.empty((0, 0, 0))
 
     def solve(self, *, last: bool) -> Floats:
-        """A[:, :, n]; only the row of the whole model when this is the last level."""
+        """Return A[:, :, n]; on the last level only the row of the whole model."""
         starts, states = (1 if last else len(self.first[0])), self.first[0].shape[1]
         self.best = np.full((starts, states, self.n + 1), np.inf)
         for m in range(1, self.n + 1):
@@ -182,7 +185,7 @@ class _Level:
         return self.best[:, :, self.n]
 
     def _fit(self, stage: Floats, behind: int, replicas: int) -> Floats:
-        """Infinite where memory does not suffice: minibatches in flight on the devices behind it, per replica."""
+        """Return the stage times, infinite where memory does not suffice for the minibatches in flight per replica."""
         if self.rules.memory_bytes is None:
             return stage
         flight = -(-behind // replicas)
@@ -190,13 +193,13 @@ class _Level:
         return np.where(stash * flight <= self.rules.memory_bytes, stage, np.inf)
 
     def _extend(self, i: int, m: int, r: int, later: Floats) -> None:
-        """Lower A[i, :, m] by a last stage on r machines; states before i cannot be part of the segment."""
+        """Lower A[i, :, m] by a last stage on r machines. States before i cannot be part of the segment."""
         ways = np.maximum(self.best[i, i:, m - r, None], later[i:, i:])
         if ways.size:
             np.minimum(self.best[i, i:, m], ways.min(axis=0), out=self.best[i, i:, m])
 
     def trace(self, i: int, j: int) -> list[tuple[int, int, int]]:
-        """(start, end, replicas) of the stages behind A[i, j, n], in order."""
+        """Return (start, end, replicas) of the stages of A[i, j, n], in order."""
         found: list[tuple[int, int, int]] = []
         m = self.n
         while True:
@@ -213,7 +216,7 @@ class _Level:
             hits = np.flatnonzero(np.maximum(self.best[i, i:, m - r], later) == value)
             if hits.size:
                 return i + int(hits[0]), r
-        raise AssertionError("a value of the table that no stage explains")
+        raise AssertionError("no stage has this value of the table")
 
 
 def _stages(solved: Sequence[_Level], i: int, j: int) -> tuple[Stage, ...]:

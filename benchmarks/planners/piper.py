@@ -10,16 +10,16 @@ its mode, p_v seconds, w_v parameter bytes, a_v bytes held per micro-batch in fl
 
 y = ceil(s / d) micro-batches are in flight, where s is the sum of d over this stage and all after it; s <= N.
 
-minimise the largest time.  State: a set D of layers closed under successors (what is left from some stage on), at most
+Minimise the largest time. State: a set D of layers closed under successors (what is left from some stage on), at most
 k devices for it, at most s.  Recurrence, over the sets D' inside D and all t, d:
 
     best[D, k, s] = min max(best[D', k - d t, s - d], time(D - D', t, d, ceil(s / d)))
 
 O(|D|^2 k s) for each (t, d), vectorised over D', k and s.
 
-The choice of modes is a knapsack.  Piper swaps layers from the fastest to the leanest mode by least extra time per byte
-until the stage fits; so do we, and then take back the costliest swap that was not needed.  So this is no proof of
-optimality where memory binds.  Assumed, and wrong where: flat bandwidth, nothing overlaps, no latency.
+The choice of modes is a knapsack. Piper swaps layers from the fastest to the leanest mode by least extra time per byte
+until the stage fits. This code does the same and then undoes the costliest unneeded swap, so plans are not proved
+optimal where memory is binding. Assumptions: flat bandwidth, no overlap, no latency.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way to run a layer.  seconds and held_bytes per micro-batch; sync bytes per parent and per child."""
+    """One way to run a layer. seconds and held_bytes per micro-batch; sync bytes per parent and per child."""
 
     name: str
     seconds: float
@@ -53,7 +53,7 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """modes[v][t]: the modes of layer v on t devices.  edges: (from, to, bytes per micro-batch)."""
+    """A model. modes[v][t]: the modes of layer v on t devices; edges: (from, to, bytes per micro-batch)."""
 
     modes: tuple[dict[int, tuple[Mode, ...]], ...]
     edges: tuple[tuple[int, int, float], ...]
@@ -61,7 +61,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """devices in all, memory_bytes of each, bytes_per_s of every link, micro-batches per step."""
+    """Number of devices, memory of each, bytes per second of every link, and micro-batches per step."""
 
     devices: int
     memory_bytes: float
@@ -71,7 +71,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """layers, ascending; modes: index into the modes of each; data and tensor: d and t."""
+    """A stage. layers: ascending; modes: index into the modes of each layer; data, tensor: degrees d and t."""
 
     layers: tuple[int, ...]
     data: int
@@ -81,14 +81,14 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """objective_s: seconds per micro-batch in steady state."""
+    """A plan. objective_s: seconds per micro-batch in steady state."""
 
     objective_s: float
     stages: tuple[Stage, ...]
 
 
 def evaluate(model: Model, limits: Limits, stages: Sequence[Stage]) -> float:
-    """Seconds per micro-batch, straight from the formulas; infinite when a limit is broken.  O(stages * edges)."""
+    """Return the seconds per micro-batch by the formulas, infinite if a limit is exceeded. O(stages * edges)."""
     stage_of = {v: i for i, stage in enumerate(stages) for v in stage.layers}
     behind = sum(stage.data for stage in stages)
     used = sum(stage.data * stage.tensor for stage in stages)
@@ -112,7 +112,7 @@ def evaluate(model: Model, limits: Limits, stages: Sequence[Stage]) -> float:
 
 
 def solve(model: Model, limits: Limits) -> Pipeline:
-    """The best pipeline that the recurrence above finds.  Raises InfeasibleError when none fits."""
+    """Return the best pipeline by the recurrence above. Raises InfeasibleError if none fits."""
     if limits.devices < 1 or limits.micros < 1 or limits.bytes_per_s <= 0:
         raise UsageError("a pipeline needs a device, a micro-batch and a bandwidth")
     children: list[list[int]] = [[] for _ in model.modes]
@@ -135,13 +135,13 @@ def solve(model: Model, limits: Limits) -> Pipeline:
     if not np.isfinite(best[-1, -1, -1]):
         raise InfeasibleError(
             f"no pipeline on {limits.devices} devices fits {limits.memory_bytes / 2**30:.2f} GiB each",
-            why="parameters, gradients and activations in flight, even where all layers take their leanest mode",
+            why="parameters, gradients and activations in flight need more, even with the leanest mode of every layer",
         )
     return Pipeline(float(best[-1, -1, -1]), tuple(_trace(best, masks, inside, stages)))
 
 
 def _trace(best: Floats, masks: Bools, inside: Bools, stages: _Stages) -> list[Stage]:
-    """The stages behind best[-1, -1, -1], first to last."""
+    """Return the stages of best[-1, -1, -1], first to last."""
     found = []
     whole, k, s = len(best) - 1, best.shape[1] - 1, best.shape[2] - 1
     while whole:
@@ -159,12 +159,12 @@ def _trace(best: Floats, masks: Bools, inside: Bools, stages: _Stages) -> list[S
                 whole, k, s = rest, k - t * d, s - d
                 break
         else:
-            raise AssertionError("a value of the table that no stage explains")
+            raise AssertionError("no stage has this value of the table")
     return found
 
 
 class _Stages:
-    """Times of stages; arrays are over (stage, layer, mode), padded with a mode that nothing picks."""
+    """Times of stages. Arrays are over (stage, layer, mode), padded with a mode that is never chosen."""
 
     def __init__(self, model: Model, limits: Limits) -> None:
         self.model, self.limits = model, limits
@@ -177,7 +177,7 @@ class _Stages:
         self.facts = {t: self._facts(t) for t in self.tensors}
 
     def _facts(self, t: int) -> Floats:
-        """(seconds, parameter, held, fixed bytes) by layer and mode."""
+        """Return (seconds, parameter bytes, held bytes, fixed bytes) by layer and mode."""
         width = max(len(modes.get(t, ())) for modes in self.model.modes)
         facts = np.full((4, len(self.model.modes), width), np.inf)
         facts[1] = 0
@@ -187,7 +187,7 @@ class _Stages:
         return facts
 
     def times(self, sets: Bools) -> Iterator[tuple[int, int, Floats]]:
-        """(t, d, time by stage and s) for each row of layers; infinite where it does not fit."""
+        """Yield (t, d, time by stage and s) for each row of layers; infinite where it does not fit."""
         for t in self.tensors:
             sent = self._sent(sets, t)
             for d in self.degrees[t]:
@@ -195,7 +195,7 @@ class _Stages:
                 yield t, d, by_flight[:, np.maximum(-(-np.arange(self.most + 1) // d), 1) - 1]
 
     def stage(self, layers: Bools, t: int, d: int, y: int) -> Stage:
-        """The stage itself, with the modes that its time stands for."""
+        """Return the stage with the modes that its time assumes."""
         sets = layers[None, :]
         picked = self._choose(sets, self._layer_times(t, d, self._sent(sets, t)), self._memory(t, y)[None])[0]
         own = np.flatnonzero(layers)
@@ -211,7 +211,7 @@ class _Stages:
         return np.asarray(held * y + fixed)
 
     def _by_flight(self, sets: Bools, t: int, d: int, time: Floats) -> Floats:
-        """Time by stage and micro-batches in flight, 1 first: the fastest modes where they fit, else `_choose`."""
+        """Return the time by stage and micro-batches in flight, 1 first: fastest modes if they fit, else `_choose`."""
         fast, limit = time.argmin(axis=2), self.limits.memory_bytes
         total = np.where(sets, _pick(time, fast), 0).sum(axis=1)
         memory = np.stack([self._memory(t, y) for y in range(1, -(-self.most // d) + 1)])
@@ -228,7 +228,7 @@ class _Stages:
         return found
 
     def _sent(self, sets: Bools, t: int) -> Floats:
-        """Bytes over the edges that leave or enter, by stage, layer and mode; both ways."""
+        """Return the bytes over the edges that leave or enter, in both directions, by stage, layer and mode."""
         sent = np.zeros((*sets.shape, self.facts[t].shape[2]))
         for u, v, size in self.model.edges:
             out, into = sets[:, u] & ~sets[:, v], sets[:, v] & ~sets[:, u]
@@ -239,9 +239,11 @@ class _Stages:
         return sent
 
     def _choose(self, sets: Bools, time: Floats, memory: Floats) -> Ints:
-        """The mode of each layer: fastest modes, then swaps by least extra time per byte until all fits."""
+        """Return the mode of each layer: fastest modes, then swaps by least extra time per byte until the stage
+        fits.
+        """
         fast, lean = time.argmin(axis=2), memory.argmin(axis=2)
-        with np.errstate(invalid="ignore"):  # layers that have no mode for t, outside of these sets
+        with np.errstate(invalid="ignore"):  # layers without a mode for t are outside these sets
             extra, saved = _pick(time, lean) - _pick(time, fast), _pick(memory, fast) - _pick(memory, lean)
         useful = sets & (saved > 0)
         order = np.argsort(np.where(useful, extra / np.where(useful, saved, 1), np.inf), axis=1, kind="stable")

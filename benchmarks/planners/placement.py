@@ -1,18 +1,19 @@
 """Placement of items on machines that work in a pipeline: the slowest machine sets the pace.
 
-minimise the largest load, where the load of a machine is
+Minimise the largest load, where the load of a machine is
 
     sum of the times of its items there
-    + sum of the costs of the messages that touch it and do not lie wholly in it (none where it does not pay)
+    + sum of the costs of the messages that touch it and are not entirely inside it (0 if it does not pay)
 
-subject to sizes of items <= memory of the machine, and each item only where it can run.  `contiguous`: also no flow
-back, that is the machines stand in a row such that every edge goes forward or stays.
+subject to sizes of items <= memory of the machine, and each item only where it can run.  `contiguous`: also no
+backward flow: the machines can be ordered such that every edge goes forward or stays.
 
 A message is a value with its writer and its readers: each machine that writes or reads it and does not hold all of
 these pays its cost once (dnn-partitioning, NeurIPS 2020, section 3: transfers go through host memory).  Times and
-costs are integers of one unit, so that equal plans are equal on every machine; ns where nothing else is said.
+costs are integers of one unit, so that results do not depend on the machine; ns by default.
 
-Assumed, and wrong where: no replicas; memory is static (nothing held per micro-batch in flight); all links are alike.
+Assumptions and their limits: no replicas; memory is static (nothing is held per micro-batch in flight); all links are
+equal.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from autopart.ir.plan import Optimality
 Ints = npt.NDArray[np.int64]
 
 NEVER = 1 << 60
-"""The load of what cannot be; no sum of times comes near it."""
+"""The load of an impossible placement, larger than any sum of times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """kind: row of `Problem.times`.  memory_bytes: None for no limit.  pays: messages cost it time."""
+    """A machine. kind: row of `Problem.times`; memory_bytes: None for no limit; pays: whether messages cost it time."""
 
     kind: int = 0
     memory_bytes: int | None = None
@@ -46,7 +47,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """items: the writer first, then the readers; cost in units of time."""
+    """A message. items: the writer first, then the readers; cost: in units of time."""
 
     cost: int
     items: tuple[int, ...]
@@ -54,7 +55,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """times[kind][item]: None where the item cannot run.  sizes: bytes.  edges: (before, after), for contiguity."""
+    """A placement problem.
+
+    times[kind][item]: None where the item cannot run; sizes: bytes; edges: (before, after), for contiguity.
+    """
 
     times: tuple[tuple[int | None, ...], ...]
     sizes: tuple[int, ...]
@@ -65,14 +69,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """machine[item], an index of `Problem.machines`.  optimality: in the unit of the problem's loads."""
+    """A placement. machine[item]: index into `Problem.machines`; optimality: in the unit of the problem's loads."""
 
     machine: tuple[int, ...]
     optimality: Optimality
 
 
 def check(problem: Problem) -> Problem:
-    """The problem itself, if all its indices exist, every tuple has one entry per item and nothing is negative."""
+    """Return the problem if all indices exist, every tuple has one entry per item and nothing is negative."""
     n = len(problem.sizes)
     touched = [i for m in problem.messages for i in m.items] + [i for edge in problem.edges for i in edge]
     kinds = {m.kind for m in problem.machines}
@@ -87,10 +91,7 @@ def check(problem: Problem) -> Problem:
 
 
 def loads(problem: Problem, machine_of: Sequence[int]) -> tuple[int, ...]:
-    """Load of each machine, in the problem's unit of time, when item i stands on machine machine_of[i].
-
-    NEVER where it cannot run or does not fit.
-    """
+    """Return the load of each machine when item i is on machine machine_of[i], NEVER if an item cannot run or fit."""
     result = []
     for index, machine in enumerate(problem.machines):
         own = {i for i, stands_on in enumerate(machine_of) if stands_on == index}
@@ -106,15 +107,15 @@ def loads(problem: Problem, machine_of: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_contiguous(problem: Problem, machine_of: Sequence[int]) -> bool:
-    """Whether the machines can stand in a row with no edge going back.  O(edges)."""
+    """Return whether the machines can be ordered without a backward edge. O(edges)."""
     flow = nx.DiGraph((machine_of[u], machine_of[v]) for u, v in problem.edges if machine_of[u] != machine_of[v])
     return bool(nx.is_directed_acyclic_graph(flow))
 
 
 def topological_orders(problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """Some topological orders of the items: depth first with either end of the graph first, and breadth first.
+    """Return some topological orders of the items: depth first with either end of the graph first, and breadth first.
 
-    Items on a cycle of edges stand together.  O(orders * (items + edges)).
+    Items on a cycle of edges are adjacent. O(orders * (items + edges)).
     """
     whole = nx.DiGraph(problem.edges)
     whole.add_nodes_from(range(len(problem.sizes)))
@@ -130,7 +131,7 @@ def topological_orders(problem: Problem) -> tuple[tuple[int, ...], ...]:
 
 
 def _depth_first(graph: nx.DiGraph, sign: int) -> list[int]:
-    """Reversed postorder; sign: which child is visited first."""
+    """Return the reversed postorder. sign: which child is visited first."""
     seen: set[int] = set()
     post: list[int] = []
     for root in sorted((g for g in graph if graph.in_degree(g) == 0), key=lambda g: sign * g):
@@ -151,7 +152,7 @@ def _depth_first(graph: nx.DiGraph, sign: int) -> list[int]:
 
 
 def place_in_order(problem: Problem, order: Sequence[int]) -> Placement:
-    """The best contiguous placement that cuts one given order of the items; its lower bound is 0, as others may win.
+    """Return the best contiguous placement that cuts one given order of the items, with lower bound 0.
 
     State: how many machines of each group of equal ones are used (u), how many items of the order are placed (b).
     Recurrence: best[u, b] = min over groups g and a <= b of max(best[u - g, a], load of order[a:b] on g).
@@ -196,7 +197,7 @@ def _less(used: tuple[int, ...], g: int) -> tuple[int, ...]:
 
 
 def _range_loads(problem: Problem, order: Sequence[int], machine: Machine) -> Ints:
-    """[a, b]: the load of order[a:b] on the machine; 0 where it is empty, NEVER where a > b or it cannot be."""
+    """Return [a, b], the load of order[a:b] on the machine: 0 if empty, NEVER if a > b or impossible."""
     n = len(order)
     times = [problem.times[machine.kind][i] for i in order]
     total = _ranges([t or 0 for t in times])
@@ -215,10 +216,10 @@ def _ranges(amounts: Sequence[int]) -> Ints:
 
 
 def _cut_costs(problem: Problem, order: Sequence[int]) -> Ints:
-    """[a, b]: costs of the messages that order[a:b] touches but does not hold.
+    """Return [a, b], the costs of the messages that order[a:b] touches without containing them.
 
-    Per message, over the ascending places p of its items: the first touch of [a, b) is at place p_i when
-    p_(i-1) < a <= p_i < b, which makes rectangles of (a, b); less the rectangle a <= p_0, p_last < b.
+    Per message, over the ascending places p of its items: the first touch of [a, b) is at place p_i when p_(i-1) < a <=
+    p_i < b, which makes rectangles of (a, b); less the rectangle a <= p_0, p_last < b.
     """
     place = {item: p for p, item in enumerate(order)}
     n = len(order)

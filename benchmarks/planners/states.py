@@ -1,7 +1,7 @@
 """Places where a DAG can be cut: its downsets, as bit masks.
 
-A downset holds with every node all nodes before it.  A stage of a pipeline is the difference of two downsets, so a
-chain of downsets is a pipeline.  Node v is bit v of a mask.
+A downset contains all predecessors of its nodes. A stage of a pipeline is the difference of two downsets, so a chain of
+downsets is a pipeline. Node v is bit v of a mask.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The cuts that PipeDream considers, in a topological order: of two that are nested the smaller stands first.
+    """The cuts that PipeDream considers, in a topological order: the smaller of two nested cuts comes first.
 
-    inside: the downset of each state.  alive: what its cut is charged for (`cut_states`).
+    inside: the downset of each state; alive: the nodes its cut is charged for (`cut_states`).
     """
 
     inside: tuple[int, ...]
@@ -30,12 +30,13 @@ class States:
 
 
 def cut_states(parents: Parents, *, limit: int = 60_000) -> States:
-    """The states that PipeDream reaches from the first source, by adding a child of what is alive with its ancestors.
+    """Return the states that PipeDream reaches from the first source by adding a child of an alive node with its
+    ancestors.
 
     Alive at a state are its maximal nodes and, for each of them, every ancestor with a child that is neither an
-    ancestor of it nor itself.  That counts a node whose other readers lie in another branch of the same downset; we
-    keep it, because it is their cost model (SOSP 2019, section 3.1; `augment_antichain` in their code).
-    O(states * (nodes + children)).  Raises UsageError beyond the limit.
+    ancestor of it nor itself. That counts a node whose other readers are in another branch of the same downset, which
+    is kept because it is the published cost model (SOSP 2019, section 3.1; `augment_antichain` in its code). O(states *
+    (nodes + children)). Raises UsageError beyond the limit.
     """
     children, above = _children(parents), _ancestors(parents)
     open_above = [_open(v, above[v], children) for v in range(len(parents))]
@@ -56,7 +57,7 @@ def cut_states(parents: Parents, *, limit: int = 60_000) -> States:
 
 
 def downsets(parents: Parents, *, limit: int = 60_000) -> tuple[int, ...]:
-    """All downsets, the empty one first, of two that are nested the smaller first.  O(downsets * nodes)."""
+    """Return all downsets, the empty one first, the smaller of two nested ones first. O(downsets * nodes)."""
     needs = [sum(1 << p for p in before) for before in parents]
     found = {0}
     todo = [0]
@@ -73,17 +74,17 @@ def downsets(parents: Parents, *, limit: int = 60_000) -> tuple[int, ...]:
 
 
 def members(mask: int) -> list[int]:
-    """The nodes of a mask, ascending."""
+    """Return the nodes of a mask, ascending."""
     return [v for v in range(mask.bit_length()) if mask >> v & 1]
 
 
 def table(masks: Sequence[int], nodes: int) -> Bools:
-    """One row per mask, one column per node."""
+    """Return a table with one row per mask and one column per node."""
     return np.array([[mask >> v & 1 for v in range(nodes)] for mask in masks], dtype=np.bool_).reshape(-1, nodes)
 
 
 def nested(inside: Bools) -> Bools:
-    """[k, j]: downset k is smaller than downset j and inside it.  O(states^2 * nodes)."""
+    """Return [k, j], whether downset k is a proper subset of downset j. O(states^2 * nodes)."""
     count = inside.astype(np.float32)
     outside = count @ (1 - count).T
     return np.asarray((outside == 0) & (outside.T > 0))
@@ -102,7 +103,7 @@ def _ancestors(parents: Parents) -> list[int]:
     waiting = [len(set(before)) for before in parents]
     ready = [v for v, count in enumerate(waiting) if not count]
     children = _children(parents)
-    for v in ready:  # grows as it is read
+    for v in ready:  # the list grows during the loop
         for c in children[v]:
             above[c] |= above[v] | 1 << v
             waiting[c] -= 1
@@ -114,7 +115,7 @@ def _ancestors(parents: Parents) -> list[int]:
 
 
 def _open(v: int, above: int, children: list[list[int]]) -> int:
-    """v and its ancestors with a child that is neither v nor an ancestor of v."""
+    """Return v and its ancestors with a child that is neither v nor an ancestor of v."""
     near = above | 1 << v
     return 1 << v | sum(1 << p for p in members(above) if any(not near >> c & 1 for c in children[p]))
 

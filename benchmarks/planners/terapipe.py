@@ -1,8 +1,9 @@
-"""TeraPipe's joint cut of a batch by rows and tokens (ICML 2021, section 3.4), over the lengths of our planner.
+"""TeraPipe's joint cut of a batch by rows and tokens (ICML 2021, section 3.4), over the slice lengths of autopart's
+planner.
 
-Micro-batches of b rows (b at most) have each the least sum S_b of their slices' times under a limit on the longest one
-(`autopart.passes.tokens.lengths`); a knapsack makes up the batch of n rows: G[n] = min over b of G[n - b] + S_b[end].
-The planner itself shares one token cut among all micro-batches, as all of TeraPipe's published results do.
+Micro-batches of b rows have the least sum S_b of their slices' times under a limit on the longest slice
+(`autopart.passes.tokens.lengths`). A knapsack composes the batch of n rows: G[n] = min over b of G[n - b] + S_b[end].
+autopart's planner uses one token cut for all micro-batches, as all published results of TeraPipe do.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from autopart.passes.tokens.lengths import (
 
 
 def cut_batch(times: Mapping[int, SliceTimes], batch: int, others: float, eps_ns: int = 0) -> TokenCut:
-    """The best cut of a batch by rows and tokens.  times: of micro-batches of every number of rows that is allowed.
+    """Return the best cut of a batch by rows and tokens. times: for each allowed number of rows per micro-batch.
 
-    Micro-batches with the same rows share one token cut; the largest come first.  Raises UsageError when no numbers of
-    rows make up the batch.  O(limits solved * (sizes * cells^2 + sizes * batch)).
+    Micro-batches with the same rows share one token cut; the largest come first. Raises UsageError if no numbers of
+    rows compose the batch. O(limits solved * (sizes * cells^2 + sizes * batch)).
     """
     sizes = sorted(times)
 
@@ -58,7 +59,7 @@ def cut_batch(times: Mapping[int, SliceTimes], batch: int, others: float, eps_ns
 
 
 def _knapsack(sizes: Sequence[int], best: Mapping[int, Ints], batch: int) -> Ints:
-    """G: [limit, rows] to the least sum of times of micro-batches that make up so many rows."""
+    """Return G, [limit, rows], the least sum of times of micro-batches that compose that many rows."""
     filled = np.full((len(best[sizes[0]]), batch + 1), NEVER, dtype=np.int64)
     filled[:, 0] = 0
     for rows in range(1, batch + 1):

@@ -21,7 +21,7 @@ from pathlib import Path
 from autopart.cli.main import main
 
 ROOT = Path(__file__).parents[3]
-PAPERS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"^```(\w+)?( varies)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"`(\w+\.(?:py|yaml))`[^`]*\n+```(?:python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PROGRESS = re.compile(r" *\d+\.\d s  ")
@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 class Block:
     """A fenced block of a document."""
 
-    paper: str
+    document: str
     language: str
     varies: bool
     text: str
@@ -49,16 +49,16 @@ class Block:
         return found
 
 
-def blocks(paper: Path) -> list[Block]:
+def blocks(document: Path) -> list[Block]:
     """Return the fenced blocks of a document in order."""
-    found = _BLOCK.findall(paper.read_text())
-    return [Block(paper.name, language, bool(varies), text) for language, varies, text in found]
+    found = _BLOCK.findall(document.read_text())
+    return [Block(document.name, language, bool(varies), text) for language, varies, text in found]
 
 
 def write_files(folder: Path) -> None:
     """Write the files whose content the documents show."""
-    for paper in PAPERS:
-        for name, text in _FILE.findall(paper.read_text()):
+    for document in DOCUMENTS:
+        for name, text in _FILE.findall(document.read_text()):
             (folder / name).write_text(text)
 
 
@@ -87,15 +87,15 @@ def _rewrite() -> None:
         write_files(Path(folder))
         os.chdir(folder)
         os.environ.setdefault("AUTOPART_CACHE", folder)
-        for paper in PAPERS:
-            text = paper.read_text()
-            for block in blocks(paper):
+        for document in DOCUMENTS:
+            text = document.read_text()
+            for block in blocks(document):
                 if block.language == "console":
                     lines = []
                     for command, _ in block.answers():
                         lines += [f"$ {command}", *printed(command)]
                     text = text.replace(block.text, "\n".join(lines) + "\n")
-            paper.write_text(text)
+            document.write_text(text)
 
 
 if __name__ == "__main__":

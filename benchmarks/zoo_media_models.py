@@ -1,4 +1,4 @@
-"""The architectures of the zoo that see, hear, or read series of numbers: rows for `zoo_models.Architecture`."""
+"""Architectures of the zoo for images, sound, video, image and text, time series and decisions."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _LLAMA = {"model_type": "llama"}
 
 
 def per_query(output: Any, target: Any) -> torch.Tensor:
-    """Of a detector: every query has a class and a box to find."""
+    """Return the loss of a detector in which every query has a class and a box to find."""
     logits, place = output["logits"], output["pred_boxes"]
     return F.cross_entropy(logits.flatten(0, 1), target["classes"].flatten()) + F.l1_loss(place, target["boxes"])
 
 
 def depth_error(output: Any, target: torch.Tensor) -> torch.Tensor:
-    """Of a depth estimate: the mean error."""
+    """Return the mean absolute error of a depth estimate."""
     return F.l1_loss(output["predicted_depth"], target)
 
 
 def mask_error(output: Any, target: torch.Tensor) -> torch.Tensor:
-    """Of predicted masks: each pixel is in or out."""
+    """Return the loss of predicted masks."""
     return F.binary_cross_entropy_with_logits(output["pred_masks"], target)
 
 
 def action_error(output: Any, target: torch.Tensor) -> torch.Tensor:
-    """Of a policy: the mean squared error of its actions."""
+    """Return the mean squared error of predicted actions."""
     return F.mse_loss(output["action_preds"], target)
 
 
 def queries(size: int, count: int) -> b.Make:
-    """Images, and what each query should find."""
+    """Return a function that makes images and what each query should find."""
     return lambda rows: (
         {"pixel_values": b.pixels(size, rows)},
         {"classes": b.numbers(rows, count), "boxes": b.floats(rows, count, 4, seed=9).sigmoid()},
@@ -50,19 +50,19 @@ def queries(size: int, count: int) -> b.Make:
 
 
 def depths(size: int) -> b.Make:
-    """Images, and the depth of each pixel."""
+    """Return a function that makes images and the depth of each pixel."""
     return lambda rows: ({"pixel_values": b.pixels(size, rows)}, b.floats(rows, size, size, seed=9).abs() + 0.5)
 
 
 def pointed(rows: int) -> Any:
-    """Images with a point each, and three masks of what is there."""
+    """Return images with two points each, and three masks."""
     inputs = {"pixel_values": b.pixels(32, rows), "input_points": b.floats(rows, 1, 2, 2).abs() * 8,
               "input_labels": b.numbers(rows, 1, 2, high=2)}  # fmt: skip
     return inputs, b.numbers(rows, 1, 3, 16, 16, high=2).float()
 
 
 def episodes(rows: int) -> Any:
-    """States, actions and rewards of a few steps each, and the actions that were right."""
+    """Return states, actions and rewards of six steps, and the right actions."""
     steps = torch.arange(6).repeat(rows, 1)
     mask = torch.ones(rows, 6, dtype=torch.long)
     mask[::2, 0] = 0
@@ -72,7 +72,7 @@ def episodes(rows: int) -> Any:
 
 
 def patches(rows: int) -> b.Batch:
-    """Texts with an image of four by four patches each, laid out as the processor of Qwen2-VL does."""
+    """Return texts with an image of four by four patches each, as the processor of Qwen2-VL does."""
     grid = torch.tensor([[1, 4, 4]]).repeat(rows, 1)
     batch = b.mixed(16, 4, IMAGE_ID)(rows)
     kinds = (batch["input_ids"] == IMAGE_ID).int()
@@ -224,5 +224,5 @@ _WITH_LOSS: list[tuple[str, str, str, b.Make, dict[str, Any], Callable[[Any, Any
     }, action_error),
 ]  # fmt: skip
 
-SENSES = [*_IMAGES, *_SOUNDS, *_PAIRS, *_NUMBERS, *_WITH_LOSS]
-"""Name, kind, class of the model, batch, sizes, and a loss where the model has none."""
+MEDIA_MODELS = [*_IMAGES, *_SOUNDS, *_PAIRS, *_NUMBERS, *_WITH_LOSS]
+"""(name, kind, class of the model, batch, sizes) and a loss if the model has none."""

@@ -1,17 +1,17 @@
-"""Do our solvers reach the best objectives that other planners published, under those planners' own cost models?
+"""Objectives that autopart's solvers reach under the cost models of other planners, compared with the published ones.
 
-    python benchmarks/anchors.py vgg16.graph.txt --devices 16 --bandwidth 5e9
-    python benchmarks/anchors.py vgg16.graph.txt --levels 8x2 --bandwidth 50e9,3.125e9 --objective plain
-    python benchmarks/anchors.py vgg-19-pbs-32.txt --levels 8x2 --objective dapple --global-batch 1024 --micro-batch 32
-    python benchmarks/anchors.py gnmt_training.json --objective free --seconds 60
-    python benchmarks/anchors.py bert32a100.json --devices 64 --memory 8GiB --bandwidth 26843545600 --micros 1920
-    python benchmarks/anchors.py FOLDER          every anchor of `planners.anchor_values` below it; results/anchors.json
+    python benchmarks/planner_objectives.py vgg16.graph.txt --devices 16 --bandwidth 5e9
+    python benchmarks/planner_objectives.py vgg16.graph.txt --levels 8x2 --bandwidth 50e9,3.125e9 --objective plain
+    python benchmarks/planner_objectives.py vgg-19-pbs-32.txt --levels 8x2 --objective dapple --global-batch 1024
+    python benchmarks/planner_objectives.py gnmt_training.json --objective free --seconds 60
+    python benchmarks/planner_objectives.py bert32a100.json --devices 64 --memory 8GiB --micros 1920
+    python benchmarks/planner_objectives.py FOLDER     all known values; writes results/planner_objectives.json
 
-prints the plan, its objective under the original cost model, the proved bound and the seconds of reading and solving.
-Claim: every anchor is reached, and every listed proof is found again.  The exception is what nobody has proved (free:
-bert24_inference, gnmt, resnet50): it takes minutes (--seconds 100 --workers 2), and where the clock stops the search
-the answer varies: two such runs gave 76.53 and 76.59 for resnet50_training, where 76.57 is listed.
-The cost models stand in `planners`.
+It prints the plan, its objective under the original cost model, the proved bound, and the time to read and solve.
+Claim: every published objective is reached, and every listed proof is reproduced. Unproved ones (objective free of
+bert24_inference, gnmt, resnet50) take minutes (--seconds 100 --workers 2), and results vary if the time limit ends the
+search: two such runs gave 76.53 and 76.59 for resnet50_training, where 76.57 is listed.
+The cost models are in `planners`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from planners import dapple, exact_placement, formats, pipedream, piper, placement
-from planners.anchor_values import Anchor, anchors
+from planners.published_values import PublishedValue, published_values
 
 from autopart.ir.errors import AutopartError, InfeasibleError, UsageError
 from autopart.passes.proof.exact import Limits
@@ -34,12 +34,12 @@ from autopart.passes.proof.exact import Limits
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What is asked of a file; None: what the file says.
+    """The problem to solve for a file. None: as stated in the file.
 
-    levels: machines per level, lowest first; bandwidths: bytes per second of each.  objective: acr (PipeDream with
-    activation traffic), plain (without), straight (acr, no replicas), dapple, data (DAPPLE's model of data parallel),
-    contiguous, free, line (contiguous, by the DP alone) or piper; "" is the first that the format knows.  Batches in
-    samples.  seconds: limit of the exact solver.
+    levels: machines per level, lowest first; bandwidths: bytes per second of each level. objective: acr (PipeDream with
+    activation traffic), plain (without), straight (acr, no replicas), dapple, data (DAPPLE's model of data
+    parallelism), contiguous, free, line (contiguous, by the DP alone) or piper; "" is the first one of the format.
+    Batches in samples. seconds: limit of the exact solver.
     """
 
     levels: tuple[int, ...] | None = None
@@ -55,7 +55,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """bound: proved, no plan is better.  plan: one line per stage or machine."""
+    """The plan found. bound: proved lower bound of all plans; plan: one line per stage or machine."""
 
     objective: float
     unit: str
@@ -65,12 +65,12 @@ class Answer:
 
     @property
     def proved(self) -> bool:
-        """Whether the bound leaves no room."""
+        """Whether the bound equals the objective."""
         return self.objective == self.bound or abs(self.objective - self.bound) < 1e-9 * self.objective
 
 
 def ask(path: Path, query: Query) -> Answer:
-    """The best plan for a file.  Raises UsageError or InfeasibleError."""
+    """Return the best plan for a file. Raises UsageError or InfeasibleError."""
     start = time.perf_counter()
     kind = formats.kind(path)
     solvers: dict[str, dict[str, Callable[[Path, Query], Answer]]] = {
@@ -159,7 +159,7 @@ def _piper(path: Path, query: Query) -> Answer:
 
 
 def report(path: Path, answer: Answer) -> str:
-    """What the command prints for one file."""
+    """Return the text printed for one file."""
     gap = abs(answer.objective - answer.bound) / answer.objective
     proved = "optimal, proved" if answer.proved else f"gap {gap:.2%}"
     return "\n".join(
@@ -173,39 +173,41 @@ def report(path: Path, answer: Answer) -> str:
     )
 
 
-def ask_all(folder: Path, seconds: float, workers: int) -> list[tuple[Anchor, Answer]]:
-    """Every anchor whose file is there, with what we find; prints a line each."""
+def ask_all(folder: Path, seconds: float, workers: int) -> list[tuple[PublishedValue, Answer]]:
+    """Solve every published value whose file exists, printing a line each."""
     found = []
-    for anchor in anchors():
-        if (folder / anchor.file).exists():
+    for published in published_values():
+        if (folder / published.file).exists():
             try:
-                answer = ask(folder / anchor.file, Query(**anchor.ask, seconds=seconds, workers=workers))
+                answer = ask(folder / published.file, Query(**published.ask, seconds=seconds, workers=workers))
             except InfeasibleError:
                 answer = Answer(math.inf, "infeasible", math.inf, ())
-            found.append((anchor, answer))
-            word = "reached" if anchor.reached(answer.objective) else "MISSED "
+            found.append((published, answer))
+            word = "reached" if published.reached(answer.objective) else "MISSED "
             print(
-                f"{word} {answer.objective:14.10g} of {anchor.value:14.10g} {answer.seconds:7.2f} s  {anchor}",
+                f"{word} {answer.objective:14.10g} of {published.value:14.10g} {answer.seconds:7.2f} s  {published}",
                 flush=True,
             )
     return found
 
 
-def _row(anchor: Anchor, answer: Answer) -> dict[str, object]:
-    """listed_proved: that the listed value cannot be beaten; proved: ours, by our own bound; None: infeasible."""
-    numbers = {"listed": anchor.value, "objective": answer.objective, "bound": answer.bound}
+def _row(published: PublishedValue, answer: Answer) -> dict[str, object]:
+    """Return the recorded row. listed_proved: the listed value is optimal; proved: autopart's bound proves its result;
+    None: infeasible.
+    """
+    numbers = {"listed": published.value, "objective": answer.objective, "bound": answer.bound}
     return {
-        "anchor": str(anchor),
+        "published": str(published),
         **{name: number if math.isfinite(number) else None for name, number in numbers.items()},
-        "listed_proved": anchor.proved,
+        "listed_proved": published.proved,
         "proved": answer.proved,
-        "reached": anchor.reached(answer.objective),
+        "reached": published.reached(answer.objective),
         "seconds": answer.seconds,
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; 1 when an anchor is missed or no plan exists."""
+    """Run the command line. Returns 1 if a published value is missed or no plan exists."""
     args = _parser().parse_args(arguments)
     if args.file.is_dir():
         found = ask_all(args.file, args.seconds, args.workers)
@@ -213,8 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         versions = {name: version(name) for name in ("ortools", "numpy", "networkx")}
         rows = [_row(a, x) for a, x in found]
-        print("written to", common.write("anchors", {"versions": versions, "anchors": rows}))
-        return int(not all(anchor.reached(answer.objective) for anchor, answer in found))
+        print("written to", common.write("planner_objectives", {"versions": versions, "values": rows}))
+        return int(not all(published.reached(answer.objective) for published, answer in found))
     levels = args.levels or ((args.devices,) if args.devices else None)
     query = Query(
         levels=levels,

@@ -1,4 +1,4 @@
-"""Models small enough to be trained by two processes of one core each, large enough that compute is what they do."""
+"""Models small enough for two processes of one core each, and large enough that computation dominates."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Trained:
-    """make: the model; batch: what it takes; layers: module path of its list of layers; count: how many."""
+class BenchModel:
+    """A model to train. make: builds it; batch: builds its batch; layers: module path of its list of `count` layers."""
 
     make: Callable[[], torch.nn.Module]
     batch: Callable[[], Batch]
@@ -25,7 +25,7 @@ class Trained:
     count: int
 
     def model(self) -> torch.nn.Module:
-        """The same weights every time, in training mode."""
+        """Return the model with the same weights every time, in training mode."""
         hf.logging.set_verbosity_error()
         torch.manual_seed(0)
         return self.make().train()
@@ -94,18 +94,18 @@ def _convnext() -> torch.nn.Module:
     )
 
 
-MODELS: dict[str, Trained] = {
-    "gpt2": Trained(gpt2(2048, 256, 8), tokens(2048, 16, 96), "transformer.h", 8),
-    "gpt2, vocabulary 50257": Trained(gpt2(50257, 192, 8), tokens(50257, 16, 48), "transformer.h", 8),
-    "llama, vocabulary 32000": Trained(_llama(32000, 256, 6), tokens(32000, 16, 48), "model.layers", 6),
-    "llama": Trained(_llama(2048, 256, 9), tokens(2048, 16, 96), "model.layers", 9),
-    "bert": Trained(_bert, tokens(8192, 16, 96), "bert.encoder.layer", 8),
-    "opt": Trained(_opt, tokens(16384, 16, 64), "model.decoder.layers", 7),
-    "vit": Trained(_vit, _images(16, 96), "vit.layers", 8),
-    "convnext": Trained(_convnext, _images(16, 96), "convnext.encoder.stages", 4),
+MODELS: dict[str, BenchModel] = {
+    "gpt2": BenchModel(gpt2(2048, 256, 8), tokens(2048, 16, 96), "transformer.h", 8),
+    "gpt2, vocabulary 50257": BenchModel(gpt2(50257, 192, 8), tokens(50257, 16, 48), "transformer.h", 8),
+    "llama, vocabulary 32000": BenchModel(_llama(32000, 256, 6), tokens(32000, 16, 48), "model.layers", 6),
+    "llama": BenchModel(_llama(2048, 256, 9), tokens(2048, 16, 96), "model.layers", 9),
+    "bert": BenchModel(_bert, tokens(8192, 16, 96), "bert.encoder.layer", 8),
+    "opt": BenchModel(_opt, tokens(16384, 16, 64), "model.decoder.layers", 7),
+    "vit": BenchModel(_vit, _images(16, 96), "vit.layers", 8),
+    "convnext": BenchModel(_convnext, _images(16, 96), "convnext.encoder.stages", 4),
 }
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """The optimizer of every benchmark."""
+    """Return the optimizer of every benchmark."""
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)

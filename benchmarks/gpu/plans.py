@@ -1,4 +1,4 @@
-"""The plans that are compared: ours, ours cut into equal layers, and what torch has, each as one step with AdamW."""
+"""The plans that are compared: autopart's plan, its runtime with equal layers, and those of torch, each with AdamW."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_models import adamw
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch_pipeline import torch_pipeline
-from trained import adamw
 
 import autopart
 from gpu.jobs import CannotRun, Job, default_micros
@@ -24,9 +24,9 @@ from gpu.workloads import Workload
 class Running:
     """A plan that is ready to step.
 
-    step: forward, backward and optimizer; returns the loss on ranks that know it.  micro_rows: what the batch is
-    computed in.  devices: how many work.  shares: the loss is that of this rank's rows.  pipe, timeline: of ours alone,
-    the latter one more step and what every rank did in it.
+    step: forward, backward and optimizer; returns the loss on ranks that know it. micro_rows: rows of each micro-batch.
+    devices: number of devices used. shares: whether the loss is that of this rank's rows. pipe, timeline: for autopart
+    only; `timeline` runs one more step and returns its timeline.
     """
 
     step: Callable[[], torch.Tensor | None]
@@ -38,7 +38,7 @@ class Running:
 
 
 def device_of(job: Job) -> torch.device:
-    """This rank's; ranks share one where there are fewer."""
+    """Return this rank's device; ranks share GPUs if there are fewer of them."""
     if job.kind == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -47,23 +47,23 @@ def device_of(job: Job) -> torch.device:
 
 
 def in_precision(job: Job, device: torch.device) -> Any:
-    """The context of a forward."""
+    """Return the autocast context of a forward pass."""
     return torch.autocast(device.type, torch.bfloat16, enabled=job.precision == "bf16")
 
 
 def built(job: Job, work: Workload, device: torch.device) -> nn.Module:
-    """The model on the CPU, in the type that its parameters have."""
+    """Return the model on the CPU with its parameters in the precision's type."""
     model = work.model(device)
     return model.bfloat16() if job.precision == "bf16-parameters" else model
 
 
 def inputs_as(job: Job, given: torch.Tensor) -> torch.Tensor:
-    """Images in the type of the parameters; tokens as they are."""
+    """Return images in the type of the parameters, and tokens unchanged."""
     return given.bfloat16() if given.is_floating_point() and job.precision == "bf16-parameters" else given
 
 
 def updated(compute: Callable[[], torch.Tensor | None], parameters: Iterable[nn.Parameter]) -> Callable[[], Any]:
-    """A step: what is computed, and the optimizer's."""
+    """Return a step that computes and then updates the parameters."""
     optimizer = adamw(parameters)
 
     def step() -> torch.Tensor | None:
@@ -77,7 +77,7 @@ def updated(compute: Callable[[], torch.Tensor | None], parameters: Iterable[nn.
 
 @contextlib.contextmanager
 def plain(job: Job, work: Workload) -> Iterator[Running]:
-    """The model as it is, on the first device, the whole batch at once."""
+    """Run the unpartitioned model on the first device with the whole batch at once."""
     rows = job.world * work.rows
     if int(os.environ["RANK"]):
         yield Running(lambda: None, (rows,), 1)
@@ -86,7 +86,7 @@ def plain(job: Job, work: Workload) -> Iterator[Running]:
 
 
 def plain_step(job: Job, work: Workload, micro_rows: Sequence[int]) -> Callable[[], torch.Tensor]:
-    """A step of the plain model over micro-batches, whose losses count by their rows: what plans are held against."""
+    """Return the reference step of one process over micro-batches whose losses are weighted by their rows."""
     device = device_of(job)
     model = built(job, work, device).to(device)
     given, target = work.batch(sum(micro_rows))
@@ -106,14 +106,14 @@ def plain_step(job: Job, work: Workload, micro_rows: Sequence[int]) -> Callable[
 
 @contextlib.contextmanager
 def ours(job: Job, work: Workload) -> Iterator[Running]:
-    """What the planner chooses."""
+    """Run the planner's choice."""
     with _compiled(job, work, {"micro_batches": job.micro_batches}) as running:
         yield running
 
 
 @contextlib.contextmanager
 def equal_layers(job: Job, work: Workload) -> Iterator[Running]:
-    """Our runtime, a stage for each device, cut by hand: as many layers in each."""
+    """Run autopart with a stage per device and the same number of layers in each."""
     _needs_stages(job, work)
     options = {
         "stages": job.world,
@@ -146,7 +146,7 @@ def _compiled(job: Job, work: Workload, options: dict[str, Any]) -> Iterator[Run
 
 @contextlib.contextmanager
 def data_parallel(job: Job, work: Workload) -> Iterator[Running]:
-    """torch's DistributedDataParallel, rows of the batch in equal shares."""
+    """Run torch's DistributedDataParallel with equal shares of the rows."""
     device = device_of(job)
     given, target = work.batch(job.world * work.rows)
     _open_group(job)
@@ -187,7 +187,9 @@ def _torch_schedule(schedule: Any) -> Any:
 
 
 def _open_group(job: Job) -> None:
-    """Never destroyed: the process ends with the row, and freeing a group of Gloo that DDP used may wait for ever."""
+    """Open the default group and never close it: freeing a Gloo group that DDP used may hang, and the process ends
+    anyway.
+    """
     dist.init_process_group("gloo" if job.kind == "cpu" or job.transport == "gloo" else "cpu:gloo,cuda:nccl")
 
 
@@ -202,7 +204,7 @@ def _micros(job: Job, work: Workload) -> int:
     return job.micro_batches or default_micros(job.world * work.rows, job.world)
 
 
-WAYS: dict[str, Callable[[Job, Workload], Any]] = {
+PLANS: dict[str, Callable[[Job, Workload], Any]] = {
     "one device": plain,
     "ours": ours,
     "ours, equal layers": equal_layers,

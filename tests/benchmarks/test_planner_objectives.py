@@ -1,6 +1,6 @@
 """Tests that the best published results of other planners are reached.
 
-The profiles are not part of the project: they are read from the folder in AUTOPART_ANCHORS, or from
+The profiles are not part of the project: they are read from the folder in AUTOPART_PLANNER_PROFILES, or from
 `shared/data/planners` beside the checkout. Tests are skipped without them.
 """
 
@@ -10,54 +10,56 @@ import os
 from math import isinf
 from pathlib import Path
 
-import anchors as command
+import planner_objectives as command
 import pytest
 from planners import formats
-from planners.anchor_values import PLACING as BEST
-from planners.anchor_values import Anchor, anchors
 from planners.placement import Machine, Message
+from planners.published_values import PLACING as BEST
+from planners.published_values import PublishedValue, published_values
 
 from autopart.ir.errors import InfeasibleError
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = Path(os.environ.get("AUTOPART_ANCHORS", ROOT.parent / "shared" / "data" / "planners"))
+FOLDER = Path(os.environ.get("AUTOPART_PLANNER_PROFILES", ROOT.parent / "shared" / "data" / "planners"))
 
 needs_profiles = pytest.mark.skipif(
-    not FOLDER.is_dir(), reason=f"no profiles at {FOLDER}: set AUTOPART_ANCHORS to a folder that has them"
+    not FOLDER.is_dir(), reason=f"no profiles at {FOLDER}: set AUTOPART_PLANNER_PROFILES to a folder that has them"
 )
 
 
-def slow(anchor: Anchor) -> bool:
+def slow(published: PublishedValue) -> bool:
     """Return whether a case takes over a second, or has no known proof and so uses up its time limit."""
-    free = anchor.ask.get("objective") == "free" and not anchor.proved
-    return free or any(name in anchor.file for name in ("gnmt_large", "piper", "xlnet", "bert-48"))
+    free = published.ask.get("objective") == "free" and not published.proved
+    return free or any(name in published.file for name in ("gnmt_large", "piper", "xlnet", "bert-48"))
 
 
-CASES = [pytest.param(a, id=str(a), marks=[pytest.mark.slow] if slow(a) else []) for a in anchors()]
+CASES = [pytest.param(a, id=str(a), marks=[pytest.mark.slow] if slow(a) else []) for a in published_values()]
 
 
 @needs_profiles
-@pytest.mark.parametrize("anchor", CASES)
-def test_the_published_objective_is_reached(anchor: Anchor) -> None:
-    if anchor.ask.get("objective") == "free" and not anchor.proved:  # the published solver took minutes on two cores
-        answer = command.ask(FOLDER / anchor.file, command.Query(**anchor.ask, seconds=20))
-        contiguous, _, bound = BEST[Path(anchor.file).stem]
-        assert bound - anchor.digits <= answer.objective <= contiguous * (1 + 1e-6)
-        assert 0 < answer.bound <= min(answer.objective, anchor.value + anchor.digits)
+@pytest.mark.parametrize("published", CASES)
+def test_the_published_objective_is_reached(published: PublishedValue) -> None:
+    if (
+        published.ask.get("objective") == "free" and not published.proved
+    ):  # the published solver took minutes on two cores
+        answer = command.ask(FOLDER / published.file, command.Query(**published.ask, seconds=20))
+        contiguous, _, bound = BEST[Path(published.file).stem]
+        assert bound - published.digits <= answer.objective <= contiguous * (1 + 1e-6)
+        assert 0 < answer.bound <= min(answer.objective, published.value + published.digits)
         return
-    query = command.Query(**anchor.ask, seconds=100)
-    if isinf(anchor.value):
+    query = command.Query(**published.ask, seconds=100)
+    if isinf(published.value):
         with pytest.raises(InfeasibleError, match=r"2\.00 GiB"):
-            command.ask(FOLDER / anchor.file, query)
+            command.ask(FOLDER / published.file, query)
         return
-    answer = command.ask(FOLDER / anchor.file, query)
-    assert anchor.reached(answer.objective)
-    if "gnmt_large" in anchor.file:
+    answer = command.ask(FOLDER / published.file, query)
+    assert published.reached(answer.objective)
+    if "gnmt_large" in published.file:
         assert answer.seconds < 52  # a fifth of the time of the original
-    sign = -1 if anchor.larger_wins else 1
+    sign = -1 if published.larger_wins else 1
     assert sign * answer.bound <= sign * answer.objective * (1 + sign * 1e-9)
-    if anchor.proved:
-        near = pytest.approx(anchor.value, rel=1e-6, abs=anchor.digits)
+    if published.proved:
+        near = pytest.approx(published.value, rel=1e-6, abs=published.digits)
         assert answer.objective == near, "better than the proven optimum: the cost model is wrong"
         assert answer.bound == answer.objective, "not proved in time"
 

@@ -1,12 +1,12 @@
-"""What does each pass cost as the model grows?
+"""Times of the planner's passes for growing models.
 
 GPT-2 (hidden 256) on the meta device at several depths, planned for 4 stages and 16 micro-batches with analytic costs:
-seconds of every step from the model object to the verified program, the fastest of a few runs.  Expected growth:
+seconds of every step from the model object to the verified program, the fastest of a few runs. Expected growth:
 capture, tokens, atoms, route and verify linear in the ops; coarsening O(n log n) with a small constant; search and
-bound depend on the number of blocks, which is bounded.  "build" is all of it behind capture and costs.  "tokens" is the
-analysis that `token_slices=` asks for, behind its second capture; it fails where that takes more than 1 s of processor.
+bound depend on the number of blocks, which is bounded. "build" is everything after capture and costs. "tokens" is the
+analysis for `token_slices=`, after its second capture; the benchmark fails if it takes more than 1 s of processor time.
 
-    python benchmarks/pass_growth.py          about 2 minutes on 2 cores; writes results/pass_growth.json
+    python benchmarks/pass_times.py          about 2 minutes on 2 cores; writes results/pass_times.json
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def gpt2(layers: int) -> torch.nn.Module:
 
 
 def fastest(runs: int, work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of the fastest run, and what it returned."""
+    """Return the seconds of the fastest run and its result."""
     best, result = float("inf"), None
     for _ in range(runs):
         began = time.perf_counter()
@@ -66,7 +66,7 @@ def fastest(runs: int, work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def passes(layers: int, runs: int) -> dict[str, float]:
-    """Seconds of each pass at one depth, and the number of ops."""
+    """Return the seconds of each pass at one depth, and the number of ops."""
     ids = torch.randint(0, 1000, (2, TOKENS))
     batch = flatten({"input_ids": ids, "labels": ids})
     cluster = parse_cluster("cpu:4")
@@ -82,12 +82,12 @@ def passes(layers: int, runs: int) -> dict[str, float]:
     spent = time.process_time()
     recipe = timed("tokens", lambda: analyse(captured.graph, shorter, TOKENS, FEWER, Probed(captured)))
     spent = (time.process_time() - spent) / runs
-    assert isinstance(recipe, Recipe) and spent <= 1, f"the analysis of tokens took {spent:.2f} s of processor"
+    assert isinstance(recipe, Recipe) and spent <= 1, f"the token analysis took {spent:.2f} s of processor time"
     graph = timed("costs", lambda: analytic_costs(captured.graph, cluster.devices[0]))
     fine = timed("atoms", lambda: atoms(graph))
     blocks = timed("coarsen", lambda: coarsen(fine, blocks=BLOCKS))
     kinds = device_types(cluster)
-    cost_model = ExtrapolatedCosts(ResizableGraph(graph), kinds)  # at the captured rows alone: they are fixed below
+    cost_model = ExtrapolatedCosts(ResizableGraph(graph), kinds)  # at the captured rows only, as requested below
     request = PlanRequest(((2,) * MICROS,), stages=STAGES, replicas=1)
 
     def space() -> SearchSpace:
@@ -121,7 +121,7 @@ def main() -> None:
     print("  ".join(f"{name:>18s}" for name in names))
     for row in rows:
         print("  ".join(f"{row[name]:18d}" if isinstance(row[name], int) else f"{row[name]:18.4f}" for name in names))
-    print("written to", write("pass_growth", {"rows": rows}).name)
+    print("written to", write("pass_times", {"rows": rows}).name)
 
 
 if __name__ == "__main__":

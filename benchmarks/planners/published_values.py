@@ -1,8 +1,8 @@
-"""The best objectives known for the published profiles, as far as our yardsticks are concerned.
+"""The best objectives known for the published profiles.
 
-Of each: the file, how to ask (`anchors.Query`), and the value; PipeDream's, Piper's and dnn-partitioning's are to be
-reached from above, DAPPLE's scores from below.  Values are from runs of the original planners, to the digits shown.
-The linearised DP is held to the optimum over all orders, which the published one misses on two files.
+Each value has its file and query (`planner_objectives.Query`). Values of PipeDream, Piper and dnn-partitioning are
+minima, DAPPLE's scores are maxima. They are from runs of the original planners, to the digits shown. The linearised DP
+is compared with the optimum over all orders, which the published one misses on two files.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ PLACING: dict[str, tuple[float, float, float]] = {  # ms: contiguous; free: best
 }
 
 UNCHANGED = 16e9
-"""bytes per device.  This limit leaves PipeDream's values (acr) of all but resnet50 as they are."""
+"""Bytes per device. This limit does not change PipeDream's values (acr) except for resnet50."""
 
 FREE_DIGITS = 5e-4
-"""ms.  The free values come from costs rounded to 1e-4 ms each, several of which make up a load."""
+"""Tolerance in ms: the free values come from costs rounded to 1e-4 ms each, several of which form a load."""
 
 PIPER: dict[tuple[int, int, int], float] = {  # (devices, micro-batches, GiB): s; inf: no plan fits
     (8, 1920, 2): inf,
@@ -71,10 +71,11 @@ DAPPLE: dict[tuple[str, int, int], tuple[float, float, float]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Anchor:
-    """file: below the folder of profiles.  ask: keywords of `anchors.Query`.  digits: how far off the value may be.
+class PublishedValue:
+    """A published objective.
 
-    proved: that no plan is better.
+    file: below the folder of profiles; ask: arguments of `planner_objectives.Query`; digits: tolerance of the value;
+    proved: no plan is better.
     """
 
     file: str
@@ -85,7 +86,9 @@ class Anchor:
     proved: bool = False
 
     def reached(self, objective: float) -> bool:
-        """At least as good, to 1e-6 relative or the digits shown; infeasible where the value is."""
+        """Return whether an objective is at least as good, to 1e-6 relative or the digits shown, or infeasible as
+        published.
+        """
         if isinf(self.value):
             return objective == self.value
         worse = self.value - objective if self.larger_wins else objective - self.value
@@ -96,27 +99,29 @@ class Anchor:
         return f"{self.file} {said}"
 
 
-def anchors() -> Iterator[Anchor]:
-    """All of them."""
+def published_values() -> Iterator[PublishedValue]:
+    """Yield all published values."""
     for (name, objective), values in PIPEDREAM.items():
         for where, value in zip((FLAT_4, FLAT_16, TWO_4_4, TWO_8_2), values, strict=True):
             if value is not None:
                 ask = {"objective": objective, **where}
-                yield Anchor(f"pipedream/{name}.graph.txt", ask, value)
+                yield PublishedValue(f"pipedream/{name}.graph.txt", ask, value)
                 if objective == "acr" and name != "resnet50":
-                    yield Anchor(f"pipedream/{name}.graph.txt", ask | {"memory_bytes": UNCHANGED}, value)
+                    yield PublishedValue(f"pipedream/{name}.graph.txt", ask | {"memory_bytes": UNCHANGED}, value)
     for bandwidth, value in ((3e9, 0.045657483153), (5e9, 0.044330729892)):
-        yield Anchor("pipedream/vgg16.graph.txt", {"levels": (16,), "bandwidths": (bandwidth,)}, value)
+        yield PublishedValue("pipedream/vgg16.graph.txt", {"levels": (16,), "bandwidths": (bandwidth,)}, value)
     for name, (contiguous, free, bound) in PLACING.items():
-        yield Anchor(f"dnn-partitioning/{name}.json", {"objective": "line"}, contiguous)
-        yield Anchor(f"dnn-partitioning/{name}.json", {"objective": "contiguous"}, contiguous, proved=True)
-        yield Anchor(f"dnn-partitioning/{name}.json", {"objective": "free"}, free, FREE_DIGITS, proved=free == bound)
+        yield PublishedValue(f"dnn-partitioning/{name}.json", {"objective": "line"}, contiguous)
+        yield PublishedValue(f"dnn-partitioning/{name}.json", {"objective": "contiguous"}, contiguous, proved=True)
+        yield PublishedValue(
+            f"dnn-partitioning/{name}.json", {"objective": "free"}, free, FREE_DIGITS, proved=free == bound
+        )
     for (devices, micros, gib), value in PIPER.items():
         ask = {"levels": (devices,), "micros": micros, "memory_bytes": gib * 2**30, "bandwidths": (25 * 2**30,)}
-        yield Anchor("piper/bert32a100.json", ask, value, 5e-8)
+        yield PublishedValue("piper/bert32a100.json", ask, value, 5e-8)
     for (name, micro, batch), scores in DAPPLE.items():
         for levels, value in zip(((8, 2), (1, 16)), scores[:2], strict=True):
             ask = {"objective": "dapple", "levels": levels, "micro_batch": micro, "global_batch": batch}
-            yield Anchor(f"dapple/{name}.txt", ask, value, 5e-5, larger_wins=True)
+            yield PublishedValue(f"dapple/{name}.txt", ask, value, 5e-5, larger_wins=True)
         ask = {"objective": "data", "levels": (8, 2), "micro_batch": micro, "global_batch": batch}
-        yield Anchor(f"dapple/{name}.txt", ask, scores[2], 5e-5, larger_wins=True, proved=True)
+        yield PublishedValue(f"dapple/{name}.txt", ask, scores[2], 5e-5, larger_wins=True, proved=True)

@@ -64,8 +64,8 @@ def machine() -> dict[str, Any]:
 
 def _revision() -> str:
     """Return the revision of the working tree, or the variable REVISION if the history is not available."""
-    if told := os.environ.get("REVISION"):
-        return told
+    if given := os.environ.get("REVISION"):
+        return given
     with contextlib.suppress(OSError):
         found = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=RESULTS.parent

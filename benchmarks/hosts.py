@@ -118,5 +118,5 @@ def _start(hosts: Hosts, number: int, log: Path, arguments: Sequence[str], ranks
     env = os.environ | {"GLOO_SOCKET_IFNAME": hosts.cards[number], "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
-    with log.open("w") as said:
-        return subprocess.Popen(command, env=env, stdout=said, stderr=subprocess.STDOUT)
+    with log.open("w") as out:
+        return subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)

@@ -142,8 +142,8 @@ def measure(rounds: int, warmup: int, bucket_bytes: int) -> dict[str, Any]:
     measured = alternate({OURS: first, BEHIND: second, PEER: third, ALONE: fourth}, rounds, warmup)
     losses = zip(measured.results[OURS], measured.results[PEER], strict=True)
     apart = max(abs(mine - its) / its for mine, its in losses)
-    theirs = dict(model.module.named_parameters())
-    off = max((p - theirs[n]).abs().max().item() for n, p in pipe.named_parameters())
+    ddp = dict(model.module.named_parameters())
+    off = max((p - ddp[n]).abs().max().item() for n, p in pipe.named_parameters())
     releases = Releases()
     with releases.noted():
         for _ in range(5):

@@ -149,9 +149,7 @@ def report(seconds: dict[str, list[float]], limits: dict[str, Any], cut: str) ->
     print(f"\nGPT-2 {LAYERS} layers, hidden {HIDDEN}, cut at {cut}; {MICROS} micro-batches, 2 ranks x 1 thread")
     for name, values in seconds.items():
         print(f"  {name:16s} {spread(values)}")
-    ratios = {
-        f"{theirs} / {mine}": ratio(seconds[theirs], seconds[mine]) for theirs, mine in zip(PEER, OURS, strict=True)
-    }
+    ratios = {f"{other} / {mine}": ratio(seconds[other], seconds[mine]) for other, mine in zip(PEER, OURS, strict=True)}
     ratios |= {f"one process / {mine}": ratio(seconds["one process"], seconds[mine]) for mine in OURS}
     for name, value in ratios.items():
         print(f"  {name:30s} {value.median:.3f}x  [{value.low:.3f}, {value.high:.3f}]")

@@ -44,11 +44,11 @@ def rows(names: Sequence[str], jobs: int, limit: float, processes: bool) -> Iter
     while waiting or running:
         while waiting and len(running) < jobs:
             name = waiting.pop(0)
-            ours, theirs = context.Pipe(duplex=False)
-            child = context.Process(target=_child, args=(theirs, name, processes))
+            parent_end, child_end = context.Pipe(duplex=False)
+            child = context.Process(target=_child, args=(child_end, name, processes))
             child.start()
-            theirs.close()
-            running[ours] = name, child, time.monotonic() + limit
+            child_end.close()
+            running[parent_end] = name, child, time.monotonic() + limit
         ready = wait(list(running), timeout=0.5)
         for end, (name, child, deadline) in list(running.items()):
             late = time.monotonic() > deadline
@@ -81,9 +81,9 @@ def _row(end: Connection, name: str, child: Any, late: float) -> Row:
 
 def line(row: Row) -> str:
     """Return one row of the table."""
-    said = f"{row.error:.1e}" if row.verdict in (EXACT, WRONG) else ""
+    error = f"{row.error:.1e}" if row.verdict in (EXACT, WRONG) else ""
     cause = " ".join(part for part in (row.cause, f"({row.why})" if row.why else "") if part)
-    return f"{row.name:30s} {row.kind:28s} {row.verdict:8s} {said:8s} {row.seconds:6.1f} s  {cause}".rstrip()
+    return f"{row.name:30s} {row.kind:28s} {row.verdict:8s} {error:8s} {row.seconds:6.1f} s  {cause}".rstrip()
 
 
 def summary(found: Sequence[Row]) -> dict[str, Any]:
@@ -118,14 +118,14 @@ def main() -> None:
             print(f"    where {row.where}\n    fix {row.fix}")
     order = [a.name for a in ARCHITECTURES]
     found.sort(key=lambda row: order.index(row.name))
-    told = summary(found)
-    print(*(f"{key}: {value}" for key, value in told.items() if key != "causes"), sep="\n")
-    for cause, count in told["causes"].items():
+    totals = summary(found)
+    print(*(f"{key}: {value}" for key, value in totals.items() if key != "causes"), sep="\n")
+    for cause, count in totals["causes"].items():
         print(f"{count:4d}  {cause}")
     if not given.only:
         content = {
             "transformers": transformers.__version__, "seconds": round(time.perf_counter() - began, 1),
-            "processes": given.processes, "summary": told, "rows": [asdict(row) for row in found],
+            "processes": given.processes, "summary": totals, "rows": [asdict(row) for row in found],
         }  # fmt: skip
         print("written to", write("zoo_processes" if given.processes else "zoo", content).name)
 

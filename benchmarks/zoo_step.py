@@ -60,7 +60,7 @@ def step(name: str, *, processes: bool = False) -> Row:
         plain = plain_outcome(fresh_copy(model), batch, arch.loss, (ROWS,), [1.0])
         row = replace(row, parameters=len(plain.gradients))
     except Exception as error:
-        return _ended(replace(row, **_told(error)), began)
+        return _ended(replace(row, **_cause_of(error)), began)
     try:
         run = _in_processes if processes else _in_process
         found = run(model, sample, arch.loss, plain)
@@ -74,15 +74,15 @@ def step(name: str, *, processes: bool = False) -> Row:
             losses = f"loss {found.loss:.6g} for {found.expected_loss:.6g}"
             verdict = replace(verdict, cause=losses, why="; ".join(worst[:3]))
     except AutopartError as error:
-        told = {
+        cause_of_error = {
             "cause": f"{type(error).__name__}: {error.what}",
             "why": error.why,
             "where": error.where,
             "fix": error.fix,
         }
-        verdict = replace(row, verdict=REFUSED, **told)
+        verdict = replace(row, verdict=REFUSED, **cause_of_error)
     except Exception as error:
-        verdict = replace(row, verdict=CRASHED, **_told(error))
+        verdict = replace(row, verdict=CRASHED, **_cause_of(error))
     return _ended(verdict, began)
 
 
@@ -90,7 +90,7 @@ def _ended(row: Row, began: float) -> Row:
     return replace(row, seconds=round(time.perf_counter() - began, 2))
 
 
-def _told(error: BaseException) -> dict[str, str]:
+def _cause_of(error: BaseException) -> dict[str, str]:
     first = (str(error).splitlines() or [""])[0]
     place = traceback.extract_tb(error.__traceback__)[-1]
     return {"cause": f"{type(error).__name__}: {first}", "where": f"{place.filename}:{place.lineno}"}

@@ -63,8 +63,8 @@ def reason(error: BaseException) -> str:
         error = error.__cause__
     text = getattr(error, "what", "") or (str(error).strip().splitlines() or [""])[0]
     why = (getattr(error, "why", "") or "").splitlines()
-    said = ": ".join([text, *why[:1]])
-    return f"{type(error).__name__}: {said}"[:300]
+    text_and_why = ": ".join([text, *why[:1]])
+    return f"{type(error).__name__}: {text_and_why}"[:300]
 
 
 FOLLOWED = "another rank failed"

@@ -30,15 +30,15 @@ def perform(job: Job) -> Answer:
     work = workload(job.model, job.scale, tiny=job.tiny, rows=job.rows)
     try:
         with PLANS[job.plan](job, work) as running:
-            said = _measured(job, running)
+            answer = _measured(job, running)
             if running.pipe is not None:
-                said |= _predicted(running.pipe) | _idle(running)
+                answer |= _predicted(running.pipe) | _idle(running)
         del running
     except CannotRun as error:
         return {"reason": str(error), "stays": True}
     if os.environ["RANK"] == "0":
-        said |= _reference(job, work, tuple(said["micro_rows"]), said["losses"])
-    return said
+        answer |= _reference(job, work, tuple(answer["micro_rows"]), answer["losses"])
+    return answer
 
 
 def _measured(job: Job, running: Running) -> Answer:
@@ -144,14 +144,14 @@ def count_work(job: Job) -> Answer:
 
 def describe(job: Job | None = None) -> Answer:
     """Return the machine of this rank. Runs in a child process: a process that forks others must not use CUDA."""
-    said: Answer = {"host": platform.node(), "gpus": 0, "gpu": None}
+    answer: Answer = {"host": platform.node(), "gpus": 0, "gpu": None}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        said |= {
+        answer |= {
             "gpus": torch.cuda.device_count(), "gpu": properties.name, "gpu_bytes": properties.total_memory,
             "cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }  # fmt: skip
-    return said
+    return answer
 
 
 def failed(error: BaseException) -> Answer:

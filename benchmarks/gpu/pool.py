@@ -59,10 +59,10 @@ class Pool:
             "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
         }  # fmt: skip
         fork = multiprocessing.get_context("fork")  # everything is imported and this process has not used CUDA
-        conn, theirs = fork.Pipe(duplex=False)
-        process = fork.Process(target=_child, args=(theirs, env, work, args), daemon=True)
+        conn, child_conn = fork.Pipe(duplex=False)
+        process = fork.Process(target=_child, args=(child_conn, env, work, args), daemon=True)
         process.start()
-        theirs.close()
+        child_conn.close()
         try:
             return self._exchanged(self._await(process, conn, limit_s), limit_s)
         finally:  # after all ranks are done: rank 0's child has the store of the row
@@ -85,13 +85,13 @@ class Pool:
         while True:
             if conn.poll(POLL_S):
                 try:
-                    said: Answer = json.loads(conn.recv())
+                    answer: Answer = json.loads(conn.recv())
                 except EOFError:
                     process.join(GRACE_S)
-                    said = {"reason": f"the process died (exit code {process.exitcode})"}
-                if "reason" in said and not said.get("stays"):
+                    answer = {"reason": f"the process died (exit code {process.exitcode})"}
+                if "reason" in answer and not answer.get("stays"):
                     self._tell_failure()
-                return said
+                return answer
             if time.monotonic() > end:
                 if not patience:
                     self._tell_failure()
@@ -130,10 +130,10 @@ def _child(conn: Connection, env: dict[str, str], work: Work, args: tuple[Any, .
     os.environ.update(env)
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the rows have a separate store
     try:
-        said = work(*args)
+        answer = work(*args)
     except BaseException as error:
-        said = {"reason": reason(error)}
-    conn.send(json.dumps(said))
+        answer = {"reason": reason(error)}
+    conn.send(json.dumps(answer))
     threading.Event().wait()  # until it is killed
 
 

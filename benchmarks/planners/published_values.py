@@ -95,8 +95,8 @@ class PublishedValue:
         return worse <= max(1e-6 * self.value, self.digits)
 
     def __str__(self) -> str:
-        said = " ".join(f"{k}={'x'.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in self.ask.items())
-        return f"{self.file} {said}"
+        query = " ".join(f"{k}={'x'.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in self.ask.items())
+        return f"{self.file} {query}"
 
 
 def published_values() -> Iterator[PublishedValue]:

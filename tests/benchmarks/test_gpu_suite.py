@@ -83,17 +83,17 @@ def test_a_row_is_that_of_the_slowest_rank_and_marks_wrong_losses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answers", "said"),
+    ("answers", "expected"),
     [
         ([{"reason": "another rank failed", "late": True}, {"reason": "ValueError: no"}], "rank 1: ValueError: no"),
         ([{"reason": "one device", "stays": True}, {"reason": "one device", "stays": True}], "one device"),
         ([{"reason": "another rank failed"}, {"reason": "ended after 9 s", "late": True}], "rank 1: ended after 9 s"),
     ],
 )
-def test_a_failed_row_has_the_first_reason(answers: list[dict[str, Any]], said: str) -> None:
+def test_a_failed_row_has_the_first_reason(answers: list[dict[str, Any]], expected: str) -> None:
     row = row_of(JOB, answers)
-    assert row["reason"] == said
-    assert table([row]).endswith(f" (1) {said}")
+    assert row["reason"] == expected
+    assert table([row]).endswith(f" (1) {expected}")
 
 
 def test_a_cluster_preset_is_found_by_the_name_of_the_gpu() -> None:
@@ -128,12 +128,12 @@ def dry_run(folder: Path, *options: str, timeout: float) -> tuple[dict[str, Any]
 @pytest.mark.timeout(200)
 def test_the_command_runs_on_two_ranks(tmp_path: Path) -> None:
     options = ["--models", "llama-1b", "--precisions", "fp32", "--plans", "ours, equal layers", "DDP"]
-    found, said = dry_run(tmp_path, *options, timeout=180)
+    found, expected = dry_run(tmp_path, *options, timeout=180)
     ours, parallel = found["rows"]
     assert ours["alike"] and ours["replicas"] == [1, 1] and ours["simulated_seconds"] > 0
     assert 0 < ours["measured_bubble"] < 1 and ours["flops"] > 0
     assert parallel["alike"] and parallel["flops"] == ours["flops"]
-    assert "ours, equal layers" in said
+    assert "ours, equal layers" in expected
     assert found["command"].startswith("torchrun --nnodes 1 --nproc-per-node 2 benchmarks/gpu --dry-run")
 
 

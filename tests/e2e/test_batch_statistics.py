@@ -58,8 +58,8 @@ def test_statistics_are_shared_when_other_stages_take_micro_batches_in_turn(work
 
 
 def test_replicas_that_take_turns_do_not_share_statistics(pair):
-    for told in pair.run(jobs.refused_in_turn):
-        assert "cannot share batch statistics: its replicas take turns" in told and 'policy "split"' in told
+    for message in pair.run(jobs.refused_in_turn):
+        assert "cannot share batch statistics: its replicas take turns" in message and 'policy "split"' in message
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def test_batch_statistics_are_per_replica_and_running_ones_of_the_first_replica(
     [("pictures", (2,)), *(pytest.param(*cell, marks=SLOW) for cell in itertools.product(NAMES, COUNTS[1:4]))],
 )
 def test_verify_compares_shared_statistics_with_one_process(workers, pair, name, counts):
-    for good, reference, buffers, told in (pair if counts == (2,) else workers).run(jobs.verified, name, counts):
-        assert good and buffers, told
+    for good, reference, buffers, message in (pair if counts == (2,) else workers).run(jobs.verified, name, counts):
+        assert good and buffers, message
         assert "the model itself, over the same micro-batches" in reference
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [(2,), (2, 1)])
 def test_verify_cannot_compare_statistics_of_replicas_with_one_process(workers, counts):
-    for good, *_, told in workers.run(jobs.verified, "pictures", counts, False):
-        assert not good and "cannot be compared with one process" in told and "sync_batchnorm=True" in told
+    for good, *_, message in workers.run(jobs.verified, "pictures", counts, False):
+        assert not good and "cannot be compared with one process" in message and "sync_batchnorm=True" in message

@@ -46,12 +46,12 @@ def test_a_prediction_needs_the_batch_on_one_rank(pair):
 
 
 def test_inconsistent_batches_are_refused_on_all_ranks(pair):
-    for told in pair.run(data_jobs.refused):
-        assert "rank 0 was given no batch" in told["missing"]
-        assert "rank 0 was given no batch" in told["evaluated"]
-        assert "rank 1 was given no batch" in told["one"]
-        assert "shards of 5 and 1 rows" in told["sizes"]
-        assert "sharded= differs" in told["mixed"]
+    for messages in pair.run(data_jobs.refused):
+        assert "rank 0 was given no batch" in messages["missing"]
+        assert "rank 0 was given no batch" in messages["evaluated"]
+        assert "rank 1 was given no batch" in messages["one"]
+        assert "shards of 5 and 1 rows" in messages["sizes"]
+        assert "sharded= differs" in messages["mixed"]
 
 
 def test_ranks_without_the_batch_follow_branches_on_its_values(pair):
@@ -60,5 +60,5 @@ def test_ranks_without_the_batch_follow_branches_on_its_values(pair):
 
 
 def test_a_model_that_reads_values_of_the_batch_refuses_shards(pair):
-    for _, told in pair.run(data_jobs.asks, (2,), True):
-        assert "reads numbers of the whole batch" in told
+    for _, messages in pair.run(data_jobs.asks, (2,), True):
+        assert "reads numbers of the whole batch" in messages

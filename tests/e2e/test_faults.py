@@ -15,7 +15,7 @@ from support.jobs.fault_script import HOW, PHASES, WHOM
 
 pytestmark = pytest.mark.timeout(300)
 
-NAMED_S = 15.0
+REPORTED_S = 15.0
 """Seconds until the cause is reported. The time for interpreters to exit depends on the load and is not limited."""
 DEFAULT = {("torchrun", "stop", "forward", "worker")}
 """Cases that run by default; `test_launch` and `test_failures` cover some others in a running pool."""
@@ -27,7 +27,7 @@ CELLS = [
 ]
 
 
-def named_by(launcher: str, how: str, phase: str, whom: str) -> str:
+def reported_cause(launcher: str, how: str, phase: str, whom: str) -> str:
     """Return a pattern of the reported cause, "" if no process is left to report it."""
     rank = 0 if phase == "planning" else 1
     if whom == "parent":
@@ -42,20 +42,20 @@ def test_a_fault_is_reported_in_time_and_no_process_is_left(
 ) -> None:
     quick = (launcher, how, phase, whom) in DEFAULT
     outcome = play(
-        launcher, how, phase, whom, tmp_path, named_by(launcher, how, phase, whom),
+        launcher, how, phase, whom, tmp_path, reported_cause(launcher, how, phase, whom),
         until_gone=not quick,
     )  # fmt: skip
-    print(f"{launcher} {how} {phase} {whom}: named {outcome.named_s}, gone {outcome.gone_s}")
-    assert outcome.named_s is not None and outcome.named_s <= NAMED_S, outcome.said
+    print(f"{launcher} {how} {phase} {whom}: named {outcome.reported_s}, gone {outcome.gone_s}")
+    assert outcome.reported_s is not None and outcome.reported_s <= REPORTED_S, outcome.output
     if not quick:
-        assert outcome.gone_s is not None, outcome.said  # torchrun itself gives a stopped rank 30 s
+        assert outcome.gone_s is not None, outcome.output  # torchrun itself gives a stopped rank 30 s
     if (how, whom) == ("raise", "worker"):
-        assert len(told_by(launcher, outcome.said)) <= 1, outcome.said
+        assert len(reporters(launcher, outcome.output)) <= 1, outcome.output
 
 
-def told_by(launcher: str, said: str) -> set[str]:
+def reporters(launcher: str, output: str) -> set[str]:
     """Return the processes that report the failure as their own: the launcher with a rank's traceback, or the rank."""
     if launcher == "launch":
-        return set(re.findall(r"^traceback of rank \d|failed first", said, re.M))
+        return set(re.findall(r"^traceback of rank \d|failed first", output, re.M))
     own = r"^\[rank(\d)\]: (?:autopart\.ir\.errors\.StageError: |RuntimeError: the op gave up)"
-    return set(re.findall(own, said, re.M))
+    return set(re.findall(own, output, re.M))

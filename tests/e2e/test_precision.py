@@ -28,15 +28,15 @@ def _check(results, precision, steps, at_most=2e-2, first=1e-6):
     on: the last steps must agree.
     """
     plain, ours = results[0]["plain"], results[0]
-    apart = [abs(mine - theirs) / abs(theirs) for mine, theirs in zip(ours["losses"], plain["losses"], strict=True)]
+    apart = [abs(mine - wanted) / abs(wanted) for mine, wanted in zip(ours["losses"], plain["losses"], strict=True)]
     pairs = zip(ours["scales"], plain["scales"], strict=True)
-    same = next((step for step, (mine, theirs) in enumerate(pairs) if mine != theirs), steps)
+    same = next((step for step, (mine, wanted) in enumerate(pairs) if mine != wanted), steps)
     assert apart[0] <= 1e-6 and max(apart[: same + 1]) <= at_most, apart
-    mine, theirs = (statistics.mean(run["losses"][-10:]) for run in (ours, plain))
-    assert abs(mine - theirs) <= at_most * theirs
+    mine, wanted = (statistics.mean(run["losses"][-10:]) for run in (ours, plain))
+    assert abs(mine - wanted) <= at_most * wanted
     alike = next((step for step, far in enumerate(apart) if far > TOGETHER), steps)
     assert ours["scales"][:alike] == plain["scales"][:alike] and len(ours["scales"]) == len(plain["scales"])
-    assert all(1 / 4 <= mine / theirs <= 4 for mine, theirs in zip(ours["scales"], plain["scales"], strict=True))
+    assert all(1 / 4 <= mine / wanted <= 4 for mine, wanted in zip(ours["scales"], plain["scales"], strict=True))
     for result in results:
         assert result["losses"] == ours["losses"] and result["scales"] == ours["scales"]
         assert len(result["scales"]) == (steps if precision == "fp16" else 0)
@@ -118,10 +118,10 @@ def test_an_overflow_keeps_gradients_accumulated_by_other_steps(pair):
 
 
 def test_different_loss_scales_on_ranks_are_reported(pair):
-    assert all("scaled by 1024 on rank 0 and by 2048 on rank 1" in told for told in pair.run(scales_differ))
+    assert all("scaled by 1024 on rank 0 and by 2048 on rank 1" in message for message in pair.run(scales_differ))
 
 
 def test_an_op_without_a_half_precision_kernel_is_named_with_a_fix(pair):
-    told = pair.run(no_kernel)
-    assert all("bessel_j0" in text and "not implemented for 'Half'" in text for text in told), told
-    assert any("precision_jobs.py" in text and "x.float()" in text for text in told), told
+    messages = pair.run(no_kernel)
+    assert all("bessel_j0" in text and "not implemented for 'Half'" in text for text in messages), messages
+    assert any("precision_jobs.py" in text and "x.float()" in text for text in messages), messages

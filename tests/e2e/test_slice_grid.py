@@ -89,10 +89,10 @@ def test_slices_with_replicas_are_exact(workers: Workers, name: str, replicas: t
 def test_ten_steps_of_accumulated_batches_equal_one_process(workers: Workers, name: str, options: object) -> None:
     """The second batch has a different number of rows than the compiled one."""
     for result in workers.run(trained, name, lengths_of(name), 10, (4, 6), {"micro_batches": 2, **options}):
-        assert all(abs(mine - theirs) <= 1e-6 * abs(theirs) for mine, theirs in result["losses"])
+        assert all(abs(mine - wanted) <= 1e-6 * abs(wanted) for mine, wanted in result["losses"])
         assert result["weights"] <= 1e-6, result["worst"]  # AdamW divides by near-zero gradients
-        mine, theirs = result["evaluated"]
-        assert abs(mine - theirs) <= 1e-6 * abs(theirs)
+        mine, wanted = result["evaluated"]
+        assert abs(mine - wanted) <= 1e-6 * abs(wanted)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -105,8 +105,8 @@ def test_half_precision_in_slices_trains_as_on_whole_sequences(pair: Workers, na
 
 def test_sequences_of_another_length_are_refused_and_the_next_step_is_exact(pair: Workers) -> None:
     results = pair.run(cut_short, "llama", OF_16, 12)
-    for told, kind, _ in results:
-        assert kind == "UsageError" and "slices of 7, 5, 3, 1 tokens do not make up a sequence of 12" in told
+    for message, kind, _ in results:
+        assert kind == "UsageError" and "slices of 7, 5, 3, 1 tokens do not make up a sequence of 12" in message
     assert results[0][2].within(), results[0][2]
 
 
@@ -121,7 +121,7 @@ WHY = {
 def test_models_that_cannot_be_sliced_are_refused_with_the_reason_and_train_whole(pair: Workers, name: str) -> None:
     results = pair.run(trained_whole, name, "float32" if name == "router_loss" else "float64")
     for result in results:
-        assert WHY[name] in result["told"] and "leave token_slices out" in result["told"]
+        assert WHY[name] in result["message"] and "leave token_slices out" in result["message"]
         assert result["slices"] == () and any("sequences are whole" in note for note in result["notes"])
     off = results[0]["off"]
     assert off.gradient <= (SINGLE if name == "router_loss" else EXACT) and abs(off.loss) <= 1e-6, off

@@ -109,7 +109,7 @@ def predicted() -> bool:
 
 def refused() -> dict[str, str]:
     """Return the error of each call whose ranks pass inconsistent batches. A valid step follows each call."""
-    case, told = EVERY["stack"], {}
+    case, messages = EVERY["stack"], {}
     x, y = case.data(8)
     with compiled(case, fresh("stack"), (x, y), **asked_replicas((2,), 2)) as pipe:
         few = 5 - 4 * pipe.rank
@@ -125,9 +125,9 @@ def refused() -> dict[str, str]:
             try:
                 call()
             except AutopartError as error:
-                told[what] = str(error)
+                messages[what] = str(error)
             assert pipe.step((x, y)).item() == before
-    return told
+    return messages
 
 
 class Asks(nn.Module):

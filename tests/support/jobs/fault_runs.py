@@ -29,13 +29,13 @@ START_S, WATCH_S = 150.0, 60.0
 class Outcome:
     """The result of a run with a fault.
 
-    named_s, gone_s: seconds from the fault until its cause was printed and until no process was left, None for never.
-    said: the whole output.
+    reported_s, gone_s: seconds from the fault until its cause was printed and until no process was left, None for
+    never. output: everything printed.
     """
 
-    named_s: float | None
+    reported_s: float | None
     gone_s: float | None
-    said: str
+    output: str
 
 
 def play(
@@ -74,22 +74,22 @@ def _await_strike(process: subprocess.Popen, folder: Path, log: Path) -> float:
 def _watch(
     process: subprocess.Popen, folder: Path, log: Path, struck: float, named: re.Pattern[str], until_gone: bool
 ) -> Outcome:
-    named_s = gone_s = None
+    reported_s = gone_s = None
     while time.monotonic() - struck < WATCH_S:
         process.poll()
         now = time.monotonic() - struck
-        if named_s is None and named.search(log.read_text()):
-            named_s = now
+        if reported_s is None and named.search(log.read_text()):
+            reported_s = now
         if all(state_of(pid) == "gone" for pid in [process.pid, *_pids(folder)]):
             gone_s = now
             break
-        if named_s is not None and not until_gone:
+        if reported_s is not None and not until_gone:
             break
         time.sleep(0.05)
-    said = log.read_text()
-    if named_s is None and named.search(said):
-        named_s = time.monotonic() - struck
-    return Outcome(named_s, gone_s, said)
+    output = log.read_text()
+    if reported_s is None and named.search(output):
+        reported_s = time.monotonic() - struck
+    return Outcome(reported_s, gone_s, output)
 
 
 def _pids(folder: Path) -> list[int]:

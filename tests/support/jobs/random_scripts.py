@@ -261,15 +261,15 @@ def _piped(script: Script, expected: Sequence[tuple[int, str, Any]]) -> Outcome:
             before = len(player.seen)
             player.play(place, event)
             for found, wanted in zip(player.seen[before:], expected[before:], strict=False):
-                if told := _different(found, wanted):
-                    return Outcome("wrong", f"event {place} {event}: {told}", calls)
+                if found_difference := _different(found, wanted):
+                    return Outcome("wrong", f"event {place} {event}: {found_difference}", calls)
             calls += event[0] in CALLS
             if event[0] in ("step", "accumulate"):  # these calls check the whole model for changes
                 recent.clear()
         if len(expected) > len(player.seen):
             player.pipe.close()
-            told = _different((len(script.events), "the end", player.model.state_dict()), expected[-1])
-            return Outcome("wrong" if told else "equal", told, calls)
+            found_difference = _different((len(script.events), "the end", player.model.state_dict()), expected[-1])
+            return Outcome("wrong" if found_difference else "equal", found_difference, calls)
         return Outcome("equal", "", calls)
     except autopart.AutopartError as error:
         named = place < 0 or any(word in str(error) for event in recent for word in words(event))
@@ -285,11 +285,11 @@ def _piped(script: Script, expected: Sequence[tuple[int, str, Any]]) -> Outcome:
 def _different(found: tuple[int, str, Any], wanted: tuple[int, str, Any]) -> str:
     if found[:2] != wanted[:2]:
         return f"{found[:2]} where {wanted[:2]} comes"
-    mine, theirs = ({"": value} if not isinstance(value, dict) else value for value in (found[2], wanted[2]))
-    for name in theirs.keys() | mine.keys():
+    mine, reference = ({"": value} if not isinstance(value, dict) else value for value in (found[2], wanted[2]))
+    for name in reference.keys() | mine.keys():
         a, b = (
             torch.zeros(()) if d.get(name) is None else torch.as_tensor(d[name]).detach().double()
-            for d in (mine, theirs)
+            for d in (mine, reference)
         )
         if not torch.allclose(a, b, rtol=TOLERANCE, atol=1e-11, equal_nan=True):
             return f"{found[1]} {name} is {a.flatten()[:4].tolist()} where torch has {b.flatten()[:4].tolist()}"

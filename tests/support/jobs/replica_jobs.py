@@ -90,13 +90,13 @@ def trained(name: str, counts: Counts, steps: int, clip: float, policy: str = "s
     micros = max(2, *counts) if policy == "turn" else 2
     with compiled(case, fresh(name), batch, **asked_replicas(counts, micros, replica_policy=policy)) as pipe:
         mine = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
-        theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+        plain = torch.optim.AdamW(reference.parameters(), lr=1e-2)
         own = dict(reference.named_parameters()).keys() | dict(reference.named_buffers()).keys()
         losses, norms = [], []
         for _ in range(steps):
             losses.append((pipe.step(batch).item(), plain_step(case, reference, batch, micros).item()))
             norms.append((pipe.clip_grad_norm_(clip).item(), clip_grad_norm_(reference.parameters(), clip).item()))
-            for optimizer in (mine, theirs):
+            for optimizer in (mine, plain):
                 optimizer.step()
                 optimizer.zero_grad()
         reference.eval()

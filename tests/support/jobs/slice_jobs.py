@@ -61,12 +61,12 @@ def trained(name: str, lengths: Lengths, steps: int, rows: tuple[int, ...], opti
     with compiled(case, captures, batches[0], token_slices=lengths, **options) as pipe:
         assert pipe.plan.decision.token_slices == lengths
         mine = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
-        theirs = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+        plain = torch.optim.AdamW(reference.parameters(), lr=1e-3)
         losses = []
         for _ in range(steps):
             for batch in batches:
                 losses.append((pipe.step(batch).item(), plain_step(case, reference, batch, 1).item()))
-            for optimizer in (mine, theirs):
+            for optimizer in (mine, plain):
                 optimizer.step()
                 optimizer.zero_grad()
         state, expected = pipe.state_dict(), reference.state_dict()
@@ -102,19 +102,19 @@ def cut_short(name: str, lengths: Lengths, tokens: int) -> tuple[str, str, Diffe
     """
     case = EVERY[name]
     batch = case.data(4, torch.float64)
-    told, kind = "", ""
+    message, kind = "", ""
     with compiled(case, fresh(name, torch.float64), batch, token_slices=lengths, stages=2, micro_batches=2) as pipe:
         pipe.step(batch)
         try:
             pipe.step({key: value[:, :tokens].clone() for key, value in batch.items()})
         except AutopartError as error:
-            told, kind = str(error), type(error).__name__
+            message, kind = str(error), type(error).__name__
         for parameter in pipe.parameters():
             parameter.grad = None
         loss = pipe.step(batch).item()
         found, state = pipe.gradients(), pipe.state_dict()
         off = difference(loss, found, state, expected_of(name, torch.float64, 4, 1), torch.float64)
-        return told, kind, off if pipe.rank == 0 else None
+        return message, kind, off if pipe.rank == 0 else None
 
 
 def trained_whole(name: str, dtype_name: str) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def trained_whole(name: str, dtype_name: str) -> dict[str, Any]:
     Return the error when slices are requested, and the planner's notes and the difference of a step with slices "auto".
     """
     dtype, case = getattr(torch, dtype_name), EVERY[name]
-    batch, told = case.data(4, dtype), ""
+    batch, message = case.data(4, dtype), ""
     options: dict[str, Any] = {
         "stages": 2,
         "micro_batches": 1,
@@ -131,7 +131,7 @@ def trained_whole(name: str, dtype_name: str) -> dict[str, Any]:
     try:
         compiled(case, fresh(name, dtype), batch, token_slices=2, **options)
     except TokenRefusal as refusal:
-        told = str(refusal)
+        message = str(refusal)
     with compiled(case, fresh(name, dtype), batch, token_slices="auto", **options) as pipe:
         slices, notes = pipe.plan.decision.token_slices, pipe.plan.notes
         loss = pipe.step(batch).item()
@@ -139,7 +139,7 @@ def trained_whole(name: str, dtype_name: str) -> dict[str, Any]:
     reference = case.model(dtype=dtype)
     expected = Expected.of(plain_step(case, reference, batch, 1), reference)
     off = difference(loss, found, state, expected, dtype) if leads else None
-    return {"told": told, "slices": slices, "notes": notes, "off": off}
+    return {"message": message, "slices": slices, "notes": notes, "off": off}
 
 
 class _Live:

@@ -32,19 +32,19 @@ def optimize(name: str, split: Any, schedule: str, steps: int, clip: float | Non
     pipe = compiled(case, fresh(name), case.batch(9), schedule=schedule, micro_batches=3, **where)
     held = {n: p for n, p in pipe.named_parameters() if p.numel()}
     mine = torch.optim.AdamW(held.values(), **ADAMW) if held else None  # an idle rank has no parameters
-    theirs = torch.optim.AdamW(reference.parameters(), **ADAMW)
+    plain = torch.optim.AdamW(reference.parameters(), **ADAMW)
     losses, norms = [], []
     for rows in (9, 8, 9, 6)[:steps]:
         losses.append((pipe.step(case.batch(rows)).item(), plain_step(case, reference, case.batch(rows), 3).item()))
         if clip is not None:
             norms.append((pipe.clip_grad_norm_(clip).item(), clip_grad_norm_(reference.parameters(), clip).item()))
-        for optimizer in filter(None, (mine, theirs)):
+        for optimizer in filter(None, (mine, plain)):
             optimizer.step()
             optimizer.zero_grad()
     state, expected = pipe.state_dict(), reference.state_dict()
     references = dict(reference.named_parameters())
     moments = [
-        relative(mine.state[p][key], theirs.state[references[n]][key])
+        relative(mine.state[p][key], plain.state[references[n]][key])
         for n, p in held.items()
         if mine is not None and p in mine.state
         for key in ("exp_avg", "exp_avg_sq", "step")

@@ -1,7 +1,7 @@
 """Random causal programs over tokens, and random leaks to insert into them.
 
-Many programs form one model whose loss is the sum of theirs, so that one capture serves all of them. Each program is
-then analysed separately (`support.oracles.sliced.judged`).
+Many programs form one model that sums their losses, so that one capture serves all of them. Each program is then
+analysed separately (`support.oracles.sliced.judged`).
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ LEAKY: dict[str, Op] = {
 
 
 class Several(Model):
-    """Programs with shared weights whose loss is the sum of theirs.
+    """A model of programs with shared weights that sums their losses.
 
     Common prefixes of programs are computed once. Each step adds the result of an op on two earlier values to the last
     value, so that every step reaches the loss.

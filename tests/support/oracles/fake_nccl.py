@@ -70,9 +70,7 @@ class Communicators:
             self._made.add(comm)
 
     def _connect(self, comm: str, messages: Sequence[Message]) -> None:
-        """Connect new pairs in two phases, as NCCL does: no pair is connected before all peers have heard from all of
-        theirs.
-        """
+        """Connect new pairs in two phases, as NCCL does: all peers announce themselves before any pair is connected."""
         edges = {(comm, self._rank, peer) if sent else (comm, peer, self._rank) for sent, peer, _, _ in messages}
         fresh = sorted(edges - self._edges)
         for phase in (_TOLD, _CONNECTED):

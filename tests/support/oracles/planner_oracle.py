@@ -198,8 +198,8 @@ def fitting_ns(decision: Decision, setting: CostContext) -> int | None:
 def fits(stages: tuple[Stage, ...], estimates: tuple[Estimate, ...], cluster: Cluster) -> bool:
     """Return whether every device has enough memory.
 
-    An estimate is that of the device with the largest need. With unequal shares that is a device with a large share,
-    and the others may have less memory.
+    An estimate holds for the device with the largest need. With unequal shares that device has a large share, and the
+    others may have less memory.
     """
     limits = [[cluster.devices[rank].memory_bytes for rank in stage.ranks] for stage in stages]
     return all(

@@ -30,7 +30,7 @@ PARTS = {
     ],
     "slice-grid": ["e2e/test_slice_grid.py"],
     "sliced-plans": ["e2e/test_sliced_plans.py", "passes/tokens"],
-    "failures": ["e2e/test_strikes.py", "e2e/test_failures.py", "e2e/test_soak.py", "runtime"],
+    "failures": ["e2e/test_faults.py", "e2e/test_failures.py", "e2e/test_soak.py", "runtime"],
     "constants": ["capture/test_silent_constants.py"],
     "rest": [
         "capture/test_asking_models.py",

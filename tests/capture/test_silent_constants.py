@@ -17,11 +17,11 @@ from autopart.ir.size import Size
 
 ROWS, TARGETS = torch.arange(8.0).sin().reshape(2, 4), torch.arange(8.0).cos().reshape(2, 4)
 _TOLD = (
-    "a float with an attribute", "dict of another order", "__getattr__", "vars", "hides its class's", "AttrDict",
-    "copied deep", "cached property", "bound method", "list of objects", "partial", "tensor of another shape",
-    "tensor becomes a float", "item of its data", "number computed of a tensor", "torch's generator",
+    "float with an attribute", "dict order", "__getattr__", "vars", "hides its class attribute", "AttrDict",
+    "deep copy", "cached property", "bound method", "list of objects", "partial", "tensor of a different shape",
+    "tensor becomes a float", "item() after a change of .data", "item() of a computed tensor", "torch's generator",
 )  # fmt: skip
-QUICK = [("attribute", value) for value in _TOLD] + [(holder, "number of a tensor") for holder in HOLDERS]
+QUICK = [("attribute", value) for value in _TOLD] + [(holder, "float() of a tensor") for holder in HOLDERS]
 GRID = [(holder, value) for holder in HOLDERS for value in VALUES if (holder, value) not in QUICK]
 
 

@@ -23,7 +23,7 @@ REFUSED: dict[str, tuple[type[AutopartError], str]] = {
     "a state assigned": (RefusedError, "parameter l.0.weight was replaced"),
     "a hook": (RefusedError, "a forward hook is registered"),
     "Python's random": (RefusedError, "draws random numbers from Python's random module"),
-    "a generator of its own": (RefusedError, "reads attribute rng and then changes it"),
+    "its own generator": (RefusedError, "reads attribute rng and then changes it"),
     "memory from None": (RefusedError, "reads attribute mem and then changes it"),
     "memories in a list": (RefusedError, "reads attribute mems and then changes it"),
     "backward in forward": (RefusedError, "backward() is called in forward()"),

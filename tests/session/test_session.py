@@ -106,7 +106,7 @@ def test_a_capture_that_fails_on_one_rank_is_told_to_all(workers: Workers, bad: 
         assert ("rank 2" in error.where) == (bad == 2)  # what rank 0 plans, it plans for all
     for rank, error in enumerate(workers.run(jobs.failing_capture, bad, False)):
         assert type(error) is (jobs.Broken if rank == bad else WorkerError)
-        assert rank == bad or (f"rank {bad} failed while" in error.what and "haunted" in error.why)
+        assert rank == bad or (f"rank {bad} failed while" in error.what and "an unexpected error" in error.why)
     assert len(set(workers.run(jobs.one_step, False))) == 1  # and the same processes go on
     assert workers.pids == pids
 

@@ -68,7 +68,7 @@ def test_a_loss_that_couples_rows_is_refused_with_its_reason_and_place(refused: 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_loss_is_no_combination_indeed(refused: Bench, name: str) -> None:
     """Refusals are not idle: neither sum nor mean nor a count of tokens gives the whole."""
-    if name == "constant of rows":
+    if name == "constant that holds the rows":
         pytest.skip("exact for this data; nothing in the graph says that it always is")
     place = list(REFUSED).index(name)
     for weight in (LossReduction("sum"), LossReduction("rows")):

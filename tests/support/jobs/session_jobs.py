@@ -129,7 +129,7 @@ def failing_capture(bad: int, ours: bool) -> BaseException | None:
             return original(self, *args)
         if ours:
             raise autopart.CaptureError("cannot be captured", where="module a")
-        raise Broken("the model is haunted")
+        raise Broken("an unexpected error")
 
     case = ALL["stack"]
     open_before = dist.is_initialized()

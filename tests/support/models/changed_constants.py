@@ -221,9 +221,9 @@ def _partial(keyword: bool) -> Callable[[Value], Case]:
 HOLDERS: dict[str, Callable[[Value], Case]] = {
     "attribute": _of_model(Own),
     "vars of the module": _of_model(OwnWhole),
-    "a name of every module": _own_name,
-    "hides the class's": _late,
-    "object of the model": _inside,
+    "attribute of every module": _own_name,
+    "hides a class attribute": _late,
+    "object attribute": _inside,
     "global": _global,
     "class": _class,
     "closure": _closure,

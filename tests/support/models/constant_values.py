@@ -192,23 +192,23 @@ VALUES: dict[str, Value] = {
     "int to bool": Value(lambda: 1, lambda v: 2.0 if v is True else 3.0, lambda _: True),
     "text": Value(lambda: "mean", lambda v: len(v), lambda _: "some"[:3]),
     "None": Value(lambda: None, lambda v: 1.0 if v is None else v, lambda _: 0.25),
-    "a float of a class": Value(lambda: Quiet(0.5), float, lambda _: Quiet(0.25)),
-    "a text of a class": Value(lambda: Word("ab"), len, lambda _: Word("abc")),
-    "a float with an attribute": Value(lambda: scaled(0.5), lambda v: v * v.by, lambda _: scaled(0.25)),
+    "float subclass": Value(lambda: Quiet(0.5), float, lambda _: Quiet(0.25)),
+    "str subclass": Value(lambda: Word("ab"), len, lambda _: Word("abc")),
+    "float with an attribute": Value(lambda: scaled(0.5), lambda v: v * v.by, lambda _: scaled(0.25)),
     "dtype": Value(lambda: torch.float32, lambda v: torch.finfo(v).bits / 32, lambda _: torch.float64),
     "tuple": Value(lambda: (0.5, (1.0, 2.0)), lambda v: v[1][0], lambda _: (0.5, (3.0, 2.0))),
     "list in place": Value(lambda: [0.5], lambda v: v[0], inside(lambda v: v.__setitem__(0, 0.25))),
-    "dict deep": Value(
+    "nested dict": Value(
         lambda: {"a": [{"b": 0.5}]}, lambda v: v["a"][0]["b"], inside(lambda v: v["a"][0].update(b=0.25))
     ),
-    "dict of another order": Value(lambda: {"a": 0.5, "b": 0.25}, first_item, inside(_turned)),
+    "dict order": Value(lambda: {"a": 0.5, "b": 0.25}, first_item, inside(_turned)),
     "ordered dict": Value(lambda: OrderedDict(a=0.5, b=0.25), first_item, inside(lambda v: v.move_to_end("a"))),
     "deque": Value(lambda: deque([0.5, 0.25]), lambda v: v[0], inside(lambda v: v.rotate(1))),
     "set": Value(lambda: {1, 2}, lambda v: float(max(v)), inside(lambda v: v.add(3))),
-    "list of an emptied": Value(lambda: [], lambda v: 1.0 + len(v), inside(lambda v: v.append(1))),
+    "empty list": Value(lambda: [], lambda v: 1.0 + len(v), inside(lambda v: v.append(1))),
     "namespace": Value(lambda: types.SimpleNamespace(alpha=0.5), lambda v: v.alpha, _attribute("alpha", 0.25)),
     "deep": Value(Deep, lambda v: v.inner.levels[0]["alpha"], inside(lambda v: v.inner.levels[0].update(alpha=0.25))),
-    "deep replaced": Value(
+    "nested object replaced": Value(
         Deep,
         lambda v: v.inner.levels[0]["alpha"],
         inside(lambda v: setattr(v, "inner", types.SimpleNamespace(levels=[{"alpha": 0.25}]))),
@@ -219,10 +219,10 @@ VALUES: dict[str, Value] = {
     "vars": Value(Through, lambda v: v.read(), _attribute("alpha", 0.25)),
     "getattr with default": Value(Called, lambda v: getattr(v, "late", 0.5), _attribute("late", 0.25)),
     "hasattr": Value(Called, lambda v: 0.5 if hasattr(v, "late") else 1.0, _attribute("late", None)),
-    "hides its class's": Value(Described, lambda v: v.alpha, _attribute("alpha", 0.25)),
+    "hides its class attribute": Value(Described, lambda v: v.alpha, _attribute("alpha", 0.25)),
     "AttrDict": Value(lambda: AttrDict(alpha=0.5), lambda v: v.alpha, inside(lambda v: v.update(alpha=0.25))),
     "copied": Value(Proper, lambda v: copy.copy(v).alpha, _attribute("_alpha", 0.25)),
-    "copied deep": Value(
+    "deep copy": Value(
         Deep,
         lambda v: copy.deepcopy(v).inner.levels[0]["alpha"],
         inside(lambda v: v.inner.levels[0].update(alpha=0.25)),
@@ -245,20 +245,20 @@ VALUES: dict[str, Value] = {
     ),
     "array in place": Value(lambda: numpy.ones(2), lambda v: float(v[0]), inside(lambda v: v.fill(2))),
     "tensor replaced": Value(scalar, number, lambda _: torch.tensor(0.25)),
-    "tensor of another shape": Value(scalar, lambda v: v.sum(), lambda _: torch.tensor([0.25, 1.0])),
+    "tensor of a different shape": Value(scalar, lambda v: v.sum(), lambda _: torch.tensor([0.25, 1.0])),
     "tensor filled": Value(scalar, number, inside(lambda v: v.fill_(0.25))),
     "tensor becomes a float": Value(scalar, number, lambda _: 0.25),
     "tensor in a list": Value(
         lambda: [scalar()], lambda v: v[0], inside(lambda v: v.__setitem__(0, torch.tensor(0.25)))
     ),
-    "number of a tensor": Value(scalar, float, inside(lambda v: v.fill_(0.25))),
-    "item of a tensor": Value(scalar, lambda v: v.item(), inside(lambda v: v.fill_(0.25))),
-    "item of its data": Value(scalar, lambda v: v.item(), inside(lambda v: v.data.fill_(0.25))),
-    "list of a tensor": Value(lambda: torch.ones(3), lambda v: v.tolist()[1], inside(lambda v: v.mul_(2))),
+    "float() of a tensor": Value(scalar, float, inside(lambda v: v.fill_(0.25))),
+    "item() of a tensor": Value(scalar, lambda v: v.item(), inside(lambda v: v.fill_(0.25))),
+    "item() after a change of .data": Value(scalar, lambda v: v.item(), inside(lambda v: v.data.fill_(0.25))),
+    "tolist() of a tensor": Value(lambda: torch.ones(3), lambda v: v.tolist()[1], inside(lambda v: v.mul_(2))),
     "branch on a tensor": Value(scalar, lambda v: 1.0 if v > 0.4 else 2.0, inside(lambda v: v.fill_(0.25))),
-    "number computed of a tensor": Value(scalar, lambda v: (v * 2).item(), inside(lambda v: v.fill_(0.25))),
-    "entry of a tensor": Value(lambda: torch.ones(3), lambda v: float(v[1]), inside(lambda v: v.mul_(2))),
-    "array of a tensor": Value(lambda: torch.ones(3), lambda v: float(v.numpy()[1]), inside(lambda v: v.mul_(2))),
+    "item() of a computed tensor": Value(scalar, lambda v: (v * 2).item(), inside(lambda v: v.fill_(0.25))),
+    "float() of an element": Value(lambda: torch.ones(3), lambda v: float(v[1]), inside(lambda v: v.mul_(2))),
+    "numpy() of a tensor": Value(lambda: torch.ones(3), lambda v: float(v.numpy()[1]), inside(lambda v: v.mul_(2))),
     "generator": Value(lambda: random.Random(0), lambda v: copy.deepcopy(v).random(), inside(lambda v: v.seed(7))),
     "torch's generator": Value(
         lambda: torch.Generator().manual_seed(3), lambda v: v.initial_seed() / 10, inside(lambda v: v.manual_seed(7))

@@ -218,11 +218,14 @@ REFUSED: dict[str, tuple[str, Term]] = {
     "first row": ("one row of the batch", lambda s, x, y, t, m: (y * s.w)[0].sum()),
     "all but the first row": ("rows of the batch by their place", lambda s, x, y, t, m: (y * s.w)[1:].sum()),
     "neighbours": ("roll along the rows", lambda s, x, y, t, m: (y * s.w * y.roll(1, 0)).mean()),
-    "unbiased by rows": ("number 4 in the program", lambda s, x, y, t, m: (y * s.w).sum() / (y.shape[0] + 1)),
-    "by the root of rows": ("number", lambda s, x, y, t, m: (y * s.w).sum() / y.shape[0] ** 0.5),
-    "by the square of rows": ("how many rows", lambda s, x, y, t, m: (y * s.w).sum() / y.shape[0] ** 2),
-    "constant of rows": ("a constant may hold", lambda s, x, y, t, m: (y * s.w).sum() / torch.tensor(float(len(y)))),
-    "weighed by parameters": (
+    "divided by rows + 1": ("number 4 in the program", lambda s, x, y, t, m: (y * s.w).sum() / (y.shape[0] + 1)),
+    "divided by the root of the rows": ("number", lambda s, x, y, t, m: (y * s.w).sum() / y.shape[0] ** 0.5),
+    "divided by the square of the rows": ("how many rows", lambda s, x, y, t, m: (y * s.w).sum() / y.shape[0] ** 2),
+    "constant that holds the rows": (
+        "a constant may hold",
+        lambda s, x, y, t, m: (y * s.w).sum() / torch.tensor(float(len(y))),
+    ),
+    "weighted by parameters": (
         "depends on parameters",
         lambda s, x, y, t, m: (y * s.w).sum() / (y * s.w).detach().abs().sum(),
     ),
@@ -255,11 +258,11 @@ REFUSED: dict[str, tuple[str, Term]] = {
     "row numbers": ("number of the row", lambda s, x, y, t, m: (y.sum(1) * s.v * torch.arange(y.shape[0])).mean()),
     "gram matrix": ("not linear", lambda s, x, y, t, m: ((y * s.w).T @ y).square().sum()),
     "batch appended": ("takes logsumexp over the rows", lambda s, x, y, t, m: (y @ s.w).logsumexp(0)),
-    "by the variance of the batch": (
+    "multiplied by the variance of the batch": (
         "combines rows with a sum or mean",
         lambda s, x, y, t, m: (x * s.w).mean() * (y - y.mean()).square().mean(),
     ),
-    "shares of shares": (
+    "squared shares": (
         "need not be 0",
         lambda s, x, y, t, m: ((x * s.w).sum(-1) * (m / m.sum()).square()).sum() / (m / m.sum()).square().sum(),
     ),

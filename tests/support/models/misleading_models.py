@@ -305,7 +305,9 @@ SCRIPTS = {
     "a reduction": Script(Reduction, ((X(16), Y(16), "mean"), (X(16), Y(16), "sum"), (X(16), Y(16), "mean"))),
     "an ignored label": Script(Ignored, ((X(16), Y(16), 0), (X(16), Y(16), 1))),
     "an axis": Script(Axis, ((X(16), 1), (X(16), 0))),
-    "a mask of as many rows": Script(Masked, ((seeded(4, 6), EYE), (seeded(4, 4), EYE[:4, :4].clone())), micros=2),
+    "a square mask of varying size": Script(
+        Masked, ((seeded(4, 6), EYE), (seeded(4, 4), EYE[:4, :4].clone())), micros=2
+    ),
     "as many classes as rows": Script(Classes, ((X(16), X(16)[:, 0], X(1)[0]), (X(8), X(8)[:, 0], X(1)[0]))),
     "a branch on the labels": Script(Shortcut, ((X(16), Y(16).sort()[0]), (X(16), Y(16) % 4), (X(16), Y(16, 1)))),
     "a branch on the rows": Script(Branch, (X(16),)),
@@ -313,7 +315,7 @@ SCRIPTS = {
     "a counter": Script(Counter, (ROWS,) * 3),
     "an attribute": Script(Annealed, (ROWS,) * 4, {1: setting(beta=0.7), 3: setting(beta=0.1)}),
     "a tensor replaced": Script(Weighted, (ROWS,) * 3, {1: setting(weights=torch.arange(float(WIDTH)))}),
-    "a number of a tensor": Script(Weighted, (ROWS,) * 3, {1: lambda model: model.factor.fill_(0.25)}),
+    "a number read from a tensor": Script(Weighted, (ROWS,) * 3, {1: lambda model: model.factor.fill_(0.25)}),
     "an entry in a container": Script(Annealed, (ROWS,) * 2, {1: _scale}),
     "eval between steps": Script(Normed, (ROWS,) * 4, {1: nn.Module.eval, 3: nn.Module.train}, micros=1),
     "an option of a layer": Script(Normed, (ROWS,) * 3, {1: _drop_in_training}, micros=1),
@@ -324,8 +326,8 @@ SCRIPTS = {
     "a hook": Script(Net, (ROWS,) * 2, {1: _hook}),
     "a global": Script(Global, (ROWS,) * 2, {1: _set_alpha}),
     "Python's random": Script(PythonRandom, (ROWS,), micros=1),
-    "a generator of its own": Script(OwnRandom, (ROWS,), micros=1),
-    "a divisor by length": Script(Length, (seeded(16, 6), seeded(16, 3))),
+    "its own generator": Script(OwnRandom, (ROWS,), micros=1),
+    "a divisor that depends on the length": Script(Length, (seeded(16, 6), seeded(16, 3))),
     "inference mode": Script(Inference, (ROWS,) * 2),
     "inference mode as decorator": Script(Decorated, (ROWS,) * 2),
     "unfrozen": Script(FirstFrozen, (ROWS,) * 3, {1: _unfreeze}),
@@ -335,10 +337,10 @@ SCRIPTS = {
     "backward in forward": Script(Backward, (ROWS,)),
     "no gradient": Script(NoGrad, (ROWS,)),
     "everything frozen": Script(Frozen, (ROWS,)),
-    "another order of keys": Script(
+    "a different order of keys": Script(
         Reduction,
         ({"x": X(16), "y": Y(16), "red": "mean"}, {"red": "mean", "y": Y(16), "x": X(16)}),
     ),
     "a smaller last batch": Script(Net, (X(16), X(3), X(16))),
-    "another dtype": Script(Classes, ((X(16), X(16)[:, 0], X(1)[0]), (X(16), X(16)[:, 0].double(), X(1)[0]))),
+    "a different dtype": Script(Classes, ((X(16), X(16)[:, 0], X(1)[0]), (X(16), X(16)[:, 0].double(), X(1)[0]))),
 }

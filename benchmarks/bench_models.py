@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -13,6 +13,7 @@ import torch
 import transformers as hf
 
 Batch = dict[str, torch.Tensor]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,19 @@ MODELS: dict[str, BenchModel] = {
     "vit": BenchModel(_vit, _images(16, 96), "vit.layers", 8),
     "convnext": BenchModel(_convnext, _images(16, 96), "convnext.encoder.stages", 4),
 }
+
+
+def training_step(compute: Callable[[], Result], parameters: Iterable[torch.nn.Parameter]) -> Callable[[], Result]:
+    """Return a step that computes gradients, updates the parameters with AdamW and returns what `compute` returns."""
+    optimizer = adamw(parameters)
+
+    def step() -> Result:
+        result = compute()
+        optimizer.step()
+        optimizer.zero_grad()
+        return result
+
+    return step
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

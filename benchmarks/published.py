@@ -28,6 +28,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import shapes
@@ -162,13 +163,7 @@ HEAD = (
 
 def _runs(replicas: Sequence[int]) -> str:
     """Return a text in which equal neighbours are counted: 4x8 2x4 is four stages of eight and two of four."""
-    runs: list[list[int]] = []
-    for width in replicas:
-        if runs and runs[-1][1] == width:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, width])
-    return " ".join(f"{count}x{width}" for count, width in runs)
+    return " ".join(f"{len(list(stages))}x{width}" for width, stages in groupby(replicas))
 
 
 def judged(done: dict[str, dict[str, Any]], known: Sequence[Case]) -> dict[str, bool]:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
 
 import torch
 from alternation import alternate
-from bench_models import MODELS, BenchModel, adamw
+from bench_models import MODELS, BenchModel, training_step
 from common import ratio, spread, write
 
 import autopart
@@ -81,22 +82,14 @@ def measure(cluster: autopart.Cluster, rounds: int, names: list[str]) -> dict[st
         pipes = {"planned": autopart.compile(model.model(), cluster, **common)}
         for way, cuts in by_hand(pipes["planned"].session.graph, model, 2).items():
             pipes[way] = autopart.compile(model.model(), cluster, cuts=cuts, **common)
+        steps = {
+            way: training_step(partial(pipe.step, common["sample"]), pipe.parameters()) for way, pipe in pipes.items()
+        }
         found[name] = {
-            "seconds": alternate({w: step_of(pipe, common["sample"]) for w, pipe in pipes.items()}, rounds).seconds,
+            "seconds": alternate(steps, rounds).seconds,
             "simulated": {way: pipe.plan.step_ns * 1e-9 for way, pipe in pipes.items()},
         }
     return found
-
-
-def step_of(pipe: autopart.Pipe, batch: Any) -> Callable[[], None]:
-    optimizer = adamw(pipe.parameters())
-
-    def step() -> None:
-        pipe.step(batch)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
 
 
 def simulated(name: str) -> dict[str, float]:

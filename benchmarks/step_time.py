@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from alternation import alternate
-from bench_models import adamw
+from bench_models import training_step
 from common import ratio, spread, write
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch_pipeline import torch_pipeline
@@ -62,50 +62,29 @@ def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def one_process(ids: torch.Tensor) -> Callable[[], None]:
     model = gpt2()
-    optimizer = adamw(model.parameters())
-
-    def step() -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return training_step(lambda: model(input_ids=ids, labels=ids).loss.backward(), model.parameters())
 
 
-def ours(schedule: str, ids: torch.Tensor, cut: str) -> tuple[Callable[[], None], autopart.Pipe]:
+def ours(schedule: str, ids: torch.Tensor, cut: str) -> tuple[Callable[[], Any], autopart.Pipe]:
     batch = {"input_ids": ids, "labels": ids}
     pipe = autopart.compile(
         gpt2(), "cpu:2", sample=batch, micro_batches=MICROS, schedule=schedule, cuts=(cut,), costs="analytic"
     )
-    optimizer = adamw(pipe.parameters())
-
-    def step() -> None:
-        pipe.step(batch)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step, pipe
+    return training_step(partial(pipe.step, batch), pipe.parameters()), pipe
 
 
-def peer(schedule: Any, ids: torch.Tensor, cut: str) -> Callable[[], None]:
-    play, parameters = torch_pipeline(
+def peer(schedule: Any, ids: torch.Tensor, cut: str) -> Callable[[], Any]:
+    compute, parameters = torch_pipeline(
         gpt2(use_cache=False), "input_ids", ids, ids, next_token_loss, cuts=(cut,), micros=MICROS, schedule=schedule
     )
-    optimizer = adamw(parameters)
-
-    def step() -> None:
-        play()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return training_step(compute, parameters)
 
 
 def measure(rounds: int, warmup: int, cut: str) -> dict[str, Any]:
     """Run every variant once per round on one rank; return seconds by variant and the share of the allowed time."""
     torch.set_num_threads(1)
     ids = torch.randint(0, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(1))
-    steps: dict[str, Callable[[], None]] = {}
+    steps: dict[str, Callable[[], Any]] = {}
     pipes: dict[str, autopart.Pipe] = {}
     for name, schedule in OURS.items():
         steps[name], pipes[name] = ours(schedule, ids, cut)
@@ -118,7 +97,7 @@ def measure(rounds: int, warmup: int, cut: str) -> dict[str, Any]:
     return {"seconds": measured.seconds, "allowed": limits}
 
 
-def traced(step: Callable[[], None], pipe: autopart.Pipe | None) -> Any:
+def traced(step: Callable[[], Any], pipe: autopart.Pipe | None) -> Any:
     """Run a step and return its `stage_times` if a pipe ran it."""
     began = time.perf_counter()
     with pipe.traced() if pipe is not None else contextlib.nullcontext() as trace:

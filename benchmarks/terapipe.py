@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -196,13 +197,8 @@ def ablation(case: Ablation) -> dict[str, Any]:
 
 def runs(lengths: Sequence[int]) -> str:
     """Return a text in which equal neighbours are counted: 120x4 112x6."""
-    found: list[list[int]] = []
-    for length in lengths:
-        if found and found[-1][0] == length:
-            found[-1][1] += 1
-        else:
-            found.append([length, 1])
-    return " ".join(f"{length}x{count}" if count > 1 else f"{length}" for length, count in found)
+    counts = [(length, len(list(equal))) for length, equal in groupby(lengths)]
+    return " ".join(f"{length}x{count}" if count > 1 else f"{length}" for length, count in counts)
 
 
 def judged(rows: dict[str, Any], lengths: dict[str, Any], tables: dict[str, Any]) -> dict[str, bool]:

@@ -47,12 +47,6 @@ def language(rows: int) -> Batch:
     return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
 
 
-def unmasked(rows: int) -> Batch:
-    """Return packed text of one length without a mask."""
-    ids = tokens(rows)
-    return {"input_ids": ids, "labels": ids}
-
-
 def masked_language(rows: int) -> Batch:
     """Return a batch in which every third token is a label."""
     batch = language(rows)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_models import adamw
+from bench_models import training_step
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch_pipeline import torch_pipeline
@@ -62,19 +62,6 @@ def inputs_as(job: Job, given: torch.Tensor) -> torch.Tensor:
     return given.bfloat16() if given.is_floating_point() and job.precision == "bf16-parameters" else given
 
 
-def updated(compute: Callable[[], torch.Tensor | None], parameters: Iterable[nn.Parameter]) -> Callable[[], Any]:
-    """Return a step that computes and then updates the parameters."""
-    optimizer = adamw(parameters)
-
-    def step() -> torch.Tensor | None:
-        loss = compute()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
-
-
 @contextlib.contextmanager
 def plain(job: Job, work: Workload) -> Iterator[Running]:
     """Run the unpartitioned model on the first device with the whole batch at once."""
@@ -101,7 +88,7 @@ def plain_step(job: Job, work: Workload, micro_rows: Sequence[int]) -> Callable[
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
-    return updated(compute, model.parameters())
+    return training_step(compute, model.parameters())
 
 
 @contextlib.contextmanager
@@ -136,7 +123,7 @@ def _compiled(job: Job, work: Workload, options: dict[str, Any]) -> Iterator[Run
         precision="bf16" if job.precision == "bf16" else "fp32",
         transport=job.transport if job.kind == "cuda" else "auto", **options,
     )  # fmt: skip
-    step = updated(lambda: pipe.step(batch), pipe.parameters())
+    step = training_step(lambda: pipe.step(batch), pipe.parameters())
     used = sum(len(stage.ranks) for stage in pipe.plan.stages)
     try:
         yield Running(step, pipe.plan.micro_rows, used, pipe=pipe, timeline=lambda: pipe.timeline(batch))
@@ -161,7 +148,7 @@ def data_parallel(job: Job, work: Workload) -> Iterator[Running]:
         loss.backward()
         return loss.detach()
 
-    step = updated(compute, model.parameters())
+    step = training_step(compute, model.parameters())
     yield Running(step, (work.rows,) * job.world, job.world, shares=job.world > 1)
 
 
@@ -181,7 +168,7 @@ def _torch_schedule(schedule: Any) -> Any:
             with in_precision(job, device):
                 return play()
 
-        yield Running(updated(compute, parameters), (len(given) // micros,) * micros, job.world)
+        yield Running(training_step(compute, parameters), (len(given) // micros,) * micros, job.world)
 
     return way
 

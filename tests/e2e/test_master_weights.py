@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from support.jobs import master_weight_jobs
-from support.jobs.shared_state import shared_state
+from support.jobs.shared_state import CASES, shared_state
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,17 +35,7 @@ def test_ten_steps_equal_a_hand_written_loop_with_master_weights(pair, options):
     assert here.keys() | there.keys() == dict(master_weight_jobs.model().named_parameters()).keys()
 
 
-@pytest.mark.parametrize(
-    ("name", "counts", "options"),
-    [
-        ("tied", (2, 2), {"accumulated": 2, "clip": 0.1}),
-        ("llama_tied", (2, 2), {"clip": 0.1, "bucket_bytes": 10_000}),
-        ("shared_by_all", (2, 1), {"accumulated": 2}),
-        ("stack", (2, 2), {"precision": "bf16", "clip": 0.1}),
-        ("skips", (2, 2), {"precision": "fp16", "recompute": "all"}),
-        ("tied", (2, 2), {"transport": "fake-nccl"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "counts", "options"), CASES)
 def test_sharing_master_weights_trains_like_full_copies(workers, name, counts, options):
     shared_state(workers, name, counts, **options, master_weights=True)
 

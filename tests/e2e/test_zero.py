@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from support.jobs import zero_jobs
+from support.jobs.shared_state import CASES as SHARED
 from support.jobs.shared_state import shared_state
 from support.models.zoo import CASES
 
@@ -27,18 +28,7 @@ def test_the_state_of_every_architecture_is_shared(workers, name, counts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "counts", "options"),
-    [
-        ("tied", (2, 2), {"accumulated": 2, "clip": 0.1}),
-        ("llama_tied", (2, 2), {"clip": 0.1, "bucket_bytes": 10_000}),
-        ("shared_by_all", (2, 1), {"accumulated": 2}),
-        ("stack", (2, 2), {"precision": "bf16", "clip": 0.1}),
-        ("skips", (2, 2), {"precision": "fp16", "recompute": "all"}),
-        ("dropped", (1, 2), {"recompute": "all"}),
-        ("tied", (2, 2), {"transport": "fake-nccl"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "counts", "options"), [*SHARED, ("dropped", (1, 2), {"recompute": "all"})])
 def test_replicas_of_pipeline_stages_share_the_state(workers, name, counts, options):
     shared_state(workers, name, counts, **options)
 

@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler
 import autopart
 from autopart.ir.errors import AutopartError
 from support.jobs.replica_jobs import asked_replicas
-from support.jobs.step_jobs import EVERY, cluster, compiled, fresh
+from support.jobs.step_jobs import EVERY, cluster, compiled, fresh, refusal_of
 from support.oracles.one_process import Difference, Expected, difference, plain_loss, plain_step, rows_of
 
 Counts = tuple[int, ...]
@@ -122,10 +122,7 @@ def refused() -> dict[str, str]:
         }
         before = pipe.step((x, y)).item()
         for what, call in calls.items():
-            try:
-                call()
-            except AutopartError as error:
-                messages[what] = str(error)
+            messages[what] = str(refusal_of(call))
             assert pipe.step((x, y)).item() == before
     return messages
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopart
-from support.jobs.step_jobs import cluster
+from support.jobs.step_jobs import cluster, refusal_of
 from support.models.misleading_models import Net, X, Y
 
 Steps = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
@@ -112,8 +112,4 @@ def refused(kind: str) -> autopart.AutopartError | None:
     if kind == "a name of the model":
         model.loss_fn = nn.Linear(8, 8)
     given = {"a function": lambda output, target: loss(output, target), "a method": loss.forward}.get(kind, loss)
-    try:
-        opened(model, given).close()
-    except autopart.AutopartError as error:
-        return error
-    return None
+    return refusal_of(lambda: opened(model, given).close())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import warnings
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopart
-from support.jobs.step_jobs import cluster
+from support.jobs.step_jobs import cluster, refusal_of
 from support.models import misleading_models
 from support.models.loss_models import LOSSES
 from support.models.mask_models import MASKED
@@ -129,11 +130,7 @@ def step_after_close() -> autopart.AutopartError | None:
     """Return the error of a step of a closed pipe."""
     pipe = opened(Net())
     pipe.close()
-    try:
-        pipe.step(ROWS)
-    except autopart.AutopartError as error:
-        return error
-    return None
+    return refusal_of(lambda: pipe.step(ROWS))
 
 
 class Dropped(Net):
@@ -180,11 +177,8 @@ def different_calls(first: str, second: str) -> Any:
 def unreadable_on_one_rank() -> Any:
     """Return the error of a step whose batch cannot be read on rank 1, and the loss of the next step."""
     with opened(Net()) as pipe:
-        try:
-            pipe.step({"x": ROWS, "bad": object()} if pipe.rank == 1 else {"x": ROWS})
-        except autopart.AutopartError as error:
-            return error, pipe.step(ROWS).item()
-    return None, None
+        batch = {"x": ROWS, "bad": object()} if pipe.rank == 1 else {"x": ROWS}
+        return refusal_of(lambda: pipe.step(batch)), pipe.step(ROWS).item()
 
 
 def changed_on_one_rank() -> autopart.AutopartError | None:
@@ -193,11 +187,7 @@ def changed_on_one_rank() -> autopart.AutopartError | None:
     with opened(model) as pipe:
         if pipe.rank == 1:
             model.beta = 0.9
-        try:
-            pipe.step(ROWS)
-        except autopart.AutopartError as error:
-            return error
-    return None
+        return refusal_of(lambda: pipe.step(ROWS))
 
 
 @functools.lru_cache
@@ -217,11 +207,8 @@ class Cached(Net):
 def caches_after_a_capture() -> Any:
     """Return the types of the cached values after a capture and the model's loss."""
     model = Cached()
-    try:
-        with opened(model) as pipe:
-            pipe.step(ROWS)
-    except autopart.AutopartError:
-        pass
+    with contextlib.suppress(autopart.AutopartError), opened(model) as pipe:
+        pipe.step(ROWS)
     return [type(t).__name__ for t in (*CACHE.values(), _table(WIDTH))], model(ROWS).item()
 
 
@@ -229,8 +216,4 @@ def closure_optimizer() -> autopart.AutopartError | None:
     """Return the error when an optimizer with a closure updates a rank's parameters."""
     with opened(Net()) as pipe:
         optimizer = torch.optim.LBFGS(pipe.parameters())
-        try:
-            optimizer.step(lambda: pipe.step(ROWS))
-        except autopart.AutopartError as error:
-            return error
-    return None
+        return refusal_of(lambda: optimizer.step(lambda: pipe.step(ROWS)))

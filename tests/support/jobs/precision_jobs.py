@@ -12,7 +12,7 @@ import autopart
 from autopart.capture.habits.autocast import autocast_for
 from autopart.ir.errors import NonFiniteError
 from autopart.ir.shares import Division, parts
-from support.jobs.step_jobs import EVERY, cluster, compiled, fresh
+from support.jobs.step_jobs import EVERY, cluster, compiled, fresh, refusal_of
 from support.oracles.one_process import case_rows, gradients_of, plain_loss
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
@@ -240,13 +240,9 @@ class WithoutKernel(nn.Module):
 
 def _refused_step(pipe: autopart.Pipe) -> str:
     """Return the text of the error that a step raises. Closes the pipe."""
-    try:
-        pipe.step((torch.ones(4, 8),))
-    except autopart.AutopartError as error:
-        return str(error)
-    finally:
-        pipe.close(sync=False)
-    return ""
+    error = refusal_of(lambda: pipe.step((torch.ones(4, 8),)))
+    pipe.close(sync=False)
+    return str(error)
 
 
 def no_kernel() -> str:

@@ -14,7 +14,7 @@ from autopart.ir.errors import BatchError
 from autopart.options import read_options
 from autopart.session.pipe import Pipe
 from support.jobs.sparse_jobs import Bag, batches, optimizers
-from support.jobs.step_jobs import EVERY, cluster, compiled, fresh
+from support.jobs.step_jobs import EVERY, cluster, compiled, fresh, refusal_of
 from support.oracles.one_process import Difference, Expected, difference, plain_loss, plain_step
 
 Counts = tuple[int, ...]
@@ -181,11 +181,9 @@ def given_other_batches() -> str:
     case = EVERY["stack"]
     with compiled(case, fresh("stack"), case.data(8), **asked_replicas((2,), 2)) as pipe:
         x, y = case.data(8)
-        try:
-            pipe.step((x + pipe.rank, y))
-        except BatchError as error:
-            return str(error)
-        return ""
+        error = refusal_of(lambda: pipe.step((x + pipe.rank, y)))
+        assert isinstance(error, BatchError), error
+        return str(error)
 
 
 def moved(counts: Counts, other: Counts) -> Difference | None:

@@ -23,7 +23,7 @@ from autopart.ir.errors import AutopartError
 from autopart.runtime.group.rendezvous import launchers_store
 from autopart.runtime.group.world import World
 from autopart.runtime.tensors import broadcast_weights_if_different
-from support.jobs.step_jobs import ALL, compiled, fresh
+from support.jobs.step_jobs import ALL, compiled, fresh, refusal_of
 from support.jobs.training_jobs import relative
 from support.oracles.one_process import plain_step
 
@@ -105,12 +105,7 @@ def refused_plan(name: str, first: autopart.Plan, other: autopart.Plan) -> Any:
     """Return the error of adopting a plan that does not fit and the loss of the next step."""
     case = ALL[name]
     with compiled(case, fresh(name), case.batch(ROWS), plan=first, costs="auto") as pipe:
-        try:
-            pipe.adopt(other)
-            error = None
-        except AutopartError as raised:
-            error = raised
-        return error, pipe.step(case.batch(ROWS)).item(), pipe.plan == first
+        return refusal_of(lambda: pipe.adopt(other)), pipe.step(case.batch(ROWS)).item(), pipe.plan == first
 
 
 class Broken(Exception):
@@ -147,22 +142,14 @@ def failing_later(bad: int) -> Any:
     case = ALL["stack"]
     with compiled(case, fresh("stack"), case.batch(ROWS), stages=2, micro_batches=2) as pipe:
         rows = 1 if rank() == bad else 6
-        try:
-            pipe.step(case.batch(rows))
-            raised = None
-        except AutopartError as error:
-            raised = error
-        return raised, pipe.step(case.batch(ROWS)).item()
+        return refusal_of(lambda: pipe.step(case.batch(rows))), pipe.step(case.batch(ROWS)).item()
 
 
 def refused() -> bool:
     """Return whether a refused compile leaves no process group open."""
     case = ALL["stack"]
-    try:
-        compiled(case, case.model(), case.batch(ROWS), cuts=["no.such.module"])
-    except AutopartError:
-        return not dist.is_initialized()
-    return False
+    error = refusal_of(lambda: compiled(case, case.model(), case.batch(ROWS), cuts=["no.such.module"]))
+    return error is not None and not dist.is_initialized()
 
 
 def one_step(leave_open: bool) -> float:

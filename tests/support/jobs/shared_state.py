@@ -6,6 +6,16 @@ from typing import Any
 
 from support.jobs.zero_jobs import Beside, Counts, beside_whole
 
+CASES: list[tuple[str, Counts, dict[str, Any]]] = [
+    ("tied", (2, 2), {"accumulated": 2, "clip": 0.1}),
+    ("llama_tied", (2, 2), {"clip": 0.1, "bucket_bytes": 10_000}),
+    ("shared_by_all", (2, 1), {"accumulated": 2}),
+    ("stack", (2, 2), {"precision": "bf16", "clip": 0.1}),
+    ("skips", (2, 2), {"precision": "fp16", "recompute": "all"}),
+    ("tied", (2, 2), {"transport": "fake-nccl"}),
+]
+"""Models, replicas of each stage and options of `shared_state`."""
+
 
 def shared_state(
     pool: Any, name: str, counts: Counts, accumulated: int = 1, clip: float | None = None, **options: Any

@@ -13,7 +13,7 @@ from autopart.ir.errors import AutopartError
 from autopart.ir.plan import Plan, Stage
 from autopart.session.step.parts import micro_cut
 from support.jobs.replica_jobs import Counts, asked_replicas
-from support.jobs.step_jobs import EVERY, cluster, compiled, fresh
+from support.jobs.step_jobs import EVERY, cluster, compiled, fresh, refusal_of
 from support.models.small_models import Small, floats, mse
 from support.oracles.one_process import Difference, Expected, case_rows, difference, plain_loss, plain_step, rows_of
 
@@ -126,11 +126,7 @@ def _share(stage: Stage) -> tuple[int, ...] | str:
 def refused_in_turn() -> str:
     """Return the error for synchronized batch statistics with replica_policy="turn"."""
     options = asked_replicas((2,), 2, sync_batchnorm=True, replica_policy="turn")
-    try:
-        compiled(PICTURES, PICTURES.model(), PICTURES.data(8), **options).close()
-    except AutopartError as error:
-        return str(error)
-    return ""
+    return str(refusal_of(lambda: compiled(PICTURES, PICTURES.model(), PICTURES.data(8), **options).close()))
 
 
 def in_turn(name: str, counts: Counts, micros: int, rows: tuple[int, ...], recompute: str = "off") -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 import autopart
 from autopart.capture import CaptureCache
 from autopart.files.clusters import parse_cluster
+from autopart.ir.errors import AutopartError
 from autopart.options import read_options
 from autopart.session.pipe import Pipe
 from support.models.causal_zoo import CAUSAL, REFUSED
@@ -62,6 +64,15 @@ def compiled(case: Small | Case, model: nn.Module | CaptureCache, sample: Any, *
         if isinstance(model, nn.Module):
             return autopart.compile(model, cluster(), sample=sample, **options)
         return Pipe(model, parse_cluster(cluster()), read_options(**options), sample)
+
+
+def refusal_of(call: Callable[[], Any]) -> AutopartError | None:
+    """Return the autopart error that a call raises, or None."""
+    try:
+        call()
+    except AutopartError as error:
+        return error
+    return None
 
 
 def compared(pipe: autopart.Pipe, loss: torch.Tensor, plain: torch.Tensor, model: nn.Module) -> Difference | None:

@@ -199,7 +199,7 @@ def _request(problem: Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, ..
         bucket_bytes=options.bucket_bytes or BUCKET_BYTES,
         least_rows=problem.least_rows,
         token_slices=problem.slices.token_slices,
-        token_axis=problem.slices.axis,
+        token_axis=None if problem.slices.recipe is None else problem.slices.recipe.axis(),
         state_factor=factor,
         prove_seconds=options.prove,
         prove_rows=None if final else graph.rows,

@@ -44,9 +44,10 @@ def simulate_plan(
     cost_model = ExtrapolatedCosts(family.resizable(graph), devices)
     slices = None
     if plan.decision.token_slices:
-        asked = asked_slices(plan.decision.token_slices, captures, batch, Size(rows)).axis
-        if asked is not None:
-            slices = SliceShares.of(graph, asked.tokens, asked.behind, asked.once, cluster.devices[0])
+        recipe = asked_slices(plan.decision.token_slices, captures, batch, Size(rows)).recipe
+        if recipe is not None:
+            axis = recipe.axis()
+            slices = SliceShares.of(graph, axis.tokens, axis.behind, axis.once, cluster.devices[0])
     costs = CostContext(
         cluster, devices, cost_model, factor, overlap=True, slices=slices, group_ns=GROUP_NS[cluster.kind]
     )

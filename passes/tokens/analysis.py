@@ -1,34 +1,39 @@
 """What a slice of tokens holds of every value, op by op in topological order; or why the model cannot be cut.
 
 Two captures at different numbers of tokens are read side by side: what grows between them is tokens, and every derived
-form is checked against both shapes.  What depends on inputs and constants alone is no part of a slice: it is computed
-at full length (the prologue), so it may mix tokens as it likes (masks, positions, shifted labels).  What depends on
-parameters never is, for its gradient would be lost.
+form is checked against both shapes.  Ops that depend on inputs and constants alone belong to no slice: they run at full
+length (the prologue), so they may mix tokens (masks, positions, shifted labels).  Ops that depend on parameters always
+belong to slices, since their gradients would be lost otherwise.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
+
 from autopart.ir.errors import TokenRefusal
 from autopart.ir.graph import Graph, Op
 from autopart.passes.ops.row import CREATION, LOSS, VIEW
-from autopart.passes.ops.table import op_name
+from autopart.passes.ops.table import op_name, row_of
 from autopart.passes.tokens.causality import Causality
-from autopart.passes.tokens.context import Found, Model, Numbers, Refused, TokenOp
+from autopart.passes.tokens.context import Model, Numbers, Refused, TokenOp
 from autopart.passes.tokens.loss_rules import loss, of_sums
 from autopart.passes.tokens.propagation import by_letters
-from autopart.passes.tokens.recipe import PLAIN, SIZES, WHOLE, Form, Guard, OpRecipe, Recipe
+from autopart.passes.tokens.recipe import PLAIN, SIZES, WHOLE, Form, OpRecipe, Recipe
 from autopart.passes.tokens.routing_rules import routed, sort
-from autopart.passes.tokens.rules import RULES, drawn, made, opaque
-from autopart.passes.tokens.windows import windows
+from autopart.passes.tokens.rules import HALO, RULES, drawn, made, opaque
+from autopart.passes.tokens.windows import limit_windows
 
 _FIX = "leave token_slices out: the model is then trained on whole sequences"
+_ARRANGING = ("cat", "repeat", "tile", "repeat_interleave")
+"""Ops that rearrange or repeat elements and are no views."""
 
 
 def analyse(graph: Graph, shorter: Graph, tokens: int, fewer: int, numbers: Numbers) -> Recipe | TokenRefusal:
-    """How a model runs slice by slice, or why not.
+    """How a model runs slice by slice, or why it cannot.
 
-    graph, shorter: captures at `tokens` and at `fewer` tokens.  numbers: of values that depend on constants
-    alone, for the proof that masks are causal.  O(ops + reads), and for each mask its elements.
+    graph, shorter: captures at `tokens` and at `fewer` tokens.  numbers: of values that depend on constants alone, for
+    the proof that masks are causal.  O(ops + reads), and for each mask its elements.
     """
     different = _different(graph, shorter)
     if different is not None:
@@ -56,13 +61,13 @@ class _Analysis:
         self._model, self._graph = model, model.graph
         self._causality = Causality(model)
         self._ops: dict[str, OpRecipe] = {}
-        self._guards: list[Guard] = []
+        self._refused: dict[str, TokenRefusal] = {}
         self._prologue: set[str] = set()
         self._chain: dict[str, str] = {}
         self._find_prologue()
 
     def _find_prologue(self) -> None:
-        """What follows from inputs, constants and buffers that stay, without random numbers."""
+        """Ops that depend on inputs, constants and buffers that stay, and draw no random numbers."""
         model, graph = self._model, self._graph
         updated = {buffer for buffer, _ in graph.updates}
         constant = {p.name for p in graph.params if p.kind != "param" and not p.trainable} - updated
@@ -77,133 +82,107 @@ class _Analysis:
                 model.fixed.update(op.writes)
 
     def recipe(self) -> Recipe | TokenRefusal:
-        """The recipe; or what keeps the loss from being computed slice by slice."""
+        """The recipe; or why the loss cannot be computed slice by slice."""
         for op in self._graph.ops:
             if op.name not in self._prologue:
                 self._see(op)
         refused = self._refusal()
         if refused is not None:
             return refused
-        model = self._model
-        guards = tuple(self._guards)
-        found = windows(model, self._ops, self._chain, self._causality)
-        prologue = frozenset(self._prologue)
-        return Recipe(model.tokens, found.forms, prologue, found.ops, self._chain, guards, found.reach)
+        ops, reach = limit_windows(self._graph, self._ops, self._chain, self._causality.reach_of)
+        guards = tuple(self._causality.guards.values())
+        return Recipe(self._model.tokens, frozenset(self._prologue), ops, self._chain, guards, reach)
 
     def _refusal(self) -> TokenRefusal | None:
         graph, model = self._graph, self._model
         output = graph.outputs[0]
-        if output in model.refused:
-            return model.refused[output]
+        if output in self._refused:
+            return self._refused[output]
         if graph.updates:
             buffer, value = graph.updates[0]
-            op = model.writer[value]
-            return _refusal(op, f"it changes buffer {buffer}, once for every slice")
-        form = model.forms.get(output, WHOLE)
-        if not form.partial:
-            op = model.writer[output]
-            return _refusal(op, "the loss does not add up over the tokens")
+            return _refusal(model.writer[value], f"it changes buffer {buffer}, once for every slice")
+        if not model.form(output).partial:
+            return _refusal(model.writer[output], "the loss does not add up over the tokens")
         return None
 
     def _see(self, op: Op) -> None:
         model = self._model
+        created = row_of(op.target).family == CREATION and not op.random  # reads nothing but shapes
+        earlier = next((self._refused[ref] for ref in op.reads if ref in self._refused), None)
+        if earlier is not None and not created:
+            self._refused.update(dict.fromkeys(op.writes, earlier))
+            return
         try:
-            found = self._found(TokenOp(model, op))
-            for name, form in zip(op.writes, found.forms, strict=True):
-                if not form.halo and not model.fits(name, form):
-                    raise Refused("its shape does not follow the rule for this op")
+            recipe = self._recipe_of(TokenOp(model, op))
+            if not all(form.halo or model.fits(name, form) for name, form in recipe.results.items()):
+                raise Refused("its shape does not follow the rule for this op")
+            recipe = replace(recipe, relies_on=self._causality.proven(op.name, recipe))
         except Refused as end:
-            for name in op.writes:
-                model.refused[name] = _refusal(op, end.why, end.fix)
+            self._refused.update(dict.fromkeys(op.writes, _refusal(op, end.why, end.fix)))
             return
-        except _Earlier as earlier:
-            for name in op.writes:
-                model.refused[name] = earlier.refusal
-            return
-        self._ops[op.name] = found.recipe
-        model.forms.update(zip(op.writes, found.forms, strict=True))
-        self._note_chain(op, found)
+        self._ops[op.name] = recipe
+        model.forms.update(recipe.results)
+        self._note_chain(op, recipe)
 
-    def _found(self, op: TokenOp) -> Found:
-        model = self._model
-        if op.row.family == CREATION and (op.refs or not op.model.full.issuperset(op.refs)) and not op.op.random:
-            return made(op, self._causality, self._guards)
-        for ref in op.refs:
-            if ref in model.refused:
-                raise _Earlier(model.refused[ref])
+    def _recipe_of(self, op: TokenOp) -> OpRecipe:
+        if op.row.family == CREATION and not op.op.random:
+            return made(op)
+        if any(form.partial for form in op.forms):
+            return of_sums(op)
         if op.op.random:
             whole = all(form.whole for form in op.forms)  # then every slice draws the same
-            return op.found(WHOLE, (WHOLE,) * len(op.refs)) if whole else drawn(op, self._by_rule(op))
-        if any(form.partial for form in op.forms):
-            return of_sums(op, self._causality, self._guards)
+            return op.recipe(WHOLE) if whole else drawn(op, self._by_rule(op))
         if all(form.whole for form in op.forms):
             return self._of_whole(op)
+        recipe = None
         if any(form.order is not None for form in op.forms):
-            found = routed(op, self._causality, self._guards)
-            return found if found is not None else self._by_rule(op)
-        if op.name in ("sort", "argsort"):
-            found = sort(op)
-            if found is not None:
-                return found
-        return self._by_rule(op)
+            recipe = routed(op)
+        elif op.name in ("sort", "argsort"):
+            recipe = sort(op)
+        return recipe or self._by_rule(op)
 
-    def _by_rule(self, op: TokenOp) -> Found:
+    def _by_rule(self, op: TokenOp) -> OpRecipe:
+        if any(form.halo for form in op.forms) and op.name not in HALO:
+            raise Refused("it uses values that hold tokens before their slice too")
         if op.row.averages or op.row.family == LOSS:
-            return loss(op, self._causality, self._guards)
-        rule = RULES.get(op.name)
-        if rule is None and not op.row.axes:
-            return opaque(op)
-        return rule(op, self._causality, self._guards) if rule is not None else by_letters(op, self._causality)
+            return loss(op)
+        rule = RULES.get(op.name) or (by_letters if op.row.axes else opaque)
+        return rule(op)
 
-    def _of_whole(self, op: TokenOp) -> Found:
-        """Of parameters and the prologue: token by token where that is possible, else in every slice all of it."""
+    def _of_whole(self, op: TokenOp) -> OpRecipe:
+        """For operands that are parameters or made by the prologue: token by token where possible, else every slice
+        computes the whole result."""
         model = self._model
-        whole = op.found(WHOLE, (WHOLE,) * len(op.refs))
-        if not any(model.varying(name) for name in op.op.writes):
-            return whole
         seeds = [self._seed(ref) for ref in op.refs]
-        if not any(seeds):
-            return whole
-        op.forms = [seed or WHOLE for seed in seeds]
-        try:
-            found = self._by_rule(op)
-        except Refused:
-            return whole
-        fits = zip(op.op.writes, found.forms, strict=True)
-        return found if all(not form.partial and op.fits(name, form) for name, form in fits) else whole
+        if any(model.varying(name) for name in op.op.writes) and any(seeds):
+            op.forms = [seed or WHOLE for seed in seeds]
+            with suppress(Refused):
+                recipe = self._by_rule(op)
+                if all(not form.partial and model.fits(name, form) for name, form in recipe.results.items()):
+                    self._causality.proven(op.op.name, recipe)
+                    return recipe
+        return op.recipe(WHOLE, (WHOLE,) * len(op.refs))
 
     def _seed(self, ref: str) -> Form | None:
         axes = self._model.varying(ref)
         layout = self._model.layout(ref, axes[0]) if ref in self._model.full and len(axes) == 1 else None
         return Form(queries=layout) if layout is not None else None
 
-    def _note_chain(self, op: Op, found: Found) -> None:
-        """What only rearranges one value that holds tokens can be made of that value's tokens before the slice too."""
-        model, how = self._model, found.recipe.how
-        held = [name for name in op.reads if model.form(name).queries is not None]
-        arranges = TokenOp(model, op).row.family == VIEW or op_name(op.target) in _ARRANGING
-        if len(held) != 1 or model.form(held[0]).order is not None or not arranges:
+    def _note_chain(self, op: Op, recipe: OpRecipe) -> None:
+        """Note a value that only rearranges another one, of which its earlier tokens can be made too."""
+        model, held = self._model, [name for name in op.reads if self._model.form(name).queries is not None]
+        here = TokenOp(model, op)
+        arranges = here.row.family == VIEW or here.name in _ARRANGING
+        if len(held) != 1 or not arranges or recipe.how not in (PLAIN, SIZES) or recipe.amount:
             return
-        if how not in (PLAIN, SIZES) or found.recipe.amount:
+        source = model.form(held[0])
+        if source.order is not None or source.keys is not None:
             return
-        if op_name(op.target) == "cat" and any(model.varying(ref) for ref in TokenOp(model, op).refs if ref != held[0]):
+        if here.name == "cat" and any(model.varying(ref) for ref in here.refs if ref != held[0]):
             return
-        for name in op.writes:
-            form = model.forms[name]
-            if form.keys is None and form.queries is not None and model.form(held[0]).keys is None:
+        for name, form in recipe.results.items():
+            if form.keys is None and form.queries is not None:
                 self._chain[name] = held[0]
-
-
-_ARRANGING = ("cat", "repeat", "tile", "repeat_interleave")
-"""Ops that rearrange or repeat elements and are no views."""
-
-
-class _Earlier(Exception):
-    """An operand was refused."""
-
-    def __init__(self, refusal: TokenRefusal) -> None:
-        self.refusal = refusal
-        super().__init__(refusal.what)
 
 
 def _refusal(op: Op, why: str, fix: str = "") -> TokenRefusal:

@@ -1,282 +1,259 @@
-"""The proof that no query sees a later key: a walk from scores to the masks that they meet.
+"""The proof that no query sees a later key: a walk from scores up to their masks.
 
-What is looked for is what a value holds wherever the key is later than the query.  A value that depends on constants
-alone is computed and looked at; above that logic decides: `a & b` is False there if a or b is.  So masks of padding and
-of documents may hang on the inputs, as long as a causal one is among what they are combined with.
+The question is what a value is wherever the key is later than the query.  A value that depends on constants alone is
+computed and looked at; above that logic decides: `a & b` is False where a or b is.  So masks of padding and documents
+may depend on the inputs, as long as one of the masks that they are combined with is causal.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
 from autopart.passes.tokens.context import Model, Refused, TokenOp
-from autopart.passes.tokens.places import (
+from autopart.passes.tokens.recipe import (
     FALSE,
+    MINUS_INF,
     NEGATIVE,
     ONE,
-    RESHAPED,
-    SAME,
     TRUE,
     ZERO,
-    Place,
-    lowest,
-    operand_place,
-    through_reshape,
+    Claim,
+    Guard,
+    OpRecipe,
+    QueryKeyAxes,
+    Shape,
 )
-from autopart.passes.tokens.recipe import Guard, Lift, Mask, Shape
-from autopart.passes.tokens.scores import Scores
+from autopart.passes.tokens.scores import RESHAPED, SAME, ScoreTerms, hiding_limit, of_operand, of_reshaped
 
 _AND, _OR = ("logical_and", "bitwise_and", "__and__"), ("logical_or", "bitwise_or", "__or__")
 _NOT = ("logical_not", "bitwise_not")
 _OPPOSITE = {FALSE: TRUE, TRUE: FALSE, ZERO: ONE, ONE: ZERO}
 _FACTORS = ("dropout", "native_dropout", "neg", "abs", "relu", "square", "sqrt", "tanh", "sin")
+_ADVICE = (
+    "combine the mask with a causal one by &, torch.where or masked_fill, with -inf or the least number of its type"
+)
 
 
 class Causality:
-    """Of one model.  What was found is kept, so that layers that share a mask ask once.
+    """Proves claims about one model; layers that share a mask share the answer.
 
-    reach: where that is given, the question is not about later keys, but about those that are more tokens before the
-    query.  asked: what ops relied on.  seen: constants that hid what was asked for.
+    reach: where it is given, claims are not about later keys, but about keys more than `reach` tokens before the query.
+    guards: checks of each batch that the proofs need.
     """
 
     def __init__(self, model: Model, reach: int | None = None) -> None:
         self._model, self.reach = model, reach
-        self.asked: dict[str, list[tuple[Place, str]]] = {}
-        self.seen: dict[tuple[Place, str], None] = {}
-        self._known: dict[tuple[Place, str], bool] = {}
-        self._visible: dict[tuple[tuple[Mask, ...], tuple[Lift, ...]], bool] = {}
+        self.guards: dict[tuple[object, ...], Guard] = {}
+        self._seen: dict[Claim, None] = {}
+        self._known: dict[Claim, bool] = {}
+        self._visible: dict[tuple[object, ...], bool] = {}
 
-    def relies(self, op: TokenOp, place: Place, what: str) -> bool:
-        """`holds`, noted as what lets an op take all keys at once."""
-        self.asked.setdefault(op.op.name, []).append((place, what))
-        return self.holds(place, what)
+    def proven(self, op: str, recipe: OpRecipe) -> tuple[Claim, ...]:
+        """The first of the claims of a recipe that holds, if it relies on any; what has to be checked of each batch is
+        added to `guards`.  Raises Refused where none holds."""
+        if not recipe.relies_on:
+            return ()
+        claim = next((claim for claim in recipe.relies_on if self.holds(*claim)), None)
+        if claim is None:
+            raise Refused("it combines tokens with each other, and is not proven to hide every later token", _ADVICE)
+        if claim[1] == NEGATIVE and not self.holds(claim[0], MINUS_INF):
+            self._guard(op, claim[0])
+        return (claim,)
 
-    def furthest(self, place: Place, what: str) -> int | None:
-        """How many tokens before the query a key is at most that constants do not hide; None where they hide none."""
-        there = self._there(place, what)
+    def reach_of(self, claims: Sequence[Claim]) -> int | None:
+        """The number of tokens before a query that it sees at most, where all claims hide older keys too; else None.
+
+        Where -inf hides later keys, no batch is checked for queries that see nothing: -inf must hide older keys too.
+        """
+        certain = {at for at, what in claims if what == NEGATIVE and self.holds(at, MINUS_INF)}
+        for window in self._windows if claims else ():
+            if all(window.holds(at, MINUS_INF if at in certain else what) for at, what in claims):
+                return window.reach
+        return None
+
+    @cached_property
+    def _windows(self) -> list[Causality]:
+        """Proofs about keys older than those that constants show, the shortest reach first."""
+        ages = {self._oldest(*claim) for claim in self._seen} - {None}
+        last = self._model.tokens - 1
+        return [Causality(self._model, age) for age in sorted(a for a in ages if a is not None) if age < last]
+
+    def _oldest(self, at: QueryKeyAxes, what: str) -> int | None:
+        """The age in tokens of the oldest key that a constant shows to a query; None where it hides none."""
+        there = self._there(at, what)
         if there is None:
             return None
         queries, keys = np.nonzero(~there)
         return max(0, int((queries - keys).max(initial=0)))
 
-    def covers(self, place: Place, proof: Causality) -> bool:
-        """Whether one of the masks that hide what is later proves what `proof` asks for as well: that queries see some
-        key is known of these (`guard`), not of what others hide."""
-        try:
-            met = self._masks(place)
-        except Refused:
-            return False
-        return any(proof.holds(Place(*_names(mask)), mask.hides) for mask, _ in met)
-
-    def holds(self, place: Place, what: str) -> bool:
+    def holds(self, at: QueryKeyAxes, what: str) -> bool:
         """Whether a value is `what` wherever the key is later than the query."""
-        key = place, what
-        if key not in self._known:
-            self._known[key] = False  # for a walk that comes back, which no graph has
-            self._known[key] = self._holds(place, what)
-        return self._known[key]
+        claim = at, what
+        if claim not in self._known:
+            self._known[claim] = self._holds(at, what)
+        return self._known[claim]
 
-    def _holds(self, place: Place, what: str) -> bool:
-        if place.name in self._model.fixed:
-            return self._numbers_hold(place, what)
-        op = self._model.writer.get(place.name)
-        return op is not None and self._op_holds(TokenOp(self._model, op), place, what)
+    def _holds(self, at: QueryKeyAxes, what: str) -> bool:
+        if at.value in self._model.fixed:
+            return self._numbers_hold(at, what)
+        op = self._model.writer.get(at.value)
+        return op is not None and self._op_holds(TokenOp(self._model, op), at, what)
 
-    def _numbers_hold(self, place: Place, what: str) -> bool:
-        there = self._there(place, what)
+    def _numbers_hold(self, at: QueryKeyAxes, what: str) -> bool:
+        there = self._there(at, what)
         if there is None:
             return False
         asked = _later(there.shape) if self.reach is None else _older(there.shape, self.reach)
         if not np.all(there | ~asked):
             return False
-        self.seen[place, what] = None
+        self._seen[at, what] = None
         return True
 
-    def _there(self, place: Place, what: str) -> np.ndarray | None:
+    def _there(self, at: QueryKeyAxes, what: str) -> np.ndarray | None:
         """Where a constant is `what`: (queries, keys)."""
-        found = self._model.numbers.of(place.name)
-        if found is None or any(axis is not None and found.shape[axis] > self._model.tokens for axis in place[1:]):
+        found = self._model.numbers.of(at.value)
+        if found is None or any(axis is not None and found.shape[axis] > self._model.tokens for axis in at[1:]):
             return None
         there = {
             FALSE: lambda x: x == 0,
             TRUE: lambda x: x != 0,
-            NEGATIVE: lambda x: x <= lowest(self._model.dtype(place.name)),
+            NEGATIVE: lambda x: x <= hiding_limit(self._model.dtype(at.value)),
+            MINUS_INF: lambda x: x == -math.inf,
             ZERO: lambda x: x == 0,
             ONE: lambda x: x == 1,
         }[what](found)
-        return np.broadcast_to(_over_others(there, place, np.all), self._sizes(found.shape, place))
+        return np.broadcast_to(_over_others(there, at), self._sizes(found.shape, at))
 
-    def _sizes(self, shape: Shape, place: Place) -> tuple[int, int]:
-        """Queries and keys of a value: all tokens, where it is the same for all of them, or those but the last ones."""
-        sizes = [shape[axis] if axis is not None and shape[axis] > 1 else self._model.tokens for axis in place[1:]]
+    def _sizes(self, shape: Shape, at: QueryKeyAxes) -> tuple[int, int]:
+        """Queries and keys of a value: all tokens where it is the same for all of them; some values lack the last."""
+        sizes = [shape[axis] if axis is not None and shape[axis] > 1 else self._model.tokens for axis in at[1:]]
         return sizes[0], sizes[1]
 
-    def _op_holds(self, op: TokenOp, place: Place, what: str) -> bool:
+    def _op_holds(self, op: TokenOp, at: QueryKeyAxes, what: str) -> bool:
         if op.name in (*_AND, *_OR):
             every = (op.name in _OR) == (what in (FALSE, ZERO))
-            return _combined(every, [self._operand(op, i, place, what) for i in range(len(op.refs))])
+            found = [self._operand(op, number, at, what) for number in range(len(op.refs))]
+            return all(found) if every else any(found)
         if op.name in _NOT:
-            return what in _OPPOSITE and self._operand(op, 0, place, _OPPOSITE[what])
+            return what in _OPPOSITE and self._operand(op, 0, at, _OPPOSITE[what])
         if op.name in SAME or op.name == "_to_copy":
-            return self._copied(op, place, what)
+            return self._copied(op, at, what)
         if op.name in RESHAPED:
-            moved = through_reshape(place, op.model.shape(op.refs[0]), op.out.shape)
-            return moved is not None and self.holds(Place(op.refs[0], *moved), what)
+            moved = of_reshaped(op.refs[0], op.shapes[0], op.shape, at)
+            return moved is not None and self.holds(moved, what)
         if op.name == "where":
-            return self._where(op, place, what)
+            return self._where(op, at, what)
         if op.name == "masked_fill":
-            filled = self._operand(op, 1, place, TRUE)
-            return (filled or self._operand(op, 0, place, what)) and self._is(op, "value", place, what)
-        if what == NEGATIVE:
-            return self._negative(op, place)
-        return what in (ZERO, ONE) and self._zero(op, place, what)
+            filled = self._operand(op, 1, at, TRUE)
+            return (filled or self._operand(op, 0, at, what)) and self._is(op, "value", at, what)
+        if what in (NEGATIVE, MINUS_INF):
+            return self._negative(op, at, what)
+        return what in (ZERO, ONE) and self._zero(op, at, what)
 
-    def _copied(self, op: TokenOp, place: Place, what: str) -> bool:
-        before, after = op.model.shape(op.refs[0]), op.out.shape
-        if op.name == "slice" and before != after:
+    def _copied(self, op: TokenOp, at: QueryKeyAxes, what: str) -> bool:
+        if op.name == "slice" and op.shapes[0] != op.shape:
             return False
-        if op.out.dtype == "bool" or what in (FALSE, TRUE):
-            what = {FALSE: ZERO, TRUE: ONE}.get(what, what) if self._model.dtype(op.refs[0]) != "bool" else what
-        elif self._model.dtype(op.refs[0]) == "bool":
+        before = self._model.dtype(op.refs[0])
+        if op.dtype == "bool" or what in (FALSE, TRUE):
+            what = {FALSE: ZERO, TRUE: ONE}.get(what, what) if before != "bool" else what
+        elif before == "bool":
             what = {ZERO: FALSE, ONE: TRUE}.get(what, what)
-        return self._operand(op, 0, place, what)
+        return self._operand(op, 0, at, what)
 
-    def _where(self, op: TokenOp, place: Place, what: str) -> bool:
-        chosen, rest = self._is(op, "self", place, what), self._is(op, "other", place, what)
+    def _where(self, op: TokenOp, at: QueryKeyAxes, what: str) -> bool:
+        chosen, rest = self._is(op, "self", at, what), self._is(op, "other", at, what)
         if chosen and rest:
             return True
         if chosen:
-            return self._operand(op, 0, place, TRUE)
-        return rest and self._operand(op, 0, place, FALSE)
+            return self._operand(op, 0, at, TRUE)
+        return rest and self._operand(op, 0, at, FALSE)
 
-    def _negative(self, op: TokenOp, place: Place) -> bool:
-        if op.name == "add":
-            return op.arg("alpha", 1) == 1 and any(self._is(op, key, place, NEGATIVE) for key in ("self", "other"))
-        if op.name == "minimum":
-            return any(self._is(op, key, place, NEGATIVE) for key in ("self", "other"))
-        if op.name in ("mul", "sub", "rsub", "div", "maximum"):
-            return self._negative_product(op, place)
+    def _negative(self, op: TokenOp, at: QueryKeyAxes, what: str) -> bool:
+        sides = ("self", "other")
+        if op.name == "minimum" or (op.name == "add" and op.arg("alpha", 1) == 1):
+            return any(self._is(op, key, at, what) for key in sides)
+        if op.name == "maximum":
+            return all(self._is(op, key, at, what) for key in sides)
+        if op.name == "mul":  # (1 - mask) * -inf: 1 where it hides, times a number that is very negative
+            pairs = (sides, sides[::-1])
+            return any(self._is(op, a, at, ONE) and self._is(op, b, at, what) for a, b in pairs)
         return False
 
-    def _negative_product(self, op: TokenOp, place: Place) -> bool:
-        """(1 - mask) * -inf: 1 where it hides, times a number that is very negative."""
-        sides = [(key, other) for key, other in (("self", "other"), ("other", "self"))]
-        if op.name == "mul":
-            return any(self._is(op, a, place, ONE) and self._is(op, b, place, NEGATIVE) for a, b in sides)
-        return op.name == "maximum" and all(self._is(op, a, place, NEGATIVE) for a, _ in sides)
-
-    def _zero(self, op: TokenOp, place: Place, what: str) -> bool:
+    def _zero(self, op: TokenOp, at: QueryKeyAxes, what: str) -> bool:
         if op.name in ("sub", "rsub"):  # 1 - mask
             first, second = ("self", "other") if op.name == "sub" else ("other", "self")
-            return self._is(op, first, place, ONE) and self._is(op, second, place, _OPPOSITE[what])
+            return self._is(op, first, at, ONE) and self._is(op, second, at, _OPPOSITE[what])
         if what == ONE:
-            return op.name == "mul" and all(self._is(op, key, place, ONE) for key in ("self", "other"))
+            return op.name == "mul" and all(self._is(op, key, at, ONE) for key in ("self", "other"))
         if op.name in ("mul", "div"):
             keys = ("self", "other") if op.name == "mul" else ("self",)
-            return any(self._is(op, key, place, ZERO) for key in keys)
+            return any(self._is(op, key, at, ZERO) for key in keys)
         if op.name in ("softmax", "_softmax", "_safe_softmax"):
-            along = op.axis("dim", len(op.out.shape), -1)
-            return along == place.keys and self._operand(op, 0, place, NEGATIVE)
+            along = op.axis("dim", len(op.shape), -1)
+            return along == at.keys and self._operand(op, 0, at, NEGATIVE)
         if op.name == "tril" and self.reach is None:
-            last = len(op.out.shape) - 1
-            return (place.queries, place.keys) == (last - 1, last) and op.number("diagonal", 0) <= 0
-        return op.name in _FACTORS and self._operand(op, 0, place, ZERO)
+            last = len(op.shape) - 1
+            return (at.queries, at.keys) == (last - 1, last) and op.number("diagonal", 0) <= 0
+        return op.name in _FACTORS and self._operand(op, 0, at, ZERO)
 
-    def _is(self, op: TokenOp, key: str, place: Place, what: str) -> bool:
+    def _is(self, op: TokenOp, key: str, at: QueryKeyAxes, what: str) -> bool:
         """`holds` of an argument that may be a number."""
         value = op.arg(key)
         if isinstance(value, (int, float)):
-            limit = lowest(op.out.dtype)
-            return bool(
-                {ZERO: value == 0, FALSE: value == 0, ONE: value == 1, NEGATIVE: value <= limit}.get(what, value)
-            )
+            limits = {NEGATIVE: hiding_limit(op.dtype), MINUS_INF: -math.inf}
+            if what in limits:
+                return value <= limits[what]
+            return bool({ZERO: value == 0, FALSE: value == 0, ONE: value == 1}.get(what, value))
         ref = op.ref(key)
-        return ref is not None and self._operand(op, op.refs.index(ref), place, what)
+        return ref is not None and self._operand(op, op.refs.index(ref), at, what)
 
-    def _operand(self, op: TokenOp, number: int, place: Place, what: str) -> bool:
+    def _operand(self, op: TokenOp, number: int, at: QueryKeyAxes, what: str) -> bool:
         names = op.letters()
         if names is None or number >= len(names.operands):
             return False
-        return self.holds(operand_place(op.refs[number], names.operands[number], names.results[0], place), what)
+        return self.holds(of_operand(op.refs[number], names.operands[number], names.results[0], at), what)
 
-    def guard(self, op: TokenOp, place: Place) -> Guard | None:
-        """What must hold of the batch for a softmax over keys: None where it always does."""
-        met = self._masks(place)
-        if not any(finite for _, finite in met):
-            return None
-        found = Scores(self._model, lambda at: self.holds(at, NEGATIVE))
-        found.walk(place)
-        masks, lifts = tuple(dict.fromkeys([*(mask for mask, _ in met), *found.masks])), tuple(found.lifts)
-        known = self._model.full | self._model.fixed
-        if not all(mask.value in known for mask in masks):
+    def _guard(self, op: str, at: QueryKeyAxes) -> None:
+        """Add what must hold of each batch for a softmax over keys, unless constants show that it always does."""
+        terms = ScoreTerms(self._model, lambda term: self.holds(term, NEGATIVE))
+        terms.walk(at)
+        known, names = self._model.full | self._model.fixed, {mask.value for mask, _ in terms.masks}
+        if not names:
+            raise Refused("the masks of its scores cannot be followed")
+        if not known.issuperset(names):
             raise Refused(
                 "its mask depends on parameters, so that no batch can be checked for queries that see nothing"
             )
-        if self._model.fixed.issuperset([*(mask.value for mask in masks), *(lift.value for lift in lifts)]):
-            if (masks, lifts) not in self._visible:
-                self._visible[masks, lifts] = self._all_see(masks, lifts)
-            if not self._visible[masks, lifts]:
-                raise Refused("some query sees no key that is not after it, and would look at all of them alike")
-            return None
-        return Guard(masks, op.op.name, lifts)
+        key = (*terms.masks, *terms.lifts)
+        if not self._model.fixed.issuperset(names.union(term.value for term, *_ in terms.lifts)):
+            self.guards.setdefault(key, terms.guard(op))
+            return
+        if key not in self._visible:
+            self._visible[key] = self._all_see(terms)
+        if not self._visible[key]:
+            raise Refused("some query sees no key that is not after it, and would look at all of them alike")
 
-    def _all_see(self, masks: Sequence[Mask], lifts: Sequence[Lift]) -> bool:
-        shown: list[tuple[Place, np.ndarray]] = []
-        for mask in masks:
-            found = self._model.numbers.of(mask.value)
+    def _all_see(self, terms: ScoreTerms) -> bool:
+        """Whether every query sees a key that is not later through masks that are constants."""
+        shown: list[tuple[QueryKeyAxes, np.ndarray]] = []
+        for at, hides in terms.masks:
+            found = self._model.numbers.of(at.value)
             if found is None:
                 return False
-            finite = found > lowest(self._model.dtype(mask.value))
-            shown.append((Place(*_names(mask)), {FALSE: found != 0, TRUE: found == 0}.get(mask.hides, finite)))
-        for lift in lifts:
-            found = self._model.numbers.of(lift.value)
+            limit = hiding_limit(self._model.dtype(at.value))
+            shown.append((at, found > limit if hides == NEGATIVE else (found != 0) == (hides == FALSE)))
+        for at, factor, _, least in terms.lifts:
+            found = self._model.numbers.of(at.value)
             assert found is not None  # it was looked at
-            shown.append((Place(lift.value, lift.queries, lift.keys), found * lift.factor > lift.least))
+            shown.append((at, found * factor > least))
         seen = ~_later(self._sizes(shown[0][1].shape, shown[0][0]))
-        for place, cells in shown:
-            seen = seen & _over_others(cells, place, np.all)
+        for at, cells in shown:
+            seen = seen & _over_others(cells, at)
         return bool(np.all(np.any(seen, axis=1)))
-
-    def _masks(self, place: Place) -> list[tuple[Mask, bool]]:
-        """The masks that scores meet, and whether they are finite: what -inf hides has no part in any case."""
-        if not self.holds(place, NEGATIVE):
-            return []
-        op = self._model.writer.get(place.name)
-        if op is None or place.name in self._model.full:
-            return [(Mask(*place, NEGATIVE), True)]
-        here = TokenOp(self._model, op)
-        names = here.letters()
-        if names is None or here.name not in (*_MASKING, *_CARRIED):
-            raise Refused("how it is masked cannot be followed")
-
-        def at(number: int) -> Place:
-            return operand_place(here.refs[number], names.operands[number], names.results[0], place)
-
-        if here.name not in _MASKING:
-            return [mask for number in range(len(here.refs)) for mask in self._rest(at(number))]
-        filled, hides, condition = self._filled(here, place)
-        scores = next((n for n, ref in enumerate(here.refs) if n != condition and ref != here.ref(filled)), None)
-        rest = [] if scores is None else self._rest(at(scores))
-        return [*rest, (Mask(*at(condition), hides), here.arg(filled) != -math.inf)]
-
-    def _filled(self, op: TokenOp, place: Place) -> tuple[str, str, int]:
-        """Of an op that masks: the argument that is very negative, how the condition hides, and its number."""
-        if op.name == "masked_fill":
-            return "value", TRUE, 1
-        return ("other", FALSE, 0) if self._is(op, "other", place, NEGATIVE) else ("self", TRUE, 0)
-
-    def _rest(self, place: Place) -> list[tuple[Mask, bool]]:
-        return self._masks(place) if place.keys is not None else []
-
-
-_MASKING, _CARRIED = ("where", "masked_fill"), ("add", "_to_copy", "clone", "detach", "expand", "contiguous")
-
-
-def _names(mask: Mask) -> tuple[str, int | None, int | None]:
-    return mask.value, mask.queries, mask.keys
 
 
 def _later(sizes: tuple[int, ...]) -> np.ndarray:
@@ -285,21 +262,13 @@ def _later(sizes: tuple[int, ...]) -> np.ndarray:
 
 
 def _older(sizes: tuple[int, ...], reach: int) -> np.ndarray:
-    """Where the key is more than so many tokens before the query."""
+    """Where the key is more than `reach` tokens before the query."""
     return np.tril(np.ones(sizes, dtype=bool), -reach - 1)
 
 
-def _over_others(found: np.ndarray, place: Place, reduce: object) -> np.ndarray:
-    """(queries, keys) of an array, reduced over its other axes."""
-    assert callable(reduce)
-    others = tuple(axis for axis in range(found.ndim) if axis not in place[1:])
-    kept = reduce(found, axis=others) if others else found
-    if place.queries is not None and place.keys is not None:
-        return kept if place.queries < place.keys else kept.T
-    if place.queries is not None:
-        return np.asarray(kept).reshape(-1, 1)
-    return np.asarray(kept).reshape(1, -1)
-
-
-def _combined(every: bool, found: Sequence[bool]) -> bool:
-    return all(found) if every else any(found)
+def _over_others(found: np.ndarray, at: QueryKeyAxes) -> np.ndarray:
+    """(queries, keys) of an array of booleans: True where it is True for every place along its other axes."""
+    kept = np.asarray(np.all(found, axis=tuple(axis for axis in range(found.ndim) if axis not in at[1:])))
+    if at.queries is not None and at.keys is not None:
+        return kept if at.queries < at.keys else kept.T
+    return kept.reshape(-1, 1) if at.queries is not None else kept.reshape(1, -1)

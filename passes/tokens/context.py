@@ -1,19 +1,16 @@
-"""One op as the rules see it: its row of the table, its arguments at two lengths, the forms of its operands."""
+"""The model and one op of it as the rules see them, at two lengths of the sequence."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from autopart.ir.errors import TokenRefusal
 from autopart.ir.graph import Graph, Literal, Op, Param, Value
 from autopart.passes.ops.flops import operands
 from autopart.passes.ops.letters import Letters, Shape, letters
-from autopart.passes.ops.row import OpRow
 from autopart.passes.ops.table import op_name, row_of
 from autopart.passes.tokens.recipe import WHOLE, Form, OpRecipe, TokenLayout
 
@@ -25,91 +22,63 @@ class Numbers(Protocol):
         """The numbers of a value that depends on constants alone; None where they cannot be known."""
 
     def which(self, value: str) -> int:
-        """Which of the results of its op a value is."""
+        """The place of a value among the results of its op."""
 
     def apart(self, op: str, reads: Sequence[Form], form: Form) -> bool:
-        """Whether an op that no rule knows was seen to make of the tokens of a slice those of its result, with their
-        gradients, for every slice that was tried."""
+        """Whether an op without a rule made, of the tokens of a slice, those of its result, with their gradients, for
+        every slice that was tried."""
 
 
 class Refused(Exception):
-    """Ends a rule: the op cannot run slice by slice.  why: in words; op: that it comes from, if not this one."""
+    """Ends a rule: the op cannot run slice by slice."""
 
     def __init__(self, why: str, fix: str = "") -> None:
         self.why, self.fix = why, fix
         super().__init__(why)
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a rule finds: the form of each result (one stands for all), and how the op is run."""
-
-    forms: tuple[Form, ...]
-    recipe: OpRecipe
-
-
-@dataclass
 class Model:
     """A model at `tokens` and at `fewer` tokens, and what is known of its values so far.
 
-    forms: of values that are not of the prologue; refused: why a value has none.  full: values of the prologue, and
-    inputs.  fixed: of those the ones that do not depend on inputs.
+    forms: of the values that are not made by the prologue.  full: inputs and what the prologue makes.  fixed: constants
+    and what depends on them alone.
     """
 
-    graph: Graph
-    other: Graph
-    tokens: int
-    fewer: int
-    numbers: Numbers
-    values: Mapping[str, Value] = field(init=False)
-    other_values: Mapping[str, Value] = field(init=False)
-    params: Mapping[str, Param] = field(init=False)
-    writer: dict[str, Op] = field(default_factory=dict)
-    twins: dict[str, Op] = field(default_factory=dict)
-    op_names: dict[str, str] = field(default_factory=dict)
-    full: set[str] = field(default_factory=set)
-    fixed: set[str] = field(default_factory=set)
-    forms: dict[str, Form] = field(default_factory=dict)
-    refused: dict[str, TokenRefusal] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.values, self.other_values = self.graph.value_map(), self.other.value_map()
-        self.params = self.graph.param_map()
-        for op, twin in zip(self.graph.ops, self.other.ops, strict=True):
-            self.twins[op.name] = twin
-            self.op_names[op.name] = op_name(op.target)
-            for written in op.writes:
-                self.writer[written] = op
+    def __init__(self, graph: Graph, other: Graph, tokens: int, fewer: int, numbers: Numbers) -> None:
+        self.graph, self.tokens, self.fewer, self.numbers = graph, tokens, fewer, numbers
+        self._values: dict[str, Value | Param] = {**graph.param_map(), **graph.value_map()}
+        self._other_values: dict[str, Value | Param] = {**self._values, **other.value_map()}
+        self.ops, self.twins = graph.op_map(), other.op_map()
+        self.writer: Mapping[str, Op] = {name: op for op in graph.ops for name in op.writes}
+        self.full: set[str] = set()
+        self.fixed: set[str] = set()
+        self.forms: dict[str, Form] = {}
 
     def shape(self, name: str) -> Shape:
         """Shape of a value or parameter."""
-        return self.values[name].shape if name in self.values else self.params[name].shape
+        return self._values[name].shape
 
-    def op_of(self, name: str) -> Op | None:
-        """An op by its name."""
-        twin = self.twins.get(name)
-        return self.writer.get(twin.writes[0]) if twin is not None and twin.writes else None
+    def dtype(self, name: str) -> str:
+        """Type of a value or parameter."""
+        return self._values[name].dtype
 
     def form(self, name: str) -> Form:
-        """What a slice holds of a value that is not refused."""
+        """The form of a value; inputs, parameters and what the prologue makes are whole."""
         return self.forms.get(name, WHOLE)
 
     def varying(self, name: str) -> tuple[int, ...]:
         """The axes that grow with the tokens."""
-        if name not in self.values:
-            return ()
-        pairs = zip(self.values[name].shape, self.other_values[name].shape, strict=True)
+        pairs = zip(self.shape(name), self._other_values[name].shape, strict=True)
         return tuple(axis for axis, (a, b) in enumerate(pairs) if a != b)
 
-    def dtype(self, name: str) -> str:
-        """Of a value or a parameter."""
-        found = self.values.get(name)
-        return found.dtype if found is not None else self.params[name].dtype
+    def growth(self, name: str, axis: int) -> int:
+        """The number of entries that an axis has more at `tokens` than at `fewer` tokens."""
+        return self.shape(name)[axis] - self._other_values[name].shape[axis]
 
     def layout(self, name: str, axis: int) -> TokenLayout | None:
         """How an axis of a whole value may be cut into tokens; of a merged one the tokens are taken to lie last."""
-        size, other = self.values[name].shape[axis], self.other_values[name].shape[axis]
-        stride, rest = divmod(size - other, self.tokens - self.fewer)
+        size = self.shape(name)[axis]
+        stride, rest = divmod(self.growth(name, axis), self.tokens - self.fewer)
         if rest or stride < 1 or size % stride:
             return None
         short = self.tokens - size // stride
@@ -121,7 +90,7 @@ class Model:
 
     def fits(self, name: str, form: Form) -> bool:
         """Whether a form agrees with the shapes of both captures: a cross-check of every rule."""
-        sizes, others = list(self.values[name].shape), list(self.other_values[name].shape)
+        sizes, others = list(self.shape(name)), list(self._other_values[name].shape)
         for _, layout in form.roles():
             if layout.axis >= len(sizes) or sizes[layout.axis] != self.full_size(layout):
                 return False
@@ -132,21 +101,25 @@ class Model:
 
 
 class TokenOp:
-    """An op, with everything that rules ask of it."""
+    """An op with its row of the table, its arguments at two lengths, and its operands: names, shapes and forms."""
 
     def __init__(self, model: Model, op: Op) -> None:
         self.model, self.op, self.twin = model, op, model.twins[op.name]
         self.name, self.row = op_name(op.target), row_of(op.target)
         self.attrs = dict(op.attrs)
         self.refs = [ref[1:] for ref in operands(op)]
-        self.forms = [model.forms.get(ref, WHOLE) for ref in self.refs]
-
-    row: OpRow
+        self.shapes = [model.shape(ref) for ref in self.refs]
+        self.forms = [model.form(ref) for ref in self.refs]
 
     @property
-    def out(self) -> Value:
-        """The first result."""
-        return self.model.values[self.op.writes[0]]
+    def shape(self) -> Shape:
+        """Shape of the first result."""
+        return self.model.shape(self.op.writes[0])
+
+    @property
+    def dtype(self) -> str:
+        """Type of the first result."""
+        return self.model.dtype(self.op.writes[0])
 
     def arg(self, key: str, default: Literal = None) -> Literal:
         """An argument by its name."""
@@ -169,21 +142,17 @@ class TokenOp:
 
     def differing(self) -> set[str]:
         """Arguments that change with the number of tokens."""
-        return {key for (key, mine), (_, theirs) in zip(self.op.attrs, self.twin.attrs, strict=True) if mine != theirs}
+        return {key for (key, mine), (_, other) in zip(self.op.attrs, self.twin.attrs, strict=True) if mine != other}
 
     def letters(self) -> Letters | None:
         """Names of the axes of its operands and results, where they are known."""
-        return letters(self.row, self.attrs, [self.model.shape(ref) for ref in self.refs], self.out.shape)
+        return letters(self.row, self.attrs, self.shapes, self.shape)
 
-    def found(self, form: Form, reads: tuple[Form, ...], how: str = "", amount: int = 0) -> Found:
-        """One form for every result."""
-        return Found((form,) * len(self.op.writes), OpRecipe(reads, how, amount))
-
-    def fits(self, name: str, form: Form) -> bool:
-        """`Model.fits`."""
-        return self.model.fits(name, form)
+    def recipe(self, form: Form, reads: Sequence[Form] | None = None, how: str = "", amount: int = 0) -> OpRecipe:
+        """A recipe with one form for all results.  reads: the forms of the operands where it is left out."""
+        return OpRecipe(tuple(self.forms if reads is None else reads), dict.fromkeys(self.op.writes, form), how, amount)
 
 
 def before(shape: Shape, axis: int) -> int:
-    """How many elements stand for one of this axis in the axes before it."""
+    """The number of elements in the axes before this one."""
     return math.prod(shape[:axis])

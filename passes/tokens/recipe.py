@@ -1,16 +1,16 @@
-"""How a model is run slice by slice of its tokens: what the analysis finds and the cutting of stage code reads.
+"""How a model runs slice by slice of its tokens: the result of the analysis, from which the code of slices is made.
 
 A slice is tokens [start, end) of a sequence of `tokens`; slices are consecutive.  A value holds tokens along an axis of
 size stride * (tokens - short) * block, the token being the middle index: flattening (batch, sequence) gives stride
-batch.  short: how many tokens it lacks at the end, as logits without the last one do.
+batch.  short: number of tokens missing at the end, as in logits without the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-
-from autopart.ir.graph import Op
+from functools import cached_property
+from typing import NamedTuple
 
 Shape = tuple[int, ...]
 
@@ -26,7 +26,8 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """Where a value holds tokens; the module docstring says how.  reach: of keys, so many before the slice alone."""
+    """Where a value holds tokens, see the module docstring.  reach: number of tokens before the slice that are held
+    along an axis of keys; None for all."""
 
     axis: int
     stride: int = 1
@@ -35,7 +36,7 @@ class TokenLayout:
     reach: int | None = None
 
     def bounds(self, part: Slice, *, prefix: bool) -> tuple[int, int]:
-        """Which of the tokens that this axis has belong to a slice; prefix: and to those before it."""
+        """The range of tokens that a slice holds; prefix: with the tokens before the slice."""
         most = part.tokens - self.short
         first = 0 if prefix and self.reach is None else part.start - (self.reach or 0) * prefix
         return min(max(0, first), most), min(part.end, most)
@@ -48,44 +49,43 @@ class TokenLayout:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a slice holds of a value.
+    """The part of a value that a slice holds.
 
-    queries: an axis that holds the tokens of the slice.  keys: an axis that holds those and all before.  Neither: it is
-    whole.  partial: the value is the sum of what the slices have; origin: the op that began to sum.
-    halo: along `queries` it holds so many tokens before the slice too; negative: so many entries behind the last token
-    are held by no slice.
-    order: of what a sort of the tokens made or brought in its order: the sort, what it holds, and in how many parts.
+    queries: the axis of the slice's own tokens.  keys: the axis of these and all earlier tokens.  A value with neither
+    is whole.  partial: for a value that is a sum over the tokens, to which each slice adds its own part, the op that
+    began to sum; else "".  halo: number of earlier tokens that are held too along `queries`; negative: number of
+    entries behind the last token that no slice holds.  order: for a value that is sorted by token, or describes how
+    others are: (the sort, what the value holds, number of parts).
     """
 
     queries: TokenLayout | None = None
     keys: TokenLayout | None = None
-    partial: bool = False
-    origin: str = ""
+    partial: str = ""
     halo: int = 0
     order: tuple[str, str, int] | None = None
 
     @property
     def whole(self) -> bool:
-        """Whether every slice holds all of it."""
+        """Whether every slice holds the whole value."""
         return self.queries is None and self.keys is None and not self.partial and self.order is None
 
     def as_prefix(self, reach: int | None = None) -> Form:
-        """What holds the tokens of the slices before too, of a value that holds those of one; reach: so many alone."""
+        """The form of a value of own tokens after it was joined with the earlier ones.  reach: number of these."""
         return Form(keys=self.queries and replace(self.queries, reach=reach))
 
     def reaching(self, reach: int) -> Form:
-        """The same with so many keys before the slice alone."""
+        """This form with `reach` earlier tokens along the axis of keys."""
         return replace(self, keys=self.keys and replace(self.keys, reach=reach))
 
     def roles(self) -> Iterator[tuple[bool, TokenLayout]]:
-        """(whether it holds the tokens before too, layout) of each axis that holds tokens."""
+        """(whether earlier tokens are held too, layout) of each axis that holds tokens."""
         if self.queries is not None:
             yield False, self.queries
         if self.keys is not None:
             yield True, self.keys
 
     def shape(self, shape: Shape, part: Slice) -> Shape:
-        """The shape in a slice of a value of this shape."""
+        """The shape in a slice of a value that is of this shape as a whole."""
         sizes = list(shape)
         for prefix, layout in self.roles():
             sizes[layout.axis] = layout.size(part, prefix=prefix)
@@ -94,7 +94,7 @@ class Form:
         return tuple(sizes)
 
     def moved(self, *, queries: int | None = None, keys: int | None = None) -> Form:
-        """The same along other axes."""
+        """This form with its tokens along other axes."""
         return replace(
             self,
             queries=self.queries and replace(self.queries, axis=self.queries.axis if queries is None else queries),
@@ -102,104 +102,104 @@ class Form:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenAxis:
-    """What a planner has to know of a recipe.  tokens: of a sequence.  behind: ops that look at the tokens before their
-    slice too.  once: those of the prologue.  Both sorted."""
-
-    tokens: int
-    behind: tuple[str, ...] = ()
-    once: tuple[str, ...] = ()
-
-
 WHOLE = Form()
 
-# What a value holds that lies in the order of a sort, or says how others do.
-SORTED = "sorted"  # entries of tokens in that order
+# What a value holds that is sorted by token, or describes how others are (`Form.order`).
+SORTED = "sorted"  # entries of tokens in sorted order
 KEYS = "keys"  # what was sorted
-PLACES = "places"  # from where each entry came; in parts: of a vector with so many entries for each one
+PLACES = "places"  # from where each entry came; in parts: indices into a vector with one entry for each `parts`
 INVERSE = "inverse"  # to where each entry goes back
-COUNTS = "counts"  # how many entries have each key; in parts: of so many keys
+COUNTS = "counts"  # number of entries of each key; parts: number of keys
 OFFSETS = "offsets"  # where the entries of each key end
 
-# How the code of a slice runs an op otherwise than the captured program does.
+# How the code of a slice runs an op, where it differs from the captured program.
 PLAIN = ""
-SIZES = "sizes"  # its sizes are those of the result in the slice
-CAUSAL = "causal"  # attention that is causal by its argument: with a mask that says the same of the slice
-LOSS = "loss"  # the mean of a loss function: the sum over the slice by the count of the whole sequence
-MEAN = "mean"  # the sum over the slice by the size of the whole
-MADE = "made"  # a constant of the captured shape, whatever it is made like
-CARRY = "carry"  # a sum along the tokens: goes on where the slice before ended
-PADDED = "padded"  # in front of the tokens of the slice those before it, and padding before the first
-CONV = "conv"  # the same in a convolution that pads by itself
+SIZES = "sizes"  # with the sizes of the result in the slice
+CAUSAL = "causal"  # attention with is_causal=True: with an equivalent mask for the slice
+LOSS = "loss"  # the mean of a loss function: the sum over the slice, divided by the count of the whole sequence
+MEAN = "mean"  # the sum over the slice, divided by the size of the whole
+MADE = "made"  # a constant of the captured shape
+CARRY = "carry"  # a sum along the tokens: continued from the end of the slice before
+PADDED = "padded"  # a padding in front: the tokens before the slice, and padding before the first token
+CONV = "conv"  # a convolution that pads by itself: run on the tokens before the slice, and padding before the first
 SHIFT = "shift"  # the tokens of the slice, each `amount` earlier
-WINDOW = "window"  # of tokens with others in front those of the slice, from place `amount` on
-DRAWN = "drawn"  # random: on the whole sequence, of which the slice takes its own
-INVERT = "invert"  # the places to where sorted entries go back, from those that they came from
-ONCE = "once"  # the operands that are whole count in the first slice alone
+WINDOW = "window"  # of a value with earlier tokens those of the slice, from index `amount` on
+DRAWN = "drawn"  # random: drawn for the whole sequence, of which the slice takes its own tokens
+INVERT = "invert"  # the inverse of a permutation
+ONCE = "once"  # whole operands count in the first slice alone
 DIAGONAL = "diagonal"  # the diagonal moves with the start of the slice
+
+# What a mask or a bias is wherever the key is later than the query.
+FALSE, TRUE, ZERO, ONE = "false", "true", "zero", "one"
+NEGATIVE = "negative"  # so low that the probability is 0 beside visible keys
+MINUS_INF = "-inf"  # minus infinity: the probability is always 0
+
+
+class QueryKeyAxes(NamedTuple):
+    """The axes of a value along which queries and keys lie; None where it is the same for all of them."""
+
+    value: str
+    queries: int | None
+    keys: int | None
+
+
+Claim = tuple[QueryKeyAxes, str]
+"""A value, and what it is wherever the key is later than the query."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpRecipe:
     """How the code of a slice runs an op.
 
-    reads: what it needs of each tensor argument, in order; of a value that holds only its own tokens, keys means with
-    those before it too.  how: one of the words above; amount: of tokens, where that needs one.
+    reads: what the op needs of each tensor argument, in order; keys of a value that holds its own tokens alone stand
+    for these and the earlier ones.  results: the form of each result by name.  how: one of the words above; amount: its
+    number of tokens.  relies_on: claims of which one must hold for no later token to be seen.
     """
 
     reads: tuple[Form, ...]
+    results: Mapping[str, Form]
     how: str = PLAIN
     amount: int = 0
+    relies_on: tuple[Claim, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Mask:
-    """A value that hides keys: where it is False ("false"), True ("true"), or very negative ("negative")."""
+class Guard(NamedTuple):
+    """The check of each batch for an op whose masks are finite numbers: every query must see a key that is not later,
+    else its attention would be spread over all keys; and nothing else that is added to the scores may undo the masks.
 
-    value: str
-    queries: int | None
-    keys: int | None
-    hides: str
+    masks: (value, axis of queries, axis of keys, largest number that hides); the number is None for a mask of booleans,
+    which hides where it is true if `inverted` says so, else where it is false.  lifts: of everything else that is added
+    to the scores: (value, axis of queries, axis of keys, factor, largest number allowed, largest number that hides).
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class Lift:
-    """What else is added to scores, `factor` times: above `most` it undoes masks, up to `least` it hides as they do.
-    queries, keys: its axes, None where it is the same for all of them."""
-
-    value: str
-    queries: int | None
-    keys: int | None
-    factor: float
-    most: float
-    least: float
-
-
-@dataclass(frozen=True, slots=True)
-class Guard:
-    """Every query must see a key that is not after it, whatever the inputs: else the captured program would spread
-    its attention over all keys, later ones too.  Checked of each batch, for the masks together; and that masks of
-    finite numbers hide what is later, whatever was added to them: lifts are what else is added to the scores."""
-
-    masks: tuple[Mask, ...]
     op: str
-    lifts: tuple[Lift, ...] = ()
+    masks: tuple[tuple[str, int | None, int | None, float | None], ...]
+    inverted: tuple[bool, ...]
+    lifts: tuple[tuple[str, int | None, int | None, float, float, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAxis:
+    """What the planner knows of a recipe.  tokens: of a sequence.  behind: ops that read earlier tokens too.  once: ops
+    of the prologue.  Both sorted."""
+
+    tokens: int
+    behind: tuple[str, ...] = ()
+    once: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How a model runs slice by slice.
 
-    tokens: of the sequence.  forms: of every value that is not of the prologue.  prologue: ops that depend on inputs
-    and constants alone: they run at full length, once a micro-batch.  ops: how every other op is run, where it can be.
-    chain: for a value that only rearranges or repeats elements of another, that one: K and V may be kept as any of
-    them.  guards: what must hold of each batch.  reach: of values that are needed with the tokens before the slice, how
-    many of these are; all of those of others.  constants: buffers on the numbers of which all this rests.
+    tokens: of the sequence.  prologue: ops that depend on inputs and constants alone: they run at full length, once a
+    micro-batch.  ops: how every other op runs.  chain: for a value that only rearranges or repeats elements of another,
+    that one: K and V may be kept as any of them.  guards: checks of each batch.  reach: for values that are read with
+    earlier tokens, the number of these; all where it is missing.  constants: buffers whose numbers were used in the
+    proof that no token sees a later one.
     """
 
     tokens: int
-    forms: Mapping[str, Form]
     prologue: frozenset[str]
     ops: Mapping[str, OpRecipe]
     chain: Mapping[str, str] = field(default_factory=dict)
@@ -207,17 +207,20 @@ class Recipe:
     reach: Mapping[str, int] = field(default_factory=dict)
     constants: frozenset[str] = frozenset()
 
-    def axis(self, ops: Iterable[Op]) -> TokenAxis:
-        """What a planner has to know, of the ops of the captured graph."""
-        behind = []
-        for op in ops:
-            recipe = self.ops.get(op.name)
-            forms = [self.form(name) for name in op.writes]
-            reads = recipe.reads if recipe is not None else ()
-            if any(form.keys is not None for form in (*forms, *reads)):
-                behind.append(op.name)
-        return TokenAxis(self.tokens, tuple(sorted(behind)), tuple(sorted(self.prologue)))
+    @cached_property
+    def forms(self) -> dict[str, Form]:
+        """The form of every value that is not made by the prologue."""
+        return {name: form for recipe in self.ops.values() for name, form in recipe.results.items()}
 
     def form(self, value: str) -> Form:
         """The form of a value; what the prologue makes, inputs and parameters are whole."""
         return self.forms.get(value, WHOLE)
+
+    def axis(self) -> TokenAxis:
+        """What the planner knows of it."""
+        behind = [
+            name
+            for name, recipe in self.ops.items()
+            if any(form.keys is not None for form in (*recipe.reads, *recipe.results.values()))
+        ]
+        return TokenAxis(self.tokens, tuple(sorted(behind)), tuple(sorted(self.prologue)))

@@ -1,124 +1,162 @@
-"""What scores meet between the product that makes them and their softmax: masks, and all else that is added to them.
+"""What is added to attention scores between their product and their softmax: masks and everything else.
 
-A mask of finite numbers hides only beside what it is compared with.  A query from which finite masks hide all keys
-looks at all of them alike, later ones too, whichever of the masks was meant to be causal; and a large number beside a
-mask undoes it.  So everything on the way counts, also masks that hide no later key, as those of padding.  What depends
-on parameters, the scores themselves first of all, is taken to be far smaller than what hides.
+A mask of finite numbers hides a key only beside a visible one.  A query whose keys are all hidden by finite masks looks
+at all of them alike, later ones too, whichever of the masks was meant to be causal; and a large number beside a mask
+undoes it.  So everything on the way counts, also masks that hide no later key, such as those of padding.  What depends
+on parameters, first of all the scores themselves, is taken to be far smaller than what hides.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from autopart.passes.tokens.context import Model, Refused, TokenOp
-from autopart.passes.tokens.places import (
-    FALSE,
-    NEGATIVE,
-    RESHAPED,
-    SAME,
-    TRUE,
-    Place,
-    lowest,
-    operand_place,
-    through_reshape,
-)
-from autopart.passes.tokens.recipe import Lift, Mask
+from autopart.passes.tokens.recipe import FALSE, NEGATIVE, TRUE, Guard, QueryKeyAxes, Shape
 
+VERY_NEGATIVE = -1e9
+"""A bias of at most this makes a probability 0 beside any score."""
 LARGEST_FACTOR = 1e4
 """Scores times this are still far smaller than what hides."""
+SAME = ("clone", "contiguous", "detach", "expand", "slice", "transpose", "permute", "alias", "to")
+RESHAPED = ("reshape", "view", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten")
+_LOWEST = {"float16": -65504.0}
 _BOUNDED = ("tanh", "sigmoid", "softmax", "_softmax", "sin", "cos", "erf")
 _LARGE = "what is added to its scores is so large that it may undo their mask"
 
 
-class Scores:
-    """What is met above one value.  hides: whether a value is very negative wherever the key is later."""
+def hiding_limit(dtype: str) -> float:
+    """The largest number of this type that hides a key."""
+    return max(VERY_NEGATIVE, _LOWEST.get(dtype, -math.inf))
 
-    def __init__(self, model: Model, hides: Callable[[Place], bool]) -> None:
+
+def of_operand(name: str, operand: Sequence[str], result: Sequence[str], axes: QueryKeyAxes) -> QueryKeyAxes:
+    """The axes of an operand from those of its result.  operand, result: names of all axes."""
+
+    def axis(number: int | None) -> int | None:
+        found = "" if number is None else result[number]
+        return operand.index(found) if found and found in operand else None
+
+    return QueryKeyAxes(name, axis(axes.queries), axis(axes.keys))
+
+
+def of_reshaped(name: str, before: Shape, after: Shape, axes: QueryKeyAxes) -> QueryKeyAxes | None:
+    """The axes of what was reshaped from those of the result; None where one of them was made by the reshape."""
+    found: list[int | None] = []
+    for axis in axes[1:]:
+        if axis is None or after[axis] == 1:
+            found.append(None)
+            continue
+        ahead = math.prod(after[:axis])
+        same = [b for b, size in enumerate(before) if size == after[axis] and math.prod(before[:b]) == ahead]
+        if not same:
+            return None
+        found.append(same[0])
+    return QueryKeyAxes(name, *found)
+
+
+class ScoreTerms:
+    """Collects what is added to scores, from their softmax upwards.
+
+    masks: values that hide keys, and how: where they are FALSE, TRUE or NEGATIVE.  lifts: of everything else (factor,
+    largest number allowed, largest number that hides).
+    """
+
+    def __init__(self, model: Model, hides: Callable[[QueryKeyAxes], bool]) -> None:
+        """hides: whether a value is NEGATIVE wherever the key is later."""
         self._model, self._hides = model, hides
-        self.masks: dict[Mask, None] = {}
-        self.lifts: dict[Lift, None] = {}
-        self._walked: set[tuple[Place, float]] = set()
+        self.masks: dict[tuple[QueryKeyAxes, str], None] = {}
+        self.lifts: dict[tuple[QueryKeyAxes, float, float, float], None] = {}
+        self._walked: set[tuple[QueryKeyAxes, float]] = set()
 
-    def walk(self, place: Place, factor: float = 1.0) -> None:
-        """Up from here, of which `factor` times arrives below.  Raises Refused for what may undo masks.  O(ops)."""
-        if not factor or (place, factor) in self._walked:
+    def guard(self, op: str) -> Guard:
+        """The check of each batch for these terms."""
+        limits = [hiding_limit(self._model.dtype(at.value)) if hides == NEGATIVE else None for at, hides in self.masks]
+        return Guard(
+            op,
+            tuple((*at, limit) for (at, _), limit in zip(self.masks, limits, strict=True)),
+            tuple(hides == TRUE for _, hides in self.masks),
+            tuple((*at, factor, most, least) for at, factor, most, least in self.lifts),
+        )
+
+    def walk(self, at: QueryKeyAxes, factor: float = 1.0) -> None:
+        """Collect the terms of a value, which is multiplied by `factor` on its way to the scores.
+
+        Raises Refused for what may undo masks.  O(ops).
+        """
+        if not factor or (at, factor) in self._walked:
             return
-        self._walked.add((place, factor))
-        if self._constant(place.name):
-            self._added(place, factor)
+        self._walked.add((at, factor))
+        if self._constant(at.value):
+            self._added(at, factor)
             return
-        op = self._model.writer.get(place.name)
+        op = self._model.writer.get(at.value)
         if op is not None:
-            self._through(TokenOp(self._model, op), place, factor)
+            self._through(TokenOp(self._model, op), at, factor)
 
-    def _through(self, op: TokenOp, place: Place, factor: float) -> None:
+    def _through(self, op: TokenOp, at: QueryKeyAxes, factor: float) -> None:
         if op.name in RESHAPED:
-            moved = through_reshape(place, self._model.shape(op.refs[0]), op.out.shape)
-            self.walk(Place(op.refs[0], *(moved or (None, None))), factor)
+            self.walk(
+                of_reshaped(op.refs[0], op.shapes[0], op.shape, at) or QueryKeyAxes(op.refs[0], None, None), factor
+            )
             return
         names = op.letters()
         if names is None:
-            if len(op.refs) == 1 and len(self._model.shape(op.refs[0])) == len(op.out.shape):
-                self.walk(Place(op.refs[0], *place[1:]), factor)
+            if len(op.refs) == 1 and len(op.shapes[0]) == len(op.shape):
+                self.walk(at._replace(value=op.refs[0]), factor)
             return
-        at = [
-            operand_place(ref, own, names.results[0], place) for ref, own in zip(op.refs, names.operands, strict=False)
-        ]
+        every = [of_operand(ref, own, names.results[0], at) for ref, own in zip(op.refs, names.operands, strict=False)]
         if any(letter not in names.results[0] for own in names.operands for letter in own if letter):
             beta = op.arg("beta", 1)  # a product: the scores; all else is added to them
             for number in names.added:
-                self.walk(at[number], factor * (float(beta) if isinstance(beta, (int, float)) else 1.0))
+                self.walk(every[number], factor * (float(beta) if isinstance(beta, (int, float)) else 1.0))
         elif op.name in _STEPS:
-            _STEPS[op.name](self, op, at, factor)
+            _STEPS[op.name](self, op, every, factor)
         elif op.name not in _BOUNDED:
-            for one in at:
+            for one in every:
                 self.walk(one, factor)
                 self.walk(one, -factor)
 
-    def _added(self, place: Place, factor: float, *, hides: bool = True) -> None:
-        """What depends on no parameter, and is added.  hides: whether it may hide what it is added to."""
-        dtype = self._model.dtype(place.name)
+    def _added(self, at: QueryKeyAxes, factor: float, *, hides: bool = True) -> None:
+        """Collect a term that depends on no parameter.  hides: whether it may hide what it is added to."""
+        dtype = self._model.dtype(at.value)
         if dtype == "bool":
             return
-        if factor == 1.0 and hides and self._hides(place):
-            self.masks[Mask(*place, NEGATIVE)] = None
+        if factor == 1.0 and hides and self._hides(at):
+            self.masks[at, NEGATIVE] = None
             return
-        least = lowest(dtype)
-        lift = Lift(*place, factor, -least / 10, least if hides else -math.inf)
-        if place.name in self._model.fixed:
-            found = self._model.numbers.of(place.name)
-            if found is None or np.any(np.nan_to_num(found, nan=math.inf * factor) * factor > lift.most):
+        limit = hiding_limit(dtype)
+        most, least = -limit / 10, limit if hides else -math.inf
+        if at.value in self._model.fixed:
+            found = self._model.numbers.of(at.value)
+            if found is None or np.any(np.nan_to_num(found, nan=math.inf * factor) * factor > most):
                 raise Refused(_LARGE)
-            if not hides or np.all(found * factor > least):
+            if not hides or np.all(found * factor > limit):
                 return
-        self.lifts[lift] = None
+        self.lifts[at, factor, most, least] = None
 
-    def _same(self, op: TokenOp, at: list[Place], factor: float) -> None:
-        self.walk(at[0], factor)
+    def _negated(self, op: TokenOp, every: list[QueryKeyAxes], factor: float) -> None:
+        self.walk(every[0], -factor)
 
-    def _negated(self, op: TokenOp, at: list[Place], factor: float) -> None:
-        self.walk(at[0], -factor)
-
-    def _sum(self, op: TokenOp, at: list[Place], factor: float) -> None:
+    def _sum(self, op: TokenOp, every: list[QueryKeyAxes], factor: float) -> None:
         alpha = op.arg("alpha", 1)
         times = float(alpha) if isinstance(alpha, (int, float)) else 1.0
         signs = {"add": (1.0, times), "sub": (1.0, -times), "rsub": (-times, 1.0)}[op.name]
         for key, sign in zip(("self", "other"), signs, strict=True):
             value = op.arg(key)
-            if isinstance(value, (int, float)) and value * sign * factor > -lowest(op.out.dtype) / 10:
+            if isinstance(value, (int, float)) and value * sign * factor > -hiding_limit(op.dtype) / 10:
                 raise Refused(_LARGE)
-            self._walk_argument(op, key, at, factor * sign)
+            self._walk_argument(op, key, every, factor * sign)
 
-    def _product(self, op: TokenOp, at: list[Place], factor: float) -> None:
+    def _product(self, op: TokenOp, every: list[QueryKeyAxes], factor: float) -> None:
         keys = ("self", "other")
         for key, other in (keys, keys[::-1]) if op.name == "mul" else (keys,):
             ref = op.ref(key)
             if ref is not None and not self._constant(ref):
                 for scale in self._scales(op, other):
-                    self._walk_argument(op, key, at, factor * scale)
+                    self._walk_argument(op, key, every, factor * scale)
 
     def _scales(self, op: TokenOp, key: str) -> tuple[float, ...]:
         """What scores are multiplied with: a number, the ends of a constant, and 1 for what depends on parameters."""
@@ -128,9 +166,9 @@ class Scores:
             ends = (math.inf,) if found is None or not found.size else (float(found.min()), float(found.max()))
         elif ref is not None and ref in self._model.full:
             if inverted:
-                raise Refused("its scores are divided by what depends on the batch")
+                raise Refused("its scores are divided by a value that depends on the batch")
             for sign in (1.0, -1.0):
-                self.lifts[Lift(ref, None, None, sign, LARGEST_FACTOR, -math.inf)] = None
+                self.lifts[QueryKeyAxes(ref, None, None), sign, LARGEST_FACTOR, -math.inf] = None
             ends = (1.0,)
         else:
             ends = (float(value),) if isinstance(value, (int, float)) else (1.0,)
@@ -139,57 +177,58 @@ class Scores:
             raise Refused("its scores are multiplied by so large a number that they may undo their mask")
         return tuple(dict.fromkeys(scales))
 
-    def _filled(self, op: TokenOp, at: list[Place], factor: float) -> None:
-        """Of what is filled in the condition is a mask, where that is very negative."""
+    def _filled(self, op: TokenOp, every: list[QueryKeyAxes], factor: float) -> None:
+        """The condition is a mask where what is filled in hides."""
         if op.name == "masked_fill":
-            self.walk(at[0], factor)
-            self._fill(op, "value", Mask(*at[1], TRUE), at, factor)
+            self.walk(every[0], factor)
+            self._fill(op, "value", (every[1], TRUE), every, factor)
         else:
-            self._fill(op, "self", Mask(*at[0], TRUE), at, factor)
-            self._fill(op, "other", Mask(*at[0], FALSE), at, factor)
+            self._fill(op, "self", (every[0], TRUE), every, factor)
+            self._fill(op, "other", (every[0], FALSE), every, factor)
 
-    def _fill(self, op: TokenOp, key: str, mask: Mask, at: list[Place], factor: float) -> None:
-        value, ref, least = op.arg(key), op.ref(key), lowest(op.out.dtype)
+    def _fill(
+        self, op: TokenOp, key: str, mask: tuple[QueryKeyAxes, str], every: list[QueryKeyAxes], factor: float
+    ) -> None:
+        value, ref, limit = op.arg(key), op.ref(key), hiding_limit(op.dtype)
         if ref is not None:
             found = self._model.numbers.of(ref) if ref in self._model.fixed else None
-            if found is None or not found.size or not np.all(found * factor <= least):
-                self._walk_argument(op, key, at, factor)
+            if found is None or not found.size or not np.all(found * factor <= limit):
+                self._walk_argument(op, key, every, factor)
                 return
             value = float(found.max())
         if isinstance(value, (int, float)):
-            if value * factor > -least / 10:
+            if value * factor > -limit / 10:
                 raise Refused(_LARGE)
-            if value * factor <= least:
+            if value * factor <= limit:
                 self.masks[mask] = None
 
-    def _largest(self, op: TokenOp, at: list[Place], factor: float) -> None:
-        """What is less than scores has no part."""
-        for one in at:
-            if self._constant(one.name):
+    def _largest(self, op: TokenOp, every: list[QueryKeyAxes], factor: float) -> None:
+        """A constant below the scores does not count."""
+        for one in every:
+            if self._constant(one.value):
                 self._added(one, factor, hides=False)
             else:
                 self.walk(one, factor)
 
-    def _all(self, op: TokenOp, at: list[Place], factor: float) -> None:
-        for one in at:
+    def _all(self, op: TokenOp, every: list[QueryKeyAxes], factor: float) -> None:
+        for one in every:
             self.walk(one, factor)
 
-    def _walk_argument(self, op: TokenOp, key: str, at: list[Place], factor: float) -> None:
+    def _walk_argument(self, op: TokenOp, key: str, every: list[QueryKeyAxes], factor: float) -> None:
         ref = op.ref(key)
         if ref is not None:
-            self.walk(at[op.refs.index(ref)], factor)
+            self.walk(every[op.refs.index(ref)], factor)
 
     def _constant(self, name: str) -> bool:
-        """Whether it depends on no parameter."""
+        """Whether a value depends on no parameter."""
         return name in self._model.full or name in self._model.fixed
 
 
-_STEPS: dict[str, Callable[[Scores, TokenOp, list[Place], float], None]] = {
-    **dict.fromkeys((*SAME, "_to_copy", "dropout", "native_dropout", "clamp", "clamp_min"), Scores._same),
-    **dict.fromkeys(("add", "sub", "rsub"), Scores._sum),
-    **dict.fromkeys(("mul", "div"), Scores._product),
-    **dict.fromkeys(("where", "masked_fill"), Scores._filled),
-    "neg": Scores._negated,
-    "maximum": Scores._largest,
-    "minimum": Scores._all,
+_STEPS: dict[str, Callable[[ScoreTerms, TokenOp, list[QueryKeyAxes], float], None]] = {
+    **dict.fromkeys((*SAME, "_to_copy", "dropout", "native_dropout", "clamp", "clamp_min", "minimum"), ScoreTerms._all),
+    **dict.fromkeys(("add", "sub", "rsub"), ScoreTerms._sum),
+    **dict.fromkeys(("mul", "div"), ScoreTerms._product),
+    **dict.fromkeys(("where", "masked_fill"), ScoreTerms._filled),
+    "neg": ScoreTerms._negated,
+    "maximum": ScoreTerms._largest,
 }

@@ -20,7 +20,7 @@ from autopart.capture.capture import Captured
 from autopart.ir.errors import CaptureError, RefusedError, TokenRefusal, UsageError
 from autopart.ir.size import Size
 from autopart.passes.tokens.analysis import analyse
-from autopart.passes.tokens.recipe import Form, Recipe, TokenAxis, TokenLayout
+from autopart.passes.tokens.recipe import Form, Recipe, TokenLayout
 
 _FIX = "leave token_slices out: the model is then trained on whole sequences"
 
@@ -55,16 +55,16 @@ def token_recipe(captures: CaptureCache, batch: Batch, size: Size) -> Recipe | T
 
 @dataclass(frozen=True, slots=True)
 class AskedSlices:
-    """What is asked of the planner: lengths, () for whole sequences, or "auto"; what it knows of the axis; a note."""
+    """What the planner is asked for: lengths, () for whole sequences, or "auto"; how the model is cut; a note."""
 
     token_slices: tuple[int, ...] | str = ()
-    axis: TokenAxis | None = None
+    recipe: Recipe | None = None
     notes: tuple[str, ...] = ()
 
     @property
-    def once(self) -> tuple[str, ...]:
+    def once(self) -> frozenset[str]:
         """Ops that every stage runs for itself, at full length."""
-        return self.axis.once if self.axis is not None else ()
+        return self.recipe.prologue if self.recipe is not None else frozenset()
 
 
 WHOLE_SEQUENCES = AskedSlices()
@@ -86,9 +86,8 @@ def asked_slices(
             raise recipe
         where = f" ({recipe.where})" if recipe.where else ""
         return AskedSlices(notes=(f"sequences are whole: {recipe.what}{where}",))
-    axis = recipe.axis(captures(batch, size).graph.ops)
     if isinstance(asked, str):
-        return AskedSlices("auto", axis)
+        return AskedSlices("auto", recipe)
     tokens = recipe.tokens
     if isinstance(asked, int):
         ends = [tokens * i // asked for i in range(asked + 1)]
@@ -100,7 +99,7 @@ def asked_slices(
             f"token_slices={asked} does not make up sequences of {tokens} tokens",
             fix=f"use at most {tokens} slices, or lengths of at least one token whose sum is {tokens}",
         )
-    return AskedSlices(lengths if len(lengths) > 1 else (), axis)
+    return AskedSlices(lengths if len(lengths) > 1 else (), recipe)
 
 
 def sequence_length(batch: Batch) -> int | None:

@@ -24,7 +24,7 @@ from autopart.runtime.stages.stage_module import StageModule
 from autopart.runtime.tensors import LocalTensors
 from autopart.session.code.split import cut
 from autopart.session.code.stage_code import StageCode
-from autopart.session.code.token_slices import behind, keys_seen
+from autopart.session.code.token_slices import behind
 from autopart.session.step.parts import inputs_of
 
 
@@ -72,8 +72,7 @@ class TokenSlicing:
             planned = self._decision.stages[stage]
             code.add_sliced(captured, recipe, lengths, links, stage, planned, adjusted, layouts)
         if 0 in stages:
-            dtypes = {value.name: value.dtype for value in captured.graph.values}
-            guards = [keys_seen(guard, dtypes) for guard in recipe.guards]
+            guards = [KeysSeen(*guard) for guard in recipe.guards]
             self._guards[rows] = [(guard, self._code_of(captured, recipe, guard.values)) for guard in guards]
 
     def _recipe(self, batch: Batch, rows: int) -> Recipe:

@@ -8,8 +8,8 @@ the blocks that earlier slices made.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, takewhile
 from typing import Any
 
@@ -19,10 +19,9 @@ from torch import fx, nn
 from autopart.capture import Captured
 from autopart.capture.trace.to_graph import results_of
 from autopart.ir.errors import UsageError
-from autopart.passes.tokens.places import lowest
-from autopart.passes.tokens.recipe import Guard, Recipe, Slice, TokenLayout
+from autopart.passes.tokens.recipe import Recipe, Slice, TokenLayout
 from autopart.runtime.stages.joined_states import Joined
-from autopart.runtime.stages.slice_module import KeysSeen, SlicedStage, SliceModule, joined, last_of, part_of
+from autopart.runtime.stages.slice_module import SlicedStage, SliceModule, joined, last_of, part_of
 from autopart.runtime.stages.stage_module import StageModule
 from autopart.session.code.slice_needs import Extras, SliceNeeds
 from autopart.session.code.slice_ops import emit, narrowed
@@ -60,16 +59,6 @@ def slice_stage(
     before = behind(captured, recipe, needs.prologue)
     prologue = cut(captured, before, needs.prologue, device, adjusted=extras.adjusted) if needs.prologue else None
     return SlicedStage(prologue, slices)
-
-
-def keys_seen(guard: Guard, dtypes: Mapping[str, str]) -> KeysSeen:
-    """What checks a guard.  dtypes: of values."""
-    masks = []
-    for mask in guard.masks:
-        limit = lowest(dtypes[mask.value]) if mask.hides == "negative" else None
-        masks.append((mask.value, mask.queries, mask.keys, limit))
-    inverted = tuple(mask.hides == "true" for mask in guard.masks)
-    return KeysSeen(guard.op, tuple(masks), inverted, tuple(astuple(lift) for lift in guard.lifts))
 
 
 def behind(captured: Captured, recipe: Recipe, values: Iterable[str]) -> list[str]:

@@ -76,7 +76,7 @@ REASONS = {
     "one_cell": ("scaled_dot_product_attention", "not proven to hide every later token"),
     "little_bias": ("scaled_dot_product_attention", "not proven to hide every later token"),
     "softmax_of_queries": ("softmax", "mixes all of the tokens"),
-    "late_mask": ("softmax", "that the later ones are hidden is not proven"),
+    "late_mask": ("softmax", "not proven to hide every later token"),
     "flipped": ("flip", "mixes all of the tokens"),
     "pooled": ("sub", "mean sums over all tokens"),
     "largest": ("amax", "mixes all of the tokens"),

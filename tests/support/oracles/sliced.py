@@ -21,9 +21,9 @@ from autopart.ir.size import Size
 from autopart.passes.tokens.analysis import analyse
 from autopart.passes.tokens.recipe import Recipe, TokenLayout
 from autopart.rng import current_key
-from autopart.runtime.stages.slice_module import SlicedStage
+from autopart.runtime.stages.slice_module import KeysSeen, SlicedStage
 from autopart.runtime.stages.sliced_stage import SlicedRunner
-from autopart.session.code.token_slices import keys_seen, slice_stage
+from autopart.session.code.token_slices import slice_stage
 
 CPU = torch.device("cpu")
 
@@ -199,8 +199,7 @@ def checks_hold(found: Analysed, inputs: Mapping[str, torch.Tensor]) -> bool:
     recipe = found.recipe
     assert isinstance(recipe, Recipe)
     values = _Recorded(found.captured).run_on(inputs)
-    dtypes = {value.name: value.dtype for value in found.captured.graph.values}
-    return all(keys_seen(guard, dtypes).holds(values, recipe.tokens) for guard in recipe.guards)
+    return all(KeysSeen(*guard).holds(values, recipe.tokens) for guard in recipe.guards)
 
 
 class _Recorded(fx.Interpreter):

@@ -21,7 +21,7 @@ from autopart.ir.errors import AutopartError, BatchError, ClusterError, StageErr
 from autopart.runtime.activity import LABEL_BYTES, NOTE_BYTES, SharedStatus, publish_to, set_activity, set_rank_label
 from autopart.runtime.launch import worker
 from autopart.runtime.launch.local import Workers, launch
-from autopart.runtime.launch.supervise import Death, first_cause
+from autopart.runtime.launch.reasons import Death, first_cause
 from autopart.runtime.launch.worker import Failure
 
 pytestmark = pytest.mark.timeout(150)
@@ -184,11 +184,6 @@ def test_a_dead_worker_is_seen_though_its_forked_child_holds_its_pipes(workers: 
             workers.run(jobs.forked_child_holds_pipes, port)
         server.settimeout(10)
         server.accept()[0].close()  # lets the forked child end
-
-
-@pytest.mark.parametrize("status", [0, 3])
-def test_a_forked_child_that_exits_is_not_taken_for_its_rank(workers: Workers, status: int) -> None:
-    assert workers.run(jobs.forked_child_exits, status) == [status] * workers.world
 
 
 def test_timeout_says_what_each_rank_did(workers: Workers) -> None:

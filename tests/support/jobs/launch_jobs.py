@@ -137,14 +137,6 @@ def announce_and_wait(port: int) -> None:
         threading.Event().wait()
 
 
-def forked_child_exits(status: int) -> int:
-    """Fork a child that leaves by sys.exit, as data loaders and helpers of scripts do; its exit status."""
-    child = os.fork()
-    if child == 0:
-        sys.exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def forked_child_holds_pipes(port: int) -> None:
     """Fork a child that inherits every pipe and lives on until the test closes its line; then die by SIGKILL."""
     if rank() != 0:

@@ -206,7 +206,7 @@ def held_bytes(pipe: autopart.Pipe, batch: Any) -> int:
 
     def watched(runner: StageRunner, slot: Slot, *args: Any, **kwargs: Any) -> Any:
         outputs = plain(runner, slot, *args, **kwargs)
-        for leaf in runner._kept[slot].leaves.values():
+        for leaf in runner._kept[slot][0].values():
             held.take(leaf.untyped_storage())
             weakref.finalize(leaf, held.give, leaf.untyped_storage())
         return outputs

@@ -71,7 +71,7 @@ class Releases:
 
         def finished(sums: ReplicaSums, *args: Any, **kwargs: Any) -> None:
             end = time.perf_counter()
-            self.sizes = [bucket.flat.nbytes for bucket in sums._buckets.values()]
+            self.sizes = [bucket.flat.nbytes for bucket in sums._buckets]
             finish(sums, *args, **kwargs)
             self.steps.append([end - at for at in full])
             full.clear()

@@ -34,6 +34,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch_pipeline import torch_pipeline
 
 import autopart
+from autopart.ir.timeline import Span, Timeline
 from autopart.passes.simulation.play import Work
 from autopart.passes.simulation.simulate import step_ns
 
@@ -100,15 +101,15 @@ def measure(rounds: int, warmup: int, cut: str) -> dict[str, Any]:
 def traced(step: Callable[[], Any], pipe: autopart.Pipe | None) -> Any:
     """Run a step and return its `stage_times` if a pipe ran it."""
     began = time.perf_counter()
-    with pipe.traced() if pipe is not None else contextlib.nullcontext() as trace:
+    with pipe.traced() if pipe is not None else contextlib.nullcontext() as spans:
         step()
-    return None if trace is None else stage_times(trace, time.perf_counter() - began)
+    return None if spans is None else stage_times(spans, time.perf_counter() - began)
 
 
-def stage_times(trace: Any, seconds: float) -> tuple[int, int, int]:
+def stage_times(spans: list[Span], seconds: float) -> tuple[int, int, int]:
     """Return nanoseconds of a mean forward, of a mean backward, and of what this rank did outside its actions."""
-    spent = {kind: [s.end_ns - s.start_ns for s in trace.spans if s.action.kind == kind] for kind in "FB"}
-    outside = int(seconds * 1e9) - trace.timeline.step_ns
+    spent = {kind: [s.end_ns - s.start_ns for s in spans if s.action.kind == kind] for kind in "FB"}
+    outside = int(seconds * 1e9) - Timeline(tuple(spans)).step_ns
     return int(statistics.mean(spent["F"])), int(statistics.mean(spent["B"])), outside
 
 

@@ -36,6 +36,7 @@ from common import ratio, spread, write
 
 import autopart
 from autopart.ir.program import BACKWARD, COMPUTE, FORWARD, Program, Slot
+from autopart.ir.timeline import Span, Timeline
 
 LAYERS, HIDDEN, VOCAB, STAGES = 8, 256, 2048, 2
 SEQS = (1024, 2048)
@@ -99,7 +100,7 @@ def measure(name: str, seq: int, micros: int, rounds: int, warmup: int, counts: 
         {label: partial(stepped, pipe, optimizers[label], batch) for label, pipe in pipes.items()}, rounds, warmup
     )
     ideals = {
-        label: [allowed_seconds(pipe.program, each.trace, each.seconds) for each in measured.results[label]]
+        label: [allowed_seconds(pipe.program, each.spans, each.seconds) for each in measured.results[label]]
         for label, pipe in pipes.items()
     }
     apart = max(
@@ -123,31 +124,31 @@ class Step:
     """What a rank measured in a step. seconds: without waiting for other ranks afterwards."""
 
     loss: float
-    trace: Any
+    spans: list[Span]
     seconds: float
 
 
 def stepped(pipe: autopart.Pipe, optimizer: torch.optim.Optimizer, batch: Any) -> Step:
     """Run a step and its optimizer step."""
     began = time.perf_counter()
-    with pipe.traced() as trace:
+    with pipe.traced() as spans:
         loss = pipe.step(batch).item()
     optimizer.step()
     optimizer.zero_grad()
-    return Step(loss, trace, time.perf_counter() - began)
+    return Step(loss, spans, time.perf_counter() - began)
 
 
-def allowed_seconds(program: Program, trace: Any, own_seconds: float) -> float:
+def allowed_seconds(program: Program, spans: list[Span], own_seconds: float) -> float:
     """Return the allowed seconds of a step on all ranks.
 
     Each computation takes its measured time and starts after those it needs; the least time that a rank spent outside
     its actions is added. Collective.
     """
-    outside = own_seconds - trace.timeline.step_ns * 1e-9
-    mine = [(str(s.action), s.end_ns - s.start_ns) for s in trace.spans if s.action.is_a.role == COMPUTE]
+    outside = own_seconds - Timeline(tuple(spans)).step_ns * 1e-9
+    mine = [(str(s.action), s.end_ns - s.start_ns) for s in spans if s.action.is_a.role == COMPUTE]
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (mine, outside))
-    took = {action: ns for spans, _ in ranks for action, ns in spans}
+    took = {action: ns for own, _ in ranks for action, ns in own}
     done: dict[tuple[str, Slot], int] = {}
     clocks = [0] * len(program.stage_ranks)
     for action in program.order:

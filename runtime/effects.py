@@ -1,4 +1,4 @@
-"""Which errors only follow from another one: they say that a peer went away, and not why."""
+"""Errors that only follow from another one: they report that a peer went away, and not why."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from autopart.ir.errors import AutopartError, WorkerError
 
-# What torch.distributed, Gloo and NCCL say when the other side went away: an effect, not the cause.
+# Messages of torch.distributed, Gloo and NCCL when the other side went away.
 _PEER_TROUBLE = re.compile(
     r"connection (closed|reset|refused|aborted)|broken pipe|closed by (remote )?peer|failed to recv"
     r"|socket (closed|timeout)|timed? ?out|recvvalue failed|remote process exited|ncclremoteerror"
@@ -16,7 +16,7 @@ _PEER_TROUBLE = re.compile(
 
 
 def is_effect(error: BaseException) -> bool:
-    """Whether an exception, or one it was raised from, only says that a peer went away."""
+    """Whether an exception, or one it was raised from, only reports that a peer went away."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, WorkerError | ConnectionError):
@@ -32,5 +32,5 @@ def is_effect(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or ""."""
+    """Return the first line of an error's message, or ""."""
     return (str(error).splitlines() or [""])[0]

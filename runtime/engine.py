@@ -1,7 +1,7 @@
 """One rank's loop over its part of a program.
 
-The program decides everything; the engine only keeps the values that are on their way.  For each slot it holds what F
-will read and, after B, the gradients that go back; both leave as soon as they are used.
+The program decides everything; the engine only keeps the values that are on their way.  For each slot it holds what the
+forward reads and, after the backward, the gradients that go back; both are dropped when they were used.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from autopart.ir.errors import AutopartError, StageError
 from autopart.ir.graph import Op
 from autopart.ir.program import BACKWARD, FORWARD, SEND, Action, Program, Slot
 from autopart.ir.shares import RowLayout, Window
+from autopart.ir.timeline import Span
 from autopart.runtime.activity import set_activity
 from autopart.runtime.group.world import World
 from autopart.runtime.messages.mailbox import Mailbox
-from autopart.runtime.messages.transport import Spec
 from autopart.runtime.stages.failing_op import failing_op
 from autopart.runtime.stages.stage import StageRunner
 from autopart.runtime.sums.reduce import COLLECTIVES, GradientsAside
-from autopart.runtime.sums.replicas import ReplicaSums, Shared
+from autopart.runtime.sums.replicas import ReplicaSums
 from autopart.runtime.sums.shared_values import SharedValues
-from autopart.runtime.trace import Trace
+from autopart.runtime.trace import StepTrace
 
 _IN_FP32 = (
     "this device has no such op in half precision: call it on x.float() under torch.autocast(device_type, "
     "enabled=False) in forward()"
 )
 
-Specs = Mapping[int | tuple[int, int], Mapping[str, Spec]]
-"""Shape and dtype of every value, by rows that this rank has (and where sequences are cut, the slice) and by name."""
+Specs = Mapping[int | tuple[int, int], Mapping[str, torch.Tensor]]
+"""Shape and dtype of every value, as tensors on the meta device: by rows that this rank has (or by rows and slice), and
+by name."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
     """What one rank is given for one step.
 
-    rows: rows of each micro-batch, of which a replica has its part (`Division.windows`).  inputs: on the ranks of stage
-    0 the model's inputs by value name for each micro-batch, elsewhere empty.  key: (seed, step).  shares: for each
-    stage of this rank and each micro-batch the share of its loss in the whole loss, then the numbers that stage code
-    takes (`StageModule.numbers`).  idle: by stage and micro-batch, values that carry no weight in the loss, as where
-    every target is ignored: no gradient goes back from them.  uneven: whether some replica has no weight somewhere.
-    scale: of the loss, for its backward.
+    rows: rows of each micro-batch, of all replicas together.  inputs: on the ranks of stage 0 the model's inputs by
+    value name for each micro-batch, elsewhere empty.  key: (seed, step).  shares: for each stage of this rank and each
+    micro-batch its weight in the whole loss, then the numbers that stage code takes (`StageModule.numbers`).  idle: by
+    stage and micro-batch, values without weight in the loss, as if every target is ignored: they get no gradient.
+    uneven: whether a replica has no weight somewhere.  scale: of the loss, for its backward.
     """
 
     rows: tuple[int, ...]
@@ -59,12 +59,10 @@ class BatchPlan:
 
 
 class StepOutcome:
-    """What one step left on this rank, until its caller keeps it (`commit`) or not (`discard`).  Leaving its context
-    without a commit discards it.
+    """What one step left on this rank, until `commit` or `discard`; leaving its context without a commit discards it.
 
     losses: on the rank that computes them, by micro-batch (0-dim, unweighted).  results: in evaluation, what the stages
-    of this rank returned, by micro-batch and value name.  before: gradients of earlier steps, by parameter, to which
-    those of this one are to be added.
+    of this rank returned, by micro-batch and value name.  before: gradients of earlier steps, by parameter.
     """
 
     def __init__(self, engine: Engine, state: _State, aside: GradientsAside) -> None:
@@ -74,7 +72,7 @@ class StepOutcome:
         self.before = aside.before
 
     def commit(self, *, gradients: bool = True) -> None:
-        """Count the step on all ranks.  gradients: whether gradients and buffers keep what the step made of them."""
+        """Keep the step.  gradients: whether to keep gradients and new values of buffers too."""
         if gradients:
             self._aside.keep()
         else:
@@ -83,7 +81,7 @@ class StepOutcome:
         self._engine.end(kept=gradients)
 
     def discard(self) -> None:
-        """Gradients and buffers are as before the step.  Messages may be under way, so no other step may follow."""
+        """Restore gradients and buffers.  Messages may still be on their way, so no other step may follow."""
         if self._open:
             self._open = False
             self._aside.restore()
@@ -100,8 +98,9 @@ class StepOutcome:
 class _State:
     """Values on their way in one step, by slot.
 
-    values: what F reads and what it made, until it was sent.  grads: gradients of what the stage made.  back:
+    values: what the forward reads and made, until it was sent.  grads: gradients of what the stage made.  back:
     gradients of what it received, until they were sent.  sends_left: messages of a slot, one way, not yet sent.
+    loss_stage: the stage that computes the loss, if it is on this rank.
     """
 
     given: BatchPlan
@@ -113,14 +112,16 @@ class _State:
     back: dict[Slot, dict[str, torch.Tensor]] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     results: dict[int, dict[str, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    loss_stage: int | None = None
 
 
 class Engine:
     """Plays one rank's part of a program, step after step.
 
-    runners: of the stages that this rank runs.  ops: of the captured graph, to name one that fails.  loss: the value
-    that is the loss, None where there is none.  layouts: of values that are cut between replicas (`RowRoutes`).
-    shared: what the replicas of each stage of this rank keep alike.  values: the parameters that they own in shares.
+    runners: of the stages that this rank runs.  ops: of the captured graph, to name one that fails.  loss: the name of
+    the loss, None if there is none.  layouts: of values that are cut between replicas (`RowRoutes`).  sums: of the
+    stages of this rank that other ranks train too.  values: the parameters that replicas own in shares.  spans: where
+    the spans of steps are added, None if steps are not traced.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Engine:
         ops: Mapping[str, Op],
         loss: str | None,
         layouts: Mapping[str | tuple[str, int], RowLayout] = MappingProxyType({}),
-        shared: Mapping[int, Shared] = MappingProxyType({}),
+        sums: Mapping[int, ReplicaSums] = MappingProxyType({}),
         values: SharedValues | None = None,
     ) -> None:
         self._rank = world.rank
@@ -148,9 +149,8 @@ class Engine:
         self._mailbox = Mailbox(world, program, specs, layouts)
         kinds = dict.fromkeys(action.kind for action in program.order)
         self._collectives = {kind: COLLECTIVES[kind](world, program) for kind in kinds if kind in COLLECTIVES}
-        self._sums = self._open_sums(world, program, shared)
+        self._sums = sums
         self._values = values
-        self._owners = {name: rank for stage in runners for name, rank in shared.get(stage, Shared()).owners.items()}
         self._divided = {
             stage: (program.division(stage), program.stage_ranks[stage].index(world.rank)) for stage in runners
         }
@@ -170,16 +170,8 @@ class Engine:
             "O": self._leave_to_caller,
         }
         self._do |= dict.fromkeys(self._collectives, self._meet)
-        self.trace: Trace | None = None
-
-    def _open_sums(self, world: World, program: Program, shared: Mapping[int, Shared]) -> dict[int, ReplicaSums]:
-        """For the stages of this rank that have replicas and are trained.  Every rank opens the groups of all."""
-        found = {}
-        for stage in dict.fromkeys(action.stage for action in program.order if action.kind == "R"):
-            sums = ReplicaSums(world, program.stage_ranks[stage], self._runners.get(stage), shared.get(stage, Shared()))
-            if self._rank in program.stage_ranks[stage]:
-                found[stage] = sums
-        return found
+        self.spans: list[Span] | None = None
+        self._trace: StepTrace | None = None
 
     def step(
         self,
@@ -189,9 +181,9 @@ class Engine:
         train: bool,
         masters: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
     ) -> StepOutcome:
-        """Play the program once; the caller keeps the outcome or not, once it knows of all ranks.
+        """Play the program once; the caller commits or discards the outcome when it knows that of all ranks.
 
-        masters: of some of the parameters, which get their gradients.  Raises StageError for a failing op, WorkerError
+        masters: the master weights that get gradients, by parameter.  Raises StageError for a failing op, WorkerError
         for a lost peer; the step is then discarded.
         """
         state = _State(given, train, self._sends.copy(), parameters if train else {})
@@ -200,38 +192,37 @@ class Engine:
             for sums in self._sums.values() if train else ():
                 sums.begin(state.parameters)
             self._play(state)
-            for name, owner in self._owners.items():
-                if train and owner != self._rank:
-                    state.parameters[name].grad = None  # its owner has the sum
+            for sums in self._sums.values() if train else ():
+                sums.drop_foreign(state.parameters)
         except BaseException:
             outcome.discard()
             raise
         return outcome
 
     def end(self, *, kept: bool) -> None:
-        """End a step that all ranks have played.  kept: buffers take their new values."""
-        if self.trace is not None:
-            self.trace.end()
+        """End a step that all ranks have played.  kept: whether buffers take their new values."""
+        if self._trace is not None and self.spans is not None:
+            self.spans.extend(self._trace.spans())
+        self._trace = None
         for sums in self._sums.values():
             sums.release()
         for runner in self._runners.values():
             if kept:
                 runner.finish()
-            else:  # buffers stay as before the step: what a NaN reached would stay in running statistics for ever
+            else:  # a NaN would stay in running statistics for ever
                 runner.clear()
         set_activity("between steps")
 
     def abandon(self) -> None:
-        """A step does not count: what it left behind is forgotten."""
+        """Forget a failed step."""
+        self._trace = None
         for sums in self._sums.values():
-            sums.abandon()
+            sums.release()
         for runner in self._runners.values():
             runner.clear()
 
     def _play(self, state: _State) -> None:
-        trace = self.trace
-        if trace is not None:
-            trace.begin(self._device)
+        trace = self._trace = StepTrace(self._rank, self._device) if self.spans is not None else None
         self._mailbox.begin(state.given.rows)
         try:
             for action, label in zip(self._part, self._labels, strict=True):
@@ -251,7 +242,7 @@ class Engine:
     # -- computes ------------------------------------------------------------------------------------------------
 
     def _window(self, slot: Slot, state: _State) -> Window:
-        """The rows of a micro-batch that this rank has: found once, since that takes as long as there are replicas."""
+        """Return this rank's rows of a micro-batch; cached, since finding them is O(replicas)."""
         divided, replica = self._divided[slot.stage]
         key = slot.stage, slot.micro % divided.period, state.given.rows[slot.micro]
         if key not in self._windows:
@@ -274,7 +265,8 @@ class Engine:
         except Exception as error:
             raise self._told(error, action) from error
         if self._loss is not None and self._loss in outputs:
-            loss = outputs[self._loss].detach()  # of slices the parts of one sum
+            state.loss_stage = slot.stage
+            loss = outputs[self._loss].detach()  # slices have parts of one sum
             state.losses[slot.micro] = state.losses[slot.micro] + loss if slot.slice else loss
         if not state.train:
             state.results[slot.micro].update(outputs)
@@ -289,15 +281,14 @@ class Engine:
         if not self._window(slot, state).own:
             runner.join_backward(slot)
             return
-        if self._loss is not None and runner.makes(self._loss):
+        if self._loss is not None and slot.stage == state.loss_stage:
             given, loss = state.given, state.losses[slot.micro]
             weight = given.shares[slot.stage][slot.micro][0] * given.scale
-            # No valid target here: its loss may be 0/0, its gradient is nothing.
+            # Without a valid target the loss may be 0/0, and no gradient flows.
             grads = grads | {self._loss: torch.full_like(loss, weight)} if weight else {}
-        idle = state.given.idle.get(
-            (slot.stage, slot.micro), frozenset()
-        )  # may be 0/0: even a gradient of 0 would be NaN there
-        grads = {name: grad for name, grad in grads.items() if name not in idle}
+        idle = state.given.idle.get((slot.stage, slot.micro))
+        if idle:  # these may be 0/0, where even a gradient of 0 would give NaN
+            grads = {name: grad for name, grad in grads.items() if name not in idle}
         if slot.stage in self._sums and action == self._last_backward[slot.stage]:
             self._sums[slot.stage].arm()
         try:
@@ -332,19 +323,21 @@ class Engine:
             self._values.begin(action.stage)
 
     def _meet(self, action: Action, state: _State) -> None:
-        """Join a collective, once with all stages of this rank that meet in it."""
+        """Join a collective once for all stages of this rank that meet in it."""
         if action in self._joins:
             self._collectives[action.kind](action, state.parameters)
 
     def _sum_replicas(self, action: Action, state: _State) -> None:
-        self._sums[action.stage].finish(state.parameters, uneven=state.given.uneven)
+        sums = self._sums[action.stage]
+        new_buffers = self._runners[action.stage].new_buffers(sums.updated)
+        sums.finish(state.parameters, new_buffers, uneven=state.given.uneven)
 
     def _leave_to_caller(self, action: Action, state: _State) -> None:
-        """Do nothing: every gradient is complete, and the caller makes the ranks agree on what this part has given.
-        The optimizer is the user's: it steps when that is done."""
+        """Do nothing: after the step the caller makes the ranks agree on its outcome, and the user's optimizer
+        steps."""
 
     def _told(self, error: Exception, action: Action) -> AutopartError:
-        """The error with stage, micro-batch, module and line."""
+        """Return the error with stage, micro-batch, module and line."""
         if isinstance(error, AutopartError):
             return error
         op = self._ops.get(failing_op(error) or "")

@@ -1,4 +1,4 @@
-"""The tensors of the model across ranks: which of them this rank holds, and all of them by original name on request."""
+"""The model's tensors on this rank, and their exchange between ranks by original name."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import torch
 
 from autopart.ir.errors import RefusedError
 from autopart.runtime.group.world import World
-from autopart.runtime.raw_bytes import memory_of
-from autopart.runtime.sums.masters import Masters, needs_master
+from autopart.runtime.masters import Masters, needs_master
 
 
 class LocalTensors:
     """This rank's parameters, buffers and constants by name, on its device.
 
-    A tensor that is on the device already is the model's own object: an optimizer made for the model drives it.
-    Another is copied once, and the copy keeps its `requires_grad`.
+    A tensor that is on the device already is the model's own object, so an optimizer made for the model updates it.
+    Others are copied once, and keep their `requires_grad`.
     """
 
     def __init__(
@@ -27,8 +26,8 @@ class LocalTensors:
         earlier: LocalTensors | None = None,
         mastered: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """earlier: what this rank held before; tensors that are held again are taken over as the same objects.
-        mastered: which parameters in half precision have masters here."""
+        """earlier: what this rank held before, taken over as the same objects.  mastered: whether this rank has the
+        master weight of a parameter in half precision."""
         self._device = device
         self._held: dict[str, torch.Tensor] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -37,7 +36,7 @@ class LocalTensors:
         self.masters = Masters()
 
     def hold(self, names: Iterable[str], source: Mapping[str, torch.Tensor]) -> None:
-        """Hold what is named and not yet held."""
+        """Hold the named tensors that are not held yet."""
         earlier = self._earlier
         for name in names:
             if name not in self._held:
@@ -49,32 +48,32 @@ class LocalTensors:
                     self.hold_master(name, known)
 
     def hold_master(self, name: str, known: Masters | None = None) -> None:
-        """Hold a master of what is held.  known: those of before."""
+        """Make the master weight of a held parameter, or take it over from `known`."""
         held = self._held[name]
         assert isinstance(held, torch.nn.Parameter)
         self.masters.hold(name, held, known)
 
     def forget_earlier(self) -> None:
-        """Let go of what was held before and is not held any more."""
+        """Release what was held before and is not held any more."""
         self._earlier = None
 
     def check(self) -> None:
-        """Raises RefusedError when something was converted in place, as model.to(dtype) does, or changed where masters
-        change it."""
+        """Raise RefusedError if a tensor was converted in place, as by model.to(dtype), or written to beside its
+        master."""
         for name, tensor in self._held.items():
             if tensor.dtype != self._dtypes[name]:
                 raise RefusedError(
                     f"{name} is of {tensor.dtype}, and was of {self._dtypes[name]} when the model was compiled",
                     why="the program, and what it sends between ranks, is of that type",
                     fix="convert the model before compile; to go on in another precision, close the pipe and compile "
-                    "anew",
+                    "again",
                 )
         self.masters.check()
 
     def follow_flags(self, trained: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-        """Copies of parameters, as those on another device, require gradients as the model's own do.
+        """Give copies of parameters on this device the requires_grad of the model's own.
 
-        Raises RefusedError for a parameter that is trained now and has no master, though others have."""
+        Raises RefusedError for a parameter that is trained now and was frozen when masters were made."""
         for name, parameter in trained:
             held = self._held.get(name)
             if held is not None and held.requires_grad != parameter.requires_grad:
@@ -95,24 +94,24 @@ class LocalTensors:
 
     @property
     def held(self) -> Mapping[str, torch.Tensor]:
-        """Everything this rank holds."""
+        """All held tensors."""
         return self._held
 
     @property
     def driven(self) -> Mapping[str, torch.Tensor]:
-        """The same, with masters in the place of what they are rounded to: where gradients and optimizers are."""
+        """The held tensors, masters in place of the parameters that they round to: what gradients go to."""
         return {**self._held, **self.masters.by_name}
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers in a plain tensor: gradients of embeddings with sparse=True are sparse."""
+    """Return a strided tensor of these numbers; gradients of embeddings with sparse=True are sparse."""
     return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def broadcast_weights_if_different(world: World, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Make every rank's weights those of rank 0 (as DistributedDataParallel does).  Collective.
+    """Copy the weights of rank 0 to every rank, as DistributedDataParallel does.  Collective.
 
-    Hashes of their bytes are compared first, so that nothing is sent when the ranks built the same model.
+    Hashes of their bytes are compared first, so nothing is sent if the ranks built the same model.
     """
     if world.size == 1:
         return
@@ -131,7 +130,7 @@ def broadcast_weights_if_different(world: World, tensors: Mapping[str, torch.Ten
 
 
 def _differing(world: World, hashes: Sequence[str]) -> list[int]:
-    """Places at which some rank has another hash than rank 0.  Collective; one hash is sent when all are equal."""
+    """Return the places where some rank's hash differs from rank 0's.  Collective; sends one hash if all are equal."""
     whole = hashlib.blake2b("".join(hashes).encode(), digest_size=16).hexdigest()
     if len(set(world.gather_text(whole))) == 1:
         return []
@@ -140,14 +139,14 @@ def _differing(world: World, hashes: Sequence[str]) -> list[int]:
 
 
 def _hash(tensor: torch.Tensor) -> str:
-    data = tensor.detach().cpu().contiguous()
-    return hashlib.blake2b(memory_of(data), digest_size=16).hexdigest()
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(data.numpy().data, digest_size=16).hexdigest()
 
 
 def move_tensors(world: World, routes: Sequence[tuple[str, int, int]], local: Mapping[str, torch.Tensor]) -> None:
     """Copy tensors between ranks, in place.  Collective.  Bytes sent: those of the tensors that move.
 
-    routes: (name, rank that has it, rank that gets it), in the same order on every rank, of which each plays its part.
+    routes: (name, sending rank, receiving rank), in the same order on every rank.
     """
     for name, source, target in routes:
         if world.rank not in (source, target) or source == target:
@@ -165,15 +164,15 @@ def gather_tensors(
     like: Mapping[str, torch.Tensor],
     local: Callable[[str], torch.Tensor | None],
 ) -> dict[str, torch.Tensor | None]:
-    """Every named tensor, on every rank, on the CPU.  Collective.
+    """Return every named tensor, on every rank, on the CPU.  Collective.
 
-    owners: the rank that has it; like: a tensor of its shape and dtype on every rank; local: on the owner, the tensor
-    or None; a sparse one comes dense.  Bytes sent: the size of everything, to every rank.
+    owners: the rank that has a tensor; like: a tensor of its shape and dtype; local: returns it on its owner, or None.
+    Sparse tensors become dense.  Bytes sent: the size of all tensors, to every rank.
     """
     present = {name: local(name) is not None for name, rank in owners.items() if rank == world.rank}
     everyone: dict[str, bool] = {}
     for rank in range(world.size):
-        everyone.update(world.broadcast_json(present if rank == world.rank else None, rank))
+        everyone.update(world.broadcast_object(present if rank == world.rank else None, rank))
     result: dict[str, torch.Tensor | None] = {}
     for name, rank in owners.items():
         if not everyone[name]:

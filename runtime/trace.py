@@ -1,4 +1,4 @@
-"""What one rank really did: spans of its actions, the same type as the simulator's."""
+"""When the actions of one step began and ended on this rank."""
 
 from __future__ import annotations
 
@@ -7,47 +7,38 @@ import time
 import torch
 
 from autopart.ir.program import Action
-from autopart.ir.timeline import Span, Timeline
+from autopart.ir.timeline import Span
 
 Moment = int | torch.cuda.Event
 """Nanoseconds since the step began; on a CUDA device an event, whose time is known when the step is over."""
 
 
-class Trace:
-    """Collects spans of the steps run while it is on; times count from the start of each step.
+class StepTrace:
+    """The spans of one step, with times from its start.
 
-    On a CUDA device they are those of the stream of the computes, and the host waits for nothing before `end`: an
-    action begins when what was issued before it is over, and a receive ends when the computes behind it can begin.
+    On a CUDA device times are those of the stream of the computes, and the host does not wait before `spans`: an action
+    begins when what was issued before it is over, and a receive ends when the computes behind it can begin.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
-        self._began = 0
-        self._origin: torch.cuda.Event | None = None
-        self._fresh: list[tuple[Action, Moment, Moment]] = []
-        self.spans: list[Span] = []
-
-    def begin(self, device: torch.device) -> None:
-        """A step begins now."""
-        self._fresh.clear()
+        self._actions: list[tuple[Action, Moment, Moment]] = []
         self._origin = _event() if device.type == "cuda" else None
         self._began = time.perf_counter_ns()
 
     def now(self) -> Moment:
-        """This moment."""
+        """Return the present moment."""
         return time.perf_counter_ns() - self._began if self._origin is None else _event()
 
     def add(self, action: Action, start: Moment) -> None:
-        """An action that began at `start` ends now."""
-        self._fresh.append((action, start, self.now()))
+        """Note that an action which began at `start` ends now."""
+        self._actions.append((action, start, self.now()))
 
-    def end(self) -> None:
-        """The step is over: its spans are known.  Waits for the device."""
+    def spans(self) -> list[Span]:
+        """Return all spans.  Waits for the device."""
         if self._origin is not None:
             torch.cuda.synchronize()
-        for action, start, end in self._fresh:
-            self.spans.append(Span(self._rank, action, self._ns(start), self._ns(end)))
-        self._fresh.clear()
+        return [Span(self._rank, action, self._ns(start), self._ns(end)) for action, start, end in self._actions]
 
     def _ns(self, moment: Moment) -> int:
         if isinstance(moment, int):
@@ -55,11 +46,6 @@ class Trace:
         assert self._origin is not None
         elapsed_ms: float = self._origin.elapsed_time(moment)
         return round(elapsed_ms * 1e6)
-
-    @property
-    def timeline(self) -> Timeline:
-        """What was collected, as a timeline."""
-        return Timeline(tuple(self.spans))
 
 
 def _event() -> torch.cuda.Event:

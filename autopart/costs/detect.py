@@ -24,14 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from autopart.files.clusters import LOOPBACK, NVLINK, parse_cluster, this_host
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
 from autopart.launcher import adopt_task
+from autopart.runtime.activity import waiting
 from autopart.runtime.group.world import World
 from autopart.runtime.launch.local import launch, under_torchrun
-from autopart.runtime.messages.transport import Inbox, Outbox, Spec
 
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
 SMALL = 64
@@ -226,25 +227,19 @@ def fit_link(samples: Sequence[Sample]) -> Link:
 
 def _ping_pong(world: World, pairs: Sequence[Pair], sizes: Sequence[int]) -> list[list[Sample]]:
     """Times of all pairs at once, by the first rank of each.  Collective."""
-    channels = {}
-    for a, b in pairs:  # every rank opens every channel, in the same order
-        channels[a, b] = world.channel(a, b)
-        channels[b, a] = world.channel(b, a)
+    groups = {pair: world.group(pair) for pair in pairs}  # every rank opens every group, in the same order
     samples: list[Sample] = []
-    for a, b in pairs:
+    for (a, b), group in groups.items():
         if world.rank in (a, b):
-            peer = a + b - world.rank
-            out = Outbox(peer, channels[world.rank, peer])
-            inbox = Inbox(peer, channels[peer, world.rank], world.device)
-            samples = _Player(world, out, inbox, first=world.rank == a).play(sizes)
+            samples = _Player(world, a + b - world.rank, group, first=world.rank == a).play(sizes)
     return [[(int(n), ns) for n, ns in json.loads(text)] for text in world.gather_text(json.dumps(samples))]
 
 
 class _Player:
     """One side of a pair.  The first one leads: it measures the time and decides whether a larger message is tried."""
 
-    def __init__(self, world: World, out: Outbox, inbox: Inbox, *, first: bool) -> None:
-        self._device, self._out, self._inbox, self._first = world.device, out, inbox, first
+    def __init__(self, world: World, peer: int, group: dist.ProcessGroup, *, first: bool) -> None:
+        self._device, self._peer, self._group, self._first = world.device, peer, group, first
 
     def play(self, sizes: Sequence[int]) -> list[Sample]:
         samples: list[Sample] = []
@@ -263,25 +258,28 @@ class _Player:
         """There and back; nanoseconds."""
         start = time.perf_counter_ns()
         if self._first:
-            self._out.send([ball])
+            self._send(ball)
             self._receive(ball)
         else:
-            self._out.send([self._receive(ball)])
+            self._send(self._receive(ball))
         _synchronize(self._device)
-        self._out.flush()
         return time.perf_counter_ns() - start
 
     def _agree(self, proceed: bool) -> bool:
         """What the first one decides."""
         flag = torch.full((1,), proceed, dtype=torch.uint8, device=self._device)
         if self._first:
-            self._out.send([flag])
-            self._out.flush()
+            self._send(flag)
         else:
             flag = self._receive(flag)
         return bool(flag.item())
 
     def _receive(self, like: torch.Tensor) -> torch.Tensor:
-        """Posted only now: with NCCL a first receive waits on the host until the peer sends."""
-        self._inbox.expect([(None, (Spec(tuple(like.shape), like.dtype),))])
-        return self._inbox.receive()[0]
+        found = torch.empty_like(like)
+        with waiting(self._peer):
+            dist.recv(found, self._peer, group=self._group)
+        return found
+
+    def _send(self, tensor: torch.Tensor) -> None:
+        with waiting(self._peer):
+            dist.send(tensor, self._peer, group=self._group)

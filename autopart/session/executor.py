@@ -23,15 +23,15 @@ from autopart.ir.plan import Decision
 from autopart.ir.program import Program
 from autopart.ir.shares import RowLayout
 from autopart.ir.size import Size
+from autopart.ir.timeline import Span
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import divided_values, edges
 from autopart.runtime.activity import patient
 from autopart.runtime.engine import BatchPlan, Engine, StepOutcome
 from autopart.runtime.stages.batch_statistics import BatchStatistics
-from autopart.runtime.stages.sliced_stage import SlicedRunner
 from autopart.runtime.stages.stage import StageRunner
 from autopart.runtime.sums.finite import unscale
-from autopart.runtime.trace import Trace
+from autopart.runtime.sums.replicas import open_sums
 from autopart.session.code.slicing import TokenSlicing
 from autopart.session.code.stage_code import StageCode
 from autopart.session.context import UNGUARDED, Guard, Mode, RankContext
@@ -39,7 +39,7 @@ from autopart.session.ranks.agreement import FAILURES, broadcast_result, raise_f
 from autopart.session.step.batch_counts import BatchCounts, weighted_loss
 from autopart.session.step.data import micro_rows, require_no_questions
 from autopart.session.step.loss_shares import LossShares, count_width, idle_values, loss_shares, pieces_of, places_of
-from autopart.session.step.parts import code_sizes, digest, inputs_of, require_same_batch, shared_of, stage_inputs
+from autopart.session.step.parts import code_sizes, digest, inputs_of, replicated_of, require_same_batch, stage_inputs
 from autopart.session.step.programs import evaluation_program, training_program
 from autopart.session.step.synced import open_statistics, require_known, require_weights, synced_stages
 
@@ -75,8 +75,9 @@ class Executor:
         whole = len(decision.micro_rows) == 1 and not any(each.splits for each in self._divisions)
         self._rule = BatchRule(WHOLE) if whole or not self.train else rule
         self._synced = synced_stages(planned.graph, decision) if context.sync_batchnorm and self.train else ()
-        self._statistics = {stage: BatchStatistics() for stage in self._stages if stage in self._synced}
-        self._code = StageCode(context.tensors, self._world.device, context.values.owners, self._statistics)
+        synced = {number: stage.ranks for number, stage in self._stages.items() if number in self._synced}
+        statistics = {number: BatchStatistics(self._world, ranks) for number, ranks in synced.items()}
+        self._code = StageCode(context.tensors, self._world.device, context.values.owners, statistics)
         self._counts = BatchCounts(context.tensors, self._world.device)
         self._slicing = TokenSlicing(context.captures, decision, context.tensors, self._world.device)
         self._layouts: dict[str | tuple[str, int], RowLayout] = {}
@@ -84,7 +85,7 @@ class Executor:
         self._engines: dict[int, Engine] = {}
         self._runners: dict[int, StageRunner] = {}
         self.stand_in: Batch | None = None  # for ranks that were given no batch
-        self.trace: Trace | None = None
+        self.spans: list[Span] | None = None
 
     @property
     def graph(self) -> Graph:
@@ -153,7 +154,7 @@ class Executor:
 
     def _play(self, plan: BatchPlan) -> StepOutcome:
         engine = self.engine(len(plan.rows))
-        engine.trace = self.trace
+        engine.spans = self.spans
         if not self.train:  # by first replicas, while the others have values to give
             self._context.values.gather()
         return engine.step(plan, self._parameters(), train=self.train, masters=self._tensors.masters.by_name)
@@ -374,13 +375,14 @@ class Executor:
         if micros not in self._engines:
             program = self.program(micros)
             if not self._engines:
-                open_statistics(self._world, self._decision, self._synced, self._statistics)
+                open_statistics(self._world, self._decision, self._synced)
                 self._runners = {stage: self._stage_runner(program, stage) for stage in self._stages}
             ops = self.graph.op_map()
             loss = None if self._mode is Mode.PREDICT else self.graph.outputs[0]
             owners = self._context.values.owners
-            shared = {stage: shared_of(self.graph, self._decision, stage, owners) for stage in self._stages}
-            made_of = (self._world, program, self._runners, self._code.specs, ops, loss, self._layouts, shared)
+            kept = {stage: replicated_of(self.graph, self._decision, stage, owners) for stage in self._stages}
+            sums = open_sums(self._world, program, kept)
+            made_of = (self._world, program, self._runners, self._code.specs, ops, loss, self._layouts, sums)
             self._engines[micros] = Engine(*made_of, self._context.values)
         return self._engines[micros]
 
@@ -388,6 +390,4 @@ class Executor:
         back = frozenset(name for e in program.edges if e.dst == stage for name in e.grads)
         out = frozenset(name for e in program.edges if e.src == stage for name in e.grads)
         held, out = self._tensors.held, out | {self.graph.outputs[0]}
-        if self._slicing.active:
-            return SlicedRunner(self._code.sliced[stage], held, back, out)
-        return StageRunner(self._code.modules[stage], held, back, out, self._statistics.get(stage))
+        return StageRunner(self._code.modules[stage], held, back, out, synced=stage in self._synced)

@@ -17,10 +17,9 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
-from autopart.ir.timeline import Timeline
+from autopart.ir.timeline import Span, Timeline
 from autopart.options import Options
 from autopart.report.plan_table import stage_table
-from autopart.runtime.trace import Trace
 from autopart.session.context import Guard, Mode
 from autopart.session.measured import gather_timeline
 from autopart.session.pipe_state import PipeState, mark_trained
@@ -138,10 +137,10 @@ class Pipe(PipeState):
         self._require_open()
         if self._session is None:
             self._bring_up((args, kwargs), sharded=sharded)
-        with self.traced() as trace:
+        with self.traced() as spans:
             self.step(*args, sharded=sharded, **kwargs)
         with self.session.call("timeline") as session:
-            return gather_timeline(session.world, trace.timeline)
+            return gather_timeline(session.world, Timeline(tuple(spans)))
 
     @property
     def needs_data(self) -> bool:
@@ -174,12 +173,12 @@ class Pipe(PipeState):
         return self._cluster.world
 
     @contextlib.contextmanager
-    def traced(self) -> Iterator[Trace]:
+    def traced(self) -> Iterator[list[Span]]:
         """Record what this rank does in the training steps run inside."""
-        trace = Trace(self.rank)
-        self.session.trace_steps(trace)
+        spans: list[Span] = []
+        self.session.trace_steps(spans)
         try:
-            yield trace
+            yield spans
         finally:
             self.session.trace_steps(None)
 

@@ -27,13 +27,13 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.size import Size
+from autopart.ir.timeline import Span
 from autopart.options import Options
 from autopart.planning import Planned, make_plan, read_plan
 from autopart.runtime.activity import patient, set_activity, set_rank_label
 from autopart.runtime.group.world import World
 from autopart.runtime.sums.shared_values import SharedValues
 from autopart.runtime.tensors import LocalTensors, broadcast_weights_if_different
-from autopart.runtime.trace import Trace
 from autopart.session.context import UNGUARDED, Guard, Mode, RankContext
 from autopart.session.executor import Executor
 from autopart.session.kinds import largest_part, new_executor
@@ -70,7 +70,7 @@ class Session:
         self._kinds: dict[_Kind, Executor] = {}
         self._training: Executor | None = None
         self._planned: Planned | None = None
-        self._trace: Trace | None = None
+        self._spans: list[Span] | None = None
         self.tied: Mapping[str, str] = {}
         self.world = World(
             cluster.kind,
@@ -176,7 +176,7 @@ class Session:
         signature = digest_of(repr(self._batch.signature()))
         self._kinds = {(Mode.TRAIN, digest_of(self.captures.version), signature): executor}
         self._training = executor
-        executor.trace = self._trace
+        executor.spans = self._spans
         stages = planned.plan.decision.stages_of_rank(self.world.rank)
         set_rank_label(f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" if stages else "idle")
 
@@ -219,11 +219,11 @@ class Session:
         assert self._training is not None
         return self._training.program(len(self.plan.micro_rows))
 
-    def trace_steps(self, trace: Trace | None) -> None:
-        """Record the training steps to come in `trace`, or no more."""
-        self._trace = trace
+    def trace_steps(self, spans: list[Span] | None) -> None:
+        """Add the spans of the training steps to come to this list; None ends that."""
+        self._spans = spans
         for executor in self._kinds.values():
-            executor.trace = trace if executor.train else None
+            executor.spans = spans if executor.train else None
 
     # -- running ---------------------------------------------------------------------------------------------------
 
@@ -370,7 +370,7 @@ class Session:
             with together(self.world, "capturing the model"), patient("capturing the model"):
                 decision = self.plan.decision
                 executor = new_executor(kind[0], self.context, batch, shards, self.graph, decision)
-                executor.trace = self._trace if executor.train else None
+                executor.spans = self._spans if executor.train else None
                 self._kinds[kind] = executor
             if len(self._kinds) > _KEEP:
                 del self._kinds[next(iter(self._kinds))]

@@ -1,6 +1,6 @@
-"""Process groups broken on purpose, so that nobody waits in them any more: neither this rank nor its peers.
+"""Break process groups on purpose, so that neither this rank nor its peers wait in them any more.
 
-NCCL's communicators are aborted.  Gloo has no such call; but a receive that is overdue closes all connections of its
+NCCL's communicators are aborted.  Gloo has no such call, but a receive that times out closes all connections of its
 group, in every thread that waits in one, and the peers see them closed.
 """
 
@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 _TAG = 1 << 20
-"""Of a message that nobody sends."""
+"""The tag of a message that is never sent."""
 
 
 def break_group(group: dist.ProcessGroup) -> None:
-    """Whatever waits in this group, on any thread and any rank, raises.  From any thread; takes milliseconds."""
+    """Let everything that waits in this group raise, on all threads and ranks.  May be called from any thread; takes
+    milliseconds."""
     with suppress(RuntimeError):
         group.abort()
     for peer in range(group.size()):

@@ -1,7 +1,7 @@
 """The process group that all worlds of this process share, and the watch over its ranks.
 
-The last world that leaves destroys the group, and so does the next one that comes after it was broken.  A group that
-someone else opened is never broken nor destroyed: worlds then use one of their own beside it.
+The last world that leaves destroys the group, as does the first one that comes after it was broken.  A group that
+other code opened is never broken nor destroyed: worlds then use one of their own beside it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 
-import torch
 import torch.distributed as dist
 
 from autopart.ir.errors import UsageError
-from autopart.runtime.activity import Phase, set_activity
+from autopart.runtime.activity import JOINING, set_activity
 from autopart.runtime.group.breaking import break_group
 from autopart.runtime.group.rendezvous import UNWATCHED, launchers_store, open_default_group, rank0_has_store
 from autopart.runtime.watch.monitor import Monitor
@@ -26,7 +25,7 @@ DEFAULT_TIMEOUT_S = 600.0
 
 
 def default_timeout_s() -> float:
-    """Seconds that a rank waits for others that do not go on, where `timeout=` does not say."""
+    """Return the seconds that a rank waits for others that do not go on, if `timeout=` is not given."""
     text = os.environ.get(TIMEOUT_VARIABLE, "")
     if not text:
         return DEFAULT_TIMEOUT_S
@@ -37,7 +36,8 @@ def default_timeout_s() -> float:
 
 
 class _SharedGroup:
-    """leases: worlds that use the group; each opening has a number, so that leases of an earlier one end nothing."""
+    """The group, used by worlds that hold a lease: the number of the opening, so that leases of earlier ones end
+    nothing."""
 
     def __init__(self) -> None:
         self._opening = 0
@@ -49,17 +49,17 @@ class _SharedGroup:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """All ranks."""
+        """The group of all ranks."""
         assert self._group is not None
         return self._group
 
     def enter(self, backend: str, limit_s: float, planning_s: float, breaker: Callable[[], None]) -> int:
-        """Open the group unless it is open, and return a lease.  Collective when it is not open.
+        """Open the group unless it is open, and return a lease.  Collective if it is not open.
 
         limit_s: seconds that a rank may wait for others; planning_s: for others that plan or capture.  breaker: breaks
-        the groups that a world adds.
+        the groups that the world adds.
         """
-        set_activity("opening the process group", Phase.JOINING)
+        set_activity("opening the process group", JOINING)
         if self._breakers and (self._broken or not dist.is_initialized() or self._failed()):
             self._drop()
         if not self._breakers:
@@ -74,11 +74,11 @@ class _SharedGroup:
         return self.monitor is not None and self.monitor.failed()
 
     def holds(self, lease: int) -> bool:
-        """Whether what was opened for a lease is still open."""
+        """Whether the opening of a lease is still in use."""
         return lease == self._opening and bool(self._breakers)
 
     def leave(self, lease: int, breaker: Callable[[], None]) -> None:
-        """A world leaves: the last one ends the group."""
+        """Return a lease; the last one ends the group."""
         if not self.holds(lease):
             return
         self._breakers.remove(breaker)
@@ -86,7 +86,7 @@ class _SharedGroup:
             self._drop()
 
     def break_all(self) -> None:
-        """Nobody waits in any group of ours any more, here or on another rank.  From any thread."""
+        """End all waiting in these groups, on this and on other ranks.  May be called from any thread."""
         self._broken = True
         for breaker in list(self._breakers):
             breaker()
@@ -116,7 +116,7 @@ class _SharedGroup:
         return name
 
     def _beside(self, backend: str, limit_s: float) -> str:
-        """A group of our own beside the default group that someone opened, perhaps with another backend."""
+        """Open a group beside the default group that other code opened, perhaps with another backend."""
         size, ranks = dist.get_world_size(), list(range(dist.get_world_size()))
         self._group = dist.new_group(ranks, timeout=UNWATCHED, backend=backend) if size > 1 else dist.group.WORLD
         if size == 1:
@@ -124,9 +124,9 @@ class _SharedGroup:
         store = dist.distributed_c10d._get_default_store()
         self.monitor = Monitor(dist.get_rank(), size, limit_s)
         self.monitor.attach(store, rank0_has_store=rank0_has_store())
-        name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
-        dist.broadcast(name, 0, group=self._group)
-        return bytes(name.tolist()).hex()
+        name = [uuid.uuid4().hex]
+        dist.broadcast_object_list(name, 0, group=self._group)
+        return name[0]
 
     def _drop(self) -> None:
         """End the group and the watch."""

@@ -1,7 +1,7 @@
-"""Local processes: the same function on every rank, results by rank, one error when something fails.
+"""Local processes: the same function on every rank, results by rank, one error if something fails.
 
-Under torchrun (RANK and WORLD_SIZE are set) nothing is started: the environment is the contract.  Otherwise `launch`
-and `Workers` start processes on this machine that see the same variables torchrun would set.
+Under torchrun (RANK and WORLD_SIZE are set) no process is started.  Otherwise `launch` and `Workers` start processes on
+this machine that see the variables that torchrun sets.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 from autopart.ir.cluster import torchrun_line
 from autopart.ir.errors import ClusterError, UsageError
 from autopart.launcher import adopt_task
-from autopart.runtime.launch.supervise import Fleet, load_result, name_of, pickle_call, refuse_while_importing
-from autopart.runtime.launch.worker import Failure, Success
+from autopart.runtime.launch.supervise import Fleet, name_of, pickle_call, refuse_while_importing
 
 
 def launch(
@@ -26,7 +24,7 @@ def launch(
 
     Under torchrun, srun or mpirun this process is one of the ranks: fn is called here and the list holds its result
     alone.  Otherwise `world` local processes are started; fn, args and results are pickled.  timeout: seconds for
-    everything but planning, None for as long as it takes.  local: ranks on each host of the cluster, for messages.
+    everything but planning, None for no limit.  local: ranks on each host of the cluster, for messages.
     Raises UsageError (fn cannot be sent, or the script has no __main__ guard), ClusterError (torchrun runs another
     number of ranks), WorkerError (a process died, raised or ran out of time), or the AutopartError of the first rank
     that failed, with its rank and stage in `where`.
@@ -34,7 +32,12 @@ def launch(
     refuse_while_importing()
     adopt_task(os.environ)
     if under_torchrun():
-        return [_run_here(fn, world, args, local)]
+        running = os.environ["WORLD_SIZE"]
+        if running != str(world):
+            raise ClusterError(
+                f"{running} ranks run, but {world} were asked for", where="WORLD_SIZE", fix=torchrun_line(world, local)
+            )
+        return [fn(*args)]
     with Workers(world, timeout=timeout) as workers:
         return workers.run(fn, *args)
 
@@ -44,20 +47,11 @@ def under_torchrun(env: Mapping[str, str] = os.environ) -> bool:
     return "RANK" in env and "WORLD_SIZE" in env
 
 
-def _run_here(fn: Callable[..., Any], world: int, args: tuple[Any, ...], local: int | None) -> Any:
-    running = os.environ["WORLD_SIZE"]
-    if running != str(world):
-        raise ClusterError(
-            f"{running} ranks run, but {world} were asked for", where="WORLD_SIZE", fix=torchrun_line(world, local)
-        )
-    return fn(*args)
-
-
 class Workers:
     """`world` local processes that stay alive between calls; a context manager.
 
     Processes start with the first `run` and again after a failure that ended them.  A torch.distributed group that a
-    function leaves open is still open in the next `run`; once all have left it, the next finds a fresh store.
+    function leaves open is still open in the next `run`; once all have left it, the next `run` has a new store.
     Not safe for use by several threads at once.
     """
 
@@ -69,31 +63,16 @@ class Workers:
         self._fleet: Fleet | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run fn(*args) on every rank; returns the results by rank and raises as `launch` does.
+        """Run fn(*args) on every rank; return the results by rank, or raise as `launch` does.
 
-        Processes stay alive after an exception only when every rank raised the same one.
+        Processes stay alive after an exception only if every rank raised the same one.
         """
         refuse_while_importing()
         call = pickle_call(fn, args)
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
-        if self._fleet is None:
+        if self._fleet is None or not self._fleet.members:
             self._fleet = Fleet(self.world, deadline)
-        fleet = self._fleet
-        try:
-            fleet.send(call, name_of(fn))
-            answers = fleet.collect(deadline)
-            good = [a for a in answers.values() if isinstance(a, Success)]
-            alike = _raised_alike(list(answers.values()), self.world)
-            if len(good) < self.world and alike is None:
-                fleet.fail(answers, f"running {name_of(fn)}")
-        except BaseException:
-            self._fleet = None
-            fleet.kill()
-            raise
-        fleet.settle(any(a.in_group for a in answers.values()))
-        if alike is not None:
-            raise fleet.raised(alike)
-        return [load_result(answer) for answer in sorted(good, key=lambda a: a.rank)]
+        return self._fleet.run(call, name_of(fn), deadline)
 
     @property
     def pids(self) -> list[int]:
@@ -110,15 +89,5 @@ class Workers:
     def __enter__(self) -> Workers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
-
-
-def _raised_alike(answers: list[Any], world: int) -> Failure | None:
-    """One of the failures when every rank raised the same exception, so that all stand at the same point."""
-    failures = [a for a in answers if isinstance(a, Failure)]
-    if len(failures) == world and len({(f.kind, f.message) for f in failures}) == 1:
-        return min(failures, key=lambda f: f.rank)
-    return None

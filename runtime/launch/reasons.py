@@ -1,17 +1,17 @@
-"""Why a launch ended: what the parent raises for what it saw of its workers."""
+"""What the parent raises for what it saw of its workers."""
 
 from __future__ import annotations
 
 import pickle
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from autopart.ir.errors import AutopartError, RunError, UsageError, WorkerError
-from autopart.runtime.activity import NOBODY, Phase, SharedStatus, text_of
+from autopart.ir.errors import AutopartError, UsageError, WorkerError
+from autopart.runtime.activity import SharedStatus
 from autopart.runtime.launch.worker import Failure
-from autopart.runtime.watch.states import RankState, held_up_by
+from autopart.runtime.watch.states import state_of_rank
 
 UNGUARDED = 86  # exit code of a worker that reached `launch` while it still imported the main script
 GUARD = 'put the call behind  if __name__ == "__main__":  and the functions it runs at the top level of the file'
@@ -19,7 +19,8 @@ GUARD = 'put the call behind  if __name__ == "__main__":  and the functions it r
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A process that ended without an answer.  priority: 0 cause, 1 abort (often of a communication thread)."""
+    """A process that ended without an answer.  priority: 0 for a cause, 1 for an abort, which communication threads
+    raise often."""
 
     rank: int
     exitcode: int | None
@@ -27,36 +28,29 @@ class Death:
 
     @property
     def priority(self) -> int:
-        """Rank among causes; the smallest wins."""
+        """Place among causes; the smallest is reported."""
         return 1 if self.exitcode == -signal.SIGABRT else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """A process that a signal stopped: it lives, and does nothing."""
-
-    rank: int
-    at: float
-    priority: int = 0
+def first_cause(answers: Collection[object]) -> Failure | Death | None:
+    """Return the earliest failure that is a cause rather than an effect; None if nothing failed."""
+    failures = [a for a in answers if isinstance(a, Failure | Death)]
+    return min(failures, key=lambda a: (a.priority, a.at), default=None)
 
 
-def state_of_rank(rank: int, status: SharedStatus) -> RankState:
-    """A rank as its status says; readable after it was killed."""
-    return RankState(rank, text_of(status.label), text_of(status.note), Phase(status.phase), status.waits)
+def raised_alike(answers: Collection[object]) -> Failure | None:
+    """Return the failure of the first rank if every rank raised the same exception, so all stand at the same point."""
+    failures = [a for a in answers if isinstance(a, Failure)]
+    if len(failures) == len(answers) and len({(f.kind, f.message) for f in failures}) == 1:
+        return min(failures, key=lambda f: f.rank)
+    return None
 
 
-def told(state: RankState, cause: Failure | Death | Stop, doing: str) -> AutopartError:
-    """The error for the first cause."""
-    if isinstance(cause, Failure):
-        return raised(state, cause)
-    if isinstance(cause, Stop):
-        why = "the process was stopped by a signal (SIGSTOP, Ctrl-Z): it lives and does nothing"
-        return WorkerError(f"{state.name} is stopped", where=state.doing or doing, why=why)
-    return _died(state, cause, doing)
-
-
-def raised(state: RankState, cause: Failure) -> AutopartError:
-    """The error for a worker's exception: our own again with rank and stage, or a WorkerError."""
+def error_for(cause: Failure | Death, status: SharedStatus, doing: str = "") -> AutopartError:
+    """Return the error to raise for a cause.  status: of its rank; doing: what the ranks were asked to do."""
+    state = state_of_rank(cause.rank, status)
+    if isinstance(cause, Death):
+        return _died(state.name, state.doing, cause.exitcode, doing)
     error = _load_error(cause)
     if error is not None:
         place = error.where.removeprefix(f"rank {cause.rank}").removeprefix(", ")  # `name` says it better
@@ -69,37 +63,22 @@ def raised(state: RankState, cause: Failure) -> AutopartError:
     return WorkerError(f"{state.name} raised {cause.kind}: {cause.message}", where=state.doing, why=trace)
 
 
-def no_answer(states: Sequence[RankState], answers: Mapping[int, object], doing: str) -> RunError:
-    """The time limit is over: those that hold up the others are named, not those that wait for them."""
-    known = {
-        state.rank: replace(state, phase=Phase.AWAY, waits=NOBODY, doing="finished") if state.rank in answers else state
-        for state in states
-    }
-    late = [state for state in known.values() if state.rank not in answers]
-    blamed = {root.rank: root for state in late if state.waiting for root in held_up_by(state.rank, known)}
-    blamed |= {state.rank: state for state in late if not state.waiting}
-    named = [state for rank, state in sorted(blamed.items()) if rank not in answers] or late
-    what = f"no answer in time from {', '.join(state.name for state in named)} while {doing}"
-    lines = [state.line() for state in late] + [f"{known[r].name}: finished" for r in sorted(answers)]
-    return WorkerError(what, why="last known of each rank:" + "".join(f"\n    {line}" for line in lines))
-
-
-def _died(state: RankState, cause: Death, doing: str) -> AutopartError:
-    if cause.exitcode == UNGUARDED:
+def _died(name: str, did: str, exitcode: int | None, doing: str) -> AutopartError:
+    if exitcode == UNGUARDED:
         return UsageError(
             "the script starts its worker processes again in each worker",
             why="a worker imports the main script, and the script calls launch while it is imported",
             fix=GUARD,
         )
-    how = _ended(cause.exitcode)
+    how = _ended(exitcode)
     if doing == "starting":
         why = "it could not import the main script; its own message is above"
-        return WorkerError(f"{state.name} did not start: {how}", why=why if cause.exitcode == 1 else "", fix=GUARD)
+        return WorkerError(f"{name} did not start: {how}", why=why if exitcode == 1 else "", fix=GUARD)
     fix = {
         -signal.SIGKILL: "unless someone killed it, memory ran out (see dmesg): take more stages or micro-batches",
         -signal.SIGSEGV: "it crashed in native code: set PYTHONFAULTHANDLER=1 to see where",
-    }.get(cause.exitcode or 0, "")
-    return WorkerError(f"{state.name} died: {how}", where=state.doing, fix=fix)
+    }.get(exitcode or 0, "")
+    return WorkerError(f"{name} died: {how}", where=did, fix=fix)
 
 
 def _load_error(cause: Failure) -> AutopartError | None:

@@ -1,8 +1,8 @@
-"""The child's side of a local launch: tied to its parent, it runs one function after another and reports.
+"""The child's side of a local launch: it runs one function after another and reports, and ends with its parent.
 
 The parent (`supervise`) starts `main` in a spawned process and sends it `Run`s; each is answered by a `Success` or a
-`Failure`.  What a rank is doing lies in memory shared with the parent (`SharedStatus`), so that the parent can still
-say it after the process was killed.
+`Failure`.  The rank's status lies in memory shared with the parent (`SharedStatus`), which can read it after the
+process was killed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ READY = "ready"
 
 @dataclass(frozen=True, slots=True)
 class WorkerInit:
-    """What a process is told when it starts.
+    """What a process is given when it starts.
 
-    statuses: one of every rank, shared with the parent; parent: its process id; by_main_thread: the parent's main
+    statuses: of every rank, shared with the parent; parent: its process id; by_main_thread: whether the parent's main
     thread starts the process.
     """
 
@@ -45,7 +45,7 @@ class WorkerInit:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One call.  call: pickled (function, arguments); name: the function's, for messages; env: variables to set."""
+    """One call.  call: pickled (function, arguments); name: of the function; env: variables to set."""
 
     call: bytes
     name: str
@@ -54,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Success:
-    """result: pickled; in_group: the process is still in a torch.distributed group."""
+    """result: pickled; in_group: whether the process is still in a torch.distributed group."""
 
     rank: int
     result: bytes
@@ -65,8 +65,8 @@ class Success:
 class Failure:
     """An exception of a worker.
 
-    error: the pickled exception, empty when it cannot be pickled; priority: 0 for a cause, 2 for an effect of a peer's
-    end; at: time.monotonic() seconds.
+    error: the pickled exception if it is one of autopart's, else empty; priority: 0 for a cause, 2 for an effect of a
+    peer's end; at: time.monotonic() seconds.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class Failure:
 
 
 def main(init: WorkerInit) -> None:
-    """Body of a worker process: answer every `Run` until the parent sends None or is gone."""
+    """Answer every `Run` until the parent sends None or is gone."""
     _tie_to_parent(init)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal: the parent handles it
     status = init.statuses[init.rank]
@@ -106,15 +106,15 @@ def _answer(rank: int, run: Run) -> Success | Failure:
         result = fn(*args)
         _end_forked_child(pid)
         return Success(rank, _dump_result(rank, run.name, result), _in_group())
-    except BaseException as error:  # SystemExit too: a worker has no other way to end early than to say so
+    except BaseException as error:
         _end_forked_child(pid, error)
         return _failure(rank, error)
 
 
 def _end_forked_child(pid: int, error: BaseException | None = None) -> None:
-    """End this process if the called function forked it: a child of a rank reports nothing to the parent.
+    """End this process if the called function forked it: a child of a rank does not answer for the rank.
 
-    pid: of the rank.  error: what the child raised; the exit status is that of an ordinary Python process.
+    pid: of the rank.  error: what the child raised; its exit status is that of an ordinary Python process.
     """
     if os.getpid() == pid:
         return
@@ -164,7 +164,7 @@ def _failure(rank: int, error: BaseException) -> Failure:
 
 
 def _dump_error(error: BaseException) -> bytes:
-    """Only our own errors are raised again as they are; others are reported as text, so nothing foreign is loaded."""
+    """Pickle an error of autopart, which the parent raises again; others are reported as text."""
     if not isinstance(error, AutopartError):
         return b""
     try:
@@ -185,10 +185,10 @@ def _flush() -> None:
 
 
 def _tie_to_parent(init: WorkerInit) -> None:
-    """End this process when the parent ends, however it ends.
+    """End this process when the parent ends, in any way.
 
-    A thread waits for the parent's pipe to close.  On Linux the kernel also sends SIGKILL, in case this process never
-    runs Python again; it does so when the *thread* that started us ends, hence only for the parent's main thread.
+    A thread waits for the parent's pipe to close.  On Linux the kernel also sends SIGKILL, in case this process does
+    not run Python again; it does so when the *thread* that started us ends, hence only for the parent's main thread.
     """
     parent = parent_process()
     assert parent is not None
@@ -201,5 +201,5 @@ def _tie_to_parent(init: WorkerInit) -> None:
     if sys.platform == "linux" and init.by_main_thread:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != init.parent:  # it ended before we asked
+        if os.getppid() != init.parent:  # it ended before prctl
             os._exit(1)

@@ -1,54 +1,48 @@
-"""Messages of one rank where both ends post each at its place in the program: for carriers under which posting may
-block."""
+"""Messages of one rank over a carrier under which posting may block: both ends post each at its place in the
+program."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from autopart.ir.program import Exchange, Program
-from autopart.runtime.group.carriers import Carrier, Posted
+from autopart.ir.program import Action, Exchange, Program
+from autopart.runtime.group.carriers import Posted
 from autopart.runtime.group.world import World
-from autopart.runtime.messages.transport import Spec, offsets, pack, unpack
+from autopart.runtime.messages.transport import Specs, offsets, pack, unpack
 
-_Message = tuple[int, Hashable]
+_Message = tuple[int, Action]
 """The other rank, and the send that names the message."""
 
 
 class Posting:
     """Posts the exchanges of this rank (`Program.posting`), each when the actions before it are over.
 
-    Making one is collective: the pairs that talk are opened in one order on all ranks, nothing else being under way.
+    Making one is collective: all ranks open the pairs that exchange messages in one order, with nothing else on its
+    way.
     """
 
-    def __init__(self, world: World, carrier: Carrier, program: Program) -> None:
-        self._carrier = carrier
+    def __init__(self, world: World, program: Program) -> None:
+        assert world.carrier is not None
+        self._carrier = world.carrier
         self._exchanges = program.posting[world.rank]
         self._device = world.device
         for pair in program.talking_pairs:
             world.open_pair(*pair)
         self._next = self._done = 0
-        self._expected: dict[_Message, tuple[Spec, ...]] = {}
+        self._expected: dict[_Message, Specs] = {}
         self._given: dict[_Message, torch.Tensor] = {}
         self._posted: dict[_Message, tuple[Posted, int]] = {}
         self._sent: dict[int, Posted] = {}
 
-    def outbox(self, peer: int) -> PostedOutbox:
-        """Sends to a peer, as the mailbox knows them."""
-        return PostedOutbox(self, peer)
-
-    def inbox(self, peer: int) -> PostedInbox:
-        """Receives from a peer, as the mailbox knows them."""
-        return PostedInbox(self, peer)
-
     def begin(self) -> None:
-        """A step begins; what comes in it was announced to the inboxes."""
+        """Begin a step, whose messages were announced by `expect`."""
         self._next = self._done = 0
         self._post()
 
     def passed(self) -> None:
-        """One more of this rank's own actions, a compute, a send or a sum, is over."""
+        """Note that one more of this rank's own actions, a compute, a send or a sum, is over."""
         self._done += 1
         self._post()
 
@@ -58,7 +52,7 @@ class Posting:
             self._next += 1
 
     def _post_one(self, exchange: Exchange) -> None:
-        """Post the messages of an exchange that carry anything in this step."""
+        """Post the messages of an exchange that are not empty in this step."""
         peer = exchange.peer
         given = [(action, self._given.pop((peer, action), None)) for action in exchange.sends]
         sends = [(action, buffer) for action, buffer in given if buffer is not None and buffer.numel()]
@@ -72,62 +66,29 @@ class Posting:
         if sends:
             self._sent[peer] = posted
 
-    def give(self, peer: int, key: Hashable, tensors: Sequence[torch.Tensor]) -> None:
-        """Take a message, which leaves with its exchange."""
+    def send(self, peer: int, key: Action, tensors: Sequence[torch.Tensor]) -> None:
+        """Take a message, which is posted with its exchange."""
         self._given[peer, key] = pack(tensors)
 
-    def expect(self, peer: int, key: Hashable, specs: tuple[Spec, ...]) -> None:
-        """A message to come in this step."""
+    def expect(self, peer: int, key: Action, specs: Specs) -> None:
+        """Announce a message of this step."""
         self._expected[peer, key] = specs
 
-    def receive(self, peer: int, key: Hashable) -> list[torch.Tensor]:
-        """Return the tensors of a message that was posted.  On a device, the stream waits and not the host."""
+    def receive(self, peer: int, key: Action) -> list[torch.Tensor]:
+        """Return the tensors of a message.  On a device the stream waits, and not the host."""
         specs = self._expected.pop((peer, key))
-        if (peer, key) not in self._posted:  # no byte of it was sent
+        if (peer, key) not in self._posted:  # it is empty
             return unpack(torch.empty(0, dtype=torch.uint8, device=self._device), specs)
         posted, place = self._posted.pop((peer, key))
         posted.wait()
         return unpack(posted.received[place], specs)
 
     def flush(self) -> None:
-        """The step ends: what is issued from now on may overwrite what was sent.
+        """End the step: what is issued from now on may overwrite what was sent.
 
-        A channel is first in, first out: its last send is over when all are."""
+        A channel is first in, first out, so it is enough to wait for its last send."""
         for posted in self._sent.values():
             posted.wait()
         self._sent.clear()
         self._expected.clear()
         self._posted.clear()
-
-
-class PostedOutbox:
-    """Sends to one peer: the interface of `transport.Outbox`."""
-
-    def __init__(self, posting: Posting, peer: int) -> None:
-        self._posting, self._peer = posting, peer
-
-    def send(self, tensors: Sequence[torch.Tensor], key: Hashable = None) -> None:
-        """Hand over a message; it leaves with its exchange."""
-        self._posting.give(self._peer, key, tensors)
-
-    def acknowledge(self, keys: Iterable[Hashable]) -> None:
-        """Nothing is held for these: the device knows when a buffer has left."""
-
-    def flush(self) -> None:
-        """All peers are flushed at once (`Posting.flush`)."""
-
-
-class PostedInbox:
-    """Receives from one peer: the interface of `transport.Inbox`."""
-
-    def __init__(self, posting: Posting, peer: int) -> None:
-        self._posting, self._peer = posting, peer
-
-    def expect(self, messages: Iterable[tuple[Hashable, tuple[Spec, ...]]]) -> None:
-        """Messages to come in a step, by key."""
-        for key, specs in messages:
-            self._posting.expect(self._peer, key, specs)
-
-    def receive(self, key: Hashable = None) -> list[torch.Tensor]:
-        """The tensors of a message."""
-        return self._posting.receive(self._peer, key)

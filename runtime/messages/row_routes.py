@@ -1,7 +1,7 @@
-"""Which rows of which values of a message this rank exchanges with whom, where stages have replicas.
+"""Which rows of which values of a message this rank exchanges with which rank, if stages have replicas.
 
-A value that holds rows is cut where the shares of two ranks differ, and put together where it arrives; one without rows
-comes whole from one sender, and its gradient goes back to that one, summed over all that took it from there.
+A value that holds rows is cut if the shares of two ranks differ, and joined by the receiver.  A value without rows
+comes whole from one sender, and its gradients go back to that sender, which adds them up.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import torch
 
 from autopart.ir.program import BACKWARD, Action, Program
 from autopart.ir.shares import RowLayout, passages, together
-from autopart.runtime.messages.transport import Spec
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What of a message passes between this rank and one other: `count` of this rank's `own` rows, from `first` on.
-    piece: of which slice, where sequences are cut."""
+    """The part of a message that passes between this rank and one other: `count` of this rank's `own` rows, from
+    `first` on.  piece: the slice of tokens."""
 
     peer: int
     names: tuple[str, ...]
@@ -32,8 +31,8 @@ class Part:
 class RowRoutes:
     """The parts of the messages of one rank.
 
-    layouts: of the values that hold rows, as far as they have to be cut; a value of which nothing is known passes only
-    between ranks that have the same rows.  (value, slice): of those of which a slice holds them otherwise.
+    layouts: of the values that hold rows and may be cut, by name, or by (name, slice) if a slice holds rows in another
+    way.  A value without a layout passes only between ranks that have the same rows.
     """
 
     def __init__(self, rank: int, program: Program, layouts: Mapping[str | tuple[str, int], RowLayout]) -> None:
@@ -45,8 +44,8 @@ class RowRoutes:
         self._of_action: dict[tuple[Action, int], tuple[Part, ...]] = {}
 
     def parts(self, action: Action, rows: int) -> tuple[Part, ...]:
-        """With whom this rank exchanges what in a message that it sends or receives, of a micro-batch of `rows` rows;
-        nobody where it has no rows."""
+        """Return the parts of a message that this rank sends or receives, for a micro-batch of `rows` rows; nothing if
+        this rank has no rows."""
         known = self._of_action.get((action, rows))
         if known is not None:
             return known
@@ -75,20 +74,20 @@ class RowRoutes:
     def _layout(self, name: str, part: Part) -> RowLayout | None:
         return self._layouts.get((name, part.piece), self._layouts.get(name))
 
-    def specs(self, part: Part, own: Mapping[str, Spec]) -> tuple[Spec, ...]:
-        """Shapes of what passes.  own: those of this rank's rows."""
+    def specs(self, part: Part, own: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return shapes and dtypes of a part.  own: those of this rank's rows."""
         return tuple(self._spec(name, part, own[name]) for name in part.names)
 
-    def _spec(self, name: str, part: Part, spec: Spec) -> Spec:
+    def _spec(self, name: str, part: Part, spec: torch.Tensor) -> torch.Tensor:
         layout = self._layout(name, part)
         if layout is None or part.count == part.own:
             return spec
         shape = list(spec.shape)
         shape[layout.axis] = shape[layout.axis] // part.own * part.count
-        return Spec(tuple(shape), spec.dtype)
+        return spec.new_empty(shape)
 
     def cut(self, part: Part, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """What is sent: views of this rank's tensors."""
+        """Return the tensors to send, as views of this rank's tensors."""
         return [self._rows(name, part, tensors[name]) for name in part.names]
 
     def _rows(self, name: str, part: Part, tensor: torch.Tensor) -> torch.Tensor:
@@ -98,9 +97,9 @@ class RowRoutes:
         return rows_of(tensor, layout, part.own, part.first, part.count)
 
     def joined(
-        self, way: str, parts: Sequence[Part], found: Sequence[Sequence[torch.Tensor]], own: Mapping[str, Spec]
+        self, way: str, parts: Sequence[Part], found: Sequence[Sequence[torch.Tensor]], own: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The tensors of a message from its parts.  own: shapes of this rank's rows."""
+        """Join the parts of a message.  own: shapes and dtypes of this rank's rows."""
         if len(parts) == 1 and parts[0].count == parts[0].own:
             return dict(zip(parts[0].names, found[0], strict=True))
         result: dict[str, torch.Tensor] = {}
@@ -111,17 +110,17 @@ class RowRoutes:
                     result[name] = result[name] + tensor if way == BACKWARD and name in result else tensor
                     continue
                 if name not in result:
-                    result[name] = torch.empty(own[name].shape, dtype=own[name].dtype, device=tensor.device)
+                    result[name] = torch.empty_like(own[name], device=tensor.device)
                 target = rows_view(result[name], layout, part.own, part.first, part.count)
                 target.copy_(rows_view(tensor, layout, part.count, 0, part.count))
         return result
 
 
 def rows_view(tensor: torch.Tensor, layout: RowLayout, own: int, first: int, count: int) -> torch.Tensor:
-    """A view of some of its `own` rows, with the axis of the rows taken apart into (stride, rows, block)."""
+    """Return a view of some of its `own` rows, with the axis of rows split into (stride, rows, block)."""
     return torch.unflatten(tensor, layout.axis, (layout.stride, own, -1)).narrow(layout.axis + 1, first, count)
 
 
 def rows_of(tensor: torch.Tensor, layout: RowLayout, own: int, first: int, count: int) -> torch.Tensor:
-    """Some of the rows of a tensor that holds `own`, in its own form; a view where the strides allow it."""
+    """Return some of the `own` rows of a tensor, in the same form; a view if the strides allow it."""
     return rows_view(tensor, layout, own, first, count).flatten(layout.axis, layout.axis + 2)

@@ -1,20 +1,17 @@
-"""Messages between stages: one first-in first-out channel per directed pair of ranks, Gloo or NCCL.
+"""Messages between stages over Gloo: one first-in first-out channel for each directed pair of ranks.
 
-All values that one stage sends another for one micro-batch travel as one message.  A single contiguous tensor is
-sent as it lies; several, or one that is not contiguous, are packed.  During a step a send is waited for only when a
-later message of the peer has shown that it was consumed, so that no rank blocks in a send; the end of the step waits
-for what is left.
+All values that one stage sends another for one micro-batch travel as one message.  A single contiguous tensor is sent
+in place; several, or one that is not contiguous, are packed.  A send is waited for when a later message of the peer has
+shown that it was consumed, or at the end of the step, so no rank blocks in a send.
 
-Gloo knows memory of the host alone: messages of a CUDA device pass through pinned memory, and the host waits for what
-computes them.
+Gloo only accesses host memory: messages of a CUDA device pass through pinned memory, and the host waits for the ops
+that compute them.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,25 +22,12 @@ from autopart.runtime.activity import waiting
 
 _ALIGN = 64
 
-
-@dataclass(frozen=True)
-class Spec:
-    """Shape and dtype of one tensor of a message."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+Specs = tuple[torch.Tensor, ...]
+"""Shapes and dtypes of the tensors of a message, as tensors on the meta device."""
 
 
-def offsets(specs: Sequence[Spec]) -> tuple[list[int], int]:
-    """Where each tensor of a message begins, and the bytes of the whole message."""
+def offsets(specs: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """Return where each tensor of a message begins, and the bytes of the whole message."""
     starts, end = [], 0
     for spec in specs:
         starts.append(end)
@@ -54,10 +38,10 @@ def offsets(specs: Sequence[Spec]) -> tuple[list[int], int]:
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One flat byte tensor that holds them all; no copy for a single contiguous tensor."""
+    """Return one flat byte tensor that holds them all; a single contiguous tensor is not copied."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
-        return _bytes(tensors[0])
-    starts, total = offsets([Spec(tuple(t.shape), t.dtype) for t in tensors])
+        return tensors[0].detach().reshape(-1).view(torch.uint8)
+    starts, total = offsets(tensors)
     buffer = torch.empty(total, dtype=torch.uint8, device=tensors[0].device)
     for start, tensor in zip(starts, tensors, strict=True):
         target = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -65,35 +49,28 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return buffer
 
 
-def unpack(buffer: torch.Tensor, specs: Sequence[Spec]) -> list[torch.Tensor]:
-    """Views of a received message; no copy."""
+def unpack(buffer: torch.Tensor, specs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of a received message."""
     starts, _ = offsets(specs)
     pieces = zip(starts, specs, strict=True)
     return [buffer[a : a + spec.nbytes].view(spec.dtype).view(spec.shape) for a, spec in pieces]
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
 def _pinned(size: int) -> torch.Tensor:
-    """Memory of the host that a CUDA device reads and writes by itself.  torch keeps it for the next message."""
+    """Allocate host memory that a CUDA device reads and writes; torch caches it for the next message."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 class Outbox:
-    """Sends on one channel, in order.  Messages are told apart by a key of the caller's."""
+    """Sends on one channel, in order; each message has a key.  staged: messages lie on a CUDA device."""
 
     def __init__(self, peer: int, group: dist.ProcessGroup, *, staged: bool = False) -> None:
-        """staged: messages lie on a CUDA device and leave from pinned memory."""
-        self._peer = peer
-        self._group = group
-        self._staged = staged
-        self._errors = _peer_errors(peer)
+        self._peer, self._group, self._staged = peer, group, staged
+        self._errors = _PeerErrors(peer)
         self._pending: dict[Hashable, tuple[dist.Work | None, torch.Tensor]] = {}
 
     def send(self, tensors: Sequence[torch.Tensor], key: Hashable = None) -> None:
-        """Post one message; returns at once."""
+        """Post one message without waiting."""
         buffer = pack(tensors)
         work = None
         if self._staged:
@@ -104,26 +81,23 @@ class Outbox:
         self._pending[key] = work, buffer
 
     def acknowledge(self, keys: Iterable[Hashable]) -> None:
-        """The peer has consumed these messages: their buffers are released, without waiting."""
+        """Release the buffers of messages that the peer has consumed; does not block."""
         for key in keys:
-            self._finish(key)
+            work, _ = self._pending.pop(key)
+            if work is not None:
+                with self._errors:
+                    work.wait()
 
     def flush(self) -> None:
-        """Wait for all sends that are still pending."""
-        for key in list(self._pending):
-            self._finish(key)
-
-    def _finish(self, key: Hashable) -> None:
-        work, _ = self._pending.pop(key)
-        if work is not None:
-            with self._errors:
-                work.wait()
+        """Wait for all pending sends."""
+        self.acknowledge(list(self._pending))
 
 
 class Inbox:
-    """Receives on one channel, posted in the order in which the peer sends, up to `ahead` of what was taken.
+    """Receives on one channel, posted in the order in which the peer sends, up to `ahead` more than were taken.
 
-    A message may be taken before one that was sent earlier: then more are posted, and the earlier one waits here.
+    A message may be taken before one that was sent earlier: then more are posted, and the earlier one is kept.
+    staged: messages go to a CUDA device.
     """
 
     def __init__(
@@ -135,23 +109,19 @@ class Inbox:
         *,
         staged: bool = False,
     ) -> None:
-        """staged: messages for this CUDA device arrive in pinned memory."""
-        self._staged = staged
-        self._peer = peer
-        self._group = group
-        self._errors = _peer_errors(peer)
-        self._device = device
+        self._peer, self._group, self._device, self._staged = peer, group, device, staged
+        self._errors = _PeerErrors(peer)
         self._ahead = ahead
-        self._expected: deque[tuple[Hashable, tuple[Spec, ...]]] = deque()
-        self._posted: dict[Hashable, tuple[dist.Work | None, torch.Tensor, tuple[Spec, ...]]] = {}
+        self._expected: deque[tuple[Hashable, Specs]] = deque()
+        self._posted: dict[Hashable, tuple[dist.Work | None, torch.Tensor, Specs]] = {}
 
-    def expect(self, messages: Iterable[tuple[Hashable, tuple[Spec, ...]]]) -> None:
-        """Messages to come, in order, by key; the first of them are posted."""
+    def expect(self, messages: Iterable[tuple[Hashable, Specs]]) -> None:
+        """Announce messages to come, in order, by key; the first of them are posted."""
         self._expected.extend(messages)
         self._post_ahead()
 
     def receive(self, key: Hashable = None) -> list[torch.Tensor]:
-        """The tensors of a message that was announced by `expect`; waits for it."""
+        """Wait for a message that was announced, and return its tensors."""
         while key not in self._posted:
             self._post()
         work, buffer, specs = self._posted.pop(key)
@@ -178,15 +148,17 @@ class Inbox:
         self._posted[key] = work, buffer, specs
 
 
-class _peer_errors(waiting):
-    """The body may wait for a peer; torch.distributed's failures as ours, naming it."""
+class _PeerErrors:
+    """Note that the body may wait for a peer, and turn errors of torch.distributed into one that names the peer."""
 
     def __init__(self, peer: int) -> None:
-        super().__init__(peer)
-        self._peer = peer
+        self._peer, self._waiting = peer, waiting(peer)
 
-    def __exit__(self, kind: Any = None, error: BaseException | None = None, trace: Any = None) -> None:
-        super().__exit__()
+    def __enter__(self) -> None:
+        self._waiting.__enter__()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._waiting.__exit__(None, None, None)
         if isinstance(error, RuntimeError) and not isinstance(error, WorkerError):
             raise WorkerError(
                 f"rank {self._peer} stopped answering",

@@ -1,13 +1,11 @@
-"""Batch statistics of a whole micro-batch, whose rows the replicas of a stage divide (`sync_batchnorm`).
+"""Batch norms that take the statistics of a whole micro-batch, whose rows the replicas of a stage divide.
 
-In the forward the replicas sum how many numbers each channel has, and exchange means and sums of squared deviations;
-in the backward they sum what reaches the statistics, as torch.nn.SyncBatchNorm does.  These sums stand inside of a
-compute, which all replicas of a stage run at the same place of the program's one order, and autograd runs the backwards
-of ops in the reverse order of their forwards, so all replicas make the same sums in the same order.  They have a group
-of their own: gradients may be on their way in that of the reducer.  A replica without rows runs the code on stand-ins
-and counts none of them (`absent`).
+In the forward the replicas sum counts, means and squared deviations of each channel; in the backward they sum what
+reaches the statistics, as torch.nn.SyncBatchNorm does.  These sums stand inside a compute.  All replicas run the
+computes of a stage in the same order, and autograd runs backwards in the reverse order of the forwards, so all make the
+same sums in the same order, in a group of their own beside the sums of gradients.
 
-Chan, Golub, LeVeque, "Algorithms for Computing the Sample Variance" (1983), for putting means and deviations together.
+Chan, Golub, LeVeque, "Algorithms for Computing the Sample Variance" (1983), for merging means and deviations.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 
 from autopart.runtime.activity import waiting
@@ -30,33 +27,32 @@ _PLACES: dict[Any, tuple[int, int, int]] = {
     _aten._native_batch_norm_legit.no_stats: (3, 4, 5),
     _aten.batch_norm.default: (5, 6, 7),
 }
-"""Of ops that take batch statistics, where (training, momentum, eps) stand among their arguments."""
+"""By op that takes batch statistics, the places of (training, momentum, eps) among its arguments."""
 KNOWN = frozenset(map(str, _PLACES))
-"""Their targets, as a graph names them."""
+"""The targets of these ops, as a graph names them."""
+PURPOSE = "batch statistics"
+"""Of the groups in which replicas sum (`World.group`)."""
+
+_has_rows = True
+
+
+@contextmanager
+def without_rows() -> Iterator[None]:
+    """Let what is computed inside take part in the sums and contribute nothing."""
+    global _has_rows
+    _has_rows = False
+    try:
+        yield
+    finally:
+        _has_rows = True
 
 
 class BatchStatistics(nn.Module):
-    """Runs the batch norms of one stage of this rank with the statistics of all its replicas.  Of use after `open`."""
+    """A batch norm with the statistics of these ranks; their group was opened before (`PURPOSE`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: World, ranks: Sequence[int]) -> None:
         super().__init__()
-        self._world: World | None = None
-        self._group: Any = None
-        self._ranks: tuple[int, ...] = ()
-        self._absent = False
-
-    def open(self, world: World, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
-        """The replicas that sum, and where."""
-        self._world, self._ranks, self._group = world, tuple(ranks), group
-
-    @contextmanager
-    def absent(self) -> Iterator[None]:
-        """Inside, what this rank computes counts for nothing."""
-        self._absent = True
-        try:
-            yield
-        finally:
-            self._absent = False
+        self._world, self._ranks = world, tuple(ranks)
 
     def forward(
         self,
@@ -68,17 +64,16 @@ class BatchStatistics(nn.Module):
         momentum: float,
         eps: float,
     ) -> tuple[torch.Tensor, ...]:
-        """(result, mean, 1 / deviation, new running mean, new running variance), the last two where there are running
-        ones."""
-        return _Normalized.apply(self, self._absent, x, weight, bias, mean, var, momentum, eps)  # type: ignore[no-any-return, no-untyped-call]
+        """Return (result, mean, 1 / deviation, new running mean, new running variance), the last two only if running
+        ones are given."""
+        return _Normalized.apply(self, _has_rows, x, weight, bias, mean, var, momentum, eps)  # type: ignore[no-any-return, no-untyped-call]
 
     def gathered(self, mine: torch.Tensor) -> torch.Tensor:
-        """A row of every replica."""
-        assert self._world is not None
+        """Return the vector of every replica, as the rows of a matrix."""
         rows = mine.new_zeros((len(self._ranks), mine.numel()))
         rows[self._ranks.index(self._world.rank)] = mine
         with waiting():
-            self._world.all_reduce(rows, self._group)
+            self._world.all_reduce(rows, self._world.group(self._ranks, purpose=PURPOSE))
         return rows
 
 
@@ -87,7 +82,7 @@ class _Normalized(torch.autograd.Function):
     def forward(
         ctx: Any,
         statistics: BatchStatistics,
-        absent: bool,
+        has_rows: bool,
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
@@ -99,7 +94,7 @@ class _Normalized(torch.autograd.Function):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         channels = x.shape[1]
         axes = [axis for axis in range(x.dim()) if axis != 1]
-        count = 0 if absent else x.numel() // channels
+        count = x.numel() // channels if has_rows else 0
         mine = wide.new_zeros(1 + 2 * channels)
         if count:
             own = wide.mean(axes)
@@ -118,7 +113,7 @@ class _Normalized(torch.autograd.Function):
         if bias is not None:
             result = result + _spread(bias.to(wide.dtype), x)
         ctx.save_for_backward(x, weight, mean, inverse, total)
-        ctx.statistics, ctx.absent, ctx.has_bias = statistics, absent, bias is not None
+        ctx.statistics, ctx.has_rows, ctx.has_bias = statistics, has_rows, bias is not None
         found = [result.to(x.dtype), mean, inverse]
         if running_mean is not None and running_var is not None:
             fresh = deviations / (total - 1)
@@ -135,24 +130,17 @@ class _Normalized(torch.autograd.Function):
         scaled = (x.to(mean.dtype) - _spread(mean, x)) * _spread(inverse, x)
         of_bias, of_weight = wide.sum(axes), (wide * scaled).sum(axes)
         mine = torch.cat((of_bias, of_weight))
-        first, second = ctx.statistics.gathered(torch.zeros_like(mine) if ctx.absent else mine).sum(0).chunk(2)
+        first, second = ctx.statistics.gathered(mine if ctx.has_rows else torch.zeros_like(mine)).sum(0).chunk(2)
         back = wide - _spread(first / total, x) - scaled * _spread(second / total, x)
         factor = inverse if weight is None else inverse * weight.to(inverse.dtype)
-        return (
-            None,
-            None,
-            (back * _spread(factor, x)).to(x.dtype),
-            None if weight is None else of_weight.to(weight.dtype),
-            of_bias.to(mean.dtype if weight is None else weight.dtype) if ctx.has_bias else None,
-            None,
-            None,
-            None,
-            None,
-        )
+        of_x = (back * _spread(factor, x)).to(x.dtype)
+        to_weight = None if weight is None else of_weight.to(weight.dtype)
+        to_bias = of_bias.to(mean.dtype if weight is None else weight.dtype) if ctx.has_bias else None
+        return None, None, of_x, to_weight, to_bias, None, None, None, None
 
 
 def _spread(channels: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Numbers of channels along the axes of `x`."""
+    """Shape one number per channel so that it broadcasts over `x`."""
     return channels.view(1, -1, *[1] * (x.dim() - 2))
 
 
@@ -161,17 +149,17 @@ def _takes_statistics(node: fx.Node) -> bool:
     return places is not None and bool(node.args[places[0]])
 
 
-def share_statistics(code: nn.Module, statistics: BatchStatistics) -> None:
-    """Let all batch norms in the code, in its recomputed groups too, take the statistics of all replicas.  O(nodes)."""
+def share_statistics(code: nn.Module, statistics: nn.Module) -> None:
+    """Replace all batch norms in the code, also in its recomputed groups, by a `BatchStatistics`.  O(nodes)."""
     for module in list(code.modules()):
         if not isinstance(module, fx.GraphModule):
             continue
         for node in [node for node in module.graph.nodes if _takes_statistics(node)]:
-            _share(module, node, statistics)
+            _replace(module, node, statistics)
         module.recompile()
 
 
-def _share(module: fx.GraphModule, node: fx.Node, statistics: BatchStatistics) -> None:
+def _replace(module: fx.GraphModule, node: fx.Node, statistics: nn.Module) -> None:
     _, momentum, eps = (node.args[place] for place in _PLACES[node.target])
     running = (None, None) if node.target is _aten._native_batch_norm_legit.no_stats else node.args[3:5]
     module.add_submodule("batch_statistics", statistics)

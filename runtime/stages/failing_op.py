@@ -1,4 +1,4 @@
-"""Which op of a stage raised: read off the line of generated code that the traceback went through."""
+"""Find the op of a stage that raised, by the line of generated code in the traceback."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _ASSIGNED = re.compile(r"\s*(\w+) = ")
 
 
 def failing_op(error: BaseException) -> str | None:
-    """Name of the fx node whose line of generated code raised, or None (an error inside autograd's backward has no
-    such line)."""
+    """Return the name of the fx node whose line of generated code raised, or None, as for errors inside autograd's
+    backward."""
     trace, name = error.__traceback__, None
     while trace is not None:
         filename = trace.tb_frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""Activations computed again: a group of ops of which only the inputs are kept until the backward.
+"""Activation checkpointing: of a group of ops only the inputs are kept until the backward.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), section 3.
 """
@@ -15,15 +15,15 @@ from autopart.rng import current_key, micro_key
 
 
 class RecomputedGroup(nn.Module):
-    """Runs `body`, and in the backward runs it again for what autograd needs of it."""
+    """Runs `body` in the forward, and again in the backward to compute what autograd needs."""
 
     def __init__(self, body: fx.GraphModule) -> None:
         super().__init__()
         self.body = body
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        """What `body` returns.  Random ops draw the same numbers both times: they are bound to the key of now, since
-        the backward may run when another micro-batch's is set, or in a thread of autograd that sees none."""
+        """Return what `body` returns.  Random ops draw the same numbers both times: they use the key of the forward,
+        since the backward may run in a thread of autograd or while another micro-batch's key is set."""
         if not torch.is_grad_enabled():
             return self.body(*inputs)
         key = current_key()

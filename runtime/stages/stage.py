@@ -1,13 +1,12 @@
-"""Forward and backward of one stage for one micro-batch (or slice of it).
+"""Forward and backward of one stage for one micro-batch, or one slice of it.
 
-Between the two it keeps the leaves (received values that need a gradient) and the roots (results a gradient comes
-back for); autograd holds the rest.  Both are dropped as soon as the backward has run.
+Between the two it keeps the leaves (received values that need a gradient) and the roots (results whose gradients come
+back); autograd holds the rest.  Both are dropped when the backward has run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,56 +14,40 @@ import torch
 from autopart.ir.program import Slot
 from autopart.ir.shares import Window
 from autopart.rng import micro_key
-from autopart.runtime.messages.transport import Spec
-from autopart.runtime.stages.batch_statistics import BatchStatistics
-from autopart.runtime.stages.casts import StepCasts
-from autopart.runtime.stages.stage_module import StageModule
+from autopart.runtime.stages.batch_statistics import without_rows
+from autopart.runtime.stages.sequence import SlicedMicroBatch
+from autopart.runtime.stages.stage_module import Cast, StageSlices
 
-
-@dataclass(frozen=True)
-class _Kept:
-    leaves: dict[str, torch.Tensor]
-    roots: dict[str, torch.Tensor]
+_Tensors = dict[str, torch.Tensor]
 
 
 class StageRunner:
-    """Plays the code of one stage.
+    """Runs the code of one stage.
 
     codes: by rows that this rank has of a micro-batch.  tensors: this rank's parameters, buffers and constants by
-    name.  grad_inputs: values received whose gradients go back; grad_outputs: results whose gradients come back.
-    statistics: what its batch norms sum with other replicas, None where they have their own.
+    name.  grad_inputs: received values whose gradients go back; grad_outputs: results whose gradients come back.
+    synced: whether its batch norms take the statistics of all replicas.
     """
 
     def __init__(
         self,
-        codes: Mapping[int, StageModule],
+        codes: Mapping[int, StageSlices],
         tensors: Mapping[str, torch.Tensor],
         grad_inputs: frozenset[str],
         grad_outputs: frozenset[str],
-        statistics: BatchStatistics | None = None,
+        *,
+        synced: bool = False,
     ) -> None:
         self._codes = codes
         self._tensors = tensors
         self._grad_inputs = grad_inputs
         self._grad_outputs = grad_outputs
-        self._statistics = statistics
-        self._kept: dict[Slot, _Kept] = {}
+        self._synced = synced
+        self._kept: dict[Slot, tuple[_Tensors, _Tensors]] = {}  # leaves and roots
+        self._sliced: dict[int, SlicedMicroBatch] = {}
         self._joined: dict[Slot, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._fresh: dict[str, torch.Tensor] = {}  # new values of buffers in this step
-        self._casts = StepCasts()
-
-    @property
-    def in_flight(self) -> int:
-        """Slots whose backward is still to come."""
-        return len(self._kept)
-
-    def code(self, rows: int) -> StageModule:
-        """The code for a micro-batch of `rows` rows."""
-        return self._codes[rows]
-
-    def makes(self, value: str) -> bool:
-        """Whether this stage computes a value that leaves it."""
-        return any(value in code.outputs for code in self._codes.values())
+        self._new_buffers: _Tensors = {}
+        self._copies: dict[Cast, torch.Tensor] = {}
 
     def forward(
         self,
@@ -76,41 +59,82 @@ class StageRunner:
         train: bool,
         numbers: Sequence[float] = (),
     ) -> dict[str, torch.Tensor]:
-        """Run the stage on the rows of one slot that this rank has; `key` is (seed, step); numbers: of these rows.
+        """Run the stage on this rank's rows of one slot.  key: (seed, step).  numbers: what `StageModule.numbers` picks
+        from.  values: with the first slice also the inputs of the batch, which all slices read.
 
-        The next micro-batch sees the updated buffers; the buffers themselves change at `finish`, because a backward
-        still to come may have kept the old ones.
+        The next micro-batch sees the updated buffers.  The model's buffers change in `finish`, since a later backward
+        may have saved the old values.
         """
-        code = self._codes[window.own]
+        prologue, slices = self._codes[window.own]
+        code = slices[slot.slice]
+        micro = None
+        if prologue is not None or len(slices) > 1:
+            if not slot.slice:
+                full = {name: value for name, value in values.items() if name not in self._grad_inputs}
+                self._sliced[slot.micro] = SlicedMicroBatch(slices, self._begin(prologue, full, numbers))
+            micro = self._sliced[slot.micro]
+            values = {**micro.full, **values}
         leaves = {
             name: values[name].detach().requires_grad_() for name in code.inputs if train and name in self._grad_inputs
         }
-        tensors = {**self._tensors, **self._fresh} if self._fresh else self._tensors
+        tensors = {**self._tensors, **self._new_buffers} if self._new_buffers else self._tensors
         with torch.set_grad_enabled(train):
-            args = code.arguments(tensors, self._casts)
+            args = code.arguments(tensors, self._copies)
         args += [leaves.get(name, values[name]) for name in code.inputs]
-        numbered = [numbers[place] for place in code.numbers]
+        weights = [numbers[place] for place in code.numbers]
+        past = micro.arguments(slot.slice) if micro is not None else ()
         with torch.set_grad_enabled(train), micro_key(*key, slot.micro, window):
-            results = code.module(*args, *numbered)
+            results = code.module(*args, *weights, *past)
         del args
         outputs = dict(zip(code.outputs, results, strict=False))
-        self._fresh.update((n, t.detach()) for n, t in zip(code.updates, results[len(code.outputs) :], strict=True))
+        rest = results[len(code.outputs) :]
+        if micro is not None:
+            micro.keep(slot.slice, rest)
+        else:
+            self._new_buffers.update((name, t.detach()) for name, t in zip(code.updates, rest, strict=True))
         if train:
-            self._kept[slot] = _Kept(leaves, {n: t for n, t in outputs.items() if n in self._grad_outputs})
+            self._kept[slot] = leaves, {name: t for name, t in outputs.items() if name in self._grad_outputs}
         return outputs
 
+    def _begin(self, prologue: Any, full: _Tensors, numbers: Sequence[float]) -> _Tensors:
+        """Add the results of the prologue to the inputs of a micro-batch."""
+        if prologue is not None:
+            with torch.no_grad():
+                args = [*prologue.arguments(self._tensors), *(full[name] for name in prologue.inputs)]
+                made = prologue.module(*args, *(numbers[place] for place in prologue.numbers))
+            full.update(zip(prologue.outputs, made, strict=True))
+        return full
+
+    def backward(self, slot: Slot, grads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the gradients of the received values, given those of the results.  Parameters accumulate their own.
+
+        A value whose path to the loss has no derivative gets zeros, since the receiver waits for it.
+        """
+        leaves, made = self._kept.pop(slot)
+        roots = [(t, grads[name]) for name, t in made.items() if name in grads and t.requires_grad]
+        micro = self._sliced.get(slot.micro)
+        if micro is not None:
+            roots += micro.roots(slot.slice)
+        if roots:
+            torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+        if micro is not None:
+            micro.collect(slot.slice)
+            if not slot.slice:  # backwards run from the last slice to the first
+                del self._sliced[slot.micro]
+        return {n: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for n, leaf in leaves.items()}
+
     def join_forward(
-        self, slot: Slot, specs: Mapping[Any, Mapping[str, Spec]], key: tuple[int, int], device: torch.device
+        self, slot: Slot, specs: Mapping[Any, Mapping[str, torch.Tensor]], key: tuple[int, int], device: torch.device
     ) -> None:
-        """Of a slot of which this rank has no rows: join what the code of others sums inside, with nothing."""
-        if self._statistics is None:
+        """Take part in the sums of batch statistics without rows: the code runs on ones and contributes nothing."""
+        if not self._synced:
             return
         rows = max(self._codes)
-        code = self._codes[rows]
+        (code,) = self._codes[rows][1]
         given = {name: _anything(specs[rows][name], device) for name in code.inputs}
         leaves = {name: tensor.requires_grad_() for name, tensor in given.items() if name in self._grad_inputs}
-        with self._statistics.absent(), micro_key(*key, slot.micro):
-            args = code.arguments(self._tensors, self._casts)
+        with without_rows(), micro_key(*key, slot.micro):
+            args = code.arguments(self._tensors, self._copies)
             trained = [arg for arg in args if arg.requires_grad]
             results = code.module(*args, *given.values(), *(1.0 for _ in code.numbers))
         outputs = dict(zip(code.outputs, results, strict=False))
@@ -118,49 +142,36 @@ class StageRunner:
         self._joined[slot] = list(roots.values()), [*leaves.values(), *trained]
 
     def join_backward(self, slot: Slot) -> None:
-        """The same of its backward; no gradient comes of it."""
+        """Take part in the sums of the backward after `join_forward`; the gradients are dropped."""
         roots, inputs = self._joined.pop(slot, ([], []))
-        if self._statistics is None or not roots or not inputs:
-            return
-        with self._statistics.absent():
+        if roots and inputs:
             zeros = [torch.zeros_like(root) for root in roots]
-            torch.autograd.grad(roots, inputs, zeros, allow_unused=True)
+            with without_rows():  # activation checkpointing runs forwards again
+                torch.autograd.grad(roots, inputs, zeros, allow_unused=True)
 
-    def fresh_buffers(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """The values that these buffers take at `finish`, to be written to; where this rank had no rows, room for
-        them."""
+    def new_buffers(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return the values that these buffers take in `finish`, to be written to; uninitialized without rows."""
         for name in names:
-            if name not in self._fresh:
-                self._fresh[name] = torch.empty_like(self._tensors[name])
-        return [self._fresh[name] for name in names]
+            if name not in self._new_buffers:
+                self._new_buffers[name] = torch.empty_like(self._tensors[name])
+        return [self._new_buffers[name] for name in names]
 
     def finish(self) -> None:
-        """End of a step: the buffers take their new values, in place."""
+        """Write the new values of the buffers at the end of a step, in place."""
         with torch.no_grad():
-            for name, tensor in self._fresh.items():
+            for name, tensor in self._new_buffers.items():
                 self._tensors[name].copy_(tensor)
-        self._fresh.clear()
-        self._casts.clear()
-
-    def backward(self, slot: Slot, grads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Gradients of the received values, from the gradients of the results.  Parameters accumulate theirs.
-
-        A value whose path to the loss has no derivative gets zeros: the receiver waits for it.
-        """
-        kept = self._kept.pop(slot)
-        roots = [(t, grads[name]) for name, t in kept.roots.items() if name in grads and t.requires_grad]
-        if roots:
-            torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
-        return {n: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for n, leaf in kept.leaves.items()}
+        self.clear()
 
     def clear(self) -> None:
-        """Forget every slot, after a step that failed: buffers stay as they were before it."""
+        """Forget the step; buffers keep the values from before it."""
         self._kept.clear()
+        self._sliced.clear()
         self._joined.clear()
-        self._fresh.clear()
-        self._casts.clear()
+        self._new_buffers.clear()
+        self._copies.clear()
 
 
-def _anything(spec: Spec, device: torch.device) -> torch.Tensor:
-    """A tensor of which no number counts: ones, which most ops take without harm, and the first class or index."""
-    return torch.full(spec.shape, 1 if spec.dtype.is_floating_point else 0, dtype=spec.dtype, device=device)
+def _anything(spec: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor whose numbers do not count: ones, which most ops accept, and 0 as a class or index."""
+    return torch.full_like(spec, 1 if spec.is_floating_point() else 0, device=device)

@@ -13,7 +13,7 @@ from autopart.runtime.sums.reduce import gradient_dtype, wide_dtype
 from autopart.runtime.tensors import dense
 
 Owned = tuple[torch.nn.Parameter, int | None]
-"""A parameter and the rank that owns it, None where all keep it."""
+"""A parameter and the rank that owns it, None if all ranks keep it."""
 
 Part = tuple[list[torch.nn.Parameter], int | None]
 """The parameters of a bucket, and the rank that owns them."""
@@ -24,8 +24,8 @@ class Bucket:
     """The gradients of some parameters, side by side in one tensor, so that one all-reduce sums them all.
 
     flat: the gradients, in a dtype wide enough to accumulate half precision, followed by one flag for each parameter: 1
-    where this replica has a gradient.  views: the place of each gradient in `flat`.  owner: the rank that receives the
-    sums, None where all ranks do.  waiting_for: parameters whose gradient is not complete yet; missing: parameters
+    if this replica has a gradient.  views: the place of each gradient in `flat`.  owner: the rank that receives the
+    sums, None if all ranks do.  waiting_for: parameters whose gradient is not complete yet; missing: parameters
     without a gradient on this rank so far.  work: the collective in flight.
     """
 
@@ -39,6 +39,7 @@ class Bucket:
 
     @staticmethod
     def of(parameters: list[torch.nn.Parameter], owner: int | None) -> Bucket:
+        """Allocate a bucket."""
         sizes = [parameter.numel() for parameter in parameters]
         first = parameters[0]
         flat = torch.empty(sum(sizes) + len(sizes), dtype=wide_dtype(first.dtype), device=first.device)
@@ -48,12 +49,8 @@ class Bucket:
         views = [piece.view(p.shape).data for piece, p in zip(pieces, parameters, strict=True)]
         return Bucket(parameters, flat, views, owner, set(range(len(sizes))), set(range(len(sizes))))
 
-    @property
-    def flags(self) -> torch.Tensor:
-        return self.flat[-len(self.parameters) :]
-
     def lend(self, place: int) -> None:
-        """Copy a gradient into the bucket; where dtypes agree, make that place of the bucket the `.grad`."""
+        """Copy a gradient into the bucket; if dtypes agree, that place of the bucket becomes the `.grad`."""
         parameter, view = self.parameters[place], self.views[place]
         if parameter.grad is not None and parameter.grad is not view:
             view.copy_(dense(parameter.grad))
@@ -61,9 +58,8 @@ class Bucket:
                 parameter.grad = view
 
     def take(self, place: int) -> None:
-        """Take a parameter's final gradient of this step, zeros where it has none."""
-        gradient = self.parameters[place].grad
-        if gradient is None:
+        """Take a parameter's final gradient of this step, zeros if it has none."""
+        if self.parameters[place].grad is None:
             self.views[place].zero_()
         else:
             self.lend(place)
@@ -72,13 +68,16 @@ class Bucket:
 
     def flag(self) -> None:
         """Write the flags that tell the other replicas which gradients this one has."""
-        flags = self.flags.fill_(1)
+        flags = self.flat[-len(self.parameters) :].fill_(1)
         for place in self.missing:
             flags[place] = 0
 
     def give(self, *, uneven: bool) -> None:
-        """Write the sums to `.grad`; a parameter without a gradient on every replica keeps None."""
-        flags = self.flags.tolist() if uneven or self.flat.device.type == "cpu" else None
+        """Write the sums to `.grad`; a parameter without a gradient on every replica keeps None.
+
+        uneven: whether a gradient may be missing on this replica alone; the flags are then read from the device."""
+        look = uneven or self.flat.device.type == "cpu"
+        flags = self.flat[-len(self.parameters) :].tolist() if look else None
         for place, (parameter, total) in enumerate(zip(self.parameters, self.views, strict=True)):
             if parameter.grad is total:
                 continue
@@ -89,7 +88,7 @@ class Bucket:
 
 
 def parts_of(parameters: Sequence[Owned], bucket_bytes: int) -> list[Part]:
-    """Deal parameters to buckets: one dtype and device in each, in the order in which buckets fill up.
+    """Deal parameters to buckets of one dtype and device, in the order in which buckets fill up.
 
     A bucket with parameters of several owners is cut into a part for each owner.
     """

@@ -1,4 +1,4 @@
-"""Gradients checked for infinities and NaN, and freed of the scale of the loss."""
+"""Gradients freed of the scale of the loss, and checked for infinities and NaN."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 
 from autopart.runtime.activity import waiting
-from autopart.runtime.sums.masters import HALF
+from autopart.runtime.masters import HALF
 from autopart.runtime.tensors import dense
 
 
@@ -18,11 +18,10 @@ def unscale(
     masters: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
     before: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> str | None:
-    """Divide all gradients by `scale`, in place; the name of the first that is not finite, None where all are.
+    """Divide all gradients by `scale`, in place; return the name of the first that is not finite, or None.
 
-    Looked at is what the optimizer gets: rounded to the type of its parameter, or to that of its master, and in half
-    precision added to the gradient of earlier steps, `before`.
-    Waits for the device, once.  O(gradients).
+    Checked is what the optimizer gets: the gradient in the dtype of its parameter or master weight, and in half
+    precision the sum with the gradient of earlier steps, `before`.  Waits for the device once.  O(gradients).
     """
     names, flags = [], []
     for name, parameter in parameters.items():

@@ -1,42 +1,43 @@
 """Sums of gradients over the replicas of a stage, overlapped with its last backward.
 
 Parameters lie in flat buckets in the order in which the last backward releases their gradients.  The first gradient of
-a step moves into its place in the bucket, and the others are added to it there, so that a step holds gradients once.
-When it is over they are handed out where they lie, and the next step takes other memory for its buckets.  While the
-last backward runs, a bucket that is full is summed at once, without waiting, and buckets are summed in their order, so
-that all replicas sum the same ones.  What was not released then (a replica may have no rows in the last micro-batch)
-follows at the end.  Every replica has the same sums, so their gradients are equal to the bit.  What is summed is what
-this step contributed; weights are in it already (`BatchPlan.shares`).
+a step moves into its place in the bucket and the others are added there, so a step holds gradients once; afterwards
+parameters keep them in place, and the next step allocates other buckets.  During the last backward a bucket that is
+full is summed at once, without waiting, in the order of buckets, which is the same on all replicas.  The rest (a
+replica may have no rows in the last micro-batch) follows at the end.  All replicas get the same sums, equal to the
+bit.  Only what this step contributed is summed; it is weighted already (`BatchPlan.shares`).
 
-Where replicas share the optimizer's state, a bucket is cut by owners, and each part is summed at its owner alone (a
-reduce, not a reduce-scatter: shares of whole parameters are uneven).  Between two replicas these are the bits that each
-would have; between more, rings of other lengths add in another order.
+With ZeRO a bucket is cut by owners, and each part is summed at its owner alone (a reduce, not a reduce-scatter, since
+shares of whole parameters are uneven).  Between two replicas the result has the same bits as an all-reduce; between
+more, rings of other lengths add in another order.
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020), section 3.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from autopart.ir.program import BUCKET_BYTES
+from autopart.ir.program import BUCKET_BYTES, Program
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.world import World
-from autopart.runtime.stages.stage import StageRunner
 from autopart.runtime.sums.buckets import Bucket, Part, parts_of
-from autopart.runtime.sums.sparse_sums import summed_sparse
+from autopart.runtime.sums.reduce import summed
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """What the replicas of a stage keep alike.  released: parameters that are summed, in the order in which a backward
-    releases their gradients.  sparse: of those, the ones whose gradients are sparse.  updated: buffers that change.
-    owners: the rank that owns a parameter; all ranks keep those that are not in it.  bucket_bytes: gradients that are
-    summed at once."""
+class Replicated:
+    """What the replicas of a stage keep equal.
+
+    released: parameters that are summed, in the order in which a backward releases their gradients.  sparse: those with
+    sparse gradients.  updated: buffers that change.  owners: the rank that owns a parameter; all ranks keep the others.
+    bucket_bytes: gradients that are summed at once.
+    """
 
     released: tuple[str, ...] = ()
     sparse: frozenset[str] = frozenset()
@@ -45,59 +46,65 @@ class Shared:
     bucket_bytes: int = BUCKET_BYTES
 
 
-class ReplicaSums:
-    """Gradients and buffers of one stage of this rank, alike on all its replicas.  Opening the group is collective."""
+def open_sums(world: World, program: Program, of: Mapping[int, Replicated]) -> dict[int, ReplicaSums]:
+    """Open the sums of the stages that this rank trains with other replicas.  Collective: all ranks open all groups.
 
-    def __init__(
-        self,
-        world: World,
-        ranks: Sequence[int],
-        runner: StageRunner | None,
-        shared: Shared,
-    ) -> None:
-        self._world = world
-        self._ranks = ranks
-        self._overlaps = world.carrier is None and not world.staged
-        self._group = world.group(ranks, purpose="replicas" if self._overlaps else "")
-        self._runner = runner
-        self._shared = shared
+    of: what is kept equal, for the stages of this rank."""
+    found = {}
+    for stage in dict.fromkeys(action.stage for action in program.order if action.kind == "R"):
+        ranks = program.stage_ranks[stage]
+        group = world.group(ranks, purpose="replicas" if world.overlaps else "")
+        if world.rank in ranks:
+            found[stage] = ReplicaSums(world, ranks[0], group, of[stage])
+    return found
+
+
+class ReplicaSums:
+    """Gradients and buffers of one stage of this rank.  first: the replica whose buffers all take."""
+
+    def __init__(self, world: World, first: int, group: dist.ProcessGroup, kept: Replicated) -> None:
+        self._world, self._first, self._group, self._kept = world, first, group, kept
+        self.updated = kept.updated
         self._parts: list[Part] | None = None
-        self._buckets: dict[int, Bucket] = {}
+        self._buckets: list[Bucket] = []
         self._launched = 0
         self._armed = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def begin(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """A step begins: gradients collect in the buckets."""
+        """Begin a step: gradients collect in new buckets."""
         if self._parts is None:
-            names = [name for name in self._shared.released if name not in self._shared.sparse]
-            owned = [(parameters[name], self._shared.owners.get(name)) for name in names]
-            self._parts = parts_of(owned, self._shared.bucket_bytes)
+            names = [name for name in self._kept.released if name not in self._kept.sparse]
+            owned = [(parameters[name], self._kept.owners.get(name)) for name in names]
+            self._parts = parts_of(owned, self._kept.bucket_bytes)
         self._launched = 0
-        self._buckets = {place: Bucket.of(*part) for place, part in enumerate(self._parts)}
-        for bucket in self._buckets.values():
+        self._buckets = [Bucket.of(*part) for part in self._parts]
+        for bucket in self._buckets:  # for this step alone: other captures of the model refuse hooks
             for place, parameter in enumerate(bucket.parameters):
-                hook = self._released(bucket, place)
+                hook = partial(self._released, bucket, place)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def arm(self) -> None:
-        """The last backward of the step begins: what it releases is summed as it comes, where sums may be under way
-        beside messages."""
-        self._armed = self._overlaps
+        """Sum what the backward that begins releases, as it comes, if sums may overlap with messages."""
+        self._armed = self._world.overlaps
 
     def release(self) -> None:
-        """The step is over: parameters keep the gradients that lie in the buckets, and the next step takes new ones."""
-        self._buckets = {}
+        """End the step, which may have failed: parameters keep the gradients that lie in the buckets."""
+        self._disarm()
+        self._buckets = []
 
-    def _released(self, bucket: Bucket, place: int) -> Callable[[torch.Tensor], None]:
-        def hook(_: torch.Tensor) -> None:
-            if self._armed:
-                bucket.take(place)
-                self._launch_full()
-            else:
-                bucket.lend(place)
+    def _disarm(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._armed = False
 
-        return hook
+    def _released(self, bucket: Bucket, place: int, _: torch.Tensor) -> None:
+        if self._armed:
+            bucket.take(place)
+            self._launch_full()
+        else:
+            bucket.lend(place)
 
     def _launch_full(self) -> None:
         while self._launched < len(self._buckets) and not self._buckets[self._launched].waiting_for:
@@ -106,20 +113,22 @@ class ReplicaSums:
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.flag()
-        if not self._overlaps:
+        if not self._world.overlaps:
             self._world.all_reduce(bucket.flat, self._group, to=bucket.owner)
         elif bucket.owner is None:
             bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
         else:
             bucket.work = dist.reduce(bucket.flat, bucket.owner, group=self._group, async_op=True)
 
-    def finish(self, parameters: Mapping[str, torch.nn.Parameter], *, uneven: bool) -> None:
-        """Sum what is left and hand out all sums, of a parameter with an owner to that one alone; the buffers of the
-        first replica go to all.
+    def finish(
+        self, parameters: Mapping[str, torch.nn.Parameter], new_buffers: Iterable[torch.Tensor], *, uneven: bool
+    ) -> None:
+        """Sum the remaining buckets and write all sums to `.grad`, of a parameter with an owner on that rank alone.
+        Buffers become those of the first replica.
 
-        uneven: whether a gradient may be missing on one replica and not on another.
+        uneven: whether a gradient may be missing on some replicas only.
         """
-        buckets = self._buckets.values()
+        buckets = self._buckets
         self._disarm()
         for bucket in buckets:
             for place in sorted(bucket.waiting_for):
@@ -131,32 +140,23 @@ class ReplicaSums:
                     bucket.work.wait()
                 if bucket.owner in (None, self._world.rank):
                     bucket.give(uneven=uneven)
-            for name in self._shared.released:
-                parameter = parameters.get(name)
-                if name in self._shared.sparse and parameter is not None and parameter.requires_grad:
-                    parameter.grad = summed_sparse(parameter, self._ranks, self._group)
-            self._share_buffers()
+            for name in self._kept.released:
+                if name in self._kept.sparse and parameters[name].requires_grad:
+                    parameters[name].grad = summed(self._world, parameters[name], self._group, sparse=True)
+            self._share(new_buffers)
 
-    def abandon(self) -> None:
-        """The step failed."""
-        self._disarm()
-        self._buckets = {}
-
-    def _disarm(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._armed = False
-
-    def _share_buffers(self) -> None:
-        if not self._shared.updated or self._runner is None:
-            return
-        fresh = self._runner.fresh_buffers(self._shared.updated)
+    def _share(self, new_buffers: Iterable[torch.Tensor]) -> None:
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in fresh:
+        for tensor in new_buffers:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         for tensors in by_dtype.values():
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            dist.broadcast(flat, self._ranks[0], group=self._group)
+            dist.broadcast(flat, self._first, group=self._group)
             for tensor, piece in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
                 tensor.copy_(piece.view(tensor.shape))
+
+    def drop_foreign(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Drop the gradients of parameters that other ranks own; the sums are there."""
+        for name, owner in self._kept.owners.items():
+            if owner != self._world.rank:
+                parameters[name].grad = None

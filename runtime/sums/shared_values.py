@@ -1,9 +1,9 @@
-"""New values of parameters from the replicas that own them, on their way while the run that needs them begins.
+"""New values of parameters, sent by the replicas that own them while the run that needs them begins.
 
-Where replicas share the optimizer's state (`ir.shares.owners_of`), each rank has updated only its own parameters.
-All values are sent before every run, since nobody can know who changed what.  They go in the order in which the
-forward reads them, without waiting where sums may be under way beside messages; who reads one waits for it then
-(`awaited`).  Large parameters are received in place; small ones go together.
+With ZeRO (`ir.shares.owners_of`) each rank has updated only its own parameters.  All values are sent before every run,
+since nobody knows who changed what.  They go in the order in which the forward reads them, without waiting if they may
+overlap with messages; the op that reads one waits for it (`stage_module.awaited`).  Large parameters are received in
+place, small ones together.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ import torch.distributed as dist
 from autopart.ir.program import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.world import World
+from autopart.runtime.stages.stage_module import ON_THE_WAY
 
 ALONE_BYTES = 1 << 20
-"""Parameters of so many bytes go by themselves, without a copy."""
+"""Parameters of at least this size are sent by themselves, without a copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How the replicas of a stage share the optimizer's state.  owners: the rank that owns each of its trained
-    parameters, in the order in which its forward reads them; empty where every replica keeps all.  bucket_bytes: of
-    values that are sent together (`Decision`)."""
+    """Which replica of a stage keeps the optimizer state of which parameter.
+
+    owners: the rank that owns each trained parameter, in the order in which the forward reads them; empty without ZeRO.
+    bucket_bytes: of values that are sent together.
+    """
 
     ranks: tuple[int, ...]
     owners: Mapping[str, int] = field(default_factory=dict)
@@ -35,7 +38,7 @@ class Sharing:
 
 @dataclass(eq=False, slots=True)
 class _Part:
-    """Values of one owner.  flat: side by side, or the one parameter itself.  mine: whether they leave this rank."""
+    """Values of one owner.  flat: side by side, or the only parameter itself.  mine: whether this rank owns them."""
 
     parameters: list[torch.Tensor]
     owner: int
@@ -55,7 +58,7 @@ class _Part:
         return _Part(parameters, owner, flat, mine)
 
     def arrive(self) -> None:
-        """Wait for the values, and take them."""
+        """Wait for the values and write them to the parameters."""
         if self.work is not None:
             with waiting(self.owner):
                 self.work.wait()
@@ -67,51 +70,38 @@ class _Part:
         self.forget()
 
     def forget(self) -> None:
-        """Nobody waits for it any more, and its memory is free before the run is over."""
+        """Wait no more, and free the memory."""
         for parameter in self.parameters:
-            _UNDER_WAY.pop(id(parameter), None)
+            ON_THE_WAY.pop(id(parameter), None)
         self.work, self.flat = None, self.flat.new_empty(0)
 
 
-_UNDER_WAY: dict[int, _Part] = {}
-"""What brings the value of a parameter, by the identity of that."""
-
-
-def awaited(parameter: torch.Tensor) -> torch.Tensor:
-    """The same parameter, once it has its value."""
-    part = _UNDER_WAY.get(id(parameter)) if _UNDER_WAY else None
-    if part is not None:
-        part.arrive()
-    return parameter
-
-
 class SharedValues:
-    """The parameters of this rank's stages.  Opening the groups of all stages is collective.
+    """The parameters of this rank's stages.  Making one opens the groups of all stages, which is collective.
 
-    stages: how the replicas of each stage share.  tensors: what this rank holds, by name.
+    stages: who owns what, by stage.  tensors: what this rank holds, by name.
     """
 
     def __init__(self, world: World, stages: Sequence[Sharing], tensors: Mapping[str, torch.Tensor]) -> None:
         self._world = world
         self._tensors = tensors
-        self._overlaps = world.carrier is None and not world.staged
         self._parts: list[_Part] = []
         self._stages: list[tuple[int, Sharing, dist.ProcessGroup]] = []
         for number, stage in enumerate(stages):
             if stage.owners:
-                group = world.group(stage.ranks, purpose="replicas" if self._overlaps else "")
+                group = world.group(stage.ranks, purpose="replicas" if world.overlaps else "")
                 if world.rank in stage.ranks:
                     self._stages.append((number, stage, group))
         self.owners = {name: owner for _, stage, _ in self._stages for name, owner in stage.owners.items()}
 
     def keep_own(self) -> None:
-        """Let go of gradients of what others own."""
+        """Drop the gradients of parameters that other ranks own."""
         for name, owner in self.owners.items():
             if owner != self._world.rank:
                 self._tensors[name].grad = None
 
     def gather(self) -> None:
-        """Bring all values.  Collective."""
+        """Get all values.  Collective."""
         try:
             self.begin()
             self.arrive()
@@ -121,37 +111,34 @@ class SharedValues:
     def arrive(self) -> None:
         """Wait until all parameters have their values."""
         for part in self._parts:
-            if part.parameters and id(part.parameters[0]) in _UNDER_WAY:
+            if part.parameters and id(part.parameters[0]) in ON_THE_WAY:
                 part.arrive()
 
     def forget(self) -> None:
-        """Let go of what is under way: of a run that failed the groups are broken, and nothing comes any more."""
+        """Forget what is still on its way; after a failed run nothing arrives any more."""
         for part in self._parts:
             part.forget()
         self._parts.clear()
 
     def begin(self, only: int | None = None) -> None:
-        """Send the values of one stage, or of all stages of this rank.  Collective over the stage's replicas.
-
-        From now on every `awaited` parameter has its new value.
-        """
+        """Send the values of one stage, or of all stages of this rank.  Collective over the stage's replicas."""
         for number, stage, group in self._stages:
             own = {name: owner for name, owner in stage.owners.items() if self.owners[name] == owner}
             for names in parts_of(own, self._tensors, stage.bucket_bytes) if only in (None, number) else ():
                 owner = own[names[0]]
                 part = _Part.of([self._tensors[name] for name in names], owner, mine=owner == self._world.rank)
                 self._parts.append(part)
-                if self._overlaps:
+                if self._world.overlaps:
                     part.work = dist.broadcast(part.flat, owner, group=group, async_op=True)
                 else:
                     self._world.give_group(part.flat, owner, group)
-                _UNDER_WAY.update((id(parameter), part) for parameter in part.parameters)
+                ON_THE_WAY.update((id(parameter), part.arrive) for parameter in part.parameters)
 
 
 def parts_of(
     owners: Mapping[str, int], tensors: Mapping[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[list[str]]:
-    """Names that go together: of each bucket, in the order of `owners`, those of one owner and type.  Large ones go
+    """Deal names to buckets in the order of `owners`, and yield those of each bucket by owner and dtype; large ones go
     alone.  O(parameters)."""
     bucket: dict[object, list[str]] = {}
     filled, limit = 0, min(FIRST_BUCKET_BYTES, bucket_bytes)

@@ -1,7 +1,7 @@
-"""The heartbeat of one rank: what it does, told every second through the store by which the ranks found each other.
+"""The heartbeat of one rank: its status, sent every second through the store by which the ranks found each other.
 
-A thread of its own does everything that the store is asked: should whoever holds the store not answer, then no other
-thread waits for it.  It reads what others say only while this rank waits for them.
+One thread makes all calls to the store, so that no other thread blocks if the store does not answer.  It reads the
+status of other ranks only while this rank waits for them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from autopart.runtime.watch.processes import this_machine
 
 BEAT_S, READ_S = 1.0, 0.25
 FORGET_S = 3.0
-"""After so long without reading, this process was itself stopped: what it saw before says nothing about the others."""
+"""Seconds without reading after which this process was itself stopped, so that what it read before is out of date."""
 
 
 @dataclass
 class Seen:
-    """What was read of another rank last, and since when (time.monotonic()) it beats no more or does the same."""
+    """The last heartbeat of another rank, and when (time.monotonic()) it and the activity in it last changed."""
 
     beat: Mapping[str, Any]
     beat_at: float
@@ -35,7 +35,8 @@ class Seen:
 
 
 class Heart:
-    """Beats until `stop`.  seen: of every other rank that has come; cause: why a rank of the group failed."""
+    """Sends heartbeats until `stop`.  seen: those of the other ranks that have come; cause: why a rank of the group
+    failed."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -60,11 +61,11 @@ class Heart:
     # -- for other threads ---------------------------------------------------------------------------------------
 
     def enter(self, group: str) -> None:
-        """From now on causes are those of this group."""
+        """Report and read failures of this group."""
         self._group, self.cause = group, None
 
     def tell(self, cause: Mapping[str, Any], patience_s: float = 1.0) -> None:
-        """Tell the group why this rank failed, unless another told first; returns when that is done."""
+        """Report why this rank failed, unless another rank did so first; wait until that is written."""
         if not self._group or self.lost:
             return
         self._told.clear()
@@ -73,24 +74,24 @@ class Heart:
         self._told.wait(patience_s)
 
     def failed(self, patience_s: float = 1.0) -> bool:
-        """Whether a rank of the group has failed, by what the store says now; the others hear that this one is here."""
+        """Whether the store now has a failure of the group; also sends a heartbeat."""
         self._question = answered = threading.Event()
         self._wake.set()
         answered.wait(patience_s)
         return self.cause is not None
 
     def hurry(self) -> None:
-        """Read now."""
+        """Read the store now."""
         self.curious = True
         self._wake.set()
 
     def stuck_s(self) -> float:
-        """For how long the store has not answered."""
+        """Return for how long the store has not answered."""
         asked = self._asked_at
         return time.monotonic() - asked if asked is not None else 0.0
 
     def stop(self) -> None:
-        """Beat once more and no further."""
+        """Send a last heartbeat."""
         self._ending = True
         self._wake.set()
         self._thread.join(1.0)
@@ -113,7 +114,7 @@ class Heart:
                 self._read_cause()
                 if self.curious:
                     self._read()
-            except Exception:  # whoever holds the store has ended
+            except Exception:  # the process that holds the store has ended
                 self.lost = True
             self._asked_at = None
             if question is not None:
@@ -160,12 +161,12 @@ class Heart:
             self.seen[rank] = Seen(beat, now if alive else before.beat_at, before.same_at if same else now)
 
     def silent_s(self, rank: int) -> float:
-        """For how long a rank has not beaten, as far as was read."""
+        """Return for how long a rank has sent no heartbeat."""
         return max(0.0, self._read_at - self.seen[rank].beat_at)
 
 
 def quietly(stop: Heart | None) -> None:
-    """Stop a heart, whatever its store says."""
+    """Stop a heart, ignoring errors of its store."""
     if stop is not None:
         with suppress(Exception):
             stop.stop()

@@ -1,8 +1,8 @@
 """One rank's watch over the ranks it waits for.
 
-A thread looks four times a second whether this rank waits, for whom in the end, and whether that can still come
-(`states`).  When it cannot, it breaks the connections in which the main thread waits, so that it raises, and says why.
-Where nothing can be broken (a process group that is being opened), it prints the reason and ends the process.
+Four times a second a thread finds out whether this rank waits, for which rank in the end, and whether that rank can
+still go on (`states`).  If not, the thread breaks the connections in which the main thread waits, which then raises the
+reason.  If nothing can be broken (the process group is being opened), it prints the reason and ends the process.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from autopart.ir.errors import AutopartError, WorkerError
 from autopart.runtime import activity
-from autopart.runtime.activity import NOBODY, Phase
+from autopart.runtime.activity import AWAY, JOINING, NOBODY, PATIENT
 from autopart.runtime.effects import first_line, is_effect
 from autopart.runtime.watch.heart import Heart, quietly
 from autopart.runtime.watch.launcher import STOPPED_S, end_process, watch_launcher
 from autopart.runtime.watch.processes import sibling, state_of, this_machine
-from autopart.runtime.watch.states import RankState, held_up_by, verdict
+from autopart.runtime.watch.states import RankState, held_up_by, state_of_rank, verdict
 
 TICK_S = 0.25
-LOOK_S = 0.5  # a wait that is longer is looked into
+LOOK_S = 0.5  # shorter waits are ignored
 SEEK_S = 1.0  # between two searches for a process that has not come
-QUIET_S = 5.0  # a rank whose last heartbeat is older than this is not believed to wait: its thread may be held up
+QUIET_S = 5.0  # a rank whose last heartbeat is older is not believed to wait, since its thread may be blocked
 SILENT_S = 10.0  # a rank of another machine without a heartbeat for this long is taken for dead
-DEAF_S = 60.0  # and one of this machine whose process runs
-NOTE_S = 10.0  # a rank that others wait for longer than this is named in the log
+DEAF_S = 60.0  # as is one of this machine whose process runs
+NOTE_S = 10.0  # a rank that blocks others for longer is named in the log
 GRACE_S = 5.0  # for the main thread to raise once its connections are broken
-CAUSE_S = 1.0  # for the rank that failed first to say so
+CAUSE_S = 1.0  # for the rank that failed first to report it
 
 _log = logging.getLogger("autopart")
 
 
 class Monitor:
-    """Watches from `start` to `stop`; `attach` gives it the store, `enter` the group whose failures count."""
+    """The watch of one rank, until `stop`; `attach` sets the store, `enter` the group whose failures count."""
 
     def __init__(self, rank: int, size: int, limit_s: float) -> None:
         self.rank, self.size, self.limit_s, self.planning_s = rank, size, limit_s, math.inf
@@ -64,33 +64,33 @@ class Monitor:
     # -- for the main thread ---------------------------------------------------------------------------------------
 
     def attach(self, store: Store, *, rank0_has_store: bool) -> None:
-        """Beat through this store.  rank0_has_store: it ends with rank 0, not with the launcher."""
+        """Send heartbeats through this store.  rank0_has_store: whether it ends with rank 0, not with the launcher."""
         self._rank0_has_store = rank0_has_store
         self._heart = Heart(store, self.rank, self.size)
 
     def enter(self, group: str, breaker: Callable[[], None]) -> None:
-        """A group was opened: its failures count, and `breaker` breaks it."""
+        """Watch a group that was opened; `breaker` breaks it."""
         self.verdict = None
         self._breakers.append(breaker)
         if self._heart is not None:
             self._heart.enter(group)
 
     def failed(self) -> bool:
-        """Whether a rank of the group has failed, as far as the others told; asks the store."""
+        """Whether a rank of the group has reported a failure; asks the store."""
         return self.verdict is not None or (self._heart is not None and self._heart.failed())
 
     def require(self) -> None:
-        """Raises WorkerError when waiting has become pointless."""
+        """Raise WorkerError if waiting has become pointless."""
         if self.verdict is not None:
             raise self.verdict
 
     def tell(self, error: BaseException) -> None:
-        """Tell the others that this rank failed, and why."""
+        """Tell the other ranks why this one failed."""
         if self._heart is not None:
             self._heart.tell(_report(self.rank, error, known=error is self.verdict or is_effect(error)))
 
     def explained(self, error: BaseException) -> BaseException:
-        """What happened first, where `error` only follows from it."""
+        """Return the error that happened first, if `error` only follows from another."""
         if not is_effect(error):
             return error
         end = time.monotonic() + CAUSE_S
@@ -109,7 +109,7 @@ class Monitor:
         return self.verdict if self.verdict is not None else error
 
     def stop(self) -> None:
-        """Say that this rank left, and watch no more."""
+        """Announce that this rank left, and end the watch."""
         if os.getpid() != self._pid:  # a forked child that ends is no rank
             return
         atexit.unregister(self.stop)
@@ -146,7 +146,7 @@ class Monitor:
                 end_process(str(self.verdict))
             return
         states = self._states(now)
-        if key != (status.changes, status.waits):  # it went on meanwhile: the status is that of the main thread
+        if key != (status.changes, status.waits):  # the main thread went on meanwhile
             return
         found = verdict(self.rank, states, waited, self.limit_s, self.planning_s)
         if found is not None:
@@ -162,12 +162,12 @@ class Monitor:
             breaker()
 
     def _note(self, states: Mapping[int, RankState], waited: float) -> None:
-        """Name, once for all ranks, who holds up the others; that is no error."""
+        """Log, on one rank, which ranks block the others for long."""
         self._note_s *= 4
         roots = held_up_by(self.rank, states)
         if self.rank > min(rank for rank, state in states.items() if state.waiting):
             return
-        if any(root.phase is Phase.PATIENT for root in roots):
+        if any(root.phase == PATIENT for root in roots):
             return
         who = ", ".join(root.line() for root in roots) or "the ranks wait for each other"
         _log.warning("autopart: rank %d has waited for %.0f s (%s); held up by %s", self.rank, waited,
@@ -179,33 +179,30 @@ class Monitor:
         return {rank: self._mine() if rank == self.rank else self._other(rank, now) for rank in range(self.size)}
 
     def _mine(self) -> RankState:
-        status = activity.current()
-        return RankState(
-            self.rank, activity.text_of(status.label), activity.text_of(status.note), Phase(status.phase), status.waits
-        )
+        return state_of_rank(self.rank, activity.current())
 
     def _other(self, rank: int, now: float) -> RankState:
         heart = self._heart
         seen = heart.seen.get(rank) if heart is not None else None
         if heart is None or seen is None:
             return RankState(rank, doing="has not come yet", dead=self._dead_unseen(rank, now))
-        beat, phase = seen.beat, Phase(seen.beat["phase"])
+        beat, phase = seen.beat, seen.beat["phase"]
         here = beat["machine"] == self._machine
         silent = heart.silent_s(rank)
-        pid, joining = beat["pid"] if here else None, activity.current().phase == Phase.JOINING
-        if phase is not Phase.AWAY:
+        pid, joining = beat["pid"] if here else None, activity.current().phase == JOINING
+        if phase != AWAY:
             dead = self._dead(rank, pid, silent, now)
-        else:  # it beats no more; whether it can come back is asked by who waits for that
+        else:  # it sends no heartbeats; a rank that opens the group waits for it to come back
             dead = f"has left: its process {pid} is gone" if joining and pid and state_of(pid) == "gone" else ""
         if not dead and rank == 0 and self._rank0_has_store and heart.stuck_s() > SILENT_S:
             dead = f"does not answer: {_silence(heart.stuck_s(), runs=False)}"
         doing, waits = beat["note"], beat["waits"]
-        if not dead and phase is not Phase.AWAY and silent >= QUIET_S:
+        if not dead and phase != AWAY and silent >= QUIET_S:
             doing, waits = f"{doing}; {_silence(silent, runs=bool(pid))}", NOBODY
         return RankState(rank, beat["label"], doing, phase, waits, max(0.0, now - seen.same_at), dead)
 
     def _dead(self, rank: int, pid: int | None, silent: float, now: float) -> str:
-        """Why a rank cannot go on, or ""."""
+        """Return why a rank cannot go on, or ""."""
         state = state_of(pid) if pid is not None else ""
         if state == "gone":
             return f"ended: its process {pid} is gone"
@@ -218,7 +215,7 @@ class Monitor:
         return ""
 
     def _dead_unseen(self, rank: int, now: float) -> str:
-        """The same for a rank that never beat: only a process of this machine and launcher can be found."""
+        """Return why a rank that sent no heartbeat yet cannot go on; only processes of this launcher can be found."""
         if rank not in self._siblings and self._wait_key[1] - 1 == rank and now - self._sought_at >= SEEK_S:
             self._sought_at, found = now, sibling(rank)
             if found is not None:
@@ -227,7 +224,7 @@ class Monitor:
 
 
 def _silence(seconds: float, *, runs: bool) -> str:
-    """Describe a missing heartbeat.  runs: whether the rank's process is known to run."""
+    """Describe a missing heartbeat.  runs: whether the process is known to run."""
     why = (
         "its process runs: native code that holds the GIL?"
         if runs
@@ -237,7 +234,7 @@ def _silence(seconds: float, *, runs: bool) -> str:
 
 
 def _report(rank: int, error: BaseException, *, known: bool) -> dict[str, Any]:
-    """A failure as text.  known: it is about another rank, so that all say the same."""
+    """Describe a failure for other ranks.  known: whether it is about another rank, so that all report the same."""
     parts = {"what": first_line(error), "where": "", "why": "", "fix": ""}
     if isinstance(error, AutopartError):
         parts = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
@@ -245,7 +242,7 @@ def _report(rank: int, error: BaseException, *, known: bool) -> dict[str, Any]:
 
 
 def _told(cause: Mapping[str, Any]) -> WorkerError:
-    """The failure of another rank, as this one raises it."""
+    """Return the error that this rank raises for the failure of another."""
     if cause["known"]:
         return WorkerError(cause["what"], where=cause["where"], why=cause["why"], fix=cause["fix"])
     what = f"rank {cause['rank']} failed first: {cause['name']}" + (f": {cause['what']}" if cause["what"] else "")

@@ -1,4 +1,4 @@
-"""What the operating system says about processes of this machine.  Where it has no /proc, nothing is known."""
+"""The state of processes of this machine, read from /proc; unknown if there is none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PROC = Path("/proc")
 
 
 def state_of(pid: int) -> str:
-    """ "stopped" (by a signal, not by a debugger), "gone", "alive", or "" where nobody knows."""
+    """Return "stopped" (by a signal, not by a debugger), "gone", "alive", or "" if unknown."""
     if not _PROC.joinpath("self/stat").exists():
         return ""
     fields = _stat(pid)
@@ -22,7 +22,7 @@ def state_of(pid: int) -> str:
 
 
 def this_machine() -> str:
-    """Equal for processes that see each other's numbers: same boot, same host, same namespace of processes."""
+    """Return a name that is equal for processes which see each other's ids: same boot, host and pid namespace."""
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts += [_PROC.joinpath("sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
@@ -30,7 +30,7 @@ def this_machine() -> str:
 
 
 def sibling(rank: int, env: Mapping[str, str] = os.environ) -> int | None:
-    """The process of a rank that the same launcher started on this machine, before it ever spoke to us."""
+    """Return the process of a rank that the same launcher started on this machine, before its first heartbeat."""
     wanted = {f"RANK={rank}".encode(), f"MASTER_PORT={env.get('MASTER_PORT', '')}".encode()}
     with suppress(OSError):
         for entry in _PROC.iterdir():
@@ -45,7 +45,7 @@ def sibling(rank: int, env: Mapping[str, str] = os.environ) -> int | None:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The state, the parent and what follows of a process, None when there is none."""
+    """Return the state, the parent and further fields of a process, or None."""
     try:
         text = _PROC.joinpath(str(pid), "stat").read_text(errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""Name a capture or a plan that takes long: nothing else would show that it hangs."""
+"""Log a capture or a plan that takes long, since nothing else would show that it hangs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from functools import cache
 
 from autopart.runtime import activity
-from autopart.runtime.activity import Phase
+from autopart.runtime.activity import PATIENT
 
 TICK_S = 1.0
 FIRST_S = 30.0
@@ -19,7 +19,7 @@ _log = logging.getLogger("autopart")
 
 
 class SlowPhase:
-    """Counts how long this rank has been in one capture or planning phase."""
+    """Measures how long this rank has been in one capture or planning phase."""
 
     def __init__(self) -> None:
         self._changes, self._since, self._next_s = -1, 0.0, FIRST_S
@@ -27,7 +27,7 @@ class SlowPhase:
     def look(self, now: float) -> str | None:
         """Return the line to log, or None.  now: in time.monotonic() seconds."""
         status = activity.current()
-        if status.phase != Phase.PATIENT or status.changes != self._changes:
+        if status.phase != PATIENT or status.changes != self._changes:
             self._changes, self._since, self._next_s = status.changes, now, FIRST_S
             return None
         if now - self._since < self._next_s:

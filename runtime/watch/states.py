@@ -1,71 +1,73 @@
-"""Who holds up whom, from what every rank says about itself; and when waiting has become pointless.
+"""Which rank holds up which, by the status of every rank, and whether waiting has become pointless.
 
-A rank that computes is never called dead: it beats.  What ends a wait is a rank that cannot go on (it ended, was
-stopped, or gives no sign of life), one that has left, and the time limit, which does not run while the rank that is
-waited for plans or captures.
+A rank that computes is never called dead, since it sends heartbeats.  A wait ends for a rank that cannot go on (it
+ended, was stopped, or is silent), for one that has left, and at the time limit, which does not run while the rank that
+is waited for plans or captures.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from autopart.ir.errors import WorkerError
-from autopart.runtime.activity import EVERYONE, NOBODY, Phase
+from autopart.runtime.activity import AWAY, BUSY, EVERYONE, JOINING, NOBODY, PATIENT, SharedStatus, text_of
 
 LEFT_S = 2.0
-"""What a rank sent before it left may take so long to arrive."""
+"""Seconds that a message of a rank which has left may take to arrive."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
     """A rank as another sees it.
 
-    doing: its last note.  waits: as in `SharedStatus`.  still_s: for how long it has done the same.  dead: why it
-    cannot go on, "" while it can.
+    doing: its last activity.  phase, waits: as in `SharedStatus`.  still_s: for how long it has done the same.  dead:
+    why it cannot go on, or "".
     """
 
     rank: int
     label: str = ""
     doing: str = ""
-    phase: Phase = Phase.BUSY
+    phase: int = BUSY
     waits: int = NOBODY
     still_s: float = 0.0
     dead: str = ""
 
     @property
     def name(self) -> str:
-        """ "rank 1 (stage 1)", or "rank 1" while it has no label."""
+        """ "rank 1 (stage 1)", or "rank 1" without a label."""
         return f"rank {self.rank} ({self.label})" if self.label else f"rank {self.rank}"
 
     @property
     def waiting(self) -> bool:
         """Whether it can go on, but waits for others."""
-        return self.waits != NOBODY and not self.dead and self.phase is not Phase.AWAY
+        return self.waits != NOBODY and not self.dead and self.phase != AWAY
 
     def line(self) -> str:
-        """One line for a list of all ranks."""
+        """Return one line for a list of all ranks."""
         state = self.dead or self.doing or "no note"
-        if self.phase is Phase.AWAY and not self.dead:
+        if self.phase == AWAY and not self.dead:
             state = f"has left; the last it did: {self.doing or 'no note'}"
-        return f"{self.name}: {state}" + (f", {self.waited_for}" if self.waiting else "")
+        if self.waiting:
+            state += ", waits for the others" if self.waits == EVERYONE else f", waits for rank {self.waits - 1}"
+        return f"{self.name}: {state}"
 
-    @property
-    def waited_for(self) -> str:
-        """For whom it waits, in words."""
-        return "waits for the others" if self.waits == EVERYONE else f"waits for rank {self.waits - 1}"
+
+def state_of_rank(rank: int, status: SharedStatus) -> RankState:
+    """Read the status of a rank, also after it was killed."""
+    return RankState(rank, text_of(status.label), text_of(status.note), status.phase, status.waits)
 
 
 def held_up_by(me: int, states: Mapping[int, RankState]) -> list[RankState]:
-    """The ranks for which `me` really waits: those at the ends of the chains of waiting ranks.
+    """Return the ranks at the ends of the chains of waiting ranks that begin at `me`.
 
-    A rank that waits is never blamed where one is found that does not; empty when they wait for each other in a circle.
+    Empty if the ranks wait for each other in a circle.
     """
     found, seen, ahead = [], {me}, [me]
     while ahead:
         state = states[ahead.pop()]
-        for rank in _others(state, states):
+        for rank in _waited_for(state, states):
             if rank not in seen:
                 seen.add(rank)
                 if states[rank].waiting:
@@ -75,7 +77,7 @@ def held_up_by(me: int, states: Mapping[int, RankState]) -> list[RankState]:
     return sorted(found, key=lambda state: state.rank)
 
 
-def _others(state: RankState, states: Mapping[int, RankState]) -> Sequence[int]:
+def _waited_for(state: RankState, states: Mapping[int, RankState]) -> Sequence[int]:
     if state.waits == NOBODY:
         return ()
     return list(states) if state.waits == EVERYONE else [state.waits - 1]
@@ -84,34 +86,30 @@ def _others(state: RankState, states: Mapping[int, RankState]) -> Sequence[int]:
 def verdict(
     me: int, states: Mapping[int, RankState], waited_s: float, limit_s: float, planning_s: float = math.inf
 ) -> WorkerError | None:
-    """Return why waiting is pointless, or None while it is not.
+    """Return why waiting is pointless, or None.
 
     me: a rank that has waited for `waited_s` seconds.  limit_s: seconds after which a rank that does not go on is
-    blamed; planning_s: the same for one that plans or captures.
+    blamed; planning_s: the limit for a rank that plans or captures.
     """
     roots = held_up_by(me, states)
     for root in roots:
         if root.dead:
-            return WorkerError(f"{root.name} {root.dead}", where=root.doing, why=_all_lines(states))
+            return WorkerError(f"{root.name} {root.dead}", where=root.doing, why=_all_lines(states.values()))
     for root in roots:
-        away = root.phase is Phase.AWAY and states[me].phase is not Phase.JOINING  # between two pipes all are away
+        away = root.phase == AWAY and states[me].phase != JOINING  # between two pipes all are away
         if away and min(waited_s, root.still_s) >= LEFT_S:
-            return _left(root, states[me], states)
-    planning = any(root.phase is Phase.PATIENT for root in roots)
+            return WorkerError(
+                f"{root.name} has left, and rank {me} waits for it",
+                where=states[me].doing,
+                why=_all_lines(states.values()),
+                fix="let every rank make the same calls in the same order; close the pipe on all ranks",
+            )
+    planning = any(root.phase == PATIENT for root in roots)
     limit_s = planning_s if planning else limit_s
     late = [root for root in roots if root.still_s >= limit_s]
     if waited_s >= limit_s and (late or not roots):
         return _too_late(late, limit_s, states)
     return None
-
-
-def _left(root: RankState, me: RankState, states: Mapping[int, RankState]) -> WorkerError:
-    return WorkerError(
-        f"{root.name} has left, and rank {me.rank} waits for it",
-        where=me.doing,
-        why=_all_lines(states),
-        fix="let every rank make the same calls in the same order; close the pipe on all ranks",
-    )
 
 
 def _too_late(late: Sequence[RankState], limit_s: float, states: Mapping[int, RankState]) -> WorkerError:
@@ -123,10 +121,25 @@ def _too_late(late: Sequence[RankState], limit_s: float, states: Mapping[int, Ra
     return WorkerError(
         what,
         where=late[0].doing if late else "",
-        why=_all_lines(states),
-        fix="where that is only slow, allow more time: timeout= of compile, in seconds, or AUTOPART_TIMEOUT_S",
+        why=_all_lines(states.values()),
+        fix="if the ranks are only slow, allow more time: timeout= of compile, in seconds, or AUTOPART_TIMEOUT_S",
     )
 
 
-def _all_lines(states: Mapping[int, RankState]) -> str:
-    return "last known of each rank:" + "".join(f"\n    {states[rank].line()}" for rank in sorted(states))
+def no_answer(states: Sequence[RankState], answered: Collection[int], doing: str) -> WorkerError:
+    """Return the error for a time limit that is over: it names the ranks that hold up the others."""
+    known = {
+        state.rank: replace(state, phase=BUSY, waits=NOBODY, doing="finished") if state.rank in answered else state
+        for state in states
+    }
+    late = [state for state in known.values() if state.rank not in answered]
+    blamed = {root.rank: root for state in late if state.waiting for root in held_up_by(state.rank, known)}
+    blamed |= {state.rank: state for state in late if not state.waiting}
+    named = [state for rank, state in sorted(blamed.items()) if rank not in answered] or late
+    what = f"no answer in time from {', '.join(state.name for state in named)} while {doing}"
+    return WorkerError(what, why=_all_lines(known.values()))
+
+
+def _all_lines(states: Collection[RankState]) -> str:
+    ordered = sorted(states, key=lambda state: state.rank)
+    return "last known of each rank:" + "".join(f"\n    {state.line()}" for state in ordered)

@@ -21,7 +21,7 @@ from autopart.ir.errors import AutopartError, BatchError, ClusterError, StageErr
 from autopart.runtime.activity import LABEL_BYTES, NOTE_BYTES, SharedStatus, publish_to, set_activity, set_rank_label
 from autopart.runtime.launch import worker
 from autopart.runtime.launch.local import Workers, launch
-from autopart.runtime.launch.supervise import Death, first_cause
+from autopart.runtime.launch.reasons import Death, first_cause
 from autopart.runtime.launch.worker import Failure
 
 pytestmark = pytest.mark.timeout(150)

@@ -8,7 +8,6 @@ import torch
 from autopart.ir.program import BACKWARD, FORWARD, Action, Edge, Program, Slot
 from autopart.ir.shares import RowLayout, division
 from autopart.runtime.messages.row_routes import RowRoutes, rows_of
-from autopart.runtime.messages.transport import Spec
 
 LAYOUTS = {"rows": RowLayout(0), "inside": RowLayout(1, 3)}
 NAMES = ("rows", "inside", "whole")
@@ -40,7 +39,7 @@ def played(way: str, senders: int, receivers: int, rows: int) -> list[dict[str, 
     found: list[dict[str, torch.Tensor] | None] = []
     for rank, window in zip(ranks[dst], division(len(ranks[dst])).windows(0, rows), strict=True):
         routes = RowRoutes(rank, program, LAYOUTS)
-        specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in of_rows(0, window.own).items()}
+        specs = {name: t.to("meta") for name, t in of_rows(0, window.own).items()}
         parts = routes.parts(send.other_end, rows)
         coming = [mail.pop((part.peer, rank)) for part in parts]
         for part, tensors in zip(parts, coming, strict=True):

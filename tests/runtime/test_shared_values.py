@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from autopart.runtime.sums.shared_values import awaited, parts_of
+from autopart.runtime.stages.stage_module import awaited
+from autopart.runtime.sums.shared_values import parts_of
 
 
 def test_small_parameters_of_a_bucket_go_by_owner_and_type_and_large_ones_alone() -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from autopart.runtime import activity
-from autopart.runtime.activity import EVERYONE, Phase, SharedStatus
+from autopart.runtime.activity import AWAY, BUSY, EVERYONE, JOINING, PATIENT, SharedStatus
 from autopart.runtime.watch.heart import Seen
 from autopart.runtime.watch.monitor import Monitor
 from autopart.runtime.watch.slow_phase import SlowPhase
@@ -41,7 +41,7 @@ CHAIN = (rank(0, waits_for(1)), rank(1, waits_for(2)))
         ([*CHAIN, rank(2, waits_for(0), dead=DEAD)], [2]),
         ([rank(0, EVERYONE), rank(1), rank(2, EVERYONE)], [1]),
         ([rank(0, EVERYONE), rank(1, waits_for(2)), rank(2)], [2]),
-        ([*CHAIN, rank(2, waits_for(0), phase=Phase.AWAY)], [2]),
+        ([*CHAIN, rank(2, waits_for(0), phase=AWAY)], [2]),
         ([*CHAIN, rank(2, EVERYONE)], []),
         ([rank(0), rank(1), rank(2)], []),
     ],
@@ -56,10 +56,10 @@ def test_the_ends_of_the_chains_of_waiting_ranks_hold_up_the_others(states: list
         (rank(2), 99.0, None),  # a long forward is no hang
         (rank(2, still_s=100.0), 100.0, "rank 2 (stage 2) did not go on for 100 s, and the others wait for that"),
         (rank(2, still_s=5e3), 99.0, None),
-        (rank(2, still_s=5e3, doing="planning", phase=Phase.PATIENT), 5e3, None),
+        (rank(2, still_s=5e3, doing="planning", phase=PATIENT), 5e3, None),
         (rank(2, dead=DEAD, still_s=1.0), 6.0, "rank 2 (stage 2) is stopped: process 7, by a signal"),
-        (rank(2, phase=Phase.AWAY, still_s=1.0), 9.0, None),  # what it sent may still be on its way
-        (rank(2, phase=Phase.AWAY), 3.0, "rank 2 (stage 2) has left, and rank 0 waits for it"),
+        (rank(2, phase=AWAY, still_s=1.0), 9.0, None),  # what it sent may still be on its way
+        (rank(2, phase=AWAY), 3.0, "rank 2 (stage 2) has left, and rank 0 waits for it"),
         (rank(2, EVERYONE), 99.0, None),
         (rank(2, EVERYONE), 100.0, "the ranks have waited for each other for 100 s"),
     ],
@@ -74,7 +74,7 @@ def test_waiting_is_ended_for_a_rank_that_cannot_go_on_or_has_left_or_at_the_lim
 
 
 def test_planning_has_no_limit_but_the_one_that_is_set() -> None:
-    planning = rank(0, still_s=500.0, doing="planning", phase=Phase.PATIENT)
+    planning = rank(0, still_s=500.0, doing="planning", phase=PATIENT)
     states = world(planning, rank(1, EVERYONE))
     assert verdict(1, states, 500.0, limit_s=10.0) is None
     assert verdict(1, states, 500.0, limit_s=10.0, planning_s=501.0) is None
@@ -103,7 +103,7 @@ def test_a_rank_that_waits_but_sends_no_heartbeat_is_the_one_that_holds_up_the_o
     monitor._ending.set()
     monitor._thread.join()
     beat = {"machine": monitor._machine, "pid": os.getpid(), "label": "stage 1", "note": "1R0", "waits": waits_for(0),
-            "phase": Phase.BUSY}  # fmt: skip
+            "phase": BUSY}  # fmt: skip
     heart = SimpleNamespace(seen={1: Seen(beat, 0.0, 0.0)}, silent_s=lambda rank: silent, stuck_s=lambda: 0.0)
     monkeypatch.setattr(monitor, "_heart", heart)
     named = {}
@@ -126,8 +126,8 @@ def test_a_dead_rank_is_named_before_one_that_is_late() -> None:
 
 
 def test_a_rank_that_opens_the_group_waits_for_one_that_left_the_one_before() -> None:
-    joining = rank(0, EVERYONE, "opening the process group", phase=Phase.JOINING)
-    states = world(joining, rank(1, phase=Phase.AWAY, still_s=500.0))
+    joining = rank(0, EVERYONE, "opening the process group", phase=JOINING)
+    states = world(joining, rank(1, phase=AWAY, still_s=500.0))
     assert verdict(0, states, 60.0, limit_s=100.0) is None
     late = verdict(0, states, 100.0, limit_s=100.0)
     assert late is not None and "did not go on" in late.what
@@ -144,7 +144,7 @@ def test_a_rank_that_goes_on_while_it_is_looked_at_is_not_judged(monkeypatch: py
 
     def seen(ending: bool) -> dict[int, RankState]:
         if ending:
-            activity.waiting().__exit__()
+            activity.waiting().__exit__(None, None, None)
         return world(monitor._mine(), rank(1, still_s=200.0))
 
     monkeypatch.setattr(monitor, "_states", lambda _: seen(ending=True))

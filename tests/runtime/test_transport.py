@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.jobs.message_jobs import COUNT, taken_in_order
 
 from autopart.runtime.launch.local import Workers
-from autopart.runtime.messages.transport import Spec, offsets, pack, unpack
+from autopart.runtime.messages.transport import offsets, pack, unpack
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool)
 shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
@@ -21,7 +21,7 @@ def test_what_is_packed_is_unpacked_bit_by_bit(parts: list[tuple[tuple[int, ...]
     tensors = [
         t.transpose(0, -1) if turned and t.dim() > 1 else t for t, (_, _, turned) in zip(tensors, parts, strict=True)
     ]
-    specs = [Spec(tuple(t.shape), t.dtype) for t in tensors]
+    specs = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
     buffer = pack(tensors)
     assert buffer.dtype == torch.uint8 and buffer.numel() == offsets(specs)[1]
     for sent, found in zip(tensors, unpack(buffer, specs), strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from support.models.decoder import HEADS, SEQ, WIDTH, Shape, decoder
@@ -31,13 +33,14 @@ def test_a_slice_reads_what_its_window_shows(window: int | None) -> None:
     model = found(Shape(layers=1, window=window))
     recipe = model.recipe
     assert isinstance(recipe, Recipe)
-    (stage,) = sliced_stages(model.captured, recipe, LENGTHS, ())
-    for part in stage.slices:
-        assert len(part.joined) == 2 and not part.past
-        first = 0 if window is None else max(0, part.start - (window - 1))
-        for at in part.joined:  # of all heads, as attention reads them
+    ((_, slices),) = sliced_stages(model.captured, recipe, LENGTHS, ())
+    starts = [*accumulate(LENGTHS, initial=0)]
+    for code, start, end in zip(slices, starts, starts[1:], strict=False):
+        assert len(code.buffers) == 2 and not code.past
+        first = 0 if window is None else max(0, start - (window - 1))
+        for at in code.buffers:  # of all heads, as attention reads them
             assert at.shape == (2, HEADS, SEQ, WIDTH // HEADS)
-            assert (at.low, at.start, at.end) == (first, part.start, part.end)
+            assert (at.low, at.start, at.end) == (first, start, end)
     check_exact(model)
 
 

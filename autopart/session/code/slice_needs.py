@@ -12,7 +12,7 @@ from autopart.ir.graph import Adjusted, Op
 from autopart.passes.ops.flops import operands
 from autopart.passes.ops.table import op_name
 from autopart.passes.tokens.recipe import Recipe
-from autopart.runtime.stages.casts import Cast
+from autopart.runtime.stages.stage_module import Cast
 from autopart.session.code.split import adjusted_reads
 from autopart.session.code.stage_graph import Draws, numbers_of
 

@@ -13,7 +13,7 @@ from autopart.ir.graph import Op
 from autopart.passes.ops.table import op_name
 from autopart.passes.tokens import recipe as words
 from autopart.passes.tokens.recipe import Form, OpRecipe, Slice
-from autopart.runtime.stages.slice_module import Places, Rows, causal_attention, counted, drawn, part_of
+from autopart.runtime.stages.slice_functions import Places, Rows, causal_attention, counted, drawn, part_of
 from autopart.session.code.stage_graph import draw_for_all
 
 _aten = torch.ops.aten

@@ -3,6 +3,7 @@ from a token everything that it could look at."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
@@ -18,8 +19,7 @@ from autopart.ir.plan import Decision
 from autopart.ir.shares import RowLayout
 from autopart.ir.size import Size
 from autopart.passes.program.routing import edges
-from autopart.passes.tokens.recipe import Recipe, Slice
-from autopart.runtime.stages.slice_module import KeysSeen
+from autopart.passes.tokens.recipe import Guard, Recipe, Slice
 from autopart.runtime.stages.stage_module import StageModule
 from autopart.runtime.tensors import LocalTensors
 from autopart.session.code.split import cut
@@ -39,7 +39,7 @@ class TokenSlicing:
         self._captures, self._decision, self._tensors, self._device = captures, decision, tensors, device
         self._tokens = 0
         self.layouts: dict[str | tuple[str, int], RowLayout] = {}
-        self._guards: dict[int, list[tuple[KeysSeen, StageModule | None]]] = {}
+        self._guards: dict[int, list[tuple[Guard, StageModule | None]]] = {}
         self._proved_by: dict[str, torch.Tensor] = {}
         self._versions: dict[str, tuple[int, int]] = {}
         self.active = bool(decision.token_slices)
@@ -72,8 +72,7 @@ class TokenSlicing:
             planned = self._decision.stages[stage]
             code.add_sliced(captured, recipe, lengths, links, stage, planned, adjusted, layouts)
         if 0 in stages:
-            guards = [KeysSeen(*guard) for guard in recipe.guards]
-            self._guards[rows] = [(guard, self._code_of(captured, recipe, guard.values)) for guard in guards]
+            self._guards[rows] = [(guard, self._code_of(captured, recipe, _read_by(guard))) for guard in recipe.guards]
 
     def _recipe(self, batch: Batch, rows: int) -> Recipe:
         recipe = token_recipe(self._captures, batch, Size(rows))
@@ -134,12 +133,12 @@ class TokenSlicing:
     def _look(self, rows: int, inputs: Mapping[str, torch.Tensor]) -> None:
         for guard, code in self._guards[rows]:
             values = dict(inputs)
-            values.update((n, self._tensors.held[n]) for n in guard.values if n in self._tensors.held)
+            values.update((n, self._tensors.held[n]) for n in _read_by(guard) if n in self._tensors.held)
             if code is not None:
                 with torch.no_grad():
                     made = code.module(*code.arguments(self._tensors.held), *(values[n] for n in code.inputs))
                 values.update(zip(code.outputs, made, strict=True))
-            if not guard.holds(values, self._tokens):
+            if not every_query_sees(guard, values, self._tokens):
                 raise BatchError(
                     "in this batch some token may look at no token that is not after it, or at a later one",
                     where=f"the masks of {guard.op}",
@@ -167,3 +166,45 @@ def sliced_layouts(
             whole, own = shapes[name][layout.axis], form.shape(shapes[name], part)[layout.axis]
             found[name, number] = RowLayout(layout.axis, layout.stride * own // whole)
     return found
+
+
+def _read_by(guard: Guard) -> tuple[str, ...]:
+    """Return the names of the masks, and of what else is added to the scores."""
+    return tuple(dict.fromkeys([name for name, *_ in guard.masks] + [name for name, *_ in guard.lifts]))
+
+
+def every_query_sees(guard: Guard, values: Mapping[str, torch.Tensor], tokens: int) -> bool:
+    """Check that every query sees a key that is not after it, through all masks together.
+
+    values: the masks and what else is added to the scores, by name.  O(elements of the masks).
+    """
+    seen: torch.Tensor | None = None
+    for (name, queries, keys, lowest), inverted in zip(guard.masks, guard.inverted, strict=True):
+        value = values[name]
+        visible = (value == 0 if inverted else value != 0) if lowest is None else value > lowest
+        visible = _queries_and_keys_last(visible, queries, keys)
+        if lowest is not None and bool((visible & ~_not_later(visible, tokens)).any()):
+            return False
+        seen = visible if seen is None else seen & visible
+    assert seen is not None
+    for name, queries, keys, factor, most, least in guard.lifts:
+        added = values[name] * factor
+        if bool((added > most).any()):
+            return False
+        if least > -math.inf:
+            seen = seen & _queries_and_keys_last(added > least, queries, keys)
+    return bool((seen & _not_later(seen, tokens)).any(-1).all())
+
+
+def _queries_and_keys_last(found: torch.Tensor, queries: int | None, keys: int | None) -> torch.Tensor:
+    """Move the axes of queries and keys to the end; a missing one becomes an axis of size 1."""
+    axes = [axis for axis in (queries, keys) if axis is not None]
+    found = found.movedim(axes, list(range(-len(axes), 0)))
+    found = found.unsqueeze(-1) if keys is None else found
+    return found.unsqueeze(-2) if queries is None else found
+
+
+def _not_later(cells: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return where the key is not after the query.  cells: (..., queries, keys), of size 1 for all tokens alike."""
+    queries, keys = (size if size > 1 else tokens for size in cells.shape[-2:])
+    return torch.ones(queries, keys, dtype=torch.bool, device=cells.device).tril()

@@ -20,9 +20,7 @@ from autopart.ir.graph import Adjusted, Graph
 from autopart.ir.plan import Stage
 from autopart.ir.program import Edge
 from autopart.passes.ops.casts import cast_parameter
-from autopart.runtime.stages.casts import Cast
-from autopart.runtime.stages.stage_module import StageModule, of_whole_batch, weighed
-from autopart.runtime.sums.shared_values import awaited
+from autopart.runtime.stages.stage_module import Cast, StageModule, awaited, of_whole_batch, weighed
 from autopart.session.code.random_rows import draws_of
 from autopart.session.code.stage_graph import Draws, Number, numbers_of, stage_graph
 
@@ -64,7 +62,8 @@ def leaving(graph: Graph, links: Iterable[Edge], stage: int, ops: Collection[str
 
 
 def wait_for(code: StageModule, parameters: Collection[str]) -> None:
-    """Let the code wait for each of these parameters right before the first op that reads it (`shared_values`)."""
+    """Let the code wait for each of these parameters right before the first op that reads it
+    (`stage_module.awaited`)."""
     graph = code.module.graph
     for name, given in zip(code.params, [node for node in graph.nodes if node.op == "placeholder"], strict=False):
         if name in parameters and given.users:
@@ -81,7 +80,7 @@ def casts_of(graph: Graph, ops: Collection[str], leaving: Collection[str]) -> di
     for op in graph.ops:
         parameter = cast_parameter(op, params) if op.name in ops else None
         if parameter is not None and op.writes[0] not in leaving:
-            found[op.name] = Cast(parameter, getattr(torch, str(dict(op.attrs)["dtype"])))
+            found[op.name] = parameter, getattr(torch, str(dict(op.attrs)["dtype"]))
     return found
 
 

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 import torch
+from torch import nn
 
 from autopart.capture import Captured
 from autopart.capture.derive.reduction import Layouts
@@ -15,10 +16,8 @@ from autopart.ir.graph import Adjusted
 from autopart.ir.plan import Stage
 from autopart.ir.program import Edge
 from autopart.passes.tokens.recipe import Recipe, Slice
-from autopart.runtime.messages.transport import Spec
-from autopart.runtime.stages.batch_statistics import BatchStatistics, share_statistics
-from autopart.runtime.stages.slice_module import SlicedStage
-from autopart.runtime.stages.stage_module import StageModule
+from autopart.runtime.stages.batch_statistics import share_statistics
+from autopart.runtime.stages.stage_module import StageSlices
 from autopart.runtime.tensors import LocalTensors
 from autopart.session.code.random_rows import draws_of
 from autopart.session.code.slice_needs import Extras
@@ -35,26 +34,25 @@ class StageCode:
         tensors: LocalTensors,
         device: torch.device,
         awaited: Collection[str] = (),
-        statistics: Mapping[int, BatchStatistics] = MappingProxyType({}),
+        statistics: Mapping[int, nn.Module] = MappingProxyType({}),
     ) -> None:
-        """awaited: parameters whose values may be under way when the code begins.  statistics: by stage, those of whole
-        micro-batches; of other stages each replica takes its own."""
+        """awaited: parameters whose values may still be on their way when the code begins.  statistics: by stage, the
+        batch norms that replace those of its code."""
         self._tensors = tensors
         self._device = device
         self._awaited = awaited
         self._statistics = statistics
-        self.modules: dict[int, dict[int, StageModule]] = defaultdict(dict)
-        self.sliced: dict[int, dict[int, SlicedStage]] = defaultdict(dict)
-        self.specs: dict[int | tuple[int, int], Mapping[str, Spec]] = {}
+        self.modules: dict[int, dict[int, StageSlices]] = defaultdict(dict)
+        self.specs: dict[int | tuple[int, int], Mapping[str, torch.Tensor]] = {}
 
     def has(self, rows: int, stages: Collection[int]) -> bool:
         """Whether shapes, and the code of these stages, are made for micro-batches of so many rows."""
-        return rows in self.specs and all(rows in self.modules[s] or rows in self.sliced[s] for s in stages)
+        return rows in self.specs and all(rows in self.modules[s] for s in stages)
 
     def add_specs(self, captured: Captured) -> None:
         """Note shapes and dtypes of all values at the rows of `captured`."""
         self.specs[captured.graph.rows] = {
-            value.name: Spec(value.shape, getattr(torch, value.dtype)) for value in captured.graph.values
+            value.name: _on_meta(value.shape, value.dtype) for value in captured.graph.values
         }
 
     def add_slice_specs(self, captured: Captured, recipe: Recipe, lengths: Sequence[int]) -> None:
@@ -63,7 +61,7 @@ class StageCode:
         for number, (start, end) in enumerate(pairwise(ends)):
             part = Slice(start, end, recipe.tokens)
             self.specs[captured.graph.rows, number] = {
-                value.name: Spec(recipe.form(value.name).shape(value.shape, part), getattr(torch, value.dtype))
+                value.name: _on_meta(recipe.form(value.name).shape(value.shape, part), value.dtype)
                 for value in captured.graph.values
             }
 
@@ -84,11 +82,12 @@ class StageCode:
         drawn = draws_of(captured, chosen, layouts) if planned.division.splits else {}
         extras = Extras(casts_of(graph, chosen, outputs), planned.recompute, adjusted, drawn)
         made = slice_stage(captured, recipe, chosen, outputs, lengths, self._device, extras)
-        codes = [part.code for part in made.slices] + ([made.prologue] if made.prologue else [])
+        prologue, slices = made
+        codes = [*slices, prologue] if prologue is not None else slices
         self._tensors.hold(tuple(dict.fromkeys(name for code in codes for name in code.held)), captured.tensors)
         for code in codes:
             wait_for(code, self._awaited)
-        self.sliced[stage][graph.rows] = made
+        self.modules[stage][graph.rows] = made
 
     def add_stage(
         self,
@@ -105,4 +104,8 @@ class StageCode:
         wait_for(module, self._awaited)
         if stage in self._statistics:
             share_statistics(module.module, self._statistics[stage])
-        self.modules[stage][captured.graph.rows] = module
+        self.modules[stage][captured.graph.rows] = None, (module,)
+
+
+def _on_meta(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")

@@ -20,9 +20,8 @@ from autopart.capture import Captured
 from autopart.capture.trace.to_graph import results_of
 from autopart.ir.errors import UsageError
 from autopart.passes.tokens.recipe import Recipe, Slice, TokenLayout
-from autopart.runtime.stages.joined_states import Joined
-from autopart.runtime.stages.slice_module import SlicedStage, SliceModule, joined, last_of, part_of
-from autopart.runtime.stages.stage_module import StageModule
+from autopart.runtime.stages.slice_functions import joined, last_of, part_of
+from autopart.runtime.stages.stage_module import StageModule, StageSlices, StateBuffer
 from autopart.session.code.slice_needs import Extras, SliceNeeds
 from autopart.session.code.slice_ops import emit, narrowed
 from autopart.session.code.split import cut
@@ -39,7 +38,7 @@ def slice_stage(
     lengths: Sequence[int],
     device: torch.device,
     extras: Extras | None = None,
-) -> SlicedStage:
+) -> StageSlices:
     """The code of a stage for slices of these lengths.
 
     ops: of the stage; those of the prologue among them do not count, each stage runs what it needs of it.  outputs:
@@ -58,7 +57,7 @@ def slice_stage(
     slices = tuple(_Builder(needs, parts, number, device).module() for number in range(len(parts)))
     before = behind(captured, recipe, needs.prologue)
     prologue = cut(captured, before, needs.prologue, device, adjusted=extras.adjusted) if needs.prologue else None
-    return SlicedStage(prologue, slices)
+    return prologue, slices
 
 
 def behind(captured: Captured, recipe: Recipe, values: Iterable[str]) -> list[str]:
@@ -84,7 +83,7 @@ class _Env:
 class _Shared:
     """A state that slices share: where it lies, and what is given of it."""
 
-    place: Joined
+    place: StateBuffer
     buffer: fx.Node
     before: fx.Node | None
 
@@ -108,7 +107,7 @@ class _Builder:
         """The name of a node's value or parameter."""
         return self._captured.names.params.get(node.name, self._captured.names.value(node))
 
-    def module(self) -> SliceModule:
+    def module(self) -> StageModule:
         """The code of the slice."""
         needs, captured = self.needs, self._captured
         given = {**captured.names.params, **{name: f"cast {name}" for name in needs.casts}}
@@ -134,7 +133,7 @@ class _Builder:
         results += [self._added[name] for name in joint]
         names = tuple(given[node.name] for node in params)
         constants = {n: captured.tensors[n].to(self.device) for n in names if captured.names.kinds.get(n) == "constant"}
-        code = StageModule(
+        return StageModule(
             self._code(results),
             names,
             tuple(self.name(node) for node in inputs),
@@ -142,22 +141,22 @@ class _Builder:
             (),
             constants,
             needs.numbers,
-            casts={given[node.name]: needs.casts[node.name] for node in params if node.name in needs.casts},
-        )
-        return SliceModule(
-            code, self.part.start, self.part.end, tuple(needs.received), states, tuple(past), tuple(shared.values())
+            {given[node.name]: needs.casts[node.name] for node in params if node.name in needs.casts},
+            states,
+            tuple(past),
+            tuple(shared.values()),
         )
 
-    def _place(self, name: str) -> Joined:
+    def _place(self, name: str) -> StateBuffer:
         """Where a state lies in the tensor that slices share, and what this slice reads of it."""
         layout, needs = self._layout(name), self.needs
         held = replace(layout, reach=needs.recipe.reach.get(name))
         low, _ = (layout.block * token for token in held.bounds(self.part, prefix=True))
         start, end = (layout.block * token for token in layout.bounds(self.part, prefix=False))
         dtype = self._nodes[name].meta["val"].dtype
-        return Joined(name, needs.shapes[name], dtype, self.device, layout.axis, min(low, start), start, end)
+        return StateBuffer(name, needs.shapes[name], dtype, self.device, layout.axis, min(low, start), start, end)
 
-    def _room(self, place: Joined) -> tuple[fx.Node, fx.Node | None]:
+    def _room(self, place: StateBuffer) -> tuple[fx.Node, fx.Node | None]:
         """What is given of it."""
         name = self._nodes[place.state].name
         buffer = self.graph.placeholder(f"all_{name}")
@@ -223,7 +222,7 @@ class _Builder:
         if name in self._shared:
             shared = self._shared[name]
             given = (shared.buffer, self.env.own[node], shared.before)
-            both = self.graph.call_function(shared.place.grown, given)
+            both = self.graph.call_function(shared.place.append, given)
             self._added[name] = self.graph.call_function(operator.getitem, (both, 0))
             self.env.prefix[node] = self.graph.call_function(operator.getitem, (both, 1))
             return

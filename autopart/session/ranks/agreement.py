@@ -61,7 +61,7 @@ def broadcast_result(world: World, content: Any, failure: BaseException | None, 
     if world.size == 1 and failure is not None:
         raise world.known(failure)
     mine = {"failure": _described(failure) if failure is not None else None, "content": content}
-    answer = world.broadcast_json(mine, source)
+    answer = world.broadcast_object(mine, source)
     if answer["failure"] is None:
         return answer["content"]
     if failure is not None:

@@ -15,7 +15,7 @@ from autopart.capture.guards import EMPTIED
 from autopart.capture.trained import Trained
 from autopart.ir.errors import UsageError
 from autopart.runtime.group.world import World
-from autopart.runtime.sums.masters import HALF, needs_master
+from autopart.runtime.masters import HALF, needs_master
 from autopart.runtime.tensors import gather_tensors
 from autopart.session.session import Session
 from autopart.session.state.scaler import LossScaler

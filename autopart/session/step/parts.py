@@ -13,7 +13,7 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.shares import parts
 from autopart.passes.program.routing import tied
-from autopart.runtime.sums.replicas import Shared
+from autopart.runtime.sums.replicas import Replicated
 from autopart.session.code.split import own_updates
 
 
@@ -112,9 +112,9 @@ def require_same_batch(digests: Sequence[float], ranks: Sequence[int]) -> BatchE
     )
 
 
-def shared_of(graph: Graph, decision: Decision, stage: int, owners: Mapping[str, int]) -> Shared:
-    """What the replicas of a stage keep alike.  Left out are parameters that other stages use too: these are summed
-    over all their ranks at once.  owners: of the parameters of this rank (`Shared.owners`)."""
+def replicated_of(graph: Graph, decision: Decision, stage: int, owners: Mapping[str, int]) -> Replicated:
+    """What the replicas of a stage keep equal.  Left out are parameters that other stages use too: these are summed
+    over all their ranks at once.  owners: of the parameters of this rank (`Replicated.owners`)."""
     chosen, apart = set(decision.stages[stage].ops), {name for name, _ in tied(decision, graph)}
     trained = {param.name for param in graph.params if param.trainable} - apart
     released: dict[str, None] = {}  # in the order of their first use: a gradient is complete when that one is over
@@ -126,7 +126,7 @@ def shared_of(graph: Graph, decision: Decision, stage: int, owners: Mapping[str,
             released.update(dict.fromkeys(used))
             (sparse if ("sparse", True) in op.attrs else dense).update(used)
     read = {name for op in graph.ops if op.name in chosen for name in op.params}
-    return Shared(
+    return Replicated(
         tuple(reversed(released)),
         frozenset(sparse - dense),
         own_updates(graph, chosen),

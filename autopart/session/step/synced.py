@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from autopart.ir.errors import BatchError, RefusedError, UsageError
 from autopart.ir.graph import Graph, Op
 from autopart.ir.plan import Decision
 from autopart.ir.shares import parts
 from autopart.runtime.group.world import World
-from autopart.runtime.stages.batch_statistics import KNOWN, BatchStatistics
+from autopart.runtime.stages.batch_statistics import KNOWN, PURPOSE
 from autopart.session.step.loss_shares import LossShares
 
 
@@ -59,15 +59,10 @@ def require_known(world: World, graph: Graph, stages: Sequence[int], *, sliced: 
             )
 
 
-def open_statistics(
-    world: World, decision: Decision, stages: Sequence[int], statistics: Mapping[int, BatchStatistics]
-) -> None:
-    """Make the groups in which replicas sum.  Collective.  statistics: of this rank's stages."""
+def open_statistics(world: World, decision: Decision, stages: Sequence[int]) -> None:
+    """Make the groups in which replicas sum.  Collective."""
     for stage in stages:
-        ranks = decision.stages[stage].ranks
-        group = world.group(ranks, purpose="batch statistics")
-        if stage in statistics:
-            statistics[stage].open(world, ranks, group)
+        world.group(decision.stages[stage].ranks, purpose=PURPOSE)
 
 
 def require_weights(shares: LossShares) -> BatchError | None:

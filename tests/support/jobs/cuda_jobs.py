@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 import autopart
 from autopart.ir.program import Action, Slot
 from autopart.runtime.engine import Engine
-from autopart.runtime.group.nccl import NcclCarrier, NcclPosted
+from autopart.runtime.group.carriers import NcclCarrier, NcclPosted
 from autopart.runtime.group.world import World
-from autopart.runtime.messages.transport import Spec, pack, unpack
+from autopart.runtime.messages.transport import pack, unpack
 from support.jobs.engine_jobs import step
 from support.jobs.step_jobs import EVERY
 from support.oracles.one_process import Difference, Expected, difference, plain_step
@@ -177,13 +177,13 @@ class HandedOverByNccl(dict[Action, Tensors]):
     def __init__(self, carrier: NcclCarrier) -> None:
         super().__init__()
         self._carrier = carrier
-        self._under_way: dict[Action, tuple[NcclPosted, list[Spec]]] = {}
+        self._under_way: dict[Action, tuple[NcclPosted, Tensors]] = {}
         self.messages = 0
 
     def __setitem__(self, action: Action, tensors: Tensors) -> None:
         data = pack(tensors)
         posted = self._carrier.post(0, [(action, data)], [(action, data.numel())])
-        self._under_way[action] = posted, [Spec(tuple(t.shape), t.dtype) for t in tensors]
+        self._under_way[action] = posted, [t.to("meta") for t in tensors]
         self.messages += 1
 
     def pop(self, action: Action, *default: Any) -> Tensors:
@@ -214,7 +214,7 @@ def through_nccl_to_itself() -> dict[str, Any]:
     handed: list[HandedOverByNccl] = []
 
     def prepare(engine: Engine, world: World) -> None:
-        carrier = NcclCarrier(world)
+        carrier = NcclCarrier(world.rank, world.device, lambda *_: dist.group.WORLD)
         carrier._groups[0] = dist.new_group([0], backend="nccl")
         engine._mailbox._handed = HandedOverByNccl(carrier)
         handed.append(engine._mailbox._handed)
@@ -241,7 +241,8 @@ def bytes_through_nccl(sizes: list[int]) -> list[bool]:
     The work that fills a message is still running when it is posted. The message is overwritten after the wait.
     """
     with _alone():
-        carrier = NcclCarrier(World("cuda", 1, transport="nccl"))
+        world = World("cuda", 1, transport="nccl")
+        carrier = NcclCarrier(world.rank, world.device, lambda *_: dist.group.WORLD)
         carrier._groups[0] = dist.new_group([0], backend="nccl")
         slow = torch.randn(2048, 2048, device="cuda")
         equal = []

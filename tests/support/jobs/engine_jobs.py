@@ -17,9 +17,7 @@ from autopart.passes.program.schedules import register
 from autopart.passes.program.verify import check_program
 from autopart.runtime.engine import BatchPlan, Engine
 from autopart.runtime.group.world import World
-from autopart.runtime.messages.transport import Spec
 from autopart.runtime.stages.stage import StageRunner
-from autopart.runtime.trace import Trace
 from autopart.session.code.split import stage_module
 from support.oracles import fake_nccl  # noqa: F401  registers the transport
 from support.oracles.one_process import gradient_error
@@ -100,7 +98,7 @@ def step(
     expected = {name: reference.gradients[name] + 1 for name in parameters}
     found = {name: None if p.grad is None else p.grad.cpu() for name, p in parameters.items()}
     error, worst = gradient_error(found, expected)
-    assert engine.trace is not None
+    assert engine.spans is not None
     world.close()
     return {
         "loss": sum((loss.item() for loss in outcome.losses.values()), 0.0),
@@ -109,7 +107,7 @@ def step(
         "worst": worst,
         "buffers": {n: (t.item(), reference.buffers[n].item()) for n, t in tensors.items() if n in reference.buffers},
         "norm": sum(float(g.square().sum()) for g in reference.gradients.values() if g is not None) ** 0.5,
-        "actions": [str(span.action) for span in engine.trace.spans],
+        "actions": [str(span.action) for span in engine.spans],
     }
 
 
@@ -143,16 +141,16 @@ def _play(
             tensor.grad = torch.ones_like(tensor)
     runners = {
         s: StageRunner(
-            {ROWS: code},
+            {ROWS: (None, (code,))},
             tensors,
             frozenset(name for e in program.edges if e.dst == s for name in e.grads),
             frozenset(name for e in program.edges if e.src == s for name in e.grads) | {graph.outputs[0]},
         )
         for s, code in codes.items()
     }
-    specs = {ROWS: {v.name: Spec(v.shape, getattr(torch, v.dtype)) for v in graph.values}}
+    specs = {ROWS: {v.name: torch.empty(v.shape, dtype=getattr(torch, v.dtype), device="meta") for v in graph.values}}
     engine = Engine(world, program, runners, specs, graph.op_map(), graph.outputs[0])
-    engine.trace = Trace(world.rank)
+    engine.spans = []
     if prepare is not None:
         prepare(engine, world)
     given_to = range(micros) if 0 in mine else ()

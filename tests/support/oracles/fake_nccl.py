@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from autopart.ir.program import Action
 from autopart.runtime.group.carriers import CARRIERS
-from autopart.runtime.group.world import World
 
 NAME = "fake-nccl"
 DEADLINE_S = 20.0
@@ -117,11 +116,11 @@ class Communicators:
 class FakeCarrier:
     """A replacement for NCCL in a pipeline on CPUs."""
 
-    def __init__(self, world: World) -> None:
-        self._rank = world.rank
-        group = dist.new_group(list(range(world.size)))
+    def __init__(self, rank: int, *_: object) -> None:
+        self._rank = rank
+        group = dist.new_group(list(range(dist.get_world_size())))
         assert isinstance(group, dist.ProcessGroup)
-        self._communicators = Communicators(group, world.rank)
+        self._communicators = Communicators(group, rank)
         self._pairs: set[int] = set()
         self._under_way: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 

@@ -21,8 +21,9 @@ from autopart.ir.size import Size
 from autopart.passes.tokens.analysis import analyse
 from autopart.passes.tokens.recipe import Recipe, TokenLayout
 from autopart.rng import current_key
-from autopart.runtime.stages.slice_module import KeysSeen, SlicedStage
-from autopart.runtime.stages.sliced_stage import SlicedRunner
+from autopart.runtime.stages.stage import StageRunner
+from autopart.runtime.stages.stage_module import StageSlices
+from autopart.session.code.slicing import every_query_sees
 from autopart.session.code.token_slices import slice_stage
 
 CPU = torch.device("cpu")
@@ -88,8 +89,8 @@ def run_sliced(
     window, loss, full = Window(0, 1, 1), torch.zeros((), dtype=torch.float64), dict(inputs)
     for number in range(len(lengths)):
         sent: dict[str, torch.Tensor] = {}
-        for place, (code, runner) in enumerate(zip(codes, runners, strict=True)):
-            given = {name: sent[name] for name in code.slices[number].received}
+        for place, ((_, slices), runner) in enumerate(zip(codes, runners, strict=True)):
+            given = {name: sent[name] for name in slices[number].inputs if name in sent}
             values = given if number else {**full, **given}
             sent.update(runner.forward(Slot(place, 0, number), window, values, current_key()[:2], train=True))
         loss += sent[output].detach().double()
@@ -102,15 +103,16 @@ def run_sliced(
     return loss, {name: p.grad for name, p in params.items() if p.grad is not None}
 
 
-def _runner(code: SlicedStage, params: Mapping[str, torch.Tensor], graph: Graph) -> SlicedRunner:
+def _runner(code: StageSlices, params: Mapping[str, torch.Tensor], graph: Graph) -> StageRunner:
     differentiable = {value.name for value in graph.values if value.grad}
-    received = differentiable.intersection(code.slices[0].received)
-    return SlicedRunner({1: code}, params, frozenset(received), frozenset(code.slices[0].code.outputs))
+    _, slices = code
+    received = differentiable.intersection(slices[0].inputs)
+    return StageRunner({1: code}, params, frozenset(received), frozenset(slices[0].outputs))
 
 
 def sliced_stages(
     captured: Captured, recipe: Recipe, lengths: Sequence[int], cut_at: Sequence[int]
-) -> list[SlicedStage]:
+) -> list[StageSlices]:
     ops, ends = captured.graph.ops, [0, *cut_at, len(captured.graph.ops)]
     stages = []
     for place, end in enumerate(ends[1:]):
@@ -199,7 +201,7 @@ def checks_hold(found: Analysed, inputs: Mapping[str, torch.Tensor]) -> bool:
     recipe = found.recipe
     assert isinstance(recipe, Recipe)
     values = _Recorded(found.captured).run_on(inputs)
-    return all(KeysSeen(*guard).holds(values, recipe.tokens) for guard in recipe.guards)
+    return all(every_query_sees(guard, values, recipe.tokens) for guard in recipe.guards)
 
 
 class _Recorded(fx.Interpreter):

@@ -1,11 +1,11 @@
-"""fp32 masters of parameters in half precision: an optimizer drives these, and the model has their rounded values.
+"""fp32 master weights of parameters in half precision: the optimizer updates these, the model holds them rounded.
 
-A weight in bf16 has 8 bits: an update of less than a 512th of it is lost in the rounding.  With a master the update
-adds up in fp32, and before every run the model's own parameter becomes the master, rounded.  A step's gradient goes to
-the master as it was summed, in fp32 (`reduce.GradientsAside`).
+A bf16 weight has 8 significant bits, so an update below a 512th of it is lost to rounding.  With a master weight
+updates add up in fp32, and before every run the model's parameter becomes the rounded master.  The gradient of a step
+goes to the master as it was summed, in fp32 (`sums.reduce.GradientsAside`).
 
-The next run would overwrite what a script writes into the model's parameter between two runs, so such a write is found
-by torch's version counter and refused.  A write through `.data` does not count there and is overwritten.
+The next run would overwrite what a script writes into the model's parameter, so such a write is found by torch's
+version counter and refused.  A write through `.data` is not counted, and is overwritten.
 
 Micikevicius et al., "Mixed Precision Training" (2018), section 3.1.
 """
@@ -25,9 +25,9 @@ _MINE = "with master_weights=True the optimizer drives masters in fp32, which pi
 
 
 class Masters:
-    """The masters of what this rank trains.
+    """The master weights of this rank.
 
-    by_name: the masters.  rounded: names of the parameters that become their values, by the identity of those."""
+    by_name: the masters.  rounded: names of the model's parameters, by their identity."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, nn.Parameter] = {}
@@ -37,8 +37,7 @@ class Masters:
         self._trained: dict[str, bool] = {}
 
     def hold(self, name: str, parameter: nn.Parameter, earlier: Masters | None = None) -> None:
-        """Make a master of a parameter in half precision, or take over the earlier one; a gradient that is there
-        already goes to it."""
+        """Make a master of a parameter, or take over the earlier one; it takes the parameter's gradient."""
         if not CAN_WIDEN:
             raise UsageError(
                 "master_weights=True needs torch 2.12 or newer",
@@ -54,22 +53,22 @@ class Masters:
         self._versions[name], self._trained[name] = parameter._version, parameter.requires_grad
 
     def write(self) -> None:
-        """The model's parameters become their masters, rounded.  O(parameters)."""
+        """Write the rounded masters into the model's parameters.  O(parameters)."""
         if self.by_name:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._rounded.values()), list(self.by_name.values()))
             self.accept()
 
     def accept(self) -> None:
-        """Take what the model's parameters hold now as known."""
+        """Take the present values of the model's parameters as known."""
         self._versions = {name: parameter._version for name, parameter in self._rounded.items()}
 
     def written(self) -> str | None:
-        """The first parameter of the model that was written to since `write` or `accept`."""
+        """Return the first parameter of the model that was written to since `write` or `accept`."""
         return next((n for n, parameter in self._rounded.items() if parameter._version != self._versions[n]), None)
 
     def check(self) -> None:
-        """Raises RefusedError for a parameter of the model that a script wrote to, or gave a gradient: both would be
+        """Raise RefusedError if a script wrote to a parameter of the model or gave it a gradient, since both would be
         lost."""
         name = self.written()
         if name is not None:
@@ -90,8 +89,8 @@ class Masters:
             )
 
     def toggled(self) -> dict[str, bool]:
-        """Whether it is to be trained, of each whose master was frozen, or trained again, by its user; the parameter
-        that it is rounded to follows."""
+        """Return the new requires_grad of each master whose flag the user changed, after copying it to the model's
+        parameter."""
         found = {n: p.requires_grad for n, p in self.by_name.items() if p.requires_grad != self._trained[n]}
         for name, trained in found.items():
             self._rounded[name].requires_grad_(trained)
@@ -99,13 +98,13 @@ class Masters:
         return found
 
     def follow(self) -> None:
-        """Masters are trained where the parameters are that they are rounded to."""
+        """Copy requires_grad from the model's parameters to the masters."""
         for name, parameter in self._rounded.items():
             self.by_name[name].requires_grad_(parameter.requires_grad)
             self._trained[name] = parameter.requires_grad
 
     def take_over(self, name: str, value: torch.Tensor, master: torch.Tensor | None = None) -> None:
-        """A value from a state, and what was its master there: that counts where it is what was rounded."""
+        """Load a value from a state dict, and the master saved with it if it still rounds to that value."""
         own = self.by_name.get(name)
         if own is None:
             return
@@ -115,5 +114,5 @@ class Masters:
 
 
 def needs_master(tensor: torch.Tensor) -> TypeGuard[nn.Parameter]:
-    """Whether it is a parameter in half precision that is trained."""
+    """Whether this is a trained parameter in half precision."""
     return isinstance(tensor, nn.Parameter) and tensor.dtype in HALF and tensor.requires_grad

@@ -34,7 +34,7 @@ from common import RESULTS, write
 
 from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch.batch import Batch, flatten
-from autopart.capture.derive import family, reduction
+from autopart.capture.derive import reduction
 from autopart.costs import sources
 from autopart.files.clusters import parse_cluster
 from autopart.ir.cluster import Cluster
@@ -45,7 +45,6 @@ from autopart.passes.search import finalize
 from autopart.planning import make
 
 STEPS = (  # names that the compiler's own modules hold, and the pass whose time they are
-    (family, "infer_other_size", "capture"),
     (reduction, "derive_loss_weight", "loss"),
     (reduction, "mark_rows", "loss"),
     (sources, "analytic_costs", "costs"),

@@ -45,7 +45,7 @@ def test_the_import_contracts_are_kept():
     assert result.returncode == 0, result.stdout[-3000:]
 
 
-@pytest.mark.parametrize("package", ["autopart", "autopart.passes"])
+@pytest.mark.parametrize("package", ["autopart", "autopart.capture", "autopart.passes"])
 def test_every_module_has_its_place_in_the_layers(package):
     contracts = PROJECT["tool"]["importlinter"]["contracts"]
     placed = {

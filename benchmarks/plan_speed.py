@@ -35,7 +35,7 @@ from common import RESULTS, write
 
 from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch.batch import Batch, flatten
-from autopart.capture.derive import family, reduction
+from autopart.capture.derive import reduction
 from autopart.costs import sources
 from autopart.files.clusters import parse_cluster
 from autopart.ir.cluster import Cluster

@@ -46,7 +46,7 @@ def test_the_import_contracts_are_kept():
     assert result.returncode == 0, result.stdout[-3000:]
 
 
-@pytest.mark.parametrize("package", ["autopart", "autopart.passes"])
+@pytest.mark.parametrize("package", ["autopart", "autopart.capture", "autopart.passes"])
 def test_every_module_is_in_the_layers_contract(package):
     contracts = PROJECT["tool"]["importlinter"]["contracts"]
     placed = {

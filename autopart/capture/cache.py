@@ -1,38 +1,40 @@
-"""One model's captures, each made once: by mode, shape of the batch and size; and whether the model is still theirs."""
+"""The captures of one model, each made once: by mode, kind of batch and size; forgotten when the model changes."""
 
 from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from autopart.capture.batch.batch import Batch
-from autopart.capture.batch.questions import Questions
 from autopart.capture.capture import Captured, capture
 from autopart.capture.guards import CaptureWarning, check_model
-from autopart.capture.habits.autocast import Autocast, autocast_for
+from autopart.capture.trace.autocast import Autocast, autocast_for
 from autopart.capture.trace.export import LossFn
 from autopart.capture.trained import Trained
-from autopart.capture.watch.changes import Watch, check_tensors, tensors_of
+from autopart.capture.watch.changes import ModelWatch, check_tensors, tensors_of
 from autopart.capture.watch.observed import Observed
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Precision
 from autopart.ir.size import Size
 
+_Answers = tuple[tuple[str, str, Any], ...]
 _KEEP = 32  # captures; a batch of a new shape every step must not fill the memory
 _NAMED = 3  # changes that a message names
 _MANY = 8  # captures of one kind of batch that differ in what the model's Python reads from the batch
 
 
 class CaptureCache:
-    """Captures of `model` as it stands; `refresh` says whether they still are of it.
+    """Captures of `model` as it is; `refresh` forgets them when it changed.
 
-    autocast: that the model and its loss run in (`run_in`).  trained: the model, and a loss function that has
-    parameters.  version: a digest of every change that was seen, equal on ranks whose models changed alike, and
-    the last changes in words.
+    autocast: the region that the model and its loss run in (`run_in`).  trained: the model, and a loss function that
+    has parameters.  version: a digest of all changes that were seen, and the last ones in words;
+    equal on ranks whose models changed alike.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None = None) -> None:
@@ -45,14 +47,16 @@ class CaptureCache:
         self._loss_fn = loss_fn
         self._observed = Observed()
         self._flags: dict[nn.Module, bool] = {}
-        self._watches: list[Watch] = []
+        self._watches: list[ModelWatch] = []
         self._tensors: dict[str, tuple[str, torch.Tensor]] = {}
         self._made: dict[tuple[object, ...], Captured] = {}
-        self._asked: dict[tuple[object, ...], list[Questions]] = {}
+        self._asked: dict[tuple[object, ...], list[tuple[_Answers, Callable[[Sequence[torch.Tensor]], bool]]]] = {}
 
     def run_in(self, precision: Precision, device_type: str) -> None:
-        """Capture from now on for a precision on devices of a type.  Raises UsageError when there are captures of
-        another: what runs holds tensors and messages of that."""
+        """Capture from now on for a precision on devices of a type.
+
+        Raises UsageError if there are captures for another one: the running pipeline holds tensors in that.
+        """
         autocast = autocast_for(precision, device_type)
         if self._made and autocast != self.autocast:
             raise UsageError(
@@ -62,7 +66,7 @@ class CaptureCache:
         self.autocast = autocast
 
     def __call__(self, batch: Batch, size: Size, mode: str = "step") -> Captured:
-        """The capture for micro-batches of `size` of `batch`, or of one like it; modes as in `capture`."""
+        """Return the capture for micro-batches of `size` of batches like this one; modes as in `capture`."""
         batch = self.judged(batch, mode)
         key = (mode, size, batch.signature())
         if key not in self._made:
@@ -72,56 +76,59 @@ class CaptureCache:
             )  # fmt: skip
             self._tensors = self._tensors or tensors_of(self.trained)
             if captured.questions is not None:
-                key = (mode, size, self._noted(batch, mode, captured.questions).signature())
+                answers = captured.questions.answers
+                self._note_questions(batch, mode, answers, captured.questions.hold)
+                key = (mode, size, replace(batch, answers=answers).signature())
             self._made[key] = captured
             self._observed.update(captured.observed)
             if mode == "step":
                 self._flags = self._flags_read()
-            self._watches = [Watch(self.model, self._observed, self._flags)]
+            self._watches = [ModelWatch(self.model, self._observed, self._flags)]
             if self.trained.loss_fn is not None:
-                self._watches.append(Watch(self.trained.loss_fn, Observed(order=self._observed.order), {}))
+                self._watches.append(ModelWatch(self.trained.loss_fn, Observed(order=self._observed.order), {}))
             if len(self._made) > _KEEP:
                 del self._made[next(iter(self._made))]
         return self._made[key]
 
     def _flags_read(self) -> dict[nn.Module, bool]:
-        """In the order of the modules, which is the same on all ranks."""
+        """Return the training flags that forward() read, in the order of the modules, which all ranks share."""
         loss = self._loss_fn.modules() if isinstance(self._loss_fn, nn.Module) else ()
         return {
             module: module.training for module in (*self.model.modules(), *loss) if module in self._observed.training
         }
 
     def judged(self, batch: Batch, mode: str = "step") -> Batch:
-        """The batch with its answers to what the model's Python asks about its numbers, where a batch of its kind that
-        answers alike was captured; else as it is.  Costs the ops that are asked for."""
+        """Return the batch with its answers to what the model's Python asks about its numbers.
+
+        It stays as it is if no batch of its kind with the same answers was captured.  Costs the ops that are asked for.
+        """
         if batch.answers is None:
-            for questions in self._asked.get((mode, batch.rows, batch.signature()), ()):
-                if questions.hold(batch.tensors):
-                    return replace(batch, answers=questions.answers)
+            for answers, hold in self._asked.get((mode, batch.rows, batch.signature()), ()):
+                if hold(batch.tensors):
+                    return replace(batch, answers=answers)
         return batch
 
     def settled(self, batch: Batch, size: Size, mode: str) -> Batch:
-        """The same; what was not captured yet is captured, for micro-batches of `size`."""
+        """Return the batch with its answers, after a capture for micro-batches of `size` if there is none yet."""
         self(batch, size, mode)
         return self.judged(batch, mode)
 
-    def _noted(self, batch: Batch, mode: str, questions: Questions) -> Batch:
+    def _note_questions(self, batch: Batch, mode: str, answers: _Answers, hold: Callable[..., bool]) -> None:
         known = self._asked.setdefault((mode, batch.rows, replace(batch, answers=None).signature()), [])
-        if all(other.answers != questions.answers for other in known):
-            known.insert(0, questions)
+        if all(other != answers for other, _ in known):
+            known.insert(0, (answers, hold))
             del known[_KEEP:]
             if len(known) == _MANY:
-                _warn_of_many(questions)
-        return replace(batch, answers=questions.answers)
+                _warn_of_many([where for _, where, value in answers if type(value) is not bool])
 
     def refresh(self, *, training: bool) -> list[str]:
-        """Forget all captures when the model is not what was captured any more; returns what changed, in words.
+        """Forget all captures if the model changed since; return what changed, in words.
 
-        training: whether training flags count; evaluation sets its own.  Raises RefusedError for what captures cannot
-        follow, such as a parameter that is another object.  Costs what `Watch.changes` costs.
+        training: whether training flags count; evaluation sets its own.  Raises RefusedError for a change that no
+        capture can follow, such as a parameter that is another object.  Costs what `ModelWatch.changes` costs.
         """
         changes = [change for watch in self._watches for change in watch.changes(training=training)]
-        if not self._watches:  # what was captured last could not be
+        if not self._watches:  # the last capture failed
             self.check_tensors()
         if changes:
             self._made.clear()
@@ -134,21 +141,21 @@ class CaptureCache:
         return changes
 
     def check_tensors(self) -> None:
-        """Raises RefusedError when parameters or buffers are other objects than those of the first capture."""
+        """Raise RefusedError if parameters or buffers are other objects than at the first capture."""
         if self._tensors:
             check_tensors(self.trained, self._tensors)
 
     def is_own(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a parameter or buffer is the one that was captured first; a later one is the user's affair."""
+        """Return whether a parameter or buffer is the object that was captured first, and not a later one."""
         return name not in self._tensors or self._tensors[name][1] is tensor
 
 
-def _warn_of_many(questions: Questions) -> None:
-    numbers = [q.where for q, value in zip(questions.asked, questions.values, strict=True) if type(value) is not bool]
+def _warn_of_many(places: Iterable[str]) -> None:
+    named = ", ".join(dict.fromkeys(places)) or "flags"
     warnings.warn(
-        f"{_MANY} batches of one shape were captured, each anew, for forward() reads other numbers from each: results "
-        f"stay exact, but every such step waits for a capture ({', '.join(dict.fromkeys(numbers)) or 'flags'}); "
-        "compute with the tensor instead of .item(), .tolist(), int() or float()",
+        f"{_MANY} batches of one shape were captured, one after the other, since forward() reads other numbers from "
+        f"each: results stay exact, but every such step waits for a capture ({named}); compute with the tensor instead "
+        "of .item(), .tolist(), int() or float()",
         CaptureWarning,
         stacklevel=2,
     )

@@ -1,25 +1,19 @@
-"""What torch.export loses without a word, found before or while it traces.
+"""Checks of a model before it is traced: refused is what torch.export would lose silently.
 
-Refused: forward and backward hooks, gradient hooks on activations, an autocast entered outside, parameters and changed
-buffers that share memory without being the same object.  Kept: the backward of a custom autograd.Function
-(`custom_functions`).
+Hooks, an autocast entered around the call, parameters and changed buffers that share memory without being one object,
+lazy modules, and models whose trained values stayed on another rank.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import sysconfig
-import traceback
 import types
 from collections.abc import Set
-from typing import Any
 
 import torch
 from torch import nn
 
-from autopart.capture.habits.custom_functions import applied
-from autopart.capture.source_location import user_line
 from autopart.capture.trained import Trained
 from autopart.ir.errors import RefusedError, UsageError
 
@@ -201,51 +195,3 @@ def tied_names(model: nn.Module | Trained) -> dict[str, str]:
         if owner != name:
             tied[name] = owner
     return tied
-
-
-def replacements() -> dict[str, Any]:
-    """Patches for a trace: the backward of a custom autograd.Function is kept; inference mode, which torch.export does
-    not see, is no_grad, which it sees and which gives the same gradients; backward(), and hooks on tensors, are
-    refused; a mask is a mask, causal or not."""
-    original = torch.autograd.Function.__dict__["apply"].__func__
-
-    def kept(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        registered_op = cls.__module__.startswith("torch._")  # how torch.library carries an op's own backward
-        return original(cls, *args, **kwargs) if registered_op else applied(cls, args)
-
-    def refuse_hook(tensor: torch.Tensor, hook: Any) -> Any:
-        raise RefusedError(
-            f"a gradient hook is registered on a tensor in forward(): {getattr(hook, '__qualname__', repr(hook))}",
-            where=user_line(traceback.extract_stack()),
-            why="it would run once while the model is captured and never again",
-            fix="take the hook out of forward(), or register an op with its own backward (torch.library.custom_op)",
-        )
-
-    def refuse_backward(*_: Any, **__: Any) -> None:
-        raise RefusedError(
-            "backward() is called in forward()",
-            where=user_line(traceback.extract_stack()),
-            why="the gradients that it leaves are not part of the captured program",
-            fix="return the sum of the losses; the step takes the gradient of it",
-        )
-
-    def enter_no_grad(region: Any) -> None:
-        region._autopart_region = torch.no_grad() if region.mode else contextlib.nullcontext()
-        region._autopart_region.__enter__()
-
-    def leave_no_grad(region: Any, *error: Any) -> None:
-        region._autopart_region.__exit__(*error)
-
-    def as_it_is_hinted(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-        """torch's transformers look into a mask to see whether it is causal, and take it as it is otherwise."""
-        return is_causal is True
-
-    return {
-        "Function.apply": kept,
-        "inference_mode.__enter__": enter_no_grad,
-        "inference_mode.__exit__": leave_no_grad,
-        "autograd.backward": refuse_backward,
-        "Tensor.backward": refuse_backward,
-        "Tensor.register_hook": refuse_hook,
-        "transformer._detect_is_causal_mask": as_it_is_hinted,
-    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -19,12 +20,18 @@ _NOT_USER = (
     str(_PACKAGE.parent / "runtime"),
     "<",
 )
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
 
 
 def is_user_file(filename: str) -> bool:
     """True for a file that is neither torch's, nor ours, nor generated, nor the standard library's mock."""
     return not filename.startswith(_NOT_USER) and not filename.endswith("unittest/mock.py")
+
+
+def is_library_file(filename: str) -> bool:
+    """Return whether a file belongs to an installed library, or to Python."""
+    return filename.startswith(LIBRARIES)
 
 
 def user_line(stack: traceback.StackSummary) -> str:

@@ -25,7 +25,6 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autopart.capture import Captured
-from autopart.capture.trace.names import Names
 from autopart.files.cost_cache import CostCache, OpTimes, default_cost_path
 from autopart.ir.cluster import Device
 from autopart.ir.cost import Cost
@@ -157,13 +156,13 @@ class _Sample:
 
 def _samples(captured: Captured, graph: Graph, device: torch.device) -> list[_Sample]:
     nodes = {node.name: node for node in captured.module.graph.nodes}
-    values, params, names = graph.value_map(), graph.param_map(), captured.names
+    values, params = graph.value_map(), graph.param_map()
     samples: dict[str, _Sample] = {}
     for op in graph.ops:
         if row_of(op.target).free:
             continue
         node = nodes[op.name]
-        args, kwargs = _described(node, names, values, params, device)
+        args, kwargs = _described(node, captured, values, params, device)
         grad = any(values[w].grad for w in op.writes)
         text = json.dumps([op.target, op.random, grad, _text(args), _text(kwargs)])
         key = hashlib.sha256(text.encode()).hexdigest()[:24]
@@ -175,12 +174,13 @@ def _samples(captured: Captured, graph: Graph, device: torch.device) -> list[_Sa
 
 
 def _described(
-    node: fx.Node, names: Names, values: Mapping[str, Value], params: Mapping[str, Param], device: torch.device
+    node: fx.Node, captured: Captured, values: Mapping[str, Value], params: Mapping[str, Param], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of an op with a description in place of each tensor, and the measuring device in place of any."""
 
     def describe(source: fx.Node) -> Any:
         example = source.meta["val"]
+        names = captured.names
         param = names.params.get(source.name)
         grad = params[param].trainable if param is not None else values[names.value(source)].grad
         return _Tensor(tuple(example.shape), tuple(example.stride()), example.dtype, grad)

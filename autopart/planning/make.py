@@ -20,7 +20,7 @@ from autopart.capture.derive.family import ProgramFamily, another_size, capture_
 from autopart.capture.derive.reduction import WHOLE, BatchRule, loss_reduction, row_layouts
 from autopart.capture.derive.token_axis import AskedSlices, asked_slices, sequence_length
 from autopart.capture.gc_pause import gc_paused
-from autopart.capture.habits.autocast import is_stand_in
+from autopart.capture.trace.autocast import is_stand_in
 from autopart.capture.trace.gradients import require_something_to_train
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import GROUP_NS, CostedGraph, costed

@@ -17,7 +17,6 @@ from autopart.capture import Captured
 from autopart.capture.batch.batch import Batch
 from autopart.capture.derive.reduction import WHOLE, BatchRule, family_of_batch, loss_reduction, row_layouts
 from autopart.capture.derive.rows import require_same_program
-from autopart.capture.trace.export import rebuild_outputs
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.program import Program
@@ -138,9 +137,9 @@ class Executor:
                 outcome.commit()
             outputs = outcome.results.get(0, {})
             collected = tuple(self._collect(name, outputs, rows) for name in self.graph.outputs)
-        form = self._capture(batch, rows).outputs
-        assert form is not None
-        return rebuild_outputs(form, collected)
+        rebuilt = self._capture(batch, rows).outputs
+        assert rebuilt is not None
+        return rebuilt(collected)
 
     def _collect(self, name: str, outputs: Mapping[str, torch.Tensor], rows: int) -> torch.Tensor:
         """An output of the model, from the rank that computed it."""

@@ -18,7 +18,7 @@ import autopart
 from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch.batch import flatten
 from autopart.capture.capture import capture
-from autopart.capture.habits.autocast import autocast_for
+from autopart.capture.trace.autocast import autocast_for
 from autopart.ir.errors import CaptureError, UsageError
 from autopart.ir.size import Size
 

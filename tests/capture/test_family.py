@@ -1,4 +1,4 @@
-"""One model's program at every size: captured, inferred or on the line between two captures."""
+"""One model's program at every size: captured, or on the line between two captures."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Counted(CaptureCache):
         return super().__call__(batch, size, mode)
 
 
-def counted(device: str = "cpu", **options: bool) -> tuple[Counted, Batch]:
-    data = torch.ones(8, 6, device=device), torch.ones(8, 6, device=device)
-    return Counted(Net(**options).to(device), F.mse_loss), flatten(data, with_target=True)
+def counted(**options: bool) -> tuple[Counted, Batch]:
+    data = torch.ones(8, 6), torch.ones(8, 6)
+    return Counted(Net(**options), F.mse_loss), flatten(data, with_target=True)
 
 
 def test_two_captures_tell_every_size() -> None:
@@ -57,15 +57,6 @@ def test_two_captures_tell_every_size() -> None:
     assert family.known([Size(1), Size(3), Size(8)])
     for rows in (1, 3, 4, 8):
         assert family.at(Size(rows)).shape_digest() == family.captured(Size(rows)).graph.shape_digest()
-
-
-def test_without_values_one_capture_is_enough() -> None:
-    captures, batch = counted("meta")
-    family = capture_family(captures, batch, Size(4), [Size(4), Size(2)])
-    (prime,) = captures.sizes
-    assert family.on_meta and prime.rows > 60 and family.base.graph.size == prime
-    assert family.other is not None and family.other.graph.size == Size(4)
-    assert family.at(Size(5)).shape_digest() == captures(batch, Size(5)).graph.shape_digest()
 
 
 def test_without_another_size_only_the_own_one_is_known() -> None:

@@ -16,8 +16,6 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from autopart.capture.batch.questions import Answer
-from autopart.capture.watch.fingerprint import text_of
 from autopart.ir.errors import BatchError
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -40,7 +38,7 @@ class Batch:
     splits: tuple[bool, ...]
     spec: Any
     rows: int | None
-    answers: tuple[Answer, ...] | None = None
+    answers: tuple[tuple[str, str, Any], ...] | None = None
     stands_in: bool = False
 
     @property
@@ -102,8 +100,15 @@ class Batch:
 
 def _leaf_signature(leaf: Any, split: bool) -> tuple[Any, ...]:
     if not isinstance(leaf, torch.Tensor):
-        return ("value", type(leaf).__name__, text_of(leaf))
+        return ("value", type(leaf).__name__, _text_of(leaf))
     return ("split" if split else "whole", tuple(leaf.shape[1:] if split else leaf.shape), str(leaf.dtype))
+
+
+def _text_of(value: Any) -> str:
+    """Return a value as text; a subclass of a number or string may print as it likes."""
+    bases = (float, complex, int, str, bytes)
+    base: Any = next((base for base in bases if isinstance(value, base)), type(value))
+    return str(base.__repr__(value))
 
 
 def split_rows(rows: int, micros: int) -> tuple[int, ...]:

@@ -1,9 +1,8 @@
 """One model's program at every size of a micro-batch: what has to be captured for it, and what follows from that.
 
-A program is captured at two sizes, the base and another one, and every further size lies on the line through them
-(`passes.ops.resize`).  Of a model without values, which can be planned and not be run, one capture may be enough: at a
-prime number of rows, from which the other is inferred (`infer_size`).  Whoever wants to run what was planned asks for
-the captured program, which is compared with the base.
+A program is captured at two sizes, the base and another one.  Every further size lies on the line through them
+(`passes.ops.resize`); before it runs it is captured, and compared with the base.  For a model on the meta device one
+capture may be enough: at a prime number of rows, from which the second program is inferred (`infer_size`).
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from autopart.passes.ops.resize import ResizableGraph
 class ProgramFamily:
     """The programs of one model for micro-batches of batches like `batch`.
 
-    base: captured, at a size that may be planned for or for comparison alone.  other: at another size, captured or
-    inferred; None when only the base is of interest, or where there is no other.  refusal: why there is none.
+    base: captured at the size that is wanted first, or at a prime number of rows.  other: at another size; None when only the base is
+    wanted, or when the capture was refused with `refusal`.
     """
 
     def __init__(
@@ -42,53 +41,53 @@ class ProgramFamily:
 
     @property
     def on_meta(self) -> bool:
-        """Whether the model has no values: its programs can be planned and not be run."""
+        """Whether the model is on the meta device: its programs can be planned but not run."""
         return self.base.on_meta
 
     def captured(self, size: Size) -> Captured:
-        """The program as captured at this size.
+        """Return the program captured at this size.
 
-        Raises CaptureError, RefusedError; the latter also when it is another program than the base.
+        Raises CaptureError, RefusedError; the latter also when it differs from the program of the base.
         """
         found = self._captures(self.batch, size)
         require_same_program(self.base.graph, found.graph)
         return found
 
     def known(self, sizes: Iterable[Size]) -> bool:
-        """Whether `at` has an answer at each of these sizes.  O(ops + values)."""
+        """Return whether `at` knows the program at each of these sizes.  O(ops + values)."""
         return self.resizable(self.base.graph).known(sizes)
 
     def at(self, size: Size) -> Graph:
-        """The program at this size, captured or not.  O(ops + values).  Raises GraphError where it is not known."""
+        """Return the program at this size, captured or not.  O(ops + values).  Raises GraphError if it is not known."""
         return self.resizable(self.base.graph).at(size)
 
     def resizable(self, graph: Graph) -> ResizableGraph:
-        """The base's graph, perhaps with costs, and with it what shows how it grows."""
+        """Return a graph of the base, with or without costs, that can be resized along the line to `other`."""
         if self.other is None or self.other.graph.structure_digest() != graph.structure_digest():
             return ResizableGraph(graph)
         return ResizableGraph(graph, self.other.graph)
 
     def alone(self, size: Size) -> ProgramFamily:
-        """The program captured at this size and at no other."""
+        """Return a family that knows the program at this size only."""
         return ProgramFamily(self._captures, self.batch, self._captures(self.batch, size), None)
 
     def based_at(self, size: Size) -> ProgramFamily:
-        """The same family with its base at this size.  Raises as `captured`."""
+        """Return this family with its base captured at this size.  Raises CaptureError, RefusedError."""
         return ProgramFamily(self._captures, self.batch, self.captured(size), self.base)
 
 
 def capture_family(
     captures: CaptureCache, batch: Batch, base: Size, others: Sequence[Size] | None = None
 ) -> ProgramFamily:
-    """Capture what a family needs.
+    """Capture a model at the base size and at a second one.
 
-    base: the size wanted first.  others: those that may be run anyway, of which the first that differs from the base
-    is the second; None when no other size is of interest.  Raises CaptureError, RefusedError.
+    others: sizes that may be run, of which the first that differs from the base is captured; None when only the base is
+    wanted.  Raises CaptureError, RefusedError.
     """
     if others is None:
         return ProgramFamily(captures, batch, captures(batch, base), None)
     if any(parameter.is_meta for parameter in captures.model.parameters()):
-        with suppress(CaptureError, RefusedError):  # what was not due to the prime number of rows comes again below
+        with suppress(CaptureError, RefusedError):  # errors that do not come from the prime number are raised below
             family = _inferred(captures, batch, others)
             if family is not None:
                 return family
@@ -98,12 +97,14 @@ def capture_family(
     except (CaptureError, RefusedError) as error:
         if base.rows != batch.rows:
             raise
-        return ProgramFamily(captures, batch, first, None, error)  # it may still run whole
+        return ProgramFamily(captures, batch, first, None, error)  # the whole batch may still run
 
 
 def _inferred(captures: CaptureCache, batch: Batch, others: Sequence[Size]) -> ProgramFamily | None:
-    """A family from one capture at a prime number of rows, where there is one that no other size can be mistaken for;
-    the second program is captured where it cannot be inferred."""
+    """Return a family from one capture at a prime number of rows; None if no prime differs from every other size.
+
+    If the second program cannot be inferred, it is captured.
+    """
     prime = prime_batch_size(captures.model, batch)
     if prime is None:
         return None
@@ -112,5 +113,5 @@ def _inferred(captures: CaptureCache, batch: Batch, others: Sequence[Size]) -> P
 
 
 def another_size(size: Size, others: Sequence[Size]) -> Size:
-    """A size to compare with: one that may be run anyway, if one differs."""
+    """Return a size to compare with: one of `others` if one differs, else one row more."""
     return next((other for other in others if other != size), Size(size.rows + 1, size.tokens))

@@ -1,9 +1,8 @@
 """A custom autograd.Function as an op with its own backward: torch.export keeps its forward and drops its backward.
 
-The op's forward is the function's.  Its backward applies the function once more, with gradients, and lets autograd call
-its backward: what forward() keeps in `ctx` is then there again, for the price of one more forward.  Refused is what
-that cannot repeat: random numbers, arguments changed in place, tensors in containers, results of which some have no
-derivative.
+The op's backward applies the function once more, with gradients enabled, and lets autograd call the function's own
+backward, so `ctx` is filled again at the price of one more forward.  Functions that this cannot repeat are refused:
+random numbers, arguments changed in place, tensors in containers, results of which only some have a derivative.
 """
 
 from __future__ import annotations
@@ -19,26 +18,27 @@ import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopart.capture.source_location import user_line
-from autopart.capture.watch.closure_reads import is_library_file
+from autopart.capture.source_location import is_library_file, user_line
 from autopart.ir.errors import RefusedError
 
 _apply = torch.autograd.Function.__dict__["apply"].__func__
 _SCALARS = {bool: "bool", int: "int", float: "float", str: "str", torch.dtype: "ScalarType", torch.device: "Device"}
 _ops: dict[tuple[type, str, int], Callable[..., Any]] = {}
 _names: dict[str, int] = {}
-_REMEDY = (
+_FIX = (
     "register it as an op: torch.library.custom_op(...) with register_autograd(...), which is kept exactly; or write "
     "it with torch's own ops"
 )
 
-_LIBRARY_REMEDY = (
+_LIBRARY_FIX = (
     "choose an implementation of this layer that does without it, if the library offers one; this model cannot be cut"
 )
 
 
-def applied(cls: Any, args: tuple[Any, ...]) -> Any:
-    """What `cls.apply(*args)` returns, by an op that keeps the backward.  Raises RefusedError."""
+def apply(original: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply a function in forward(): by an op that keeps its backward.  Raises RefusedError."""
+    if cls.__module__.startswith("torch._"):  # how torch.library carries an op's own backward
+        return original(cls, *args, **kwargs)
     schema = ", ".join(f"{_type(cls, value)} a{place}" for place, value in enumerate(args))
     count, single = _results(cls, args)
     key = (cls, schema, count)
@@ -48,43 +48,43 @@ def applied(cls: Any, args: tuple[Any, ...]) -> Any:
     return found if single or count > 1 else (found,)
 
 
-def refusal(cls: Any, why: str) -> RefusedError:
-    """Why a custom autograd.Function cannot be captured."""
+def _refusal(cls: Any, why: str) -> RefusedError:
+    """Return the error for a custom autograd.Function that cannot be captured."""
     library = is_library_file(getattr(sys.modules.get(cls.__module__), "__file__", None) or "<")
     return RefusedError(
         f"custom autograd.Function {cls.__module__}.{cls.__qualname__} is used in forward()",
         where=user_line(traceback.extract_stack()),
         why=why,
-        fix=_LIBRARY_REMEDY if library else _REMEDY,
+        fix=_LIBRARY_FIX if library else _FIX,
     )
 
 
 def _type(cls: Any, value: Any) -> str:
-    """The type of an argument in a schema."""
+    """Return the type of an argument in a schema."""
     if value is None or isinstance(value, torch.Tensor):
         return "Tensor?"
     if isinstance(value, (tuple, list)) and value and all(type(item) in (int, float) for item in value):
         return f"{_SCALARS[type(value[0])]}[]" if len({type(item) for item in value}) == 1 else "float[]"
     if type(value) in _SCALARS:
         return _SCALARS[type(value)]
-    raise refusal(cls, f"one of its arguments is a {type(value).__name__}; tensors, numbers and texts can be kept")
+    raise _refusal(cls, f"one of its arguments is a {type(value).__name__}; tensors, numbers and texts can be kept")
 
 
 def _results(cls: Any, args: Sequence[Any]) -> tuple[int, bool]:
-    """How many tensors it returns, and whether it is one alone."""
+    """Return how many tensors it returns, and whether it returns a tensor and not a tuple."""
     with disable_proxy_modes_tracing(), torch.enable_grad():
         found = _apply(cls, *map(_leaf, args))
     results = (found,) if isinstance(found, torch.Tensor) else found
     if not isinstance(results, tuple) or not all(isinstance(result, torch.Tensor) for result in results):
-        raise refusal(cls, "it returns something else than tensors")
+        raise _refusal(cls, "it returns something else than tensors")
     floating = [result.requires_grad for result in results if result.is_floating_point()]
     if any(floating) and not all(floating):
-        raise refusal(cls, "some of its results have no derivative (mark_non_differentiable)")
+        raise _refusal(cls, "some of its results have no derivative (mark_non_differentiable)")
     return len(results), isinstance(found, torch.Tensor)
 
 
 def _registered(cls: Any, schema: str, count: int) -> Callable[..., Any]:
-    """An op for this function, for arguments of these types.  Its name is the same on every rank."""
+    """Register an op for this function and arguments of these types.  Its name is the same on every rank."""
 
     def forward(*args: Any) -> Any:
         with torch.no_grad():
@@ -136,7 +136,7 @@ def _tuple(found: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _owned(args: Sequence[Any], results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The results, none of which shares memory with an argument or another result, as an op must."""
+    """Return the results, cloned where they share memory with an argument or each other, which an op may not."""
     seen = {a.untyped_storage()._cdata for a in args if isinstance(a, torch.Tensor)}
     owned = []
     for result in results:
@@ -146,7 +146,7 @@ def _owned(args: Sequence[Any], results: Sequence[torch.Tensor]) -> tuple[torch.
     return tuple(owned)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _RandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the first random op."""
 
     drawn = ""
@@ -158,19 +158,19 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _check(cls: Any, args: Sequence[Any]) -> None:
-    """Raises RefusedError for what applying the function a second time would not repeat."""
+    """Raise RefusedError if applying the function a second time would give other results."""
     leaves = [_leaf(value) for value in args]
     versions = [value._version for value in leaves if isinstance(value, torch.Tensor)]
-    with torch.no_grad(), _Watch() as watch:  # type: ignore[no-untyped-call]
+    with torch.no_grad(), _RandomOps() as noted:  # type: ignore[no-untyped-call]
         _apply(cls, *leaves)
-    if watch.drawn:
-        raise refusal(cls, f"its forward draws random numbers ({watch.drawn}), and it would run once more backwards")
+    if noted.drawn:
+        raise _refusal(cls, f"its forward draws random numbers ({noted.drawn}), and the backward would run it again")
     if versions != [value._version for value in leaves if isinstance(value, torch.Tensor)]:
-        raise refusal(cls, "its forward changes an argument in place")
+        raise _refusal(cls, "its forward changes an argument in place")
 
 
 def _leaf(value: Any) -> Any:
-    """A tensor of its own that needs a gradient if it can have one."""
+    """Return a copy that requires a gradient if its dtype allows one."""
     if not isinstance(value, torch.Tensor):
         return value
     copy = value.detach().clone()
@@ -178,7 +178,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _name(cls: Any, schema: str, count: int) -> str:
-    """autopart_functions::module_Class_digest: the same in every process that captures the same."""
+    """Return autopart_functions::Class_digest, which is equal in all processes that capture the same."""
     text = f"{cls.__module__}.{cls.__qualname__}({schema}) {count}"
     number = _names[text] = _names.get(text, 0) + 1
     digest = hashlib.blake2b(f"{text} {number}".encode(), digest_size=4).hexdigest()

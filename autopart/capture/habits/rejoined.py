@@ -1,7 +1,7 @@
 """What forward() takes apart row by row and joins again as it was: `torch.cat(list(x))`, `torch.cat(x.split(sizes))`.
 
-Such a list has as many entries as the batch has rows, so the program would be another for every number of rows.  The
-tensor itself, in another shape, is what comes out.
+Such a list has as many entries as the batch has rows, so every number of rows would have another program.  The join is
+replaced by the tensor itself, reshaped.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ _IN_ORDER = {
 _TAKEN_SOME = {_aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default}
 
 
-def rejoin(graph: fx.Graph) -> bool:
-    """Replace joins of all parts of one tensor, in their order; whether there were any.  O(nodes).  Dead parts are left
-    behind."""
+def rejoined(graph: fx.Graph) -> fx.Graph:
+    """Return the graph without joins of all parts of one tensor in their order.  O(nodes).
+
+    Its ops are numbered again, since the ops that are gone, one for each row, left gaps in the names.
+    """
     found = False
     for node in list(graph.nodes):
         if node.target in (_aten.cat.default, _aten.stack.default):
@@ -35,11 +37,9 @@ def rejoin(graph: fx.Graph) -> bool:
             if source is not None and _fits(node, source, shaped=any(part.target in _IN_ORDER for part in parts)):
                 _replace(graph, node, source)
                 found = True
-    return found
-
-
-def renumbered(graph: fx.Graph) -> fx.Graph:
-    """The same with its ops numbered anew: the ops that are gone, one for each row, left gaps."""
+    if not found:
+        return graph
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     fresh = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -51,14 +51,14 @@ def renumbered(graph: fx.Graph) -> fx.Graph:
 
 
 def _taken(part: Any) -> Any:
-    """The part behind what gives it another shape."""
+    """Return the part before it was reshaped."""
     while isinstance(part, fx.Node) and part.target in _IN_ORDER:
         part = part.args[0]
     return part
 
 
 def _source(parts: Sequence[Any]) -> fx.Node | None:
-    """The op whose results these are, all of them in order."""
+    """Return the op of which these are all results, in order; None if there is no such op."""
     if not parts or not all(isinstance(part, fx.Node) and part.target is operator.getitem for part in parts):
         return None
     taken = {part.args[0] for part in parts}
@@ -69,8 +69,11 @@ def _source(parts: Sequence[Any]) -> fx.Node | None:
 
 
 def _fits(join: fx.Node, source: fx.Node, *, shaped: bool) -> bool:
-    """Whether joining undoes the taking apart, but for the shape.  Along the first axis every part is a block of
-    memory in order, whatever shape it is given; along others the parts have to be as they were taken."""
+    """Return whether joining undoes the taking apart, up to a reshape.
+
+    Along the first axis every part is a block of memory in order, whatever its shape; along others the parts must not
+    have been reshaped.
+    """
     whole, given = _whole(source).meta["val"], join.meta["val"]
     along = _axis(source, whole.dim(), 2 if source.target not in _TAKEN_ONE else 1)
     joined = _axis(join, given.dim(), 1)
@@ -84,7 +87,7 @@ def _fits(join: fx.Node, source: fx.Node, *, shaped: bool) -> bool:
 
 
 def _whole(source: fx.Node) -> fx.Node:
-    """What is taken apart."""
+    """Return the tensor that is taken apart."""
     whole = source.args[0]
     assert isinstance(whole, fx.Node)
     return whole

@@ -26,9 +26,7 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
-from autopart.capture.call_signature import Unsure
-from autopart.capture.habits.autocast import Autocast, decomposed_under
-from autopart.capture.trace.composite_ops import composite_ops_remembered
+from autopart.capture.trace.autocast import Autocast, decomposed_under
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Answer:
 
 
 def answers(calls: list[Call]) -> dict[Hashable, Answer]:
-    """What torch makes of each distinct call, asked with one program of all of them.  Raises Unsure."""
+    """What torch makes of each distinct call, asked with one program of all of them.  Raises NotImplementedError."""
     distinct = {call.key: call for call in calls}
     found = {key: answer for key, call in distinct.items() if (answer := _answer_under(call)) is not None}
     asked = {key: call for key, call in distinct.items() if key not in found}
@@ -70,8 +68,7 @@ def answers(calls: list[Call]) -> dict[Hashable, Answer]:
         else:
             results |= _put_in_region(graph, regions, state, {key: asked[key] for key in keys}, operands)
     graph.output(tuple(node for key in asked for node in results[key]))
-    with composite_ops_remembered():
-        made = _program(graph, regions).run_decompositions({}).graph_module.graph
+    made = _program(graph, regions).run_decompositions({}).graph_module.graph
     return found | _read(made, list(asked), [len(operands[k]) for k in asked], [len(results[k]) for k in asked])
 
 
@@ -130,7 +127,7 @@ def _answer_under(call: Call) -> Answer | None:
     results = next(node for node in traced.nodes if node.op == "output").args[0]
     nodes = tuple(node for node in traced.nodes if node.op == "call_function")
     if any(node.op == "get_attr" for node in traced.nodes):
-        raise Unsure
+        raise NotImplementedError
     return Answer(places, nodes, tuple(results) if isinstance(results, (tuple, list)) else (results,))
 
 
@@ -149,7 +146,7 @@ def _results(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     if isinstance(value, torch.Tensor):
         return [node]
     if not isinstance(value, (tuple, list)) or not all(isinstance(part, torch.Tensor) for part in value):
-        raise Unsure
+        raise NotImplementedError
     parts = []
     for place, part in enumerate(value):
         parts.append(graph.call_function(operator.getitem, (node, place)))
@@ -195,7 +192,7 @@ def _read(graph: fx.Graph, keys: list[Hashable], given: list[int], made: list[in
             if node in found or node in own:
                 continue
             if node.op != "call_function":
-                raise Unsure
+                raise NotImplementedError
             found.add(node)
             queue.extend(node.all_input_nodes)
         known[key] = Answer(own, tuple(sorted(found, key=order.__getitem__)), out)

@@ -23,9 +23,9 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 
-from autopart.capture.call_signature import Unsure, call_key, tensor_kind
-from autopart.capture.habits.autocast import Autocast, inner_autocast
 from autopart.capture.source_location import user_line_of_text
+from autopart.capture.trace.autocast import Autocast, inner_autocast
+from autopart.capture.trace.call_signature import call_key, tensor_kind
 from autopart.capture.trace.decomposed import Answer, Call, answers
 from autopart.ir.errors import RefusedError
 from autopart.passes.ops.row import ASSERTION
@@ -48,7 +48,7 @@ def functional_graph(program: ExportedProgram) -> fx.Graph | None:
     try:
         graph.take(program.graph_module)
         found = answers(graph.calls)
-    except Unsure:
+    except NotImplementedError:
         return None
     program.graph_signature.input_specs.sort(key=_place_in_signature)
     order = {spec.arg.name: place for place, spec in enumerate(program.graph_signature.input_specs)}
@@ -76,7 +76,7 @@ class _Inlined:
         self._autocast: Autocast | None = None
 
     def take(self, module: fx.GraphModule) -> None:
-        """Read a whole program.  Raises Unsure."""
+        """Read a whole program.  Raises NotImplementedError."""
         self.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         self.results = self._walk(module)
 
@@ -88,8 +88,8 @@ class _Inlined:
             if node.op == "call_function":
                 self._call(module, node)
             elif node.op == "get_attr" and not isinstance(getattr(module, str(node.target), None), fx.GraphModule):
-                raise Unsure
-        raise Unsure
+                raise NotImplementedError
+        raise NotImplementedError
 
     def _call(self, module: fx.GraphModule, node: fx.Node) -> None:
         target: Any = node.target
@@ -106,14 +106,14 @@ class _Inlined:
         elif isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable:
             self._record(node)
         else:
-            raise Unsure
+            raise NotImplementedError
 
     def _region(self, module: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
         target: Any = node.target
         settings = {_GRAD_REGION: 1, _AUTOCAST_REGION: 4}.get(target.name(), len(node.args))
         region = node.args[settings] if len(node.args) > settings else None
         if not isinstance(region, fx.Node) or node.kwargs:
-            raise Unsure
+            raise NotImplementedError
         inner = getattr(module, str(region.target))
         places = [n for n in inner.graph.nodes if n.op == "placeholder"]
         self._same.update(zip(places, (self._resolve(arg) for arg in node.args[settings + 1 :]), strict=True))

@@ -15,8 +15,8 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
-from autopart.capture.call_signature import Unsure, call_key, tensor_kind
 from autopart.capture.source_location import user_line_of_text
+from autopart.capture.trace.call_signature import call_key, tensor_kind
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
 from autopart.rng import keyed
@@ -55,7 +55,7 @@ def _key(node: fx.Node, env: dict[fx.Node, Any]) -> Hashable:
     args = node.args if node.target is not keyed else (node.args[0], *node.args[2:])
     try:
         return call_key(node.target, args, node.kwargs, lambda n: (tensor_kind(env[n]), env[n].requires_grad))[0]
-    except Unsure:
+    except NotImplementedError:
         return node
 
 

@@ -18,12 +18,9 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from autopart.capture.call_signature import Unsure
-from autopart.capture.habits.autocast_regions import spread_autocast
-from autopart.capture.habits.rejoined import rejoin, renumbered
+from autopart.capture.habits.habits import HABITS
 from autopart.capture.source_location import user_line_of_text
-from autopart.capture.trace.composite_ops import composite_ops_remembered
-from autopart.capture.trace.export import uncompiled
+from autopart.capture.trace.autocast_regions import spread_autocast
 from autopart.capture.trace.functional import functional_graph
 from autopart.ir.errors import RefusedError
 from autopart.passes.ops.row import ASSERTION
@@ -47,17 +44,18 @@ def lower(program: ExportedProgram) -> tuple[ExportedProgram, fx.GraphModule]:
     _detach_no_grad_regions(program.graph_module)
     program, graph = _functional(program)
     _refuse_higher_order(graph)
-    with uncompiled():
-        module = fx.GraphModule(dict(_constants(program.graph_module)), graph)
+    module = fx.GraphModule(dict(_constants(program.graph_module)), graph)
     graph = module.graph
     for node in list(graph.nodes):
         if node.op == "call_function":
             _lower_node(graph, node)
-    joined = rejoin(graph)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    if joined:
-        with uncompiled():
-            graph = module.graph = renumbered(graph)
+    for habit in HABITS:
+        if habit.rewrite is not None:
+            graph = habit.rewrite(graph)
+    if graph is not module.graph:
+        module.graph = graph
+        graph = module.graph
     _key_random_ops(graph)
     graph.lint()
     return program, module
@@ -67,10 +65,9 @@ def _functional(program: ExportedProgram) -> tuple[ExportedProgram, fx.Graph]:
     """A program with the signature, and the graph, of the functional form of `program`."""
     graph = functional_graph(program)
     if graph is None:
-        with contextlib.suppress(Unsure):  # then its ops have no place in the user's code
+        with contextlib.suppress(NotImplementedError):  # then its ops have no place in the user's code
             spread_autocast(program)
-        with composite_ops_remembered():
-            program = program.run_decompositions({})
+        program = program.run_decompositions({})
         graph = program.graph_module.graph
     return program, graph
 

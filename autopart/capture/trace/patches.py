@@ -1,87 +1,112 @@
-"""Everything of torch that is replaced while a model is traced: one list, entered once.
+"""Everything of torch and Python that is replaced while a model is traced: one list, entered once for each capture.
 
-A habit (`custom_functions`, `checkpointing`, `no_effect`, `asking`, ...) gives its replacements by the names of this
-list; `replaced` puts them in place.  They act on the thread that traces alone: other threads find torch as it is.
-Entered elsewhere, for as long as one call of torch lasts: `composite_ops`, `autocast`, `randomness` (Python's and
-numpy's draws), `observed` (attribute reads of modules and of the user's objects).
+Replacements act only on the thread that traces; other threads find torch as it is.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import pkgutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.export import _trace
-from torch.fx.experimental import proxy_tensor
-from torch.utils import checkpoint
+
+from autopart.capture.habits.habits import HABITS, PRIVATE, Patch
+from autopart.capture.reads import host_reads
+from autopart.capture.watch.observed import Observer
+
+_composite_ops: dict[frozenset[str], set[Any]] = {}
+"""torch's list of composite ops, by the composite ops that are registered: a library may register more at any time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """One thing of torch that is replaced.  reason: why; private: whether torch may rename it without notice."""
-
-    home: Any
-    name: str
-    reason: str
-    private: bool = False
+def _known_composite_ops(original: Callable[[], set[Any]]) -> set[Any]:
+    registered = frozenset(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
+    if registered not in _composite_ops:
+        _composite_ops.clear()
+        _composite_ops[registered] = set(original())
+    return set(_composite_ops[registered])
 
 
-PATCHES = {
-    "Function.apply": Patch(torch.autograd.Function, "apply", "export drops the backward of a custom function"),
-    "inference_mode.__enter__": Patch(torch.inference_mode, "__enter__", "export sees no_grad and not inference mode"),
-    "inference_mode.__exit__": Patch(torch.inference_mode, "__exit__", "export sees no_grad and not inference mode"),
-    "autograd.backward": Patch(torch.autograd, "backward", "gradients made in forward() would be lost"),
-    "Tensor.backward": Patch(torch.Tensor, "backward", "gradients made in forward() would be lost"),
-    "Tensor.register_hook": Patch(torch.Tensor, "register_hook", "a hook would run once and never again"),
-    "transformer._detect_is_causal_mask": Patch(
-        nn.modules.transformer,
-        "_detect_is_causal_mask",
-        "torch's transformers look into a mask's numbers",
-        private=True,
+def _bf16_supported(original: Callable[..., bool], *args: Any) -> bool:
+    return not torch.cuda.is_available() or original(*args)
+
+
+PATCHES = (
+    *(patch for habit in HABITS for patch in habit.patches),
+    Patch(
+        "torch.fx.experimental.proxy_tensor.proxy_call",
+        host_reads.proxy_call,
+        "questions about the numbers of the batch are answered",
+        PRIVATE,
     ),
-    "Module._apply": Patch(nn.Module, "_apply", "a conversion to what is there already makes other parameters", True),
-    "Distribution._validate_args": Patch(
-        torch.distributions.Distribution, "_validate_args", "checks of arguments branch on their numbers", private=True
+    Patch(
+        "torch._subclasses.fake_tensor.FakeTensor.tolist",
+        host_reads.tolist,
+        "questions about the numbers of the batch are answered",
+        PRIVATE,
     ),
-    "CheckpointFunction.apply": Patch(checkpoint.CheckpointFunction, "apply", "it would detach what it computes"),
-    "checkpoint.generator": Patch(
-        checkpoint, "_checkpoint_without_reentrant_generator", "ops that are checkpointed are marked", private=True
+    Patch("torch.tensor", host_reads.tensor, "lists that hold traced tensors become lists of numbers"),
+    Patch(
+        "(each class that forward() reaches).__getattribute__",
+        Observer.read,
+        "what forward() reads is compared before every step",
     ),
-    "GraphModule.recompile": Patch(fx.GraphModule, "recompile", "export writes dozens of codes that never run"),
-    "export.print": Patch(_trace, "print", "export prints the half-made graph of what it cannot trace", private=True),
-    "proxy_call": Patch(proxy_tensor, "proxy_call", "questions about numbers of the batch are answered", private=True),
-    "FakeTensor.tolist": Patch(FakeTensor, "tolist", "questions about numbers of the batch are answered"),
-    "torch.tensor": Patch(torch, "tensor", "lists that hold traced tensors become lists of numbers"),
-}
-"""What is replaced, by the name that a habit gives its replacement under."""
+    Patch(
+        "(each class that forward() reaches).__setattr__",
+        Observer.write,
+        "what forward() changes of its attributes is refused",
+    ),
+    Patch(
+        "torch.export._trace.print",
+        lambda original, *_, **__: None,
+        "export prints the half-made graph of what it cannot trace",
+        PRIVATE,
+    ),
+    Patch(
+        "torch.export.exported_program._collect_all_valid_cia_ops",
+        _known_composite_ops,
+        "torch goes through all of its ops for each decomposition, a quarter of the capture of a small model",
+        PRIVATE,
+    ),
+    Patch(
+        "torch.cuda.amp.common.amp_definitely_not_available",
+        lambda original: False,
+        "torch would switch off autocast for CUDA without a device; tracing needs only its rules",
+        PRIVATE,
+    ),
+    Patch("torch.cuda.is_bf16_supported", _bf16_supported, "as above"),
+)
+"""Targets in parentheses are found while forward() runs, and replaced then by `observed`."""
 
 
 @contextlib.contextmanager
-def replaced(replacements: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, these patches are in place: a function on this thread alone, any other value on all.  One thread at a
-    time."""
+def patched() -> Iterator[None]:
+    """Put all patches in place inside.  One thread at a time."""
     tracer = threading.get_ident()
     with contextlib.ExitStack() as entered:
-        for key, replacement in replacements.items():
-            patch = PATCHES[key]
-            here = replacement
-            if callable(replacement):
-                here = _on_thread(tracer, replacement, getattr(patch.home, patch.name, print))
-            entered.enter_context(mock.patch.object(patch.home, patch.name, here, create=key == "export.print"))
+        for patch in PATCHES:
+            if patch.target.startswith("("):
+                continue
+            home, _, name = patch.target.rpartition(".")
+            owner = pkgutil.resolve_name(home)
+            here = patch.replacement
+            if callable(here):
+                here = _on_thread(tracer, here, getattr(owner, name, getattr(builtins, name, None)))
+            entered.enter_context(mock.patch.object(owner, name, here, create=hasattr(builtins, name)))
         yield
 
 
-def _on_thread(tracer: int, replacement: Callable[..., Any], otherwise: Callable[..., Any]) -> Any:
-    plain: Any = getattr(otherwise, "__func__", otherwise)
+def _on_thread(tracer: int, replacement: Callable[..., Any], otherwise: Any) -> Any:
+    bound = isinstance(getattr(otherwise, "__self__", None), type)
+    plain: Any = otherwise.__func__ if bound else otherwise
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (replacement if threading.get_ident() == tracer else plain)(*args, **kwargs)
+        if threading.get_ident() == tracer:
+            return replacement(plain, *args, **kwargs)
+        return plain(*args, **kwargs)
 
-    return classmethod(call) if plain is not otherwise else call
+    return classmethod(call) if bound else call

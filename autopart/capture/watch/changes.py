@@ -29,7 +29,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 _training = operator.itemgetter("training")
 
 
-class Watch:
+class ModelWatch:
     """A model, and the Python around it, as they stand now."""
 
     def __init__(self, model: nn.Module, observed: Observed, flags: Mapping[nn.Module, bool]) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopart.capture.source_location import LIBRARIES
 from autopart.capture.watch.fingerprint import (
     ABSENT,
-    LIBRARIES,
     attributes_of,
     fingerprint,
     from_library,
@@ -32,11 +32,6 @@ MODULES_OWN = frozenset(vars(nn.Module()))
 WHOLE = "__dict__"
 _DEPTH = 6
 _METHODS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
-
-
-def is_library_file(filename: str) -> bool:
-    """Tell whether a file belongs to an installed library, or to Python."""
-    return filename.startswith(LIBRARIES)
 
 
 class Reading:

@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopart.capture.source_location import LIBRARIES
+
 ABSENT = object()
 _VALUES = (float, complex, int, str, bytes)
 _PLAIN = frozenset((type(None), bool, *_VALUES, torch.dtype, torch.device))
@@ -38,7 +40,6 @@ _DEPTH = 6
 _MOST = 20_000
 """Entries of a container that are looked at; of a longer one its length and identity count."""
 _HEAP, _IMMUTABLE = 1 << 9, 1 << 8
-LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
 _STANDARD = sysconfig.get_path("stdlib")
 
 
@@ -203,12 +204,6 @@ def _state(value: Any) -> Any:
     if isinstance(value, bytearray):
         return bytes(value)
     return None
-
-
-def text_of(value: Any) -> str:
-    """Give a value of a batch as text; a number or text of a class may print as it likes."""
-    base: Any = next((base for base in _VALUES if isinstance(value, base)), type(value))
-    return str(base.__repr__(value))
 
 
 def described(value: Any) -> str:

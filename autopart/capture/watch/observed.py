@@ -75,12 +75,11 @@ class Observer:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Inside, reads are noted.  On this thread alone; one thread at a time."""
-        tracer = threading.get_ident()
-        with contextlib.ExitStack() as patches, _Numbers(self._constants, self._observed.numbers):
-            patched: set[type] = set()
+        """Note reads and writes inside.  On this thread alone; one thread at a time."""
+        self._tracer = threading.get_ident()
+        with contextlib.ExitStack() as self._patches, _Numbers(self._constants, self._observed.numbers):
+            self._patched: set[type] = set()
             self._followed = 0
-            self._follow: Callable[[], None] = lambda: self._patched(patches, patched, tracer)
             self._follow()
             yield
 
@@ -109,40 +108,47 @@ class Observer:
 
     # -- interception ------------------------------------------------------------------------------------------------
 
-    def _patched(self, patches: contextlib.ExitStack, patched: set[type], tracer: int) -> None:
+    def _follow(self) -> None:
         """Intercept the classes of all objects that were reached so far."""
         if len(self._around.objects) == self._followed:
             return
         self._followed = len(self._around.objects)
         for thing, _ in list(self._around.objects.values()):
-            kind = nn.Module if isinstance(thing, nn.Module) else type(thing)
-            if kind not in patched:
-                patched.add(kind)
-                for name, replacement in self._replacements(kind, tracer):
-                    before = vars(kind).get(name, ABSENT)
-                    with contextlib.suppress(TypeError):
-                        type.__setattr__(kind, name, replacement)
-                        patches.callback(_put_back, kind, name, before)
+            kind: Any = nn.Module if isinstance(thing, nn.Module) else type(thing)
+            if kind not in self._patched:
+                self._patched.add(kind)
+                self._intercept(kind)
 
-    def _replacements(self, kind: type, tracer: int) -> list[tuple[str, Callable[..., Any]]]:
-        look_up: Any = kind.__getattribute__
-        assign: Any = kind.__setattr__
+    def _intercept(self, kind: Any) -> None:
+        look_up, assign = kind.__getattribute__, kind.__setattr__
 
         def read(thing: Any, name: str) -> Any:
-            try:
-                return look_up(thing, name)
-            finally:
-                if threading.get_ident() == tracer and (name[:2] != "__" or name in _WHOLES):
-                    self._read(thing, name, sys._getframe(1).f_code)
+            return self.read(look_up, thing, name)
 
         def write(thing: Any, name: str, value: Any) -> None:
-            key = (id(thing), name)
-            new = key not in self._noted and key[0] in self._around.objects
-            if new and threading.get_ident() == tracer and not _is_torchs_own(thing, name):
-                self._written[key] = thing
-            assign(thing, name, value)
+            self.write(assign, thing, name, value)
 
-        return [("__getattribute__", read), ("__setattr__", write)]
+        for name, replacement in (("__getattribute__", read), ("__setattr__", write)):
+            before = vars(kind).get(name, ABSENT)
+            with contextlib.suppress(TypeError):
+                type.__setattr__(kind, name, replacement)
+                self._patches.callback(_put_back, kind, name, before)
+
+    def read(self, look_up: Callable[[Any, str], Any], thing: Any, name: str) -> Any:
+        """Read an attribute, and note it."""
+        try:
+            return look_up(thing, name)
+        finally:
+            if threading.get_ident() == self._tracer and (name[:2] != "__" or name in _WHOLES):
+                self._read(thing, name, sys._getframe(2).f_code)
+
+    def write(self, assign: Callable[[Any, str, Any], None], thing: Any, name: str, value: Any) -> None:
+        """Assign an attribute, and note it."""
+        key = (id(thing), name)
+        new = key not in self._noted and key[0] in self._around.objects
+        if new and threading.get_ident() == self._tracer and not _is_torchs_own(thing, name):
+            self._written[key] = thing
+        assign(thing, name, value)
 
     def _read(self, thing: Any, name: str, code: types.CodeType) -> None:
         key = (id(thing), name)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autopart
-from autopart.capture.habits.autocast import autocast_for
+from autopart.capture.trace.autocast import autocast_for
 from autopart.ir.errors import NonFiniteError
 from autopart.ir.shares import Division, parts
 from support.jobs.step_jobs import EVERY, cluster, compiled, fresh, refusal_of

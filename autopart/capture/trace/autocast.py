@@ -11,11 +11,10 @@ in the precision of their input.  So a program is captured for one type of devic
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx
@@ -23,7 +22,6 @@ from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from autopart.capture.call_signature import Unsure
 from autopart.ir.plan import Precision
 
 _DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,24 +54,10 @@ def is_stand_in(precision: Precision, device_type: str) -> bool:
     return precision in _DTYPES and device_type == "cuda" and not torch._C._has_cuda
 
 
-@contextlib.contextmanager
-def known_everywhere() -> Iterator[None]:
-    """Inside, torch takes an autocast for CUDA for what it is on a machine without CUDA too, where it would switch it
-    off: tracing needs the policy and no device."""
-    if torch.cuda.is_available():
-        yield
-        return
-    with (
-        mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
-        mock.patch("torch.cuda.is_bf16_supported", lambda *_: True),
-    ):
-        yield
-
-
 def inner_autocast(outer: Autocast | None, device_type: Any, dtype: Any, enabled: Any) -> Autocast | None:
-    """What holds inside a region that stands in another one.  Raises Unsure for two types of devices."""
+    """What holds inside a region that stands in another one.  Raises NotImplementedError for two types of devices."""
     if outer is not None and outer.device_type != device_type:
-        raise Unsure
+        raise NotImplementedError
     return Autocast(device_type, dtype or torch.get_autocast_dtype(device_type)) if enabled else None
 
 

@@ -1,7 +1,7 @@
-"""Uses of parameters that torch.export loses without a word, or stops at with another reason.
+"""Uses of parameters that torch.export loses silently, or stops at with a misleading error.
 
-Refused: a parameter that belongs to neither the model nor the loss function, and a change of a parameter's own numbers
-through `.data` in forward().
+Refused: a parameter that belongs to neither the model nor the loss function, a change of a parameter's values through
+`.data` in forward(), and gradients taken with torch.func.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ _CHANGES = frozenset({
     "__ipow__", "__iand__", "__ior__", "__ixor__",
 })  # fmt: skip
 _HARMLESS = {"__get__", "detach"}
-"""Reading a shape or a dtype, and taking the values alone."""
+"""Reading a shape or a dtype, and taking the values without their gradient."""
 
 
 class OwnParametersOnly(TorchFunctionMode):
-    """Inside, which is while a model is traced and its own parameters are fake, a real one is refused where it is used
-    as something to train."""
+    """Refuses, while a model is traced and its own parameters are fake, a real one that is used with gradients."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """modules: those that are traced; their parameters as they are while they are traced."""
+        """modules: the traced ones, which hold fake parameters by now."""
         super().__init__()
         self._own = {id(p): name for module in modules for name, p in module.named_parameters()}
         self._numbers: dict[int, tuple[torch.Tensor, str]] = {}
@@ -60,7 +59,7 @@ class OwnParametersOnly(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _see_numbers(self, func: Callable[..., Any], changed: torch.Tensor) -> None:
-        """Raises RefusedError where a function changes the numbers of one of the model's parameters."""
+        """Raise RefusedError if a function changes the values of one of the model's parameters."""
         name = getattr(func, "__name__", "")
         if func == _DATA.__set__ and id(changed) in self._own:
             raise _changed(self._own[id(changed)])
@@ -69,7 +68,7 @@ class OwnParametersOnly(TorchFunctionMode):
 
 
 def _is_trained(leaf: object) -> bool:
-    """Whether it is a real tensor that is to be trained, or one that a transform such as torch.func.grad made."""
+    """Return whether a real tensor requires a gradient, or a transform such as torch.func.grad made it."""
     return isinstance(leaf, torch.Tensor) and type(leaf) in _REAL and leaf.requires_grad and leaf.is_leaf
 
 

@@ -16,7 +16,7 @@ from torch import fx
 from torch._higher_order_ops.wrap import wrap_with_autocast
 from torch.export import ExportedProgram
 
-from autopart.capture.habits.autocast import Autocast, decomposed_under, has_kernel, inner_autocast
+from autopart.capture.trace.autocast import Autocast, decomposed_under, has_kernel, inner_autocast
 
 Env = dict[fx.Node, Any]
 

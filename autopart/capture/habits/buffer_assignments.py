@@ -1,13 +1,13 @@
 """Buffers that forward() assigns instead of changing them in place.
 
-torch.export puts a module's attributes back after tracing, so an assignment would be lost without a word.  The new
-value is written into the old buffer, which export carries over.
+torch.export puts a module's attributes back after tracing, so an assignment would be lost silently.  The new value is
+written into the old buffer, which export carries over.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -16,17 +16,18 @@ from autopart.ir.errors import RefusedError
 
 
 @contextlib.contextmanager
-def assignments(model: nn.Module) -> Iterator[None]:
-    """While a model's forward is traced: carry over what it assigns to buffers."""
+def assignments(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Carry over what the body, a traced forward(), assigns to buffers of these modules."""
     buffers = [
-        (module, path, name, tensor)
-        for path, module in model.named_modules()
-        for name, tensor in module._buffers.items()
+        (part, path, name, tensor)
+        for module in modules
+        for path, part in module.named_modules()
+        for name, tensor in part._buffers.items()
         if tensor is not None
     ]
     yield
-    for module, path, name, tensor in buffers:
-        _carry_over(module, ".".join(filter(None, (path, name))), name, tensor)
+    for part, path, name, tensor in buffers:
+        _carry_over(part, ".".join(filter(None, (path, name))), name, tensor)
 
 
 def _carry_over(module: nn.Module, full: str, name: str, old: torch.Tensor) -> None:

@@ -14,10 +14,6 @@ import torch
 from torch import fx
 
 
-class Unsure(Exception):
-    """Something about a call that no key can hold: sizes that depend on data, a complex or quantized operand."""
-
-
 @dataclass(frozen=True)
 class _Place:
     """Stands for an operand, by its number."""
@@ -28,7 +24,7 @@ class _Place:
 def call_key(
     target: Any, args: Any, kwargs: Any, kind_of: Callable[[fx.Node], Hashable]
 ) -> tuple[Hashable, tuple[fx.Node, ...]]:
-    """A key that is equal for calls that are alike, and the operands of this one.  Raises Unsure."""
+    """A key that is equal for calls that are alike, and the operands of this one.  Raises NotImplementedError."""
     operands: dict[fx.Node, int] = {}
     number: Any = lambda operand: _Place(operands.setdefault(operand, len(operands)))  # noqa: E731
     shape = fx.map_arg((args, kwargs), number)
@@ -36,12 +32,12 @@ def call_key(
 
 
 def tensor_kind(value: Any) -> Hashable:
-    """What a call can tell of an operand without reading it, gradients aside.  Raises Unsure."""
+    """What a call can tell of an operand without reading it, gradients aside.  Raises NotImplementedError."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized:
-        raise Unsure
+        raise NotImplementedError
     sizes = (*value.shape, *value.stride(), value.storage_offset())
     if value.is_complex() or value.is_conj() or value.is_neg() or not all(type(size) is int for size in sizes):
-        raise Unsure
+        raise NotImplementedError
     return (sizes, value.dim(), value.dtype, value.device)
 
 
@@ -52,5 +48,5 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, dict):
         return tuple((name, _frozen(item)) for name, item in value.items())
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        raise Unsure
+        raise NotImplementedError
     return (type(value), repr(value))

@@ -1,0 +1,48 @@
+"""The list of habits is complete, each entry names a test that exists, and every patch has a target in this torch."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+from autopart.capture.habits import habits
+from autopart.capture.habits.habits import HABITS, Habit
+from autopart.capture.trace.patches import PATCHES, patched
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_file_has_its_entry() -> None:
+    files = {path.stem for path in Path(habits.__file__).parent.glob("*.py")} - {"__init__", "habits"}
+    assert sorted(habit.file for habit in HABITS) == sorted(files)
+
+
+@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.file)
+def test_an_entry_says_what_it_is_for_and_names_a_test(habit: Habit) -> None:
+    assert habit.sees and habit.does and any((habit.patches, habit.around, habit.rewrite, habit.groups))
+    path, _, name = habit.test.partition("::")
+    functions = [node for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)]
+    assert name in {function.name for function in functions}
+
+
+def _targets() -> list[tuple[object, str]]:
+    known = [patch.target.rpartition(".") for patch in PATCHES if not patch.target.startswith("(")]
+    return [(pkgutil.resolve_name(home), name) for home, _, name in known]
+
+
+def test_every_patch_has_a_target_and_a_reason_and_stands_in_the_list_once() -> None:
+    assert all(hasattr(home, name) or hasattr(builtins, name) for home, name in _targets())
+    assert all(patch.reason and patch.torch for patch in PATCHES)
+    assert len({patch.target for patch in PATCHES}) == len(PATCHES)
+
+
+def test_all_patches_are_taken_back() -> None:
+    before = [vars(home).get(name) for home, name in _targets()]
+    with patched():
+        inside = [vars(home).get(name) for home, name in _targets()]
+    assert all(one is not other for one, other in zip(before, inside, strict=True))
+    assert [vars(home).get(name) for home, name in _targets()] == before

@@ -49,7 +49,7 @@ STEPS = (  # names that the compiler's own modules hold, and the pass whose time
     (reduction, "derive_loss_weight", "loss"),
     (reduction, "mark_rows", "loss"),
     (sources, "analytic_costs", "costs"),
-    (make, "ExtrapolatedCosts", "costs"),
+    (make, "CostModel", "costs"),
     (pipeline, "atoms", "atoms"),
     (pipeline, "coarsen", "coarsen"),
     (pipeline, "BlockChain", "chain"),

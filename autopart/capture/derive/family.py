@@ -19,7 +19,7 @@ from autopart.capture.derive.rows import require_same_program
 from autopart.ir.errors import CaptureError, RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.size import Size
-from autopart.passes.ops.resize import ResizableGraph
+from autopart.passes.ops.resize import resizable_to, resize
 
 
 class ProgramFamily:
@@ -56,17 +56,17 @@ class ProgramFamily:
 
     def known(self, sizes: Iterable[Size]) -> bool:
         """Whether `at` has an answer at each of these sizes.  O(ops + values)."""
-        return self.resizable(self.base.graph).known(sizes)
+        return resizable_to(self.base.graph, self.twin(self.base.graph), sizes)
 
     def at(self, size: Size) -> Graph:
         """The program at this size, captured or not.  O(ops + values).  Raises GraphError where it is not known."""
-        return self.resizable(self.base.graph).at(size)
+        return resize(self.base.graph, self.twin(self.base.graph), size)
 
-    def resizable(self, graph: Graph) -> ResizableGraph:
-        """The base's graph, perhaps with costs, and with it what shows how it grows."""
+    def twin(self, graph: Graph) -> Graph | None:
+        """The other graph, if it shows how a graph of the base's size grows with the rows (`resize`)."""
         if self.other is None or self.other.graph.structure_digest() != graph.structure_digest():
-            return ResizableGraph(graph)
-        return ResizableGraph(graph, self.other.graph)
+            return None
+        return self.other.graph
 
     def alone(self, size: Size) -> ProgramFamily:
         """The program captured at this size and at no other."""

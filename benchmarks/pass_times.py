@@ -32,8 +32,7 @@ from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.coarsen import coarsen
 from autopart.passes.ops.analytic_costs import analytic_costs
-from autopart.passes.ops.cost_model import ExtrapolatedCosts
-from autopart.passes.ops.resize import ResizableGraph
+from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.pipeline import BLOCKS, PlannerInput, build, search
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
@@ -87,7 +86,7 @@ def passes(layers: int, runs: int) -> dict[str, float]:
     fine = timed("atoms", lambda: atoms(graph))
     blocks = timed("coarsen", lambda: coarsen(fine, blocks=BLOCKS))
     kinds = device_types(cluster)
-    cost_model = ExtrapolatedCosts(ResizableGraph(graph), kinds)  # at the captured rows only, as requested below
+    cost_model = CostModel(graph, None, kinds)  # at the captured rows only, as requested below
     request = PlanRequest(((2,) * MICROS,), stages=STAGES, replicas=1)
 
     def space() -> SearchSpace:

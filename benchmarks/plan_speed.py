@@ -35,7 +35,7 @@ from common import RESULTS, write
 
 from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch.batch import Batch, flatten
-from autopart.capture.derive import reduction
+from autopart.capture.derive import family, reduction
 from autopart.costs import sources
 from autopart.files.clusters import parse_cluster
 from autopart.ir.cluster import Cluster
@@ -50,7 +50,7 @@ STEPS = (  # (module, function name, pass to which its time belongs)
     (reduction, "derive_loss_weight", "loss"),
     (reduction, "mark_rows", "loss"),
     (sources, "analytic_costs", "costs"),
-    (make, "ExtrapolatedCosts", "costs"),
+    (make, "CostModel", "costs"),
     (pipeline, "atoms", "atoms"),
     (pipeline, "coarsen", "coarsen"),
     (pipeline, "BlockChain", "chain"),

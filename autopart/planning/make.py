@@ -35,7 +35,7 @@ from autopart.ir.program import BUCKET_BYTES
 from autopart.ir.size import Size
 from autopart.options import Options
 from autopart.passes.graph.module_groups import wanted_groups
-from autopart.passes.ops.cost_model import ExtrapolatedCosts
+from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.ops.table import registered
 from autopart.passes.pipeline import PlannerInput, build
 from autopart.passes.program.routing import divided_values
@@ -154,11 +154,11 @@ def _costs(problem: Problem) -> CostedGraph:
 @_phase("searching a plan")
 def _built(problem: Problem, costs: CostedGraph) -> Plan:
     """The plan for one of the splits, kept from before or new."""
-    resizable = problem.family.resizable(costs.graph)
+    twin = problem.family.twin(costs.graph)
     request, notes = _request(problem, costs.graph)
-    cost_model = ExtrapolatedCosts(resizable, device_types(problem.cluster))
+    cost_model = CostModel(costs.graph, twin, device_types(problem.cluster))
     asked = PlannerInput(costs.graph, cost_model, torch.__version__, costs.source, GROUP_NS[problem.cluster.kind])
-    plan = _found_or_built(asked, resizable.other, problem.cluster, request, problem.options)
+    plan = _found_or_built(asked, twin, problem.cluster, request, problem.options)
     precision = precision_of(problem.options, None)
     if is_stand_in(precision, problem.cluster.kind):
         notes = (*notes, "this torch has no CUDA: its casts are those of CPUs; to run it, plan again on the cluster")

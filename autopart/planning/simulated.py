@@ -12,7 +12,7 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
 from autopart.options import Options
-from autopart.passes.ops.cost_model import ExtrapolatedCosts
+from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
 from autopart.passes.simulation.estimate import timeline_of
@@ -41,7 +41,7 @@ def simulate_plan(
     devices = device_types(cluster)
     factor, _ = state_factor(options.optimizer, narrowest_bytes(graph), masters=options.master_weights)
     family = ProgramFamily(captures, batch, captured, other)
-    cost_model = ExtrapolatedCosts(family.resizable(graph), devices)
+    cost_model = CostModel(graph, family.twin(graph), devices)
     slices = None
     if plan.decision.token_slices:
         recipe = asked_slices(plan.decision.token_slices, captures, batch, Size(rows)).recipe

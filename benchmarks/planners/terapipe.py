@@ -30,14 +30,15 @@ def cut_batch(times: Mapping[int, SliceTimes], batch: int, others: float, eps_ns
     """Return the best cut of a batch by rows and tokens. times: for each allowed number of rows per micro-batch.
 
     Micro-batches with the same rows share one token cut; the largest come first. Raises UsageError if no numbers of
-    rows compose the batch. O(limits solved * (sizes * cells^2 + sizes * batch)).
+    rows compose the batch. eps_ns: of limits that differ by less only the largest is tried, which loses at most
+    others * eps_ns. O(limits solved * (sizes * cells^2 + sizes * batch)).
     """
     sizes = sorted(times)
 
     def totals(limits: Ints) -> Ints:
         return _knapsack(sizes, {rows: least_sums(own, limits)[:, -1] for rows, own in times.items()}, batch)[:, -1]
 
-    candidates = limits_of(times, eps_ns)
+    candidates = _clusters(np.unique(np.concatenate([limits_of(own) for own in times.values()])), eps_ns)
     if totals(candidates[-1:])[0] >= NEVER:
         raise UsageError(f"no micro-batches of {', '.join(map(str, sizes))} rows make up a batch of {batch}")
     limit = best_limit(candidates, totals, others)
@@ -56,6 +57,17 @@ def cut_batch(times: Mapping[int, SliceTimes], batch: int, others: float, eps_ns
     micro_batches = tuple((rows, walks[rows][0]) for rows in chosen)
     total = int(filled[batch])
     return TokenCut(micro_batches, total, slowest, objective(total, slowest, others))
+
+
+def _clusters(limits: Ints, eps_ns: int) -> Ints:
+    """The largest of the limits within eps of the first of a cluster, ascending."""
+    if eps_ns <= 0:
+        return limits
+    kept, at = [], 0
+    while at < len(limits):
+        at = int(np.searchsorted(limits, limits[at] + eps_ns, side="right"))
+        kept.append(limits[at - 1])
+    return np.array(kept, dtype=np.int64)
 
 
 def _knapsack(sizes: Sequence[int], best: Mapping[int, Ints], batch: int) -> Ints:

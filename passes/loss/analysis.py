@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
-from autopart.ir.graph import Graph, Value
+from autopart.ir.graph import Graph, LossReduction, Value
 from autopart.passes.loss.batch_numbers import of_inputs_alone
 from autopart.passes.loss.masks import Masks
 from autopart.passes.loss.move_rules import MOVE_RULES, NO_RULE, create, is_zero
@@ -25,8 +25,7 @@ from autopart.passes.ops.placement import (
     SHARD,
     TERMS,
     UNPROVEN,
-    Count,
-    Placement,
+    RowPlacement,
     RuleExit,
 )
 from autopart.passes.ops.propagation import Rule, by_letters, cast, divide
@@ -40,9 +39,11 @@ CHANGED_BUFFER = "which every micro-batch changes for the next"
 DIVIDES_BY_NONE = "what it divides need not be 0 in a micro-batch where it divides by 0"
 
 
-def analyse(graph: Graph, other: Graph, proven: frozenset[str] = frozenset()) -> dict[str, Placement]:
-    """The placement of every value.  O(ops)."""
-    return Analysis(graph, other)(proven)
+def analyse(
+    graph: Graph, other: Graph, proven: frozenset[str], given: frozenset[str] = frozenset()
+) -> dict[str, RowPlacement]:
+    """The placement of every value.  proven, given: see `Analysis`.  O(ops)."""
+    return Analysis(graph, other, given)(proven)
 
 
 class Analysis:
@@ -56,7 +57,7 @@ class Analysis:
     def __init__(self, graph: Graph, other: Graph, given: frozenset[str] = frozenset()) -> None:
         """given: values that are `of_batch` where they are a sum or a mean.  O(ops)."""
         self.graph, self.other = graph, other
-        self.of_batch: dict[str, Placement] = {}
+        self.of_batch: dict[str, RowPlacement] = {}
         self._given_whole = given
         self._values, self._other_values = graph.value_map(), other.value_map()
         self._params = graph.param_map()
@@ -64,21 +65,21 @@ class Analysis:
         self._countable = of_inputs_alone(graph)
         for op in graph.ops:
             self._masks.see(op, self._values)
-        self._given: dict[str, Placement] = {}
+        self._given: dict[str, RowPlacement] = {}
         for name in graph.inputs:
             axis = self._values[name].rows_axis
-            self._given[name] = CONSTANT if axis is None else Placement(SHARD, axis=axis, stride_factor=1)
+            self._given[name] = CONSTANT if axis is None else RowPlacement(SHARD, axis=axis, stride_factor=1)
         for param in graph.params:
             if param.kind == "constant" and param.size_bytes:
                 why = "a constant may hold a number that depends on the batch size"
-                self._given[param.name] = Placement(UNPROVEN, why=why)
+                self._given[param.name] = RowPlacement(UNPROVEN, why=why)
         for buffer, _ in graph.updates:
             why = f"it reads buffer {buffer}, {CHANGED_BUFFER}"
-            self._given[buffer] = Placement(COUPLED, why=why)
+            self._given[buffer] = RowPlacement(COUPLED, why=why)
         self._constants = {p.name for p in graph.params if p.kind == "constant"} - {b for b, _ in graph.updates}
-        self._last: list[tuple[list[Placement], list[Placement]]] = [([], [])] * len(graph.ops)
+        self._last: list[tuple[list[RowPlacement], list[RowPlacement]]] = [([], [])] * len(graph.ops)
 
-    def __call__(self, proven: frozenset[str]) -> dict[str, Placement]:
+    def __call__(self, proven: frozenset[str]) -> dict[str, RowPlacement]:
         """The placement of every value.  proven: see `derive_loss_weight`."""
         self.of_batch.clear()
         settled = self._constants & proven
@@ -92,7 +93,7 @@ class Analysis:
                 placements[written] = self._whole(written, _settled(context, written, placement, proven))
         return placements
 
-    def _counted(self, context: OpContext, placement: Placement) -> Placement:
+    def _counted(self, context: OpContext, placement: RowPlacement) -> RowPlacement:
         """x / count tells x only of micro-batches that count something: in the others x has to be 0."""
         above, below = context.arg("self"), context.arg("other")
         if placement.count is None or not isinstance(above, str) or not isinstance(below, str):
@@ -101,15 +102,15 @@ class Analysis:
             return placement
         if self._masks.empty_with(above[1:], below[1:]) or self._masks.count_behind(above[1:], below[1:]):
             return placement
-        return Placement(COUPLED, why=DIVIDES_BY_NONE)
+        return RowPlacement(COUPLED, why=DIVIDES_BY_NONE)
 
-    def _whole(self, name: str, placement: Placement) -> Placement:
+    def _whole(self, name: str, placement: RowPlacement) -> RowPlacement:
         if name not in self._given_whole or placement.tag != PARTIAL:
             return placement
         self.of_batch[name] = placement
         return CONSTANT
 
-    def _placements_of(self, number: int, context: OpContext) -> list[Placement]:
+    def _placements_of(self, number: int, context: OpContext) -> list[RowPlacement]:
         operands = [context.placements.get(name, CONSTANT) for name in context.op.reads + context.op.params]
         before, found = self._last[number]
         if not found or before != operands:
@@ -118,19 +119,19 @@ class Analysis:
         return found
 
 
-def _settled(context: OpContext, name: str, placement: Placement, proven: frozenset[str]) -> Placement:
+def _settled(context: OpContext, name: str, placement: RowPlacement, proven: frozenset[str]) -> RowPlacement:
     value = context.values[name]
     known = placement.tag not in (UNPROVEN, COUPLED)
     if known and _fits(placement, value, context.other_values[name], context.rows, context.other_rows):
         return placement
     if known:
-        placement = Placement(UNPROVEN, why="its shape does not follow the rule for this op")
+        placement = RowPlacement(UNPROVEN, why="its shape does not follow the rule for this op")
     if placement.tag == UNPROVEN and not placement.gated and name in proven and value.rows_axis is not None:
-        return Placement(SHARD, axis=value.rows_axis, stride_factor=1)
+        return RowPlacement(SHARD, axis=value.rows_axis, stride_factor=1)
     return replace(placement, op=placement.op or context.op.name, gated=placement.gated or value.dtype == "bool")
 
 
-def _fits(placement: Placement, value: Value, other: Value, rows: int, other_rows: int) -> bool:
+def _fits(placement: RowPlacement, value: Value, other: Value, rows: int, other_rows: int) -> bool:
     """True when a derived placement agrees with the shapes of both captures: a cross-check of every rule."""
     if placement.has_rows:
         if value.rows_axis != placement.axis:
@@ -141,7 +142,7 @@ def _fits(placement: Placement, value: Value, other: Value, rows: int, other_row
     return value.shape == other.shape
 
 
-def _masked_mean(context: OpContext, masks: Masks) -> list[Placement] | None:
+def _masked_mean(context: OpContext, masks: Masks) -> list[RowPlacement] | None:
     """x / count.clamp(min=1) where x vanishes when the count does (`masks`), else None."""
     above, below = context.arg("self"), context.arg("other")
     if context.name != "div" or context.arg("rounding_mode") is not None:
@@ -152,23 +153,23 @@ def _masked_mean(context: OpContext, masks: Masks) -> list[Placement] | None:
     if count is None or placement.tag not in (PARTIAL, SHARD) or not placement.plain:
         return None
     counted = context.placements[count]
-    if counted != Placement(PARTIAL, witness=counted.witness):
+    if counted != RowPlacement(PARTIAL, witness=counted.witness):
         return None
-    return [Placement(placement.tag, 0, Count(count), placement.axis, placement.stride_factor)]
+    return [RowPlacement(placement.tag, 0, LossReduction("tokens", count), placement.axis, placement.stride_factor)]
 
 
-def _placements_of(context: OpContext) -> list[Placement]:
+def _placements_of(context: OpContext) -> list[RowPlacement]:
     """Placements of the results of one op."""
     count = len(context.op.writes)
     if context.name == "mul" and 0 in (context.arg("self"), context.arg("other")) and not context.out.shape:
-        return [Placement(REPLICATE, zero=True)]  # a term of the loss that is switched off
+        return [RowPlacement(REPLICATE, zero=True)]  # a term of the loss that is switched off
     operands = [context.placement(ref) for ref in context.tensors()]
     if context.row.family != CREATION:
         worst = [p for tag in (COUPLED, UNPROVEN) for p in operands if p.tag == tag]
         if worst:
             return [replace(worst[0], gated=any(p.gated for p in worst))] * count
     if any(_growing_axes(context, written) > 1 for written in context.op.writes):
-        return [Placement(COUPLED, why="it combines every row of the batch with every other")] * count
+        return [RowPlacement(COUPLED, why="it combines every row of the batch with every other")] * count
     try:
         sums = context.row.family != CREATION and any(placement.tag == TERMS for placement in operands)
         found = of_terms(context) if sums else _apply(context, operands)
@@ -182,16 +183,16 @@ def _growing_axes(context: OpContext, name: str) -> int:
     return sum(a != b for a, b in zip(*shapes, strict=True))
 
 
-def _apply(context: OpContext, operands: list[Placement]) -> Placement | list[Placement]:
+def _apply(context: OpContext, operands: list[RowPlacement]) -> RowPlacement | list[RowPlacement]:
     changing = {key for key, _ in context.op.attrs if context.differs(key)}
     fixed = all(placement.tag == REPLICATE and placement.plain for placement in operands)
     if fixed and not changing and all(context.values[w].rows_axis is None for w in context.op.writes):
-        return Placement(REPLICATE, zero=is_zero(context))
+        return RowPlacement(REPLICATE, zero=is_zero(context))
     rule = _rule(context)
     if rule is None:
-        return Placement(UNPROVEN, why="no rule says how it treats the rows of the batch")
+        return RowPlacement(UNPROVEN, why="no rule says how it treats the rows of the batch")
     if context.row.family not in (POINTWISE, CREATION) and changing - _SIZES:
-        return Placement(COUPLED, why=f"its argument {min(changing - _SIZES)} changes with the size of the batch")
+        return RowPlacement(COUPLED, why=f"its argument {min(changing - _SIZES)} changes with the size of the batch")
     return rule(context)
 
 

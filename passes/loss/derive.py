@@ -31,8 +31,7 @@ from autopart.passes.ops.placement import (
     SHARD,
     TERMS,
     UNPROVEN,
-    Count,
-    Placement,
+    RowPlacement,
 )
 from autopart.passes.ops.table import op_name
 
@@ -150,7 +149,7 @@ def _derived(analysis: Analysis, proven: frozenset[str], stated: str | None) -> 
     return reduction
 
 
-def _meanings(graph: Graph, placements: Mapping[str, Placement], op: str, stated: str) -> tuple[LossReduction, ...]:
+def _meanings(graph: Graph, placements: Mapping[str, RowPlacement], op: str, stated: str) -> tuple[LossReduction, ...]:
     """What a statement about an opaque loss may mean.  A mean may be one over labels that are not ignored: over class
     numbers that the opaque op reads, without -100 or a number that is an argument of the op.  That comes first, since
     where nothing is ignored it is the mean over rows too."""
@@ -166,13 +165,13 @@ def _meanings(graph: Graph, placements: Mapping[str, Placement], op: str, stated
         if values[name].dtype.startswith("int")
         and placements[name].tag == SHARD
         and placements[name].plain
-        and not count_problem(graph, Count(name))
+        and not count_problem(graph, LossReduction("tokens", name))
     ]
     counts = tuple(LossReduction("tokens", name, ignore) for name in labels for ignore in dict.fromkeys(ignored))
     return counts if stated == "token-mean" else (*counts, LossReduction("rows"))
 
 
-def _weight(graph: Graph, found: Placement, op: str) -> LossReduction:
+def _weight(graph: Graph, found: RowPlacement, op: str) -> LossReduction:
     """How a value combines.  op: where it is used, for the refusal."""
     if found.tag == REPLICATE and found.plain:
         return LossReduction("any")
@@ -185,11 +184,10 @@ def _weight(graph: Graph, found: Placement, op: str) -> LossReduction:
     reason = count_problem(graph, found.count)
     if reason:
         raise _refusal(graph, op, reason)
-    count = found.count
-    return LossReduction("tokens", count.value, count.ignore, count.classes, count.smoothed)
+    return found.count
 
 
-def _terms(graph: Graph, placements: Mapping[str, Placement], loss: str, stated: str | None) -> tuple[Adjusted, ...]:
+def _terms(graph: Graph, placements: Mapping[str, RowPlacement], loss: str, stated: str | None) -> tuple[Adjusted, ...]:
     """The terms of a sum with what weighs each."""
     try:
         found = summands(graph, placements, loss)
@@ -246,14 +244,14 @@ def agree(weight: LossReduction, stated: str | None) -> LossReduction:
     return weight
 
 
-def count_problem(graph: Graph, count: Count) -> str:
+def count_problem(graph: Graph, count: LossReduction) -> str:
     """Why a count cannot be taken before the step, from the batch alone; "" when it can."""
     params, updated = graph.param_map(), {buffer for buffer, _ in graph.updates}
     classes = params.get(count.classes or "")
     if classes is not None and (classes.trainable or classes.name in updated):
         return f"the class weights {classes.name} that it divides by change in the step"
     ops = {w: op for op in graph.ops for w in op.writes}
-    queue, seen = [count.value, *([count.classes] if count.classes else [])], set[str]()
+    queue, seen = list(count.counted()), set[str]()
     while queue:
         op = ops.get(queue.pop())
         if op is None or op.name in seen:
@@ -267,20 +265,31 @@ def count_problem(graph: Graph, count: Count) -> str:
     return ""
 
 
-def _open_constants(graph: Graph, placements: dict[str, Placement]) -> frozenset[str]:
+def _open_constants(graph: Graph, placements: dict[str, RowPlacement]) -> frozenset[str]:
     """Lifted constants that matter to the loss and are not known to be equal in both captures."""
-    found = unproven_sources(graph, placements, graph.outputs[0])
+    found = _unproven_sources(graph, placements, graph.outputs[0])
     return found & {p.name for p in graph.params}
 
 
-def _to_test(graph: Graph, placements: dict[str, Placement], loss: str) -> frozenset[str]:
+def _to_test(graph: Graph, placements: dict[str, RowPlacement], loss: str) -> frozenset[str]:
     """Unproven values along the rows that the loss depends on through unproven values only."""
     axes = {v.name: v.rows_axis for v in graph.values}
-    found = unproven_sources(graph, placements, loss)
+    found = _unproven_sources(graph, placements, loss)
     return frozenset(name for name in found if axes.get(name) is not None and not placements[name].gated)
 
 
-def unproven_sources(graph: Graph, placements: dict[str, Placement], loss: str) -> frozenset[str]:
+def require_proven(
+    graph: Graph, placements: dict[str, RowPlacement], names: Iterable[str], proven: frozenset[str]
+) -> None:
+    """Raise UnprovenRows where one of these values depends on unproven ones that were not tested yet.  O(reads)."""
+    unproven = [name for name in names if placements[name].tag == UNPROVEN]
+    sources = frozenset[str]().union(*(_unproven_sources(graph, placements, name) for name in unproven)) - proven
+    if sources:
+        where = where_of(graph, graph.writer().get(unproven[0], unproven[0]))
+        raise UnprovenRows(sources, where, placements[unproven[0]].why)
+
+
+def _unproven_sources(graph: Graph, placements: dict[str, RowPlacement], loss: str) -> frozenset[str]:
     """Unproven values and constants that the loss depends on through unproven ones only.  O(reads)."""
     ops = {w: op for op in graph.ops for w in op.writes}
     queue, seen = [loss], set[str]()

@@ -12,9 +12,9 @@ from collections.abc import Collection
 from autopart.ir.errors import UndividedError
 from autopart.ir.graph import Graph
 from autopart.ir.shares import RowLayout
-from autopart.passes.loss.analysis import Analysis
-from autopart.passes.loss.derive import UnprovenRows, unproven_sources, where_of
-from autopart.passes.ops.placement import INDEX, REPLICATE, SHARD, UNPROVEN, Placement
+from autopart.passes.loss.analysis import analyse
+from autopart.passes.loss.derive import require_proven, where_of
+from autopart.passes.ops.placement import INDEX, REPLICATE, SHARD, UNPROVEN, RowPlacement
 
 _FIX = "use replicas=1, the same number of replicas for every stage, or other cuts"
 _WHY = {
@@ -38,27 +38,24 @@ def find_layouts(
     drawn: what random ops read and write in a stage with replicas.  whole: numbers that stand for the whole batch
     wherever they are read.  Raises UndividedError for a value that cannot be divided, and UnprovenRows.  O(ops).
     """
-    placements = Analysis(graph, other, whole)(proven)
+    placements = analyse(graph, other, proven, whole)
     axes = {value.name: value.rows_axis for value in graph.values}
     asked = [*crossing, *(name for name in drawn if axes.get(name) is not None)]
-    unproven = [name for name in asked if placements[name].tag == UNPROVEN]
-    sources = frozenset[str]().union(*(unproven_sources(graph, placements, name) for name in unproven)) - proven
-    if sources:
-        raise UnprovenRows(sources, _where(graph, unproven[0]), placements[unproven[0]].why)
+    require_proven(graph, placements, asked, proven)
     found: dict[str, RowLayout | None] = dict.fromkeys(drawn)
     for name in asked:
         found[name] = _layout(graph, name, placements[name], crosses=name in crossing)
     return found
 
 
-def _layout(graph: Graph, name: str, placement: Placement, *, crosses: bool) -> RowLayout | None:
+def _layout(graph: Graph, name: str, placement: RowPlacement, *, crosses: bool) -> RowLayout | None:
     if placement.tag == SHARD and (placement.plain or not crosses):
         return RowLayout(placement.axis, max(1, placement.stride_factor))
     if placement.tag == REPLICATE and placement.plain:
         return None
     refusal = UndividedError(
         f"value {name} cannot be divided between replicas",
-        where=_where(graph, name),
+        where=where_of(graph, graph.writer().get(name, name)),
         why=_WHY.get(placement.tag, "")
         or placement.why
         or "it is a sum or a mean over the rows that a replica has, and another stage has other replicas",
@@ -66,8 +63,3 @@ def _layout(graph: Graph, name: str, placement: Placement, *, crosses: bool) -> 
     )
     refusal.value = name
     raise refusal
-
-
-def _where(graph: Graph, value: str) -> str:
-    writer = graph.writer()
-    return where_of(graph, writer[value]) if value in writer else value

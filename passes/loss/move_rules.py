@@ -13,17 +13,17 @@ from autopart.passes.ops.placement import (
     PARTIAL,
     REPLICATE,
     SHARD,
-    Placement,
+    RowPlacement,
     added,
     coupled,
     same_stride,
     unproven,
 )
-from autopart.passes.ops.propagation import Operand, Rule, by_letters, combined, spread, without_rows
+from autopart.passes.ops.propagation import Rule, by_letters, combined, spread, without_rows
 from autopart.passes.ops.row import CREATION, VIEW
 
 
-def reshape(context: OpContext) -> Placement:
+def reshape(context: OpContext) -> RowPlacement:
     """Row-major order is kept, so the elements before the rows axis must multiply to the same number on both sides."""
     ref, placement = context.first()
     if not placement.has_rows:
@@ -40,14 +40,12 @@ def reshape(context: OpContext) -> Placement:
     return placement.along(axis, placement.stride_factor if untouched else stride)
 
 
-def broadcast_tensors(context: OpContext) -> list[Placement]:
+def broadcast_tensors(context: OpContext) -> list[RowPlacement]:
     """Each operand spread to the common shape."""
     placements = [context.placement(ref) for ref in context.tensors()]
     names = [str(axis) for axis in range(len(context.out.shape))]
     shapes = [context.shape(ref) for ref in context.tensors()]
-    operands = [
-        Operand(p, names[-len(shape) :] if shape else (), shape) for p, shape in zip(placements, shapes, strict=True)
-    ]
+    operands = [(p, names[-len(shape) :] if shape else (), shape) for p, shape in zip(placements, shapes, strict=True)]
     rows = combined(operands, names)
     found = placements
     if rows.tag == SHARD:
@@ -59,14 +57,14 @@ def broadcast_tensors(context: OpContext) -> list[Placement]:
     return found
 
 
-def repeat(context: OpContext) -> Placement:
+def repeat(context: OpContext) -> RowPlacement:
     """repeat, tile: copies along the rows axis would put a row in several places."""
     ref, placement = context.first()
     ndim, out = len(context.shape(ref)), context.out
     counts = ints(context.arg("repeats", context.arg("dims")))
     counts = (1,) * (ndim - len(counts)) + counts
     if placement.tag == REPLICATE and out.rows_axis is not None:
-        return Placement(SHARD, placement.scale, placement.count, out.rows_axis, 1)
+        return RowPlacement(SHARD, placement.scale, placement.count, out.rows_axis, 1)
     if not placement.has_rows:
         return spread(context, placement)
     axis = placement.axis + len(counts) - ndim
@@ -74,7 +72,7 @@ def repeat(context: OpContext) -> Placement:
     return placement.along(axis, placement.stride_factor if copies == 1 else max(1, placement.stride_factor) * copies)
 
 
-def repeat_interleave(context: OpContext) -> Placement:
+def repeat_interleave(context: OpContext) -> RowPlacement:
     """Each element repeated in place: rows stay in order."""
     placement = context.first()[1]
     known = isinstance(context.arg("repeats"), int) and isinstance(context.arg("dim"), int)
@@ -83,7 +81,7 @@ def repeat_interleave(context: OpContext) -> Placement:
     return placement.along(placement.axis)
 
 
-def take_axis(context: OpContext) -> Placement | list[Placement]:
+def take_axis(context: OpContext) -> RowPlacement | list[RowPlacement]:
     """slice, select, split, chunk, unbind, narrow: along the rows only whole blocks of a concatenation of batches."""
     ref, placement = context.first()
     dim = context.axis("dim", len(context.shape(ref)))
@@ -95,7 +93,7 @@ def take_axis(context: OpContext) -> Placement | list[Placement]:
     return _whole_blocks(context, ref, placement)
 
 
-def _whole_blocks(context: OpContext, ref: str, placement: Placement) -> Placement:
+def _whole_blocks(context: OpContext, ref: str, placement: RowPlacement) -> RowPlacement:
     """cat((a, b)) holds two blocks of rows; taking one of them back is exact."""
     size, other_size = (values[ref[1:]].shape[placement.axis] for values in (context.values, context.other_values))
     blocks = max(1, placement.stride_factor)
@@ -114,7 +112,7 @@ def _bound(value: Literal, size: int) -> int:
     return max(0, min(size, number + size if number < 0 else number))
 
 
-def join(context: OpContext) -> Placement:
+def join(context: OpContext) -> RowPlacement:
     """cat, stack."""
     refs = [ref for ref in context.tensors() if math.prod(context.shape(ref)) or len(context.shape(ref)) != 1]
     operands = [context.placement(ref) for ref in refs]
@@ -144,7 +142,7 @@ def join(context: OpContext) -> Placement:
     return first.along(axis, layouts.pop() * len(refs))
 
 
-def create(context: OpContext) -> Placement:
+def create(context: OpContext) -> RowPlacement:
     """zeros, full, rand and the like: the same in every row (random numbers: of the same distribution).
 
     `zeros_like(x)` does not depend on what x holds.
@@ -155,8 +153,8 @@ def create(context: OpContext) -> Placement:
     scale = sum(context.growth(context.arg(key), context.other_arg(key)) for key in ("fill_value", "s"))
     axis = context.out.rows_axis
     if axis is None:
-        return Placement(REPLICATE, scale, zero=is_zero(context))
-    return Placement(SHARD, scale, axis=axis, stride_factor=0)
+        return RowPlacement(REPLICATE, scale, zero=is_zero(context))
+    return RowPlacement(SHARD, scale, axis=axis, stride_factor=0)
 
 
 def is_zero(context: OpContext) -> bool:
@@ -168,27 +166,27 @@ def is_zero(context: OpContext) -> bool:
     return context.row.family == CREATION and context.arg("fill_value", context.arg("s")) == 0
 
 
-def arange(context: OpContext) -> Placement:
+def arange(context: OpContext) -> RowPlacement:
     """arange(k * rows) counts the rows, k numbers to each; any other range that grows with the batch is unknown."""
     if context.out.rows_axis is None:
         if any(context.differs(key) for key in ("start", "end", "step")):
             raise coupled("its numbers change with the size of the batch")
-        return Placement(REPLICATE)
+        return RowPlacement(REPLICATE)
     if "int" not in context.out.dtype:
         raise coupled("it makes numbers that grow with the batch")
     if context.out.shape[0] % context.rows or context.arg("start", 0) != 0 or context.arg("step", 1) != 1:
         raise unproven("it makes numbers that grow with the batch")
-    return Placement(INDEX, axis=0, stride_factor=1)
+    return RowPlacement(INDEX, axis=0, stride_factor=1)
 
 
-def embedding(context: OpContext) -> Placement | list[Placement]:
+def embedding(context: OpContext) -> RowPlacement | list[RowPlacement]:
     """Rows of a table by number."""
     if context.arg("scale_grad_by_freq") is True:
         raise coupled("it scales gradients by how often an index stands in the whole batch")
     return by_letters(context)
 
 
-def index(context: OpContext) -> Placement:
+def index(context: OpContext) -> RowPlacement:
     """x[i, j, ...] with tensors: exact when the rows are not indexed, or are indexed by arange(rows).
 
     What is picked lies where the indices lie, if those are next to each other, else in front.
@@ -212,11 +210,11 @@ def index(context: OpContext) -> Placement:
     if any(p.tag == INDEX for p in found.values()):
         raise unproven("it looks up by the number of the row in the micro-batch")
     shapes = {axis: context.shape(pick) for axis, pick in used.items()}
-    picked = combined([Operand(p, names[ndim - len(shapes[a]) :], shapes[a]) for a, p in found.items()], names)
+    picked = combined([(p, names[ndim - len(shapes[a]) :], shapes[a]) for a, p in found.items()], names)
     if placement.tag == REPLICATE and picked.tag == REPLICATE:
         return placement
     if placement.tag == REPLICATE or by_row_number:
-        return Placement(SHARD, *placement.factor, start + picked.axis, picked.stride_factor)
+        return RowPlacement(SHARD, *placement.factor, start + picked.axis, picked.stride_factor)
     if picked.tag != REPLICATE:
         raise coupled("it picks, for every row, from every row of the batch")
     before = sum(1 for axis in range(placement.axis) if axis not in axes)
@@ -232,14 +230,14 @@ def _picks(context: OpContext, ndim: int) -> dict[int, str]:
     return {axis: pick for axis, pick in enumerate(picks) if isinstance(pick, str)}
 
 
-def _check_row_number(context: OpContext, placement: Placement, pick: str) -> None:
+def _check_row_number(context: OpContext, placement: RowPlacement, pick: str) -> None:
     """x[arange(n), ...], with n the size of the axis of the rows: as many numbers as there are places."""
     size, number = context.shape(context.arg("self"))[placement.axis], context.placement(pick)
     if number.tag != INDEX or placement.stride_factor > 1 or context.shape(pick)[number.axis] != size:
         raise unproven("it reorders the rows of the batch by an index")
 
 
-def scatter_add(context: OpContext) -> Placement | list[Placement]:
+def scatter_add(context: OpContext) -> RowPlacement | list[RowPlacement]:
     """Rows added up by an index of each row; from nothing, that is a sum over the rows."""
     if not context.first()[1].zero:
         return by_letters(context)
@@ -248,7 +246,7 @@ def scatter_add(context: OpContext) -> Placement | list[Placement]:
     if not all(p.tag == SHARD and p.plain and p.axis == dim for p in operands):
         raise unproven("it adds up rows of the batch by an index")
     same_stride(operands)
-    return Placement(PARTIAL)
+    return RowPlacement(PARTIAL)
 
 
 MOVE_RULES: dict[str, Rule] = {

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from autopart.passes.ops.context import OpContext
-from autopart.passes.ops.placement import INDEX, REPLICATE, SHARD, Placement, coupled, unproven
+from autopart.passes.ops.placement import INDEX, REPLICATE, SHARD, RowPlacement, coupled, unproven
 from autopart.passes.ops.propagation import Rule
 
 
-def masked_scatter(context: OpContext) -> Placement:
+def masked_scatter(context: OpContext) -> RowPlacement:
     """Exact where each row of the mask has as many places as the source has elements in that row, which capture asks
     every batch, and where all three hold the rows in order along their first axis."""
     operands = [context.argument(name) for name in ("self", "mask", "source")]
@@ -17,10 +17,10 @@ def masked_scatter(context: OpContext) -> Placement:
         )
     if not all(p.tag == SHARD and p.plain and p.axis == 0 and p.stride_factor <= 1 for p in operands):
         raise unproven("what it fills places with is not known to lie in the order of the rows")
-    return Placement(SHARD, axis=0, stride_factor=1)
+    return RowPlacement(SHARD, axis=0, stride_factor=1)
 
 
-def unfold(context: OpContext) -> Placement:
+def unfold(context: OpContext) -> RowPlacement:
     """Windows along one axis; a new last axis holds what is in each."""
     ref, placement = context.first()
     axes = len(context.shape(ref))
@@ -29,7 +29,7 @@ def unfold(context: OpContext) -> Placement:
     return placement
 
 
-def index_put(context: OpContext) -> Placement:
+def index_put(context: OpContext) -> RowPlacement:
     """x[mask] = c, x[:, places] = c, and x[arange(rows), places] = c, where c is the same for every row."""
     ref, placement = context.first()
     indices = context.arg("indices")
@@ -55,7 +55,7 @@ def index_put(context: OpContext) -> Placement:
     return placement
 
 
-def _one_place_each(context: OpContext, rows_axis: int, picks: dict[int, str], found: dict[int, Placement]) -> bool:
+def _one_place_each(context: OpContext, rows_axis: int, picks: dict[int, str], found: dict[int, RowPlacement]) -> bool:
     """Whether row i of the indices picks row i and places of its own."""
     flat = all(len(context.shape(pick)) == 1 for pick in picks.values())
     others = (p for axis, p in found.items() if axis != rows_axis)

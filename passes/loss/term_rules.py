@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopart.ir.graph import LossReduction
 from autopart.passes.ops.context import OpContext
-from autopart.passes.ops.placement import PARTIAL, REPLICATE, SHARD, Count, Placement, coupled, need_plain, unproven
-from autopart.passes.ops.propagation import Operand, any_function, combined
+from autopart.passes.ops.placement import PARTIAL, REPLICATE, SHARD, RowPlacement, coupled, need_plain, unproven
+from autopart.passes.ops.propagation import any_function, combined
 
 NONE, MEAN, SUM = 0, 1, 2
 """torch.nn._reduction's numbers."""
 
 
-def averaged(context: OpContext) -> Placement | list[Placement]:
+def averaged(context: OpContext) -> RowPlacement | list[RowPlacement]:
     """mse_loss and others: a function of single elements, or of vectors, then a mean or sum over all."""
     if context.row.averages == "classes":
         return cross_entropy(context)
@@ -21,13 +22,13 @@ def averaged(context: OpContext) -> Placement | list[Placement]:
     return replace(found, scale=-1) if mean else found
 
 
-def cross_entropy(context: OpContext) -> Placement:
+def cross_entropy(context: OpContext) -> RowPlacement:
     """cross_entropy_loss, nll_loss: with class numbers, the mean is over the targets that are not ignored."""
     logits, target = context.argument("self"), context.argument("target")
     shape, target_shape = context.shape(context.arg("self")), context.shape(context.arg("target"))
     need_plain([logits, target])
     if SHARD not in (logits.tag, target.tag):
-        return Placement(REPLICATE)
+        return RowPlacement(REPLICATE)
     classes = 0 if len(shape) == 1 else 1
     names = [str(axis) for axis in range(len(shape))]
     others = names[:classes] + names[classes + 1 :]
@@ -36,20 +37,20 @@ def cross_entropy(context: OpContext) -> Placement:
     numbers = shape != target_shape or "int" in context.dtype(context.arg("target"))
     reduction = context.number("reduction", MEAN)
     _check_class_weights(context)
-    operands = [Operand(logits, names, shape), Operand(target, others if numbers else names, target_shape)]
+    operands = [(logits, names, shape), (target, others if numbers else names, target_shape)]
     found = combined(operands, others if reduction == NONE else ())
     if reduction != MEAN:
         return found
     if not numbers:
-        return Placement(PARTIAL, -1)
+        return RowPlacement(PARTIAL, -1)
     if target.tag != SHARD:
         raise unproven("its targets do not depend on the batch")
     name = context.arg("target")
     assert isinstance(name, str)
     weight, smoothing = context.arg("weight"), context.arg("label_smoothing", 0.0)
     classes_weighed = weight[1:] if isinstance(weight, str) else None
-    smoothed = classes_weighed is not None and smoothing != 0
-    return Placement(PARTIAL, 0, Count(name[1:], context.number("ignore_index", -100), classes_weighed, smoothed))
+    smoothed, ignore = classes_weighed is not None and smoothing != 0, context.number("ignore_index", -100)
+    return RowPlacement(PARTIAL, 0, LossReduction("tokens", name[1:], ignore, classes_weighed, smoothed))
 
 
 def _check_class_weights(context: OpContext) -> None:

@@ -11,19 +11,19 @@ from collections.abc import Mapping
 from autopart.ir.graph import Graph, Op
 from autopart.passes.ops.context import OpContext
 from autopart.passes.ops.letters import added_operands
-from autopart.passes.ops.placement import CONSTANT, PARTIAL, REPLICATE, TERMS, Placement, coupled
+from autopart.passes.ops.placement import CONSTANT, PARTIAL, REPLICATE, TERMS, RowPlacement, coupled
 from autopart.passes.ops.table import op_name, row_of
 
 _JOINS = ("cat", "stack")
 _FLOATING = ("float", "bfloat", "complex")
 
 
-def of_terms(context: OpContext) -> Placement:
+def of_terms(context: OpContext) -> RowPlacement:
     """The placement of the results of an op with an operand that is TERMS: TERMS where it is linear, else COUPLED."""
     differs = any(context.differs(key) for key, _ in context.op.attrs)
     if differs or not _is_linear(context):
         raise coupled("it is not linear in a sum of terms that are averaged over different things")
-    return Placement(TERMS)
+    return RowPlacement(TERMS)
 
 
 def _is_linear(context: OpContext) -> bool:
@@ -55,7 +55,7 @@ class Misread(Exception):
         super().__init__(why)
 
 
-def summands(graph: Graph, placements: Mapping[str, Placement], loss: str) -> list[tuple[str, str]]:
+def summands(graph: Graph, placements: Mapping[str, RowPlacement], loss: str) -> list[tuple[str, str]]:
     """What the loss, a value that is TERMS, adds up: (op that adds, value or parameter that it adds).
 
     Raises Misread.  O(ops).

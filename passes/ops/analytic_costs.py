@@ -40,9 +40,7 @@ _FLOATING = ("float", "bfloat", "complex")
 def analytic_costs(graph: Graph, device: Device) -> Graph:
     """`graph` with a Cost on every op: roofline times on `device`, saved bytes, operations.  O(ops + values)."""
     pricing = Pricing(graph, graph)
-    costs = pricing.costs(graph.size, device)
-    assert costs is not None
-    return replace(graph, ops=pricing.put(costs, graph.ops))
+    return replace(graph, ops=pricing.put(pricing.costs(graph.size, device), graph.ops))
 
 
 class Pricing:
@@ -67,11 +65,9 @@ class Pricing:
         )
         self._params = graph.param_map()
 
-    def costs(self, size: Size, device: Device) -> list[Cost] | None:
-        """The cost of an op of each class; None where the program is not known at this size."""
+    def costs(self, size: Size, device: Device) -> list[Cost]:
+        """The cost of an op of each class.  Raises GraphError where the program is not known at this size."""
         few = resize(self._few, self._twins, size)
-        if few is None:
-            return None
         values = few.value_map()
         pairs = zip(few.ops, self._keeps, strict=True)
         return [_cost(op, values, self._params, self._roots, kept, device) for op, kept in pairs]

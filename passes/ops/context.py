@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autopart.ir.graph import Literal, Op, Param, Value
 from autopart.passes.ops.flops import operands
 from autopart.passes.ops.letters import Letters, Shape, letters
-from autopart.passes.ops.placement import CONSTANT, REPLICATE, Placement, coupled
+from autopart.passes.ops.placement import CONSTANT, REPLICATE, RowPlacement, coupled
 from autopart.passes.ops.row import OpRow
 from autopart.passes.ops.table import op_name, row_of
 
@@ -26,7 +26,7 @@ class OpContext:
     values: Mapping[str, Value]
     other_values: Mapping[str, Value]
     params: Mapping[str, Param]
-    placements: Mapping[str, Placement]
+    placements: Mapping[str, RowPlacement]
 
     @property
     def name(self) -> str:
@@ -78,14 +78,13 @@ class OpContext:
         """Every tensor argument, "%name", in order; those in lists too."""
         return operands(self.op)
 
-    def first(self) -> tuple[str, Placement]:
+    def first(self) -> tuple[str, RowPlacement]:
         """The first tensor argument and its placement."""
         ref = self.tensors()[0]
         return ref, self.placement(ref)
 
-    def placement(self, ref: Literal) -> Placement:
-        """Placement of a tensor argument.  Running statistics of a norm that uses those of its input are written, not
-        read: they count as constants."""
+    def placement(self, ref: Literal) -> RowPlacement:
+        """The placement of a tensor argument.  Running statistics that a norm only writes count as constants."""
         if not isinstance(ref, str) or self.is_statistic(ref):
             return CONSTANT
         return self.placements.get(ref[1:], CONSTANT)
@@ -95,12 +94,12 @@ class OpContext:
         own = self.arg("training") is True or self.arg("use_input_stats") is True
         return own and ref in (self.arg("running_mean"), self.arg("running_var"))
 
-    def argument(self, key: str) -> Placement:
-        """Placement of an argument by its name; a number may change with a power of the number of rows."""
+    def argument(self, key: str) -> RowPlacement:
+        """The placement of an argument by its name; a number may change with a power of the number of rows."""
         ref = self.arg(key)
         if self.is_tensor(ref):
             return self.placement(ref)
-        return Placement(REPLICATE, self.growth(ref, self.other_arg(key)))
+        return RowPlacement(REPLICATE, self.growth(ref, self.other_arg(key)))
 
     def growth(self, mine: Literal, theirs: Literal) -> int:
         """The power of R that a number grows with, from its values in both captures."""

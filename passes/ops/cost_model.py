@@ -1,6 +1,6 @@
 """Costs at any size on any type of device, from costs at one.
 
-An op's analytic cost (`analytic_costs`) is computed anew for every size and type of device; what was measured once
+An op's analytic cost (`analytic_costs`) is computed for every size and type of device; a measurement at one size
 corrects it by a factor for each op, forward and backward.  Wrong where the error of the analytic cost depends on the
 size: the plan that is chosen is costed again at its own size (`planning`).
 """
@@ -16,14 +16,13 @@ import numpy.typing as npt
 
 from autopart.ir.cluster import Device
 from autopart.ir.cost import Cost
-from autopart.ir.errors import GraphError
 from autopart.ir.graph import Graph
 from autopart.ir.size import Size
 from autopart.passes.ops.analytic_costs import Pricing
-from autopart.passes.ops.resize import ResizableGraph
+from autopart.passes.ops.resize import resize
 
 FIELDS = ("fwd_ns", "bwd_ns", "saved_bytes", "scratch_bytes", "flops", "tail_ns")
-"""The rows of a table of costs."""
+"""The rows of a `CostTable`: fields of `Cost`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +43,15 @@ class GraphCosts(Protocol):
         """The graph at this size, with costs on this type of device."""
 
 
-class CostModel(GraphCosts, Protocol):
-    """Costs of the captured graph, also as a table, which is quicker to make than a graph."""
+class CostModel:
+    """The costs of a program from its graph, which has costs at its own size on the first type of device."""
 
-    def table(self, size: Size, device_type: int) -> CostTable:
-        """The same costs and sizes of values as those of `graph`."""
-
-
-class ExtrapolatedCosts:
-    """The cost model of a program whose graph has costs at its own size, on the first type of device."""
-
-    def __init__(self, program: ResizableGraph, device_types: tuple[Device, ...]) -> None:
-        """program: only at the sizes that it is known at are there costs.  O(size of the graph)."""
-        graph = program.graph
-        self._program, self._device_types = program, device_types
-        self._pricing = Pricing(graph, program.other or graph)
+    def __init__(self, graph: Graph, other: Graph | None, device_types: tuple[Device, ...]) -> None:
+        """other: the program at another number of rows, which shows how it grows (`resize`).  O(size of the graph)."""
+        self._graph, self._other, self._device_types = graph, other, device_types
+        self._pricing = Pricing(graph, other or graph)
         self._classes = np.array(self._pricing.classes, dtype=np.int64)
-        analytic = self._class_costs(graph.size, 0)
+        analytic = self._pricing.costs(graph.size, device_types[0])
         self._factors = [
             (_ratio(op.cost.fwd_ns, analytic[c].fwd_ns), _ratio(op.cost.bwd_ns, analytic[c].bwd_ns))
             for op, c in zip(graph.ops, self._pricing.classes, strict=True)
@@ -72,8 +63,8 @@ class ExtrapolatedCosts:
         """See `GraphCosts`; each graph is made once.  O(ops + values).  Raises GraphError at a size not known."""
         key = size, device_type
         if key not in self._graphs:
-            costs, resized = self._class_costs(size, device_type), self._program.at(size)
-            ops = self._pricing.put(costs, resized.ops)
+            resized = resize(self._graph, self._other, size)
+            ops = self._pricing.put(self._pricing.costs(size, self._device_types[device_type]), resized.ops)
             if not self._as_analytic:
                 pairs = zip(ops, self._factors, strict=True)
                 ops = tuple([replace(op, cost=_scaled(op.cost, factor)) for op, factor in pairs])
@@ -81,22 +72,18 @@ class ExtrapolatedCosts:
         return self._graphs[key]
 
     def table(self, size: Size, device_type: int) -> CostTable:
-        """See `CostModel`.  O(values), and O(ops) in numpy: classes of ops are priced, and no op is made.  Raises
-        GraphError at a size not known."""
-        if (size, device_type) == (self._program.graph.size, 0):
-            return table_of(self._program.graph)
-        columns = _columns(self._class_costs(size, device_type))[:, self._classes]
+        """The costs and sizes of values of `graph` without making its ops.
+
+        O(values), and O(ops) in numpy.  Raises GraphError at a size not known.
+        """
+        if (size, device_type) == (self._graph.size, 0):
+            return table_of(self._graph)
+        columns = _columns(self._pricing.costs(size, self._device_types[device_type]))[:, self._classes]
         if not self._as_analytic:
             columns[:2] = np.floor(columns[:2] * np.array(self._factors).T)
-        return CostTable(columns, {v.name: v.size_bytes for v in self._program.bare().at(size).values})
-
-    def _class_costs(self, size: Size, device_type: int) -> list[Cost]:
-        """The analytic cost of an op of each class."""
-        known = self._program.other is not None or size == self._program.graph.size
-        costs = self._pricing.costs(size, self._device_types[device_type]) if known else None
-        if costs is None:
-            raise GraphError(f"the program of {size} is not known from that of {self._program.graph.size}")
-        return costs
+        twin = None if self._other is None else replace(self._other, ops=())
+        values = resize(replace(self._graph, ops=()), twin, size).values
+        return CostTable(columns, {value.name: value.size_bytes for value in values})
 
 
 def table_of(graph: Graph) -> CostTable:

@@ -21,25 +21,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from autopart.ir.graph import LossReduction
+
 REPLICATE, SHARD, PARTIAL, TERMS = "const", "rows", "add", "terms"
 INDEX, UNPROVEN, COUPLED = "index", "unproven", "coupled"
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
-    """A divisor that depends on the batch: elements of `value` that differ from `ignore`, or (None) its sum.
-
-    classes, smoothed: as in `LossReduction`.
-    """
-
-    value: str
-    ignore: int | None = None
-    classes: str | None = None
-    smoothed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
+class RowPlacement:
     """One element of the lattice; the module docstring says what the fields mean.
 
     witness: for PARTIAL with scale -1, a value whose elements add up to R*v times a constant.  zero: for REPLICATE, v
@@ -49,7 +38,7 @@ class Placement:
 
     tag: str
     scale: int = 0
-    count: Count | None = None
+    count: LossReduction | None = None
     axis: int = -1
     stride_factor: int = 0
     witness: str | None = None
@@ -64,7 +53,7 @@ class Placement:
         return self.scale == 0 and self.count is None
 
     @property
-    def factor(self) -> tuple[int, Count | None]:
+    def factor(self) -> tuple[int, LossReduction | None]:
         """What f is made of."""
         return self.scale, self.count
 
@@ -73,34 +62,34 @@ class Placement:
         """True when it holds rows of the batch, or their numbers, along `axis`."""
         return self.tag in (SHARD, INDEX)
 
-    def along(self, axis: int, stride_factor: int | None = None) -> Placement:
+    def along(self, axis: int, stride_factor: int | None = None) -> RowPlacement:
         """The same rows along another axis."""
         factor = self.stride_factor if stride_factor is None else stride_factor
-        return Placement(self.tag, self.scale, self.count, axis, factor)
+        return RowPlacement(self.tag, self.scale, self.count, axis, factor)
 
 
-CONSTANT = Placement(REPLICATE)
+CONSTANT = RowPlacement(REPLICATE)
 
 
 class RuleExit(Exception):
     """Ends a rule early with the placement that all results of the op have."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: RowPlacement) -> None:
         self.placement = placement
         super().__init__(placement.why)
 
 
 def coupled(why: str) -> RuleExit:
     """The op couples rows for a known reason."""
-    return RuleExit(Placement(COUPLED, why=why))
+    return RuleExit(RowPlacement(COUPLED, why=why))
 
 
 def unproven(why: str) -> RuleExit:
     """The rules cannot tell whether the op couples rows."""
-    return RuleExit(Placement(UNPROVEN, why=why))
+    return RuleExit(RowPlacement(UNPROVEN, why=why))
 
 
-def multiplied(factors: Iterable[Placement]) -> tuple[int, Count | None]:
+def multiplied(factors: Iterable[RowPlacement]) -> tuple[int, LossReduction | None]:
     """Scale and count of a product: scales add up, and at most one factor may have a count."""
     factors = list(factors)
     counts = [placement.count for placement in factors if placement.count is not None]
@@ -109,7 +98,7 @@ def multiplied(factors: Iterable[Placement]) -> tuple[int, Count | None]:
     return sum(placement.scale for placement in factors), counts[0] if counts else None
 
 
-def need_plain(operands: Iterable[Placement]) -> None:
+def need_plain(operands: Iterable[RowPlacement]) -> None:
     """Raise unless no operand is a sum or mean over rows, or was scaled by a number of rows."""
     for placement in operands:
         if placement.tag == INDEX:
@@ -120,7 +109,7 @@ def need_plain(operands: Iterable[Placement]) -> None:
             raise coupled("it is not linear in a value that was scaled by the size of the batch")
 
 
-def same_stride(operands: Iterable[Placement]) -> int:
+def same_stride(operands: Iterable[RowPlacement]) -> int:
     """The common layout of the rows; raises when two differ."""
     factors = {placement.stride_factor for placement in operands} - {0}
     if len(factors) > 1:
@@ -128,8 +117,8 @@ def same_stride(operands: Iterable[Placement]) -> int:
     return factors.pop() if factors else 0
 
 
-def added(terms: list[Placement]) -> Placement:
-    """Placement of a sum (or concatenation) of PARTIAL and REPLICATE terms.
+def added(terms: list[RowPlacement]) -> RowPlacement:
+    """RowPlacement of a sum (or concatenation) of PARTIAL and REPLICATE terms.
 
     A constant term is harmless in a mean and repeated once per micro-batch in a sum, unless it grows with the batch
     itself: v + c keeps factor f when f*c adds up too, so c needs one power of R more than v, or v a count.
@@ -137,10 +126,10 @@ def added(terms: list[Placement]) -> Placement:
     first = next(term for term in terms if term.tag == PARTIAL)
     for term in terms:
         if term.tag == PARTIAL and term.factor != first.factor:
-            return Placement(TERMS)
+            return RowPlacement(TERMS)
         if term.tag != REPLICATE or term.zero:
             continue
         grows = term.factor == (first.scale + (1 if first.count is None else 0), None)
         if not (grows or term.factor == (first.scale + 1, first.count)):
-            return Placement(TERMS)
-    return Placement(PARTIAL, first.scale, first.count)
+            return RowPlacement(TERMS)
+    return RowPlacement(PARTIAL, first.scale, first.count)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from autopart.ir.graph import LossReduction
 from autopart.passes.ops.context import OpContext
 from autopart.passes.ops.letters import Letters
 from autopart.passes.ops.placement import (
@@ -15,8 +16,7 @@ from autopart.passes.ops.placement import (
     PARTIAL,
     REPLICATE,
     SHARD,
-    Count,
-    Placement,
+    RowPlacement,
     added,
     coupled,
     multiplied,
@@ -26,14 +26,14 @@ from autopart.passes.ops.placement import (
 )
 from autopart.passes.ops.row import POINTWISE, VIEW
 
-Rule = Callable[[OpContext], Placement | list[Placement]]
+Rule = Callable[[OpContext], RowPlacement | list[RowPlacement]]
 _LINEAR_DTYPES = ("float", "bfloat", "complex")
 
 
-class Operand(NamedTuple):
-    """names and sizes: of its axes; () for a number."""
+class _Operand(NamedTuple):
+    """An operand with the names and sizes of its axes, () for a number."""
 
-    placement: Placement
+    placement: RowPlacement
     names: Sequence[str] = ()
     sizes: Sequence[int] = ()
 
@@ -43,7 +43,7 @@ class Operand(NamedTuple):
         return self.names[self.placement.axis]
 
 
-def by_letters(context: OpContext) -> Placement | list[Placement]:
+def by_letters(context: OpContext) -> RowPlacement | list[RowPlacement]:
     """The placement of the results of any op that has letters.  No operand may be COUPLED or UNPROVEN."""
     letters = _letters(context)
     match context.row.linear:
@@ -66,35 +66,42 @@ def _letters(context: OpContext) -> Letters:
     return letters
 
 
-def _operands(context: OpContext, letters: Letters) -> list[Operand]:
+def _operands(context: OpContext, letters: Letters) -> list[_Operand]:
     """Every argument that is a tensor, or a number that changes with the rows."""
     pairs = zip(context.tensors(), letters.operands, strict=False)
-    found = [Operand(context.placement(ref), names, context.shape(ref)) for ref, names in pairs]
+    found = [_Operand(context.placement(ref), names, context.shape(ref)) for ref, names in pairs]
     for key, value in context.op.attrs:
         if not context.is_tensor(value) and context.differs(key) and context.row.family == POINTWISE:
-            found.append(Operand(context.argument(key)))
+            found.append(_Operand(context.argument(key)))
     return found
 
 
-def _pair(context: OpContext, letters: Letters) -> list[Operand]:
+def _pair(context: OpContext, letters: Letters) -> list[_Operand]:
     """Both arguments of a binary op, tensors or numbers."""
     names = iter(letters.operands)
 
-    def operand(key: str) -> Operand:
+    def operand(key: str) -> _Operand:
         ref = context.arg(key)
         axes = next(names) if context.is_tensor(ref) else ()
-        return Operand(context.argument(key), axes, context.shape(ref))
+        return _Operand(context.argument(key), axes, context.shape(ref))
 
     return [operand("self"), operand("other")]
 
 
 def combined(
-    operands: Sequence[Operand], result: Sequence[str], scale: int = 0, count: Count | None = None
-) -> Placement:
-    """Placement of a result: along the axis that the rows of all operands lie along, or a sum over it."""
+    arguments: Sequence[tuple[RowPlacement, Sequence[str], Sequence[int]]],
+    result: Sequence[str],
+    scale: int = 0,
+    count: LossReduction | None = None,
+) -> RowPlacement:
+    """Placement of a result: along the axis that the rows of all arguments lie along, or a sum over it.
+
+    arguments: (placement, names of the axes, sizes of the axes) of each.
+    """
+    operands = [_Operand(*argument) for argument in arguments]
     rows = [operand for operand in operands if operand.placement.tag == SHARD]
     if not rows:
-        return Placement(REPLICATE, scale, count)
+        return RowPlacement(REPLICATE, scale, count)
     names = {operand.rows_name for operand in rows}
     if len(names) > 1 or "" in names:
         raise coupled("it combines every row of the batch with every other")
@@ -104,11 +111,11 @@ def combined(
     if len(there) > len(rows) or len({size for _, size in there}) > 1:
         raise unproven("not all its operands hold the same rows of the batch")
     if name not in result:
-        return Placement(PARTIAL, scale, count)
-    return Placement(SHARD, scale, count, result.index(name), stride)
+        return RowPlacement(PARTIAL, scale, count)
+    return RowPlacement(SHARD, scale, count, result.index(name), stride)
 
 
-def any_function(context: OpContext) -> list[Placement]:
+def any_function(context: OpContext) -> list[RowPlacement]:
     """An op that is not linear: its operands must be plain, and no axis with rows may be mixed."""
     letters = _letters(context)
     operands = _operands(context, letters)
@@ -124,10 +131,10 @@ def any_function(context: OpContext) -> list[Placement]:
     return [_of_result(context.values[written].rows_axis, every) for written in context.op.writes]
 
 
-def _of_result(axis: int | None, every: list[Placement]) -> Placement:
+def _of_result(axis: int | None, every: list[RowPlacement]) -> RowPlacement:
     """Which of several results is used, its shapes tell."""
     if axis is None:  # such as the mean and variance in training that batch norm makes
-        return Placement(COUPLED, why="it uses statistics of the batch")
+        return RowPlacement(COUPLED, why="it uses statistics of the batch")
     return next((placement for placement in every if placement.axis == axis), every[0])
 
 
@@ -150,7 +157,7 @@ def _row_numbers(context: OpContext) -> Exception:
     return verdict("it computes with the number of the row in the micro-batch")
 
 
-def _each(context: OpContext, letters: Letters) -> Placement:
+def _each(context: OpContext, letters: Letters) -> RowPlacement:
     """Linear in its one operand: a view, a sum or a mean."""
     ref, placement = context.first()
     if placement.tag == INDEX and context.row.family != VIEW and not context.row.same_elements:
@@ -163,28 +170,28 @@ def _each(context: OpContext, letters: Letters) -> Placement:
         return placement.along(result.index(name))
     scale = placement.scale - (1 if context.row.linear == "mean" else 0)
     whole = not any(result) and placement.plain
-    return Placement(PARTIAL, scale, placement.count, witness=ref[1:] if whole else None)
+    return RowPlacement(PARTIAL, scale, placement.count, witness=ref[1:] if whole else None)
 
 
-def spread(context: OpContext, placement: Placement, axis: int | None = None) -> Placement:
+def spread(context: OpContext, placement: RowPlacement, axis: int | None = None) -> RowPlacement:
     """A value without rows; in a result that has some along `axis`, the same in each row."""
     axis = context.out.rows_axis if axis is None else axis
     if axis is None:
         return without_rows(context, placement)
     if placement.tag == PARTIAL:
         raise coupled("it spreads a sum or mean over the rows of the batch back over the rows")
-    return Placement(SHARD, placement.scale, placement.count, axis, 0)
+    return RowPlacement(SHARD, placement.scale, placement.count, axis, 0)
 
 
-def without_rows(context: OpContext, placement: Placement) -> Placement:
+def without_rows(context: OpContext, placement: RowPlacement) -> RowPlacement:
     """A linear op on a value that has no rows axis.  What a sum is proportional to is known for single numbers only."""
     sizes = math.prod(context.out.shape), math.prod(context.shape(context.tensors()[0]))
     if placement.tag == PARTIAL and max(sizes) > 1:
-        return Placement(PARTIAL, placement.scale, placement.count)
+        return RowPlacement(PARTIAL, placement.scale, placement.count)
     return placement
 
 
-def _sum(context: OpContext, letters: Letters) -> Placement:
+def _sum(context: OpContext, letters: Letters) -> RowPlacement:
     """add, sub, rsub: the factors of both operands must agree; a term that is the number 0 does not count."""
     if context.differs("alpha"):
         raise coupled("its factor alpha changes with the size of the batch")
@@ -199,7 +206,7 @@ def _sum(context: OpContext, letters: Letters) -> Placement:
     return _total(terms, letters.results[0])
 
 
-def _total(terms: list[Operand], result: Sequence[str]) -> Placement:
+def _total(terms: list[_Operand], result: Sequence[str]) -> RowPlacement:
     placements = [term.placement for term in terms]
     tags = {placement.tag for placement in placements}
     if PARTIAL in tags:
@@ -211,7 +218,7 @@ def _total(terms: list[Operand], result: Sequence[str]) -> Placement:
     return combined(terms, result, *placements[0].factor)
 
 
-def _product_and_sum(context: OpContext, letters: Letters) -> Placement:
+def _product_and_sum(context: OpContext, letters: Letters) -> RowPlacement:
     """A product summed over what the result lacks; and what is added to it."""
     if context.row.family == POINTWISE:
         return _product(context, _pair(context, letters), letters.results[0])
@@ -225,10 +232,10 @@ def _product_and_sum(context: OpContext, letters: Letters) -> Placement:
     if any(term.placement.tag == INDEX for term in terms):
         raise _row_numbers(context)
     out = letters.results[0]
-    return _total([Operand(result, out, context.out.shape), *terms], out)
+    return _total([_Operand(result, out, context.out.shape), *terms], out)
 
 
-def _product(context: OpContext, operands: list[Operand], result: Sequence[str]) -> Placement:
+def _product(context: OpContext, operands: list[_Operand], result: Sequence[str]) -> RowPlacement:
     placements = [operand.placement for operand in operands]
     if any(placement.tag == INDEX for placement in placements):
         raise _row_numbers(context)
@@ -239,10 +246,10 @@ def _product(context: OpContext, operands: list[Operand], result: Sequence[str])
     if not sums:
         return combined(operands, result, scale, count)
     single = not context.out.shape and all(not p.scale for p in placements if p.tag == REPLICATE)
-    return Placement(PARTIAL, scale, count, witness=sums[0].witness if single else None)
+    return RowPlacement(PARTIAL, scale, count, witness=sums[0].witness if single else None)
 
 
-def divide(context: OpContext) -> Placement | list[Placement]:
+def divide(context: OpContext) -> RowPlacement | list[RowPlacement]:
     """div: by a constant, row by row, or by a count of the batch (a token mean)."""
     letters = _letters(context)
     above, below = _pair(context, letters)
@@ -253,11 +260,11 @@ def divide(context: OpContext) -> Placement | list[Placement]:
     if below.placement.count is not None:
         raise coupled("it divides by a value that was divided by a count of the batch")
     divisor = below.placement
-    inverse = Placement(divisor.tag, -divisor.scale, None, divisor.axis, divisor.stride_factor)
+    inverse = RowPlacement(divisor.tag, -divisor.scale, None, divisor.axis, divisor.stride_factor)
     return _product(context, [above, below._replace(placement=inverse)], letters.results[0])
 
 
-def _divided_by_sum(context: OpContext, above: Placement, below: Placement) -> Placement:
+def _divided_by_sum(context: OpContext, above: RowPlacement, below: RowPlacement) -> RowPlacement:
     """x / n with n a sum (or mean) over the rows: a mean weighted by n, when n is a count."""
     ref = context.arg("other")
     assert isinstance(ref, str)
@@ -268,10 +275,12 @@ def _divided_by_sum(context: OpContext, above: Placement, below: Placement) -> P
         raise coupled("it divides by a sum or mean over the rows of the batch that is not a plain count")
     if above.tag == INDEX:
         raise _row_numbers(context)
-    return Placement(above.tag, above.scale - below.scale, Count(witness), above.axis, above.stride_factor)
+    return RowPlacement(
+        above.tag, above.scale - below.scale, LossReduction("tokens", witness), above.axis, above.stride_factor
+    )
 
 
-def cast(context: OpContext) -> Placement | list[Placement]:
+def cast(context: OpContext) -> RowPlacement | list[RowPlacement]:
     """clone, casts: linear unless the result is integer and the operand is not."""
     ref, placement = context.first()
     before, after = context.dtype(ref), context.out.dtype

@@ -1,8 +1,8 @@
 """The same program at another size, from two sizes at which it is known.
 
 Every number in the program (of shapes, and among the arguments) is taken to grow along a line through the two; where
-that gives no whole number the program is not known there.  Wrong only for numbers that depend on the rows in another
-way (rows against rows): two points cannot show that, so whoever runs a plan compares it with a real capture
+that gives a fraction the program is not known.  Wrong only for numbers that depend on the rows in another way (rows
+times rows): two points cannot show that, so before a plan is run it is compared with a real capture
 (`files.plans.match_plan`).
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autopart.ir.errors import GraphError
 from autopart.ir.graph import Graph, Literal, Op, Value
@@ -21,59 +21,31 @@ class _NoLine(Exception):
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class ResizableGraph:
-    """A graph, and the same program at another size, which shows how it grows; without one only its own size is known.
+def resize(graph: Graph, other: Graph | None, size: Size) -> Graph:
+    """`graph` at `size`.  O(ops + values).
 
-    Holds before: both have equal structure.  Costs are those of `graph` and do not change with the size.
-    """
-
-    graph: Graph
-    other: Graph | None = None
-
-    def at(self, size: Size) -> Graph:
-        """`graph` at this size.  O(ops + values).  Raises GraphError where it is not known."""
-        if size == self.graph.size:
-            return self.graph
-        found = resize(self.graph, self.other, size) if self.other is not None else None
-        if found is None:
-            raise GraphError(f"the program of {size} is not known from that of {self.graph.size}")
-        return found
-
-    def known(self, sizes: Iterable[Size]) -> bool:
-        """Whether `at` has an answer at each of these sizes."""
-        if self.other is not None:
-            return is_affine(self.graph, self.other, sizes)
-        return all(size == self.graph.size for size in sizes)
-
-    def bare(self) -> ResizableGraph:
-        """Without ops, for when only values are wanted: quicker to resize."""
-        other = None if self.other is None else replace(self.other, ops=())
-        return ResizableGraph(replace(self.graph, ops=()), other)
-
-
-def resize(graph: Graph, other: Graph, size: Size) -> Graph | None:
-    """`graph` at `size`; None when its numbers do not lie on a line.
-
-    Before: both are captures of one model, with equal structure, at different numbers of rows; costs are those of
-    `graph` and are not changed.  O(ops + values).
+    Before: both are captures of one model, with equal structure, at different numbers of rows; without `other` only the
+    size of `graph` is known.  Costs are those of `graph` and are not changed.  Raises GraphError where the numbers of
+    the program do not lie on a line.
     """
     if size == graph.size:
         return graph
-    _check_rows_alone(graph.size, other.size, size)
-    if graph.rows == other.rows:
-        raise GraphError(f"two captures of {graph.size} do not show how the model grows")
-    scale = _Scale(graph.rows, other.rows, size.rows)
     try:
+        if other is None or other.rows == graph.rows:
+            raise _NoLine
+        _check_rows_alone(graph.size, other.size, size)
+        scale = _Scale(graph.rows, other.rows, size.rows)
         values = tuple([scale.value(a, b) for a, b in zip(graph.values, other.values, strict=True)])
         ops = tuple([scale.op(op, twin) for op, twin in zip(graph.ops, other.ops, strict=True)])
     except (_NoLine, ValueError):
-        return None
+        raise GraphError(f"the program of {size} is not known from that of {graph.size}") from None
     return replace(graph, size=size, values=values, ops=ops)
 
 
-def is_affine(graph: Graph, other: Graph, sizes: Iterable[Size]) -> bool:
+def resizable_to(graph: Graph, other: Graph | None, sizes: Iterable[Size]) -> bool:
     """Whether `resize` has an answer at each of these sizes.  O(ops + values + sizes * distinct numbers)."""
+    if other is None:
+        return all(size == graph.size for size in sizes)
     pairs = _Pairs(graph.rows, other.rows)
     try:
         for a, b in zip(graph.values, other.values, strict=True):

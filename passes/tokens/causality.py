@@ -22,7 +22,6 @@ from autopart.passes.tokens.recipe import (
     TRUE,
     ZERO,
     Claim,
-    Guard,
     OpRecipe,
     QueryKeyAxes,
     Shape,
@@ -42,26 +41,26 @@ class Causality:
     """Proves claims about one model; layers that share a mask share the answer.
 
     reach: where it is given, claims are not about later keys, but about keys more than `reach` tokens before the query.
-    guards: checks of each batch that the proofs need.
+    checks: (op, terms) of the scores that have to be checked in each batch.
     """
 
     def __init__(self, model: Model, reach: int | None = None) -> None:
         self._model, self.reach = model, reach
-        self.guards: dict[tuple[object, ...], Guard] = {}
+        self.checks: dict[tuple[object, ...], tuple[str, ScoreTerms]] = {}
         self._seen: dict[Claim, None] = {}
         self._known: dict[Claim, bool] = {}
         self._visible: dict[tuple[object, ...], bool] = {}
 
     def proven(self, op: str, recipe: OpRecipe) -> tuple[Claim, ...]:
         """The first of the claims of a recipe that holds, if it relies on any; what has to be checked of each batch is
-        added to `guards`.  Raises Refused where none holds."""
+        added to `checks`.  Raises Refused where none holds."""
         if not recipe.relies_on:
             return ()
         claim = next((claim for claim in recipe.relies_on if self.holds(*claim)), None)
         if claim is None:
             raise Refused("it combines tokens with each other, and is not proven to hide every later token", _ADVICE)
         if claim[1] == NEGATIVE and not self.holds(claim[0], MINUS_INF):
-            self._guard(op, claim[0])
+            self._check(op, claim[0])
         return (claim,)
 
     def reach_of(self, claims: Sequence[Claim]) -> int | None:
@@ -217,7 +216,7 @@ class Causality:
             return False
         return self.holds(of_operand(op.refs[number], names.operands[number], names.results[0], at), what)
 
-    def _guard(self, op: str, at: QueryKeyAxes) -> None:
+    def _check(self, op: str, at: QueryKeyAxes) -> None:
         """Add what must hold of each batch for a softmax over keys, unless constants show that it always does."""
         terms = ScoreTerms(self._model, lambda term: self.holds(term, NEGATIVE))
         terms.walk(at)
@@ -230,7 +229,7 @@ class Causality:
             )
         key = (*terms.masks, *terms.lifts)
         if not self._model.fixed.issuperset(names.union(term.value for term, *_ in terms.lifts)):
-            self.guards.setdefault(key, terms.guard(op))
+            self.checks.setdefault(key, (op, terms))
             return
         if key not in self._visible:
             self._visible[key] = self._all_see(terms)

@@ -163,7 +163,7 @@ class OpRecipe:
     relies_on: tuple[Claim, ...] = ()
 
 
-class Guard(NamedTuple):
+class MaskGuard(NamedTuple):
     """The check of each batch for an op whose masks are finite numbers: every query must see a key that is not later,
     else its attention would be spread over all keys; and nothing else that is added to the scores may undo the masks.
 
@@ -203,7 +203,7 @@ class Recipe:
     prologue: frozenset[str]
     ops: Mapping[str, OpRecipe]
     chain: Mapping[str, str] = field(default_factory=dict)
-    guards: tuple[Guard, ...] = ()
+    guards: tuple[MaskGuard, ...] = ()
     reach: Mapping[str, int] = field(default_factory=dict)
     constants: frozenset[str] = frozenset()
 

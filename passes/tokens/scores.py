@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autopart.passes.tokens.context import Model, Refused, TokenOp
-from autopart.passes.tokens.recipe import FALSE, NEGATIVE, TRUE, Guard, QueryKeyAxes, Shape
+from autopart.passes.tokens.recipe import FALSE, NEGATIVE, TRUE, MaskGuard, QueryKeyAxes, Shape
 
 VERY_NEGATIVE = -1e9
 """A bias of at most this makes a probability 0 beside any score."""
@@ -71,10 +71,10 @@ class ScoreTerms:
         self.lifts: dict[tuple[QueryKeyAxes, float, float, float], None] = {}
         self._walked: set[tuple[QueryKeyAxes, float]] = set()
 
-    def guard(self, op: str) -> Guard:
+    def guard(self, op: str) -> MaskGuard:
         """The check of each batch for these terms."""
         limits = [hiding_limit(self._model.dtype(at.value)) if hides == NEGATIVE else None for at, hides in self.masks]
-        return Guard(
+        return MaskGuard(
             op,
             tuple((*at, limit) for (at, _), limit in zip(self.masks, limits, strict=True)),
             tuple(hides == TRUE for _, hides in self.masks),

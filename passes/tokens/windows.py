@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import networkx as nx  # type: ignore[import-untyped, unused-ignore]
-
 from autopart.ir.graph import Graph
 from autopart.passes.ops.flops import operands
 from autopart.passes.tokens.recipe import CAUSAL, DIAGONAL, Claim, Form, OpRecipe
@@ -46,7 +44,13 @@ def _groups(
 ) -> Iterator[tuple[list[str], list[str]]]:
     """(ops, values of own tokens that they read with earlier ones) that share an axis of keys."""
     forms: dict[str, Form] = {name: form for recipe in ops.values() for name, form in recipe.results.items()}
-    shared = nx.Graph()  # nodes: ("op", name) and ("value", name)
+    groups: dict[tuple[str, str], set[tuple[str, str]]] = {}  # of ("op", name) and ("value", name)
+
+    def join(a: tuple[str, str], b: tuple[str, str]) -> None:
+        small, large = sorted((groups.get(a, {a}), groups.get(b, {b})), key=len)
+        large |= small
+        groups.update(dict.fromkeys((a, b, *small), large))
+
     for op in graph.ops:
         if op.name not in ops:
             continue
@@ -56,9 +60,10 @@ def _groups(
             if read.keys is not None and ref in forms and forms[ref].keys is None:
                 held.append(ref)
                 while ref in chain:  # what a value is made of shares its axis too
-                    shared.add_edge(("value", ref), ("value", chain[ref]))
+                    join(("value", ref), ("value", chain[ref]))
                     ref = chain[ref]
-        shared.add_edges_from((("op", op.name), ("value", name)) for name in held)
-    for group in nx.connected_components(shared):
+        for name in held:
+            join(("op", op.name), ("value", name))
+    for group in {id(group): group for group in groups.values()}.values():
         values = [name for kind, name in group if kind == "value" and forms[name].keys is None]
         yield [name for kind, name in group if kind == "op"], values

@@ -18,14 +18,14 @@ from autopart.capture.derive.rows import require_same_program
 from autopart.ir.errors import CaptureError, RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.size import Size
-from autopart.passes.ops.resize import ResizableGraph
+from autopart.passes.ops.resize import resizable_to, resize
 
 
 class ProgramFamily:
     """The programs of one model for micro-batches of batches like `batch`.
 
-    base: captured at the size that is wanted first, or at a prime number of rows.  other: at another size; None when only the base is
-    wanted, or when the capture was refused with `refusal`.
+    base: captured at the size that is wanted first, or at a prime number of rows.  other: at another size; None when
+    only the base is wanted, or when the capture was refused with `refusal`.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class ProgramFamily:
 
     def known(self, sizes: Iterable[Size]) -> bool:
         """Return whether `at` knows the program at each of these sizes.  O(ops + values)."""
-        return self.resizable(self.base.graph).known(sizes)
+        return resizable_to(self.base.graph, self.twin(self.base.graph), sizes)
 
     def at(self, size: Size) -> Graph:
         """Return the program at this size, captured or not.  O(ops + values).  Raises GraphError if it is not known."""
-        return self.resizable(self.base.graph).at(size)
+        return resize(self.base.graph, self.twin(self.base.graph), size)
 
-    def resizable(self, graph: Graph) -> ResizableGraph:
-        """Return a graph of the base, with or without costs, that can be resized along the line to `other`."""
+    def twin(self, graph: Graph) -> Graph | None:
+        """Return the other graph if it shows how a graph of the base's size grows with the rows (`resize`)."""
         if self.other is None or self.other.graph.structure_digest() != graph.structure_digest():
-            return ResizableGraph(graph)
-        return ResizableGraph(graph, self.other.graph)
+            return None
+        return self.other.graph
 
     def alone(self, size: Size) -> ProgramFamily:
         """Return a family that knows the program at this size only."""

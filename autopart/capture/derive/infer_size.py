@@ -23,8 +23,8 @@ from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
 from autopart.capture.batch.batch import Batch
-from autopart.capture.call_signature import Unsure, call_key, tensor_kind
 from autopart.capture.capture import Captured
+from autopart.capture.trace.call_signature import call_key, tensor_kind
 from autopart.ir.graph import Graph, Literal
 from autopart.ir.size import Size
 from autopart.rng import keyed
@@ -151,7 +151,7 @@ def _called(node: fx.Node, env: dict[fx.Node, Any], known: dict[Hashable, Any], 
     args, kwargs = change.literal(_plain(args)), {name: change.literal(_plain(value)) for name, value in kwargs.items()}
     try:
         key, _ = call_key(target, args, kwargs, lambda operand: tensor_kind(env[operand]))
-    except Unsure:
+    except NotImplementedError:
         key = node
     if key not in known:
         args, kwargs = fx.map_arg((args, kwargs), env.__getitem__)

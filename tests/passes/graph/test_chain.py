@@ -15,8 +15,7 @@ from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.coarsen import coarsen
 from autopart.passes.ops.analytic_costs import analytic_costs
-from autopart.passes.ops.cost_model import ExtrapolatedCosts
-from autopart.passes.ops.resize import ResizableGraph
+from autopart.passes.ops.cost_model import CostModel
 
 
 def ranges(n: int) -> list[tuple[int, int]]:
@@ -66,7 +65,7 @@ def test_between_powers_of_two_costs_lie_on_the_line(monkeypatch: pytest.MonkeyP
     device = Device("cpu", 1 << 34, 10**11, 10**10)
     first, other = capturer(batch, Size(2)).graph, capturer(batch, Size(4)).graph
     graph = analytic_costs(first, device)
-    cost_model = ExtrapolatedCosts(ResizableGraph(graph, other), (device,))
+    cost_model = CostModel(graph, other, (device,))
     blocks = coarsen(atoms(graph), blocks=64)
     exact = BlockChain(blocks, graph, cost_model, 16)
     monkeypatch.setattr(line_module, "EXACT_OPS", 0)

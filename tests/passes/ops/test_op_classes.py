@@ -13,9 +13,8 @@ from autopart.ir.errors import GraphError
 from autopart.ir.graph import Graph, Literal
 from autopart.ir.size import Size
 from autopart.passes.ops.analytic_costs import analytic_costs
-from autopart.passes.ops.cost_model import FIELDS, ExtrapolatedCosts, table_of
+from autopart.passes.ops.cost_model import FIELDS, CostModel, table_of
 from autopart.passes.ops.op_classes import first_of, op_classes
-from autopart.passes.ops.resize import ResizableGraph
 
 DEVICE = Device("cpu", 1 << 34, 10**12, 10**10)
 
@@ -52,7 +51,7 @@ def test_measured_costs_are_the_same_as_table_and_as_graph() -> None:
     measured = replace(g, ops=tuple(replace(op, cost=replace(op.cost, fwd_ns=7 * i)) for i, op in enumerate(g.ops)))
     for known in (g, measured):
         devices = (DEVICE, replace(DEVICE, flops_per_s=10**9, mem_bytes_per_s=10**8))
-        costs = ExtrapolatedCosts(ResizableGraph(known), devices)
+        costs = CostModel(known, None, devices)
         for device_type in (0, 1):
             table, made = costs.table(known.size, device_type), costs.graph(known.size, device_type)
             assert np.array_equal(table.columns, [[getattr(op.cost, f) for op in made.ops] for f in FIELDS])

@@ -19,7 +19,7 @@ from autopart.ir.plan import Decision
 from autopart.ir.shares import RowLayout
 from autopart.ir.size import Size
 from autopart.passes.program.routing import edges
-from autopart.passes.tokens.recipe import Guard, Recipe, Slice
+from autopart.passes.tokens.recipe import MaskGuard, Recipe, Slice
 from autopart.runtime.stages.stage_module import StageModule
 from autopart.runtime.tensors import LocalTensors
 from autopart.session.code.split import cut
@@ -39,7 +39,7 @@ class TokenSlicing:
         self._captures, self._decision, self._tensors, self._device = captures, decision, tensors, device
         self._tokens = 0
         self.layouts: dict[str | tuple[str, int], RowLayout] = {}
-        self._guards: dict[int, list[tuple[Guard, StageModule | None]]] = {}
+        self._guards: dict[int, list[tuple[MaskGuard, StageModule | None]]] = {}
         self._proved_by: dict[str, torch.Tensor] = {}
         self._versions: dict[str, tuple[int, int]] = {}
         self.active = bool(decision.token_slices)
@@ -168,12 +168,12 @@ def sliced_layouts(
     return found
 
 
-def _read_by(guard: Guard) -> tuple[str, ...]:
+def _read_by(guard: MaskGuard) -> tuple[str, ...]:
     """Return the names of the masks, and of what else is added to the scores."""
     return tuple(dict.fromkeys([name for name, *_ in guard.masks] + [name for name, *_ in guard.lifts]))
 
 
-def every_query_sees(guard: Guard, values: Mapping[str, torch.Tensor], tokens: int) -> bool:
+def every_query_sees(guard: MaskGuard, values: Mapping[str, torch.Tensor], tokens: int) -> bool:
     """Check that every query sees a key that is not after it, through all masks together.
 
     values: the masks and what else is added to the scores, by name.  O(elements of the masks).

@@ -16,13 +16,12 @@ from autopart.capture import CaptureCache
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
-from autopart.ir.program import Program
-from autopart.ir.timeline import Timeline
+from autopart.ir.program import Program, parse_action
+from autopart.ir.timeline import Span, Timeline
 from autopart.options import Options
 from autopart.report.plan_table import stage_table
+from autopart.runtime.group.world import World
 from autopart.runtime.trace import Trace
-from autopart.session.context import Guard, Mode
-from autopart.session.measured import gather_timeline
 from autopart.session.pipe_state import PipeState, mark_trained
 from autopart.session.session import Session
 from autopart.session.state.misuse_guards import short_tracebacks, watch_optimizers, without_backward
@@ -80,23 +79,24 @@ class Pipe(PipeState):
         """
         self._require_open()
         session = self._session or self._bring_up((args, kwargs), sharded=sharded)
-        scaler = self.scaler
-        how = self._options.non_finite
-        looks = scaler is not None or how != "auto"
-        guard = Guard(looks, scaler.scale) if scaler is not None else Guard(looks)
-        loss, overflow = session.loss(Mode.TRAIN, (args, kwargs), self._steps, guard, sharded=sharded)
+        scaler, how = self.scaler, self._options.non_finite
+        scale = 1.0 if scaler is None else scaler.scale
+        check = scaler is not None or how != "auto"
+        loss, overflow = session.loss(
+            "step", (args, kwargs), self._steps, sharded=sharded, scale=scale, check_finite=check
+        )
         self._steps += 1
         self._note_step(overflow)
         if scaler is not None:
             scaler.update(finite=not overflow)
         if overflow and how == "raise":
-            raise session.world.known(not_finite(overflow, guard.scale))
+            raise session.world.known(not_finite(overflow, scale))
         return without_backward(loss)
 
     def eval_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The loss of a batch with the model in eval mode, through the same stages, without gradients.  Only the first
         rank of the first stage needs the batch; others may pass None."""
-        return without_backward(self.session.loss(Mode.LOSS, (args, kwargs))[0])
+        return without_backward(self.session.loss("loss", (args, kwargs))[0])
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns in eval mode for this batch, on every rank, on the CPU, through the same stages.
@@ -141,7 +141,7 @@ class Pipe(PipeState):
         with self.traced() as trace:
             self.step(*args, sharded=sharded, **kwargs)
         with self.session.call("timeline") as session:
-            return gather_timeline(session.world, trace.timeline)
+            return _gathered(session.world, trace.timeline)
 
     @property
     def needs_data(self) -> bool:
@@ -176,12 +176,12 @@ class Pipe(PipeState):
     @contextlib.contextmanager
     def traced(self) -> Iterator[Trace]:
         """Record what this rank does in the training steps run inside."""
-        trace = Trace(self.rank)
-        self.session.trace_steps(trace)
+        session = self.session
+        session.trace = Trace(self.rank)
         try:
-            yield trace
+            yield session.trace
         finally:
-            self.session.trace_steps(None)
+            session.trace = None
 
     @property
     def skipped(self) -> bool:
@@ -210,7 +210,7 @@ class Pipe(PipeState):
         try:
             if self._superseded:
                 pass  # the newer pipe has the trained values
-            elif sync and session.healthy:
+            elif sync and session.calls.healthy:
                 with session.call("close"):
                     sync_at_the_end(session)
             elif self._steps:
@@ -229,5 +229,17 @@ class Pipe(PipeState):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and self._session is not None:
-            self._session.abandon(error)
+            self._session.calls.abandon(error)
         self.close(sync=kind is None)
+
+
+def _gathered(world: World, mine: Timeline) -> Timeline:
+    """Return the spans of all ranks, in order of start.  Collective.
+
+    Each rank counts from its own start of the step, which the ranks reach together, since they have just compared their
+    batches.  So starts of different ranks are comparable to within one such exchange.  O(spans).
+    """
+    lines = [f"{span.rank} {span.start_ns} {span.end_ns} {span.action}" for span in mine.spans]
+    rows = [line.split() for text in world.gather_text("\n".join(lines)) for line in text.splitlines()]
+    spans = [Span(int(rank), parse_action(action), int(start), int(end)) for rank, start, end, action in rows]
+    return Timeline(tuple(sorted(spans, key=lambda span: (span.start_ns, span.rank))))

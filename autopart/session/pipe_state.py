@@ -18,14 +18,11 @@ from autopart.session.session import Session
 from autopart.session.state.misuse_guards import NotAModule, short_tracebacks
 from autopart.session.state.scaler import LossScaler
 from autopart.session.state.state_dict import (
-    check_norm_type,
     clip_gradients,
     gather_gradients,
     load_state,
     local_state,
-    masters_of,
     remembered,
-    steps_of,
     sync_state,
     whole_state,
 )
@@ -147,7 +144,7 @@ class PipeState(NotAModule):
         if self._session is None:
             yield from self._captures.trained.named_parameters()
             return
-        driven, keeps = self._session.tensors.driven, self._session.context.keeps
+        driven, keeps = self._session.tensors.driven, self._session.keeps
         held = [(name, t) for name, t in driven.items() if isinstance(t, nn.Parameter) and keeps(name)]
         yield from held or [(NO_PARAMETER, self._placeholder)]
 
@@ -173,7 +170,8 @@ class PipeState(NotAModule):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm over all stages is at most max_norm; tied parameters count
         once.  Returns the norm before, on every rank, as torch.nn.utils.clip_grad_norm_ does."""
-        check_norm_type(norm_type)
+        if norm_type <= 0:
+            raise UsageError(f"norm_type is {norm_type}", fix="use a positive number or float('inf')")
         with self.session.call("clip_grad_norm_") as session:
             return clip_gradients(session, max_norm, norm_type)
 
@@ -183,7 +181,8 @@ class PipeState(NotAModule):
         """The whole model's state under its original names, buffers included, on every rank, on the CPU; the plain
         model's load_state_dict takes it.  It remembers `steps`, as long as it is kept by torch.save."""
         with self.session.call("state_dict") as session:
-            return whole_state(session, self._steps, self.scaler)
+            more = {"scaler": self.scaler.state_dict()} if self.scaler is not None else {}
+            return whole_state(session, steps=self._steps, **more)
 
     def local_state_dict(self) -> dict[str, torch.Tensor]:
         """This rank's part of `state_dict`, on the CPU; also after a step that failed.  Not collective.
@@ -201,13 +200,11 @@ class PipeState(NotAModule):
         """
         self._require_open()
         keys = load_state(self._captures.trained, self._session, state, strict=strict)
-        self._restored = masters_of(state)
-        steps = steps_of(state)
-        if steps is not None:
-            self._steps = steps
-        scaler = remembered(state).get("scaler")
-        if isinstance(scaler, Mapping):
-            self._scaler.load_state_dict(scaler)
+        more = remembered(state)
+        self._restored = more.get("masters", {})
+        self.steps = more.get("steps", self._steps)
+        if "scaler" in more:
+            self._scaler.load_state_dict(more["scaler"])
         return keys
 
     def sync_model(self) -> None:

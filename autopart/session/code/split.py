@@ -91,14 +91,14 @@ def own_updates(graph: Graph, ops: Collection[str]) -> tuple[str, ...]:
     return tuple(buffer for buffer, value in graph.updates if value in written)
 
 
-def ancestors(graph: Graph, value: str) -> tuple[str, ...]:
-    """The ops that `value` depends on, in captured order."""
-    needed, ops = {value}, []
+def ancestors(graph: Graph, values: Iterable[str], among: Collection[str] | None = None) -> list[str]:
+    """Return the ops that these values depend on, in captured order.  among: ops that count, None for all."""
+    needed, ops = set(values), []
     for op in reversed(graph.ops):
-        if needed.intersection(op.writes):
+        if needed.intersection(op.writes) and (among is None or op.name in among):
             ops.append(op.name)
             needed.update(op.reads)
-    return tuple(reversed(ops))
+    return ops[::-1]
 
 
 def cut(

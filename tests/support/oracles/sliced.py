@@ -23,7 +23,8 @@ from autopart.passes.tokens.recipe import Recipe, TokenLayout
 from autopart.rng import current_key
 from autopart.runtime.stages.slice_module import SlicedStage
 from autopart.runtime.stages.sliced_stage import SlicedRunner
-from autopart.session.code.token_slices import keys_seen, slice_stage
+from autopart.session.code.slicing import keys_seen
+from autopart.session.code.token_slices import slice_stage
 
 CPU = torch.device("cpu")
 

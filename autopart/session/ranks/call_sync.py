@@ -169,26 +169,20 @@ def _different_given(
     first: int, rank: int, one: list[float], other: list[float], versions: Sequence[str]
 ) -> BatchError:
     if one[4] != other[4]:
-        told = [f"rank {r}: {versions[r].partition(' ')[2] or 'no change'}" for r in (first, rank)]
-        return BatchError(
-            f"the models of ranks {first} and {rank} were changed in different ways since they were compiled",
-            why=f"their last changes are, on {'; on '.join(told)}",
-            fix="make every change of the model on all ranks, before the same step",
-        )
-    if one[6] != other[6]:
-        return BatchError(
-            f"the loss is scaled by {one[6]:g} on rank {first} and by {other[6]:g} on rank {rank}",
-            why="pipe.scaler was changed, or loaded, on some ranks alone",
-            fix="load the same state on every rank",
-        )
-    if one[7] != other[7]:
-        return BatchError(
-            f"sharded= differs between ranks {first} and {rank}",
-            why="either every rank is given the whole batch, or each its own rows",
-            fix="pass the same on every rank, also where the batch is None",
-        )
-    return BatchError(
-        f"ranks {first} and {rank} were given batches of different shapes",
-        why=f"{int(one[5])} and {int(other[5])} rows, or other inputs",
-        fix="give every rank the same batch (rank 0's data is what is used), or its own rows with sharded=True",
-    )
+        changes = [f"rank {r}: {versions[r].partition(' ')[2] or 'no change'}" for r in (first, rank)]
+        what = f"the models of ranks {first} and {rank} were changed in different ways since they were compiled"
+        why = f"their last changes are, on {'; on '.join(changes)}"
+        fix = "make every change of the model on all ranks, before the same step"
+    elif one[6] != other[6]:
+        what = f"the loss is scaled by {one[6]:g} on rank {first} and by {other[6]:g} on rank {rank}"
+        why = "pipe.scaler was changed, or loaded, on some ranks alone"
+        fix = "load the same state on every rank"
+    elif one[7] != other[7]:
+        what = f"sharded= differs between ranks {first} and {rank}"
+        why = "either every rank is given the whole batch, or each its own rows"
+        fix = "pass the same on every rank, also where the batch is None"
+    else:
+        what = f"ranks {first} and {rank} were given batches of different shapes"
+        why = f"{int(one[5])} and {int(other[5])} rows, or other inputs"
+        fix = "give every rank the same batch (rank 0's data is what is used), or its own rows with sharded=True"
+    return BatchError(what, why=why, fix=fix)

@@ -20,28 +20,15 @@ class NonFiniteWarning(UserWarning):
     """Many training steps in a row were skipped, because gradients are infinite or NaN."""
 
 
-@dataclass
-class Skipped:
-    """Whether the last step was skipped, and how many were skipped in a row."""
-
-    last: bool = False
-    in_a_row: int = 0
-
-    def note(self, overflow: str) -> bool:
-        """Count a step, and return whether to warn.  overflow: the first gradient that is not finite, or ""."""
-        self.last = bool(overflow)
-        self.in_a_row = self.in_a_row + 1 if overflow else 0
-        return self.in_a_row == WARN_AFTER
-
-    def warn(self, overflow: str) -> None:
-        """Warn on the line of the script that called `step`."""
-        warnings.warn(
-            f"{self.in_a_row} training steps in a row were skipped: the gradient of {overflow} is infinite or NaN.  A "
-            "smaller scale of the loss does not help where a weight or the batch itself is NaN; "
-            'non_finite="raise" stops at the first such step',
-            NonFiniteWarning,
-            stacklevel=5,
-        )
+def warn_skipped(overflow: str) -> None:
+    """Warn on the line of the script that called `step`.  overflow: the first gradient that is not finite."""
+    warnings.warn(
+        f"{WARN_AFTER} training steps in a row were skipped: the gradient of {overflow} is infinite or NaN.  A smaller "
+        "scale of the loss does not help where a weight or the batch itself is NaN; "
+        'non_finite="raise" stops at the first such step',
+        NonFiniteWarning,
+        stacklevel=4,
+    )
 
 
 def not_finite(overflow: str, scale: float) -> NonFiniteError:

@@ -86,7 +86,7 @@ def sync_at_the_end(session: Session) -> None:
     name = session.tensors.masters.written()
     if name is not None:
         warnings.warn(
-            f"{name} was changed in the model since the last run; the change is lost, its fp32 master weight counts",
+            f"{name} was written to in the model since the last run; this is lost, as its fp32 master weight counts",
             stacklevel=4,
         )
     sync_state(session)

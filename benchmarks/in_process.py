@@ -94,7 +94,7 @@ def _shares(
     counts = BatchCounts(LocalTensors(CPU), CPU)
     counts.add(captured, reduction)
     measured = counts.measured(reduction, rows, micros, alone=len(rows) == 1)
-    return [share for (share,) in loss_shares(reduction, rows, (Division(),), measured).of[Division()]]
+    return [share for (share,) in loss_shares(reduction, rows, (Division(),), measured)[Division()]]
 
 
 def _own_copies(captured: Captured) -> dict[str, torch.Tensor]:
@@ -210,14 +210,14 @@ def verify_here(model: nn.Module, sample: Any, options: Options, plain: Outcome 
     elif couples:
         reference = BUFFERS
         shares = _shares(made.captured, made.weight, rows, _micros(made, batch))
-        plain = plain_outcome(fresh_copy(model), batch, loss_fn, rows, [share[0] for share in shares])
+        plain = plain_outcome(model, batch, loss_fn, rows, [share[0] for share in shares])
     elif plain is None:
-        plain = plain_outcome(fresh_copy(model), batch, loss_fn, (batch.rows or 1,), [1.0])
+        plain = plain_outcome(model, batch, loss_fn, (batch.rows or 1,), [1.0])
     return compared(found, plain, {}, precision_of(graph), None, reference)
 
 
 def _planned(model: nn.Module, batch: Batch, options: Options) -> Planned:
-    captures = CaptureCache(fresh_copy(model), options.loss_fn)
+    captures = CaptureCache(*fresh_copy(model, options.loss_fn))
     return make_plan(captures, batch, parse_cluster(f"cpu:{options.stages}"), options)
 
 

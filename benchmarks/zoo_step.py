@@ -17,7 +17,7 @@ from autopart.capture.batch.batch import flatten
 from autopart.files.clusters import parse_cluster
 from autopart.ir.errors import AutopartError
 from autopart.options import Options, read_options
-from autopart.session.compare import Outcome, Verification, fresh_copy, plain_outcome, verify_step
+from autopart.session.compare import Outcome, Verification, plain_outcome, verify_step
 
 ROWS, STAGES, MICROS = 8, 3, 4
 EXACT, REFUSED, WRONG, CRASHED, BROKEN = "exact", "refused", "wrong", "crashed", "not run"
@@ -57,7 +57,7 @@ def step(name: str, *, processes: bool = False) -> Row:
     try:
         model, sample = arch.make(), arch.batch(ROWS)
         batch = flatten(sample, with_target=arch.loss is not None)
-        plain = plain_outcome(fresh_copy(model), batch, arch.loss, (ROWS,), [1.0])
+        plain = plain_outcome(model, batch, arch.loss, (ROWS,), [1.0])
         row = replace(row, parameters=len(plain.gradients))
     except Exception as error:
         return _ended(replace(row, **_cause_of(error)), began)
@@ -109,7 +109,7 @@ def _in_double(run: Any, model: nn.Module, sample: Any, loss: Any) -> Verificati
 
     model, sample = model.double(), pytree.tree_map(widened, sample)
     batch = flatten(sample, with_target=loss is not None)
-    plain = plain_outcome(fresh_copy(model), batch, loss, (ROWS,), [1.0])
+    plain = plain_outcome(model, batch, loss, (ROWS,), [1.0])
     return run(model, sample, loss, plain)
 
 

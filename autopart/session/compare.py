@@ -1,16 +1,14 @@
-"""One step of a pipeline against the same step in one process: how far the loss and every gradient differ.
+"""One step of a pipeline compared with the same step in one process: the loss, every gradient and every buffer.
 
-What one process runs:
+The reference in one process is
 
-- the user's own model on the whole batch;
-- when the model updates buffers in training (batch statistics couple the rows of a micro-batch): the user's own
-  model over the same micro-batches, in order, each loss weighted as the pipeline weighs it;
-- under an autocast: the same under that autocast, over the same micro-batches, for sums over rows are rounded;
-- when the model draws random numbers (dropout): the captured program in one stage, over the same micro-batches and
-  with the same keys, for no other program draws the same masks; the same when it updates buffers and terms of its loss
-  are weighed by themselves.
+- the user's model on the whole batch;
+- the user's model over the same micro-batches, with the loss weights of the pipeline, if batch statistics or buffers
+  couple the rows of a micro-batch, or under autocast, where sums over rows are rounded;
+- the captured program in one stage, over the same micro-batches, if the model draws random numbers (no other program
+  draws the same masks), or if rows are coupled and terms of the loss have weights of their own.
 
-The pipeline and the reference each work on a copy of the model; the user's stays as it is.
+The pipeline and the reference each work on a copy of the model.
 """
 
 from __future__ import annotations
@@ -39,7 +37,8 @@ from autopart.options import Options
 from autopart.report.difference_table import difference_lines
 from autopart.runtime.tensors import dense
 from autopart.session.pipe import Pipe
-from autopart.session.ranks.agreement import FAILURES, broadcast_result
+from autopart.session.ranks.agreement import from_rank
+from autopart.session.step.loss_shares import whole_shares
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}
 NEGLIGIBLE = {"float64": 1e-14, "float32": 1e-7, "float16": 1e-4, "bfloat16": 1e-3}  # of the whole gradient's norm
@@ -57,10 +56,10 @@ Tensors = Mapping[str, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One gradient or buffer.  stage: where the pipeline has it, -1 for nowhere; size: its norm in one process.
+    """The difference of one gradient or buffer.  stage: that has it, -1 for none.  size: its norm in one process.
 
-    error: norm of the difference over `size`; negligible: beyond tolerance, but rounding beside the gradient of the
-    whole model, as for a gradient that is zero in theory, or of a running mean beside its deviations; ok: within
+    error: norm of the difference, divided by `size`.  negligible: beyond the tolerance, but rounding compared with the
+    gradient of the whole model (or for a running mean, with its deviation), as if the exact value is zero.  ok: within
     tolerance or negligible.
     """
 
@@ -74,7 +73,7 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """One word, or a shout."""
+        """The verdict that the table shows."""
         if not self.ok:
             return "OUT OF TOLERANCE"
         return "negligible" if self.negligible else "ok"
@@ -82,7 +81,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What `verify` found, the largest errors first.  reference: what one process ran."""
+    """The result of `verify`, the largest errors first.  reference: what one process ran."""
 
     loss: float
     expected_loss: float
@@ -107,7 +106,7 @@ class Verification:
         return self.loss_error <= self.tolerance and all(d.ok for d in (*self.gradients, *self.buffers))
 
     def table(self, limit: int = 20) -> str:
-        """The differences as text: the `limit` largest, all that are out of tolerance, and a verdict."""
+        """Return the differences as text: the `limit` largest, all that are out of tolerance, and a verdict."""
         every = (*self.gradients, *self.buffers)
         shown = [d for place, d in enumerate(every) if place < limit or not d.ok]
         lines = difference_lines((d.name, d.kind, d.stage, d.size, d.error, d.verdict) for d in shown)
@@ -130,50 +129,43 @@ class Verification:
 def verify_step(
     model: nn.Module, cluster: Cluster, sample: Any, options: Options, tolerance: float | None = None
 ) -> Verification:
-    """One training step both ways.  Collective: call it on every rank of the cluster; every rank gets the result."""
+    """Run one training step both ways, and compare.  Collective; every rank of the cluster gets the result."""
     check_model(model)  # a copy no longer shows which tensors share memory
     batch = flatten(sample, with_target=options.loss_fn is not None)
-    mine = _fresh(model, options.loss_fn)
-    with Pipe(CaptureCache(mine.model, mine.loss_fn), cluster, options, sample) as pipe:
-        found = _outcome(pipe, mine, sample)
-        session = pipe.session
+    with _pipe_of_copy(model, cluster, sample, options) as pipe:
+        found, session = _outcome(pipe, sample), pipe.session
         graph, decision = session.graph, pipe.plan.decision
-        weights = session.loss_shares(sample)
-        micro_rows, shares = weights.micro_rows, weights.whole()
-        autocast = session.captures.autocast
-        home = decision.stages[0].ranks[0]
-        alone: Outcome | None = None
-        random, couples = any(op.random for op in graph.ops), couples_rows(graph)
-        if _of_own_rows(graph, decision, options.sync_batchnorm):
+        micro_rows, weights = session.last_shares
+        shares, autocast = whole_shares(weights), session.captures.autocast
+        if _takes_own_statistics(graph, decision, options.sync_batchnorm):
             raise session.world.known(_per_replica())
+        random, couples = any(op.random for op in graph.ops), couples_rows(graph)
+        expected: Outcome | None = None
         if random or (couples and shares is None):
             reference = RANDOM if random else TERMS
-            alone = _captured_alone(model, cluster, sample, options, len(micro_rows))
-        elif couples:
-            reference = BUFFERS
-        elif autocast is not None and shares is not None:
-            reference = CAST
+            alone = replace(
+                options, stages=1, replicas=1, micro_batches=len(micro_rows), cuts=(), plan=None, costs="analytic"
+            )
+            with _pipe_of_copy(model, cluster, sample, alone) as single:
+                expected = _outcome(single, sample)
+        elif couples or (autocast is not None and shares is not None):
+            reference = BUFFERS if couples else CAST
         else:
-            reference = PLAIN
-            micro_rows, shares = (batch.rows or 1,), None
-        content: dict[str, Any] | None = None
-        failure: BaseException | None = None
-        if pipe.rank == home:
-            try:
-                expected = alone
-                if expected is None:
-                    plain = _fresh(model, options.loss_fn).to(session.world.device)
-                    with autocast.region() if autocast is not None else contextlib.nullcontext():
-                        expected = plain_outcome(plain.model, batch, plain.loss_fn, micro_rows, shares or [1.0])
-                stages = first_stages(graph, decision)
-                content = asdict(compared(found, expected, stages, precision_of(graph), tolerance, reference))
-            except FAILURES as error:
-                failure = error
-        return _from_json(broadcast_result(session.world, content, failure, "running the model in one process", home))
+            reference, micro_rows, shares = PLAIN, (batch.rows or 1,), None
+
+        def content() -> dict[str, Any]:
+            with autocast.region() if autocast is not None else contextlib.nullcontext():
+                given = (model, batch, options.loss_fn, micro_rows, shares or [1.0])
+                plain = expected or plain_outcome(*given, device=session.world.device)
+            found_in = first_stages(graph, decision)
+            return asdict(compared(found, plain, found_in, precision_of(graph), tolerance, reference))
+
+        home = decision.stages[0].ranks[0]
+        return _from_json(from_rank(session.world, home, "running the model in one process", content))
 
 
 def first_stages(graph: Graph, decision: Decision) -> dict[str, int]:
-    """The first stage that uses each parameter and buffer."""
+    """Return the first stage that uses each parameter and buffer."""
     ops, found = graph.op_map(), dict[str, int]()
     for number, stage in enumerate(decision.stages):
         for name in (name for op in stage.ops for name in ops[op].params):
@@ -181,8 +173,8 @@ def first_stages(graph: Graph, decision: Decision) -> dict[str, int]:
     return found
 
 
-def _of_own_rows(graph: Graph, decision: Decision, synced: bool) -> bool:
-    """Whether replicas take statistics or update buffers by the rows of their own alone."""
+def _takes_own_statistics(graph: Graph, decision: Decision, synced: bool) -> bool:
+    """Return whether replicas take statistics or update buffers from their own rows alone."""
     coupling = coupling_ops(graph, synced=synced)
     return any(len(stage.ranks) > 1 and coupling & set(stage.ops) for stage in decision.stages)
 
@@ -190,8 +182,8 @@ def _of_own_rows(graph: Graph, decision: Decision, synced: bool) -> bool:
 def _per_replica() -> UsageError:
     return UsageError(
         "this plan cannot be compared with one process",
-        why="the model takes statistics of a batch or updates buffers, of which each replica of a stage has its own",
-        fix="verify with replicas=1, or, where these are the statistics of batch norms, with sync_batchnorm=True",
+        why="the model takes statistics of a batch or updates buffers, and each replica of a stage has its own",
+        fix="verify with replicas=1, or, if these are the statistics of batch norms, with sync_batchnorm=True",
     )
 
 
@@ -204,61 +196,43 @@ class Outcome:
     buffers: Tensors
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """A copy of the model and of its loss function, without gradients."""
-
-    model: nn.Module
-    loss_fn: LossFn | None
-
-    @property
-    def trained(self) -> Trained:
-        return Trained(self.model, self.loss_fn)
-
-    def to(self, device: torch.device) -> _Copy:
-        """On a device, in place."""
-        for module in (self.model, self.loss_fn):
-            if isinstance(module, nn.Module):
-                module.to(device)
-        return self
-
-
-def _fresh(model: nn.Module, loss_fn: LossFn | None) -> _Copy:
+def fresh_copy(model: nn.Module, loss_fn: LossFn | None = None) -> tuple[nn.Module, LossFn | None]:
+    """Return copies of the model and of a loss function that is a module, without gradients."""
     own = isinstance(loss_fn, nn.Module)
     other, loss = copy.deepcopy((model, loss_fn if own else None))
-    found = _Copy(other, loss if own else loss_fn)
-    for _, parameter in found.trained.named_parameters():
+    loss = loss if own else loss_fn
+    for _, parameter in Trained(other, loss).named_parameters():
         parameter.grad = None
-    return found
+    return other, loss
 
 
-def fresh_copy(model: nn.Module) -> nn.Module:
-    """A copy of the model without gradients."""
-    return _fresh(model, None).model
+def _pipe_of_copy(model: nn.Module, cluster: Cluster, sample: Any, options: Options) -> Pipe:
+    return Pipe(CaptureCache(*fresh_copy(model, options.loss_fn)), cluster, options, sample)
 
 
-def _outcome(pipe: Pipe, mine: _Copy, sample: Any) -> Outcome:
-    """One step of a pipeline of `mine`.  Collective."""
+def _outcome(pipe: Pipe, sample: Any) -> Outcome:
+    """Run one step of a pipeline.  Collective."""
     if pipe.scaler is not None:  # one process runs without; powers of two make no other difference
         pipe.scaler.scale = 1.0
     loss = pipe.step(sample)
     state = pipe.state_dict()
-    buffers = {name: state[name] for name, _ in mine.trained.named_buffers() if name in state}
+    buffers = {name: state[name] for name, _ in pipe.session.captures.trained.named_buffers() if name in state}
     return Outcome(loss.item(), pipe.gradients(), buffers)
 
 
-def _captured_alone(model: nn.Module, cluster: Cluster, sample: Any, options: Options, micros: int) -> Outcome:
-    """The captured program in one stage, over as many micro-batches.  Collective."""
-    alone = replace(options, stages=1, replicas=1, micro_batches=micros, cuts=(), plan=None, costs="analytic")
-    mine = _fresh(model, options.loss_fn)
-    with Pipe(CaptureCache(mine.model, mine.loss_fn), cluster, alone, sample) as pipe:
-        return _outcome(pipe, mine, sample)
-
-
 def plain_outcome(
-    model: nn.Module, batch: Batch, loss_fn: LossFn | None, micro_rows: tuple[int, ...], weights: Sequence[float]
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFn | None,
+    micro_rows: tuple[int, ...],
+    weights: Sequence[float],
+    device: torch.device | None = None,
 ) -> Outcome:
-    """The plain model over micro-batches, in order."""
+    """Run one step of a copy of the model over micro-batches, in order.  weights: of their losses."""
+    model, loss_fn = fresh_copy(model, loss_fn)
+    for module in (model, loss_fn):
+        if isinstance(module, nn.Module) and device is not None:
+            module.to(device)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     total = 0.0
     with torch.enable_grad():
@@ -276,7 +250,7 @@ def plain_outcome(
 
 
 def precision_of(graph: Graph) -> str:
-    """The coarsest floating type that a gradient flows through: it bounds what can be expected."""
+    """Return the coarsest floating dtype that a gradient flows through, which bounds the accuracy."""
     used = {v.dtype for v in graph.values if v.grad and v.dtype in TOLERANCE}
     return max(used, key=lambda dtype: TOLERANCE[dtype], default="float32")
 
@@ -289,8 +263,11 @@ def compared(
     tolerance: float | None,
     reference: str,
 ) -> Verification:
-    """Every gradient, buffer and the loss of one step against another.  stages: where each tensor is, by name;
-    precision, tolerance: what can be expected; reference: what the other step ran."""
+    """Compare the loss, gradients and buffers of two steps.
+
+    stages: of each tensor, by name.  tolerance: relative, None for the default of `precision`.  reference: what the
+    other step ran.
+    """
     limit = tolerance if tolerance is not None else TOLERANCE[precision]
     whole = NEGLIGIBLE[precision] * math.hypot(*(_norm(g) for g in expected.gradients.values() if g is not None))
     least = dict.fromkeys(expected.gradients, whole)
@@ -307,8 +284,8 @@ def compared(
 
 
 def _deviations(buffers: Tensors) -> dict[str, float]:
-    """Of each running mean of a batch norm the norm of the deviations that it stands beside: it may be zero in theory,
-    as behind another batch norm."""
+    """Return, for each running mean of a batch norm, the norm of its deviations: the mean may be zero in theory, as
+    behind another batch norm."""
     kind = "running_mean"
     beside = {name: buffers.get(f"{name.removesuffix(kind)}running_var") for name in buffers if name.endswith(kind)}
     return {name: math.sqrt(_norm(variance)) for name, variance in beside.items() if variance is not None}
@@ -322,7 +299,8 @@ def _differences(
     limit: float,
     floors: Mapping[str, float],
 ) -> tuple[Difference, ...]:
-    """Every tensor of one kind, the largest relevant error first.  floors: by name norms below which nothing counts."""
+    """Return the differences of one kind, the largest relevant error first.  floors: by name, norms of differences that
+    are negligible."""
     rows = []
     for name, reference in expected.items():
         size = _norm(reference) if reference is not None else 0.0
@@ -342,7 +320,7 @@ def _urgency(d: Difference) -> tuple[bool, bool, float, str]:
 
 
 def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """Norm of a - b, where None is zero."""
+    """Return the norm of a - b, where None is zero."""
     if a is None or b is None:
         present = a if a is not None else b
         return 0.0 if present is None else _norm(present)

@@ -1,4 +1,4 @@
-"""One kind of batch in one mode (a training step, an evaluation loss, a prediction), at any number of rows.
+"""One kind of batch in one mode ("step", "loss" or "predict"), at any number of rows.
 
 An executor captures the model once per number of rows, requires that each capture is the program that was planned,
 cuts this rank's stages out of it, and makes of each batch the plan that the engine plays.
@@ -7,121 +7,134 @@ cuts this rank's stages out of it, and makes of each batch the plan that the eng
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopart.capture import Captured
+from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch.batch import Batch
 from autopart.capture.derive.reduction import WHOLE, BatchRule, family_of_batch, loss_reduction, row_layouts
 from autopart.capture.derive.rows import require_same_program
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.program import Program
-from autopart.ir.shares import RowLayout
 from autopart.ir.size import Size
 from autopart.ir.timeline import Span
+from autopart.options import Options
 from autopart.passes.program.messages import check_messages
-from autopart.passes.program.routing import divided_values, edges
+from autopart.passes.program.projection import check_gradients_stay, project_plan
+from autopart.passes.program.routing import divided_values
 from autopart.runtime.activity import patient
 from autopart.runtime.engine import BatchPlan, Engine, StepOutcome
+from autopart.runtime.group.world import World
 from autopart.runtime.stages.batch_statistics import BatchStatistics
 from autopart.runtime.stages.stage import StageRunner
 from autopart.runtime.sums.finite import unscale
 from autopart.runtime.sums.replicas import open_sums
-from autopart.session.code.slicing import TokenSlicing
+from autopart.runtime.sums.shared_values import SharedValues
+from autopart.runtime.tensors import LocalTensors
 from autopart.session.code.stage_code import StageCode
-from autopart.session.context import UNGUARDED, Guard, Mode, RankContext
-from autopart.session.ranks.agreement import FAILURES, broadcast_result, raise_first
+from autopart.session.placement import Placement
+from autopart.session.ranks.agreement import FAILURES, from_rank, raise_first
 from autopart.session.step.batch_counts import BatchCounts, weighted_loss
 from autopart.session.step.data import micro_rows, require_no_questions
-from autopart.session.step.loss_shares import LossShares, count_width, idle_values, loss_shares, pieces_of, places_of
+from autopart.session.step.loss_shares import (
+    Shares,
+    count_width,
+    counting_ranks,
+    idle_values,
+    is_uneven,
+    loss_shares,
+    pieces_of,
+)
 from autopart.session.step.parts import code_sizes, digest, inputs_of, replicated_of, require_same_batch, stage_inputs
 from autopart.session.step.programs import evaluation_program, training_program
-from autopart.session.step.synced import open_statistics, require_known, require_weights, synced_stages
+from autopart.session.step.synced import open_statistics, require_weights, synced_stages
 
-Key = tuple[int, int]
-"""Of random numbers: (seed, step)."""
-Shards = Sequence[int]
-"""The rows that each replica of the first stage was given; empty where each was given the whole batch."""
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """What the executors of one rank share under a plan.  values: parameters whose optimizer state replicas share."""
+
+    world: World
+    captures: CaptureCache
+    tensors: LocalTensors
+    placement: Placement
+    values: SharedValues
+    options: Options
 
 
 class Executor:
-    """Runs batches of one kind along the stages of a plan.  Every method that runs something is collective."""
+    """Runs batches of one kind along the stages of a plan.  Every method that runs something is collective.
+
+    stand_in: an empty batch of this kind, for ranks that are given none.  shares: shares of the last batch in its loss.
+    """
 
     def __init__(
-        self,
-        mode: Mode,
-        context: RankContext,
-        planned: Captured,
-        decision: Decision,
-        rule: BatchRule | None = None,
+        self, mode: str, context: RankContext, planned: Captured, decision: Decision, rule: BatchRule | None = None
     ) -> None:
-        """planned: the capture, in this mode, that `decision` is for.  rule: how such batches are cut, None where that
-        has to be derived."""
+        """planned: the capture, in this mode, that `decision` is for.  rule: how such batches are cut; derived from the
+        first one if None.  Raises RefusedError and UsageError where batch statistics cannot be shared."""
         self._mode = mode
         self._context = context
         self._world = context.world
         self._tensors = context.tensors
         self._planned = planned
+        self._graph = planned.graph
         self._decision = decision
+        self._train = mode == "step"
         self._rank = rank = context.world.rank
         self._stages = {stage: decision.stages[stage] for stage in decision.stages_of_rank(rank)}
         self._divisions = tuple(dict.fromkeys(stage.division for stage in decision.stages))
         self._first_rank = decision.stages[0].ranks[0]
         whole = len(decision.micro_rows) == 1 and not any(each.splits for each in self._divisions)
-        self._rule = BatchRule(WHOLE) if whole or not self.train else rule
-        self._synced = synced_stages(planned.graph, decision) if context.sync_batchnorm and self.train else ()
-        synced = {number: stage.ranks for number, stage in self._stages.items() if number in self._synced}
-        statistics = {number: BatchStatistics(self._world, ranks) for number, ranks in synced.items()}
-        self._code = StageCode(context.tensors, self._world.device, context.values.owners, statistics)
+        self._given_rule = BatchRule(WHOLE) if whole or not self._train else rule
+        synced = context.options.sync_batchnorm and self._train
+        self._synced = synced_stages(self._world, self._graph, decision) if synced else ()
+        statistics = {
+            number: BatchStatistics(self._world, stage.ranks)
+            for number, stage in self._stages.items()
+            if number in self._synced
+        }
+        self._code = StageCode(
+            context.captures, decision, context.tensors, self._world.device, context.values.owners, statistics
+        )
         self._counts = BatchCounts(context.tensors, self._world.device)
-        self._slicing = TokenSlicing(context.captures, decision, context.tensors, self._world.device)
-        self._layouts: dict[str | tuple[str, int], RowLayout] = {}
-        self._agreed: dict[tuple[int, ...], LossShares | None] = {}
+        self._agreed: dict[tuple[int, ...], Shares | None] = {}
         self._engines: dict[int, Engine] = {}
         self._runners: dict[int, StageRunner] = {}
-        self.stand_in: Batch | None = None  # for ranks that were given no batch
-        self.spans: list[Span] | None = None
+        self.shares: Shares = {}
+        self.stand_in: Batch | None = None
 
     @property
-    def graph(self) -> Graph:
-        """The graph that was planned."""
-        return self._planned.graph
-
-    @property
-    def train(self) -> bool:
-        """Whether gradients are computed."""
-        return self._mode is Mode.TRAIN
-
-    @property
-    def rule(self) -> BatchRule:
-        """How batches of this kind are cut; known once a batch was prepared."""
-        assert self._rule is not None
-        return self._rule
+    def _rule(self) -> BatchRule:
+        assert self._given_rule is not None
+        return self._given_rule
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    def loss(self, plan: BatchPlan, guard: Guard = UNGUARDED) -> tuple[torch.Tensor, str]:
-        """The loss of the whole batch, 0-dim on the CPU, on every rank; when training, gradients are accumulated.
+    def loss(
+        self, plan: BatchPlan, spans: list[Span] | None = None, *, check_finite: bool = False
+    ) -> tuple[torch.Tensor, str]:
+        """Return the loss of the whole batch, 0-dim on the CPU, on every rank; in training, gradients are accumulated.
 
-        With it, where the guard looks: where a gradient is not finite, on the same step of all ranks; then no gradient
-        is accumulated.  "" where all are finite.  Raises StageError and WorkerError.
+        With check_finite, also return the first gradient that is not finite, "" if all are; no gradient is accumulated
+        if one is not.  spans: gets what this rank does in the step.  Raises StageError and WorkerError.
         """
-        with self._context.health.watched("a step failed"), self._play(plan) as outcome:
-            total, overflow = self._shared_loss(plan, outcome, guard)
+        with self._play(plan, spans) as outcome:
+            total, overflow = self._total_loss(plan, outcome, check_finite=check_finite)
             outcome.commit(gradients=not overflow)
-        output = self.graph.value_map()[self.graph.outputs[0]]
+        output = self._graph.value_map()[self._graph.outputs[0]]
         return torch.tensor(total, dtype=getattr(torch, output.dtype)), overflow
 
-    def _shared_loss(self, plan: BatchPlan, outcome: StepOutcome, guard: Guard) -> tuple[float, str]:
-        """The loss, once all ranks have done their part, and where a gradient is infinite.  Collective."""
-        last = self._home(self.graph.outputs[0])
+    def _total_loss(self, plan: BatchPlan, outcome: StepOutcome, *, check_finite: bool) -> tuple[float, str]:
+        """Return the loss, and where a gradient is not finite, once all ranks have done their part.  Collective."""
+        last = self._home(self._graph.outputs[0])
         mine = weighted_loss(outcome.losses, [share[0] for share in plan.shares.get(last, ())])
         given = (self._tensors.masters.by_name, outcome.before)
-        first = unscale(self._parameters(), guard.scale, *given) if self.train and guard.looks else None
+        first = unscale(self._parameters(), plan.scale, *given) if self._train and check_finite else None
         everyone = self._world.gather_numbers([mine, float(first is not None)])
         total = sum(everyone[rank][0] for rank in self._decision.stages[last].ranks)
         if not any(row[1] for row in everyone):
@@ -130,19 +143,18 @@ class Executor:
         return total, next(f"{name} on rank {rank}" for rank, name in enumerate(names) if name)
 
     def predict(self, batch: Batch, plan: BatchPlan) -> Any:
-        """What the model returns, on every rank, on the CPU."""
+        """Return what the model returns, on every rank, on the CPU."""
         (rows,) = plan.rows
-        with self._context.health.watched("a prediction failed"):
-            with self._play(plan) as outcome:
-                outcome.commit()
-            outputs = outcome.results.get(0, {})
-            collected = tuple(self._collect(name, outputs, rows) for name in self.graph.outputs)
+        with self._play(plan) as outcome:
+            outcome.commit()
+        outputs = outcome.results.get(0, {})
+        collected = tuple(self._collect(name, outputs, rows) for name in self._graph.outputs)
         rebuilt = self._capture(batch, rows).outputs
         assert rebuilt is not None
         return rebuilt(collected)
 
     def _collect(self, name: str, outputs: Mapping[str, torch.Tensor], rows: int) -> torch.Tensor:
-        """An output of the model, from the rank that computed it."""
+        """Return an output of the model from the rank that computed it."""
         owner = self._decision.stages[self._home(name)].ranks[0]
         if owner == self._rank:
             data = outputs[name].detach().cpu().contiguous()
@@ -151,242 +163,230 @@ class Executor:
             data = torch.empty(spec.shape, dtype=spec.dtype)
         return self._world.broadcast(data, owner)
 
-    def _play(self, plan: BatchPlan) -> StepOutcome:
+    def _play(self, plan: BatchPlan, spans: list[Span] | None = None) -> StepOutcome:
         engine = self.engine(len(plan.rows))
-        engine.spans = self.spans
-        if not self.train:  # by first replicas, while the others have values to give
+        engine.spans = spans
+        if not self._train:  # only first replicas run: gather while the others have values to give
             self._context.values.gather()
-        return engine.step(plan, self._parameters(), train=self.train, masters=self._tensors.masters.by_name)
+        return engine.step(plan, self._parameters(), train=self._train, masters=self._tensors.masters.by_name)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {name: t for name, t in self._tensors.held.items() if isinstance(t, nn.Parameter)}
 
     def _home(self, value: str) -> int:
-        """The first stage that computes a value."""
-        writer = self.graph.writer()[value]
+        """Return the first stage that computes a value."""
+        writer = self._graph.writer()[value]
         return next(number for number, stage in enumerate(self._decision.stages) if writer in stage.ops)
 
     # -- from a batch to its plan ----------------------------------------------------------------------------------
 
-    def micro_rows(self, batch: Batch, shards: Shards = ()) -> tuple[int, ...]:
-        """Rows of each micro-batch of this batch.  Evaluation takes a batch whole, which is exact for any model."""
-        return micro_rows(batch, shards, self._decision)
-
-    def said(self, batch: Batch) -> list[float] | None:
-        """What this rank has to say of a whole batch before its step (`_measured`), None where its code is yet to be
-        made, on all ranks.  Local; raises BatchError and RefusedError."""
-        rows = self.micro_rows(batch)
+    def count(self, batch: Batch) -> list[float] | None:
+        """Return what this rank counts of a whole batch (`_counted`), None if its code is not made yet on all ranks.
+        Local; raises BatchError and RefusedError."""
+        rows = micro_rows(batch, (), self._decision)
         if rows not in self._agreed:
             return None
-        self._slicing.check_constants()
-        return self._measured(batch, rows, sharded=False)
-
-    def agree(self, batch: Batch, shards: Shards = ()) -> list[list[float]]:
-        """Make the code for this batch, of whose kind all ranks agree already; returns what all say of it.  Collective;
-        raises on all ranks what any rank finds wrong."""
-        micro_rows = self.micro_rows(batch, shards)
-        if self._rule is None:
-            self._rule = self._agreed_rule(batch, micro_rows)
-        mine: list[float] = []
-        failure: BaseException | None = None
-        try:
-            with patient("preparing the batch"):
-                if shards:
-                    require_no_questions(self._planned)
-                self.prepare(batch, micro_rows, sharded=bool(shards))
-                mine = self._measured(batch, micro_rows, sharded=bool(shards))
-        except FAILURES as error:
-            failure = error
-        width = 2 + count_width(self.rule.reduction) * len(pieces_of(micro_rows, self._divisions))
-        said = self._world.gather_numbers([float(failure is not None), *mine, *[0.0] * (width - 1 - len(mine))])
-        if any(row[0] for row in said):
-            raise_first(self._world, failure, "preparing the batch")
-        if not shards:
-            self._agreed[micro_rows] = None if count_width(self.rule.reduction) else self._shares(micro_rows)
-        return [row[1:] for row in said]
+        self._code.checks.check_constants()
+        return self._counted(batch, rows, sharded=False)
 
     def plan(
         self,
         batch: Batch,
-        said: Sequence[Sequence[float]],
-        key: Key,
+        counts: Sequence[Sequence[float]],
+        key: tuple[int, int],
         scale: float = 1.0,
-        shards: Shards = (),
+        shards: Sequence[int] = (),
     ) -> BatchPlan:
-        """What this rank's stages take of a batch.  said: what each rank said of it.  Raises BatchError on all ranks
-        for a batch that cannot be run."""
-        shares = self.shares(batch, said, shards)
-        micro_rows = shares.micro_rows
-        if self._synced and (weightless := require_weights(shares)) is not None:
+        """Return what this rank's stages take of a batch.  Collective; raises BatchError on all ranks.
+
+        counts: of each rank, () to make the code and count now.  key: of random numbers, (seed, step).  scale: of the
+        loss.  shards: rows that each replica of the first stage was given, () if each was given the whole batch.
+        """
+        rows = micro_rows(batch, shards, self._decision)
+        sharded = bool(shards)
+        counts = counts or self._prepare_together(batch, rows, sharded=sharded)
+        self.shares = self._shares(rows, counts, sharded=sharded)
+        if self._synced and (weightless := require_weights(rows, self.shares)) is not None:
             raise self._world.known(weightless)
         inputs: Sequence[Mapping[str, torch.Tensor]] = ()
         if 0 in self._stages:
-            given = (batch, self.graph.inputs, self._stages[0], self._rank, micro_rows, self._world.device)
-            inputs = stage_inputs(*given, sharded=bool(shards))
+            given = (batch, self._graph.inputs, self._stages[0], self._rank, rows, self._world.device)
+            inputs = stage_inputs(*given, sharded=sharded)
         own = {
-            number: [replicas[stage.ranks.index(self._rank)] for replicas in shares.of[stage.division]]
+            number: [replicas[stage.ranks.index(self._rank)] for replicas in self.shares[stage.division]]
             for number, stage in self._stages.items()
         }
-        uneven = shares.uneven
-        idle = self._idle(own) if self.train and uneven else {}
-        return BatchPlan(micro_rows, inputs, key, own, idle, uneven, scale)
+        uneven = is_uneven(self.shares)
+        idle = self._idle(own) if self._train and uneven else {}
+        return BatchPlan(rows, inputs, key, own, idle, uneven, scale)
 
     def _idle(self, own: Mapping[int, Sequence[Sequence[float]]]) -> dict[tuple[int, int], frozenset[str]]:
-        """By stage and micro-batch, the values that carry no weight, but for those whose gradients come from a rank
-        with other rows: these may have weight where this rank's have none."""
-        rowless = {name for name, layout in self.rule.layouts.items() if layout is None}
+        """Return the values without weight in the loss, by stage and micro-batch; but not those whose gradients come
+        from a rank with other rows, which may have weight where this rank's have none."""
+        rowless = {name for name, layout in self._rule.layouts.items() if layout is None}
         return {
-            (stage, micro): idle_values(self.graph, self.rule.reduction, tuple(share)) - rowless
+            (stage, micro): idle_values(self._graph, self._rule.reduction, tuple(share)) - rowless
             for stage, shares in own.items()
             for micro, share in enumerate(shares)
             if 0.0 in share
         }
 
-    def shares(self, batch: Batch, said: Sequence[Sequence[float]], shards: Shards = ()) -> LossShares:
-        """The shares of replicas in the loss of a batch.  said: what each rank said of it.  Raises BatchError on all
-        ranks where replicas were given different batches."""
-        micro_rows = self.micro_rows(batch, shards)
-        first, ranks = self._decision.stages[0], self._decision.stages[0].ranks
-        different = require_same_batch([row[0] for row in said], ranks)
-        if different is not None:
-            raise self._world.known(different)
-        if not shards and (known := self._agreed[micro_rows]) is not None:
-            return known
-        width = count_width(self.rule.reduction)
-        places = places_of(micro_rows, self._divisions, first.division)
-        owners = {
-            place: ranks[replica] if shards else self._first_rank
-            for replicas in places
-            for replica, inside in enumerate(replicas)
-            for place in inside
-        }
-        measured = [said[owners[place]][1 + width * place :][:width] for place in sorted(owners)] if width else []
-        return self._shares(micro_rows, measured)
+    def _prepare_together(self, batch: Batch, rows: tuple[int, ...], *, sharded: bool) -> list[list[float]]:
+        """Make the code for this batch, and return the counts of all ranks.  Collective; raises on all ranks what any
+        rank finds wrong."""
+        if self._given_rule is None:
+            content = from_rank(
+                self._world, self._first_rank, "preparing the batch", lambda: self._derived(batch, rows)
+            )
+            self._given_rule = BatchRule.from_json(content)
+        mine: list[float] = []
+        failure: BaseException | None = None
+        try:
+            with patient("preparing the batch"):
+                if sharded:
+                    require_no_questions(self._planned)
+                self.prepare(batch, rows, sharded=sharded)
+                mine = self._counted(batch, rows, sharded=sharded)
+        except FAILURES as error:
+            failure = error
+        width = count_width(self._rule.reduction)
+        size = 1 + width * len(pieces_of(rows, self._divisions))
+        counts = self._world.gather_numbers([float(failure is not None), *mine, *[0.0] * (size - len(mine))])
+        if any(row[0] for row in counts):
+            raise_first(self._world, failure, "preparing the batch")
+        if not sharded:
+            self._agreed[rows] = None if width else loss_shares(self._rule.reduction, rows, self._divisions)
+        return [row[1:] for row in counts]
 
-    def _shares(self, micro_rows: tuple[int, ...], measured: Sequence[Sequence[float]] = ()) -> LossShares:
-        return loss_shares(self.rule.reduction, micro_rows, self._divisions, measured)
+    def _derived(self, batch: Batch, rows: Sequence[int]) -> dict[str, Any]:
+        """Return how such batches are cut: a Python value or a length in the batch may choose another loss than the one
+        that was planned for."""
+        with patient("preparing the batch"):
+            several = rows if len(rows) > 1 else [*rows, *rows]
+            family = family_of_batch(self._context.captures, batch, several)
+            reduction = loss_reduction(family, (several,), self._context.options.loss_reduction)
+            divided = divided_values(self._decision, self._graph, self._code.prologue_of(batch))
+            return BatchRule(reduction, row_layouts(family, reduction, *divided)).to_json()
 
-    def _agreed_rule(self, batch: Batch, micro_rows: Sequence[int]) -> BatchRule:
-        """How such batches are cut, as the first rank of the first stage derives it.  Collective: a Python value or a
-        length in the batch may choose another loss than that of the batch that was planned for."""
-        content, failure = None, None
-        if self._rank == self._first_rank:
-            try:
-                with patient("preparing the batch"):
-                    several = micro_rows if len(micro_rows) > 1 else [*micro_rows, *micro_rows]
-                    family = family_of_batch(self._context.captures, batch, several)
-                    reduction = loss_reduction(family, (several,), self._context.loss_reduction)
-                    divided = divided_values(self._decision, self.graph, self._slicing.prologue_of(batch))
-                    content = BatchRule(reduction, row_layouts(family, reduction, *divided)).to_json()
-            except FAILURES as error:
-                failure = error
-        found = broadcast_result(self._world, content, failure, "preparing the batch", self._first_rank)
-        return BatchRule.from_json(found)
-
-    def prepare(self, batch: Batch, micro_rows: Sequence[int], *, sharded: bool = False) -> None:
+    def prepare(self, batch: Batch, rows: Sequence[int], *, sharded: bool = False) -> None:
         """Make the code for every number of rows.  Local; raises RefusedError when the model runs another program at
         these shapes than the one that was planned."""
-        require_known(self._world, self.graph, self._synced, sliced=self._slicing.active)
-        self._layouts.update({name: layout for name, layout in self.rule.layouts.items() if layout is not None})
-        for stages, rows in self._wanted(micro_rows):
-            if not self._code.has(rows, stages):
-                self._add(self._capture(batch, rows), batch, stages)
-        if not set(self.rule.reduction.counted()) <= set(self.graph.inputs):
-            for rows in sorted(
-                {rows for _, rows in self._own_pieces(tuple(micro_rows), sharded=sharded)}, reverse=True
-            ):
-                if not self._counts.has(rows):
-                    self._counts.add(self._capture(batch, rows), self.rule.reduction)
-        self._slicing.check_constants()
-
-    def _wanted(self, micro_rows: Sequence[int]) -> list[tuple[list[int], int]]:
-        """(stages of this rank, rows) of which it needs the code, the largest first; a rank without stages needs the
-        shapes of what the model returns."""
-        found: dict[int, list[int]] = {}
+        wanted: dict[int, list[int]] = {}
         for number, stage in self._stages.items():
-            for rows in code_sizes(stage, self._rank, micro_rows):
-                found.setdefault(rows, []).append(number)
-        if not found:
-            first = self._decision.stages[0]
-            found = {rows: [] for rows in code_sizes(first, self._first_rank, micro_rows)}
-        return [(found[rows], rows) for rows in sorted(found, reverse=True)]
-
-    def _own_pieces(self, micro_rows: tuple[int, ...], *, sharded: bool) -> list[tuple[int, int]]:
-        """(place, rows) of the pieces that this rank counts: of shards its own; else the first rank counts all."""
-        pieces = pieces_of(micro_rows, self._divisions)
-        first = self._decision.stages[0]
-        wanted: Sequence[int] = range(len(pieces)) if self._rank == self._first_rank else ()
-        if sharded:
-            replica = first.ranks.index(self._rank) if 0 in self._stages else None
-            places = places_of(micro_rows, self._divisions, first.division)
-            wanted = [place for replicas in places for place in replicas[replica]] if replica is not None else ()
-        return [(place, pieces[place][2] - pieces[place][1]) for place in wanted]
+            for own in code_sizes(stage, self._rank, rows):
+                wanted.setdefault(own, []).append(number)
+        if not wanted:  # a rank without stages needs the shapes of what the model returns
+            wanted = {own: [] for own in code_sizes(self._decision.stages[0], self._first_rank, rows)}
+        for own in sorted(wanted, reverse=True):
+            if not self._code.has(own, wanted[own]):
+                self._code.add(self._capture(batch, own), batch, wanted[own], self._rule)
+        if not set(self._rule.reduction.counted()) <= set(self._graph.inputs):
+            for own in sorted({own for _, own in self._own_pieces(tuple(rows), sharded=sharded)}, reverse=True):
+                if not self._counts.has(own):
+                    self._counts.add(self._capture(batch, own), self._rule.reduction)
+        self._code.checks.check_constants()
 
     def _capture(self, batch: Batch, rows: int) -> Captured:
-        captured = self._context.captures(batch, Size(rows), self._mode.value)
-        require_same_program(captured.graph, self.graph)
+        captured = self._context.captures(batch, Size(rows), self._mode)
+        require_same_program(captured.graph, self._graph)
         return captured
 
-    def _add(self, captured: Captured, batch: Batch, stages: Sequence[int]) -> None:
-        rule = self.rule
-        adjusted = rule.reduction.adjusted
-        if self._slicing.active:
-            self._slicing.add(self._code, captured, batch, stages, adjusted, rule.layouts)
-            self._layouts.update(self._slicing.layouts)
-        elif stages:
-            links = edges(self._decision, self.graph)
-            for stage in stages:
-                self._code.add_stage(captured, links, stage, self._stages[stage], adjusted, rule.layouts)
-        self._code.add_specs(captured)
+    def _own_pieces(self, rows: tuple[int, ...], *, sharded: bool) -> list[tuple[int, int]]:
+        """Return (place, rows) of the pieces that this rank counts."""
+        ranks = counting_ranks(rows, self._divisions, self._decision.stages[0].ranks, sharded=sharded)
+        pieces = zip(ranks, pieces_of(rows, self._divisions), strict=True)
+        return [(place, end - first) for place, (rank, (_, first, end)) in enumerate(pieces) if rank == self._rank]
 
-    def _measured(self, batch: Batch, micro_rows: tuple[int, ...], *, sharded: bool) -> list[float]:
-        """What this rank says of a batch: a digest of what replicas of the first stage must have alike, then what was
-        measured of each piece, 0 of those that other ranks count."""
+    def _counted(self, batch: Batch, rows: tuple[int, ...], *, sharded: bool) -> list[float]:
+        """Return a digest of what replicas of the first stage must have alike, then the counts of each piece, 0 for
+        pieces that other ranks count."""
         seen = 0.0
         if 0 in self._stages and len(self._stages[0].ranks) > 1:
             seen = digest(t for t, split in batch.tensors_and_splits() if not (split and sharded))
-        pieces = self._own_pieces(micro_rows, sharded=sharded)
+        pieces = self._own_pieces(rows, sharded=sharded)
         if pieces:
-            self._slicing.check(batch, self.graph.inputs)
-        reduction = self.rule.reduction
-        width, count = count_width(reduction), len(pieces_of(micro_rows, self._divisions))
+            self._code.checks.check_masks(batch, self._graph.inputs)
+        reduction = self._rule.reduction
+        width, count = count_width(reduction), len(pieces_of(rows, self._divisions))
         if not width:
             return [seen]
         found = [0.0] * width * count
-        rows = [own for _, own in pieces]
-        inputs = inputs_of(batch, self.graph.inputs, rows, self._world.device, range(len(rows)))
-        measured = self._counts.measured(reduction, rows, list(inputs.values()), alone=count == 1)
+        sizes = [own for _, own in pieces]
+        inputs = inputs_of(batch, self._graph.inputs, sizes, self._world.device, range(len(sizes)))
+        measured = self._counts.measured(reduction, sizes, list(inputs.values()), alone=count == 1)
         for (place, _), numbers in zip(pieces, measured, strict=True):
             found[width * place : width * (place + 1)] = numbers
         return [seen, *found]
 
+    def _shares(self, rows: tuple[int, ...], counts: Sequence[Sequence[float]], *, sharded: bool) -> Shares:
+        """Return the shares of replicas in the loss of a batch, from the counts of each rank.  Raises BatchError on all
+        ranks when replicas were given different batches."""
+        ranks = self._decision.stages[0].ranks
+        different = require_same_batch([row[0] for row in counts], ranks)
+        if different is not None:
+            raise self._world.known(different)
+        if not sharded and (known := self._agreed[rows]) is not None:
+            return known
+        width = count_width(self._rule.reduction)
+        owners = counting_ranks(rows, self._divisions, ranks, sharded=sharded) if width else ()
+        measured = [counts[rank][1 + width * place :][:width] for place, rank in enumerate(owners)]
+        return loss_shares(self._rule.reduction, rows, self._divisions, measured)
+
     # -- the program and what plays it -----------------------------------------------------------------------------
 
     def program(self, micros: int) -> Program:
-        """The verified program for `micros` micro-batches."""
+        """Return the verified program for this number of micro-batches."""
         decision = replace(self._decision, micro_rows=(1,) * micros)
-        make = training_program if self.train else evaluation_program
-        program = make(decision, self.graph, self._slicing.prologue, self._synced)
+        if self._train:
+            program = training_program(decision, self._graph, self._code.prologue, self._synced)
+        else:
+            program = evaluation_program(decision, self._graph)
         return program if self._world.carrier is None else check_messages(program)
 
     def engine(self, micros: int) -> Engine:
-        """What plays so many micro-batches.  Collective when it is made."""
+        """Return the engine that plays this number of micro-batches.  Collective when it is made."""
         if micros not in self._engines:
             program = self.program(micros)
             if not self._engines:
                 open_statistics(self._world, self._decision, self._synced)
                 self._runners = {stage: self._stage_runner(program, stage) for stage in self._stages}
-            ops = self.graph.op_map()
-            loss = None if self._mode is Mode.PREDICT else self.graph.outputs[0]
-            owners = self._context.values.owners
-            kept = {stage: replicated_of(self.graph, self._decision, stage, owners) for stage in self._stages}
-            sums = open_sums(self._world, program, kept)
-            made_of = (self._world, program, self._runners, self._code.specs, ops, loss, self._layouts, sums)
-            self._engines[micros] = Engine(*made_of, self._context.values)
+            loss = None if self._mode == "predict" else self._graph.outputs[0]
+            values = self._context.values
+            kept = {stage: replicated_of(self._graph, self._decision, stage, values.owners) for stage in self._stages}
+            self._engines[micros] = Engine(
+                self._world, program, self._runners, self._code.specs, self._graph.op_map(), loss, self._code.layouts,
+                open_sums(self._world, program, kept), values,
+            )  # fmt: skip
         return self._engines[micros]
 
     def _stage_runner(self, program: Program, stage: int) -> StageRunner:
         back = frozenset(name for e in program.edges if e.dst == stage for name in e.grads)
         out = frozenset(name for e in program.edges if e.src == stage for name in e.grads)
-        held, out = self._tensors.held, out | {self.graph.outputs[0]}
+        held, out = self._tensors.held, out | {self._graph.outputs[0]}
         return StageRunner(self._code.modules[stage], held, back, out, synced=stage in self._synced)
+
+
+def largest_part(batch: Batch, mode: str, decision: Decision, shards: Sequence[int] = ()) -> Size:
+    """Return the size of the largest part of this batch that is run at once.  decision: of the training plan."""
+    return Size(max(micro_rows(batch, shards, decision)) if mode == "step" else batch.rows or 1)
+
+
+def new_executor(
+    mode: str, context: RankContext, batch: Batch, shards: Sequence[int], planned: Graph, decision: Decision
+) -> Executor:
+    """Return what runs batches like this one; a changed model may run another program than the one that was planned.
+
+    planned, decision: the graph and the decision of the training plan.  Local; raises RefusedError.
+    """
+    captured = context.captures(batch, largest_part(batch, mode, decision, shards), mode)
+    same = [(op.name, op.target) for op in captured.graph.ops] == [(op.name, op.target) for op in planned.ops]
+    train = mode == "step"
+    stages = decision.stages if same and train else project_plan(captured.graph, planned, decision)
+    if train:
+        check_gradients_stay(captured.graph, stages, planned, decision)
+        return Executor(mode, context, captured, replace(decision, stages=stages))
+    # A batch is evaluated whole, on first replicas, which is exact for any model.  A user's schedule may have no order
+    # for a single micro-batch.
+    first = tuple(replace(stage, ranks=stage.ranks[:1], shares=(), policy="split") for stage in stages)
+    whole = replace(decision, stages=first, token_slices=(), micro_rows=(1,), schedule="gpipe")
+    return Executor(mode, context, captured, whole)

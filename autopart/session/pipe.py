@@ -1,6 +1,6 @@
-"""The running pipeline as the user holds it, one object on every rank.
+"""The running pipeline, one object on every rank.
 
-Every method that moves data between ranks is collective: call it on all ranks, in the same order.
+Methods that move data between ranks are collective: call them on all ranks, in the same order.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from autopart.capture import CaptureCache
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
-from autopart.ir.program import Program
+from autopart.ir.program import Program, parse_action
 from autopart.ir.timeline import Span, Timeline
 from autopart.options import Options
 from autopart.report.plan_table import stage_table
-from autopart.session.context import Guard, Mode
-from autopart.session.measured import gather_timeline
-from autopart.session.pipe_state import PipeState, mark_trained
+from autopart.runtime.group.world import World
+from autopart.session.pipe_state import PipeState
 from autopart.session.session import Session
 from autopart.session.state.misuse_guards import short_tracebacks, watch_optimizers, without_backward
-from autopart.session.state.scaler import Skipped, not_finite
+from autopart.session.state.scaler import WARN_AFTER, not_finite, warn_skipped
 from autopart.session.state.state_dict import empty_foreign, sync_at_the_end, take_masters
 from autopart.session.step.call_batch import Arguments
 from autopart.session.step.data import own_rows
@@ -36,8 +35,8 @@ from autopart.session.step.parts import micro_cut
 class Pipe(PipeState):
     """A planned, running training pipeline; made by `autopart.compile`.
 
-    With a sample it is ready at once, without one at the first `step`.  It is a context manager; `close` ends it.
-    After a step that failed while ranks were running, it refuses to run anything more (RunError).
+    With a sample it is planned at once, without one at the first `step`.  It is a context manager; `close` ends it.
+    After a step that failed while ranks were running, every further call raises RunError.
 
     Each rank trains only the parameters of its stage (`named_parameters`).  In the model that was compiled
     (`pipe.model`), parameters that other ranks train keep their first values until `sync_model` or `close`: make
@@ -48,7 +47,7 @@ class Pipe(PipeState):
         super().__init__(captures)
         self._cluster = cluster
         self._options = options
-        self._skipped = Skipped()
+        self._skipped_in_a_row = 0
         self._unwatch: Callable[[], None] = lambda: None
         if sample is not None:
             self._bring_up(((sample,), {}))
@@ -64,55 +63,57 @@ class Pipe(PipeState):
     # -- running -------------------------------------------------------------------------------------------------
 
     def step(self, *args: Any, sharded: bool = False, **kwargs: Any) -> torch.Tensor:
-        """One training step: every micro-batch, forward and backward; gradients are added to `.grad`.
+        """Run one training step: forward and backward of every micro-batch; gradients are added to `.grad`.
 
-        Takes a batch as described in `capture.batch`, or the model's own positional and keyword arguments; None where
-        this rank needs none (`needs_data`).  Returns the loss of the whole batch (0-dim, its backward done) on every
+        Takes a batch as described in `capture.batch`, or the model's own positional and keyword arguments; None on a
+        rank that needs no data (`needs_data`).  Returns the loss of the whole batch (0-dim, its backward done) on every
         rank.  Raises BatchError before anything is sent, StageError and WorkerError while running.
 
-        sharded: whether the ranks that need data are each given their own rows (`data_shard`, `data_rows`).  The step
-        is that of one process over all of them: micro-batch by micro-batch, the next rows of each shard.
+        sharded: whether each rank that needs data is given its own rows (`data_shard`, `data_rows`).  The step equals
+        one over the whole batch that holds, micro-batch by micro-batch, the next rows of each shard.
 
-        In fp16 the loss is scaled for the backward (`scaler`), and gradients are what they are without a scale.  Where
-        one is not finite, nothing is added to any: `skipped` is True, and `optimizer.step()` is to be left out (it does
-        nothing for parameters whose `.grad` is None).
+        In fp16 the loss is scaled for the backward (`scaler`), and gradients are unscaled afterwards.  If one is not
+        finite, no gradient is added and `skipped` is True: skip `optimizer.step()` then.
         """
         self._require_open()
         session = self._session or self._bring_up((args, kwargs), sharded=sharded)
-        scaler = self.scaler
-        how = self._options.non_finite
-        looks = scaler is not None or how != "auto"
-        guard = Guard(looks, scaler.scale) if scaler is not None else Guard(looks)
-        loss, overflow = session.loss(Mode.TRAIN, (args, kwargs), self._steps, guard, sharded=sharded)
+        scaler, how = self.scaler, self._options.non_finite
+        scale = 1.0 if scaler is None else scaler.scale
+        check = scaler is not None or how != "auto"
+        loss, overflow = session.loss(
+            "step", (args, kwargs), self._steps, sharded=sharded, scale=scale, check_finite=check
+        )
         self._steps += 1
-        self._note_step(overflow)
+        self._mark_trained()
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if overflow else 0
         if scaler is not None:
             scaler.update(finite=not overflow)
         if overflow and how == "raise":
-            raise session.world.known(not_finite(overflow, guard.scale))
+            raise session.world.known(not_finite(overflow, scale))
+        if self._skipped_in_a_row == WARN_AFTER:
+            warn_skipped(overflow)
         return without_backward(loss)
 
     def eval_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The loss of a batch with the model in eval mode, through the same stages, without gradients.  Only the first
-        rank of the first stage needs the batch; others may pass None."""
-        return without_backward(self.session.loss(Mode.LOSS, (args, kwargs))[0])
+        """Return the loss of a batch with the model in eval mode, without gradients.  Only the first rank of the first
+        stage needs the batch; others may pass None."""
+        return without_backward(self.session.loss("loss", (args, kwargs))[0])
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns in eval mode for this batch, on every rank, on the CPU, through the same stages.
+        """Return what the model returns in eval mode for this batch, on every rank, on the CPU.
 
-        The batch holds no target; as in `eval_loss`, others than the first may pass None.  Caches and other objects
-        that are no tensors are left out of the result.
+        The batch holds no target; only the first rank of the first stage needs it.  Caches and other objects that are
+        not tensors are left out of the result.
         """
         return self.session.predict((args, kwargs))
 
     def adopt(self, plan: Plan | str | os.PathLike[str]) -> None:
         """Go on under another plan for the same model, batch and number of ranks: other cuts, micro-batches, schedule.
 
-        Call it between two steps, on every rank; rank 0's plan is taken.  Weights, buffers and gradients that were
-        accumulated move to the ranks that need them, and `parameters()` yields others afterwards.  An optimizer is
-        yours: make a new one from `parameters()`, and set the state that it should start from; the state of the old one
-        stays on the rank where it was.  A plan that cannot be taken raises PlanError or UsageError, and nothing has
-        changed.
+        Call it between two steps, on every rank; rank 0's plan is used.  Weights, buffers and accumulated gradients
+        move to the ranks that need them, and `parameters()` yields others afterwards: make a new optimizer from them,
+        and set its state; the state of the old one does not move.  A plan that does not fit raises PlanError or
+        UsageError, and nothing has changed.
         """
         self.session.adopt(plan)
 
@@ -125,14 +126,14 @@ class Pipe(PipeState):
 
     @property
     def program(self) -> Program:
-        """What every rank does in one training step, action by action."""
+        """The actions of every rank in one training step."""
         return self.session.program()
 
     def timeline(self, *args: Any, sharded: bool = False, **kwargs: Any) -> Timeline:
         """Run a training step as `step` does, and return what every rank did in it, in nanoseconds, on every rank.
 
-        Times count from the start of the step on each rank.  `autopart.save_trace` writes it for a viewer, and
-        `autopart.simulate` returns the same for the plan.  Raises what `step` raises.
+        Times count from the start of the step on each rank.  `autopart.save_trace` writes a timeline for a viewer, and
+        `autopart.simulate` returns the predicted one.  Raises what `step` raises.
         """
         self._require_open()
         if self._session is None:
@@ -140,7 +141,7 @@ class Pipe(PipeState):
         with self.traced() as spans:
             self.step(*args, sharded=sharded, **kwargs)
         with self.session.call("timeline") as session:
-            return gather_timeline(session.world, Timeline(tuple(spans)))
+            return _gathered(session.world, spans)
 
     @property
     def needs_data(self) -> bool:
@@ -148,14 +149,14 @@ class Pipe(PipeState):
         return self.rank in self.plan.stages[0].ranks
 
     def data_shard(self) -> tuple[int, int]:
-        """(number, of) for a sampler that deals every replica of the first stage as many rows:
+        """Return (number, of) for a sampler that gives each replica of the first stage the same number of rows:
         `DistributedSampler(dataset, num_replicas=of, rank=number)`.  A rank that needs no data has the number 0."""
         ranks = self.plan.stages[0].ranks
         return (ranks.index(self.rank) if self.needs_data else 0), len(ranks)
 
     def data_rows(self, rows: int) -> tuple[int, ...]:
-        """The places of the rows that this rank needs of a batch of `rows` rows, in the order in which `step` takes
-        them as its shard.  A step over these shards is the step over the batch."""
+        """Return the places of this rank's rows in a batch of `rows` rows, in the order of its shard.  A step over all
+        shards equals the step over the whole batch."""
         if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
             raise UsageError(f"a batch of {rows!r} rows", fix="pass the number of rows of the whole batch")
         number, _ = self.data_shard()
@@ -174,32 +175,32 @@ class Pipe(PipeState):
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[list[Span]]:
-        """Record what this rank does in the training steps run inside."""
-        spans: list[Span] = []
-        self.session.trace_steps(spans)
+        """Record what this rank does in the training steps of the body."""
+        session = self.session
+        session.spans = []
         try:
-            yield spans
+            yield session.spans
         finally:
-            self.session.trace_steps(None)
+            session.spans = None
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step found gradients that are not finite, on any rank, and added nothing."""
-        return self._skipped.last
+        """Whether the last step added no gradients, because some on any rank were not finite."""
+        return self._skipped_in_a_row > 0
 
     def explain(self) -> str:
-        """The stage table: what runs where, with simulated times and memory."""
+        """Return the stage table: what runs where, with simulated times and memory."""
         _, plan, graph = self._facts
         return stage_table(plan, graph)
 
     # -- ending --------------------------------------------------------------------------------------------------
 
     def close(self, *, sync: bool = True) -> None:
-        """Bring the trained values to the model (`sync_model`) and leave the process group.  Collective, unless it is
-        closed already or has failed.
+        """Copy the trained values into the model (`sync_model`) and leave the process group.  Collective, unless the
+        pipe is closed already or has failed.
 
-        sync: False where a rank cannot hold the whole model.  Then, and after a failure, parameters and buffers that
-        other ranks trained are emptied in the model, so that nobody saves or trains stale values.
+        sync: False if a rank cannot hold the whole model.  Then, and after a failure, parameters and buffers that other
+        ranks trained are emptied in the model, so that stale values are neither saved nor trained.
         """
         self._unwatch()
         session, self._closed = self._session, True
@@ -209,7 +210,7 @@ class Pipe(PipeState):
         try:
             if self._superseded:
                 pass  # the newer pipe has the trained values
-            elif sync and session.healthy:
+            elif sync and session.calls.healthy:
                 with session.call("close"):
                     sync_at_the_end(session)
             elif self._steps:
@@ -217,16 +218,22 @@ class Pipe(PipeState):
         finally:
             session.close()
 
-    def _note_step(self, overflow: str) -> None:
-        """Count a training step that was played.  overflow: the first gradient that is not finite, or ""."""
-        mark_trained(self.model, self._number)
-        if self._skipped.note(overflow) and self._options.non_finite != "raise":
-            self._skipped.warn(overflow)
-
     def __enter__(self) -> Pipe:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and self._session is not None:
-            self._session.abandon(error)
+            self._session.calls.abandon(error)
         self.close(sync=kind is None)
+
+
+def _gathered(world: World, mine: list[Span]) -> Timeline:
+    """Return the spans of all ranks, in order of start.  Collective.
+
+    Each rank counts from its own start of the step, which the ranks reach together, since they have just compared their
+    batches.  So starts of different ranks are comparable to within one such exchange.  O(spans).
+    """
+    lines = [f"{span.rank} {span.start_ns} {span.end_ns} {span.action}" for span in mine]
+    rows = [line.split() for text in world.gather_text("\n".join(lines)) for line in text.splitlines()]
+    spans = [Span(int(rank), parse_action(action), int(start), int(end)) for rank, start, end, action in rows]
+    return Timeline(tuple(sorted(spans, key=lambda span: (span.start_ns, span.rank))))

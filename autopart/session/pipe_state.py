@@ -18,14 +18,11 @@ from autopart.session.session import Session
 from autopart.session.state.misuse_guards import NotAModule, short_tracebacks
 from autopart.session.state.scaler import LossScaler
 from autopart.session.state.state_dict import (
-    check_norm_type,
     clip_gradients,
     gather_gradients,
     load_state,
     local_state,
-    masters_of,
     remembered,
-    steps_of,
     sync_state,
     whole_state,
 )
@@ -37,14 +34,9 @@ _TRAINED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """For each model, the number of the newest pipe that has trained it."""
 
 
-def mark_trained(model: nn.Module, number: int) -> None:
-    """Note that a pipe, the `number`-th of this process, has trained a model."""
-    _TRAINED[model] = number
-
-
 @short_tracebacks
 class PipeState(NotAModule):
-    """What a pipe shows of its model: parameters, gradients, state; and the session that has them."""
+    """Parameters, gradients and state of a pipe, and the session that holds them."""
 
     def __init__(self, captures: CaptureCache) -> None:
         self._captures = captures
@@ -59,7 +51,7 @@ class PipeState(NotAModule):
 
     @property
     def session(self) -> Session:
-        """What this rank runs on, for tools and checks.  Raises UsageError before the pipeline has been planned."""
+        """The session of this rank, for tools and checks.  Raises UsageError before the pipeline has been planned."""
         self._require_open()
         if self._session is None:
             raise UsageError(
@@ -84,7 +76,7 @@ class PipeState(NotAModule):
 
     @property
     def scaler(self) -> LossScaler | None:
-        """What scales the loss in fp16, alike on every rank, and is kept by `state_dict`; None in another precision."""
+        """The loss scaler in fp16, equal on every rank and kept by `state_dict`; None in another precision."""
         return self._scaler if self.plan.provenance.precision == "fp16" else None
 
     def _require_open(self) -> None:
@@ -100,16 +92,19 @@ class PipeState(NotAModule):
                 fix="close this pipe; next time close it before the model is compiled again",
             )
 
+    def _mark_trained(self) -> None:
+        _TRAINED[self.model] = self._number
+
     @property
     def _superseded(self) -> bool:
         """Whether a newer pipe of the same model has trained."""
         return _TRAINED.get(self.model, 0) > self._number
 
-    # -- as of a module ------------------------------------------------------------------------------------------
+    # -- like a module ------------------------------------------------------------------------------------------
 
     @property
     def model(self) -> nn.Module:
-        """The model that was compiled.  What other ranks train is old in it until `sync_model` or `close`."""
+        """The model that was compiled.  Parameters that other ranks train are stale until `sync_model` or `close`."""
         return self._captures.model
 
     @property
@@ -118,13 +113,13 @@ class PipeState(NotAModule):
         return self.model.training
 
     def train(self, mode: bool = True) -> Self:
-        """Set the training flags of the model, as its own train() does; the next step follows them.  Call it on every
-        rank.  `eval_loss` and `predict` need no eval(): they run in eval mode."""
+        """Set the training flags of the model; the next step follows them.  Call it on every rank.  `eval_loss` and
+        `predict` need no eval(): they run in eval mode."""
         self.model.train(mode)
         return self
 
     def eval(self) -> Self:
-        """`train(False)`."""
+        """Call `train(False)`."""
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -138,55 +133,57 @@ class PipeState(NotAModule):
     # -- parameters ----------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under their original names: what its optimizer drives.
+        """Yield this rank's parameters under their original names: those that its optimizer updates.
 
-        Tied ones come under the first name; with zero=1 those that this rank owns.  Before the first step of a pipe
-        without a sample: all of the model's.  A rank without parameters (it idles, or its stage has only the loss)
-        yields an empty one: torch's optimizers refuse an empty list, and the same script has to run on every rank.
+        Tied ones have the first name; with zero=1 only those that this rank owns are yielded.  Before the first step of
+        a pipe without a sample, all parameters of the model are.  A rank without parameters (idle, or with the loss
+        alone) yields an empty one, since torch's optimizers refuse an empty list.
         """
         if self._session is None:
             yield from self._captures.trained.named_parameters()
             return
-        driven, keeps = self._session.tensors.driven, self._session.context.keeps
+        driven, keeps = self._session.tensors.driven, self._session.keeps
         held = [(name, t) for name, t in driven.items() if isinstance(t, nn.Parameter) and keeps(name)]
         yield from held or [(NO_PARAMETER, self._placeholder)]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """`named_parameters` without the names.  `torch.nn.utils.clip_grad_norm_` would clip each rank's by a norm of
-        its own: use `pipe.clip_grad_norm_`."""
+        """Yield `named_parameters` without the names.  Clip with `pipe.clip_grad_norm_`: torch's function would use the
+        norm of this rank's gradients alone."""
         for _, parameter in self.named_parameters():
             yield parameter
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's buffers under their original names."""
+        """Yield this rank's buffers under their original names."""
         held = self._session.tensors.held if self._session is not None else {}
         for name, buffer in self._captures.trained.named_buffers():
             if self._session is None or name in held:
                 yield name, held.get(name, buffer)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """The gradient of every trainable parameter by original name (tied ones once), on every rank, on the CPU;
-        None where there is none, sparse ones dense.  Sends the size of the model: meant for checks."""
+        """Return the gradient of every trainable parameter by original name, tied ones once, on every rank, on the CPU.
+        A missing one is None, a sparse one is dense.  Sends the size of the model: meant for checks."""
         with self.session.call("gradients") as session:
             return gather_gradients(session)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm over all stages is at most max_norm; tied parameters count
-        once.  Returns the norm before, on every rank, as torch.nn.utils.clip_grad_norm_ does."""
-        check_norm_type(norm_type)
+        once.  Returns the norm before, on every rank, like torch.nn.utils.clip_grad_norm_."""
+        if norm_type <= 0:
+            raise UsageError(f"norm_type is {norm_type}", fix="use a positive number or float('inf')")
         with self.session.call("clip_grad_norm_") as session:
             return clip_gradients(session, max_norm, norm_type)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model's state under its original names, buffers included, on every rank, on the CPU; the plain
-        model's load_state_dict takes it.  It remembers `steps`, as long as it is kept by torch.save."""
+        """Return the whole model's state, with buffers, on every rank, on the CPU.  The model's own load_state_dict
+        accepts it.  It also holds `steps`, the loss scale and fp32 master weights, which torch.save keeps."""
         with self.session.call("state_dict") as session:
-            return whole_state(session, self._steps, self.scaler)
+            more = {"scaler": self.scaler.state_dict()} if self.scaler is not None else {}
+            return whole_state(session, steps=self._steps, **more)
 
     def local_state_dict(self) -> dict[str, torch.Tensor]:
-        """This rank's part of `state_dict`, on the CPU; also after a step that failed.  Not collective.
+        """Return this rank's part of `state_dict`, on the CPU; also after a step that failed.  Not collective.
 
         It holds what this rank trains, and what no rank trains.  The parts of all ranks together are the whole state:
         `{**part0, **part1}`.  After an error in the script itself, parts may be one optimizer step apart.
@@ -194,32 +191,29 @@ class PipeState(NotAModule):
         return local_state(self.session, self._steps)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> tuple[list[str], list[str]]:
-        """Take over a state of the plain model, given alike on every rank, and `steps` where it is remembered.
+        """Load a state of the model, the same on every rank, and what else `state_dict` keeps, such as `steps`.
 
-        Returns the names that are missing and those that are unexpected, as torch does; with strict both raise
-        UsageError.  Nothing changes when a name or a shape does not fit (UsageError).
+        Returns the names that are missing and those that are unexpected, like torch; with strict both raise UsageError.
+        Nothing changes when a name or a shape does not fit (UsageError).
         """
         self._require_open()
         keys = load_state(self._captures.trained, self._session, state, strict=strict)
-        self._restored = masters_of(state)
-        steps = steps_of(state)
-        if steps is not None:
-            self._steps = steps
-        scaler = remembered(state).get("scaler")
-        if isinstance(scaler, Mapping):
-            self._scaler.load_state_dict(scaler)
+        more = remembered(state)
+        self._restored = more.get("masters", {})
+        self.steps = more.get("steps", self._steps)
+        if "scaler" in more:
+            self._scaler.load_state_dict(more["scaler"])
         return keys
 
     def sync_model(self) -> None:
-        """Bring the trained values to the model that was compiled, on every rank, in place: then `model.state_dict()`
-        and `model.save_pretrained(...)` have them.  Collective; `close` does it too."""
+        """Copy the trained values into the model that was compiled, on every rank, so that `model.state_dict()` and
+        `model.save_pretrained(...)` have them.  Collective; `close` does it too."""
         with self.session.call("sync_model") as session:
             sync_state(session)
 
     @property
     def steps(self) -> int:
-        """Training steps taken: what random numbers such as dropout's follow.  Set it to go on where another run
-        stopped, where a state does not remember it."""
+        """Training steps taken, part of the key of random numbers.  Set it to resume from a state without it."""
         return self._steps
 
     @steps.setter

@@ -1,7 +1,7 @@
 """A plan on running processes: what one rank holds between two steps, and how it gets there.
 
-`bring_up` plans on rank 0, checks that every rank holds the same model, and makes this rank's stage.  `adopt` replaces
-the plan while the processes live: weights move to where the new plan wants them.
+`bring_up` plans on rank 0, checks that every rank holds the same model, and makes this rank's stages.  `adopt` replaces
+the plan while the processes run: weights move to the ranks that need them under the new plan.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopart.capture import CaptureCache
 from autopart.capture.batch.batch import Batch, BatchReader
 from autopart.capture.batch.stand_in import with_rows
 from autopart.capture.derive.reduction import BatchRule
-from autopart.capture.guards import tied_names
+from autopart.capture.guards import check_autocast, tied_names
 from autopart.capture.trained import refuse_meta
 from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.ir.cluster import Cluster
@@ -31,47 +31,47 @@ from autopart.ir.timeline import Span
 from autopart.options import Options
 from autopart.planning import Planned, make_plan, read_plan
 from autopart.runtime.activity import patient, set_activity, set_rank_label
+from autopart.runtime.engine import BatchPlan
 from autopart.runtime.group.world import World
 from autopart.runtime.sums.shared_values import SharedValues
 from autopart.runtime.tensors import LocalTensors, broadcast_weights_if_different
-from autopart.session.context import UNGUARDED, Guard, Mode, RankContext
-from autopart.session.executor import Executor
-from autopart.session.kinds import largest_part, new_executor
+from autopart.session.executor import Executor, RankContext, largest_part, new_executor
 from autopart.session.placement import Placement, placement_of, relocate
-from autopart.session.ranks.agreement import FAILURES, broadcast_result, require_same_everywhere, together
-from autopart.session.ranks.call_sync import ROOM, Calls, Heard, digest_of
-from autopart.session.ranks.health import Health
-from autopart.session.state.misuse_guards import refuse_target
-from autopart.session.step.call_batch import Arguments, first_batch, one_batch
+from autopart.session.ranks.agreement import FAILURES, from_rank, require_same_everywhere, together
+from autopart.session.ranks.call_sync import Calls, digest_of
+from autopart.session.step.call_batch import Arguments, first_batch, one_batch, refuse_target
 from autopart.session.step.data import rows_of_shards, shared_stand_in
-from autopart.session.step.loss_shares import LossShares
+from autopart.session.step.loss_shares import Shares
 
-_CALLS = {Mode.TRAIN: "step", Mode.LOSS: "eval_loss", Mode.PREDICT: "predict"}
-_Kind = tuple[Mode, float, float]
-"""Of batches: the mode, and digests of the model's version and of the batch's signature, alike on all ranks."""
-_KEEP = 32  # kinds of batches whose executor is remembered
+_CALLS = {"step": "step", "loss": "eval_loss", "predict": "predict"}
+"""The call of a pipe by the mode in which the model is captured."""
+_Kind = tuple[str, float, float]
+"""A kind of batch: the mode, and digests of the model's version and of the batch's signature, equal on all ranks."""
+_KEEP = 32  # kinds of batches whose executor is kept
 
 
 class Session:
     """One rank of a running pipeline; every rank has one, and calls its methods in the same order.
 
-    captures: the model's captures.  world: the process group as this rank sees it.  tensors: what this rank holds.
-    tied: every other name of a tensor to its first.  Ready for use after `bring_up`.
+    captures: captures of the model.  world: the process group.  calls: the collective calls of this rank.  context:
+    what this rank holds under the plan.  tied: first name of each tied tensor, by its other names.  spans: gets what this rank does in
+    training steps, if set.  last_shares: rows of each micro-batch of the last batch, and their shares in its loss.
+    Ready after `bring_up`.
     """
 
     def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options) -> None:
         """Join the process group.  Collective.  Raises ClusterError when the processes that run are not those of the
         cluster."""
         self.captures = captures
+        self.options = options
         self._cluster = cluster
-        self._options = options
         self._reader = BatchReader()
-        self._health = Health()
         self._kinds: dict[_Kind, Executor] = {}
         self._training: Executor | None = None
         self._planned: Planned | None = None
-        self._spans: list[Span] | None = None
+        self.spans: list[Span] | None = None
         self.tied: Mapping[str, str] = {}
+        self.last_shares: tuple[tuple[int, ...], Shares] = ((), {})
         self.world = World(
             cluster.kind,
             cluster.world,
@@ -79,29 +79,29 @@ class Session:
             timeout_s=options.timeout,
             transport=options.transport,
         )
-        self._calls = Calls(self.world)
-        self.context = self._context_of()
+        self.calls = Calls(self.world)
+        self.context = self._context_of(Placement())
 
     # -- getting there ---------------------------------------------------------------------------------------------
 
     def bring_up(self, arguments: Arguments, *, sharded: bool = False) -> None:
-        """Plan for the batch of these arguments, agree, and make this rank's stages.  Collective.
+        """Plan for the batch of these arguments, and make this rank's stages.  Collective.
 
-        Everything that can be refused is refused here, on all ranks at once; the process group is then left.
+        A request that cannot be met is refused here, on all ranks at once; the process group is then left.
         """
         try:
-            with self.collective("compiling"):
-                self._calls.enter("compile")
+            with self.calls.collective("compiling"):
+                self.calls.enter("compile")
                 with together(self.world, "reading the model and the plan"):
-                    # Kept, for other plans capture the model at other sizes.
+                    # Kept: another plan captures the model at other sizes.
                     self._batch = first_batch(self._read(arguments), sharded=sharded)
-                    read_plan(self._options)
+                    read_plan(self.options)
                     refuse_meta(self.captures.trained)
                     self.tied = tied_names(self.captures.trained)
-                planned = self._plan_together(self._options)
+                planned = self._plan_together(self.options)
                 set_activity("comparing weights")
                 broadcast_weights_if_different(self.world, planned.captured.tensors)
-                context = self._context_of(planned)
+                context = self._context_of(placement_of(planned.captured.graph, planned.plan.decision))
                 self._install(planned, context, self._executor_of(planned, context))
         except BaseException:
             self.close()
@@ -111,32 +111,32 @@ class Session:
     def adopt(self, plan: Plan | str | os.PathLike[str]) -> None:
         """Go on under another plan (rank 0's counts) for the same model, batch and number of ranks.  Collective.
 
-        Parameters, buffers and accumulated gradients move to the ranks that need them.  A plan that cannot be taken is
+        Parameters, buffers and accumulated gradients move to the ranks that need them.  A plan that does not fit is
         refused on all ranks, as `compile(plan=...)` refuses it, and the session goes on under the old one.
         """
         with self.call("adopt"):
-            planned = self._plan_together(replace(self._options, plan=plan))
-            context = self._context_of(planned, self.tensors)
+            planned = self._plan_together(replace(self.options, plan=plan))
+            placement = placement_of(planned.captured.graph, planned.plan.decision)
+            context = self._context_of(placement, self.tensors)
             executor = self._executor_of(planned, context)
-            with self._health.watched("moving the weights to another plan"):
+            with self.calls.running("moving the weights to another plan"):
                 self.tensors.masters.write()
                 self.context.values.gather()
-                relocate(self.world, self.context.placement, context.placement, self.tensors, context.tensors)
+                relocate(self.world, self.context.placement, placement, self.tensors, context.tensors)
             self._install(planned, context, executor)
 
     def _plan_together(self, options: Options) -> Planned:
-        """The plan of rank 0 on every rank, each with its own capture.  Collective; an error is raised on all ranks."""
+        """Return the plan of rank 0 on every rank, each with its own capture.  Collective; an error is raised on all
+        ranks."""
         mine: Planned | None = None
-        content: dict[str, Any] = {}
-        failure: BaseException | None = None
-        if self.world.rank == 0:
-            try:
-                with patient("planning"):
-                    mine = make_plan(self.captures, self._batch, self._cluster, options)
-                content = {"plan": plan_to_json(mine.plan), "rule": mine.rule.to_json()}
-            except FAILURES as error:
-                failure = error
-        content = broadcast_result(self.world, content, failure, "planning")
+
+        def made() -> dict[str, Any]:
+            nonlocal mine
+            with patient("planning"):
+                mine = make_plan(self.captures, self._batch, self._cluster, options)
+            return {"plan": plan_to_json(mine.plan), "rule": mine.rule.to_json()}
+
+        content = from_rank(self.world, 0, "planning", made)
         with together(self.world, "capturing the model"), patient("capturing the model"):
             if mine is None:
                 plan = plan_from_json(content["plan"], "plan of rank 0")
@@ -150,21 +150,19 @@ class Session:
         require_same_everywhere(self.world, fingerprint)
         return mine
 
-    def _context_of(self, planned: Planned | None = None, earlier: LocalTensors | None = None) -> RankContext:
-        """What executors share under a plan.  earlier: what this rank held before.  Collective."""
-        placement = Placement() if planned is None else placement_of(planned.captured.graph, planned.plan.decision)
-        rank, wanted = self.world.rank, self.has_masters
+    def _context_of(self, placement: Placement, earlier: LocalTensors | None = None) -> RankContext:
+        """Return what executors share under a plan.  earlier: tensors that this rank held before.  Collective."""
+        rank, wanted = self.world.rank, self.options.master_weights
         tensors = LocalTensors(self.world.device, earlier, lambda name: wanted and placement.keeps(rank, name))
         values = SharedValues(self.world, placement.sharing, tensors.held)
-        stated, synced = self._options.loss_reduction, self._options.sync_batchnorm
-        return RankContext(self.world, self.captures, tensors, placement, values, self._health, stated, synced)
+        return RankContext(self.world, self.captures, tensors, placement, values, self.options)
 
     def _executor_of(self, planned: Planned, context: RankContext) -> Executor:
-        """What trains under a plan.  Collective."""
-        executor = Executor(Mode.TRAIN, context, planned.captured, planned.plan.decision, planned.rule)
+        """Return the executor of the batches that a plan is for.  Collective."""
         with together(self.world, "making the stages"), patient("making the stages"):
+            executor = Executor("step", context, planned.captured, planned.plan.decision, planned.rule)
             executor.prepare(self._batch, (max(planned.plan.micro_rows),))
-        if self.world.carrier is not None:  # so that no step finds a channel closed
+        if self.world.carrier is not None:  # opens all channels before the first step
             executor.engine(len(planned.plan.micro_rows))
         return executor
 
@@ -174,9 +172,8 @@ class Session:
         self.context = context
         context.values.keep_own()
         signature = digest_of(repr(self._batch.signature()))
-        self._kinds = {(Mode.TRAIN, digest_of(self.captures.version), signature): executor}
+        self._kinds = {("step", digest_of(self.captures.version), signature): executor}
         self._training = executor
-        executor.spans = self._spans
         stages = planned.plan.decision.stages_of_rank(self.world.rank)
         set_rank_label(f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" if stages else "idle")
 
@@ -196,44 +193,39 @@ class Session:
 
     @property
     def needing(self) -> tuple[int, ...]:
-        """The ranks that need the batch of a training step, in the order of its shards; of another call the first."""
+        """The ranks that need the batch of a training step, in the order of its shards; other calls need the first."""
         return self.plan.stages[0].ranks
 
     @property
     def tensors(self) -> LocalTensors:
-        """What this rank holds."""
+        """The tensors that this rank holds."""
         return self.context.tensors
 
     @property
-    def has_masters(self) -> bool:
-        """Whether parameters in half precision that are trained have masters, each with whoever drives it."""
-        return self._options.master_weights
-
-    @property
     def owners(self) -> Mapping[str, int]:
-        """For each parameter and buffer of the plan, the rank that answers for it."""
+        """For each parameter and buffer of the plan, the rank whose value counts."""
         return self.context.placement.owners
 
+    def keeps(self, name: str) -> bool:
+        """Return whether an optimizer of this rank updates what it holds under this name.  With zero=1 another replica
+        may, and the value here is the one of the last run."""
+        return self.context.placement.keeps(self.world.rank, name)
+
     def program(self) -> Program:
-        """What every rank does in one training step."""
+        """Return what every rank does in one training step."""
         assert self._training is not None
         return self._training.program(len(self.plan.micro_rows))
-
-    def trace_steps(self, spans: list[Span] | None) -> None:
-        """Add the spans of the training steps to come to this list; None ends that."""
-        self._spans = spans
-        for executor in self._kinds.values():
-            executor.spans = spans if executor.train else None
 
     # -- running ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def call(self, name: str) -> Iterator[Session]:
-        """The body is a collective call, entered once every rank makes it; raises on all ranks when they do not, and
-        RefusedError when the model has other tensors than the pipeline; closing goes on all the same.
+        """Run the body once every rank makes this call; raise on all ranks when they make different calls.
 
-        A failure inside is told to all ranks, and ends the pipe."""
-        self.require_healthy()
+        Raises RefusedError when the model has other tensors than the pipeline.  A failure of the body is told to all
+        ranks, and ends the pipe.
+        """
+        self.calls.require_healthy()
         failure: BaseException | None = None
         try:
             if name != "close":
@@ -242,99 +234,100 @@ class Session:
                 self.tensors.masters.check()
         except FAILURES as error:
             failure = error
-        with self.collective(name):
-            self._calls.enter(name, failure)
+        with self.calls.collective(name):
+            self.calls.enter(name, failure)
             yield self
         set_activity("between calls")
 
-    @contextmanager
-    def collective(self, doing: str) -> Iterator[None]:
-        """Tell all ranks, within a second, of an error of the body that not all of them raise alike: nothing is sent
-        any more, and what they wait in ends.  Raises what failed first, on whichever rank."""
-        try:
-            yield
-        except BaseException as error:
-            first = self.world.end(error)
-            if self.world.size > 1 and not self.world.is_known(error):
-                self._health.note(doing, first)
-            if first is error:
-                raise
-            raise first from None  # the broken connection only follows from it
-
     def loss(
-        self, mode: Mode, arguments: Arguments, step: int = 0, guard: Guard = UNGUARDED, *, sharded: bool = False
+        self,
+        mode: str,
+        arguments: Arguments,
+        step: int = 0,
+        *,
+        sharded: bool = False,
+        scale: float = 1.0,
+        check_finite: bool = False,
     ) -> tuple[torch.Tensor, str]:
-        """The loss of a batch on every rank, and with a guard where a gradient is not finite; when training, gradients
-        are accumulated unless one is.  step: for random numbers.  sharded: whether the replicas of the first stage have
-        rows of their own.  Collective."""
-        self.require_healthy()
-        with self.collective(f"a {_CALLS[mode]} failed"):
-            executor, batch, said, shards = self._agreed(mode, arguments, scale=guard.scale, sharded=sharded)
-            plan = executor.plan(batch, said, (self._options.seed, step), guard.scale, shards)
-            found = executor.loss(plan, guard)
-        return found
+        """Return the loss of a batch, and the first gradient that is not finite ("" if all are, or are not checked).
+
+        In mode "step" gradients are accumulated, unless one is not finite.  step: for random numbers.  sharded: whether
+        each replica of the first stage is given its own rows.  scale: of the loss, for its backward.  Collective.
+        """
+        self.calls.require_healthy()
+        with self.calls.collective(f"a {_CALLS[mode]} failed"):
+            executor, _, plan = self._planned_batch(mode, arguments, step, scale, sharded=sharded)
+            with self.calls.running("a step failed"):
+                return executor.loss(plan, self.spans if mode == "step" else None, check_finite=check_finite)
 
     def predict(self, arguments: Arguments) -> Any:
-        """What the model returns in eval mode, on every rank, on the CPU.  Collective."""
-        self.require_healthy()
-        with self.collective("a prediction failed"):
-            executor, batch, said, _ = self._agreed(Mode.PREDICT, arguments)
-            result = executor.predict(batch, executor.plan(batch, said, (self._options.seed, 0)))
-        return result
+        """Return what the model returns in eval mode, on every rank, on the CPU.  Collective."""
+        self.calls.require_healthy()
+        with self.calls.collective("a prediction failed"):
+            executor, batch, plan = self._planned_batch("predict", arguments)
+            with self.calls.running("a prediction failed"):
+                return executor.predict(batch, plan)
 
-    def loss_shares(self, sample: Any) -> LossShares:
-        """The shares of micro-batches and replicas in the loss of a training step.  Collective."""
-        self.require_healthy()
-        with self.collective("verifying"):
-            executor, batch, said, _ = self._agreed(Mode.TRAIN, ((sample,), {}), "verify")
-            found = executor.shares(batch, said)
-        return found
+    # -- the road of a batch, up to its plan (`Executor.plan`) -----------------------------------------------------
 
-    # -- the road of a batch, up to its plan (`Executor.plan`) ---------------------------------------------------------
-
-    def _read(self, arguments: Arguments, mode: Mode = Mode.TRAIN) -> Batch | None:
-        """The batch of a call taken apart, None where this rank is given none.  For a prediction it holds no target."""
+    def _read(self, arguments: Arguments, mode: str = "step") -> Batch | None:
+        """Return the batch of a call taken apart, None if this rank is given none; in a prediction without target."""
         batch = one_batch(arguments)
         if batch is None:
             return None
-        if mode is Mode.PREDICT and self._options.loss_fn is not None:
+        if mode == "predict" and self.options.loss_fn is not None:
             refuse_target(self.captures.model, batch)
-        return self._reader.read(batch, with_target=self._options.loss_fn is not None and mode is not Mode.PREDICT)
+        return self._reader.read(batch, with_target=self.options.loss_fn is not None and mode != "predict")
 
-    def _agreed(
-        self, mode: Mode, arguments: Arguments, call: str | None = None, scale: float = 1.0, *, sharded: bool = False
-    ) -> tuple[Executor, Batch, Sequence[Sequence[float]], tuple[int, ...]]:
-        """What runs the batch of a call, the batch as this rank has it, what every rank says of it, and the rows of
-        each shard.  Collective; raises on all ranks what any rank finds wrong.
+    def _follow_model(self, *, training: bool) -> None:
+        """Compare the model with its captures, and bring its new values and flags to what this rank holds.  training:
+        whether training flags count.  Raises RefusedError for a change that no run can follow."""
+        check_autocast(self.world.device.type)
+        set_activity("comparing the model with its capture")
+        self.tensors.check()
+        if toggled := self.tensors.masters.toggled():
+            for name, parameter in self.captures.trained.named_parameters():
+                parameter.requires_grad_(toggled.get(name, parameter.requires_grad))
+        if self.captures.refresh(training=training):
+            self.tensors.follow_flags(self.captures.trained.named_parameters())
+        self.tensors.masters.write()
 
-        A batch of a kind that came before takes one exchange, and another where shards are given.
+    def _planned_batch(
+        self, mode: str, arguments: Arguments, step: int = 0, scale: float = 1.0, *, sharded: bool = False
+    ) -> tuple[Executor, Batch, BatchPlan]:
+        """Return the executor of the batch of a call, the batch as this rank has it, and this rank's plan for it.
+        Collective; raises on all ranks what any rank finds wrong.
+
+        A batch of a kind that came before takes one exchange, and another if shards are given.
         """
         batch: Batch | None = None
         failure: BaseException | None = None
-        said: Sequence[float] | None = None
+        counts: Sequence[float] | None = None
         signature, version = "", ""
         try:
             batch = self._read(arguments, mode)
-            self.context.follow_model(training=mode is Mode.TRAIN)
+            self._follow_model(training=mode == "step")
             if batch is not None and not sharded:
                 with patient("capturing the model"):
-                    batch = self.captures.settled(batch, largest_part(batch, mode, self.plan.decision), mode.value)
+                    batch = self.captures.settled(batch, largest_part(batch, mode, self.plan.decision), mode)
             signature, version = repr(batch.signature()) if batch is not None else "", self.captures.version
             known = self._kinds.get((mode, digest_of(version), digest_of(signature)))
-            if batch is None:  # what others say is enough, unless buffers have to be compared here
-                said = None if self.plan.decision.token_slices else ()
+            if batch is None:  # the counts of others are enough, unless buffers have to be compared here
+                counts = None if self.plan.decision.token_slices else ()
             elif known is not None and not sharded:
-                said = known.said(batch)
+                counts = known.count(batch)
         except FAILURES as error:
             failure = error
-        needed = self.needing if mode is Mode.TRAIN else self.needing[:1]
-        heard = self._calls.enter(
-            call or _CALLS[mode], failure, needed=needed, signature=signature, version=version,
-            rows=(batch.rows or 0) if batch is not None else 0, scale=scale, sharded=sharded,
-            said=said if said is None or len(said) <= ROOM else None,
+        needed = self.needing if mode == "step" else self.needing[:1]
+        heard = self.calls.enter(
+            _CALLS[mode], failure, needed=needed, signature=signature, version=version,
+            rows=(batch.rows or 0) if batch is not None else 0, scale=scale, sharded=sharded, counts=counts,
         )  # fmt: skip
         kind = mode, digest_of(version), heard.signature
-        stand_in = self._stand_in(kind, batch, heard, needed) if heard.missing or sharded else None
+        known = self._kinds.get(kind)
+        stand_in = known.stand_in if known is not None else None
+        if stand_in is None and (heard.missing or sharded):
+            stand_in = shared_stand_in(self.world, batch, needed[0], heard.signature)
         shards = tuple(heard.rows[rank] for rank in needed) if sharded else ()
         if shards:
             self._require_whole(shards)
@@ -342,25 +335,20 @@ class Session:
             assert stand_in is not None
             batch = with_rows(stand_in, sum(shards) if sharded else heard.rows[needed[0]])
         executor = self._executor(kind, batch, shards)
-        executor.stand_in = stand_in or executor.stand_in
-        return executor, batch, heard.said or executor.agree(batch, shards), shards
-
-    def _stand_in(self, kind: _Kind, batch: Batch | None, heard: Heard, needed: Sequence[int]) -> Batch:
-        """What stands for a batch on ranks that were given none.  Collective when it is made."""
-        known = self._kinds.get(kind)
-        if known is not None and known.stand_in is not None:
-            return known.stand_in
-        return shared_stand_in(self.world, batch, needed[0], heard.signature)
+        executor.stand_in = stand_in
+        plan = executor.plan(batch, heard.counts, (self.options.seed, step), scale, shards)
+        self.last_shares = plan.rows, executor.shares
+        return executor, batch, plan
 
     def _require_whole(self, shards: tuple[int, ...]) -> None:
-        """Raises BatchError on all ranks for shards that do not make a batch."""
+        """Raise BatchError on all ranks for shards that do not make a batch."""
         try:
             rows_of_shards(shards, self.plan.decision)
         except BatchError as error:
             raise self.world.known(error) from None
 
     def _executor(self, kind: _Kind, batch: Batch, shards: tuple[int, ...]) -> Executor:
-        """What runs such batches; made at first use, along the stages of the training plan.  Collective.
+        """Return the executor of a kind of batch, made at first use along the stages of the training plan.  Collective.
 
         A batch of another kind, or a model that was changed, may run another program than the one that was planned.
         """
@@ -368,30 +356,11 @@ class Session:
             self._kinds[kind] = self._kinds.pop(kind)  # the last one to be forgotten
         else:
             with together(self.world, "capturing the model"), patient("capturing the model"):
-                decision = self.plan.decision
-                executor = new_executor(kind[0], self.context, batch, shards, self.graph, decision)
-                executor.spans = self._spans if executor.train else None
-                self._kinds[kind] = executor
+                made = new_executor(kind[0], self.context, batch, shards, self.graph, self.plan.decision)
+                self._kinds[kind] = made
             if len(self._kinds) > _KEEP:
                 del self._kinds[next(iter(self._kinds))]
         return self._kinds[kind]
-
-    @property
-    def healthy(self) -> bool:
-        """Whether nothing failed here while ranks were running."""
-        return self._health.good
-
-    def require_healthy(self) -> None:
-        """Raises RunError when something failed here while ranks were running."""
-        self._health.require()
-
-    def abandon(self, error: BaseException) -> None:
-        """An error of the user's own code ends the pipe, perhaps on this rank alone: the others hear of it at once."""
-        if self.world.size > 1 and self.healthy and not self.world.is_known(error):
-            self._health.note("the script", error)
-            self.world.fail(error)
-
-    # -- ending ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Leave the process group.  The model keeps the weights that this rank holds."""

@@ -19,7 +19,7 @@ from autopart.ir.shares import Division
 from autopart.ir.size import Size
 from autopart.runtime.tensors import LocalTensors
 from autopart.session.step.batch_counts import BatchCounts, weighted_loss
-from autopart.session.step.loss_shares import loss_shares, pieces_of
+from autopart.session.step.loss_shares import is_uneven, loss_shares, pieces_of, whole_shares
 
 CPU = torch.device("cpu")
 ROWS = (2, 3)
@@ -50,7 +50,7 @@ def counted(target: list[int]) -> tuple[LossReduction, list[tuple[float, ...]]]:
     names = captures[0].graph.inputs
     inputs = [dict(zip(names, piece, strict=True)) for piece in batch.micro(ROWS)]
     shares = loss_shares(reduction, ROWS, (Division(),), counts.measured(reduction, ROWS, inputs))
-    return reduction, [share for (share,) in shares.of[Division()]]
+    return reduction, [share for (share,) in shares[Division()]]
 
 
 def test_each_term_has_its_own_number_and_a_count_is_that_of_the_whole_batch() -> None:
@@ -78,14 +78,14 @@ def test_shares_of_replicas_that_cut_a_micro_batch_differently_are_added_up_from
     measured = [[float(end - first)] for _, first, end in pieces]
     for reduction in (LossReduction("rows"), LossReduction("tokens", "count")):
         shares = loss_shares(reduction, (6, 5), (halves, thirds), measured)
-        assert [[share[0] * 11 for share in replicas] for replicas in shares.of[halves]] == [[3, 3], [3, 2]]
-        assert [[share[0] * 11 for share in replicas] for replicas in shares.of[thirds]] == [[2, 2, 2], [2, 2, 1]]
-        assert not shares.uneven and shares.whole() == [6 / 11, 5 / 11]
+        assert [[share[0] * 11 for share in replicas] for replicas in shares[halves]] == [[3, 3], [3, 2]]
+        assert [[share[0] * 11 for share in replicas] for replicas in shares[thirds]] == [[2, 2, 2], [2, 2, 1]]
+        assert not is_uneven(shares) and whole_shares(shares) == [6 / 11, 5 / 11]
 
 
 def test_a_replica_without_rows_weighs_nothing() -> None:
     shares = loss_shares(LossReduction("sum"), (1,), (Division((1, 1)),))
-    assert shares.of[Division((1, 1))] == [[(1.0,), (0.0,)]] and shares.uneven and shares.whole() == [1.0]
+    assert shares[Division((1, 1))] == [[(1.0,), (0.0,)]] and is_uneven(shares) and whole_shares(shares) == [1.0]
 
 
 def test_losses_are_added_up_in_the_order_of_the_micro_batches_and_those_without_weight_are_left_out() -> None:

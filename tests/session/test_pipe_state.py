@@ -108,7 +108,7 @@ def test_after_a_failed_step_a_state_says_what_can_still_be_had() -> None:
     with compiled(Normed()) as pipe:
         pipe.step(torch.randn(8, 4))
         state = pipe.state_dict()
-        pipe.session._health.note("a step failed", RuntimeError("the op gave up"))
+        pipe.session.calls.note_failure("a step failed", RuntimeError("the op gave up"))
         with pytest.raises(RunError, match="takes no further step") as caught:
             pipe.state_dict()
         assert "pipe.local_state_dict()" in caught.value.fix

@@ -62,7 +62,7 @@ def test_a_step_of_a_known_kind_takes_two_exchanges(pipe: autopart.Pipe, counted
 
 
 def test_kinds_of_batches_that_alternate_are_made_ready_once(pipe: autopart.Pipe, counted: Counted) -> None:
-    made = counted(StageCode, "add_stage")
+    made = counted(StageCode, "add")
     losses = [pipe.step(batch(width)).item() for width in (4, 6, 4, 6)]
     assert len(made) == 1 and losses[:2] == losses[2:]
 

@@ -19,7 +19,6 @@ from autopart.capture.derive.token_axis import token_recipe
 from autopart.ir.errors import TokenRefusal, UsageError
 from autopart.ir.size import Size
 from autopart.passes.tokens.recipe import Recipe
-from autopart.session.code.slice_needs import Extras
 from autopart.session.code.split import casts_of
 from autopart.session.code.token_slices import slice_stage
 
@@ -88,7 +87,7 @@ def test_casts_of_parameters_are_given_to_every_slice_and_received_from_no_stage
     assert isinstance(recipe, Recipe)
     ops = {op.name for op in captured.graph.ops}
     casts = casts_of(captured.graph, ops, captured.graph.outputs)
-    _, slices = slice_stage(captured, recipe, ops, captured.graph.outputs, (9, 3), CPU, Extras(casts))
+    _, slices = slice_stage(captured, recipe, ops, captured.graph.outputs, (9, 3), CPU, casts=casts)
     assert casts
     received = set(captured.graph.value_map()) - set(captured.graph.inputs) - recipe.prologue
     for code in slices:

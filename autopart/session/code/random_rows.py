@@ -1,4 +1,4 @@
-"""The random ops of a stage with replicas: what is drawn for all rows of a micro-batch, of which each takes its own."""
+"""Random ops of a stage with replicas: each replica draws for the whole micro-batch, and takes its own rows."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ BY_SHAPE = frozenset(
         *("bernoulli", "normal", "normal_functional", "uniform", "exponential", "multinomial"),
     )
 )
-"""Ops that draw as many numbers for every element, whatever its value: then the rows of others may hold anything."""
+"""Ops that draw the same count of numbers whatever the values are, so the rows of other replicas may hold anything."""
 
 
 def draws_of(captured: Captured, ops: Collection[str], layouts: Layouts) -> Draws:
-    """How the random ops among `ops` take their rows.  layouts: of all that they read and write.
+    """Return how the random ops among `ops` take their rows.  layouts: of the values that they read and write.
 
-    Raises RefusedError for one that may draw more for one value than for another.  O(nodes).
+    Raises RefusedError for an op whose count of numbers may depend on values.  O(nodes).
     """
     found: dict[fx.Node, Drawn] = {}
     for node in captured.module.graph.nodes:

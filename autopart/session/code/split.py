@@ -1,8 +1,4 @@
-"""Captured + Plan + rank -> that rank's stage code: the inverse of capture.
-
-The flat graph is cut directly: the nodes of a stage's ops are copied, in captured order, into a graph of their own
-(`stage_graph`).
-"""
+"""Captured + Plan -> the code of a stage: the nodes of its ops, copied into a graph of their own (`stage_graph`)."""
 
 from __future__ import annotations
 
@@ -34,11 +30,10 @@ def stage_module(
     adjusted: Sequence[Adjusted] = (),
     layouts: Layouts = MappingProxyType({}),
 ) -> StageModule:
-    """The code of `stage`, which runs the ops of `planned` and exchanges values along these edges.
+    """Return the code of `stage`, which runs the ops of `planned` and exchanges values along these edges.
 
-    adjusted: values that it reads otherwise than they were made; their numbers are those of a micro-batch.  layouts: of
-    what random ops of a stage with replicas read and write.  Raises RefusedError for a random op whose numbers cannot
-    be drawn for all replicas alike.  O(nodes * (1 + recomputed groups)).
+    adjusted: values that ops read with a factor of the micro-batch.  layouts: how values of random ops hold rows.
+    Raises RefusedError for a random op that replicas cannot run.  O(nodes * (1 + recomputed groups)).
     """
     graph = captured.graph
     chosen = set(planned.ops)
@@ -53,7 +48,7 @@ def stage_module(
 
 
 def leaving(graph: Graph, links: Iterable[Edge], stage: int, ops: Collection[str]) -> list[str]:
-    """Values that `ops`, those of `stage`, compute for later stages, and for whoever called.  O(ops + values)."""
+    """Return the values that `ops`, those of `stage`, compute for other stages or as outputs.  O(ops + values)."""
     sent = {value for edge in links if edge.src == stage for value in edge.values}
     wanted = sent | set(graph.outputs)
     written = {value for op in graph.ops if op.name in ops for value in op.writes}
@@ -62,8 +57,7 @@ def leaving(graph: Graph, links: Iterable[Edge], stage: int, ops: Collection[str
 
 
 def wait_for(code: StageModule, parameters: Collection[str]) -> None:
-    """Let the code wait for each of these parameters right before the first op that reads it
-    (`stage_module.awaited`)."""
+    """Insert a wait for each of these parameters before the first op that reads it (`stage_module.awaited`)."""
     graph = code.module.graph
     for name, given in zip(code.params, [node for node in graph.nodes if node.op == "placeholder"], strict=False):
         if name in parameters and given.users:
@@ -74,7 +68,7 @@ def wait_for(code: StageModule, parameters: Collection[str]) -> None:
 
 
 def casts_of(graph: Graph, ops: Collection[str], leaving: Collection[str]) -> dict[str, Cast]:
-    """Of `ops` those that only cast a parameter, for readers beside them.  leaving: values that others read."""
+    """Return the ops that only cast a parameter for ops of the same stage.  leaving: values that leave the stage."""
     params = graph.param_map()
     found = {}
     for op in graph.ops:
@@ -85,19 +79,19 @@ def casts_of(graph: Graph, ops: Collection[str], leaving: Collection[str]) -> di
 
 
 def own_updates(graph: Graph, ops: Collection[str]) -> tuple[str, ...]:
-    """Buffers whose new value is computed by one of `ops`."""
+    """Return the buffers whose new value one of `ops` computes."""
     written = {value for op in graph.ops if op.name in ops for value in op.writes}
     return tuple(buffer for buffer, value in graph.updates if value in written)
 
 
-def ancestors(graph: Graph, value: str) -> tuple[str, ...]:
-    """The ops that `value` depends on, in captured order."""
-    needed, ops = {value}, []
+def ancestors(graph: Graph, values: Iterable[str], among: Collection[str] | None = None) -> list[str]:
+    """Return the ops that these values depend on, in captured order.  among: ops that count, None for all."""
+    needed, ops = set(values), []
     for op in reversed(graph.ops):
-        if needed.intersection(op.writes):
+        if needed.intersection(op.writes) and (among is None or op.name in among):
             ops.append(op.name)
             needed.update(op.reads)
-    return tuple(reversed(ops))
+    return ops[::-1]
 
 
 def cut(
@@ -112,10 +106,10 @@ def cut(
     casts: Mapping[str, Cast] = MappingProxyType({}),
     drawn: Draws = MappingProxyType({}),
 ) -> StageModule:
-    """Code that runs `ops` and returns `outputs`; reads whatever those ops do not make themselves.
+    """Return code that runs `ops` and returns `outputs`; it takes the values that these ops do not make.
 
-    groups: of `ops` that are run again in the backward, instead of keeping what autograd needs of them.  casts: of
-    `ops` those that are not run but given, for they are the same in every micro-batch.  drawn: of its random ops those
+    updates: buffers whose new values it returns too.  groups: ops that run again in the backward.  adjusted: as in
+    `stage_module`.  casts: ops whose results are given, since they are equal in every micro-batch.  drawn: random ops
     that draw for other replicas too.
     """
     names = captured.names
@@ -159,7 +153,7 @@ _ADJUST: dict[bool, Callable[..., torch.Tensor]] = {False: weighed, True: of_who
 def adjusted_reads(
     captured: Captured, calls: Iterable[fx.Node], adjusted: Sequence[Adjusted]
 ) -> dict[tuple[fx.Node, fx.Node], Number]:
-    """For each read, (op, what it reads), that is adjusted: how, and by which number."""
+    """Return how each adjusted read, (op, what it reads), is adjusted, and by which number."""
     names = captured.names
     places = {(item.value, item.reader): place for place, item in enumerate(adjusted)}
     found = {}
@@ -173,6 +167,6 @@ def adjusted_reads(
 
 
 def _outside(captured: Captured, inside: Collection[fx.Node]) -> list[fx.Node]:
-    """Nodes that `inside` reads and does not hold, in captured order."""
+    """Return the nodes that `inside` reads and does not hold, in captured order."""
     read = {arg for node in inside for arg in node.all_input_nodes} - set(inside)
     return [node for node in captured.module.graph.nodes if node in read]

@@ -5,107 +5,150 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
-from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from autopart.capture import Captured
-from autopart.capture.derive.reduction import Layouts
-from autopart.ir.graph import Adjusted
-from autopart.ir.plan import Stage
+from autopart.capture import CaptureCache, Captured
+from autopart.capture.batch.batch import Batch
+from autopart.capture.derive.reduction import BatchRule, Layouts
+from autopart.capture.derive.token_axis import token_recipe
+from autopart.ir.errors import TokenRefusal
+from autopart.ir.graph import Graph
+from autopart.ir.plan import Decision
 from autopart.ir.program import Edge
+from autopart.ir.shares import RowLayout
+from autopart.ir.size import Size
+from autopart.passes.program.routing import edges
 from autopart.passes.tokens.recipe import Recipe, Slice
 from autopart.runtime.stages.batch_statistics import share_statistics
 from autopart.runtime.stages.stage_module import StageSlices
 from autopart.runtime.tensors import LocalTensors
 from autopart.session.code.random_rows import draws_of
-from autopart.session.code.slice_needs import Extras
+from autopart.session.code.slicing import SliceChecks
 from autopart.session.code.split import casts_of, leaving, stage_module, wait_for
 from autopart.session.code.token_slices import slice_stage
 
 
 class StageCode:
-    """The code of a rank's stages, by stage and rows.  Engine and stage runners are given the dictionaries once, which
-    are filled later."""
+    """The code of a rank's stages.  Engine and stage runners are given the dictionaries once, which are filled later.
+
+    modules: code by stage and rows.  specs: all values as meta tensors, by rows and by (rows, slice).  layouts: how
+    values hold the rows that replicas divide, by value or (value, slice).  prologue: ops that every stage runs for
+    itself on whole sequences, known once code was made.  checks: of slices, before every step.
+    """
 
     def __init__(
         self,
+        captures: CaptureCache,
+        decision: Decision,
         tensors: LocalTensors,
         device: torch.device,
-        awaited: Collection[str] = (),
-        statistics: Mapping[int, nn.Module] = MappingProxyType({}),
+        awaited: Collection[str],
+        statistics: Mapping[int, nn.Module],
     ) -> None:
-        """awaited: parameters whose values may still be on their way when the code begins.  statistics: by stage, the
-        batch norms that replace those of its code."""
-        self._tensors = tensors
-        self._device = device
-        self._awaited = awaited
-        self._statistics = statistics
+        """awaited: parameters whose values may be under way when the code begins.  statistics: shared batch statistics,
+        by stage; other stages use their own rows."""
+        self._captures, self._decision, self._tensors, self._device = captures, decision, tensors, device
+        self._awaited, self._statistics = awaited, statistics
+        self.checks = SliceChecks(tensors, device)
         self.modules: dict[int, dict[int, StageSlices]] = defaultdict(dict)
         self.specs: dict[int | tuple[int, int], Mapping[str, torch.Tensor]] = {}
+        self.layouts: dict[str | tuple[str, int], RowLayout] = {}
+        self.prologue: frozenset[str] = frozenset()
 
     def has(self, rows: int, stages: Collection[int]) -> bool:
-        """Whether shapes, and the code of these stages, are made for micro-batches of so many rows."""
+        """Return whether shapes, and the code of these stages, are made for micro-batches of this number of rows."""
         return rows in self.specs and all(rows in self.modules[s] for s in stages)
 
-    def add_specs(self, captured: Captured) -> None:
-        """Note shapes and dtypes of all values at the rows of `captured`."""
-        self.specs[captured.graph.rows] = {
-            value.name: _on_meta(value.shape, value.dtype) for value in captured.graph.values
-        }
+    def prologue_of(self, batch: Batch) -> frozenset[str]:
+        """Return the prologue for a batch before code is made; empty if sequences are whole.  Raises TokenRefusal."""
+        recipe = self._recipe(batch, max(self._decision.micro_rows))
+        return recipe.prologue if recipe is not None else frozenset()
 
-    def add_slice_specs(self, captured: Captured, recipe: Recipe, lengths: Sequence[int]) -> None:
-        """Note the shapes of all values in every slice; values without tokens keep their shape."""
-        ends = list(accumulate(lengths, initial=0))
-        for number, (start, end) in enumerate(pairwise(ends)):
-            part = Slice(start, end, recipe.tokens)
-            self.specs[captured.graph.rows, number] = {
-                value.name: _on_meta(recipe.form(value.name).shape(value.shape, part), value.dtype)
-                for value in captured.graph.values
-            }
+    def _recipe(self, batch: Batch, rows: int) -> Recipe | None:
+        """Return how sequences are cut into slices, None if they are whole.  Raises TokenRefusal."""
+        if not self._decision.token_slices:
+            return None
+        recipe = token_recipe(self._captures, batch, Size(rows))
+        if isinstance(recipe, TokenRefusal):
+            raise recipe
+        return recipe
 
-    def add_sliced(
-        self,
-        captured: Captured,
-        recipe: Recipe,
-        lengths: Sequence[int],
-        links: Sequence[Edge],
-        stage: int,
-        planned: Stage,
-        adjusted: Sequence[Adjusted],
-        layouts: Layouts,
-    ) -> None:
-        """Cut the stage out of `captured` once for each slice, and hold the tensors that it uses."""
-        graph, chosen = captured.graph, set(planned.ops)
+    def add(self, captured: Captured, batch: Batch, stages: Sequence[int], rule: BatchRule) -> None:
+        """Make the code of these stages for the rows of `captured`, and hold the tensors that it uses.
+
+        Raises TokenRefusal where the model cannot be cut into slices, UsageError for sequences of another length, and
+        RefusedError as `draws_of`.
+        """
+        graph = captured.graph
+        recipe = self._recipe(batch, graph.rows)
+        self.layouts.update({name: layout for name, layout in rule.layouts.items() if layout is not None})
+        if recipe is not None:
+            self.prologue = recipe.prologue
+            self.checks.add(captured, recipe, masks=0 in stages)
+            lengths = self._decision.token_slices
+            self.layouts.update(sliced_layouts(graph, recipe, lengths, rule.layouts))
+            for number, part in enumerate(_slices(recipe, lengths)):
+                self.specs[graph.rows, number] = {
+                    value.name: _on_meta(recipe.form(value.name).shape(value.shape, part), value.dtype)
+                    for value in graph.values
+                }
+        links = edges(self._decision, graph, self.prologue) if stages else ()
+        for stage in stages:
+            prologue, slices = self.modules[stage][graph.rows] = self._made(captured, recipe, links, stage, rule)
+            for code in slices if prologue is None else (*slices, prologue):
+                self._tensors.hold(code.held, captured.tensors)
+                wait_for(code, self._awaited)
+                if stage in self._statistics:
+                    share_statistics(code.module, self._statistics[stage])
+        self.specs[graph.rows] = {value.name: _on_meta(value.shape, value.dtype) for value in graph.values}
+
+    def _made(
+        self, captured: Captured, recipe: Recipe | None, links: Sequence[Edge], stage: int, rule: BatchRule
+    ) -> StageSlices:
+        """Cut a stage out of `captured`, with a recipe once for each slice."""
+        graph, planned, adjusted = captured.graph, self._decision.stages[stage], rule.reduction.adjusted
+        if recipe is None:
+            return None, (stage_module(captured, links, stage, planned, self._device, adjusted, rule.layouts),)
+        chosen = set(planned.ops)
         outputs = leaving(graph, links, stage, chosen)
-        drawn = draws_of(captured, chosen, layouts) if planned.division.splits else {}
-        extras = Extras(casts_of(graph, chosen, outputs), planned.recompute, adjusted, drawn)
-        made = slice_stage(captured, recipe, chosen, outputs, lengths, self._device, extras)
-        prologue, slices = made
-        codes = [*slices, prologue] if prologue is not None else slices
-        self._tensors.hold(tuple(dict.fromkeys(name for code in codes for name in code.held)), captured.tensors)
-        for code in codes:
-            wait_for(code, self._awaited)
-        self.modules[stage][graph.rows] = made
-
-    def add_stage(
-        self,
-        captured: Captured,
-        links: Sequence[Edge],
-        stage: int,
-        planned: Stage,
-        adjusted: Sequence[Adjusted],
-        layouts: Layouts,
-    ) -> None:
-        """Cut the stage out of `captured` and hold the tensors that it uses."""
-        module = stage_module(captured, links, stage, planned, self._device, adjusted, layouts)
-        self._tensors.hold(module.held, captured.tensors)
-        wait_for(module, self._awaited)
-        if stage in self._statistics:
-            share_statistics(module.module, self._statistics[stage])
-        self.modules[stage][captured.graph.rows] = None, (module,)
+        return slice_stage(
+            captured,
+            recipe,
+            chosen,
+            outputs,
+            self._decision.token_slices,
+            self._device,
+            groups=planned.recompute,
+            adjusted=adjusted,
+            casts=casts_of(graph, chosen, outputs),
+            drawn=draws_of(captured, chosen, rule.layouts) if planned.division.splits else {},
+        )
 
 
 def _on_meta(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def _slices(recipe: Recipe, lengths: Sequence[int]) -> list[Slice]:
+    return [Slice(start, end, recipe.tokens) for start, end in pairwise(accumulate(lengths, initial=0))]
+
+
+def sliced_layouts(
+    graph: Graph, recipe: Recipe, lengths: Sequence[int], layouts: Layouts
+) -> dict[str | tuple[str, int], RowLayout]:
+    """Return how slices hold the rows of values whose tokens stand before the rows on one axis, by (value, slice): a
+    slice has fewer entries before each row than the whole value."""
+    found: dict[str | tuple[str, int], RowLayout] = {}
+    shapes = {value.name: value.shape for value in graph.values}
+    for name, layout in layouts.items():
+        form = recipe.form(name)
+        if layout is None or not any(
+            held.axis == layout.axis and held.stride < layout.stride for _, held in form.roles()
+        ):
+            continue
+        for number, part in enumerate(_slices(recipe, lengths)):
+            whole, own = shapes[name][layout.axis], form.shape(shapes[name], part)[layout.axis]
+            found[name, number] = RowLayout(layout.axis, layout.stride * own // whole)
+    return found

@@ -1,4 +1,4 @@
-"""The graph of a stage's code, copied out of the captured one, with recomputed groups as calls of their own."""
+"""The graph of a stage's code, copied from the captured one; each recomputed group is one call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from autopart.runtime.stages.recompute import RecomputedGroup
 
 
 def convex_groups(readers: Mapping[str, Collection[str]], groups: Sequence[Collection[str]]) -> list[set[str]]:
-    """The groups without those ops that something outside has to wait for before the rest of its group may start.
+    """Drop from each group the ops that would make it non-convex, so that each group can run as one op.
 
-    readers: for each op in order the ops that read it.  Such an op (a mask, a position table that another block reads
-    too) runs outside its group, and what it makes is kept.  Afterwards each group can run as one op: no path leaves it
-    and comes back, through other groups either.  O(groups * (ops + reads)).
+    readers: the ops that read each op, in order.  A dropped op (a mask or a position table that another block reads
+    too) runs outside its group, and its result is kept.  Afterwards no path leaves a group and comes back, not even
+    through other groups.  O(groups * (ops + reads)).
     """
     after = {op: set(them) for op, them in readers.items()}
     before: dict[str, set[str]] = {op: set() for op in readers}
@@ -41,7 +41,7 @@ def convex_groups(readers: Mapping[str, Collection[str]], groups: Sequence[Colle
 
 
 def _reached(steps: Mapping[str, set[str]], start: Collection[str]) -> set[str]:
-    """All that steps from `start` lead to, itself included where a path comes back to it."""
+    """Return all that steps from `start` lead to."""
     seen: set[str] = set()
     todo = list(start)
     while todo:
@@ -53,20 +53,19 @@ def _reached(steps: Mapping[str, set[str]], start: Collection[str]) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """How an op reads a value otherwise than it was made: adjust(value, the number at `place` of those of a
-    micro-batch)."""
+    """How an op reads an adjusted value: adjust(value, number of the micro-batch at `place`)."""
 
     place: int
     adjust: Callable[..., torch.Tensor]
 
 
 Reads = Mapping[tuple[fx.Node, fx.Node], Number]
-"""For each read, (op, what it reads), that is adjusted: how."""
+"""The adjusted reads, (op, what it reads)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """How a random op of a replica takes its rows of what is drawn for all: the arguments of `rng.keyed_rows`."""
+    """Arguments of `rng.keyed_rows`, by which a replica takes its rows of the numbers drawn for all replicas."""
 
     given: tuple[tuple[int, int] | None, ...]
     made: tuple[tuple[int, int] | None, ...]
@@ -74,11 +73,11 @@ class Drawn:
 
 
 Draws = Mapping[fx.Node, Drawn]
-"""The random ops of which a replica takes its own rows."""
+"""Random ops that draw for all replicas."""
 
 
 def numbers_of(nodes: Iterable[fx.Node], reads: Reads) -> tuple[int, ...]:
-    """Places of the numbers that these nodes take, ascending."""
+    """Return the places of the numbers that these nodes take, ascending."""
     chosen = set(nodes)
     return tuple(sorted({number.place for (node, _), number in reads.items() if node in chosen}))
 
@@ -92,12 +91,11 @@ def stage_graph(
     adjusted: Reads = MappingProxyType({}),
     drawn: Draws = MappingProxyType({}),
 ) -> fx.GraphModule:
-    """Code that takes `outside` and numbers and returns `results`, made of copies of the nodes `inside`, in captured
-    order.
+    """Return code that takes `outside` and numbers, and returns `results`, made of copies of the nodes `inside`.
 
-    groups: names of nodes whose results are computed again in the backward.  adjusted: reads that take a number; the
-    code takes those of `numbers_of`, in order.  drawn: random ops that draw for other replicas too.
-    Devices that were baked in as constants become `device`.  O(nodes), with groups O(groups * nodes).
+    groups: names of nodes that run again in the backward.  adjusted: reads that take a number; the code takes those of
+    `numbers_of`, in order.  drawn: random ops that draw for all replicas.  Devices that are constants in the captured
+    graph become `device`.  O(nodes), with groups O(groups * nodes).
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in outside}
@@ -120,7 +118,7 @@ def stage_graph(
 
 
 def _units(inside: Sequence[fx.Node], groups: Sequence[Collection[str]]) -> Iterator[tuple[str, Sequence[fx.Node]]]:
-    """(name, nodes) of each recomputed group, and ("", nodes) of what is not, in an order that can run."""
+    """Yield (name, nodes) of each recomputed group, and ("", nodes) of other ops, in an order that can run."""
     if not groups:
         yield "", inside
         return
@@ -149,7 +147,7 @@ def _units(inside: Sequence[fx.Node], groups: Sequence[Collection[str]]) -> Iter
 
 
 def _op_of(node: fx.Node) -> str:
-    """The op that a node belongs to: picks of one of several results belong to what makes them."""
+    """Return the op that a node belongs to; picking one of several results belongs to the op that makes them."""
     while node.target is operator.getitem:
         (node,) = node.all_input_nodes
     return node.name
@@ -180,6 +178,6 @@ def _copy(
 
 
 def draw_for_all(copy: fx.Node, rows: Drawn) -> None:
-    """Let a copy of a random op draw for the rows of all replicas, and take its own."""
+    """Let a copy of a random op draw for the rows of all replicas, and take its own rows."""
     op, number, *args = copy.args
     copy.target, copy.args = keyed_rows, (op, number, rows.given, rows.made, rows.size_at, *args)

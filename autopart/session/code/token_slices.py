@@ -1,16 +1,16 @@
 """Captured + recipe + lengths -> the code of a stage for each slice of tokens.
 
-The flat graph is cut as `split` cuts it, once for every slice: sizes are those of the slice, values of the prologue and
-whole values are cut to the tokens that an op needs, and a value that is needed with the tokens before it is joined from
-the blocks that earlier slices made.
+The flat graph is cut once for every slice: sizes are those of the slice, values at full length are cut to the tokens
+that an op needs, and a value that is needed with the tokens before it is joined from the parts of earlier slices.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise, takewhile
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,13 +19,15 @@ from torch import fx, nn
 from autopart.capture import Captured
 from autopart.capture.trace.to_graph import results_of
 from autopart.ir.errors import UsageError
-from autopart.passes.tokens.recipe import Recipe, Slice, TokenLayout
-from autopart.runtime.stages.slice_functions import joined, last_of, part_of
-from autopart.runtime.stages.stage_module import StageModule, StageSlices, StateBuffer
-from autopart.session.code.slice_needs import Extras, SliceNeeds
-from autopart.session.code.slice_ops import emit, narrowed
-from autopart.session.code.split import cut
-from autopart.session.code.stage_graph import stage_graph
+from autopart.ir.graph import Adjusted, Op
+from autopart.passes.ops.table import op_name
+from autopart.passes.tokens import recipe as words
+from autopart.passes.tokens.recipe import Form, Recipe, Slice
+from autopart.runtime.stages.slice_functions import Places, Rows, causal_attention, counted, drawn, part_of
+from autopart.runtime.stages.stage_module import Cast, StageModule, StageSlices
+from autopart.session.code.slice_graph import SliceGraph, SliceNeeds
+from autopart.session.code.split import ancestors, cut
+from autopart.session.code.stage_graph import Draws, draw_for_all, stage_graph
 
 _aten = torch.ops.aten
 
@@ -37,12 +39,16 @@ def slice_stage(
     outputs: Sequence[str],
     lengths: Sequence[int],
     device: torch.device,
-    extras: Extras | None = None,
+    *,
+    groups: Sequence[Collection[str]] = (),
+    adjusted: Sequence[Adjusted] = (),
+    casts: Mapping[str, Cast] = MappingProxyType({}),
+    drawn: Draws = MappingProxyType({}),
 ) -> StageSlices:
-    """The code of a stage for slices of these lengths.
+    """Return the code of a stage for slices of these lengths.
 
-    ops: of the stage; those of the prologue among them do not count, each stage runs what it needs of it.  outputs:
-    values that leave the stage, or the loss.
+    ops: of the stage; each stage runs what it needs of the prologue itself.  outputs: values that leave the stage, or
+    the loss.  The rest is as in `split.cut`; groups run again in the backward of each slice, but states are kept.
     Raises UsageError for lengths that do not make up the sequence.  O(slices * nodes).
     """
     if sum(lengths) != recipe.tokens or min(lengths, default=0) < 1:
@@ -50,232 +56,308 @@ def slice_stage(
             f"slices of {', '.join(map(str, lengths))} tokens do not make up a sequence of {recipe.tokens}",
             fix="pass lengths of at least one token whose sum is the length of the sequences",
         )
-    extras = extras or Extras()
-    needs = SliceNeeds(captured, recipe, ops, [name for name in outputs if name in recipe.forms], extras)
-    bounds = pairwise(accumulate(lengths, initial=0))
-    parts = [Slice(start, end, recipe.tokens) for start, end in bounds]
-    slices = tuple(_Builder(needs, parts, number, device).module() for number in range(len(parts)))
-    before = behind(captured, recipe, needs.prologue)
-    prologue = cut(captured, before, needs.prologue, device, adjusted=extras.adjusted) if needs.prologue else None
+    leaving = [name for name in outputs if name in recipe.forms]
+    needs = SliceNeeds(captured, recipe, ops, leaving, groups, adjusted, casts, drawn)
+    parts = [Slice(start, end, recipe.tokens) for start, end in pairwise(accumulate(lengths, initial=0))]
+    slices = tuple(_slice_module(SliceGraph(needs, parts, number, device), len(parts)) for number in range(len(parts)))
+    before = ancestors(captured.graph, needs.prologue, among=recipe.prologue)
+    prologue = cut(captured, before, needs.prologue, device, adjusted=adjusted) if needs.prologue else None
     return prologue, slices
 
 
-def behind(captured: Captured, recipe: Recipe, values: Iterable[str]) -> list[str]:
-    """The ops of the prologue that these values depend on."""
-    needed, ops = set(values), []
-    for op in reversed(captured.graph.ops):
-        if op.name in recipe.prologue and needed.intersection(op.writes):
-            ops.append(op.name)
-            needed.update(op.reads)
-    return ops
+def _slice_module(code: SliceGraph, count: int) -> StageModule:
+    """Write the ops of one of `count` slices, and return its code."""
+    needs, captured = code.needs, code.needs.captured
+    made: dict[str, list[str]] = {}
+    for node in captured.module.graph.nodes:
+        if node.op == "call_function" and node not in code.own:
+            last = next(reversed(code.graph.nodes))
+            _write(code, node)
+            since = (one.name for one in _since(code.graph, last) if one.target not in (part_of, operator.getitem))
+            made[node.name] = list(since)
+    states, joint = ((), ()) if code.number == count - 1 else (tuple(needs.states), tuple(needs.shared))
+    results = [code.own[code.nodes[name]] for name in (*needs.outputs, *states)]
+    results += [code.added[name] for name in joint]
+    names = tuple(code.params.values())
+    kinds = captured.names.kinds
+    return StageModule(
+        _module(code, made, results),
+        names,
+        tuple(code.name(node) for node in code.inputs),
+        needs.outputs,
+        (),
+        {name: captured.tensors[name].to(code.device) for name in names if kinds.get(name) == "constant"},
+        needs.numbers,
+        {name: needs.casts[node.name] for node, name in code.params.items() if node.name in needs.casts},
+        states,
+        code.past,
+        tuple(code.places.values()),
+    )
 
 
-@dataclass
-class _Env:
-    """Nodes of the code that is made, by captured node: own tokens, with those before, and cut ones by how."""
-
-    own: dict[fx.Node, fx.Node]
-    prefix: dict[fx.Node, fx.Node]
-    cut: dict[tuple[Any, ...], fx.Node]
+def _since(graph: fx.Graph, last: fx.Node) -> Iterator[fx.Node]:
+    """Return the nodes behind `last`, from the newest on."""
+    return takewhile(lambda one: one is not last, reversed(graph.nodes))
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """A state that slices share: where it lies, and what is given of it."""
+def _module(code: SliceGraph, made: Mapping[str, Sequence[str]], results: Sequence[fx.Node]) -> fx.GraphModule:
+    """Return a graph as a module.  made: the nodes of each op; a recomputed group also joins its states again, since
+    only their parts are kept."""
+    groups = [[name for op in group for name in made.get(op, ())] for group in code.needs.groups]
+    if not any(groups):
+        code.graph.output(tuple(results))
+        return fx.GraphModule(nn.Module(), code.graph)
+    given = code.graph.find_nodes(op="placeholder")
+    calls = [node for node in code.graph.nodes if node.op == "call_function"]
+    return stage_graph(calls, given, results, code.device, [group for group in groups if group])
 
-    place: StateBuffer
-    buffer: fx.Node
-    before: fx.Node | None
+
+def _write(code: SliceGraph, node: fx.Node) -> None:
+    """Write a captured node, on the tokens of the slice and on those before them, as far as they are needed."""
+    if node.target is operator.getitem:
+        source: Any = node.args[0]
+        for env in (code.own, code.prefix):
+            if source in env and not isinstance(source.meta.get("val"), torch.Tensor):
+                env[node] = code.graph.call_function(operator.getitem, (env[source], node.args[1]))
+        if node in code.own:
+            code.join(code.name(node))
+        return
+    op, needs = code.needs.by_name.get(node.name), code.needs
+    if op is None:
+        return
+    if not needs.own.isdisjoint(op.writes):
+        code.own[node] = _Writer(code, node, op).node()
+        if node in results_of(node):
+            code.join(code.name(node))
+    if any(name in needs.prefix and name not in needs.joined for name in op.writes):
+        code.prefix[node] = _Writer(code, node, op, prefix=True).node()
 
 
-class _Builder:
-    """Makes the code of one slice."""
+class _Writer:
+    """Writes one op into the graph of a slice (`passes.tokens.recipe.OpRecipe`).
 
-    def __init__(self, needs: SliceNeeds, parts: Sequence[Slice], number: int, device: torch.device) -> None:
-        self.needs, self.part, self.number, self.last = needs, parts[number], number, number == len(parts) - 1
-        self._parts = parts
-        self.device = device
-        self.graph = fx.Graph()
-        self.env = _Env({}, {}, {})
-        self.numbers: dict[int, fx.Node] = {}
-        self._made: dict[str, list[str]] = {}
-        self._added: dict[str, fx.Node] = {}
-        self._captured = needs.captured
-        self._nodes = {self.name(node): node for node in self._captured.module.graph.nodes}
+    prefix: on the tokens before the slice too.
+    """
 
-    def name(self, node: fx.Node) -> str:
-        """The name of a node's value or parameter."""
-        return self._captured.names.params.get(node.name, self._captured.names.value(node))
+    def __init__(self, code: SliceGraph, node: fx.Node, op: Op, *, prefix: bool = False) -> None:
+        self._code, self._node, self._op, self._prefix = code, node, op, prefix
+        self._needs, self._part, self._call_function = code.needs, code.part, code.graph.call_function
+        self._recipe = code.needs.recipe.ops[op.name]
 
-    def module(self) -> StageModule:
-        """The code of the slice."""
-        needs, captured = self.needs, self._captured
-        given = {**captured.names.params, **{name: f"cast {name}" for name in needs.casts}}
-        params = [node for node in captured.module.graph.nodes if node.name in given and self._used(node)]
-        inputs = [self._nodes[name] for name in (*needs.received, *needs.full)]
-        for node in (*params, *inputs):
-            self.env.own[node] = self.graph.placeholder(node.name)
-        self.numbers = {place: self.graph.placeholder(f"number_{place}") for place in needs.numbers}
-        past = [(state, number) for state in needs.states for number in self._before(state)]
-        self._blocks = {key: self.graph.placeholder(f"past_{self._nodes[key[0]].name}_{key[1]}") for key in past}
-        shared = {name: self._place(name) for name in needs.shared}
-        self._shared = {name: _Shared(place, *self._room(place)) for name, place in shared.items()}
-        for name in needs.received:
-            self._join(name)
-        for node in captured.module.graph.nodes:
-            if node.op == "call_function" and node not in self.env.own:
-                before = next(reversed(self.graph.nodes))
-                self._emit(node)
-                made = (one.name for one in self._since(before) if one.target not in (part_of, operator.getitem))
-                self._made[node.name] = list(made)
-        states, joint = ((), ()) if self.last else (tuple(needs.states), tuple(needs.shared))
-        results = [self.env.own[self._nodes[name]] for name in (*needs.outputs, *states)]
-        results += [self._added[name] for name in joint]
-        names = tuple(given[node.name] for node in params)
-        constants = {n: captured.tensors[n].to(self.device) for n in names if captured.names.kinds.get(n) == "constant"}
-        return StageModule(
-            self._code(results),
-            names,
-            tuple(self.name(node) for node in inputs),
-            needs.outputs,
-            (),
-            constants,
-            needs.numbers,
-            {given[node.name]: needs.casts[node.name] for node in params if node.name in needs.casts},
-            states,
-            tuple(past),
-            tuple(shared.values()),
+    def node(self) -> fx.Node:
+        """Write the op, and return its result."""
+        return _HOW[self._recipe.how](self)
+
+    def _read(self, arg: fx.Node, want: Form) -> fx.Node:
+        """Return what the op reads of a value, adjusted by the number of the micro-batch if there is one."""
+        found = self._code.read(arg, want, prefix=self._prefix)
+        number = self._needs.reads.get((self._node, arg))
+        if number is None:
+            return found
+        return self._call_function(number.adjust, (found, self._code.numbers[number.place]))
+
+    def _reader(self) -> Callable[[fx.Node], fx.Node]:
+        """Return a function that reads the operands of the op, called in their order."""
+        reads = iter(self._recipe.reads)
+        return lambda arg: self._read(arg, next(reads))
+
+    def _arguments(self) -> dict[str, Any]:
+        """Return the arguments by name, with nodes of the slice in place of the captured ones."""
+        args, kwargs = fx.node.map_arg((tuple(self._node.args), dict(self._node.kwargs)), self._reader())
+        target: Any = self._node.target
+        names = [argument.name for argument in target._schema.arguments]
+        found = {**dict(zip(names, args, strict=False)), **kwargs}
+        return {name: self._code.device if isinstance(arg, torch.device) else arg for name, arg in found.items()}
+
+    def _call(self, target: Any, arguments: dict[str, Any]) -> fx.Node:
+        """Call an op with its leading arguments by place, as they are captured, and the rest by name."""
+        args: list[Any] = []
+        for argument in target._schema.arguments:
+            if argument.kwarg_only or argument.name not in arguments:
+                break
+            args.append(arguments[argument.name])
+        taken = {argument.name for argument in target._schema.arguments[: len(args)]}
+        rest = {name: value for name, value in arguments.items() if name not in taken}
+        return self._call_function(target, tuple(args), rest)
+
+    def _plain(self) -> fx.Node:
+        if isinstance(self._node.target, torch._ops.OpOverload):
+            return self._call(self._node.target, self._arguments())
+        # A random op of whole operands: every slice draws the same.
+        copy = self._code.graph.node_copy(self._node, self._reader())
+        if self._node in self._needs.drawn:
+            draw_for_all(copy, self._needs.drawn[self._node])
+        return copy
+
+    def _shape(self) -> tuple[int, ...]:
+        """Return the shape of the result in the slice."""
+        written = self._op.writes[0]
+        form: Form = self._needs.recipe.form(written)
+        if self._prefix:
+            form = form.as_prefix(self._needs.recipe.reach.get(written))
+        return form.shape(self._needs.shapes[written], self._part)
+
+    def _sizes(self) -> fx.Node:
+        arguments, shape, name = self._arguments(), self._shape(), op_name(self._op.target)
+        first = next(iter(arguments.values()))
+        if name in ("unsqueeze", "squeeze", "split", "chunk", "split_with_sizes"):
+            return self._call(self._node.target, arguments)
+        if name in ("expand", "broadcast_to"):
+            return self._call_function(_aten.expand.default, (first, list(shape)))
+        if name in ("slice", "narrow"):
+            axis = self._recipe.reads[0].queries or self._recipe.reads[0].keys
+            assert axis is not None
+            if not self._recipe.amount:
+                return self._call_function(_aten.alias.default, (first,))
+            return self._call_function(_aten.slice.Tensor, (first, axis.axis, 0, shape[axis.axis]))
+        return self._call_function(_aten.reshape.default, (first, list(shape)))
+
+    def _causal(self) -> fx.Node:
+        arguments = self._arguments()
+        return self._call_function(causal_attention, (), {**arguments, "start": self._part.start})
+
+    def _loss(self) -> fx.Node:
+        """Return the sum of the slice, divided by the divisor of the mean over the whole sequence."""
+        arguments = self._arguments()
+        total = self._call(self._node.target, {**arguments, "reduction": 2})
+        refs, shapes = self._needs.refs[self._op.name], self._needs.shapes
+        if "ignore_index" not in [a.name for a in self._node.target._schema.arguments]:  # type: ignore[union-attr]
+            return self._call_function(_aten.div.Tensor, (total, float(math.prod(shapes[refs[0]]))))
+        target = self._node.args[1]
+        assert isinstance(target, fx.Node)
+        weight = arguments.get("weight")
+        count = self._call_function(counted, (self._code.own[target], arguments.get("ignore_index", -100), weight))
+        return self._call_function(_aten.div.Tensor, (total, count))
+
+    def _mean(self) -> fx.Node:
+        arguments, shapes = self._arguments(), self._needs.shapes
+        read, written = self._needs.refs[self._op.name][0], self._op.writes[0]
+        over = math.prod(shapes[read]) / max(1, math.prod(shapes[written]))
+        if "dim" in arguments:
+            total = self._call(_aten.sum.dim_IntList, arguments)
+        else:
+            total = self._call(_aten.sum.default, arguments)
+        return self._call_function(_aten.div.Tensor, (total, over))
+
+    def _made(self) -> fx.Node:
+        example = self._node.meta["val"]
+        kind = op_name(self._op.target).removeprefix("new_").removesuffix("_like")
+        value = {"zeros": 0, "ones": 1, "empty": 0}.get(kind, dict(self._op.attrs).get("fill_value", 0))
+        return self._call_function(
+            torch.full, (tuple(example.shape), value), {"dtype": example.dtype, "device": self._code.device}
         )
 
-    def _place(self, name: str) -> StateBuffer:
-        """Where a state lies in the tensor that slices share, and what this slice reads of it."""
-        layout, needs = self._layout(name), self.needs
-        held = replace(layout, reach=needs.recipe.reach.get(name))
-        low, _ = (layout.block * token for token in held.bounds(self.part, prefix=True))
-        start, end = (layout.block * token for token in layout.bounds(self.part, prefix=False))
-        dtype = self._nodes[name].meta["val"].dtype
-        return StateBuffer(name, needs.shapes[name], dtype, self.device, layout.axis, min(low, start), start, end)
+    def _once(self) -> fx.Node:
+        """Add operands that hold all tokens in the first slice alone."""
+        if self._part.start == 0:
+            return self._plain()
+        reads = iter(self._recipe.reads)
 
-    def _room(self, place: StateBuffer) -> tuple[fx.Node, fx.Node | None]:
-        """What is given of it."""
-        name = self._nodes[place.state].name
-        buffer = self.graph.placeholder(f"all_{name}")
-        return buffer, self.graph.placeholder(f"before_{name}") if place.start > place.low else None
+        def read(arg: fx.Node) -> fx.Node:
+            want = next(reads)
+            found = self._read(arg, want)
+            return found if want.partial else self._call_function(_aten.mul.Tensor, (found, 0))
 
-    def _since(self, before: fx.Node) -> Iterator[fx.Node]:
-        """What was written after a node."""
-        return takewhile(lambda one: one is not before, reversed(self.graph.nodes))
+        return self._code.graph.node_copy(self._node, read)
 
-    def _code(self, results: Sequence[fx.Node]) -> fx.GraphModule:
-        """What was written; of ops that are run again with what is joined for them, since only parts are kept."""
-        groups = [[name for op in group for name in self._made.get(op, ())] for group in self.needs.groups]
-        if not any(groups):
-            self.graph.output(tuple(results))
-            return fx.GraphModule(nn.Module(), self.graph)
-        given = self.graph.find_nodes(op="placeholder")
-        calls = [node for node in self.graph.nodes if node.op == "call_function"]
-        return stage_graph(calls, given, results, self.device, [group for group in groups if group])
+    def _diagonal(self) -> fx.Node:
+        arguments = self._arguments()
+        return self._call(self._node.target, {**arguments, "diagonal": arguments.get("diagonal", 0) + self._part.start})
 
-    def _used(self, node: fx.Node) -> bool:
-        needs = self.needs
-        readers = (needs.by_name[user.name] for user in node.users if user.name in needs.by_name)
-        return any(not (needs.own | needs.prefix).isdisjoint(op.writes) for op in readers)
+    def _axis(self) -> int:
+        """Return the axis of the tokens in the first operand that has one."""
+        layout = next(read.queries for read in self._recipe.reads if read.queries is not None)
+        return layout.axis
 
-    def _emit(self, node: fx.Node) -> None:
-        if node.target is operator.getitem:
-            source: Any = node.args[0]
-            for env in (self.env.own, self.env.prefix):
-                if source in env and not isinstance(source.meta.get("val"), torch.Tensor):
-                    env[node] = self.graph.call_function(operator.getitem, (env[source], node.args[1]))
-            if node in self.env.own:
-                self._join(self.name(node))
-            return
-        op = self.needs.by_name.get(node.name)
-        if op is None:
-            return
-        if not self.needs.own.isdisjoint(op.writes):
-            self.env.own[node] = emit(self, node, op)
-            for result in results_of(node):
-                if result is node:
-                    self._join(self.name(node))
-        if any(name in self.needs.prefix and name not in self.needs.joined for name in op.writes):
-            self.env.prefix[node] = emit(self, node, op, prefix=True)
+    def _missing(self) -> int:
+        """Return how many tokens the op needs before the first token of the sequence."""
+        return max(0, self._recipe.amount - self._part.start)
 
-    def _before(self, state: str) -> list[int]:
-        """The slices of which this one reads a state."""
-        reach, layout = self.needs.states[state], self._layout(state)
-        if reach is None:
-            return list(range(self.number))
-        start = layout.bounds(self.part, prefix=False)[0]
-        ends = [layout.bounds(part, prefix=False)[1] for part in self._parts[: self.number]]
-        return [number for number, end in enumerate(ends) if end > start - reach]
+    def _carry(self) -> fx.Node:
+        own, before = self._plain(), self._code.last_before(self._op.writes[0])
+        return own if before is None else self._call_function(_aten.add.Tensor, (own, before))
 
-    def _layout(self, name: str) -> TokenLayout:
-        layout = self.needs.recipe.forms[name].queries
-        assert layout is not None
-        return layout
+    def _padded(self) -> fx.Node:
+        """Pad the tokens in the first slices alone, and other axes as captured."""
+        arguments, ndim = self._arguments(), len(self._node.meta["val"].shape)
+        amounts = list(arguments["pad"])
+        place = 2 * (ndim - 1 - self._axis())
+        amounts[place : place + 2] = [self._missing(), 0]
+        if not any(amounts):
+            found: fx.Node = arguments["self"]
+            return found
+        return self._call(self._node.target, {**arguments, "pad": amounts})
 
-    def _join(self, name: str) -> None:
-        if name not in self.needs.joined:
-            return
-        node, layout = self._nodes[name], self._layout(name)
-        if name in self._shared:
-            shared = self._shared[name]
-            given = (shared.buffer, self.env.own[node], shared.before)
-            both = self.graph.call_function(shared.place.append, given)
-            self._added[name] = self.graph.call_function(operator.getitem, (both, 0))
-            self.env.prefix[node] = self.graph.call_function(operator.getitem, (both, 1))
-            return
-        before = self._before(name)
-        every = [self._blocks[name, number] for number in before] + [self.env.own[node]]
-        found = self.graph.call_function(joined, (every, layout.axis, layout.stride))
-        held = replace(layout, reach=self.needs.recipe.reach.get(name))
-        (low, high), first = held.bounds(self.part, prefix=True), self._first(name, before)
-        if low > first:  # in the oldest slice that is needed, some tokens are not
-            there = high - first
-            found = self.graph.call_function(part_of, (found, layout.axis, layout.stride, there, low - first, there))
-        self.env.prefix[node] = found
+    def _shift(self) -> fx.Node:
+        size, axis = self._part.end - self._part.start, self._axis()
+        if op_name(self._op.target) != "cat":
+            return self._call_function(_aten.slice.Tensor, (self._padded(), axis, 0, size))
+        front, rest = self._arguments()["tensors"]
+        missing, pieces = min(size, self._missing()), []
+        if missing:
+            low = self._part.start
+            pieces.append(self._call_function(_aten.slice.Tensor, (front, axis, low, low + missing)))
+        if missing < size:
+            pieces.append(self._call_function(_aten.slice.Tensor, (rest, axis, 0, size - missing)))
+        return self._call_function(_aten.cat.default, (pieces, axis))
 
-    def _first(self, name: str, before: Sequence[int]) -> int:
-        """The first token of the parts of a state."""
-        part = self._parts[before[0]] if before else self.part
-        return self._layout(name).bounds(part, prefix=False)[0]
+    def _convolution(self) -> fx.Node:
+        arguments = self._arguments()
+        first = next(iter(arguments))
+        if self._missing():
+            padded = (arguments[first], [self._missing(), 0])
+            arguments[first] = self._call_function(_aten.constant_pad_nd.default, padded)
+        return self._call(self._node.target, {**arguments, "padding": [0]})
 
-    def last_before(self, name: str) -> fx.Node | None:
-        """The last token of a state before this slice; None in the first one."""
-        layout = self._layout(name)
-        sizes = [layout.size(part, prefix=False) for part in self._parts[: self.number]]
-        filled = [number for number, size in enumerate(sizes) if size]  # of a value without the last tokens not all are
-        if not filled:
-            return None
-        return self.graph.call_function(last_of, (self._blocks[name, filled[-1]], layout.axis))
+    def _window(self) -> fx.Node:
+        first, amount = next(iter(self._arguments().values())), self._recipe.amount
+        end = amount + self._shape()[self._axis()]
+        return self._call_function(_aten.slice.Tensor, (first, self._axis(), amount, end))
 
-    def with_halo(self, node: fx.Node, halo: int) -> fx.Node:
-        """The tokens of a slice and as many before them as there are, at most `halo`."""
-        name, layout = self.name(node), self._layout(self.name(node))
-        blocks = [self._blocks[name, number] for number in self._before(name)]
-        if not blocks:
-            return self.env.own[node]
-        start = layout.bounds(self.part, prefix=False)[0]
-        first = layout.bounds(self._parts[self._before(name)[0]], prefix=False)[0]
-        every = self.graph.call_function(joined, ([*blocks, self.env.own[node]], layout.axis, 1))
-        away = max(0, start - halo) - first
-        end = layout.bounds(self.part, prefix=False)[1] - first
-        return self.graph.call_function(_aten.slice.Tensor, (every, layout.axis, away, end)) if away else every
+    def _invert(self) -> fx.Node:
+        """Invert a permutation that was written with index_put."""
+        (places,) = self._arguments()["indices"]
+        return self._call_function(_aten.argsort.default, (places,))
 
-    def read(self, arg: fx.Node, want: Any, *, prefix: bool) -> fx.Node:
-        """What an op reads of a value.  want: the form that it needs of it; prefix: whether the op itself is run on the
-        tokens before too."""
-        name = self.name(arg)
-        form = self.needs.recipe.forms.get(name)
-        if form is not None and not form.whole:
-            if want.halo > 0 and not form.halo:
-                return self.with_halo(arg, want.halo)
-            wide = prefix or (want.keys is not None and form.keys is None)
-            return (self.env.prefix if wide and form.keys is None and form.queries else self.env.own)[arg]
-        if want.whole:
-            return self.env.own[arg]
-        key = (arg, want)
-        if key not in self.env.cut:
-            self.env.cut[key] = narrowed(self.graph, self.env.own[arg], want, self.part)
-        return self.env.cut[key]
+    def _drawn(self) -> fx.Node:
+        """Draw as `rng.keyed` does, with the place of each tensor in the whole sequence."""
+        reads, places = iter(self._recipe.reads), []
+        form = self._needs.recipe.form(self._op.writes[0])
+
+        def read(arg: fx.Node) -> fx.Node:
+            want = next(reads)
+            places.append(self._places(want))
+            return self._read(arg, want)
+
+        op, number, *args = self._node.args
+        taken: Any = fx.node.map_arg((tuple(args), dict(self._node.kwargs)), read)
+        own = self._needs.drawn.get(self._node)
+        rows: Rows | None = None if own is None else (own.given, own.made, own.size_at)
+        given = (op, number, rows, tuple(places), self._places(form), *taken[0])
+        return self._call_function(drawn, given, taken[1])
+
+    def _places(self, form: Form) -> Places:
+        found = []
+        for prefix, layout in form.roles():
+            low, high = layout.bounds(self._part, prefix=prefix)
+            found.append((layout.axis, layout.stride, layout.block, self._part.tokens - layout.short, low, high))
+        return tuple(sorted(found, reverse=True))
+
+
+_HOW: Mapping[str, Callable[[_Writer], fx.Node]] = {
+    words.PLAIN: _Writer._plain,
+    words.SIZES: _Writer._sizes,
+    words.CAUSAL: _Writer._causal,
+    words.LOSS: _Writer._loss,
+    words.MEAN: _Writer._mean,
+    words.MADE: _Writer._made,
+    words.ONCE: _Writer._once,
+    words.DIAGONAL: _Writer._diagonal,
+    words.CARRY: _Writer._carry,
+    words.PADDED: _Writer._padded,
+    words.CONV: _Writer._convolution,
+    words.SHIFT: _Writer._shift,
+    words.WINDOW: _Writer._window,
+    words.INVERT: _Writer._invert,
+    words.DRAWN: _Writer._drawn,
+}

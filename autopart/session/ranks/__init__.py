@@ -1,4 +1,4 @@
-"""Ranks in step: calls compared, errors raised on all, failures told.
+"""Agreement between ranks: collective calls compared, errors of one rank raised on all.
 
-May enter: agreements over small messages. Tensors of the model are moved elsewhere.
+May enter: exchanges of small messages.  Tensors of the model are moved by `placement`.
 """

@@ -1,12 +1,12 @@
-"""A failure of one rank, while the ranks prepare something together, becomes an error on all of them at once.
+"""Errors of one rank, while the ranks prepare something together, raised on all ranks at once.
 
-Without this, the others would wait in their next collective for the one that left, until a timeout ends them.
+Otherwise the other ranks would wait in their next collective until a timeout.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,17 +15,17 @@ from autopart.ir.errors import AutopartError, PlanError, WorkerError
 from autopart.runtime.group.world import World
 
 FAILURES = (Exception, SystemExit)
-"""What a model's own code may raise.  KeyboardInterrupt is not among them: who presses Ctrl-C wants no collective, and
-the others hear of it as of everything that is raised outside of an agreement (`World.fail`)."""
+"""Errors that ranks exchange in a collective.  KeyboardInterrupt is told to the other ranks by `World.fail` instead, so
+that Ctrl-C waits for no collective."""
 
 
 @contextmanager
 def together(world: World, doing: str) -> Iterator[None]:
-    """Run the body, which sends nothing, on every rank, and leave it only once all ranks have succeeded.  Collective.
+    """Run the body, which sends nothing, on every rank, and go on once all ranks have succeeded.  Collective.
 
-    When some ranks fail, the first of them decides: every rank raises its error, with that rank in `where`; or, when it
-    is none of ours, that rank raises its own error and the others a WorkerError that names it.  The same error
-    of all ranks is raised as it is.  doing: what fails, such as "capturing the model".
+    When ranks fail, every rank raises the error of the first of them, with that rank in `where`.  If it is not an
+    AutopartError, that rank raises it and the others raise a WorkerError that names the rank.  An error that is equal
+    on all ranks is raised unchanged.  doing: the activity that error messages name, such as "capturing the model".
     """
     failure: BaseException | None = None
     try:
@@ -38,26 +38,36 @@ def together(world: World, doing: str) -> Iterator[None]:
 
 
 def raise_first(world: World, failure: BaseException | None, doing: str) -> None:
-    """Tell the other ranks of this rank's failure and hear of theirs; raises as `together` does.  Collective."""
+    """Exchange the failures of all ranks, and raise one as `together` does.  Collective."""
     if world.size == 1:
         if failure is not None:
             raise world.known(failure)
         return
-    reports: list[Any] = [json.loads(text) if text else None for text in world.gather_text(_report(failure))]
+    mine = json.dumps(_described(failure)) if failure is not None else ""
+    reports: list[Any] = [json.loads(text) if text else None for text in world.gather_text(mine)]
     failed = [rank for rank, report in enumerate(reports) if report is not None]
     if not failed:
         return
     first = failed[0]
-    if failure is not None and (world.rank == first or _all_equal(reports)):
-        raise world.known(_of_rank(failure, first, alone=not _all_equal(reports)))
-    raise world.known(_told(reports[first], first, doing)) from failure
+    alike = all(report == reports[0] for report in reports)
+    own = world.rank == first and not isinstance(failure, AutopartError)
+    if failure is not None and (own or alike):
+        raise world.known(failure)
+    raise world.known(_rebuilt(reports[first], first, doing)) from failure
 
 
-def broadcast_result(world: World, content: Any, failure: BaseException | None, doing: str, source: int = 0) -> Any:
-    """`content` of rank `source` on every rank, or that rank's failure on all of them.  Collective.
+def from_rank(world: World, source: int, doing: str, make: Callable[[], Any]) -> Any:
+    """Call `make` on rank `source` and return its result, which JSON can hold, on every rank.  Collective.
 
-    The rank is not named in one of our own errors: what it decides, it decides for all.
+    A failure of `make` is raised on all ranks.  An AutopartError does not name the rank, which decides for all.
     """
+    content: Any = None
+    failure: BaseException | None = None
+    if world.rank == source:
+        try:
+            content = make()
+        except FAILURES as error:
+            failure = error
     if world.size == 1 and failure is not None:
         raise world.known(failure)
     mine = {"failure": _described(failure) if failure is not None else None, "content": content}
@@ -66,12 +76,11 @@ def broadcast_result(world: World, content: Any, failure: BaseException | None, 
         return answer["content"]
     if failure is not None:
         raise world.known(failure)
-    report = answer["failure"]
-    raise world.known(_rebuilt(report) if "kind" in report else _foreign(report, source, doing))
+    raise world.known(_rebuilt(answer["failure"], source, doing, named=False))
 
 
 def require_same_everywhere(world: World, fingerprint: str) -> None:
-    """Every rank must have captured the same program.  Collective; raises PlanError on all ranks."""
+    """Raise PlanError on all ranks when they have captured different programs.  Collective."""
     fingerprints = world.gather_text(fingerprint)
     for rank, other in enumerate(fingerprints):
         if other != fingerprints[0]:
@@ -83,48 +92,24 @@ def require_same_everywhere(world: World, fingerprint: str) -> None:
             raise world.known(error)
 
 
-def _report(failure: BaseException | None) -> str:
-    return json.dumps(_described(failure)) if failure is not None else ""
-
-
 def _described(failure: BaseException) -> dict[str, str]:
-    """A failure as text that another rank can read."""
+    """Return a failure as text that another rank can rebuild."""
     if isinstance(failure, AutopartError):
         kind = type(failure).__name__
         return {"kind": kind, "what": failure.what, "where": failure.where, "why": failure.why, "fix": failure.fix}
     return {"name": type(failure).__name__, "message": (str(failure).splitlines() or [""])[0]}
 
 
-def _all_equal(reports: Sequence[Any]) -> bool:
-    return all(report == reports[0] for report in reports)
-
-
-def _of_rank(failure: BaseException, rank: int, *, alone: bool) -> BaseException:
-    """This rank's own failure; one of ours reads the same on every rank."""
-    if alone and isinstance(failure, AutopartError):
-        named = _rebuilt(_described(failure), rank)
-        named.__cause__ = failure
-        return named
-    return failure
-
-
-def _told(report: dict[str, str], rank: int, doing: str) -> AutopartError:
-    """The failure of another rank, as this rank raises it."""
-    return _rebuilt(report, rank) if "kind" in report else _foreign(report, rank, doing)
-
-
-def _rebuilt(report: dict[str, str], rank: int | None = None) -> AutopartError:
+def _rebuilt(report: dict[str, str], rank: int, doing: str, *, named: bool = True) -> AutopartError:
+    """Return the failure of a rank as another rank raises it.  named: whether an AutopartError names the rank."""
+    if "kind" not in report:
+        return WorkerError(
+            f"rank {rank} failed while {doing}: {report['name']}",
+            why=report["message"],
+            fix=f"see the traceback of rank {rank}; this error only follows from it",
+        )
     kind = getattr(errors, report["kind"], AutopartError)
-    place = f"rank {rank}" if rank is not None else ""
-    where = ", ".join(part for part in (place, report["where"]) if part)
+    where = ", ".join(part for part in (f"rank {rank}" if named else "", report["where"]) if part)
     found = kind(report["what"], where=where, why=report["why"], fix=report["fix"])
     assert isinstance(found, AutopartError)
     return found
-
-
-def _foreign(report: dict[str, str], rank: int, doing: str) -> WorkerError:
-    return WorkerError(
-        f"rank {rank} failed while {doing}: {report['name']}",
-        why=report["message"],
-        fix=f"see the traceback of rank {rank}; this error only follows from it",
-    )

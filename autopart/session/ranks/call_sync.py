@@ -1,44 +1,48 @@
-"""Ranks in step: before every collective call, each rank says which call it makes, with what, and its number."""
+"""The exchange before every collective call: each rank sends which call it makes, its number, and what it was given."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from autopart.ir.errors import BatchError, UsageError
+from autopart.ir.errors import BatchError, RunError, UsageError
 from autopart.runtime.activity import set_activity
+from autopart.runtime.effects import first_line
 from autopart.runtime.group.world import World
 from autopart.session.ranks.agreement import raise_first
 
 NAMES = (
     "step", "eval_loss", "predict", "gradients", "clip_grad_norm_", "state_dict", "sync_model", "adopt", "timeline",
-    "close", "verify", "compile",
+    "close", "compile",
 )  # fmt: skip
-
-
-ROOM = 128
-"""How many numbers about its batch a rank can say with its call."""
+_ROOM = 128  # counts of a batch that fit into the exchange of a call
+_HEAD = 9  # numbers that every rank sends with every call
+_ALIKE = (4, 6, 7)  # places of those that must be equal on all ranks: model version, loss scale, sharded
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What all ranks say of a call.  signature: a digest of the batch's; rows: of the batch of each rank; missing:
-    whether some rank was given no batch; said: what each rank says of its batch, by rank; () where some rank that has
-    one says nothing."""
+    """What the ranks sent with a call.
+
+    signature: digest of the batch's signature.  rows: of the batch of each rank.  missing: whether some rank was given
+    no batch.  counts: what each rank counted of its batch, by rank; () if some rank has not counted yet.
+    """
 
     signature: float
     rows: tuple[int, ...]
     missing: bool
-    said: Sequence[Sequence[float]]
+    counts: Sequence[Sequence[float]]
 
 
 class Calls:
-    """The collective calls of one rank, counted."""
+    """The collective calls of one rank, numbered, and whether one of them has failed."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._count = 0
+        self._failure = ""
 
     def enter(
         self,
@@ -51,23 +55,24 @@ class Calls:
         rows: int = 0,
         scale: float = 1.0,
         sharded: bool = False,
-        said: Sequence[float] | None = None,
+        counts: Sequence[float] | None = None,
     ) -> Heard:
-        """Go on once every rank makes this call with the same; returns what all say.  Collective.
+        """Wait until every rank makes this call, and compare what the ranks were given.  Collective.
 
-        failure: what went wrong on this rank, which all ranks then raise.  needed: the ranks that need a batch, of
-        shards the first of them at least.  signature: of this rank's batch, "" where it was given none; version: of
-        its model (`CaptureCache.version`); rows: of its batch; scale: of its loss; sharded: whether ranks give rows of
-        their own; said: up to `ROOM` numbers about its batch, None where they are not known yet.  Raises UsageError on
-        all ranks when they make different calls, and BatchError when batches, or changes of the model, differ, or when
-        one that needs a batch has none.
+        failure: error of this rank, which all ranks then raise.  needed: ranks that need a batch; of shards the first
+        of them at least.  signature, rows: of this rank's batch, "" and 0 if it has none.  version: of its model
+        (`CaptureCache.version`).  scale: of the loss.  sharded: whether ranks have rows of their own.  counts: of this
+        rank's batch, None if not counted yet.  Raises on all ranks: UsageError for different calls, BatchError for
+        different batches, different changes of the model, or a batch that is missing.
         """
+        if counts is not None and len(counts) > _ROOM:
+            counts = None
         self._count += 1
         set_activity(f"call {self._count}: {name}")
         mine = [
             float(NAMES.index(name)), float(self._count), float(failure is not None), digest_of(signature),
-            digest_of(version), float(rows), scale, float(sharded), float(said is not None),
-            *(said or ()), *[0.0] * (ROOM - len(said or ())),
+            digest_of(version), float(rows), scale, float(sharded), float(counts is not None),
+            *(counts or ()), *[0.0] * (_ROOM - len(counts or ())),
         ]  # fmt: skip
         found = self._world.gather_numbers(mine)
         for rank, row in enumerate(found):
@@ -85,18 +90,61 @@ class Calls:
             if any(row[place] != found[first][place] for place in compared):
                 changes = self._world.gather_text(version) if found[first][4] != row[4] else []
                 raise self._world.known(_different_given(first, rank, found[first], row, changes))
-        all_said = [row[_HEAD:] for row in found] if all(row[8] for row in found) else ()
-        return Heard(found[first][3], tuple(int(row[5]) for row in found), len(holders) < len(found), all_said)
+        all_counts = [row[_HEAD:] for row in found] if all(row[8] for row in found) else ()
+        return Heard(found[first][3], tuple(int(row[5]) for row in found), len(holders) < len(found), all_counts)
 
+    @contextmanager
+    def collective(self, doing: str) -> Iterator[None]:
+        """Tell all ranks, within a second, of an error of the body that not all of them raise alike, and end what they
+        wait for.  Raises the error that came first, on whichever rank."""
+        try:
+            yield
+        except BaseException as error:
+            first = self._world.end(error)
+            if self._world.size > 1 and not self._world.is_known(error):
+                self.note_failure(doing, first)
+            if first is error:
+                raise
+            raise first from None  # the broken connection only follows from it
 
-_HEAD = 9
-"""How many numbers every rank says of every call."""
-_ALIKE = (4, 6, 7)
-"""Places of what is alike on all ranks, whatever they were given."""
+    @contextmanager
+    def running(self, doing: str) -> Iterator[None]:
+        """Note any failure of the body: messages of it may still be under way, so nothing more may be sent."""
+        try:
+            yield
+        except BaseException as error:
+            self.note_failure(doing, error)
+            raise
+
+    def note_failure(self, doing: str, error: BaseException) -> None:
+        """Note a failure while ranks were running; the first one counts."""
+        if not self._failure:
+            self._failure = f"{doing}: {type(error).__name__}: {first_line(error)}"
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing failed here while ranks were running."""
+        return not self._failure
+
+    def require_healthy(self) -> None:
+        """Raise RunError when something failed here while ranks were running."""
+        if self._failure:
+            raise RunError(
+                "the pipeline has failed and takes no further step",
+                why=f"{self._failure}; the ranks are not connected any more.  Gradients and buffers are as before it",
+                fix="pipe.local_state_dict() still returns this rank's part of the weights; then close the pipe on "
+                "every rank, load a state, and compile the model again",
+            )
+
+    def abandon(self, error: BaseException) -> None:
+        """Tell the other ranks of an error of the user's own code, perhaps on this rank alone; the pipe ends."""
+        if self._world.size > 1 and self.healthy and not self._world.is_known(error):
+            self.note_failure("the script", error)
+            self._world.fail(error)
 
 
 def digest_of(text: str) -> float:
-    """52 bits of a hash; 0 of no text."""
+    """Return 52 bits of a hash of a text; 0 for an empty one."""
     return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 12) if text else 0.0
 
 
@@ -121,26 +169,20 @@ def _different_given(
     first: int, rank: int, one: list[float], other: list[float], versions: Sequence[str]
 ) -> BatchError:
     if one[4] != other[4]:
-        told = [f"rank {r}: {versions[r].partition(' ')[2] or 'no change'}" for r in (first, rank)]
-        return BatchError(
-            f"the models of ranks {first} and {rank} were changed in different ways since they were compiled",
-            why=f"their last changes are, on {'; on '.join(told)}",
-            fix="make every change of the model on all ranks, before the same step",
-        )
-    if one[6] != other[6]:
-        return BatchError(
-            f"the loss is scaled by {one[6]:g} on rank {first} and by {other[6]:g} on rank {rank}",
-            why="pipe.scaler was changed, or loaded, on some ranks alone",
-            fix="load the same state on every rank",
-        )
-    if one[7] != other[7]:
-        return BatchError(
-            f"sharded= differs between ranks {first} and {rank}",
-            why="either every rank is given the whole batch, or each its own rows",
-            fix="pass the same on every rank, also where the batch is None",
-        )
-    return BatchError(
-        f"ranks {first} and {rank} were given batches of different shapes",
-        why=f"{int(one[5])} and {int(other[5])} rows, or other inputs",
-        fix="give every rank the same batch (rank 0's data is what is used), or its own rows with sharded=True",
-    )
+        changes = [f"rank {r}: {versions[r].partition(' ')[2] or 'no change'}" for r in (first, rank)]
+        what = f"the models of ranks {first} and {rank} were changed in different ways since they were compiled"
+        why = f"their last changes are, on {'; on '.join(changes)}"
+        fix = "make every change of the model on all ranks, before the same step"
+    elif one[6] != other[6]:
+        what = f"the loss is scaled by {one[6]:g} on rank {first} and by {other[6]:g} on rank {rank}"
+        why = "pipe.scaler was changed, or loaded, on some ranks alone"
+        fix = "load the same state on every rank"
+    elif one[7] != other[7]:
+        what = f"sharded= differs between ranks {first} and {rank}"
+        why = "either every rank is given the whole batch, or each its own rows"
+        fix = "pass the same on every rank, also where the batch is None"
+    else:
+        what = f"ranks {first} and {rank} were given batches of different shapes"
+        why = f"{int(one[5])} and {int(other[5])} rows, or other inputs"
+        fix = "give every rank the same batch (rank 0's data is what is used), or its own rows with sharded=True"
+    return BatchError(what, why=why, fix=fix)

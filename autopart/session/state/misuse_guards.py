@@ -1,8 +1,8 @@
-"""What scripts for plain torch do with a pipe, a loss and an optimizer, where a pipeline needs something else.
+"""Errors for uses of a pipe, its loss and its optimizer that work with plain torch modules, but not with a pipeline.
 
-A step has done the backward already, so its loss refuses one.  An optimizer that needs a closure looks at all
-parameters at once, of which a rank holds a part: it is refused when it steps.  Attributes of modules and of
-DistributedDataParallel that a pipe lacks raise an error that says what to use instead.
+A step has done the backward already, so its loss refuses `backward`.  An optimizer that needs a closure reads all
+parameters at once, and is refused when it steps.  Attributes of modules and of DistributedDataParallel that a pipe
+lacks raise an error that says what to use instead.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -37,7 +37,7 @@ _INSTEAD = {
     "size": "pipe.world_size",
     "device": "pipe.cluster.devices[pipe.rank] describes this rank's device",
 }
-"""By the name of what torch's modules, wrappers and engines have: what to use instead."""
+"""What to use instead, by name of an attribute that torch's modules, wrappers and other engines have."""
 
 
 class MissingError(UsageError, AttributeError):
@@ -45,7 +45,7 @@ class MissingError(UsageError, AttributeError):
 
 
 def unknown(name: str, captures: Any) -> AttributeError:
-    """The error for an attribute that a pipe lacks.  captures: of its model, None while the pipe is being made."""
+    """Return the error for an attribute that a pipe lacks.  captures: of its model, None in the constructor."""
     if name.startswith("_") or captures is None:
         return AttributeError(f"'Pipe' object has no attribute {name!r}")
     fix = _INSTEAD.get(name, "")
@@ -55,10 +55,10 @@ def unknown(name: str, captures: Any) -> AttributeError:
 
 
 class NotAModule:
-    """What a pipe answers where it is used as a module."""
+    """The errors of a pipe that is used as a module."""
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises UsageError: calling the model says neither whether to train nor what comes back."""
+        """Raise UsageError: calling the model says neither whether to train nor what comes back."""
         raise UsageError(
             "a pipe is not called like a model",
             why="forward and backward of all micro-batches run together, so there is no output to call backward() on",
@@ -66,11 +66,11 @@ class NotAModule:
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Raises an AttributeError that says what to use instead."""
+        """Raise an AttributeError that says what to use instead."""
         raise unknown(name, self.__dict__.get("_captures"))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raises UsageError: a pipe is neither copied nor saved."""
+        """Raise UsageError: a pipe is neither copied nor saved."""
         raise UsageError(
             "a pipe can be neither copied nor saved",
             why="it holds connections to other ranks, and one stage of the model",
@@ -79,9 +79,9 @@ class NotAModule:
 
 
 def short_tracebacks(cls: C) -> C:
-    """Let public methods and properties of a class raise our own errors without the frames in between.
+    """Let public methods and properties of a class raise an AutopartError without the frames in between.
 
-    Bugs of ours keep theirs, and so do causes; the logger "autopart" has all frames at the level DEBUG.
+    GraphError and ProgramError, which are bugs, keep their frames; the logger "autopart" has all at the level DEBUG.
     """
     for name, value in list(vars(cls).items()):
         if name.startswith("_") and name != "__init__":
@@ -108,10 +108,10 @@ def _short(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Loss(torch.Tensor):
-    """A loss that a pipeline returned, and what is computed of it: a tensor without a backward."""
+    """A loss that a pipeline returned, and tensors computed from it: `backward` is refused."""
 
     def backward(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises UsageError."""
+        """Raise UsageError."""
         raise UsageError(
             "backward() is called on a loss that a pipeline returned",
             why="pipe.step(batch) runs forward and backward of all micro-batches and has added the gradients to .grad; "
@@ -126,29 +126,15 @@ class Loss(torch.Tensor):
 
 
 def without_backward(loss: torch.Tensor) -> torch.Tensor:
-    """The same tensor, which says what to do instead of backward()."""
+    """Return the same tensor, whose backward() raises UsageError."""
     return loss.as_subclass(Loss)
 
 
-def refuse_target(model: torch.nn.Module, batch: Any) -> None:
-    """Raises UsageError for a pair given to `predict`, where the model takes one argument: the second is a target."""
-    if not isinstance(batch, tuple) or len(batch) != 2 or isinstance(batch[1], Mapping):
-        return
-    try:
-        inspect.signature(model.forward).bind(*batch)
-    except TypeError as error:
-        raise UsageError(
-            "predict was given a pair that the model does not take",
-            why=f"{error}; pairs of inputs and target are for step and eval_loss",
-            fix="leave the target out: pipe.predict(inputs)",
-        ) from None
-
-
 def watch_optimizers(world_size: int, tensors: Callable[[], LocalTensors]) -> Callable[[], None]:
-    """From now on a step of an optimizer that cannot train what it was made for raises UsageError: one that needs a
-    closure, over several ranks, and one that drives parameters of the model in the place of their masters.
+    """Let steps of optimizers that cannot train a pipeline raise UsageError: one that needs a closure, over several
+    ranks, and one that updates parameters of the model that have an fp32 master weight.
 
-    tensors: what this rank holds, which changes with the plan.  Returns what ends it.
+    tensors: returns what this rank holds, which changes with the plan.  Returns a function that removes the check.
     """
     known: dict[type, bool] = {}
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,18 +13,17 @@ import torch
 from autopart.capture.guards import EMPTIED
 from autopart.capture.trained import Trained
 from autopart.ir.errors import UsageError
-from autopart.runtime.group.world import World
 from autopart.runtime.masters import HALF, needs_master
 from autopart.runtime.tensors import gather_tensors
 from autopart.session.session import Session
-from autopart.session.state.scaler import LossScaler
 
-_STEPS = "autopart"
+_REMEMBERED = "autopart"  # key in the metadata of a state
 
 
 def gather_state(session: Session) -> dict[str, torch.Tensor]:
-    """The model's state_dict on every rank, on the CPU, without what was put into the model since.  Collective."""
-    session.require_healthy()
+    """Return the model's state_dict on every rank, on the CPU, without tensors that the model got after its capture.
+    Collective."""
+    session.calls.require_healthy()
     session.tensors.masters.write()
     held, tied = session.tensors.held, session.tied
     captures = session.captures
@@ -46,26 +44,26 @@ def gather_state(session: Session) -> dict[str, torch.Tensor]:
 
 
 def local_state(session: Session, steps: int) -> dict[str, torch.Tensor]:
-    """This rank's part of the state, on the CPU: what it trains or updates, and what no rank does.  Local."""
+    """Return this rank's part of the state, on the CPU: what it trains or updates, and what no rank does.  Local."""
     session.tensors.masters.write()
     held, tied, captures = session.tensors.held, session.tied, session.captures
     kept: OrderedDict[str, torch.Tensor] = OrderedDict()
     for name, own in captures.trained.state_dict().items():
         first = tied.get(name, name)
-        if first in held and session.context.keeps(first):
+        if first in held and session.keeps(first):
             kept[name] = held[first].detach().cpu().clone()
         elif first not in session.owners and captures.is_own(name, own):
             kept[name] = own.detach().cpu().clone()
-    kept._metadata = {_STEPS: {"steps": steps}}  # type: ignore[attr-defined]
+    kept._metadata = {_REMEMBERED: {"steps": steps}}  # type: ignore[attr-defined]
     return kept
 
 
 def gather_masters(session: Session) -> dict[str, torch.Tensor]:
-    """The masters of the whole model, tied ones once, on every rank, on the CPU.  Collective."""
+    """Return the master weights of the whole model, tied ones once, on every rank, on the CPU.  Collective."""
     wanted = {
         name: torch.empty_like(tensor, dtype=torch.float32, device="meta")
         for name, tensor in session.captures.trained.named_parameters()
-        if session.has_masters and tensor.dtype in HALF
+        if session.options.master_weights and tensor.dtype in HALF
     }
     owners = {name: session.owners.get(name, 0) for name in wanted}
     found = gather_tensors(session.world, owners, wanted, session.tensors.masters.by_name.get)
@@ -73,7 +71,7 @@ def gather_masters(session: Session) -> dict[str, torch.Tensor]:
 
 
 def sync_state(session: Session) -> None:
-    """Bring what other ranks hold to this rank's model, in place.  Collective.  Bytes sent: the size of the model."""
+    """Copy what other ranks hold into this rank's model.  Collective.  Bytes sent: the size of the model."""
     state = gather_state(session)
     own = session.captures.trained.state_dict()
     with torch.no_grad():
@@ -84,11 +82,11 @@ def sync_state(session: Session) -> None:
 
 
 def sync_at_the_end(session: Session) -> None:
-    """`sync_state`, which says what it takes away from a user."""
+    """Call `sync_state`, and warn if it overwrites a parameter that the user has changed."""
     name = session.tensors.masters.written()
     if name is not None:
         warnings.warn(
-            f"{name} was written to in the model since the last run; that is lost: its master has the trained value",
+            f"{name} was written to in the model since the last run; this is lost, as its fp32 master weight counts",
             stacklevel=4,
         )
     sync_state(session)
@@ -104,42 +102,39 @@ def empty_foreign(session: Session) -> None:
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             first = tied.get(name, name)
-            if first not in trained or (held.get(first) is tensor and session.context.keeps(first)):
+            if first not in trained or (held.get(first) is tensor and session.keeps(first)):
                 continue
-            if first in held and session.context.keeps(first):
+            if first in held and session.keeps(first):
                 tensor.copy_(held[first])  # trained here, on another device
             else:
                 tensor.data = tensor.data.new_empty(0)
                 setattr(tensor, EMPTIED, True)
 
 
-def whole_state(session: Session, steps: int, scaler: LossScaler | None) -> dict[str, torch.Tensor]:
-    """The state with the number of steps, and what else there is of scaler and masters, in its metadata, where torch
-    keeps the versions of modules.  Collective."""
+def whole_state(session: Session, **more: Any) -> dict[str, torch.Tensor]:
+    """Return the whole state, with `more` and the master weights in its metadata, where torch keeps the versions of
+    modules.  Collective."""
     kept = OrderedDict(gather_state(session))
-    masters = gather_masters(session)
-    more = {"steps": steps, "scaler": scaler and scaler.state_dict(), "masters": masters}
-    kept._metadata = {_STEPS: {key: value for key, value in more.items() if value or key == "steps"}}  # type: ignore[attr-defined]
+    if masters := gather_masters(session):
+        more["masters"] = masters
+    kept._metadata = {_REMEMBERED: more}  # type: ignore[attr-defined]
     return kept
 
 
-def remembered(state: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
-    """What a state remembers besides tensors."""
+def remembered(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return what a state holds besides tensors, as far as it is there: steps, scaler, and masters by name."""
     metadata = getattr(state, "_metadata", None)
-    found = metadata.get(_STEPS) if isinstance(metadata, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
-
-
-def steps_of(state: Mapping[str, torch.Tensor]) -> int | None:
-    """The number of steps that a state remembers, if it does."""
-    steps = remembered(state).get("steps")
-    return steps if isinstance(steps, int) and steps >= 0 else None
+    found = metadata.get(_REMEMBERED) if isinstance(metadata, Mapping) else None
+    if not isinstance(found, Mapping):
+        return {}
+    kinds = {"steps": int, "scaler": Mapping, "masters": Mapping}
+    return {name: found[name] for name, kind in kinds.items() if isinstance(found.get(name), kind)}
 
 
 def load_state(
     model: Trained, session: Session | None, state: Mapping[str, torch.Tensor], *, strict: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Take a state of the plain model into the model and into what this rank of a session holds.
+    """Load a state of the unpartitioned model into the model and into what this rank of a session holds.
 
     Returns the missing and the unexpected names; with strict both are refused.  Nothing changes when a name or a shape
     does not fit (UsageError).
@@ -149,7 +144,7 @@ def load_state(
     model.load_state_dict({name: state.get(name, tensor) for name, tensor in own.items()})
     if session is None:
         return missing, unexpected
-    held, tied, masters = session.tensors.held, session.tied, masters_of(state)
+    held, tied, masters = session.tensors.held, session.tied, remembered(state).get("masters", {})
     with torch.no_grad():
         for name in own:
             first = tied.get(name, name)
@@ -160,25 +155,19 @@ def load_state(
     return missing, unexpected
 
 
-def masters_of(state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """The masters that a state remembers, by name."""
-    found = remembered(state).get("masters")
-    return found if isinstance(found, Mapping) else {}
-
-
 def take_masters(session: Session, masters: Mapping[str, torch.Tensor]) -> None:
-    """Masters of a state that was loaded into the model before there was a session."""
+    """Load master weights of a state that was loaded into the model before there was a session."""
     for name, master in masters.items():
         if name in session.tensors.held:
             session.tensors.masters.take_over(name, session.tensors.held[name], master)
 
 
 def gather_gradients(session: Session) -> dict[str, torch.Tensor | None]:
-    """The gradient of every trainable parameter, tied ones once, on every rank, on the CPU.  Collective."""
-    session.require_healthy()
+    """Return the gradient of every trainable parameter, tied ones once, on every rank, on the CPU.  Collective."""
+    session.calls.require_healthy()
     driven = session.tensors.driven
     trainable = {name: p for name, p in session.captures.trained.named_parameters() if p.requires_grad}
-    wide = [name for name, p in trainable.items() if session.has_masters and needs_master(p)]
+    wide = [name for name, p in trainable.items() if session.options.master_weights and needs_master(p)]
     like = trainable | {name: torch.empty_like(trainable[name], dtype=torch.float32, device="meta") for name in wide}
     return gather_tensors(
         session.world,
@@ -188,27 +177,19 @@ def gather_gradients(session: Session) -> dict[str, torch.Tensor | None]:
     )
 
 
-def check_norm_type(norm_type: float) -> None:
-    """Raises UsageError for a norm that is none."""
-    if norm_type <= 0:
-        raise UsageError(f"norm_type is {norm_type}", fix="use a positive number or float('inf')")
-
-
 def clip_gradients(session: Session, max_norm: float, norm_type: float) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most max_norm; returns the norm before.  Collective."""
+    """Scale all gradients so that their global norm is at most max_norm, and return the norm before.  Collective."""
     world, owners = session.world, session.owners
     gradients = {name: t.grad for name, t in session.tensors.driven.items() if t.grad is not None}
     norms = [
-        torch.linalg.vector_norm(_elements(gradient).to(_wide(gradient.dtype)), norm_type).item()
+        float(torch.linalg.vector_norm(_wide(_elements(gradient)), norm_type))
         for name, gradient in gradients.items()
         if owners.get(name) == world.rank
     ]
-    if math.isinf(norm_type):
-        total = _largest(row[0] for row in world.gather_numbers([_largest(norms)]))
-    else:
-        total = _exact_sum(world, [norm**norm_type for norm in norms]) ** (1 / norm_type)
+    rows = world.gather_numbers([_norm_of(norms, norm_type)])
+    total = _norm_of([row[0] for row in rows], norm_type)
     scale = max_norm / (total + 1e-6)
-    if not scale >= 1.0:  # nor is NaN
+    if not scale >= 1.0:  # includes NaN
         for gradient in gradients.values():
             gradient.mul_(scale)
     dtypes = [
@@ -217,31 +198,17 @@ def clip_gradients(session: Session, max_norm: float, norm_type: float) -> torch
     return torch.tensor(total, dtype=functools.reduce(torch.promote_types, dtypes, torch.float32))
 
 
-def _exact_sum(world: World, numbers: Sequence[float]) -> float:
-    """The sum over all ranks, the same whichever ranks have which numbers.  Collective."""
-    whole = sum(numbers)
-    if math.isfinite(whole):  # in two parts, of which the second is what the first was rounded by
-        whole = math.fsum(numbers)
-        rows = world.gather_numbers([whole, math.fsum([*numbers, -whole])])
-    else:
-        rows = world.gather_numbers([whole, 0.0])
-    parts = [part for row in rows for part in row]
-    return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
+def _norm_of(norms: Sequence[float], norm_type: float) -> float:
+    """Return the norm of tensors with these norms; 0 without any."""
+    return float(torch.linalg.vector_norm(torch.tensor([0.0, *norms], dtype=torch.float64), norm_type))
 
 
-def _largest(norms: Iterable[float]) -> float:
-    """The largest, or NaN where there is one, which max() may pass over."""
-    found = list(norms)
-    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In what norms are taken: of complex numbers too."""
-    return torch.promote_types(dtype, torch.float64)
+def _wide(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float64))
 
 
 def _elements(gradient: torch.Tensor) -> torch.Tensor:
-    """What a gradient holds, of a sparse one without the zeros."""
+    """Return the elements of a gradient, without the zeros of a sparse one."""
     return gradient if gradient.layout == torch.strided else gradient.coalesce().values()
 
 
@@ -251,7 +218,7 @@ _THIS_MODELS = "pass a state of this model, as its state_dict() returns it"
 def _check_state(
     own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], *, strict: bool
 ) -> tuple[list[str], list[str]]:
-    """The missing and the unexpected names.  Raises UsageError."""
+    """Return the missing and the unexpected names.  Raises UsageError."""
     if not isinstance(state, Mapping):
         raise UsageError(f"the state is a {type(state).__name__}", fix=_THIS_MODELS)
     missing, unexpected = sorted(set(own) - set(state)), sorted(set(state) - set(own))

@@ -1,4 +1,4 @@
-"""What a rank has of a batch and how much its losses weigh.
+"""The batch of a call: read, cut into micro-batches, counted, and weighted.
 
 May enter: values on the way of one batch from `Pipe.step` to the engine.
 """

@@ -1,4 +1,4 @@
-"""Counts that the shares of losses, and of their terms, follow from: taken of the inputs alone, before a step."""
+"""Counts of the inputs of a batch, taken before its step, from which the shares of losses and their terms follow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Inputs = Mapping[str, torch.Tensor]
 
 
 def weighted_loss(losses: Mapping[int, torch.Tensor], shares: Sequence[float]) -> float:
-    """The loss of the whole batch, where it is computed; elsewhere 0.  Waits for the device, once."""
+    """Return the loss of the whole batch on the ranks that compute it, 0 on others.  Waits for the device, once."""
     # A micro-batch without a valid target may have a loss of 0/0.
     counted = {micro: share for micro, share in enumerate(shares) if losses and share != 0.0}
     if not counted:
@@ -32,7 +32,7 @@ def weighted_loss(losses: Mapping[int, torch.Tensor], shares: Sequence[float]) -
 
 
 class BatchCounts:
-    """Counts and sums that follow from the inputs alone, computed by ops cut out of the captured program."""
+    """Counts and sums of the inputs alone, computed by ops cut out of the captured program."""
 
     def __init__(self, tensors: LocalTensors, device: torch.device) -> None:
         self._tensors = tensors
@@ -42,7 +42,7 @@ class BatchCounts:
         self._constants: dict[tuple[int, str], torch.Tensor] = {}
 
     def has(self, rows: int) -> bool:
-        """Whether parts of so many rows can be counted."""
+        """Return whether parts of this number of rows can be counted."""
         return rows in self._sizes
 
     def add(self, captured: Captured, reduction: LossReduction) -> None:
@@ -57,18 +57,19 @@ class BatchCounts:
             elif name in kinds:
                 self._tensors.hold([name], captured.tensors)
             elif name not in graph.inputs:
-                module = cut(captured, ancestors(graph, name), [name], self._device)
+                module = cut(captured, ancestors(graph, [name]), [name], self._device)
                 self._tensors.hold(module.held, captured.tensors)
                 self._code[key] = module
 
     def measured(
         self, reduction: LossReduction, rows: Sequence[int], inputs: Sequence[Inputs], *, alone: bool = False
     ) -> list[list[float]]:
-        """Count what the shares of these pieces of a batch follow from (`loss_shares`).
+        """Return the counts of each piece of a batch, from which `loss_shares` follows.
 
-        By piece: the count of `reduction` and of the weight of each adjusted value, 0 where none is needed; then each
-        adjusted value that is a number of the whole batch, 0 in place of others.  alone: whether the batch has one
-        piece, which needs no count."""
+        These are the count of `reduction` and of the weight of each adjusted value, 0 if it needs none; then each
+        adjusted value that is a number of the whole batch, 0 for others.  alone: whether the batch has one piece, which
+        needs no count.
+        """
         weights = [reduction, *(item.weight for item in reduction.adjusted)]
         found = []
         for count, given in zip(rows, inputs, strict=True):
@@ -84,7 +85,7 @@ class BatchCounts:
         return found
 
     def _value(self, name: str, rows: int, inputs: Inputs) -> torch.Tensor:
-        """A value of one micro-batch."""
+        """Return a value of one piece."""
         if name in inputs:
             return inputs[name]
         module = self._code.get((rows, name))
@@ -97,7 +98,7 @@ class BatchCounts:
         return found
 
     def _count(self, weight: LossReduction, rows: int, inputs: Inputs) -> float:
-        """What one micro-batch counts."""
+        """Return the count of one piece."""
         assert weight.value is not None
         result = self._value(weight.value, rows, inputs)
         if weight.ignore is not None:

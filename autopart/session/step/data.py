@@ -1,13 +1,14 @@
-"""Which ranks need the batch, and which rows of it each may be given: none, all, or a shard.
+"""Batches that ranks are given in part: not at all, or as a shard.
 
-A shard is the rows of one replica of the first stage: those of its window of the first micro-batch, then of the second,
-and so on.  So the batch of a step that is given shards is, micro-batch by micro-batch, the next rows of each shard in
-the order of the replicas (`rows_of_shards`).
+A shard holds the rows of one replica of the first stage: its window of the first micro-batch, then of the second, and
+so on.  The batch of a step over shards is, micro-batch by micro-batch, the next rows of each shard in the order of the
+replicas (`rows_of_shards`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from autopart.capture import Captured
 from autopart.capture.batch.batch import Batch, split_rows
@@ -16,25 +17,23 @@ from autopart.ir.errors import BatchError, RefusedError
 from autopart.ir.plan import Decision
 from autopart.ir.shares import Division, parts
 from autopart.runtime.group.world import World
-from autopart.session.ranks.agreement import FAILURES, broadcast_result, together
+from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.ranks.call_sync import digest_of
-from autopart.session.step.parts import micro_cut, micro_rows_of
+from autopart.session.step.parts import micro_cut
 
 
 def shared_stand_in(world: World, batch: Batch | None, source: int, signature: float) -> Batch:
-    """What stands for a batch of a kind that some ranks were not given.  Collective: rank `source` describes its batch.
+    """Return an empty batch of the kind that rank `source` was given, for ranks without one.  Collective.
 
-    batch: what this rank was given.  signature: the digest of the batch's on all ranks.  Raises BatchError on all ranks
-    where the batch cannot be described.
+    batch: of this rank.  signature: digest of the batch's signature.  Raises BatchError on all ranks if the batch
+    cannot be described.
     """
-    content, failure = None, None
-    if world.rank == source:
+
+    def described() -> dict[str, Any]:
         assert batch is not None
-        try:
-            content = describe(batch)
-        except FAILURES as error:
-            failure = error
-    content = broadcast_result(world, content, failure, "describing the batch", source)
+        return describe(batch)
+
+    content = from_rank(world, source, "describing the batch", described)
     with together(world, "describing the batch"):
         known = emptied(batch) if batch is not None else stand_in(content)
         if digest_of(repr(known.signature())) != signature:
@@ -47,7 +46,7 @@ def shared_stand_in(world: World, batch: Batch | None, source: int, signature: f
 
 
 def own_rows(micro_rows: Sequence[int], divided: Division, replica: int) -> tuple[int, ...]:
-    """The places, in the whole batch, of the rows of one replica of the first stage, in the order of its shard.
+    """Return the places in the whole batch of the rows of one replica of the first stage, in the order of its shard.
     divided: how the replicas of that stage divide micro-batches."""
     found: list[int] = []
     start = 0
@@ -59,11 +58,10 @@ def own_rows(micro_rows: Sequence[int], divided: Division, replica: int) -> tupl
 
 
 def rows_of_shards(shards: Sequence[int], decision: Decision) -> tuple[int, ...]:
-    """The rows of each micro-batch of a batch that comes in shards of these sizes.
+    """Return the rows of each micro-batch of a batch in shards of these sizes.
 
-    Cuts it like a whole batch with as many rows, where the shards have the sizes that `own_rows` gives.  Else each
-    replica has as many rows of every micro-batch as the others, as a sampler deals them.  Raises BatchError for other
-    shards.
+    Shards with the sizes of `own_rows` are cut like the whole batch.  Else they must be even: each replica has an equal
+    part of every micro-batch, as a sampler deals rows.  Raises BatchError for other shards.
     """
     planned, divided = decision.micro_rows, decision.stages[0].division
     replicas, total = len(shards), sum(shards)
@@ -93,16 +91,29 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def require_no_questions(captured: Captured) -> None:
-    """Raises RefusedError where the model's Python reads numbers of its batch: a shard cannot answer for all of it."""
+    """Raise RefusedError if the model's Python reads numbers of its batch, which a shard does not have."""
     if captured.questions is not None:
         raise RefusedError(
             "the model's Python reads numbers of the whole batch, and each replica was given its own rows",
             where=captured.questions.asked[0].where,
-            why="replicas would go different ways, and none that of the whole batch",
+            why="replicas would take different branches, and not those of the whole batch",
             fix="give the ranks where pipe.needs_data is True the whole batch, or compute with the tensor instead",
         )
 
 
 def micro_rows(batch: Batch, shards: Sequence[int], decision: Decision) -> tuple[int, ...]:
-    """The rows of each micro-batch of a batch, given whole or in shards."""
-    return rows_of_shards(shards, decision) if shards else micro_rows_of(batch, decision.micro_rows)
+    """Return the rows of each micro-batch of a batch.  shards: rows of each shard, () for a whole batch.
+
+    Raises BatchError for shards that do not fit, and for a batch without rows that is to be cut."""
+    planned = decision.micro_rows
+    if shards:
+        return rows_of_shards(shards, decision)
+    if batch.rows is not None:
+        return micro_cut(batch.rows, planned)
+    if len(planned) > 1:
+        raise BatchError(
+            f"the batch has no rows to cut into {len(planned)} micro-batches",
+            why="none of its tensors has an axis",
+            fix="pass a batch like the sample that was planned for",
+        )
+    return (1,)

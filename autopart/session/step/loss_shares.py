@@ -1,14 +1,13 @@
-"""What the rows that replicas have of each micro-batch weigh in the loss of the whole batch.
+"""The weight, in the loss of the whole batch, of the rows that each replica has of each micro-batch.
 
-Replicas of two stages may have other rows of a micro-batch, so rows are counted in pieces that no replica's window
-cuts.  Counts add up over pieces, and every rank makes the same shares of them.  A batch on one rank is one piece for
-each micro-batch.
+Replicas of two stages may have different rows of a micro-batch, so rows are counted in pieces that no replica's window
+cuts.  Counts add up over pieces, and every rank derives the same shares from them.  With one rank, each micro-batch is
+one piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
@@ -20,36 +19,28 @@ Piece = tuple[int, int, int]
 """Rows that stay together: the micro-batch, its first row and the row behind the last."""
 Share = tuple[float, ...]
 """The share of a replica's loss in the whole loss, then the number of each adjusted value (`LossReduction`)."""
+Shares = Mapping[Division, Sequence[Sequence[Share]]]
+"""The share of each replica in each micro-batch, [division][micro][replica]; zeros if it has no rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class LossShares:
-    """The share of each replica in each micro-batch, `of[division][micro][replica]`; zeros where it has no rows.
+def is_uneven(shares: Shares) -> bool:
+    """Return whether some replica has no weight: a gradient may then be missing on it and not on another."""
+    return any(0.0 in share for micros in shares.values() for replicas in micros for share in replicas)
 
-    micro_rows: rows of each micro-batch.
-    """
 
-    micro_rows: tuple[int, ...]
-    of: Mapping[Division, Sequence[Sequence[Share]]]
-
-    @property
-    def uneven(self) -> bool:
-        """Whether some replica has no weight: a gradient may then be missing on it and not on another."""
-        return any(0.0 in share for micros in self.of.values() for replicas in micros for share in replicas)
-
-    def whole(self) -> list[float] | None:
-        """Shares of whole micro-batches, None where terms of the loss are weighed by themselves."""
-        micros = self.of[min(self.of, key=lambda division: division.splits)]
-        if any(len(share) > 1 for replicas in micros for share in replicas):
-            return None
-        own = [[share[0] for share in replicas] for replicas in micros]
-        # Shares of a mean add up to 1 over all replicas; of a sum each is 1, also that of a whole micro-batch.
-        return [max(each) for each in own] if any(1.0 in each for each in own) else [sum(each) for each in own]
+def whole_shares(shares: Shares) -> list[float] | None:
+    """Return the shares of whole micro-batches, None if terms of the loss have weights of their own."""
+    micros = shares[min(shares, key=lambda division: division.splits)]
+    if any(len(share) > 1 for replicas in micros for share in replicas):
+        return None
+    own = [[share[0] for share in replicas] for replicas in micros]
+    # Shares of a mean add up to 1 over all replicas; each share of a sum is 1, also that of a whole micro-batch.
+    return [max(each) for each in own] if any(1.0 in each for each in own) else [sum(each) for each in own]
 
 
 @lru_cache(maxsize=256)
 def pieces_of(micro_rows: tuple[int, ...], divisions: tuple[Division, ...]) -> tuple[Piece, ...]:
-    """The pieces of a batch under these divisions, in the order of its rows.  O(micro-batches * replicas)."""
+    """Return the pieces of a batch under these divisions, in the order of its rows.  O(micro-batches * replicas)."""
     found: list[Piece] = []
     for micro, rows in enumerate(micro_rows):
         cuts = {0, *(window.end for each in divisions for window in each.windows(micro, rows))}
@@ -61,7 +52,7 @@ def pieces_of(micro_rows: tuple[int, ...], divisions: tuple[Division, ...]) -> t
 def places_of(
     micro_rows: tuple[int, ...], divisions: tuple[Division, ...], division: Division
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """The places among the pieces of what each replica has, by micro-batch and replica."""
+    """Return the places of the pieces that each replica has, by micro-batch and replica."""
     pieces = list(enumerate(pieces_of(micro_rows, divisions)))
     found = []
     for micro, rows in enumerate(micro_rows):
@@ -71,8 +62,23 @@ def places_of(
     return tuple(found)
 
 
+def counting_ranks(
+    micro_rows: tuple[int, ...], divisions: tuple[Division, ...], ranks: Sequence[int], *, sharded: bool
+) -> list[int]:
+    """Return the rank that counts each piece: the first one, or for a batch in shards the rank that has the piece.
+
+    divisions: those of all stages, the first stage's first.  ranks: of the first stage.
+    """
+    found = [ranks[0]] * len(pieces_of(micro_rows, divisions))
+    for replicas in places_of(micro_rows, divisions, divisions[0]) if sharded else ():
+        for rank, inside in zip(ranks, replicas, strict=True):
+            for place in inside:
+                found[place] = rank
+    return found
+
+
 def count_width(reduction: LossReduction) -> int:
-    """How many numbers are measured of each piece (`BatchCounts.measured`); 0 where shares follow from rows alone."""
+    """Return how many numbers `BatchCounts.measured` counts of each piece; 0 if shares follow from rows alone."""
     return 1 + 2 * len(reduction.adjusted) if any(True for _ in reduction.counted()) else 0
 
 
@@ -81,8 +87,8 @@ def loss_shares(
     micro_rows: tuple[int, ...],
     divisions: tuple[Division, ...],
     measured: Sequence[Sequence[float]] = (),
-) -> LossShares:
-    """The shares of every replica, from what was measured of each piece; () where nothing is."""
+) -> Shares:
+    """Return the shares of every replica.  measured: the counts of each piece, () if `count_width` is 0."""
     pieces = pieces_of(micro_rows, divisions)
     weights = [reduction, *(item.weight for item in reduction.adjusted)]
     amounts = [_amounts(weight, pieces, [row[n] for row in measured]) for n, weight in enumerate(weights)]
@@ -105,18 +111,15 @@ def loss_shares(
         )
         return tuple(sums.get(n - 1, number) for n, number in enumerate(found)) if inside else nothing
 
-    return LossShares(
-        micro_rows,
-        {
-            each: [[share_of(inside) for inside in replicas] for replicas in places_of(micro_rows, divisions, each)]
-            for each in divisions
-        },
-    )
+    return {
+        each: [[share_of(inside) for inside in replicas] for replicas in places_of(micro_rows, divisions, each)]
+        for each in divisions
+    }
 
 
 def _amounts(weight: LossReduction, pieces: Sequence[Piece], counted: Sequence[float]) -> list[float]:
-    """What the shares of pieces are proportional to.  Where the whole batch counts nothing, all are alike: that gives
-    what one process gives, 0/0 or a floor's 0."""
+    """Return the amounts that shares of pieces are proportional to; equal ones if the whole batch counts 0, which gives
+    the result of one process: 0/0, or the 0 of a clamp."""
     amounts = [float(end - first) for _, first, end in pieces] if weight.value is None else list(counted)
     return amounts if sum(amounts) else [1.0] * len(pieces)
 
@@ -127,7 +130,7 @@ def _of_each(weight: LossReduction, amounts: Sequence[float]) -> list[float]:
 
 
 def idle_values(graph: Graph, reduction: LossReduction, share: Share) -> frozenset[str]:
-    """The values that carry no weight in a loss with this share: no gradient goes back from them."""
+    """Return the values without weight in a loss with this share: no gradient goes back from them."""
     if share[0] == 0.0:
         return frozenset(graph.value_map())
     terms = zip(reduction.adjusted, share[1:], strict=True)

@@ -1,4 +1,4 @@
-"""Which rows of a batch a rank has, and the inputs that its first stage is given."""
+"""The rows of a batch that a rank has, and the inputs of its first stage."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from autopart.runtime.sums.replicas import Replicated
 from autopart.session.code.split import own_updates
 
 
-def rows_of_rank(planned: Stage, rank: int, micro_rows: Sequence[int]) -> tuple[int, ...]:
-    """The rows that a rank of this stage has of each micro-batch."""
-    replica = planned.ranks.index(rank)
-    return tuple(parts(planned.division, micro, rows)[replica] for micro, rows in enumerate(micro_rows))
+def micro_cut(rows: int, planned: Sequence[int]) -> tuple[int, ...]:
+    """Return the rows of each micro-batch of a whole batch: as many micro-batches as planned, or fewer of the planned
+    size for a batch with fewer rows than micro-batches, such as the last of an epoch."""
+    return split_rows(rows, len(planned) if rows >= len(planned) else -(-rows // max(planned)))
 
 
 def code_sizes(planned: Stage, rank: int, micro_rows: Sequence[int]) -> list[int]:
-    """Numbers of rows for which a rank of this stage needs code, the largest first.  A rank without rows takes those of
-    the others, since it holds the same tensors."""
-    division = planned.division
-    every = (part for micro, rows in enumerate(micro_rows) for part in parts(division, micro, rows))
-    return sorted(set(rows_of_rank(planned, rank, micro_rows)) - {0} or {max(every)}, reverse=True)
+    """Return the numbers of rows for which a rank of this stage needs code, the largest first.  A rank without rows
+    uses the largest of the others, since it holds the same tensors."""
+    replica = planned.ranks.index(rank)
+    every = [parts(planned.division, micro, rows) for micro, rows in enumerate(micro_rows)]
+    return sorted({own[replica] for own in every} - {0} or {max(map(max, every))}, reverse=True)
 
 
 def stage_inputs(
@@ -41,41 +41,22 @@ def stage_inputs(
     *,
     sharded: bool,
 ) -> list[Mapping[str, torch.Tensor]]:
-    """The model's inputs for the rows that a rank of the first stage has of each micro-batch, by value name; empty
-    where it has none.  sharded: whether the batch holds these rows alone."""
+    """Return the model's inputs by name, for each micro-batch, of the rows that a rank of the first stage has; empty if
+    it has none.  sharded: whether the batch holds these rows alone."""
+    replica = planned.ranks.index(rank)
+    every = [parts(planned.division, micro, rows) for micro, rows in enumerate(micro_rows)]
     if sharded:
-        sizes, places = list(rows_of_rank(planned, rank, micro_rows)), list(range(len(micro_rows)))
-    else:
-        division, replica = planned.division, planned.ranks.index(rank)
-        sizes = [own for micro, rows in enumerate(micro_rows) for own in parts(division, micro, rows)]
-        places = list(range(replica, len(sizes), division.count))
+        every, replica = [(own[replica],) for own in every], 0
+    sizes = [rows for own in every for rows in own]
+    places = range(replica, len(sizes), len(every[0]))
     found = inputs_of(batch, names, sizes, device, places)
     return [found.get(place, {}) for place in places]
-
-
-def micro_cut(rows: int, planned: Sequence[int]) -> tuple[int, ...]:
-    """The rows of each micro-batch of a whole batch of so many rows; see `micro_rows_of`."""
-    return split_rows(rows, len(planned) if rows >= len(planned) else -(-rows // max(planned)))
-
-
-def micro_rows_of(batch: Batch, planned: Sequence[int]) -> tuple[int, ...]:
-    """Rows of each micro-batch: as many micro-batches as planned, and of a batch with fewer rows than that, as the last
-    of an epoch may be, as many as it takes with the planned rows.  Raises BatchError for a batch without rows."""
-    if batch.rows is not None:
-        return micro_cut(batch.rows, planned)
-    if len(planned) > 1:
-        raise BatchError(
-            f"the batch has no rows to cut into {len(planned)} micro-batches",
-            why="none of its tensors has an axis",
-            fix="pass a batch like the sample that was planned for",
-        )
-    return (1,)
 
 
 def inputs_of(
     batch: Batch, names: Sequence[str], sizes: Sequence[int], device: torch.device, wanted: Sequence[int]
 ) -> dict[int, Mapping[str, torch.Tensor]]:
-    """Cut a batch into parts of these sizes; returns the inputs of the wanted parts that have rows, by place."""
+    """Cut a batch into parts of these sizes, and return the inputs of the wanted parts that have rows, by place."""
     filled = [place for place, rows in enumerate(sizes) if rows]
     if not filled:
         return {}
@@ -88,8 +69,8 @@ def inputs_of(
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> float:
-    """A number that differs, in all likelihood, between batches of other rows or another order of them: 52 bits of a
-    hash of the sums of their rows.  Reads the tensors once."""
+    """Return 52 bits of a hash of the sums of all rows, which differs, in all likelihood, between batches with other
+    rows or another order.  Reads the tensors once."""
     found = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         data = tensor.detach().contiguous()
@@ -100,7 +81,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def require_same_batch(digests: Sequence[float], ranks: Sequence[int]) -> BatchError | None:
-    """What to raise when the replicas of the first stage were given other batches than each other."""
+    """Return the error for replicas of the first stage that were given different batches, None if they are equal."""
     if len({digests[rank] for rank in ranks}) == 1:
         return None
     return BatchError(
@@ -113,13 +94,13 @@ def require_same_batch(digests: Sequence[float], ranks: Sequence[int]) -> BatchE
 
 
 def replicated_of(graph: Graph, decision: Decision, stage: int, owners: Mapping[str, int]) -> Replicated:
-    """What the replicas of a stage keep equal.  Left out are parameters that other stages use too: these are summed
+    """Return what the replicas of a stage keep equal, without parameters that other stages use too: these are summed
     over all their ranks at once.  owners: of the parameters of this rank (`Replicated.owners`)."""
     chosen, apart = set(decision.stages[stage].ops), {name for name, _ in tied(decision, graph)}
     trained = {param.name for param in graph.params if param.trainable} - apart
-    released: dict[str, None] = {}  # in the order of their first use: a gradient is complete when that one is over
+    released: dict[str, None] = {}  # by first use: a gradient is complete after the backward of that op
     sparse: set[str] = set()
-    dense: set[str] = set()  # of both the sum is dense
+    dense: set[str] = set()  # the sum of a dense and a sparse gradient is dense
     for op in graph.ops:
         if op.name in chosen:
             used = [name for name in op.params if name in trained]

@@ -24,12 +24,9 @@ def training_program(
     return check_program(program, decision.schedule)
 
 
-def evaluation_program(
-    decision: Decision, graph: Graph, prologue: Collection[str] = (), statistics: tuple[int, ...] = ()
-) -> Program:
+def evaluation_program(decision: Decision, graph: Graph) -> Program:
     """Return the program of an evaluation, which runs the stages one after the other on their first ranks.
 
-    Sequences are whole and no statistics are shared in an evaluation: `prologue` and `statistics` are not looked at.
     Each stage is routed on a rank of its own, so the schedule need not know which stages share a rank.
     """
     apart = tuple(replace(stage, ranks=(number,)) for number, stage in enumerate(decision.stages))

@@ -1,28 +1,26 @@
-"""Stages whose replicas take batch statistics together (`sync_batchnorm`): which they are, and what cannot be."""
+"""Stages whose replicas share batch statistics (`sync_batchnorm`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from autopart.ir.errors import BatchError, RefusedError, UsageError
-from autopart.ir.graph import Graph, Op
+from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.shares import parts
 from autopart.runtime.group.world import World
 from autopart.runtime.stages.batch_statistics import KNOWN, PURPOSE
-from autopart.session.step.loss_shares import LossShares
+from autopart.session.step.loss_shares import Shares
 
 
-def takes_statistics(op: Op) -> bool:
-    """Whether an op normalizes by the statistics of its batch."""
-    return "batch_norm" in op.target and ("training", True) in op.attrs
+def synced_stages(world: World, graph: Graph, decision: Decision) -> tuple[int, ...]:
+    """Return the stages with replicas that divide micro-batches and normalize by batch statistics.
 
-
-def synced_stages(graph: Graph, decision: Decision) -> tuple[int, ...]:
-    """The stages with replicas that divide micro-batches and take their statistics.  Raises RefusedError where replicas
-    take turns, for running statistics are then those of other micro-batches on each."""
-    taking = {op.name for op in graph.ops if takes_statistics(op)}
-    found = [n for n, stage in enumerate(decision.stages) if len(stage.ranks) > 1 and taking & set(stage.ops)]
+    Raises RefusedError for statistics that cannot be shared (replicas in turn, token slices, other ops), and UsageError
+    over NCCL.
+    """
+    taking = {op.name: op for op in graph.ops if "batch_norm" in op.target and ("training", True) in op.attrs}
+    found = [n for n, stage in enumerate(decision.stages) if len(stage.ranks) > 1 and taking.keys() & set(stage.ops)]
     for stage in found:
         if decision.stages[stage].division.in_turn:
             raise RefusedError(
@@ -30,45 +28,39 @@ def synced_stages(graph: Graph, decision: Decision) -> tuple[int, ...]:
                 why="each has whole micro-batches, and running statistics of its own",
                 fix='use policy "split" for that stage, or sync_batchnorm=False',
             )
-    return tuple(found)
-
-
-def require_known(world: World, graph: Graph, stages: Sequence[int], *, sliced: bool) -> None:
-    """Raises UsageError over NCCL, and RefusedError for an op whose statistics cannot be shared.  sliced: whether
-    sequences run in slices."""
-    if not stages:
-        return
-    if sliced:
+    if found and decision.token_slices:
         raise RefusedError(
             "replicas cannot share batch statistics of slices of sequences",
             why="those of a slice are not those of the micro-batch",
             fix="plan without slices, or with replicas=1",
         )
-    if world.carrier is not None:
+    if found and world.carrier is not None:
         raise UsageError(
             "sync_batchnorm does not run over NCCL yet",
             why="its sums stand inside of computes, for which the order of communicators is not proven",
             fix='use transport="gloo", or sync_batchnorm=False',
         )
-    for op in graph.ops:
-        if takes_statistics(op) and op.target not in KNOWN:
+    for op in taking.values() if found else ():
+        if op.target not in KNOWN:
             raise RefusedError(
                 f"the statistics of {op.target} cannot be shared by replicas",
                 where=f"module {op.module} at {op.where}",
                 fix="use torch.nn.BatchNorm1d, 2d or 3d, or replicas=1",
             )
+    return tuple(found)
 
 
 def open_statistics(world: World, decision: Decision, stages: Sequence[int]) -> None:
-    """Make the groups in which replicas sum.  Collective."""
+    """Make the process groups in which replicas sum statistics.  Collective."""
     for stage in stages:
         world.group(decision.stages[stage].ranks, purpose=PURPOSE)
 
 
-def require_weights(shares: LossShares) -> BatchError | None:
-    """What to raise where rows carry no weight in the loss: their backward would be left out on one replica alone."""
-    for division, micros in shares.of.items():
-        for micro, (rows, replicas) in enumerate(zip(shares.micro_rows, micros, strict=True)):
+def require_weights(micro_rows: Sequence[int], shares: Shares) -> BatchError | None:
+    """Return the error for rows without weight in the loss, None if there are none: their backward would be left out
+    on one replica alone."""
+    for division, micros in shares.items():
+        for micro, (rows, replicas) in enumerate(zip(micro_rows, micros, strict=True)):
             if any(own and 0.0 in share for own, share in zip(parts(division, micro, rows), replicas, strict=True)):
                 return BatchError(
                     f"the rows that a rank has of micro-batch {micro} carry no weight in the loss",

@@ -122,14 +122,14 @@ def trained(name: str, precision: str, steps: int, options: dict[str, Any]) -> d
         for step in range(steps):
             batch = batches[step % 2]
             losses.append(pipe.step(batch).item())
-            weights = pipe.session.loss_shares(batch)
+            micro_rows, each = pipe.session.last_shares
             shares = {
                 division: [
                     (rows, share[0])
                     for micro, replicas in enumerate(micros)
-                    for rows, share in zip(parts(division, micro, weights.micro_rows[micro]), replicas, strict=True)
+                    for rows, share in zip(parts(division, micro, micro_rows[micro]), replicas, strict=True)
                 ]
-                for division, micros in weights.of.items()
+                for division, micros in each.items()
             }
             found = pipe.gradients() if not first and not pipe.skipped else {}
             if plain is not None:

@@ -145,7 +145,7 @@ class Bench:
         name = self.names[index]
         if not weight.adjusted:
             return run(captured, list(piece), {name})[name]
-        code = cut(captured, ancestors(captured.graph, name), [name], CPU, adjusted=weight.adjusted)
+        code = cut(captured, ancestors(captured.graph, [name]), [name], CPU, adjusted=weight.adjusted)
         inputs = dict(zip(captured.graph.inputs, piece, strict=True))
         arguments = [*code.arguments(captured.tensors), *(inputs[n] for n in code.inputs)]
         found: torch.Tensor = code.module(*arguments, *(numbers[place] for place in code.numbers))[0]

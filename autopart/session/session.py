@@ -54,8 +54,9 @@ class Session:
     """One rank of a running pipeline; every rank has one, and calls its methods in the same order.
 
     captures: captures of the model.  world: the process group.  calls: the collective calls of this rank.  context:
-    what this rank holds under the plan.  tied: first name of each tied tensor, by its other names.  spans: gets what this rank does in
-    training steps, if set.  last_shares: rows of each micro-batch of the last batch, and their shares in its loss.
+    what this rank holds under the plan.  tied: first name of each tied tensor, by its other names.  spans: gets what
+    this rank does in training steps, if it is a list.  last_shares: rows of each micro-batch of the last batch, and
+    their shares in its loss.
     Ready after `bring_up`.
     """
 

@@ -192,8 +192,8 @@ class Engine:
             for sums in self._sums.values() if train else ():
                 sums.begin(state.parameters)
             self._play(state)
-            for sums in self._sums.values() if train else ():
-                sums.drop_foreign(state.parameters)
+            if train and self._values is not None:
+                self._values.drop_foreign_gradients()
         except BaseException:
             outcome.discard()
             raise
@@ -263,7 +263,7 @@ class Engine:
             numbers = given.shares[slot.stage][slot.micro][1:]
             outputs = runner.forward(slot, window, values, given.key, train=state.train, numbers=numbers)
         except Exception as error:
-            raise self._told(error, action) from error
+            raise self._located(error, action) from error
         if self._loss is not None and self._loss in outputs:
             state.loss_stage = slot.stage
             loss = outputs[self._loss].detach()  # slices have parts of one sum
@@ -294,7 +294,7 @@ class Engine:
         try:
             back = runner.backward(slot, grads)
         except Exception as error:
-            raise self._told(error, action) from error
+            raise self._located(error, action) from error
         if state.sends_left[slot, BACKWARD]:
             state.back[slot] = back
 
@@ -336,7 +336,7 @@ class Engine:
         """Do nothing: after the step the caller makes the ranks agree on its outcome, and the user's optimizer
         steps."""
 
-    def _told(self, error: Exception, action: Action) -> AutopartError:
+    def _located(self, error: Exception, action: Action) -> AutopartError:
         """Return the error with stage, micro-batch, module and line."""
         if isinstance(error, AutopartError):
             return error

@@ -171,7 +171,7 @@ class Session:
         context.tensors.forget_earlier()
         self._planned = planned
         self.context = context
-        context.values.keep_own()
+        context.values.drop_foreign_gradients()
         signature = digest_of(repr(self._batch.signature()))
         self._kinds = {("step", digest_of(self.captures.version), signature): executor}
         self._training = executor

@@ -1,11 +1,10 @@
-"""How the ranks find each other to open the default process group, any number of times in the life of a process.
+"""The rendezvous of the ranks: they open the default process group, any number of times in the life of a process.
 
-Each opening has a number of its own, which rank 0 takes from the store and tells the others: no rank counts for
-itself, so that the numbers agree even when some ranks failed before an opening that others waited for.  Under the keys
-of a group that was left, ranks would find addresses where nobody listens.
+Each opening has a number, which rank 0 takes from the store and sends to the others.  Ranks do not count themselves, so
+the numbers agree even if some ranks failed before an opening that others waited for.  Each opening has keys of its own,
+since those of an earlier group hold addresses that are no longer in use.
 
-Nothing here waits inside of torch for long: keys are asked for again and again, so that the watch over the ranks
-(`runtime.watch`) can end the waiting.
+Keys are polled and not waited for in torch, so that the watch over the ranks (`runtime.watch`) can end the waiting.
 """
 
 from __future__ import annotations
@@ -26,25 +25,24 @@ from autopart.runtime.activity import waiting
 
 POLL_S = 0.01
 UNWATCHED = timedelta(days=7)
-"""The time limit of groups: the watch ends what hangs, and knows planning from hanging."""
+"""The time limit of groups: the watch ends what hangs, and can tell planning from hanging."""
 REFUSED_S = 2.0
-"""For so long a launcher's store, which is there before its ranks, may refuse connections before it counts as gone."""
+"""Seconds for which a launcher's store, which starts before the ranks, may refuse connections until it counts as
+gone."""
 ANSWER_S = 2.0
-"""For so long torch may wait for a store's answer by itself: nothing can end that waiting, and it begins it anew when
-the store dies under it."""
+"""Seconds for one attempt to connect to a store: torch retries internally and cannot be interrupted."""
 
 Look = Callable[[], None]
-"""Raises when waiting is pointless."""
+"""Raises if waiting is pointless."""
 _found: dict[tuple[str, str], tuple[Store, int, int]] = {}
-"""The store of a launcher, with this process's rank and the world's size, by the launcher's address and port: a launch
-that ran and left its group may be followed by another one with a store of its own."""
+"""The store of a launcher, this process's rank and the number of ranks, by the launcher's address and port, which
+change if another launch follows in this process."""
 
 
 def open_default_group(backend: str, store: Store, rank: int, size: int, limit_s: float, look: Look) -> str:
-    """Open the default process group of torch.distributed; returns the number of the opening.  Collective.
+    """Open the default process group of torch.distributed; return the number of the opening.  Collective.
 
-    look: raises when waiting is pointless.  Raises WorkerError, within limit_s seconds, naming a rank that did not
-    come.
+    Raises WorkerError within limit_s seconds, naming a rank that did not come, and what `look` raises.
     """
     meeting = PrefixStore("autopart", store)
     number = _lead(meeting, size, limit_s, look) if rank == 0 else _follow(meeting, rank, limit_s, look)
@@ -55,14 +53,14 @@ def open_default_group(backend: str, store: Store, rank: int, size: int, limit_s
 
 
 def rank0_has_store() -> bool:
-    """Whether the store is in rank 0's process, and not in the launcher's."""
+    """Whether the store is in the process of rank 0, and not in the launcher's."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def launchers_store(limit_s: float, look: Look = lambda: None) -> tuple[Store, int, int]:
-    """The store that the launcher says in the environment, this process's rank and the number of ranks.
+    """Return the store that the launcher names in the environment, this process's rank and the number of ranks.
 
-    Raises WorkerError when the store does not answer within limit_s seconds, or its launcher is gone.
+    Raises WorkerError if the store does not answer within limit_s seconds, or its launcher is gone.
     """
     address = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if address not in _found:
@@ -98,7 +96,7 @@ def _connected(host: str, port: int, rank: int, limit_s: float, look: Look) -> S
 
 
 def _await_listener(host: str, port: int, limit_s: float, look: Look) -> None:
-    """Until somebody listens there; whether it answers, the watch finds out."""
+    """Wait until a process listens there."""
     start = time.monotonic()
     patience_s = limit_s if rank0_has_store() else min(limit_s, REFUSED_S)
     while True:
@@ -122,7 +120,7 @@ def _no_store(host: str, port: int, error: Exception) -> WorkerError:
 
 
 def _lead(meeting: Store, size: int, limit_s: float, look: Look) -> int:
-    """Rank 0: number the opening and answer every rank that waits for it."""
+    """Number the opening, on rank 0, and answer every rank that waits for it."""
     number = int(meeting.add("openings", 1))
     for rank in range(1, size):
         request = f"waiting/{rank}"
@@ -134,7 +132,8 @@ def _lead(meeting: Store, size: int, limit_s: float, look: Look) -> int:
 
 
 def _follow(meeting: Store, rank: int, limit_s: float, look: Look) -> int:
-    """Another rank: ask with a new ticket, so that an answer to an earlier, abandoned request is never read."""
+    """Ask rank 0 for the number, with a new ticket, so that an answer to an earlier, abandoned request is never
+    read."""
     ticket = uuid.uuid4().hex
     request = f"waiting/{rank}"
     meeting.set(request, ticket)

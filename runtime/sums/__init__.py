@@ -1,4 +1,4 @@
-"""Gradients and values over ranks: tied parameters, replicas in buckets, masters, shared optimizer state.
+"""Sums of gradients and exchange of values over ranks: tied parameters, replicas, ZeRO.
 
 May enter: collectives over tensors of the model.
 """

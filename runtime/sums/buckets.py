@@ -49,7 +49,7 @@ class Bucket:
         views = [piece.view(p.shape).data for piece, p in zip(pieces, parameters, strict=True)]
         return Bucket(parameters, flat, views, owner, set(range(len(sizes))), set(range(len(sizes))))
 
-    def lend(self, place: int) -> None:
+    def store(self, place: int) -> None:
         """Copy a gradient into the bucket; if dtypes agree, that place of the bucket becomes the `.grad`."""
         parameter, view = self.parameters[place], self.views[place]
         if parameter.grad is not None and parameter.grad is not view:
@@ -57,22 +57,22 @@ class Bucket:
             if view.dtype == gradient_dtype(parameter):
                 parameter.grad = view
 
-    def take(self, place: int) -> None:
-        """Take a parameter's final gradient of this step, zeros if it has none."""
+    def complete(self, place: int) -> None:
+        """Store a parameter's final gradient of this step, zeros if it has none."""
         if self.parameters[place].grad is None:
             self.views[place].zero_()
         else:
-            self.lend(place)
+            self.store(place)
             self.missing.discard(place)
         self.waiting_for.discard(place)
 
-    def flag(self) -> None:
+    def write_flags(self) -> None:
         """Write the flags that tell the other replicas which gradients this one has."""
         flags = self.flat[-len(self.parameters) :].fill_(1)
         for place in self.missing:
             flags[place] = 0
 
-    def give(self, *, uneven: bool) -> None:
+    def hand_out(self, *, uneven: bool) -> None:
         """Write the sums to `.grad`; a parameter without a gradient on every replica keeps None.
 
         uneven: whether a gradient may be missing on this replica alone; the flags are then read from the device."""

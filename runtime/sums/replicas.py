@@ -101,10 +101,10 @@ class ReplicaSums:
 
     def _released(self, bucket: Bucket, place: int, _: torch.Tensor) -> None:
         if self._armed:
-            bucket.take(place)
+            bucket.complete(place)
             self._launch_full()
         else:
-            bucket.lend(place)
+            bucket.store(place)
 
     def _launch_full(self) -> None:
         while self._launched < len(self._buckets) and not self._buckets[self._launched].waiting_for:
@@ -112,7 +112,7 @@ class ReplicaSums:
             self._launched += 1
 
     def _launch(self, bucket: Bucket) -> None:
-        bucket.flag()
+        bucket.write_flags()
         if not self._world.overlaps:
             self._world.all_reduce(bucket.flat, self._group, to=bucket.owner)
         elif bucket.owner is None:
@@ -132,14 +132,14 @@ class ReplicaSums:
         self._disarm()
         for bucket in buckets:
             for place in sorted(bucket.waiting_for):
-                bucket.take(place)
+                bucket.complete(place)
         self._launch_full()
         with waiting():
             for bucket in buckets:
                 if bucket.work is not None:
                     bucket.work.wait()
                 if bucket.owner in (None, self._world.rank):
-                    bucket.give(uneven=uneven)
+                    bucket.hand_out(uneven=uneven)
             for name in self._kept.released:
                 if name in self._kept.sparse and parameters[name].requires_grad:
                     parameters[name].grad = summed(self._world, parameters[name], self._group, sparse=True)
@@ -154,9 +154,3 @@ class ReplicaSums:
             dist.broadcast(flat, self._first, group=self._group)
             for tensor, piece in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
                 tensor.copy_(piece.view(tensor.shape))
-
-    def drop_foreign(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Drop the gradients of parameters that other ranks own; the sums are there."""
-        for name, owner in self._kept.owners.items():
-            if owner != self._world.rank:
-                parameters[name].grad = None

@@ -94,7 +94,7 @@ class SharedValues:
                     self._stages.append((number, stage, group))
         self.owners = {name: owner for _, stage, _ in self._stages for name, owner in stage.owners.items()}
 
-    def keep_own(self) -> None:
+    def drop_foreign_gradients(self) -> None:
         """Drop the gradients of parameters that other ranks own."""
         for name, owner in self.owners.items():
             if owner != self._world.rank:

@@ -44,8 +44,8 @@ class Heart:
         self._rank, self._size = rank, size
         self._machine, self._beats = this_machine(), 0
         self._group = ""
-        self._to_tell: tuple[str, str] | None = None
-        self._told = threading.Event()
+        self._report: tuple[str, str] | None = None
+        self._reported = threading.Event()
         self._question: threading.Event | None = None
         self._wake = threading.Event()
         self._ending = False
@@ -68,10 +68,10 @@ class Heart:
         """Report why this rank failed, unless another rank did so first; wait until that is written."""
         if not self._group or self.lost:
             return
-        self._told.clear()
-        self._to_tell = self._group, json.dumps(cause)
+        self._reported.clear()
+        self._report = self._group, json.dumps(cause)
         self._wake.set()
-        self._told.wait(patience_s)
+        self._reported.wait(patience_s)
 
     def failed(self, patience_s: float = 1.0) -> bool:
         """Whether the store now has a failure of the group; also sends a heartbeat."""
@@ -106,8 +106,8 @@ class Heart:
             ending, now = self._ending, time.monotonic()
             self._asked_at = now
             try:
-                if self._to_tell is not None:
-                    self._publish(*self._to_tell)
+                if self._report is not None:
+                    self._publish(*self._report)
                 if ending or question is not None or now - beat_at >= BEAT_S:
                     self._beat()
                     beat_at = now
@@ -125,8 +125,8 @@ class Heart:
 
     def _publish(self, group: str, cause: str) -> None:
         self._store.compare_set(f"cause/{group}", "", cause)
-        self._to_tell = None
-        self._told.set()
+        self._report = None
+        self._reported.set()
 
     def _beat(self) -> None:
         status, self._beats = activity.current(), self._beats + 1

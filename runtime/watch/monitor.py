@@ -99,7 +99,7 @@ class Monitor:
                 self._heart.hurry()
                 cause = self._heart.cause
                 if cause is not None and cause["rank"] != self.rank:
-                    self.verdict = _told(cause)
+                    self.verdict = _error_of(cause)
                     break
             ended = [s for s in self._states(time.monotonic()).values() if s.dead]
             if ended:
@@ -132,7 +132,7 @@ class Monitor:
         self._looked_at = now
         heart, status = self._heart, activity.current()
         if heart is not None and heart.cause is not None and heart.cause["rank"] != self.rank:
-            self._decide(_told(heart.cause), now)
+            self._decide(_error_of(heart.cause), now)
         key = (status.changes, status.waits)
         if key != self._wait_key:
             self._wait_key, self._wait_from, self._note_s = key, now, NOTE_S
@@ -241,7 +241,7 @@ def _report(rank: int, error: BaseException, *, known: bool) -> dict[str, Any]:
     return {"rank": rank, "name": type(error).__name__, "known": known, **parts}
 
 
-def _told(cause: Mapping[str, Any]) -> WorkerError:
+def _error_of(cause: Mapping[str, Any]) -> WorkerError:
     """Return the error that this rank raises for the failure of another."""
     if cause["known"]:
         return WorkerError(cause["what"], where=cause["where"], why=cause["why"], fix=cause["fix"])

@@ -36,13 +36,13 @@ def test_a_gradient_that_nobody_has_stays_none() -> None:
     here, there, nowhere = bucket.parameters
     here.grad = torch.ones(2)
     for place in range(3):
-        bucket.take(place)
+        bucket.complete(place)
     assert bucket.missing == {1, 2} and not bucket.waiting_for
-    bucket.flag()
+    bucket.write_flags()
     assert bucket.flat[-3:].tolist() == [1, 0, 0]
     bucket.views[1].fill_(7.0)  # another replica's
     bucket.flat[-2] = 1
-    bucket.give(uneven=True)
+    bucket.hand_out(uneven=True)
     assert here.grad.tolist() == [1, 1] and there.grad is not None and there.grad.tolist() == [7, 7, 7]
     assert nowhere.grad is None
 

@@ -1,4 +1,4 @@
-"""Whoever follows the advice of a refusal has a model that runs, and runs exactly."""
+"""A model that is changed as the fix of an error says runs, and its losses are exact."""
 
 from __future__ import annotations
 

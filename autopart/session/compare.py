@@ -16,11 +16,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 
 from autopart.capture import CaptureCache
@@ -32,7 +33,6 @@ from autopart.capture.trained import Trained
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import Decision
 from autopart.options import Options
 from autopart.report.difference_table import difference_lines
 from autopart.runtime.tensors import dense
@@ -137,8 +137,14 @@ def verify_step(
         graph, decision = session.graph, pipe.plan.decision
         micro_rows, weights = session.last_shares
         shares, autocast = whole_shares(weights), session.captures.autocast
-        if _takes_own_statistics(graph, decision, options.sync_batchnorm):
-            raise session.world.known(_per_replica())
+        coupling = coupling_ops(graph, synced=options.sync_batchnorm)
+        if any(len(stage.ranks) > 1 and coupling & set(stage.ops) for stage in decision.stages):
+            error = UsageError(
+                "this plan cannot be compared with one process",
+                why="the model takes statistics of a batch or updates buffers, and each replica of a stage has its own",
+                fix="verify with replicas=1, or, if these are the statistics of batch norms, with sync_batchnorm=True",
+            )
+            raise session.world.known(error)
         random, couples = any(op.random for op in graph.ops), couples_rows(graph)
         expected: Outcome | None = None
         if random or (couples and shares is None):
@@ -157,39 +163,18 @@ def verify_step(
             with autocast.region() if autocast is not None else contextlib.nullcontext():
                 given = (model, batch, options.loss_fn, micro_rows, shares or [1.0])
                 plain = expected or plain_outcome(*given, device=session.world.device)
-            found_in = first_stages(graph, decision)
-            return asdict(compared(found, plain, found_in, precision_of(graph), tolerance, reference))
+            stages, ops = reversed([*enumerate(decision.stages)]), graph.op_map()
+            first = {name: number for number, stage in stages for op in stage.ops for name in ops[op].params}
+            return asdict(compared(found, plain, first, precision_of(graph), tolerance, reference))
 
         home = decision.stages[0].ranks[0]
-        return _from_json(from_rank(session.world, home, "running the model in one process", content))
-
-
-def first_stages(graph: Graph, decision: Decision) -> dict[str, int]:
-    """Return the first stage that uses each parameter and buffer."""
-    ops, found = graph.op_map(), dict[str, int]()
-    for number, stage in enumerate(decision.stages):
-        for name in (name for op in stage.ops for name in ops[op].params):
-            found.setdefault(name, number)
-    return found
-
-
-def _takes_own_statistics(graph: Graph, decision: Decision, synced: bool) -> bool:
-    """Return whether replicas take statistics or update buffers from their own rows alone."""
-    coupling = coupling_ops(graph, synced=synced)
-    return any(len(stage.ranks) > 1 and coupling & set(stage.ops) for stage in decision.stages)
-
-
-def _per_replica() -> UsageError:
-    return UsageError(
-        "this plan cannot be compared with one process",
-        why="the model takes statistics of a batch or updates buffers, and each replica of a stage has its own",
-        fix="verify with replicas=1, or, if these are the statistics of batch norms, with sync_batchnorm=True",
-    )
+        shared = from_rank(session.world, home, "running the model in one process", content)
+        return TypeAdapter(Verification).validate_python(shared)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one training step leaves, by original names, on the CPU."""
+    """The result of one training step, by original names, on the CPU."""
 
     loss: float
     gradients: Tensors
@@ -258,7 +243,7 @@ def precision_of(graph: Graph) -> str:
 def compared(
     found: Outcome,
     expected: Outcome,
-    stages: Mapping[str, int | None],
+    stages: Mapping[str, int],
     precision: str,
     tolerance: float | None,
     reference: str,
@@ -295,7 +280,7 @@ def _differences(
     kind: str,
     found: Tensors,
     expected: Tensors,
-    stages: Mapping[str, int | None],
+    stages: Mapping[str, int],
     limit: float,
     floors: Mapping[str, float],
 ) -> tuple[Difference, ...]:
@@ -308,10 +293,7 @@ def _differences(
         error = _ratio(off, size)
         close = error <= limit
         negligible = not close and off <= floors.get(name, 0.0)
-        stage = stages.get(name)
-        rows.append(
-            Difference(name, kind, -1 if stage is None else stage, size, error, negligible, close or negligible)
-        )
+        rows.append(Difference(name, kind, stages.get(name, -1), size, error, negligible, close or negligible))
     return tuple(sorted(rows, key=_urgency))
 
 
@@ -321,10 +303,8 @@ def _urgency(d: Difference) -> tuple[bool, bool, float, str]:
 
 def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
     """Return the norm of a - b, where None is zero."""
-    if a is None or b is None:
-        present = a if a is not None else b
-        return 0.0 if present is None else _norm(present)
-    return _norm(_wide(a) - _wide(b))
+    present = [_wide(tensor) for tensor in (a, b) if tensor is not None]
+    return _norm(present[0] - present[1]) if len(present) == 2 else sum(map(_norm, present))
 
 
 def _norm(tensor: torch.Tensor) -> float:
@@ -339,9 +319,3 @@ def _ratio(off: float, size: float) -> float:
     if off == 0.0:
         return 0.0
     return off / size if size else math.inf
-
-
-def _from_json(content: dict[str, Any]) -> Verification:
-    rows: dict[str, Iterable[dict[str, Any]]] = {key: content[key] for key in ("gradients", "buffers")}
-    lists = {key: tuple(Difference(**row) for row in value) for key, value in rows.items()}
-    return Verification(**{**content, **lists})

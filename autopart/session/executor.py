@@ -1,13 +1,11 @@
-"""One kind of batch in one mode ("step", "loss" or "predict"), at any number of rows.
-
-An executor captures the model once per number of rows, requires that each capture is the program that was planned,
-cuts this rank's stages out of it, and makes of each batch the plan that the engine plays.
-"""
+"""One kind of batch in one mode ("step", "loss" or "predict"), at any number of rows: its captures, the code of this
+rank's stages, the engine, and the plan of each batch that the engine plays."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,12 +18,14 @@ from autopart.capture.derive.rows import require_same_program
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.program import Program
+from autopart.ir.shares import parts
 from autopart.ir.size import Size
 from autopart.ir.timeline import Span
 from autopart.options import Options
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.projection import check_gradients_stay, project_plan
-from autopart.passes.program.routing import divided_values
+from autopart.passes.program.routing import divided_values, route
+from autopart.passes.program.verify import check_program, forward_program
 from autopart.runtime.activity import patient
 from autopart.runtime.engine import BatchPlan, Engine, StepOutcome
 from autopart.runtime.group.world import World
@@ -49,14 +49,13 @@ from autopart.session.step.loss_shares import (
     loss_shares,
     pieces_of,
 )
-from autopart.session.step.parts import code_sizes, digest, inputs_of, replicated_of, require_same_batch, stage_inputs
-from autopart.session.step.programs import evaluation_program, training_program
+from autopart.session.step.parts import code_sizes, digest, inputs_of, replicated_of, require_same_batch
 from autopart.session.step.synced import open_statistics, require_weights, synced_stages
 
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """What the executors of one rank share under a plan.  values: parameters whose optimizer state replicas share."""
+    """The state that executors of one rank share under a plan.  values: parameters whose optimizer state is shared."""
 
     world: World
     captures: CaptureCache
@@ -208,10 +207,7 @@ class Executor:
         self.shares = self._shares(rows, counts, sharded=sharded)
         if self._synced and (weightless := require_weights(rows, self.shares)) is not None:
             raise self._world.known(weightless)
-        inputs: Sequence[Mapping[str, torch.Tensor]] = ()
-        if 0 in self._stages:
-            given = (batch, self._graph.inputs, self._stages[0], self._rank, rows, self._world.device)
-            inputs = stage_inputs(*given, sharded=sharded)
+        inputs = self._inputs(batch, rows, sharded=sharded) if 0 in self._stages else ()
         own = {
             number: [replicas[stage.ranks.index(self._rank)] for replicas in self.shares[stage.division]]
             for number, stage in self._stages.items()
@@ -219,6 +215,18 @@ class Executor:
         uneven = is_uneven(self.shares)
         idle = self._idle(own) if self._train and uneven else {}
         return BatchPlan(rows, inputs, key, own, idle, uneven, scale)
+
+    def _inputs(self, batch: Batch, rows: Sequence[int], *, sharded: bool) -> list[Mapping[str, torch.Tensor]]:
+        """Return the model's inputs by name, for this rank's rows of each micro-batch; empty if it has none."""
+        first = self._stages[0]
+        replica = first.ranks.index(self._rank)
+        every = [parts(first.division, micro, count) for micro, count in enumerate(rows)]
+        if sharded:  # the batch holds these rows alone
+            every, replica = [(own[replica],) for own in every], 0
+        sizes = [count for own in every for count in own]
+        places = range(replica, len(sizes), len(every[0]))
+        found = inputs_of(batch, self._graph.inputs, sizes, self._world.device, places)
+        return [found.get(place, {}) for place in places]
 
     def _idle(self, own: Mapping[int, Sequence[Sequence[float]]]) -> dict[tuple[int, int], frozenset[str]]:
         """Return the values without weight in the loss, by stage and micro-batch; but not those whose gradients come
@@ -281,9 +289,8 @@ class Executor:
             if not self._code.has(own, wanted[own]):
                 self._code.add(self._capture(batch, own), batch, wanted[own], self._rule)
         if not set(self._rule.reduction.counted()) <= set(self._graph.inputs):
-            for own in sorted({own for _, own in self._own_pieces(tuple(rows), sharded=sharded)}, reverse=True):
-                if not self._counts.has(own):
-                    self._counts.add(self._capture(batch, own), self._rule.reduction)
+            for own in sorted(set(self._own_sizes(tuple(rows), sharded=sharded)), reverse=True):
+                self._counts.add(self._capture(batch, own), self._rule.reduction)
         self._code.checks.check_constants()
 
     def _capture(self, batch: Batch, rows: int) -> Captured:
@@ -291,32 +298,26 @@ class Executor:
         require_same_program(captured.graph, self._graph)
         return captured
 
-    def _own_pieces(self, rows: tuple[int, ...], *, sharded: bool) -> list[tuple[int, int]]:
-        """Return (place, rows) of the pieces that this rank counts."""
+    def _own_sizes(self, rows: tuple[int, ...], *, sharded: bool) -> list[int]:
+        """Return the rows of the pieces that this rank counts."""
         ranks = counting_ranks(rows, self._divisions, self._decision.stages[0].ranks, sharded=sharded)
         pieces = zip(ranks, pieces_of(rows, self._divisions), strict=True)
-        return [(place, end - first) for place, (rank, (_, first, end)) in enumerate(pieces) if rank == self._rank]
+        return [end - first for rank, (_, first, end) in pieces if rank == self._rank]
 
     def _counted(self, batch: Batch, rows: tuple[int, ...], *, sharded: bool) -> list[float]:
-        """Return a digest of what replicas of the first stage must have alike, then the counts of each piece, 0 for
-        pieces that other ranks count."""
+        """Return a digest of what replicas of the first stage share, then the counts of this rank's pieces."""
         seen = 0.0
         if 0 in self._stages and len(self._stages[0].ranks) > 1:
             seen = digest(t for t, split in batch.tensors_and_splits() if not (split and sharded))
-        pieces = self._own_pieces(rows, sharded=sharded)
-        if pieces:
+        sizes = self._own_sizes(rows, sharded=sharded)
+        if sizes:
             self._code.checks.check_masks(batch, self._graph.inputs)
-        reduction = self._rule.reduction
-        width, count = count_width(reduction), len(pieces_of(rows, self._divisions))
-        if not width:
+        if not count_width(self._rule.reduction):
             return [seen]
-        found = [0.0] * width * count
-        sizes = [own for _, own in pieces]
         inputs = inputs_of(batch, self._graph.inputs, sizes, self._world.device, range(len(sizes)))
-        measured = self._counts.measured(reduction, sizes, list(inputs.values()), alone=count == 1)
-        for (place, _), numbers in zip(pieces, measured, strict=True):
-            found[width * place : width * (place + 1)] = numbers
-        return [seen, *found]
+        alone = len(pieces_of(rows, self._divisions)) == 1
+        measured = self._counts.measured(self._rule.reduction, sizes, list(inputs.values()), alone=alone)
+        return [seen, *(number for numbers in measured for number in numbers)]
 
     def _shares(self, rows: tuple[int, ...], counts: Sequence[Sequence[float]], *, sharded: bool) -> Shares:
         """Return the shares of replicas in the loss of a batch, from the counts of each rank.  Raises BatchError on all
@@ -329,7 +330,8 @@ class Executor:
             return known
         width = count_width(self._rule.reduction)
         owners = counting_ranks(rows, self._divisions, ranks, sharded=sharded) if width else ()
-        measured = [counts[rank][1 + width * place :][:width] for place, rank in enumerate(owners)]
+        left = {rank: iter(counts[rank][1:]) for rank in owners}
+        measured = [list(islice(left[rank], width)) for rank in owners]
         return loss_shares(self._rule.reduction, rows, self._divisions, measured)
 
     # -- the program and what plays it -----------------------------------------------------------------------------
@@ -338,9 +340,13 @@ class Executor:
         """Return the verified program for this number of micro-batches."""
         decision = replace(self._decision, micro_rows=(1,) * micros)
         if self._train:
-            program = training_program(decision, self._graph, self._code.prologue, self._synced)
-        else:
-            program = evaluation_program(decision, self._graph)
+            program = replace(route(decision, self._graph, self._code.prologue), statistics=self._synced)
+            check_program(program, decision.schedule)
+        else:  # each stage on a rank of its own, so that the schedule need not know which stages share a rank
+            apart = tuple(replace(stage, ranks=(number,)) for number, stage in enumerate(decision.stages))
+            program = forward_program(route(replace(decision, stages=apart, world=len(apart)), self._graph))
+            ranks = tuple(stage.ranks for stage in decision.stages)
+            program = replace(program, world=decision.world, stage_ranks=ranks)
         return program if self._world.carrier is None else check_messages(program)
 
     def engine(self, micros: int) -> Engine:

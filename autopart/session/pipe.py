@@ -25,9 +25,8 @@ from autopart.session.pipe_state import PipeState
 from autopart.session.session import Session
 from autopart.session.state.misuse_guards import short_tracebacks, watch_optimizers, without_backward
 from autopart.session.state.scaler import WARN_AFTER, not_finite, warn_skipped
-from autopart.session.state.state_dict import empty_foreign, sync_at_the_end, take_masters
-from autopart.session.step.call_batch import Arguments
-from autopart.session.step.data import own_rows
+from autopart.session.state.state_dict import empty_foreign, sync_state, take_masters
+from autopart.session.step.data import Arguments, own_rows
 from autopart.session.step.parts import micro_cut
 
 
@@ -212,7 +211,7 @@ class Pipe(PipeState):
                 pass  # the newer pipe has the trained values
             elif sync and session.calls.healthy:
                 with session.call("close"):
-                    sync_at_the_end(session)
+                    sync_state(session, at_the_end=True)
             elif self._steps:
                 empty_foreign(session)
         finally:
@@ -228,11 +227,8 @@ class Pipe(PipeState):
 
 
 def _gathered(world: World, mine: list[Span]) -> Timeline:
-    """Return the spans of all ranks, in order of start.  Collective.
-
-    Each rank counts from its own start of the step, which the ranks reach together, since they have just compared their
-    batches.  So starts of different ranks are comparable to within one such exchange.  O(spans).
-    """
+    """Return the spans of all ranks, in order of start.  Collective, O(spans).  Each rank counts from its own start of
+    the step, right after the ranks have compared their batches, so times of ranks differ by at most one exchange."""
     lines = [f"{span.rank} {span.start_ns} {span.end_ns} {span.action}" for span in mine]
     rows = [line.split() for text in world.gather_text("\n".join(lines)) for line in text.splitlines()]
     spans = [Span(int(rank), parse_action(action), int(start), int(end)) for rank, start, end, action in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Self
 from weakref import WeakKeyDictionary
@@ -15,7 +16,7 @@ from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.session.session import Session
-from autopart.session.state.misuse_guards import NotAModule, short_tracebacks
+from autopart.session.state.misuse_guards import NotAModule, refuse_clipping, short_tracebacks
 from autopart.session.state.scaler import LossScaler
 from autopart.session.state.state_dict import (
     clip_gradients,
@@ -148,7 +149,9 @@ class PipeState(NotAModule):
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield `named_parameters` without the names.  Clip with `pipe.clip_grad_norm_`: torch's function would use the
-        norm of this rank's gradients alone."""
+        norm of this rank's gradients alone, and is refused."""
+        if self._session is not None and self._session.divides_parameters:
+            refuse_clipping(sys._getframe(1))
         for _, parameter in self.named_parameters():
             yield parameter
 

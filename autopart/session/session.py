@@ -1,8 +1,4 @@
-"""A plan on running processes: what one rank holds between two steps, and how it gets there.
-
-`bring_up` plans on rank 0, checks that every rank holds the same model, and makes this rank's stages.  `adopt` replaces
-the plan while the processes run: weights move to the ranks that need them under the new plan.
-"""
+"""One rank of a running pipeline: it plans together with the others, and takes each batch to its executor."""
 
 from __future__ import annotations
 
@@ -39,8 +35,14 @@ from autopart.session.executor import Executor, RankContext, largest_part, new_e
 from autopart.session.placement import Placement, placement_of, relocate
 from autopart.session.ranks.agreement import FAILURES, from_rank, require_same_everywhere, together
 from autopart.session.ranks.call_sync import Calls, digest_of
-from autopart.session.step.call_batch import Arguments, first_batch, one_batch, refuse_target
-from autopart.session.step.data import rows_of_shards, shared_stand_in
+from autopart.session.step.data import (
+    Arguments,
+    first_batch,
+    one_batch,
+    refuse_target,
+    rows_of_shards,
+    shared_stand_in,
+)  # fmt: skip
 from autopart.session.step.loss_shares import Shares
 
 _CALLS = {"step": "step", "loss": "eval_loss", "predict": "predict"}
@@ -53,12 +55,18 @@ _KEEP = 32  # kinds of batches whose executor is kept
 class Session:
     """One rank of a running pipeline; every rank has one, and calls its methods in the same order.
 
-    captures: captures of the model.  world: the process group.  calls: the collective calls of this rank.  context:
-    what this rank holds under the plan.  tied: first name of each tied tensor, by its other names.  spans: gets what
-    this rank does in training steps, if it is a list.  last_shares: rows of each micro-batch of the last batch, and
-    their shares in its loss.
-    Ready after `bring_up`.
+    captures: captures of the model.  world: the process group.  calls: the collective calls of this rank.  plan, graph:
+    the plan that runs, and the captured graph that was planned.  context: what this rank holds under the plan.  tied:
+    first name of each tied tensor, by its other names.  spans: gets what this rank does in training steps, if it is a
+    list.  last_shares: rows of each micro-batch of the last batch, and their shares in its loss.  Ready after
+    `bring_up`.
     """
+
+    plan: Plan
+    graph: Graph
+    context: RankContext
+    _training: Executor
+    _batch: Batch
 
     def __init__(self, captures: CaptureCache, cluster: Cluster, options: Options) -> None:
         """Join the process group.  Collective.  Raises ClusterError when the processes that run are not those of the
@@ -68,28 +76,18 @@ class Session:
         self._cluster = cluster
         self._reader = BatchReader()
         self._kinds: dict[_Kind, Executor] = {}
-        self._training: Executor | None = None
-        self._planned: Planned | None = None
         self.spans: list[Span] | None = None
         self.tied: Mapping[str, str] = {}
         self.last_shares: tuple[tuple[int, ...], Shares] = ((), {})
-        self.world = World(
-            cluster.kind,
-            cluster.world,
-            local=cluster.levels[0].size,
-            timeout_s=options.timeout,
-            transport=options.transport,
-        )
+        local, timeout_s = cluster.levels[0].size, options.timeout
+        self.world = World(cluster.kind, cluster.world, local=local, timeout_s=timeout_s, transport=options.transport)
         self.calls = Calls(self.world)
-        self.context = self._context_of(Placement())
 
     # -- getting there ---------------------------------------------------------------------------------------------
 
     def bring_up(self, arguments: Arguments, *, sharded: bool = False) -> None:
-        """Plan for the batch of these arguments, and make this rank's stages.  Collective.
-
-        A request that cannot be met is refused here, on all ranks at once; the process group is then left.
-        """
+        """Plan on rank 0 for the batch of these arguments, check that every rank holds the same model, and make this
+        rank's stages.  Collective; a request that cannot be met is refused here, on all ranks at once."""
         try:
             with self.calls.collective("compiling"):
                 self.calls.enter("compile")
@@ -113,8 +111,7 @@ class Session:
         """Go on under another plan (rank 0's counts) for the same model, batch and number of ranks.  Collective.
 
         Parameters, buffers and accumulated gradients move to the ranks that need them.  A plan that does not fit is
-        refused on all ranks, as `compile(plan=...)` refuses it, and the session goes on under the old one.
-        """
+        refused on all ranks, and the session goes on under the old one."""
         with self.call("adopt"):
             planned = self._plan_together(replace(self.options, plan=plan))
             placement = placement_of(planned.captured.graph, planned.plan.decision)
@@ -169,7 +166,7 @@ class Session:
 
     def _install(self, planned: Planned, context: RankContext, executor: Executor) -> None:
         context.tensors.forget_earlier()
-        self._planned = planned
+        self.plan, self.graph = planned.plan, planned.captured.graph
         self.context = context
         context.values.drop_foreign_gradients()
         signature = digest_of(repr(self._batch.signature()))
@@ -179,18 +176,6 @@ class Session:
         set_rank_label(f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" if stages else "idle")
 
     # -- what it is ------------------------------------------------------------------------------------------------
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that runs."""
-        assert self._planned is not None
-        return self._planned.plan
-
-    @property
-    def graph(self) -> Graph:
-        """The captured training graph that was planned."""
-        assert self._planned is not None
-        return self._planned.captured.graph
 
     @property
     def needing(self) -> tuple[int, ...]:
@@ -203,9 +188,9 @@ class Session:
         return self.context.tensors
 
     @property
-    def owners(self) -> Mapping[str, int]:
-        """For each parameter and buffer of the plan, the rank whose value counts."""
-        return self.context.placement.owners
+    def divides_parameters(self) -> bool:
+        """Whether some rank does not keep the gradient of every parameter."""
+        return any(len(ranks) < self.world.size for ranks in self.context.placement.keepers.values())
 
     def keeps(self, name: str) -> bool:
         """Return whether an optimizer of this rank updates what it holds under this name.  With zero=1 another replica
@@ -214,19 +199,15 @@ class Session:
 
     def program(self) -> Program:
         """Return what every rank does in one training step."""
-        assert self._training is not None
         return self._training.program(len(self.plan.micro_rows))
 
     # -- running ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def call(self, name: str) -> Iterator[Session]:
-        """Run the body once every rank makes this call; raise on all ranks when they make different calls.
+        """Run the body once every rank makes this call.  A failure of the body ends the pipe on all ranks.
 
-        Raises RefusedError when the model has other tensors than the pipeline.  A failure of the body is told to all
-        ranks, and ends the pipe.
-        """
-        self.calls.require_healthy()
+        Raises UsageError for different calls, and RefusedError when the model has other tensors than the pipeline."""
         failure: BaseException | None = None
         try:
             if name != "close":
@@ -255,7 +236,6 @@ class Session:
         In mode "step" gradients are accumulated, unless one is not finite.  step: for random numbers.  sharded: whether
         each replica of the first stage is given its own rows.  scale: of the loss, for its backward.  Collective.
         """
-        self.calls.require_healthy()
         with self.calls.collective(f"a {_CALLS[mode]} failed"):
             executor, _, plan = self._planned_batch(mode, arguments, step, scale, sharded=sharded)
             with self.calls.running("a step failed"):
@@ -263,7 +243,6 @@ class Session:
 
     def predict(self, arguments: Arguments) -> Any:
         """Return what the model returns in eval mode, on every rank, on the CPU.  Collective."""
-        self.calls.require_healthy()
         with self.calls.collective("a prediction failed"):
             executor, batch, plan = self._planned_batch("predict", arguments)
             with self.calls.running("a prediction failed"):
@@ -320,48 +299,43 @@ class Session:
         except FAILURES as error:
             failure = error
         needed = self.needing if mode == "step" else self.needing[:1]
-        heard = self.calls.enter(
+        known_signature, rows, missing, all_counts = self.calls.enter(
             _CALLS[mode], failure, needed=needed, signature=signature, version=version,
             rows=(batch.rows or 0) if batch is not None else 0, scale=scale, sharded=sharded, counts=counts,
         )  # fmt: skip
-        kind = mode, digest_of(version), heard.signature
+        kind = mode, digest_of(version), known_signature
         known = self._kinds.get(kind)
         stand_in = known.stand_in if known is not None else None
-        if stand_in is None and (heard.missing or sharded):
-            stand_in = shared_stand_in(self.world, batch, needed[0], heard.signature)
-        shards = tuple(heard.rows[rank] for rank in needed) if sharded else ()
-        if shards:
-            self._require_whole(shards)
-        if batch is None or (sharded and self.world.rank not in needed):
-            assert stand_in is not None
-            batch = with_rows(stand_in, sum(shards) if sharded else heard.rows[needed[0]])
-        executor = self._executor(kind, batch, shards)
-        executor.stand_in = stand_in
-        plan = executor.plan(batch, heard.counts, (self.options.seed, step), scale, shards)
-        self.last_shares = plan.rows, executor.shares
-        return executor, batch, plan
-
-    def _require_whole(self, shards: tuple[int, ...]) -> None:
-        """Raise BatchError on all ranks for shards that do not make a batch."""
+        if stand_in is None and (missing or sharded):
+            stand_in = shared_stand_in(self.world, batch, needed[0], known_signature)
+        shards = tuple(rows[rank] for rank in needed) if sharded else ()
         try:
-            rows_of_shards(shards, self.plan.decision)
+            if shards:
+                rows_of_shards(shards, self.plan.decision)
         except BatchError as error:
             raise self.world.known(error) from None
+        if batch is None or (sharded and self.world.rank not in needed):
+            assert stand_in is not None
+            batch = with_rows(stand_in, sum(shards) if sharded else rows[needed[0]])
+        executor = self._executor(kind, batch, shards)
+        executor.stand_in = stand_in
+        plan = executor.plan(batch, all_counts, (self.options.seed, step), scale, shards)
+        self.last_shares = plan.rows, executor.shares
+        return executor, batch, plan
 
     def _executor(self, kind: _Kind, batch: Batch, shards: tuple[int, ...]) -> Executor:
         """Return the executor of a kind of batch, made at first use along the stages of the training plan.  Collective.
 
         A batch of another kind, or a model that was changed, may run another program than the one that was planned.
         """
-        if kind in self._kinds:
-            self._kinds[kind] = self._kinds.pop(kind)  # the last one to be forgotten
-        else:
+        executor = self._kinds.pop(kind, None)
+        if executor is None:
             with together(self.world, "capturing the model"), patient("capturing the model"):
-                made = new_executor(kind[0], self.context, batch, shards, self.graph, self.plan.decision)
-                self._kinds[kind] = made
-            if len(self._kinds) > _KEEP:
-                del self._kinds[next(iter(self._kinds))]
-        return self._kinds[kind]
+                executor = new_executor(kind[0], self.context, batch, shards, self.graph, self.plan.decision)
+        self._kinds[kind] = executor  # the last one to be forgotten
+        if len(self._kinds) > _KEEP:
+            del self._kinds[next(iter(self._kinds))]
+        return executor
 
     def close(self) -> None:
         """Leave the process group.  The model keeps the weights that this rank holds."""

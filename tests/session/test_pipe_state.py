@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.jobs import state_jobs as jobs
+from support.models.zoo import CASES
 from torch import nn
 
 import autopart
@@ -162,3 +164,21 @@ def test_averages_over_named_parameters_are_those_of_the_plain_model(pair: Worke
 def test_a_plan_is_adopted_that_brings_a_constant_to_another_rank(pair: Workers) -> None:
     for error, losses in pair.run(jobs.constants_adopted):
         assert error == "" and losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_clipping_by_the_norm_of_one_rank_is_refused_and_by_value_is_not(pair: Workers) -> None:
+    for by_norm, by_value in pair.run(jobs.clipped_by_torch):
+        assert by_norm == "use pipe.clip_grad_norm_(max_norm)" and not by_value
+    with compiled(Normed()) as pipe:
+        pipe.step(torch.randn(8, 4))
+        assert torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1e9) > 0
+
+
+def test_training_goes_on_after_rank_0_saved_the_model_with_transformers(pair: Workers, tmp_path: Path) -> None:
+    results = pair.run(jobs.saved_pretrained, str(tmp_path))
+    state, losses = results[0]
+    assert losses[0] > losses[1] > losses[2] and results[1][1] == losses
+    saved = type(CASES["llama"].model()).from_pretrained(tmp_path).state_dict()
+    assert saved.keys() == state.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, state[name]), name

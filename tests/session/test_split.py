@@ -70,7 +70,7 @@ def check_equal(
 
 @st.composite
 def recomputed(draw: st.DrawFn, parts: PARTS) -> dict[int, PARTS]:
-    """Any groups of ops of each stage, connected or not: those that cannot run as one op leave some of theirs out."""
+    """Any groups of ops of each stage, connected or not: ops that would make a group non-convex run outside of it."""
     groups: dict[int, PARTS] = {}
     for stage, ops in enumerate(parts):
         group_of = {op: draw(st.integers(-1, 2)) for op in sorted(ops)}

@@ -14,7 +14,8 @@ from autopart.capture.derive.reduction import Layouts
 from autopart.ir.errors import RefusedError
 from autopart.passes.ops.table import op_name
 from autopart.rng import keyed
-from autopart.session.code.stage_graph import Drawn, Draws
+from autopart.runtime.stages.slice_functions import Rows
+from autopart.session.code.stage_graph import Draws
 
 BY_SHAPE = frozenset(
     (
@@ -32,18 +33,25 @@ def draws_of(captured: Captured, ops: Collection[str], layouts: Layouts) -> Draw
 
     Raises RefusedError for an op whose count of numbers may depend on values.  O(nodes).
     """
-    found: dict[fx.Node, Drawn] = {}
+    found: dict[fx.Node, Rows] = {}
     for node in captured.module.graph.nodes:
         if node.op != "call_function" or node.target is not keyed or node.name not in ops:
             continue
-        drawn = _drawn(captured, node, layouts)
-        if any(drawn.given) or any(drawn.made):
-            _require_by_shape(captured, node)
-            found[node] = drawn
+        rows = _rows(captured, node, layouts)
+        if any(rows[0]) or any(rows[1]):
+            if op_name(str(node.args[0])) not in BY_SHAPE:
+                op = captured.graph.op_map()[node.name]
+                raise RefusedError(
+                    f"{op_name(op.target)} cannot be run by replicas of a stage",
+                    where=f"module {op.module} at {op.where}",
+                    why="how many random numbers it draws may depend on values that other replicas have",
+                    fix="use replicas=1, or draw the numbers with torch.rand or torch.randn",
+                )
+            found[node] = rows
     return found
 
 
-def _drawn(captured: Captured, node: fx.Node, layouts: Layouts) -> Drawn:
+def _rows(captured: Captured, node: fx.Node, layouts: Layouts) -> Rows:
     names = captured.names
     given: list[tuple[int, int] | None] = []
 
@@ -64,21 +72,9 @@ def _drawn(captured: Captured, node: fx.Node, layouts: Layouts) -> Drawn:
             if user.target is operator.getitem:
                 made[user.args[1]] = _pair(layouts, names.value(user))  # type: ignore[index]
     arguments = [argument.name for argument in target._schema.arguments]
-    return Drawn(tuple(given), tuple(made), arguments.index("size") if "size" in arguments else None)
+    return tuple(given), tuple(made), arguments.index("size") if "size" in arguments else None
 
 
 def _pair(layouts: Layouts, value: str) -> tuple[int, int] | None:
     layout = layouts[value]
     return None if layout is None else (layout.axis, layout.stride)
-
-
-def _require_by_shape(captured: Captured, node: fx.Node) -> None:
-    if op_name(str(node.args[0])) in BY_SHAPE:
-        return
-    op = captured.graph.op_map()[node.name]
-    raise RefusedError(
-        f"{op_name(op.target)} cannot be run by replicas of a stage",
-        where=f"module {op.module} at {op.where}",
-        why="how many random numbers it draws may depend on values that other replicas have",
-        fix="use replicas=1, or draw the numbers with torch.rand or torch.randn",
-    )

@@ -1,8 +1,5 @@
-"""The fx graph of one slice of a stage: what its ops need of each value, and how they read it.
-
-A value is needed with the tokens of the slice alone, with those before them too, or at full length; what later slices
-look back at is a state.
-"""
+"""The fx graph of one slice of a stage.  A value is needed with the tokens of the slice, with those before them too, or
+at full length; what later slices read is a state."""
 
 from __future__ import annotations
 
@@ -24,13 +21,12 @@ from autopart.runtime.stages.stage_module import Cast, StateBuffer
 from autopart.session.code.split import adjusted_reads
 from autopart.session.code.stage_graph import Draws, numbers_of
 
-_aten = torch.ops.aten
 _VIEWS = ("alias", "detach", "expand", "expand_as", "broadcast_to", "permute", "squeeze", "t", "transpose", "unsqueeze")
 """Ops whose result takes no memory, however large it is."""
 
 
 class SliceNeeds:
-    """What the code of every slice of a stage computes.
+    """The values that the code of every slice of a stage needs.
 
     own, prefix: values that are needed with the tokens of the slice, and with those before them too.  shared: states
     that later slices read as one tensor, to which every slice adds its part.  states: other states, with the number of
@@ -213,20 +209,22 @@ class SliceGraph:
             self.added[name] = self.graph.call_function(operator.getitem, (both, 0))
             self.prefix[node] = self.graph.call_function(operator.getitem, (both, 1))
             return
+        held = replace(layout, reach=self.needs.recipe.reach.get(name))
+        self.prefix[node] = self._from(node, held.bounds(self.part, prefix=True)[0])
+
+    def _from(self, node: fx.Node, low: int) -> fx.Node:
+        """Return a value with the tokens from `low` up to the end of the slice."""
+        name, layout = self.name(node), self._layout(self.name(node))
         before = self._before(name)
+        if not before:
+            return self.own[node]
         every = [self._blocks[name, number] for number in before] + [self.own[node]]
         found = self.graph.call_function(joined, (every, layout.axis, layout.stride))
-        held = replace(layout, reach=self.needs.recipe.reach.get(name))
-        (low, high), first = held.bounds(self.part, prefix=True), self._first(name, before)
-        if low > first:  # in the oldest slice that is needed, some tokens are not
-            there = high - first
+        first = layout.bounds(self._parts[before[0]], prefix=False)[0]
+        if low > first:  # the oldest part has tokens that are not needed
+            there = layout.bounds(self.part, prefix=False)[1] - first
             found = self.graph.call_function(part_of, (found, layout.axis, layout.stride, there, low - first, there))
-        self.prefix[node] = found
-
-    def _first(self, name: str, before: Sequence[int]) -> int:
-        """Return the first token of the parts of a state."""
-        part = self._parts[before[0]] if before else self.part
-        return self._layout(name).bounds(part, prefix=False)[0]
+        return found
 
     def last_before(self, name: str) -> fx.Node | None:
         """Return the last token of a state before this slice; None in the first slice."""
@@ -237,19 +235,6 @@ class SliceGraph:
             return None
         return self.graph.call_function(last_of, (self._blocks[name, filled[-1]], layout.axis))
 
-    def _with_halo(self, node: fx.Node, halo: int) -> fx.Node:
-        """Return a value with the tokens of the slice and up to `halo` tokens before them."""
-        name, layout = self.name(node), self._layout(self.name(node))
-        blocks = [self._blocks[name, number] for number in self._before(name)]
-        if not blocks:
-            return self.own[node]
-        start = layout.bounds(self.part, prefix=False)[0]
-        first = layout.bounds(self._parts[self._before(name)[0]], prefix=False)[0]
-        every = self.graph.call_function(joined, ([*blocks, self.own[node]], layout.axis, 1))
-        away = max(0, start - halo) - first
-        end = layout.bounds(self.part, prefix=False)[1] - first
-        return self.graph.call_function(_aten.slice.Tensor, (every, layout.axis, away, end)) if away else every
-
     def read(self, arg: fx.Node, want: Form, *, prefix: bool) -> fx.Node:
         """Return what an op reads of a value.  want: the form that it needs; prefix: whether the op runs on the tokens
         before the slice too."""
@@ -257,7 +242,8 @@ class SliceGraph:
         form = self.needs.recipe.forms.get(name)
         if form is not None and not form.whole:
             if want.halo > 0 and not form.halo:
-                return self._with_halo(arg, want.halo)
+                start = self._layout(name).bounds(self.part, prefix=False)[0]
+                return self._from(arg, max(0, start - want.halo))
             wide = prefix or (want.keys is not None and form.keys is None)
             return (self.prefix if wide and form.keys is None and form.queries else self.own)[arg]
         if want.whole:

@@ -1,4 +1,4 @@
-"""What must hold in every step for slices of tokens to be exact: no token looks at a later one, in buffers or masks."""
+"""Checks, before every step, that no token looks at a later one: of buffers, and of the masks of the batch."""
 
 from __future__ import annotations
 

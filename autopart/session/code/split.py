@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -18,7 +18,7 @@ from autopart.ir.program import Edge
 from autopart.passes.ops.casts import cast_parameter
 from autopart.runtime.stages.stage_module import Cast, StageModule, awaited, of_whole_batch, weighed
 from autopart.session.code.random_rows import draws_of
-from autopart.session.code.stage_graph import Draws, Number, numbers_of, stage_graph
+from autopart.session.code.stage_graph import Draws, Reads, numbers_of, stage_graph
 
 
 def stage_module(
@@ -147,12 +147,7 @@ def cut(
     )
 
 
-_ADJUST: dict[bool, Callable[..., torch.Tensor]] = {False: weighed, True: of_whole_batch}
-
-
-def adjusted_reads(
-    captured: Captured, calls: Iterable[fx.Node], adjusted: Sequence[Adjusted]
-) -> dict[tuple[fx.Node, fx.Node], Number]:
+def adjusted_reads(captured: Captured, calls: Iterable[fx.Node], adjusted: Sequence[Adjusted]) -> Reads:
     """Return how each adjusted read, (op, what it reads), is adjusted, and by which number."""
     names = captured.names
     places = {(item.value, item.reader): place for place, item in enumerate(adjusted)}
@@ -162,7 +157,7 @@ def adjusted_reads(
             value = names.params.get(arg.name, names.value(arg))
             place = places.get((value, call.name), places.get((value, None)))
             if place is not None:
-                found[call, arg] = Number(place, _ADJUST[adjusted[place].reader is None])
+                found[call, arg] = place, of_whole_batch if adjusted[place].reader is None else weighed
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a rank runs for batches of one kind: the code of its stages and the shapes of all values, by number of rows."""
+"""The code of a rank's stages for one kind of batch, and the shapes of all values, by number of rows."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import networkx as nx  # type: ignore[import-untyped, unused-ignore]
@@ -13,6 +12,7 @@ from torch import fx, nn
 
 from autopart.rng import keyed_rows
 from autopart.runtime.stages.recompute import RecomputedGroup
+from autopart.runtime.stages.slice_functions import Rows
 
 
 def convex_groups(readers: Mapping[str, Collection[str]], groups: Sequence[Collection[str]]) -> list[set[str]]:
@@ -51,35 +51,16 @@ def _reached(steps: Mapping[str, set[str]], start: Collection[str]) -> set[str]:
     return seen
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
-    """How an op reads an adjusted value: adjust(value, number of the micro-batch at `place`)."""
-
-    place: int
-    adjust: Callable[..., torch.Tensor]
-
-
-Reads = Mapping[tuple[fx.Node, fx.Node], Number]
-"""The adjusted reads, (op, what it reads)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """Arguments of `rng.keyed_rows`, by which a replica takes its rows of the numbers drawn for all replicas."""
-
-    given: tuple[tuple[int, int] | None, ...]
-    made: tuple[tuple[int, int] | None, ...]
-    size_at: int | None
-
-
-Draws = Mapping[fx.Node, Drawn]
-"""Random ops that draw for all replicas."""
+Reads = Mapping[tuple[fx.Node, fx.Node], tuple[int, Callable[..., torch.Tensor]]]
+"""The adjusted reads, (op, what it reads): the op reads adjust(value, number of the micro-batch at this place)."""
+Draws = Mapping[fx.Node, Rows]
+"""Random ops that draw for all replicas, and how a replica takes its rows."""
 
 
 def numbers_of(nodes: Iterable[fx.Node], reads: Reads) -> tuple[int, ...]:
     """Return the places of the numbers that these nodes take, ascending."""
     chosen = set(nodes)
-    return tuple(sorted({number.place for (node, _), number in reads.items() if node in chosen}))
+    return tuple(sorted({place for (node, _), (place, _) in reads.items() if node in chosen}))
 
 
 def stage_graph(
@@ -163,21 +144,22 @@ def _copy(
     drawn: Draws,
 ) -> None:
     def read(arg: fx.Node) -> fx.Node:
-        number = adjusted.get((node, arg))
-        return env[arg] if number is None else graph.call_function(number.adjust, (env[arg], numbers[number.place]))
+        if (node, arg) not in adjusted:
+            return env[arg]
+        place, adjust = adjusted[node, arg]
+        return graph.call_function(adjust, (env[arg], numbers[place]))
 
     def moved(arg: object) -> object:
         return device if isinstance(arg, torch.device) else arg
 
     copy = env[node] = graph.node_copy(node, read)
-    rows = drawn.get(node)
-    if rows is not None:
-        draw_for_all(copy, rows)
+    if node in drawn:
+        draw_for_all(copy, drawn[node])
     copy.args = fx.node.map_aggregate(copy.args, moved)  # type: ignore[arg-type]
     copy.kwargs = fx.node.map_aggregate(copy.kwargs, moved)  # type: ignore[arg-type]
 
 
-def draw_for_all(copy: fx.Node, rows: Drawn) -> None:
+def draw_for_all(copy: fx.Node, rows: Rows) -> None:
     """Let a copy of a random op draw for the rows of all replicas, and take its own rows."""
     op, number, *args = copy.args
-    copy.target, copy.args = keyed_rows, (op, number, rows.given, rows.made, rows.size_at, *args)
+    copy.target, copy.args = keyed_rows, (op, number, *rows, *args)

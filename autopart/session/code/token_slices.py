@@ -23,7 +23,7 @@ from autopart.ir.graph import Adjusted, Op
 from autopart.passes.ops.table import op_name
 from autopart.passes.tokens import recipe as words
 from autopart.passes.tokens.recipe import Form, Recipe, Slice
-from autopart.runtime.stages.slice_functions import Places, Rows, causal_attention, counted, drawn, part_of
+from autopart.runtime.stages.slice_functions import Places, causal_attention, counted, drawn, part_of
 from autopart.runtime.stages.stage_module import Cast, StageModule, StageSlices
 from autopart.session.code.slice_graph import SliceGraph, SliceNeeds
 from autopart.session.code.split import ancestors, cut
@@ -151,10 +151,10 @@ class _Writer:
     def _read(self, arg: fx.Node, want: Form) -> fx.Node:
         """Return what the op reads of a value, adjusted by the number of the micro-batch if there is one."""
         found = self._code.read(arg, want, prefix=self._prefix)
-        number = self._needs.reads.get((self._node, arg))
-        if number is None:
+        if (self._node, arg) not in self._needs.reads:
             return found
-        return self._call_function(number.adjust, (found, self._code.numbers[number.place]))
+        place, adjust = self._needs.reads[self._node, arg]
+        return self._call_function(adjust, (found, self._code.numbers[place]))
 
     def _reader(self) -> Callable[[fx.Node], fx.Node]:
         """Return a function that reads the operands of the op, called in their order."""
@@ -331,9 +331,7 @@ class _Writer:
 
         op, number, *args = self._node.args
         taken: Any = fx.node.map_arg((tuple(args), dict(self._node.kwargs)), read)
-        own = self._needs.drawn.get(self._node)
-        rows: Rows | None = None if own is None else (own.given, own.made, own.size_at)
-        given = (op, number, rows, tuple(places), self._places(form), *taken[0])
+        given = (op, number, self._needs.drawn.get(self._node), tuple(places), self._places(form), *taken[0])
         return self._call_function(drawn, given, taken[1])
 
     def _places(self, form: Form) -> Places:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from autopart.ir.errors import BatchError, RunError, UsageError
 from autopart.runtime.activity import set_activity
@@ -20,20 +19,6 @@ NAMES = (
 _ROOM = 128  # counts of a batch that fit into the exchange of a call
 _HEAD = 9  # numbers that every rank sends with every call
 _ALIKE = (4, 6, 7)  # places of those that must be equal on all ranks: model version, loss scale, sharded
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """What the ranks sent with a call.
-
-    signature: digest of the batch's signature.  rows: of the batch of each rank.  missing: whether some rank was given
-    no batch.  counts: what each rank counted of its batch, by rank; () if some rank has not counted yet.
-    """
-
-    signature: float
-    rows: tuple[int, ...]
-    missing: bool
-    counts: Sequence[Sequence[float]]
 
 
 class Calls:
@@ -56,14 +41,17 @@ class Calls:
         scale: float = 1.0,
         sharded: bool = False,
         counts: Sequence[float] | None = None,
-    ) -> Heard:
+    ) -> tuple[float, tuple[int, ...], bool, Sequence[Sequence[float]]]:
         """Wait until every rank makes this call, and compare what the ranks were given.  Collective.
 
         failure: error of this rank, which all ranks then raise.  needed: ranks that need a batch; of shards the first
         of them at least.  signature, rows: of this rank's batch, "" and 0 if it has none.  version: of its model
         (`CaptureCache.version`).  scale: of the loss.  sharded: whether ranks have rows of their own.  counts: of this
-        rank's batch, None if not counted yet.  Raises on all ranks: UsageError for different calls, BatchError for
-        different batches, different changes of the model, or a batch that is missing.
+        rank's batch, None if not counted yet.
+
+        Returns a digest of the batch's signature, the rows of each rank's batch, whether a rank has none, and the
+        counts of each rank, () if some rank has not counted.  Raises on all ranks: UsageError for different calls,
+        BatchError for different batches, different changes of the model, or a batch that is missing.
         """
         if counts is not None and len(counts) > _ROOM:
             counts = None
@@ -91,12 +79,13 @@ class Calls:
                 changes = self._world.gather_text(version) if found[first][4] != row[4] else []
                 raise self._world.known(_different_given(first, rank, found[first], row, changes))
         all_counts = [row[_HEAD:] for row in found] if all(row[8] for row in found) else ()
-        return Heard(found[first][3], tuple(int(row[5]) for row in found), len(holders) < len(found), all_counts)
+        return found[first][3], tuple(int(row[5]) for row in found), len(holders) < len(found), all_counts
 
     @contextmanager
     def collective(self, doing: str) -> Iterator[None]:
         """Tell all ranks, within a second, of an error of the body that not all of them raise alike, and end what they
-        wait for.  Raises the error that came first, on whichever rank."""
+        wait for.  Raises the error that came first, on whichever rank; RunError if a call has failed before."""
+        self.require_healthy()
         try:
             yield
         except BaseException as error:

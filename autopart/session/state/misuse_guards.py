@@ -1,9 +1,4 @@
-"""Errors for uses of a pipe, its loss and its optimizer that work with plain torch modules, but not with a pipeline.
-
-A step has done the backward already, so its loss refuses `backward`.  An optimizer that needs a closure reads all
-parameters at once, and is refused when it steps.  Attributes of modules and of DistributedDataParallel that a pipe
-lacks raise an error that says what to use instead.
-"""
+"""Errors for uses of a pipe, its loss and its optimizer that work with plain torch modules, but not with a pipeline."""
 
 from __future__ import annotations
 
@@ -11,6 +6,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -130,21 +126,25 @@ def without_backward(loss: torch.Tensor) -> torch.Tensor:
     return loss.as_subclass(Loss)
 
 
-def watch_optimizers(world_size: int, tensors: Callable[[], LocalTensors]) -> Callable[[], None]:
-    """Let steps of optimizers that cannot train a pipeline raise UsageError: one that needs a closure, over several
-    ranks, and one that updates parameters of the model that have an fp32 master weight.
+def refuse_clipping(reader: FrameType) -> None:
+    """Raise UsageError if torch's clip_grad_norm_ reads this rank's parameters: it would clip by their norm alone."""
+    if reader.f_code.co_name == "clip_grad_norm_" and reader.f_code.co_filename == torch.nn.utils.clip_grad.__file__:
+        raise UsageError(
+            "torch.nn.utils.clip_grad_norm_ is called on the parameters of one rank",
+            why="each rank keeps its own part of the parameters, and would clip by the norm of these alone",
+            fix="use pipe.clip_grad_norm_(max_norm)",
+        )
 
-    tensors: returns what this rank holds, which changes with the plan.  Returns a function that removes the check.
-    """
-    known: dict[type, bool] = {}
+
+def watch_optimizers(world_size: int, tensors: Callable[[], LocalTensors]) -> Callable[[], None]:
+    """Let steps of optimizers raise UsageError if they read all parameters at once (over several ranks), or update
+    parameters that have an fp32 master weight.  tensors: returns what this rank holds, which changes with the plan.
+    Returns a function that removes the check."""
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        kind = type(optimizer)
-        if kind not in known:
-            known[kind] = world_size > 1 and needs_closure(kind)
-        held = tensors()
+        held, together = tensors(), world_size > 1 and needs_closure(type(optimizer))
         rounded = held.masters.rounded
-        if not known[kind] and not rounded:
+        if not together and not rounded:
             return
         driven = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         mastered = next((rounded[one] for one in driven if one in rounded), None)
@@ -154,9 +154,9 @@ def watch_optimizers(world_size: int, tensors: Callable[[], LocalTensors]) -> Ca
                 why="with master_weights=True gradients go to masters in fp32, and the model gets their values rounded",
                 fix="make the optimizer from pipe.parameters(), or pipe.named_parameters(), after the pipe is planned",
             )
-        if known[kind] and {id(tensor) for tensor in held.driven.values()}.intersection(driven):
+        if together and {id(tensor) for tensor in held.driven.values()}.intersection(driven):
             raise UsageError(
-                f"{kind.__name__} cannot drive the parameters of a pipeline over several ranks",
+                f"{type(optimizer).__name__} cannot drive the parameters of a pipeline over several ranks",
                 why="it looks at all parameters at once, and each rank holds its own part of them",
                 fix="use an optimizer that takes each parameter by itself, such as torch.optim.AdamW",
             )

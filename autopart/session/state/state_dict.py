@@ -1,4 +1,4 @@
-"""The whole model's state and gradients, from and to the ranks that hold them, under the model's original names."""
+"""State and gradients of the whole model, gathered from and loaded into the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gather_state(session: Session) -> dict[str, torch.Tensor]:
     first = {tied.get(name, name): name for name in reversed(whole)}
     gathered = gather_tensors(
         session.world,
-        {name: session.owners.get(name, 0) for name in first},
+        {name: session.context.placement.owners.get(name, 0) for name in first},
         {name: whole[original] for name, original in first.items()},
         lambda name: held.get(name, whole[first[name]]),
     )
@@ -52,7 +52,7 @@ def local_state(session: Session, steps: int) -> dict[str, torch.Tensor]:
         first = tied.get(name, name)
         if first in held and session.keeps(first):
             kept[name] = held[first].detach().cpu().clone()
-        elif first not in session.owners and captures.is_own(name, own):
+        elif first not in session.context.placement.owners and captures.is_own(name, own):
             kept[name] = own.detach().cpu().clone()
     kept._metadata = {_REMEMBERED: {"steps": steps}}  # type: ignore[attr-defined]
     return kept
@@ -65,13 +65,20 @@ def gather_masters(session: Session) -> dict[str, torch.Tensor]:
         for name, tensor in session.captures.trained.named_parameters()
         if session.options.master_weights and tensor.dtype in HALF
     }
-    owners = {name: session.owners.get(name, 0) for name in wanted}
+    owners = {name: session.context.placement.owners.get(name, 0) for name in wanted}
     found = gather_tensors(session.world, owners, wanted, session.tensors.masters.by_name.get)
     return {name: master for name, master in found.items() if master is not None}
 
 
-def sync_state(session: Session) -> None:
-    """Copy what other ranks hold into this rank's model.  Collective.  Bytes sent: the size of the model."""
+def sync_state(session: Session, *, at_the_end: bool = False) -> None:
+    """Copy what other ranks hold into this rank's model.  Collective.  Bytes sent: the size of the model.
+
+    at_the_end: warn about a parameter that was written to, and is overwritten by its fp32 master weight."""
+    if at_the_end and (written := session.tensors.masters.written()) is not None:
+        warnings.warn(
+            f"{written} was written to in the model since the last run; this is lost, as its fp32 master weight counts",
+            stacklevel=4,
+        )
     state = gather_state(session)
     own = session.captures.trained.state_dict()
     with torch.no_grad():
@@ -81,20 +88,8 @@ def sync_state(session: Session) -> None:
     session.tensors.masters.accept()  # of a tied parameter this may be the value of another rank
 
 
-def sync_at_the_end(session: Session) -> None:
-    """Call `sync_state`, and warn if it overwrites a parameter that the user has changed."""
-    name = session.tensors.masters.written()
-    if name is not None:
-        warnings.warn(
-            f"{name} was written to in the model since the last run; this is lost, as its fp32 master weight counts",
-            stacklevel=4,
-        )
-    sync_state(session)
-
-
 def empty_foreign(session: Session) -> None:
-    """Empty the parameters and updated buffers of this rank's model that other ranks trained: their values here are
-    old, and must be neither saved nor trained on."""
+    """Empty the parameters and updated buffers of this rank's model that other ranks trained, since they are stale."""
     model, held, tied = session.captures.trained, session.tensors.held, session.tied
     session.tensors.masters.write()
     updated = {buffer for buffer, _ in session.graph.updates}
@@ -171,7 +166,7 @@ def gather_gradients(session: Session) -> dict[str, torch.Tensor | None]:
     like = trainable | {name: torch.empty_like(trainable[name], dtype=torch.float32, device="meta") for name in wide}
     return gather_tensors(
         session.world,
-        {name: session.owners.get(name, 0) for name in trainable},
+        {name: session.context.placement.owners.get(name, 0) for name in trainable},
         like,
         lambda name: driven.get(name, trainable[name]).grad,
     )
@@ -179,7 +174,7 @@ def gather_gradients(session: Session) -> dict[str, torch.Tensor | None]:
 
 def clip_gradients(session: Session, max_norm: float, norm_type: float) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most max_norm, and return the norm before.  Collective."""
-    world, owners = session.world, session.owners
+    world, owners = session.world, session.context.placement.owners
     gradients = {name: t.grad for name, t in session.tensors.driven.items() if t.grad is not None}
     norms = [
         float(torch.linalg.vector_norm(_wide(_elements(gradient)), norm_type))

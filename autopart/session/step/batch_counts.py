@@ -41,13 +41,11 @@ class BatchCounts:
         self._code: dict[tuple[int, str], StageModule] = {}
         self._constants: dict[tuple[int, str], torch.Tensor] = {}
 
-    def has(self, rows: int) -> bool:
-        """Return whether parts of this number of rows can be counted."""
-        return rows in self._sizes
-
     def add(self, captured: Captured, reduction: LossReduction) -> None:
-        """Cut out what computes the values that this reduction counts, at the rows of `captured`."""
+        """Cut out what computes the values that this reduction counts, once for each number of rows."""
         graph = captured.graph
+        if graph.rows in self._sizes:
+            return
         self._sizes.add(graph.rows)
         kinds = {param.name: param.kind for param in graph.params}
         for name in sorted(set(reduction.counted())):

@@ -1,4 +1,4 @@
-"""Batches that ranks are given in part: not at all, or as a shard.
+"""The batch of a call: whole, missing on some ranks, or in shards.
 
 A shard holds the rows of one replica of the first stage: its window of the first micro-batch, then of the second, and
 so on.  The batch of a step over shards is, micro-batch by micro-batch, the next rows of each shard in the order of the
@@ -7,19 +7,60 @@ replicas (`rows_of_shards`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from autopart.capture import Captured
 from autopart.capture.batch.batch import Batch, split_rows
 from autopart.capture.batch.stand_in import describe, emptied, stand_in
-from autopart.ir.errors import BatchError, RefusedError
+from autopart.ir.errors import BatchError, RefusedError, UsageError
 from autopart.ir.plan import Decision
 from autopart.ir.shares import Division, parts
 from autopart.runtime.group.world import World
 from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.ranks.call_sync import digest_of
 from autopart.session.step.parts import micro_cut
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and keyword arguments of a call."""
+
+
+def first_batch(batch: Batch | None, *, sharded: bool) -> Batch:
+    """Return the batch that the pipeline is planned for.  Raises BatchError if it is missing or a shard."""
+    if batch is None or sharded:
+        raise BatchError(
+            "the first step of a pipe without a sample is given no whole batch",
+            why="the pipeline is planned for it, on every rank",
+            fix="pass sample=batch to compile, or the whole batch to the first step of every rank",
+        )
+    return batch
+
+
+def one_batch(arguments: Arguments) -> Any:
+    """Return the arguments of a call as one batch, None if this rank is given none."""
+    args, kwargs = arguments
+    if kwargs:
+        return (args, kwargs) if args else kwargs
+    if not args:
+        raise BatchError("step was called without a batch", fix="pass the batch that the model takes")
+    return args[0] if len(args) == 1 else args
+
+
+def refuse_target(model: torch.nn.Module, batch: Any) -> None:
+    """Raise UsageError for a pair given to `predict` if the model takes one argument: the second is a target."""
+    if not isinstance(batch, tuple) or len(batch) != 2 or isinstance(batch[1], Mapping):
+        return
+    try:
+        inspect.signature(model.forward).bind(*batch)
+    except TypeError as error:
+        raise UsageError(
+            "predict was given a pair that the model does not take",
+            why=f"{error}; pairs of inputs and target are for step and eval_loss",
+            fix="leave the target out: pipe.predict(inputs)",
+        ) from None
 
 
 def shared_stand_in(world: World, batch: Batch | None, source: int, signature: float) -> Batch:

@@ -1,8 +1,7 @@
 """The weight, in the loss of the whole batch, of the rows that each replica has of each micro-batch.
 
 Replicas of two stages may have different rows of a micro-batch, so rows are counted in pieces that no replica's window
-cuts.  Counts add up over pieces, and every rank derives the same shares from them.  With one rank, each micro-batch is
-one piece.
+cuts.  Every rank derives the same shares from the counts of all pieces.
 """
 
 from __future__ import annotations

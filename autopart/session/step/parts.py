@@ -31,28 +31,6 @@ def code_sizes(planned: Stage, rank: int, micro_rows: Sequence[int]) -> list[int
     return sorted({own[replica] for own in every} - {0} or {max(map(max, every))}, reverse=True)
 
 
-def stage_inputs(
-    batch: Batch,
-    names: Sequence[str],
-    planned: Stage,
-    rank: int,
-    micro_rows: Sequence[int],
-    device: torch.device,
-    *,
-    sharded: bool,
-) -> list[Mapping[str, torch.Tensor]]:
-    """Return the model's inputs by name, for each micro-batch, of the rows that a rank of the first stage has; empty if
-    it has none.  sharded: whether the batch holds these rows alone."""
-    replica = planned.ranks.index(rank)
-    every = [parts(planned.division, micro, rows) for micro, rows in enumerate(micro_rows)]
-    if sharded:
-        every, replica = [(own[replica],) for own in every], 0
-    sizes = [rows for own in every for rows in own]
-    places = range(replica, len(sizes), len(every[0]))
-    found = inputs_of(batch, names, sizes, device, places)
-    return [found.get(place, {}) for place in places]
-
-
 def inputs_of(
     batch: Batch, names: Sequence[str], sizes: Sequence[int], device: torch.device, wanted: Sequence[int]
 ) -> dict[int, Mapping[str, torch.Tensor]]:

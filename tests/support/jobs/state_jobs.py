@@ -11,6 +11,7 @@ from torch import nn
 import autopart
 from support.jobs.failing_jobs import CASE, arm
 from support.jobs.step_jobs import cluster, compiled
+from support.models.zoo import CASES
 
 
 def _stack() -> nn.Module:
@@ -126,3 +127,37 @@ def constants_adopted() -> Any:
             error = repr(raised)
         losses.append(pipe.step(sample).item())
         return error, losses
+
+
+def clipped_by_torch() -> Any:
+    """What torch's functions that clip gradients raise over the parameters of two stages, "" for nothing."""
+    found = []
+    with _opened(_stack(), cuts=["2"]) as pipe:
+        pipe.step(DATA)
+        for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
+            try:
+                clip(pipe.parameters(), 1.0)
+                found.append("")
+            except autopart.UsageError as error:
+                found.append(error.fix)
+    return found
+
+
+def saved_pretrained(folder: str) -> Any:
+    """The state of a model of transformers that rank 0 saved between two steps, and the losses around that."""
+    case = CASES["llama"]
+    model, batch = case.model(), case.data(4, torch.float32)
+    options: Any = {"costs": "analytic", "micro_batches": 2, "stages": 2}
+    losses = []
+    with autopart.compile(model, cluster(), sample=batch, **options) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for _ in range(2):
+            losses.append(pipe.step(batch).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            pipe.sync_model()
+            if pipe.rank == 0:
+                model.save_pretrained(folder)
+        losses.append(pipe.step(batch).item())
+        state = pipe.state_dict()
+    return state, losses

@@ -74,7 +74,7 @@ def explain(
     if model is not None:
         subject = load_model(model, seed)
         options = read_options(plan=found, loss_fn=subject.loss_fn, optimizer=optimizer)
-        made, step = _planned(subject, cluster or f"cpu:{found.world}", options, simulate=trace is not None)
+        made, step = _planned(subject, cluster or f"cpu:{found.decision.world}", options, simulate=trace is not None)
         graph = made.captured.graph
     elif trace is not None:
         raise UsageError(

@@ -30,7 +30,6 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.errors import InfeasibleError, PlanError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Plan, Precision
-from autopart.ir.plan import check as check_plan
 from autopart.ir.program import BUCKET_BYTES
 from autopart.ir.size import Size
 from autopart.options import Options
@@ -168,12 +167,14 @@ def _built(problem: Problem, costs: CostedGraph) -> Plan:
 
 def _hint_at_slices(problem: Problem, plan: Plan) -> tuple[str, ...]:
     """A note where slices of sequences may pay: to try them takes a second capture, so they are tried when asked."""
-    if problem.options.token_slices is not None or plan.bubble < IDLE or len(plan.stages) < 2:
+    if problem.options.token_slices is not None or plan.report.bubble < IDLE or len(plan.stages) < 2:
         return ()
     tokens = sequence_length(problem.family.batch)
     if tokens is None or tokens < LONG:
         return ()
-    return (f'devices idle for {plan.bubble:.0%} of the step: token_slices="auto" tries slices of the sequences',)
+    return (
+        f'devices idle for {plan.report.bubble:.0%} of the step: token_slices="auto" tries slices of the sequences',
+    )
 
 
 def _request(problem: Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, ...]]:
@@ -282,7 +283,7 @@ def _found_or_built(
     ours = {schedule.name for schedule in BUILT_IN}
     kept = options.cache and ours.issuperset(request.schedules)
     key = plan_key(asked, other, cluster, request) if kept else None
-    found = find_plan(key, lambda plan: check_plan(plan, asked.graph)) if key else None
+    found = find_plan(key, asked.graph) if key else None
     if found is not None:
         return found
     with gc_paused():

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autopart.capture.derive.family import ProgramFamily
 from autopart.capture.derive.reduction import WHOLE, couples_rows, loss_reduction
-from autopart.ir.errors import CaptureError, CoupledLossError, InfeasibleError, RefusedError, UndividedError, UsageError
+from autopart.ir.errors import CaptureError, InfeasibleError, RefusedError, UsageError
 from autopart.ir.graph import LossReduction
 from autopart.ir.plan import Plan
 from autopart.ir.shares import parts
@@ -61,7 +61,7 @@ def with_reduction(problem: Problem, family: ProgramFamily, splits: Splits) -> t
         halves = tuple((*micro_rows, *micro_rows) for micro_rows in splits)
         try:
             return problem, loss_reduction(family, halves, options.loss_reduction)
-        except CoupledLossError as refusal:
+        except RefusedError as refusal:
             if options.replicas is not None:
                 raise
             return without_replicas(problem, refusal.what), WHOLE
@@ -80,9 +80,8 @@ def weaker(problem: Problem, failures: Sequence[RefusedError | InfeasibleError])
         refusals = [failure for failure in failures if isinstance(failure, RefusedError)]
         if not refusals:
             raise failures[-1]
-        last, value = refusals[-1], ""
-        if failures[-1] is last and isinstance(last, UndividedError):
-            value = last.value
+        last = refusals[-1]
+        value = last.value if failures[-1] is last else ""
         if value and value not in problem.uncut and len(problem.uncut) < MOST_UNCUT:
             problem = replace(problem, uncut=(*problem.uncut, value))
         elif problem.options.replicas is None:

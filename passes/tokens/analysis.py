@@ -8,7 +8,7 @@ parameters never is, for its gradient would be lost.
 
 from __future__ import annotations
 
-from autopart.ir.errors import TokenRefusal
+from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph, Op
 from autopart.passes.ops.row import CREATION, LOSS, VIEW
 from autopart.passes.ops.table import op_name
@@ -24,7 +24,7 @@ from autopart.passes.tokens.windows import windows
 _FIX = "leave token_slices out: the model is then trained on whole sequences"
 
 
-def analyse(graph: Graph, shorter: Graph, tokens: int, fewer: int, numbers: Numbers) -> Recipe | TokenRefusal:
+def analyse(graph: Graph, shorter: Graph, tokens: int, fewer: int, numbers: Numbers) -> Recipe | RefusedError:
     """How a model runs slice by slice, or why not.
 
     graph, shorter: captures at `tokens` and at `fewer` tokens.  numbers: of values that depend on constants
@@ -36,14 +36,14 @@ def analyse(graph: Graph, shorter: Graph, tokens: int, fewer: int, numbers: Numb
     return _Analysis(Model(graph, shorter, tokens, fewer, numbers)).recipe()
 
 
-def _different(graph: Graph, other: Graph) -> TokenRefusal | None:
+def _different(graph: Graph, other: Graph) -> RefusedError | None:
     shapes = other.value_map()
     same = graph.structure_digest() == other.structure_digest()
     if same and all(len(v.shape) == len(shapes[v.name].shape) for v in graph.values):
         return None
     pairs = zip(graph.ops, other.ops, strict=False)
     op = next((a for a, b in pairs if (a.target, a.reads, a.params) != (b.target, b.reads, b.params)), None)
-    return TokenRefusal(
+    return RefusedError(
         "the model runs other operations on shorter sequences",
         where=f"{op.target} in module {op.module} at {op.where}" if op else f"{len(graph.ops)} ops",
         why="code for a slice is made from one program for every length",
@@ -76,7 +76,7 @@ class _Analysis:
             if model.fixed.issuperset(op.reads):
                 model.fixed.update(op.writes)
 
-    def recipe(self) -> Recipe | TokenRefusal:
+    def recipe(self) -> Recipe | RefusedError:
         """The recipe; or what keeps the loss from being computed slice by slice."""
         for op in self._graph.ops:
             if op.name not in self._prologue:
@@ -90,7 +90,7 @@ class _Analysis:
         prologue = frozenset(self._prologue)
         return Recipe(model.tokens, found.forms, prologue, found.ops, self._chain, guards, found.reach)
 
-    def _refusal(self) -> TokenRefusal | None:
+    def _refusal(self) -> RefusedError | None:
         graph, model = self._graph, self._model
         output = graph.outputs[0]
         if output in model.refused:
@@ -201,14 +201,14 @@ _ARRANGING = ("cat", "repeat", "tile", "repeat_interleave")
 class _Earlier(Exception):
     """An operand was refused."""
 
-    def __init__(self, refusal: TokenRefusal) -> None:
+    def __init__(self, refusal: RefusedError) -> None:
         self.refusal = refusal
         super().__init__(refusal.what)
 
 
-def _refusal(op: Op, why: str, fix: str = "") -> TokenRefusal:
+def _refusal(op: Op, why: str, fix: str = "") -> RefusedError:
     module = f"module {op.module} at " if op.module else ""
-    return TokenRefusal(
+    return RefusedError(
         f"{op_name(op.target)} ({op.name}) cannot be run slice by slice of the tokens",
         where=f"{module}{op.where}",
         why=why,

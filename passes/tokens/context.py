@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from autopart.ir.errors import TokenRefusal
+from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph, Literal, Op, Param, Value
 from autopart.passes.ops.flops import operands
 from autopart.passes.ops.letters import Letters, Shape, letters
@@ -70,7 +70,7 @@ class Model:
     full: set[str] = field(default_factory=set)
     fixed: set[str] = field(default_factory=set)
     forms: dict[str, Form] = field(default_factory=dict)
-    refused: dict[str, TokenRefusal] = field(default_factory=dict)
+    refused: dict[str, RefusedError] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.values, self.other_values = self.graph.value_map(), self.other.value_map()

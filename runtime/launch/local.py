@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
-from autopart.ir.cluster import torchrun_line
 from autopart.ir.errors import ClusterError, UsageError
-from autopart.launcher import adopt_task
+from autopart.launcher import adopt_task, torchrun_line
 from autopart.runtime.launch.supervise import Fleet, load_result, name_of, pickle_call, refuse_while_importing
 from autopart.runtime.launch.worker import Failure, Success
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 
-from autopart.ir.program import Exchange, Program
+from autopart.ir.program import Action, Program
 from autopart.runtime.group.carriers import Carrier, Posted
 from autopart.runtime.group.world import World
 from autopart.runtime.messages.transport import Spec, offsets, pack, unpack
@@ -54,15 +54,15 @@ class Posting:
 
     def _post(self) -> None:
         while self._next < len(self._exchanges) and self._exchanges[self._next].after <= self._done:
-            self._post_one(self._exchanges[self._next])
+            exchange = self._exchanges[self._next]
+            self._post_one(exchange.peer, exchange.sends, exchange.receives)
             self._next += 1
 
-    def _post_one(self, exchange: Exchange) -> None:
-        """Post the messages of an exchange that carry anything in this step."""
-        peer = exchange.peer
-        given = [(action, self._given.pop((peer, action), None)) for action in exchange.sends]
+    def _post_one(self, peer: int, own: Sequence[Action], others: Sequence[Action]) -> None:
+        """Post those of an exchange's messages that carry anything in this step."""
+        given = [(action, self._given.pop((peer, action), None)) for action in own]
         sends = [(action, buffer) for action, buffer in given if buffer is not None and buffer.numel()]
-        sizes = [(action, offsets(self._expected.get((peer, action), ()))[1]) for action in exchange.receives]
+        sizes = [(action, offsets(self._expected.get((peer, action), ()))[1]) for action in others]
         receives = [(action, size) for action, size in sizes if size]
         if not sends and not receives:
             return

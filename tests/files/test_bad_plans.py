@@ -237,7 +237,7 @@ def test_a_damaged_plan_file_is_refused_with_the_place(tmp_path, edit, words):
 
 
 def test_a_plan_file_that_is_not_there_is_refused(tmp_path):
-    with refused(PlanFileError, "cannot read"):
+    with refused(PlanFileError, "cannot be read"):
         compiled(net(), batch(), plan=tmp_path / "none.json", loss_fn=F.cross_entropy)
 
 
@@ -250,7 +250,7 @@ def _in_two_stages(text: str) -> str:
 
 @pytest.mark.parametrize(
     ("edit", "words"),
-    [(_moved, "flow"), (_lost, "is in no stage"), (_in_two_stages, "stands in stages 0 and 1")],
+    [(_moved, "flow"), (_lost, "is in no stage"), (_in_two_stages, "is in stages 0 and 1")],
 )
 def test_a_plan_that_would_compute_something_else_is_refused(tmp_path, monkeypatch, edit, words):
     plan = planned("cpu:2", stages=2)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from autopart.ir.errors import CaptureError, ControlFlowError
+from autopart.ir.errors import CaptureError
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Unanswered:
     def refusal(self, model: nn.Module) -> CaptureError:
         """For the user."""
         if self.flag:
-            return ControlFlowError(
+            return CaptureError(
                 "the model's Python control flow depends on the data of a tensor",
                 where=self.where,
                 why=f"which way it goes depends on {self.source}, which every step changes",

@@ -12,7 +12,7 @@ from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch.batch import Batch
 from autopart.capture.derive.reduction import Layouts
 from autopart.capture.derive.token_axis import token_recipe
-from autopart.ir.errors import BatchError, RefusedError, TokenRefusal
+from autopart.ir.errors import BatchError, RefusedError
 from autopart.ir.graph import Adjusted, Graph
 from autopart.ir.plan import Decision
 from autopart.ir.shares import RowLayout
@@ -56,8 +56,7 @@ class TokenSlicing:
     ) -> None:
         """Make the code of these stages for the rows of `captured`, and note what messages hold.
 
-        Raises TokenRefusal where the model cannot be cut, UsageError for sequences of another length, RefusedError as
-        `draws_of`.
+        Raises RefusedError where the model cannot be cut and as `draws_of`, UsageError for sequences of another length.
         """
         rows = captured.graph.rows
         recipe = self._recipe(batch, rows)
@@ -78,12 +77,12 @@ class TokenSlicing:
 
     def _recipe(self, batch: Batch, rows: int) -> Recipe:
         recipe = token_recipe(self._captures, batch, Size(rows))
-        if isinstance(recipe, TokenRefusal):
+        if isinstance(recipe, RefusedError):
             raise recipe
         return recipe
 
     def prologue_of(self, batch: Batch) -> frozenset[str]:
-        """The prologue for a batch, before code is made; empty where sequences are whole.  Raises TokenRefusal."""
+        """The prologue for a batch, before code is made; empty where sequences are whole.  Raises RefusedError."""
         return self._recipe(batch, max(self._decision.micro_rows)).prologue if self.active else frozenset()
 
     def _code_of(self, captured: Captured, recipe: Recipe, values: Iterable[str]) -> StageModule | None:

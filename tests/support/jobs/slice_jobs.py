@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from autopart.ir.errors import AutopartError, TokenRefusal
+from autopart.ir.errors import AutopartError, RefusedError
 from support.jobs.step_jobs import EVERY, compiled, expected_of, fresh
 from support.oracles.one_process import Difference, Expected, difference, gradient_error, plain_loss, plain_step
 
@@ -120,7 +120,7 @@ def trained_whole(name: str, dtype_name: str) -> dict[str, Any]:
     options: dict[str, Any] = {"stages": 2, "micro_batches": 1}  # statistics, and losses of the router, are of all rows
     try:
         compiled(case, fresh(name, dtype), batch, token_slices=2, **options)
-    except TokenRefusal as refusal:
+    except RefusedError as refusal:
         told = str(refusal)
     with compiled(case, fresh(name, dtype), batch, token_slices="auto", **options) as pipe:
         slices, notes = pipe.plan.decision.token_slices, pipe.plan.notes

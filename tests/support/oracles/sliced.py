@@ -13,7 +13,7 @@ from autopart.capture import Captured
 from autopart.capture.batch.batch import flatten
 from autopart.capture.cache import CaptureCache
 from autopart.capture.derive.token_axis import Probed, fewer_tokens, sequence_length, shortened, token_recipe
-from autopart.ir.errors import TokenRefusal
+from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.program import Slot
 from autopart.ir.shares import Window
@@ -35,7 +35,7 @@ class Analysed:
     model: nn.Module
     batch: Any
     captured: Captured
-    recipe: Recipe | TokenRefusal
+    recipe: Recipe | RefusedError
 
 
 def analysed(model: nn.Module, batch: Any, loss_fn: Any = None) -> Analysed:
@@ -46,7 +46,7 @@ def analysed(model: nn.Module, batch: Any, loss_fn: Any = None) -> Analysed:
     return Analysed(model, batch, captures(flat, size), recipe)
 
 
-def judged(model: nn.Module, batch: Any) -> tuple[Analysed, list[Recipe | TokenRefusal]]:
+def judged(model: nn.Module, batch: Any) -> tuple[Analysed, list[Recipe | RefusedError]]:
     """A model whose loss is the sum of a stack of losses: what the analysis says of it, and of each loss alone."""
     flat, captures = flatten(batch), CaptureCache(model, None)
     size, tokens = Size(flat.rows or 1), sequence_length(flat)

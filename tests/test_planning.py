@@ -19,7 +19,7 @@ from autopart.ir.errors import RefusedError, UsageError
 from autopart.ir.shares import parts
 from autopart.ir.size import Size
 from autopart.options import read_options
-from autopart.planning import Planned, make_plan
+from autopart.planning.make import Planned, make_plan
 from autopart.planning.restrictions import at_one_size
 
 SLOW = Cluster((Device("cpu", 1 << 40, 10**7, 10**12),) * 4, (Level(4, Link(0, 10**12)),))

@@ -21,7 +21,14 @@ Every message has the same order: what failed, where (module path, file:line), w
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 from autopart.ir.printable import printable
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class AutopartError(Exception):
@@ -109,3 +116,22 @@ class NonFiniteError(RunError):
 
 class WorkerError(RunError):
     """A process died or a peer stopped answering."""
+
+
+def short_errors(function: F) -> F:
+    """Wrap a public function so that errors raised on purpose do not show internal frames.
+
+    The whole traceback goes to the logger "autopart" at level DEBUG.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (GraphError, ProgramError):
+            raise
+        except AutopartError as error:
+            logging.getLogger("autopart").debug("raised to the caller", exc_info=True)
+            raise error.with_traceback(None) from error.__cause__
+
+    return call  # type: ignore[return-value]

@@ -28,7 +28,7 @@ from autopart.ir.plan import Plan
 from autopart.ir.program import Program
 from autopart.ir.size import Size
 from autopart.options import Options
-from autopart.planning import Planned, make_plan, read_plan
+from autopart.planning.make import Planned, make_plan, read_plan
 from autopart.runtime.activity import patient, set_activity, set_rank_label
 from autopart.runtime.group.world import World
 from autopart.runtime.sums.shared_values import SharedValues

@@ -16,25 +16,26 @@ from autopart.capture.trace.export import LossFn
 from autopart.costs.sources import CostSource
 from autopart.files.clusters import parse_cluster
 from autopart.ir.cluster import Cluster
-from autopart.ir.errors import UsageError
+from autopart.ir.errors import UsageError, short_errors
+from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Timeline
-from autopart.options import OptimizerLike, Options, OptionsDict, PlanLike, read_options, read_seconds
-from autopart.planning import Planned, make_plan
+from autopart.options import OptimizerLike, Options, OptionsDict, PlanLike, read_options, read_value
+from autopart.planning.make import make_plan
 from autopart.planning.simulated import simulate_plan
 from autopart.runtime.launch.local import launch as _launch
 from autopart.session.compare import Verification, verify_step
 from autopart.session.pipe import Pipe
 
 ClusterLike = Cluster | str | os.PathLike[str] | None
-"""A cluster, a YAML, TOML or JSON file, a text such as "cpu:2", or None: taken from launcher and visible devices."""
+"""A cluster, a YAML, TOML or JSON file, a text such as "cpu:2", or None: from the launcher and the visible devices."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _with_options(function: F) -> F:
-    """Append the documentation of the options to that of a function."""
+    """Append the documentation of the options to that of a function, and keep internal frames out of its errors."""
     function.__doc__ = f"{cleandoc(str(function.__doc__))}\n\n{cleandoc(str(Options.__doc__))}"
-    return function
+    return short_errors(function)
 
 
 @_with_options
@@ -44,7 +45,7 @@ def compile(
     """Turn an unmodified model into a running training pipeline.  Call it on every rank.
 
     model: any torch.nn.Module.  cluster: an `autopart.Cluster`, a YAML, TOML or JSON file, a text such as "cpu:2", or
-    None: taken from the launcher and the visible devices.  sample: one batch as the model takes it (a mapping, a tuple,
+    None: from the launcher and the visible devices.  sample: one batch as the model takes it (a mapping, a tuple,
     a pair of both, a tensor; with loss_fn a pair of inputs and target); without one the model is captured at the first
     step.  The logger "autopart" reports the phases at level INFO.
 
@@ -59,10 +60,10 @@ def compile(
 def plan(model: nn.Module, cluster: ClusterLike = None, *, sample: Any, **options: Unpack[OptionsDict]) -> Plan:
     """Plan a model without running it: needs no process group and no weights (the model may be on the meta device).
 
-    sample is required.  In the result times are nanoseconds and sizes bytes; its table says what the runtime lacks for
-    it.  Raises UsageError, CaptureError, RefusedError, PlanError, InfeasibleError.
+    model, cluster: as in `compile`.  sample: one batch, required.  Times of the result are nanoseconds, sizes bytes.
+    Raises UsageError, CaptureError, RefusedError, PlanError, InfeasibleError.
     """
-    return planned(model, cluster, sample, read_options(**options)).plan
+    return planned(model, cluster, sample, read_options(**options))[0]
 
 
 @_with_options
@@ -76,13 +77,14 @@ def verify(
 ) -> Verification:
     """Compare one training step of the pipeline with the same step in one process, on copies of the model.
 
-    tolerance: largest relative error of the loss, of each gradient and of each buffer; None for 1e-10 in fp64 and
-    1e-5 in fp32 (by the coarsest type that a gradient flows through).  Call it on every rank, as `compile`; every
-    rank gets the same result: `.ok`, `.table()`, `.gradients`.  Raises what `compile` and `Pipe.step` raise.
+    tolerance: largest relative error of the loss, of each gradient and of each buffer; None: 1e-10 in fp64 and 1e-5 in
+    fp32 (by the least precise dtype that a gradient flows through).  Call it on every rank, like `compile`; every rank
+    gets the same result: `.ok`, `.table()`, `.gradients`.  Raises as `compile` and `Pipe.step`.
     """
     return checked(model, cluster, sample, read_options(**options), tolerance)
 
 
+@short_errors
 def simulate(
     plan: PlanLike,
     model: nn.Module,
@@ -96,25 +98,25 @@ def simulate(
 ) -> Timeline:
     """Simulate one step of a plan, action by action, in nanoseconds and bytes.
 
-    plan: a Plan or the path of a plan file.  model, cluster, sample, loss_fn, optimizer, master_weights: what it was
-    made for; the model may be on the meta device.  costs: as in `plan`; None for the source that the plan names.  Of
-    replicas the first rank is shown; of an asynchronous schedule one step by itself.  `save_trace` writes it for a
+    plan: a Plan or the path of a plan file.  model, cluster, sample, loss_fn, optimizer, master_weights: as for the
+    plan; the model may be on the meta device.  costs: as in `plan`; None: the source that the plan names.  The timeline
+    shows the first of several replicas, and of an asynchronous schedule a single step.  `save_trace` writes it for a
     viewer.  Raises UsageError, CaptureError, and PlanError for a plan of another model, shape, torch release or number
     of ranks.
     """
     options = read_options(plan=plan, loss_fn=loss_fn, optimizer=optimizer, master_weights=master_weights, costs=costs)
-    return simulated(model, cluster, sample, options)[1]
+    return simulated(model, cluster, sample, options)[2]
 
 
 def launch(fn: Callable[..., Any], cluster: ClusterLike = None, *args: Any, timeout: float | None = None) -> list[Any]:
     """Run fn(*args) on every rank of a cluster in local processes and return the results by rank.
 
-    Under torchrun, srun or mpirun this process is one of the ranks and fn is simply called.  timeout: seconds for
-    everything but planning, None for no limit.  Raises WorkerError with the first cause when a process dies, is stopped
-    or runs out of time, and what fn raised on a rank.
+    Under torchrun, srun or mpirun this process is one of the ranks, and fn is simply called.  timeout: seconds for
+    everything but planning, None: no limit.  Raises WorkerError with the first cause if a process dies, is stopped or
+    runs out of time, and the error that fn raised on a rank.
     """
     if timeout is not None:
-        read_seconds("timeout", timeout)
+        read_value("timeout", timeout)
     machines = _cluster(cluster)
     if not callable(fn):
         raise UsageError(
@@ -126,24 +128,26 @@ def launch(fn: Callable[..., Any], cluster: ClusterLike = None, *args: Any, time
     return _launch(fn, machines.world, *args, timeout=timeout, local=machines.levels[0].size)
 
 
-def planned(model: nn.Module, cluster: ClusterLike, sample: Any, options: Options) -> Planned:
-    """Plan, and return the captured graph with the plan."""
+def planned(model: nn.Module, cluster: ClusterLike, sample: Any, options: Options) -> tuple[Plan, Graph]:
+    """Plan, and return the plan with the captured graph."""
     batch = flatten(_given(sample, "plan"), with_target=options.loss_fn is not None)
-    return make_plan(CaptureCache(model, options.loss_fn), batch, _cluster(cluster), options, to_run=False)
+    made = make_plan(CaptureCache(model, options.loss_fn), batch, _cluster(cluster), options, to_run=False)
+    return made.plan, made.captured.graph
 
 
-def simulated(model: nn.Module, cluster: ClusterLike, sample: Any, options: Options) -> tuple[Planned, Timeline]:
-    """Plan, and simulate a step of the plan."""
-    capturer, machines = CaptureCache(model, options.loss_fn), _cluster(cluster)
+def simulated(model: nn.Module, cluster: ClusterLike, sample: Any, options: Options) -> tuple[Plan, Graph, Timeline]:
+    """Plan, and return the plan with the captured graph and a simulated step."""
+    captures, machines = CaptureCache(model, options.loss_fn), _cluster(cluster)
     batch = flatten(_given(sample, "simulate"), with_target=options.loss_fn is not None)
-    made = make_plan(capturer, batch, machines, options, to_run=False)
-    return made, simulate_plan(made, capturer, batch, machines, options)
+    made = make_plan(captures, batch, machines, options, to_run=False)
+    step = simulate_plan(made.plan, made.captured, captures, batch, machines, options)
+    return made.plan, made.captured.graph, step
 
 
 def checked(
     model: nn.Module, cluster: ClusterLike, sample: Any, options: Options, tolerance: float | None
 ) -> Verification:
-    """Verify with options that were read before."""
+    """Run `verify` with options that are already read."""
     return verify_step(model, _cluster(cluster), _given(sample, "verify"), options, tolerance)
 
 

@@ -1,25 +1,41 @@
-"""What started this process as one of several: torchrun's variables, which are the contract, or those of others.
+"""What launched this process as one of several: torchrun's variables, or those of srun, mpirun and mpiexec.
 
-srun, mpirun and mpiexec say in variables of their own which rank a process is.  Where these are enough they become
-torchrun's; where a part is missing, such as the address of rank 0, nothing is guessed: each process would train alone.
+The other launchers tell the rank of a process in variables of their own.  If these are complete, they are translated to
+torchrun's; if one is missing, such as the address of rank 0, the launch is refused, since each process would train
+alone.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from autopart.ir.cluster import script_line, torchrun_line
 from autopart.ir.errors import ClusterError
 
 PORT = 29500
-"""Where rank 0 listens when MASTER_PORT does not say: torch's own choice."""
+"""Port of rank 0 if MASTER_PORT is not set: torch's default."""
+
+
+def torchrun_line(world: int, local: int | None = None) -> str:
+    """Return the command that runs this script on `world` ranks, `local` of them on each host (None: all on one)."""
+    if local is None or local >= world:
+        return f"torchrun --standalone --nproc-per-node {world} {_script_line()}"
+    return (
+        f"torchrun --nnodes {-(-world // local)} --nproc-per-node {local} --rdzv-backend c10d "
+        f"--rdzv-endpoint $MASTER_ADDR:{PORT} {_script_line()}"
+    )
+
+
+def _script_line() -> str:
+    return shlex.join([word for word in sys.argv if word] or ["train.py"])
 
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The variables of one launcher.  start: its command line but for the script."""
+    """The variables of one launcher.  start: the command in front of `python script`."""
 
     start: str
     size: str
@@ -39,10 +55,10 @@ _LAUNCHERS = (
 
 
 def launcher_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables, where another launcher than torchrun started this process; empty without one.
+    """Return torchrun's variables if another launcher started this process, else {}.
 
-    Raises ClusterError when a launcher says that there are several processes and not enough to connect them, and for
-    RANK without WORLD_SIZE.
+    Raises ClusterError if that launcher started several processes but does not tell how to connect them, and for RANK
+    without WORLD_SIZE.
     """
     if "RANK" in env and not env.get("WORLD_SIZE"):
         raise ClusterError(
@@ -61,16 +77,13 @@ def launcher_variables(env: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def adopt_launcher(env: MutableMapping[str, str]) -> None:
-    """Set torchrun's variables where another launcher said the same in its own."""
-    env.update(launcher_variables(env))
-
-
 def adopt_task(env: MutableMapping[str, str]) -> None:
-    """The same where srun, mpirun or mpiexec started this very process.  A shell in a SLURM allocation is no such task,
-    though it has SLURM's variables."""
+    """Set torchrun's variables if srun, mpirun or mpiexec started this very process.
+
+    A shell inside a SLURM allocation has SLURM's variables too, but is not such a process.
+    """
     if any(name in env for name in ("SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")):
-        adopt_launcher(env)
+        env.update(launcher_variables(env))
 
 
 def _variables(launcher: _Launcher, size: int, env: Mapping[str, str]) -> dict[str, str]:
@@ -100,7 +113,7 @@ def _incomplete(
     hosts = (
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) ' if slurm else "MASTER_ADDR=HOST "
     )
-    line = hosts + launcher.start.format(size=size) + f" python {script_line()}"
+    line = hosts + launcher.start.format(size=size) + f" python {_script_line()}"
     return ClusterError(
         f"{launcher.size} says that {size} processes run, and this one cannot find the others",
         where=launcher.size,
@@ -111,6 +124,6 @@ def _incomplete(
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:
-    """A variable's number; of SLURM's "4(x2)", tasks of each node, the first, where all are alike."""
+    """Return the number in a variable; 4 for SLURM's "4(x2)", four tasks on each of two nodes."""
     found = re.fullmatch(r"(\d{1,9})(\(x\d+\))?", env.get(name, "").strip())
     return int(found[1]) if found else None

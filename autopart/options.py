@@ -1,8 +1,8 @@
-"""The one list of options that `compile`, `plan`, `verify` and the command line take.
+"""The one list of options of `compile`, `plan`, `verify` and the command line.
 
-`Options` is the list: what each option means, in groups, its type and its default; `_READERS` says how a value is read.
-`OptionsDict` repeats the names with the types that a caller may pass, for editors and type checkers; a test holds the
-names equal.  The docstrings of the front door and the flags of the command line follow from this list.
+`Options` is the list: what each option means, in groups, its type and its default; `_CHECKS` has the possible values.
+`OptionsDict` repeats the names with the types that a caller may pass, for editors and type checkers.  The docstrings of
+`autopart.api` and the flags of the command line are generated from this list.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PlanLike = Plan | str | os.PathLike[str]
 
 
 class OptionsDict(TypedDict, total=False):
-    """The options as keyword arguments: what `compile`, `plan` and `verify` accept."""
+    """The options as keyword arguments of `compile`, `plan` and `verify`."""
 
     loss_fn: LossFn | None
     stages: int | None
@@ -150,11 +150,11 @@ class Options:
     transport: str = "auto"
 
 
-# ---- readers: from what a caller passed to the value in the record; each raises UsageError --------------------------
+# ---- values ----------------------------------------------------------------------------------------------------------
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """The words that an option takes; () for one that takes no words."""
+    """Return the words that an option takes; () for an option without words."""
     known: dict[str, Iterable[str]] = {
         "precision": _PRECISIONS,
         "schedule": ("auto", *names()),
@@ -169,184 +169,149 @@ def choices(name: str) -> tuple[str, ...]:
     return tuple(known.get(name, ()))
 
 
-def _choice(name: str, value: Any) -> str:
-    """One of the words that the option takes."""
-    known = choices(name)
-    if isinstance(value, str) and value in known:
-        return value
-    near = difflib.get_close_matches(str(value), known, n=1)
-    advice = f"did you mean {near[0]!r}? " if near else ""
-    raise UsageError(f"unknown {name} {value!r}", fix=f"{advice}use one of {', '.join(known)}")
-
-
-def _count(name: str, value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise UsageError(f"{name} is {value!r}", fix="use an integer of at least 1, or None to let the planner choose")
-    return value
-
-
-def _integer(name: str, value: Any) -> int:
-    if not isinstance(value, int):
-        raise UsageError(f"{name} is {value!r}", fix="use an integer")
-    return value
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise UsageError(f"{name} is {value!r}", fix="use True or False")
-    return value
-
-
-def read_seconds(name: str, value: Any) -> Any:
-    """Check a number of seconds: above 0, for prove= also 0.  Raises UsageError."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value < math.inf or (value == 0 and name != "prove"):
-        raise UsageError(f"{name} is {value!r}", fix=f"use a number of seconds above 0, for example {name}=600")
-    return value
-
-
-def _bytes(name: str, value: Any) -> int:
-    """Read a number of bytes, or a text such as "25MB" or "4MiB"."""
-    try:
-        count = int(TypeAdapter(ByteSize).validate_python(value)) if isinstance(value, str) else value
-    except ValidationError:
-        count = None
-    if type(count) is not int or count < 1:
-        raise UsageError(f"{name} is {value!r}", fix=f'use bytes, for example {name}=4 << 20 or {name}="4MiB"')
-    if count > MAX_BUCKET_BYTES:
-        raise UsageError(f"{name} is {value!r}", fix=f"use at most {MAX_BUCKET_BYTES} bytes")
-    return count
-
-
 _PRECISIONS = {
-    "fp32": ("fp32", "float32", "32", "32-true", torch.float32),
-    "bf16": ("bf16", "bfloat16", "bf16-mixed", torch.bfloat16),
-    "fp16": ("fp16", "float16", "half", "16-mixed", "fp16-mixed", torch.float16),
+    "fp32": ("float32", "32", "32-true", torch.float32),
+    "bf16": ("bfloat16", "bf16-mixed", torch.bfloat16),
+    "fp16": ("float16", "half", "16-mixed", "fp16-mixed", torch.float16),
 }
-"""The names that torch and other libraries give to each precision."""
+"""The other names that torch and other libraries give to each precision."""
 
 
-def _precision(name: str, value: Any) -> str:
-    for precision, spellings in _PRECISIONS.items():
-        if isinstance(value, str | torch.dtype) and value in spellings:
-            return precision
-    return _choice(name, value)
+def _precision(value: Any) -> Any:
+    return next((name for name, others in _PRECISIONS.items() if value in others), value)
 
 
-def _zero(name: str, value: Any) -> int | str:
-    if value != "auto" and (type(value) is not int or value not in (0, 1)):
-        raise UsageError(
-            f"zero is {value!r}",
-            why="only ZeRO-1 exists here: replicas share the optimizer's state, not gradients or weights",
-            fix='use 0, 1 or "auto"',
-        )
-    return value  # type: ignore[no-any-return]
+def _schedule(value: Any) -> Any:
+    return register(value).name if callable(value) or isinstance(value, Schedule) else value
 
 
-def _loss_fn(name: str, value: Any) -> LossFn:
-    if isinstance(value, type):
-        raise UsageError(f"loss_fn is the class {value.__name__}, not a loss", fix=f"pass loss_fn={value.__name__}()")
-    if not callable(value):
-        raise UsageError(f"loss_fn is a {type(value).__name__}", fix="pass loss_fn(output, target) -> scalar")
-    return value  # type: ignore[no-any-return]
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
 
 
-def _schedule(name: str, value: Any) -> str:
-    """The name of a schedule; a function or a `Schedule` is registered under its own name."""
-    if callable(value) or isinstance(value, Schedule):
-        return register(value).name
-    return _choice(name, value)
+def _paths(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else _tuple(value)
 
 
-def _costs(name: str, value: Any) -> str | CostSource:
-    if isinstance(value, str):
-        return _choice(name, value)
-    if not callable(value):
-        words = ", ".join(choices(name))
-        raise UsageError(f"costs is a {type(value).__name__}", fix=f"use one of {words}, or a function of your own")
-    return value  # type: ignore[no-any-return]
+def _groups(value: Any) -> Any:
+    groups = _paths(value)
+    return tuple(map(_paths, groups)) if isinstance(groups, tuple) else groups
 
 
-def _paths(name: str, paths: Any) -> tuple[str, ...]:
-    example = f'for example {name}=["transformer.h.4"]'
-    if not isinstance(paths, Iterable):
-        raise UsageError(f"{name} is a {type(paths).__name__}", fix=example)
-    found = (paths,) if isinstance(paths, str) else tuple(paths)
-    for path in found:
-        if not isinstance(path, str) or not path:
-            raise UsageError(f"{name}: {path!r} is not a module path", fix=example)
-    return found
+def _recompute(value: Any) -> Any:
+    found = _tuple(value)
+    return found[0] if isinstance(found, tuple) and found[:1] in [(word,) for word in choices("recompute")] else found
 
 
-def _groups(name: str, groups: Any) -> tuple[tuple[str, ...], ...]:
-    """Groups of module paths; a single path is a group of its own."""
-    if not isinstance(groups, Iterable):
-        raise UsageError(f"{name} is a {type(groups).__name__}", fix=f'for example {name}=["encoder", ("a", "b")]')
-    return tuple(_paths(name, group) for group in ((groups,) if isinstance(groups, str) else groups))
-
-
-def _recompute(name: str, value: Any) -> str | tuple[str, ...]:
-    """One of the words, or patterns of module paths."""
-    found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else ()
-    if len(found) == 1 and found[0] in choices(name):
-        return str(found[0])
-    if isinstance(value, str) or not found or not all(isinstance(pattern, str) and pattern for pattern in found):
-        raise UsageError(
-            f"unknown recompute {value!r}",
-            fix=f"use one of {', '.join(choices(name))}, or a list of patterns of module paths: "
-            'recompute=["model.layers.*"]',
-        )
-    return found
-
-
-def _pins(name: str, pins: Any) -> Mapping[str, int]:
-    if not isinstance(pins, Mapping) or not all(isinstance(p, str) and type(s) is int for p, s in pins.items()):
-        raise UsageError(f"pins is {pins!r}", fix='map module paths to stages: pins={"lm_head": 3}')
-    return dict(pins)
-
-
-def _numbers(name: str, value: Any) -> str | int | tuple[int, ...]:
-    """A positive integer, or several of them; for token_slices also "auto"."""
-    if name == "token_slices" and isinstance(value, str) and value == "auto":
+def _bytes(value: Any) -> Any:
+    try:
+        return int(_BYTES.validate_python(value)) if isinstance(value, str) else value
+    except ValidationError:
         return value
-    found = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-    if not found or not all(type(number) is int and number > 0 for number in found):
-        words = '"auto", a number, or the lengths' if name == "token_slices" else "a number, or one for each stage"
-        raise UsageError(f"{name} is {value!r}", fix=f"use {words}: {name}=(2, 1)")
-    return value if isinstance(value, int) else found
 
 
-_READERS: dict[str, Callable[[str, Any], Any]] = {
-    "loss_fn": _loss_fn,
-    "stages": _count,
-    "micro_batches": _count,
-    "replicas": _numbers,
+_BYTES = TypeAdapter(ByteSize)
+_CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "precision": _precision,
     "schedule": _schedule,
+    "replicas": _tuple,
+    "token_slices": _tuple,
     "cuts": _paths,
     "together": _groups,
-    "pins": _pins,
-    "token_slices": _numbers,
     "recompute": _recompute,
-    "zero": _zero,
-    "master_weights": _flag,
-    "sync_batchnorm": _flag,
     "bucket_bytes": _bytes,
-    "costs": _costs,
-    "prove": read_seconds,
-    "cache": _flag,
-    "seed": _integer,
-    "timeout": read_seconds,
 }
-"""How the value of an option is read.  For others `choices` lists the words; optimizer, plan and watch are not read."""
+"""How a value is brought to the form of `Options`; a value that cannot be is left to the check."""
 
-# ---- names that are not options ------------------------------------------------------------------------------------
 
-_COUNT = "micro_batches= is the number of micro-batches of a step"
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _are_counts(value: Any) -> bool:
+    return _is_count(value) or (isinstance(value, tuple) and bool(value) and all(map(_is_count, value)))
+
+
+def _are_paths(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(path, str) and path for path in value)
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+_COUNT = "use an integer of at least 1, or None to let the planner choose"
+_FLAG = "use True or False"
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "loss_fn": (
+        lambda value: callable(value) and not isinstance(value, type),
+        "pass loss_fn(output, target) -> scalar, such as loss_fn=torch.nn.MSELoss() (an instance)",
+    ),
+    "stages": (_is_count, _COUNT),
+    "micro_batches": (_is_count, _COUNT),
+    "replicas": (_are_counts, "use a number, or one for each stage: replicas=(2, 1)"),
+    "cuts": (_are_paths, 'use module paths: cuts=["transformer.h.4"]'),
+    "together": (
+        lambda value: isinstance(value, tuple) and all(map(_are_paths, value)),
+        'use module paths, or groups of them: together=["encoder", ("a", "b")]',
+    ),
+    "pins": (
+        lambda pins: isinstance(pins, Mapping) and all(isinstance(p, str) and type(s) is int for p, s in pins.items()),
+        'map module paths to stages: pins={"lm_head": 3}',
+    ),
+    "token_slices": (
+        lambda value: value == "auto" or _are_counts(value),
+        'use "auto", a number of slices, or their lengths: token_slices=(64, 32)',
+    ),
+    "recompute": (
+        lambda value: value in choices("recompute") or (value and _are_paths(value)),
+        'use "auto", "off", "all", or patterns of module paths: recompute=["model.layers.*"]',
+    ),
+    "zero": (
+        lambda value: value == "auto" or (type(value) is int and value in (0, 1)),
+        'use 0, 1 or "auto": only ZeRO-1 exists, replicas share the optimizer state, not gradients or weights',
+    ),
+    "master_weights": (_is_flag, _FLAG),
+    "sync_batchnorm": (_is_flag, _FLAG),
+    "bucket_bytes": (
+        lambda value: _is_count(value) and value <= MAX_BUCKET_BYTES,
+        f'use bytes, at most {MAX_BUCKET_BYTES}: bucket_bytes=4 << 20 or bucket_bytes="4MiB"',
+    ),
+    "prove": (_is_seconds, "use a number of seconds, such as prove=10"),
+    "cache": (_is_flag, _FLAG),
+    "seed": (lambda value: isinstance(value, int), "use an integer"),
+    "timeout": (lambda value: _is_seconds(value) and value > 0, "use a number of seconds above 0, such as timeout=600"),
+}
+"""Whether a value is possible, and what to use instead.  Other options take one of `choices`, or anything."""
+
+
+def read_value(name: str, value: Any) -> Any:
+    """Return the value of an option in the form of `Options`.  Raises UsageError for an impossible value."""
+    value = _CONVERTERS.get(name, lambda same: same)(value)
+    known = choices(name)
+    if name in _CHECKS:
+        check, fix = _CHECKS[name]
+        if not check(value):
+            raise UsageError(f"{name} is {value!r}", fix=fix)
+    elif known and value not in known and not (name == "costs" and callable(value)):
+        near = difflib.get_close_matches(str(value), known, n=1)
+        advice = f"did you mean {near[0]!r}? " if near else ""
+        other = ", or a function of your own" if name == "costs" else ""
+        raise UsageError(f"unknown {name} {value!r}", fix=f"{advice}use one of {', '.join(known)}{other}")
+    return value
+
+
+# ---- names that are not options --------------------------------------------------------------------------------------
+
+_MICROS = "micro_batches= is the number of micro-batches of a step"
 _OTHER_NAMES = {
-    "n_microbatches num_microbatches num_micro_batches n_micro_batches microbatches chunks": _COUNT,
-    "gradient_accumulation_steps accumulate_grad_batches": f"{_COUNT}; the sample is the batch of all of them",
-    "micro_batch_size microbatch_size train_micro_batch_size_per_gpu": f"{_COUNT}: batch rows / micro_batch_size",
+    "n_microbatches num_microbatches num_micro_batches n_micro_batches microbatches chunks": _MICROS,
+    "gradient_accumulation_steps accumulate_grad_batches": f"{_MICROS}; the sample is the batch of all of them",
+    "micro_batch_size microbatch_size train_micro_batch_size_per_gpu": f"{_MICROS}: batch rows / micro_batch_size",
     "num_stages n_stages pp pp_size pipeline_parallel_size pipeline_model_parallel_size": "stages= is their number",
     "dp dp_size data_parallel_size num_replicas": "replicas= is the number of devices of each stage",
     "split_points split_spec balance": "cuts= takes the module paths at which a stage begins",
@@ -359,7 +324,7 @@ _OTHER_NAMES = {
     "backend": 'transport= takes "auto", "nccl" or "gloo"',
     "compress": "gradients are always summed exactly; drop it",
 }
-"""What to use here for names that torch, DeepSpeed, Megatron, Lightning and Accelerate give to the same wish."""
+"""What to use instead of options of torch, DeepSpeed, Megatron, Lightning and Accelerate."""
 
 
 def _unknown(name: str) -> UsageError:
@@ -369,9 +334,9 @@ def _unknown(name: str) -> UsageError:
     return UsageError(f"there is no option {name}=", fix=other or guess)
 
 
-# ---- reading -------------------------------------------------------------------------------------------------------
+# ---- reading ---------------------------------------------------------------------------------------------------------
 
-_DECIDED = (
+_PLANNED = (
     "stages", "micro_batches", "cuts", "schedule", "replicas", "replica_policy", "recompute", "token_slices", "zero",
     "bucket_bytes", "together", "pins", "prove",
 )  # fmt: skip
@@ -379,22 +344,16 @@ _DECIDED = (
 
 
 def read_options(**given: Any) -> Options:
-    """Read what a caller passed; None stands for the default.
+    """Read keyword arguments; None stands for the default.
 
-    Raises UsageError for an unknown name, an impossible value, and an option that a given plan decides.
+    Raises UsageError for an unknown name, an impossible value, and an option that plan= decides.
     """
     for name in given:
         if name not in OptionsDict.__annotations__:
             raise _unknown(name)
-    taken = {name: value for name, value in given.items() if value is not None}
-    for name, value in taken.items():
-        reader = _READERS.get(name) or (_choice if choices(name) else None)
-        taken[name] = reader(name, value) if reader else value
-    options = Options(**taken)
+    options = Options(**{name: read_value(name, value) for name, value in given.items() if value is not None})
     if options.plan is not None:
-        for name in _DECIDED:
+        for name in _PLANNED:
             if getattr(options, name) not in (None, (), "auto", {}, 0.0):
-                raise UsageError(
-                    f"both plan= and {name}= are given", why="a plan fixes that already", fix=f"drop {name}="
-                )
+                raise UsageError(f"both plan= and {name}= are given", why="the plan decides it", fix=f"drop {name}=")
     return options

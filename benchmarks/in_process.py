@@ -25,7 +25,7 @@ from autopart.ir.shares import Division, Window
 from autopart.options import Options
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
-from autopart.planning import Planned, make_plan
+from autopart.planning.make import Planned, make_plan
 from autopart.runtime.stages.stage import StageRunner
 from autopart.runtime.tensors import LocalTensors
 from autopart.session.code.split import stage_module
@@ -204,12 +204,12 @@ def verify_here(model: nn.Module, sample: Any, options: Options, plain: Outcome 
     graph, rows = made.captured.graph, made.plan.micro_rows
     found, reference = _played(made, batch), PLAIN
     random, couples = any(op.random for op in graph.ops), couples_rows(graph)
-    if random or (couples and made.weight.adjusted):
+    if random or (couples and made.rule.reduction.adjusted):
         reference, alone = RANDOM if random else TERMS, replace(options, stages=1, micro_batches=len(rows))
         plain = _played(_planned(model, batch, alone), batch)
     elif couples:
         reference = BUFFERS
-        shares = _shares(made.captured, made.weight, rows, _micros(made, batch))
+        shares = _shares(made.captured, made.rule.reduction, rows, _micros(made, batch))
         plain = plain_outcome(model, batch, loss_fn, rows, [share[0] for share in shares])
     elif plain is None:
         plain = plain_outcome(model, batch, loss_fn, (batch.rows or 1,), [1.0])
@@ -222,7 +222,7 @@ def _planned(model: nn.Module, batch: Batch, options: Options) -> Planned:
 
 
 def _played(made: Planned, batch: Batch) -> Outcome:
-    played = replay(made.captured, made.plan, _micros(made, batch), made.weight)
+    played = replay(made.captured, made.plan, _micros(made, batch), made.rule.reduction)
     return Outcome(played.loss.item(), played.gradients, played.buffers)
 
 

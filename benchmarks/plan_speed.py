@@ -188,7 +188,7 @@ def result(case: Case, profile: int = 0) -> dict[str, Any]:
         plan = make.make_plan(counted, batch, cluster, options, to_run=False).plan
     clock.lap()
     total = sum(clock.seconds.values())
-    assert plan.optimality
+    assert plan.report.optimality
     return {
         "seconds": total,
         "captured_s": clock.seconds["capture"],
@@ -206,10 +206,10 @@ def result(case: Case, profile: int = 0) -> dict[str, Any]:
         "limit_gb": cluster.devices[0].memory_bytes / 1e9,
         "rates_reached": cluster.devices[0].efficiency,
         "step_ms": plan.step_ns / 1e6,
-        "bound_ms": plan.optimality.lower_bound / 1e6,
-        "bubble": plan.bubble,
-        "gap": plan.optimality.gap,
-        "alternatives": [f"{a.name}: {a.step_ns / 1e6:.0f} ms, {a.why}" for a in plan.alternatives],
+        "bound_ms": plan.report.optimality.lower_bound / 1e6,
+        "bubble": plan.report.bubble,
+        "gap": plan.report.optimality.gap,
+        "alternatives": [f"{a.name}: {a.step_ns / 1e6:.0f} ms, {a.why}" for a in plan.report.alternatives],
         "notes": list(plan.notes),
     }
 

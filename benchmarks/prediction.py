@@ -18,7 +18,6 @@ import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -187,8 +186,8 @@ def predicted(pipe: autopart.Pipe, batch: Any) -> float:
     with tempfile.TemporaryDirectory() as folder:
         for own in sorted({-(-rows // len(stage.ranks)) for stage in pipe.plan.stages}):
             captured = pipe.session.captures(flat, Size(own))
-            cache = Path(folder) / "costs.json"
-            found = profile_costs(captured, pipe.cluster.devices[0], cache_path=cache, budget_s=5)
+            with mock.patch.dict(os.environ, AUTOPART_CACHE=folder):
+                found = profile_costs(captured, pipe.cluster.devices[0], budget_s=5)
             assert found is not None
             graphs[Size(own)] = found[0]
     context = CostContext(

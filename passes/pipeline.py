@@ -9,7 +9,7 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.errors import InfeasibleError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.graph import check as check_graph
-from autopart.ir.plan import Optimality, Plan, Provenance, Report
+from autopart.ir.plan import Plan, Provenance, Report
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.coarsen import coarsen, nested
@@ -134,14 +134,14 @@ def _with_bounds(final: Finalized, spaces: SearchSpaces, watch: Watch | None) ->
     if request.token_slices:  # slices of attention leave out what masks hide, and so take less than whole sequences
         sliced_ns = slices_bound(spaces.coarse)
         bound_ns = sliced_ns if request.fixed_slices else min(bound_ns, sliced_ns)
-        return replace(report, optimality=Optimality.of(report.step_ns, bound_ns))
+        return report.with_bound(bound_ns)
     if request.prove_seconds > 0 and request.prove_rows in (None, max(final.decision.micro_rows)):
         certificate = certified(final.evaluation, request.prove_seconds)
         report = replace(report, notes=(*report.notes, certificate.note(report.step_ns)))
         if settles(request, cluster):
             bound_ns = max(bound_ns, certificate.bound_ns)
     # Where a plan was taken for its fewer stages, nothing is said of the faster one that the faster one contradicts.
-    return replace(report, optimality=Optimality.of(report.step_ns, min(bound_ns, final.fastest_ns)))
+    return report.with_bound(min(bound_ns, final.fastest_ns))
 
 
 def _provenance(source: PlannerInput) -> Provenance:

@@ -94,10 +94,10 @@ def test_a_number_of_bytes_may_be_a_text(text, count):
         ({"precision": torch.float64}, ("unknown precision torch.float64", "fp32, bf16, fp16")),
         ({"zero": 3}, ("zero is 3", "only ZeRO-1 exists")),
         ({"zero": True}, ("zero is True", 'use 0, 1 or "auto"')),
-        ({"loss_fn": nn.MSELoss}, ("loss_fn is the class MSELoss", "loss_fn=MSELoss()")),
+        ({"loss_fn": nn.MSELoss}, ("loss_fn is <class", "MSELoss() (an instance)")),
         ({"schedule": "1f1b-deeep"}, ("unknown schedule", "did you mean '1f1b-deep'?")),
         ({"replicas": "8"}, ("replicas is '8'", "replicas=(2, 1)")),
-        ({"cuts": [3]}, ("cuts: 3 is not a module path",)),
+        ({"cuts": [3]}, ("cuts is (3,)",)),
     ],
 )
 def test_an_impossible_value_is_refused_with_a_possible_one(option, words):

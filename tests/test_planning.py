@@ -15,11 +15,11 @@ from autopart.capture import CaptureCache
 from autopart.capture.batch.batch import flatten
 from autopart.files.plans import match_plan
 from autopart.ir.cluster import Cluster, Device, Level, Link
-from autopart.ir.errors import CoupledLossError, RefusedError, UsageError
+from autopart.ir.errors import RefusedError, UsageError
 from autopart.ir.shares import parts
 from autopart.ir.size import Size
 from autopart.options import read_options
-from autopart.planning import Planned, make_plan
+from autopart.planning.make import Planned, make_plan
 from autopart.planning.restrictions import at_one_size
 
 SLOW = Cluster((Device("cpu", 1 << 40, 10**7, 10**12),) * 4, (Level(4, Link(0, 10**12)),))
@@ -178,7 +178,7 @@ def contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def test_a_loss_that_couples_the_rows_is_refused_with_a_fix() -> None:
     data = (torch.ones(8, 16), torch.ones(8, 16))
-    with pytest.raises(CoupledLossError, match="micro_batches=1"):
+    with pytest.raises(RefusedError, match="micro_batches=1"):
         autopart.plan(Layers(), SLOW, sample=data, loss_fn=contrastive, costs="analytic")
     assert autopart.plan(
         Layers(), SLOW, sample=data, loss_fn=contrastive, costs="analytic", micro_batches=1
@@ -199,7 +199,7 @@ def test_token_slices_are_suggested_when_devices_idle(asked: str | None) -> None
     read = read_options(costs="analytic", loss_fn=lambda y, t: y.mean() * t, stages=4, replicas=1, token_slices=asked)
     batch = flatten((torch.zeros(4, 64, dtype=torch.long), torch.ones(())), with_target=True)
     plan = make_plan(CaptureCache(model, read.loss_fn), batch, SLOW, read).plan
-    assert asked or plan.bubble > 0.15
+    assert asked or plan.report.bubble > 0.15
     assert any("token_slices=" in note for note in plan.notes) == (asked is None)
 
 

@@ -13,11 +13,11 @@ from autopart.cli.model_loader import Subject, load_model
 from autopart.cli.output import Progress, print_json, prints_results
 from autopart.files.plans import diff_plans, load_plan, plan_to_json, save_plan
 from autopart.ir.errors import UsageError
+from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Timeline
 from autopart.options import Options, read_options
 from autopart.passes.program.schedules import find
-from autopart.planning import Planned
 from autopart.report.plan_facts import plan_facts
 from autopart.report.plan_table import stage_table
 from autopart.report.traces import save_trace
@@ -42,17 +42,17 @@ def plan(
         return
     subject = load_model(model, flags.get("seed", 0))
     options = read_options(loss_fn=subject.loss_fn, watch=Progress(), **flags)
-    made, step = _planned(subject, cluster, options, simulate=trace is not None)
+    made, graph, step = _planned(subject, cluster, options, simulate=trace is not None)
     if as_json:
-        print_json(plan_facts(made.plan, made.captured.graph))
+        print_json(plan_facts(made, graph))
     else:
-        typer.echo(stage_table(made.plan, made.captured.graph), err=out is None)
+        typer.echo(stage_table(made, graph), err=out is None)
     if out is not None:
-        save_plan(made.plan, out)
+        save_plan(made, out)
         typer.echo(f"plan written to {out}", err=as_json)
     elif not as_json:
-        typer.echo(plan_to_json(made.plan), nl=False)
-    _write_trace(step, made.plan, trace)
+        typer.echo(plan_to_json(made), nl=False)
+    _write_trace(step, made, trace)
 
 
 def explain(
@@ -74,8 +74,8 @@ def explain(
     if model is not None:
         subject = load_model(model, seed)
         options = read_options(plan=found, loss_fn=subject.loss_fn, optimizer=optimizer)
-        made, step = _planned(subject, cluster or f"cpu:{found.world}", options, simulate=trace is not None)
-        graph = made.captured.graph
+        machines = cluster or f"cpu:{found.decision.world}"
+        _, graph, step = _planned(subject, machines, options, simulate=trace is not None)
     elif trace is not None:
         raise UsageError(
             "--trace needs the model", why="a plan file names ops and does not hold them", fix="add --model"
@@ -96,10 +96,12 @@ def diff(before: PlanPath, after: Annotated[Path, typer.Argument(help="Another o
     raise typer.Exit(0 if old == new else 1)
 
 
-def _planned(subject: Subject, cluster: str, options: Options, *, simulate: bool) -> tuple[Planned, Timeline | None]:
+def _planned(
+    subject: Subject, cluster: str, options: Options, *, simulate: bool
+) -> tuple[Plan, Graph, Timeline | None]:
     if simulate:
         return api.simulated(subject.model, cluster, subject.batch, options)
-    return api.planned(subject.model, cluster, subject.batch, options), None
+    return *api.planned(subject.model, cluster, subject.batch, options), None
 
 
 def _write_trace(step: Timeline | None, plan: Plan, path: Path | None) -> None:

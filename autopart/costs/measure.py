@@ -1,12 +1,12 @@
-"""What ops cost on the device at hand: each distinct op is run alone, once per device, and remembered on disk.
+"""Costs of ops measured alone: each distinct op is run once on the device at hand, and its times are kept on disk.
 
-Two ops are the same when target, arguments, shapes, strides, dtypes and needs for gradients are the same, so equal
-layers are measured once.  Operands are made up from their shapes: no weights are needed.
+Two ops are equal if target, arguments, shapes, strides, dtypes and needs for gradients are equal, so equal layers are
+measured once.  Operands are made up from their shapes: no weights are needed.
 
-What this assumes and where it is wrong: an op takes as long alone as among others (caches are warmer here, memory is
-less fragmented, and on a GPU nothing overlaps); its time does not depend on the data (lookups hit row 0; experts of a
-mixture get all tokens or none); the number of threads is this process's.  Views and creation of constants are not
-measured.  Saved bytes and operations are computed, not measured (`passes.ops.analytic_costs`).
+Assumptions, and where they are wrong: an op takes as long alone as among others (here caches are warmer, memory is less
+fragmented, and on a GPU nothing overlaps); its time does not depend on the data (lookups hit row 0; experts of a
+mixture get all tokens or none); the number of threads is that of this process.  Views and creation of constants are not
+measured.  Saved bytes and FLOPs are computed, not measured (`passes.ops.analytic_costs`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autopart.capture import Captured
-from autopart.files.cost_cache import CostCache, OpTimes, default_cost_path
+from autopart.files.cost_cache import OpTimes, keep_times, read_times
 from autopart.ir.cluster import Device
 from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, Op, Param, Value
@@ -33,32 +32,27 @@ from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.passes.ops.table import row_of
 
 _REPEATS = 7
-"""At most so many timed runs of an op, after two for warming up; the median counts."""
+"""Most timed runs of an op, after two to warm up; the median counts."""
 _OP_SECONDS = 0.15
-"""An op is not repeated for longer than this."""
+"""Longest time for the runs of an op."""
 _MEMORY_SHARE = 4
-"""An op whose operands and results need more than 1/4 of the device's memory is not measured."""
-_LEAST_NS = 1_000
-"""A backward takes at least this long, whatever the clock says."""
+"""An op is not measured if its operands need more than 1/4 of the device's memory."""
 
 
-def measure_costs(
-    captured: Captured, device: Device, *, cache_path: Path | None = None, budget_s: float = 3.0
-) -> tuple[Graph, tuple[str, ...]]:
-    """The captured graph with measured costs, and notes on where they come from.
+def measure_costs(captured: Captured, device: Device, *, budget_s: float = 3.0) -> tuple[Graph, tuple[str, ...]]:
+    """Return the captured graph with measured costs, and notes on their source.
 
-    cache_path: file of the cache (default: costs.json in $AUTOPART_CACHE, else in the user's cache folder).  budget_s:
-    seconds to spend; the ops with the largest analytic costs come first, and what is left keeps its analytic cost,
-    rescaled by how far the analytic costs of the measured ops were off.
+    budget_s: seconds to spend; ops with the largest analytic costs come first, and the others get their analytic cost,
+    scaled by the mean error of the analytic costs of the measured ops.
     """
     graph = analytic_costs(captured.graph, device)
-    cache = CostCache(cache_path or default_cost_path(), environment(device))
+    kept, new = read_times(environment(device)), dict[str, OpTimes]()
     samples = _samples(captured, graph, torch.device(device.kind))
     found: dict[str, OpTimes] = {}
     deadline = time.monotonic() + budget_s
     counts = {"measured": 0, "known": 0, "failed": 0, "late": 0}
     for sample in sorted(samples, key=lambda s: -s.analytic_ns):
-        known = cache.get(sample.key)
+        known = kept.get(sample.key)
         if known is None and time.monotonic() > deadline:
             counts["late"] += 1
             continue
@@ -68,8 +62,9 @@ def measure_costs(
             continue
         counts["known" if known else "measured"] += 1
         found[sample.key] = entry
-        cache.put(sample.key, entry)
-    cache.save()
+        if known is None:
+            new[sample.key] = entry
+    keep_times(environment(device), new)
     keys = {name: sample.key for sample in samples for name in sample.ops}
     return _with_costs(graph, keys, found), _notes(counts)
 
@@ -86,7 +81,7 @@ def _notes(counts: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _with_costs(graph: Graph, keys: Mapping[str, str], found: Mapping[str, OpTimes]) -> Graph:
-    """Measured times where there are some, else analytic ones scaled by the mean error of those that were measured."""
+    """Return the graph with measured times, or analytic ones scaled by the mean error of those that were measured."""
     pairs = [(op.cost, found[keys[op.name]]) for op in graph.ops if keys.get(op.name) in found]
     forward = _ratio(sum(measured[0] for _, measured in pairs), sum(analytic.fwd_ns for analytic, _ in pairs))
     backward = _ratio(sum(measured[1] for _, measured in pairs), sum(analytic.bwd_ns for analytic, _ in pairs))
@@ -96,7 +91,7 @@ def _with_costs(graph: Graph, keys: Mapping[str, str], found: Mapping[str, OpTim
         if times is not None:
             return replace(op.cost, fwd_ns=times[0], bwd_ns=times[1])
         if op.name not in keys:
-            return op.cost  # views and constants cost a launch
+            return op.cost  # views and constants
         return replace(op.cost, fwd_ns=int(op.cost.fwd_ns * forward), bwd_ns=int(op.cost.bwd_ns * backward))
 
     return replace(graph, ops=tuple(replace(op, cost=cost(op)) for op in graph.ops))
@@ -108,7 +103,7 @@ def _ratio(measured_ns: int, analytic_ns: int) -> float:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """The description of an operand, from which one with made-up values is made."""
+    """Shape, strides and dtype of an operand, from which one with made-up values is made."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -120,13 +115,13 @@ class _Tensor:
 
     @property
     def extent(self) -> int:
-        """Elements of storage from the first to the last."""
+        """Number of elements of its storage."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
     def make(self, device: torch.device) -> torch.Tensor:
-        """Floats between 0.5 and 1.5 (safe for logarithms and divisions), integers 0 (valid indices), bools True."""
+        """Make a tensor: floats from 0.5 to 1.5 (safe for log and division), integers 0 (valid indices), bools True."""
         flat = torch.empty(self.extent, dtype=self.dtype, device=device)
         if self.dtype.is_floating_point or self.dtype.is_complex:
             flat.uniform_(0.5, 1.5, generator=torch.Generator(device).manual_seed(0))
@@ -137,13 +132,13 @@ class _Tensor:
 
 
 def made_up(example: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor like `example`, with values that are safe for most ops: floats around 1, integers 0."""
+    """Return a tensor like `example` with values that are safe for most ops: floats around 1, integers 0."""
     return _Tensor(tuple(example.shape), tuple(example.stride()), example.dtype, False).make(device)
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """One distinct op: how to call it, the ops it stands for, and the analytic cost of all of them in nanoseconds."""
+    """One distinct op: how to call it, the ops of the graph that equal it, and the analytic time of all of them."""
 
     key: str
     target: Callable[..., Any]
@@ -176,7 +171,7 @@ def _samples(captured: Captured, graph: Graph, device: torch.device) -> list[_Sa
 def _described(
     node: fx.Node, captured: Captured, values: Mapping[str, Value], params: Mapping[str, Param], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of an op with a description in place of each tensor, and the measuring device in place of any."""
+    """Return the arguments of an op, each tensor replaced by its description and each device by the measured one."""
 
     def describe(source: fx.Node) -> Any:
         example = source.meta["val"]
@@ -191,14 +186,14 @@ def _described(
 
 
 def _text(value: Any) -> str:
-    """A text that is equal for equal arguments; the number that tells random ops apart is left out."""
+    """Return a text that is equal for equal arguments, without the number that distinguishes random ops."""
     if isinstance(value, tuple) and len(value) > 1 and isinstance(value[0], torch._ops.OpOverload):
         value = (value[0], *value[2:])
     return str(pytree.tree_map(str, value))
 
 
 def _measured(sample: _Sample, device: Device) -> OpTimes | None:
-    """Forward and backward of one op, or None when it cannot run alone."""
+    """Return the times of one op, or None if it cannot run alone."""
     described = [x for x in pytree.tree_leaves((sample.args, sample.kwargs)) if isinstance(x, _Tensor)]
     if sum(t.extent * t.dtype.itemsize for t in described) > device.memory_bytes // _MEMORY_SHARE:
         return None
@@ -210,7 +205,7 @@ def _measured(sample: _Sample, device: Device) -> OpTimes | None:
         with torch.set_grad_enabled(sample.grad):
             forward = _median_ns(lambda: sample.target(*args, **kwargs), where)
             backward = _backward_ns(sample.target(*args, **kwargs), (args, kwargs), where) if sample.grad else 0
-    except Exception:  # any op of any library may refuse made-up operands; its cost is then estimated
+    except Exception:  # an op may reject made-up operands
         return None
     return max(1, forward), backward
 
@@ -225,30 +220,36 @@ def _backward_ns(result: Any, operands: Any, device: torch.device) -> int:
 
 
 def _median_ns(call: Callable[[], Any], device: torch.device) -> int:
-    """Median nanoseconds of several runs; of each the end on the device is waited for."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    call()  # not on the clock: a kernel's first call loads it, which on a GPU takes longer than anything that follows
+    """Return the median nanoseconds of several runs, each until the device is done."""
+    call()  # untimed: on a GPU the first call of a kernel loads it
     times: list[int] = []
     deadline = time.monotonic() + _OP_SECONDS
-    for turn in range(_REPEATS + 2):
-        wait()
-        start = time.perf_counter_ns()
-        call()
-        wait()
-        taken = time.perf_counter_ns() - start
-        if turn >= 2 or time.monotonic() > deadline:
+    for run in range(_REPEATS + 2):
+        taken, _ = clocked(call, device)
+        if run >= 2 or time.monotonic() > deadline:
             times.append(taken)
         if times and time.monotonic() > deadline:
             break
     return sorted(times)[len(times) // 2]
 
 
+def clocked(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
+    """Call a function; return the nanoseconds until the device is done, and the result."""
+    wait_for(device)
+    start = time.perf_counter_ns()
+    result = call()
+    wait_for(device)
+    return time.perf_counter_ns() - start, result
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done what was submitted to it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def environment(device: Device) -> str:
-    """What measured times depend on besides the op."""
+    """Describe what measured times depend on besides the op: torch, the processor, the number of threads."""
     if device.kind == "cuda" and torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     else:

@@ -1,6 +1,7 @@
 """Parse text in YAML, TOML or JSON to plain objects, lists, texts and numbers, within the limits of files (`limits`).
 
-Every language is as strict as JSON (`json_text`): no key twice, no dates, no tags, only texts as keys.
+Every language is as strict as JSON (`json_text`): no key twice, no dates, no tags, only texts as keys.  The parsers
+raise `reading.unreadable`.
 """
 
 from __future__ import annotations
@@ -8,61 +9,64 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml  # type: ignore[import-untyped]
 
 from autopart.files.json_text import check_length, checked, parse_json
 from autopart.files.limits import MAX_BYTES, MAX_BYTES_BY_HAND, MAX_DEPTH, MAX_DIGITS, MAX_DOTS, MAX_VALUES_BY_HAND
-from autopart.files.reading import Source, brief, read_text, source_of
-from autopart.ir.errors import AutopartError
-
-Parser = Callable[[str, Source], Any]
+from autopart.files.reading import brief, read_text, unreadable
 
 
-def parse_yaml(text: str, source: Source) -> Any:
+def parse_yaml(text: str) -> Any:
     """Parse a YAML text of one document, without tags.  Aliases and merges count as what they stand for."""
-    check_length(text, source, MAX_BYTES_BY_HAND)
+    check_length(text, MAX_BYTES_BY_HAND)
     try:
         found = yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         why = getattr(error, "problem", None) or str(error)
-        raise source.error("is not valid YAML", where=where, why=why) from error
-    return checked(found, source, "YAML")
+        raise unreadable("is not valid YAML", where=where, why=why) from error
+    return checked(found, "YAML")
 
 
-def parse_toml(text: str, source: Source) -> Any:
-    """Parse a TOML text.  A key of many parts takes tomllib time that grows with the square of their number."""
-    check_length(text, source, MAX_BYTES_BY_HAND)
+def parse_toml(text: str) -> Any:
+    """Parse a TOML text.  Dots of a line are limited: tomllib's time grows with the square of the parts of a key."""
+    check_length(text, MAX_BYTES_BY_HAND)
     if any(line.count(".") > MAX_DOTS for line in text.splitlines()):
-        raise source.error("is not valid TOML", why=f"a line has more dots than {MAX_DOTS}")
+        raise unreadable("is not valid TOML", why=f"a line has more dots than {MAX_DOTS}")
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         why, _, place = str(error).partition(" (at ")
-        raise source.error("is not valid TOML", where=place.rstrip(")"), why=why) from error
-    return checked(document, source, "TOML")
+        raise unreadable("is not valid TOML", where=place.rstrip(")"), why=why) from error
+    return checked(document, "TOML")
 
 
-PARSERS: dict[str, Parser] = {".yaml": parse_yaml, ".yml": parse_yaml, ".toml": parse_toml, ".json": parse_json}
+PARSERS: dict[str, Callable[[str], Any]] = {
+    ".yaml": parse_yaml,
+    ".yml": parse_yaml,
+    ".toml": parse_toml,
+    ".json": parse_json,
+}
 """The parser for each ending of a file's name."""
 
 
-def read_document(path: str, ending: str, kind: type[AutopartError], fix: str) -> Any:
-    """Read and parse a file.  ending: a key of `PARSERS`; kind, fix: of its errors."""
-    source, parse = source_of(path, kind, fix), PARSERS[ending]
-    return parse(read_text(path, source, most_bytes=MAX_BYTES if parse is parse_json else MAX_BYTES_BY_HAND), source)
+def read_document(path: Path) -> Any:
+    """Read and parse a file whose ending is a key of `PARSERS`."""
+    parse = PARSERS[path.suffix.lower()]
+    return parse(read_text(path, most_bytes=MAX_BYTES if parse is parse_json else MAX_BYTES_BY_HAND))
 
 
 # ---- YAML ----------------------------------------------------------------------------------------------------------
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Safe YAML within the limits, in which no key stands twice: a setting must not be ignored in silence."""
+    """Loads safe YAML within the limits, without duplicate keys."""
 
-    # A date is a text here, as in JSON.
+    # Dates stay text, as in JSON.
     yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
         sign: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
         for sign, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -74,12 +78,12 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         self._size_of: dict[int, int] = {}  # values in a node with an anchor, by its identity
 
     def compose_node(self, parent: yaml.Node, index: Any) -> Any:
-        """As the base class, within the limits: every node passes here before what is inside it is read."""
+        """Compose a node within the limits; called for every node before its content is read."""
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             known = super().compose_node(parent, index)
             if id(known) not in self._size_of:
-                raise _refused("an alias stands inside what it stands for", event)
+                raise _refused("an alias is inside of what it stands for", event)
             self._count(self._size_of[id(known)], event)
             return known
         if event.tag is not None:
@@ -88,7 +92,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         self._count(1, event)
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise _refused(f"lists and tables stand in each other more than {MAX_DEPTH} deep", event)
+            raise _refused(f"lists and tables are nested more than {MAX_DEPTH} deep", event)
         node = super().compose_node(parent, index)
         self._depth -= 1
         if event.anchor is not None:
@@ -109,9 +113,9 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
             seen: set[str] = set()
             for key, _ in node.value:
                 if not isinstance(key, yaml.ScalarNode):
-                    raise _refused("keys are texts", key)
+                    raise _refused("keys must be texts", key)
                 if key.value in seen:
-                    raise _refused(f"key {brief(key.value)} stands twice", key)
+                    raise _refused(f"key {brief(key.value)} appears twice", key)
                 seen.add(key.value)
 
 

@@ -1,8 +1,8 @@
-"""Read and write what is kept between runs: files of the cache that only this user can have written.
+"""Read and write files that are kept between runs, and trust only those that nobody else can have written.
 
-A kept file is believed if the file and every folder from its own up to the cache folder belong to this user and nobody
-else can write to them.  What it says is validated by its reader like any other file.  A file that is not believed is
-ignored with a `CacheWarning` and replaced.
+A kept file is trusted if it and every folder from its own up to the cache folder belong to this user and nobody else
+can write to them.  Its content is validated like that of any other file.  A file that is not trusted is ignored with a
+`CacheWarning` and replaced.
 """
 
 from __future__ import annotations
@@ -10,82 +10,78 @@ from __future__ import annotations
 import os
 import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
-from autopart.files.reading import Source, read_text, source_of
+from autopart.files.reading import named, read_text, unreadable
 from autopart.files.storage import cache_folder, write_whole
 from autopart.ir.errors import AutopartError
 from autopart.ir.printable import printable
 
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+Content = TypeVar("Content")
 
 
 class CacheWarning(UserWarning):
-    """Warns that a kept file was ignored; a new one takes its place."""
+    """Warns that a kept file was ignored; a new one replaces it."""
 
 
-def read_kept(path: Path) -> str | None:
-    """Return the text of a kept file, or None when there is no file.  Raises AutopartError for one to ignore."""
-    source = kept_source(path)
+def read_kept(path: Path, parse: Callable[[str], Content]) -> Content | None:
+    """Return what `parse` makes of the text of a kept file; None if there is no file, or one to ignore.
+
+    parse: raises AutopartError, or `unreadable`, for content that is not valid.
+    """
     try:
-        for folder in _folders(path):
-            _check_own(folder, os.lstat(folder), source)
-        found = os.lstat(path)
-    except FileNotFoundError:
+        with named(path, AutopartError):
+            try:
+                _require_own((*_folders(path), path))
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                raise unreadable("cannot be read", why=error.strerror or str(error)) from error
+            return parse(read_text(path))
+    except AutopartError as error:
+        warnings.warn(printable(f"{path} is ignored and replaced: {error}", keep="\n"), CacheWarning, stacklevel=3)
         return None
-    except OSError as error:
-        raise source.error("cannot be read", why=error.strerror or str(error)) from error
-    if not stat.S_ISREG(found.st_mode):
-        raise source.error("cannot be read", why="it is not a regular file")
-    _check_own(path, found, source)
-    return read_text(path, source)
 
 
 def write_kept(path: Path, text: str) -> None:
-    """Keep a text in this file.  Folders that are missing are made, for this user alone.
+    """Write a kept file; missing folders are made, for this user alone.
 
-    Raises AutopartError where others can write to a folder, OSError for what cannot be written.
+    Raises AutopartError if others can write to a folder, OSError if writing fails.
     """
     make_private(path.parent)
-    for folder in _folders(path):
-        _check_own(folder, os.lstat(folder), kept_source(path))
+    with named(path, AutopartError):
+        _require_own(_folders(path))
     write_whole(path, text, mode=_PRIVATE_FILE)
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder and those above it where they are missing, for this user alone.  Raises OSError."""
+    """Make a folder and missing folders above it, for this user alone.  Raises OSError."""
     missing = [above for above in (folder, *folder.parents) if not above.exists()]
     for above in reversed(missing):
         above.mkdir(_PRIVATE_FOLDER, exist_ok=True)
 
 
-def kept_source(path: Path) -> Source:
-    """Return a kept file as a source, for messages."""
-    return source_of(path, AutopartError)
-
-
-def warn_ignored(path: Path, error: AutopartError) -> None:
-    """Warn that a kept file is ignored, and say why."""
-    warnings.warn(printable(f"{path} is ignored and replaced: {error}", keep="\n"), CacheWarning, stacklevel=2)
-
-
-def _folders(path: Path) -> Iterator[Path]:
-    """Yield the folders from the cache folder down to the one of this file; only the latter for a file elsewhere."""
+def _folders(path: Path) -> list[Path]:
+    """Return the folders from the cache folder down to that of this file; only the latter for a file elsewhere."""
     root, inner = cache_folder(), path.parent
-    between = [folder for folder in (inner, *inner.parents) if folder.is_relative_to(root)]
-    yield from reversed(between or [inner])
+    return [folder for folder in (inner, *inner.parents) if folder.is_relative_to(root)][::-1] or [inner]
 
 
-def _check_own(path: Path, found: os.stat_result, source: Source) -> None:
-    """Raise the source's error unless this is a file or folder, no link, that only this user can write to."""
-    if stat.S_ISLNK(found.st_mode):
-        raise source.error("is not read", why=f"{path} is a link", fix="set AUTOPART_CACHE to a folder of your own")
-    if path != Path(source.name) and not stat.S_ISDIR(found.st_mode):
-        raise source.error("is not read", why=f"{path} is not a folder", fix="set AUTOPART_CACHE to another folder")
-    if found.st_uid != os.geteuid():
-        raise source.error("is not read", why=f"{path} belongs to another user", fix="set AUTOPART_CACHE to your own")
-    if found.st_mode & _OTHERS_WRITE:
-        why = f"others can write to {path} (mode {stat.S_IMODE(found.st_mode):o})"
-        raise source.error("is not read", why=why, fix="take their right with chmod go-w, or set AUTOPART_CACHE")
+def _require_own(paths: Iterable[Path]) -> None:
+    """Raise `unreadable` for a link, and for a file or folder that others own or can write to."""
+    for path in paths:
+        found = os.lstat(path)
+        if stat.S_ISLNK(found.st_mode):
+            why = "is a link"
+        elif found.st_uid != os.geteuid():
+            why = "belongs to another user"
+        elif found.st_mode & _OTHERS_WRITE:
+            why = f"can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+        else:
+            continue
+        fix = f"run chmod go-w {path}, or set AUTOPART_CACHE to a folder of your own"
+        raise unreadable("is not trusted", why=f"{path} {why}", fix=fix)

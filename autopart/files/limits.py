@@ -1,50 +1,48 @@
-"""How much a file may hold: of plans, clusters and what is kept between runs.
+"""Limits of files: plans, clusters, and files kept between runs.
 
-Anyone may have written a file, and reading one must end soon, whatever it says.  Limits are counts, never clocks, so
-that a file is accepted everywhere or nowhere; they are such that no file takes more than about 2 s of one core and
-200 MB (tests/files/test_hostile_files.py).  `reading` and `documents` enforce what holds for every file, before
-anything looks at what the file says.
+Anyone may have written a file, and reading it must be quick.  Limits are counts, never times, so that a file is
+accepted everywhere or nowhere; within them no file takes more than about 2 s of one core and 200 MB
+(tests/files/test_hostile_files.py).
 """
 
 from __future__ import annotations
 
 MAX_BYTES = 12 * 2**20
-"""Of a JSON file; a plan of 100 000 ops has 4 MiB."""
+"""Size of a JSON file; a plan of 100 000 ops has 4 MiB."""
 MAX_VALUES = 400_000
-"""Of a JSON file, counted by commas and brackets; the same plan has a quarter of that, or where each op is recomputed
-alone nearly all."""
+"""Values of a JSON file, counted by commas and brackets; a plan of 100 000 ops has a quarter of that, or nearly all if
+each op is recomputed alone."""
 MAX_BYTES_BY_HAND = 128 * 2**10
-"""Of a YAML or TOML file: their parsers are written in Python, and need a second for that much."""
+"""Size of a YAML or TOML file; their parsers are written in Python and need a second for it."""
 MAX_VALUES_BY_HAND = 15_000
-"""Of a YAML or TOML file, aliases spelled out: a thousand unlike devices."""
+"""Values of a YAML or TOML file, aliases expanded: a thousand different devices."""
 MAX_DEPTH = 32
-"""Of objects and lists inside each other; plans have 6.  Far from Python's limit of recursion."""
+"""Depth of nested objects and lists; plans have 6."""
 MAX_DOTS = 1000
-"""Of a line of TOML: a key of many parts takes time that grows with the square of their number."""
+"""Dots in a line of TOML."""
 MAX_DIGITS = 19
-"""Of a whole number; long ones take time that grows with the square."""
+"""Digits of a whole number; parsing time grows with their square."""
 MAX_INTEGER = 2**63 - 1
-"""Of any number: 290 years in nanoseconds, 8 EiB.  Sums of millions of these still are floats, and passes count in 64
-bits."""
+"""Largest number: 290 years in nanoseconds, 8 EiB."""
 MAX_RANKS = 1 << 16
-"""Devices of a cluster, ranks of a plan: simulation and tables have an entry for each."""
+"""Devices of a cluster, and ranks of a plan."""
 MAX_ROWS = 2**31 - 1
-"""Of a micro-batch: bytes of its values stay within 64 bits."""
+"""Rows of a micro-batch; bytes of its values stay within 64 bits."""
 MAX_LEVELS = 16
-"""Of links in a cluster: every message looks for its own; machines have 2 to 4."""
+"""Levels of a cluster; machines have 2 to 4."""
 MAX_RATES = 64
-"""Of one device; torch has some 30 dtypes."""
+"""Rates of one device; torch has some 30 dtypes."""
 MAX_OP_NS = 3600 * 10**9
-"""Of one op, measured: an hour is a mistake."""
+"""Measured time of one op; an hour is a mistake."""
 MOST_COSTS = 100_000
-"""Measured ops that are kept, the newest: within `MAX_VALUES`, 3 for each."""
+"""Measured ops that are kept, the newest; each has 3 values of `MAX_VALUES`."""
 MOST_PLANS = 200
 """Plans that are kept, the newest."""
 LOCK_SECONDS = 10.0
-"""To wait for another process that writes: a stopped one must not stop us.  What is not written is measured again."""
+"""Time to wait for another process that writes to the same file, since it may be stopped."""
 MOST_PROBLEMS = 20_000
-"""Of one file that are listed, as each takes memory."""
+"""Problems of one file that are collected, as each takes memory."""
 SHOWN = 20
 """Problems and differences that a message lists."""
 SHOWN_CHARACTERS = 60
-"""Of a value or a key that a message quotes."""
+"""Characters of a value or a key that a message quotes."""

@@ -1,10 +1,9 @@
-"""Plan files: JSON that people may read, diff, edit and reuse.
+"""Plan files: JSON that people may read, compare, edit and reuse.
 
     {"version": 3, "provenance": {...}, "decision": {...}, "report": {...}}
 
-A plan file has no checksum: it may be edited by hand, and an edit is judged by what it says.  Every problem of a file
-is reported at once, each with its JSON path.  `match_plan` then refuses a plan that was made for something else; that
-needs the graph, so it is a step of its own.
+A plan file has no checksum, since it may be edited by hand.  All problems of a file are reported at once, each with its
+JSON path.  `match_plan` then refuses a plan that was made for something else, which needs the graph.
 """
 
 from __future__ import annotations
@@ -14,45 +13,32 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from autopart.files.json_text import parse_json
-from autopart.files.limits import MAX_BYTES, MAX_RANKS, MAX_ROWS, MOST_PROBLEMS, SHOWN
-from autopart.files.reading import Source, brief, listed, read_text, source_of
+from autopart.files.limits import MAX_BYTES, MAX_RANKS, MAX_ROWS, MOST_PROBLEMS
+from autopart.files.reading import brief, listed, malformed, named, problems_of, read_text, unreadable
 from autopart.files.storage import write_whole
-from autopart.files.validation import problems_of
 from autopart.ir import plan as plan_ir
-from autopart.ir.cluster import torchrun_line
+from autopart.ir.decision import AGAIN, Problem
 from autopart.ir.errors import PlanError, PlanFileError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import (
-    AGAIN,
-    Alternative,
-    Decision,
-    Estimate,
-    Optimality,
-    Plan,
-    Problem,
-    Provenance,
-    Report,
-    Stage,
-)
+from autopart.ir.plan import Decision, Plan, Provenance, Report, Stage
 from autopart.ir.printable import printable
+from autopart.launcher import torchrun_line
 
-MOST_GUESSES = 300
-"""Changes of flags that are tried where a plan is for another model: each takes a digest of the graph."""
 VERSION = 3
-"""Of the format.  Version 2 was the same without sections; version 1 had no groups of recomputed ops."""
+"""Version of the file format.  Version 2 had no sections; version 1 had no groups of recomputed ops."""
+_CORRECT = f"correct what is named, or {AGAIN}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """A plan file: the sections of a plan under the version of the format."""
+    """A plan file: the sections of a plan and the version of the format."""
 
     version: int
     provenance: Provenance
@@ -60,17 +46,15 @@ class _Document:
     report: Report = field(default=Report())
 
 
-# Validation runs over the very classes of the IR; this is pydantic's hook for options of a foreign dataclass.
-_CHECKED: tuple[Any, ...] = (_Document, Provenance, Decision, Report, Stage, Estimate, Optimality, Alternative)
-for _class in _CHECKED:
-    _class.__pydantic_config__ = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+# pydantic validates the dataclasses of the IR themselves; they inherit these options.
+_Document.__pydantic_config__ = {"extra": "forbid", "strict": True, "allow_inf_nan": False}  # type: ignore[attr-defined]
 _DOCUMENT = TypeAdapter(_Document)
 _NUMBERS = re.compile(r'([\[{])\n *((?:"\w+": )?-?\d+(?:,\n *(?:"\w+": )?-?\d+)*)\n *([\]}])')
-"""A list or table of whole numbers alone, spread over lines; a line break never stands inside of a text."""
+"""A list or table of whole numbers alone, spread over lines; a line break is never inside of a text."""
 
 
 def plan_to_json(plan: Plan) -> str:
-    """Write the plan as indented JSON: equal plans give equal text, with an op a line and numbers side by side.
+    """Write the plan as indented JSON, with an op a line and numbers side by side.
 
     Raises PlanError for a number that JSON cannot hold.
     """
@@ -83,27 +67,47 @@ def plan_to_json(plan: Plan) -> str:
 
 
 def plan_from_json(text: str, source: str = "<plan>") -> Plan:
-    """Read a plan; the inverse of `plan_to_json`.  source: what messages call the text.
+    """Read a plan that `plan_to_json` wrote.  source: what messages call the text.
 
-    Raises PlanFileError naming the line (not JSON) or every JSON path (JSON that is not a valid plan).
+    Raises PlanFileError with the line (if the text is not JSON) or every wrong JSON path (if it is not a valid plan).
     """
-    parsed = parse_json(text, Source(source, PlanFileError, AGAIN))
-    _check_version(parsed, source)
-    try:
-        document = _DOCUMENT.validate_json(text, strict=True)
-    except ValidationError as error:
-        raise _refused(source, problems_of(error)) from error
-    plan = Plan(document.provenance, document.decision, document.report)
-    found = chain(_out_of_range(document.decision), plan_ir.problems(plan))
-    if problems := list(islice(found, MOST_PROBLEMS)):
-        raise _refused(source, problems)
-    return plan
+    with named(source, PlanFileError, AGAIN):
+        _check_version(parse_json(text))
+        try:
+            document = _DOCUMENT.validate_json(text, strict=True)
+        except ValidationError as error:
+            raise malformed("is not a valid plan", problems_of(error), _CORRECT) from error
+        plan = Plan(document.provenance, document.decision, document.report)
+        found = chain(_out_of_range(document.decision), plan_ir.problems(plan))
+        if problems := list(islice(found, MOST_PROBLEMS)):
+            raise malformed("is not a valid plan", problems, _CORRECT)
+        return plan
+
+
+def _check_version(document: object) -> None:
+    if not isinstance(document, dict):
+        raise unreadable("is not a plan", why="a plan is a JSON object")
+    if "version" not in document:
+        raise unreadable("is not a plan", where="version", why="the key is missing")
+    version = document["version"]
+    if type(version) is not int or version != VERSION:
+        why = f"this release reads version {VERSION}"
+        raise unreadable(f"has plan version {brief(version)}", where="version", why=why)
+
+
+def _out_of_range(decision: Decision) -> Iterator[Problem]:
+    """Yield numbers that are too large to make tables of."""
+    if decision.world > MAX_RANKS:
+        yield "decision.world", f"at most {MAX_RANKS} ranks are supported, not {decision.world}"
+    for i, rows in enumerate(decision.micro_rows):
+        if rows > MAX_ROWS:
+            yield f"decision.micro_rows[{i}]", f"a micro-batch has at most {MAX_ROWS} rows, not {rows}"
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan so that the file is the old one or the new one at any moment.
+    """Write a plan file atomically.
 
-    Raises PlanError when the plan is not valid, PlanFileError when the file cannot be written.
+    Raises PlanError if the plan is not valid, PlanFileError if the file cannot be written.
     """
     text = plan_to_json(plan_ir.check(plan))
     target = Path(path)
@@ -117,58 +121,46 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read and check a plan file.  Raises PlanFileError."""
-    return plan_from_json(read_text(path, source_of(path, PlanFileError)), os.fspath(path))
+    with named(path, PlanFileError):
+        text = read_text(path)
+    return plan_from_json(text, os.fspath(path))
 
 
 def match_plan(plan: Plan, graph: Graph, *, torch_version: str, world: int, local: int | None = None) -> None:
     """Refuse a plan that was made for something else than what is about to run.
 
     graph: captured at max(plan.micro_rows) rows.  torch_version: of the running process; major and minor must agree,
-    for a capture by another release names ops differently.  world: ranks that run; local: on each host, None for all.
-    Raises PlanError with every difference, or what `ir.plan.check` finds.
+    since another release names captured ops differently.  world: number of ranks; local: on each host, None: on one
+    host.  Raises PlanError with every difference, or as `ir.plan.check`.
     """
     problems = list(_mismatches(plan, graph, torch_version, world))
     if problems:
-        only_world = plan.world != world and len(problems) == 1
-        fix = torchrun_line(plan.world, local) if only_world and not plan.world % (local or 1) else AGAIN
+        planned = plan.decision.world
+        only_world = planned != world and len(problems) == 1
+        fix = torchrun_line(planned, local) if only_world and not planned % (local or 1) else AGAIN
         raise PlanError("the plan was made for something else", why=listed(map(printable, problems)), fix=fix)
     plan_ir.check(plan, graph)
 
 
 def _mismatches(plan: Plan, graph: Graph, torch_version: str, world: int) -> Iterator[str]:
-    made_for, rows = plan.provenance, max(plan.micro_rows)
-    if made_for.structure_digest != graph.structure_digest():
-        yield f"another model: {_other_structure(made_for.structure_digest, graph)}"
+    made_for, rows, structure = plan.provenance, max(plan.micro_rows), graph.structure_digest()
+    if made_for.structure_digest != structure:
+        what = "names, parameter shapes, connections or requires_grad flags differ"
+        yield f"another model: {what} (digest {made_for.structure_digest}, not {structure})"
     elif rows != graph.rows:
         yield f"another batch: its micro-batches have {rows} rows, not {graph.rows}"
     elif made_for.graph_digest != graph.shape_digest():
         yield f"other shapes or dtypes: its graph is {made_for.graph_digest}, not {graph.shape_digest()}"
     if made_for.torch_version.split(".")[:2] != torch_version.split(".")[:2]:
         yield f"another torch: it was made with {made_for.torch_version}, this is {torch_version}"
-    if plan.world != world:
-        yield f"another number of ranks: it is for {plan.world}, {world} run"
-
-
-def _other_structure(wanted: str, graph: Graph) -> str:
-    """Say how a graph differs from one with this digest, of which no more is known: by flags that one module or all
-    frozen parameters have, or by anything else.  O(modules * graph)."""
-    names = [p.name for p in graph.params if p.kind == "param"]
-    frozen = tuple(p.name for p in graph.params if p.kind == "param" and not p.trainable)
-    modules = dict.fromkeys(".".join(name.split(".")[:k]) for name in names for k in range(1, name.count(".") + 2))
-    groups = [frozen, *(tuple(n for n in names if f"{n}.".startswith(f"{m}.")) for m in modules)]
-    for group in islice(filter(None, dict.fromkeys(groups)), MOST_GUESSES):
-        params = tuple(replace(p, trainable=(p.name in group) != p.trainable) for p in graph.params)
-        if replace(graph, params=params).structure_digest() == wanted:
-            now = "frozen" if group[0] in frozen else "trained"
-            return f"requires_grad of {brief(', '.join(group))} has changed: now {now}"
-    own = graph.structure_digest()
-    return f"its structure (names, shapes, connections, requires_grad) is {wanted}, not {own}"
+    if plan.decision.world != world:
+        yield f"another number of ranks: it is for {plan.decision.world}, {world} run"
 
 
 def diff_plans(a: Plan, b: Plan) -> str:
-    """What changes from plan a to plan b, a line each: for what, what is decided, what it would take.
+    """Describe what changes from plan a to plan b, a line for each change.
 
-    Ops that move are counted by the stages they move between.
+    Ops that move are counted by the stages between which they move.
     """
     if a == b:
         return "the plans are equal"
@@ -183,13 +175,13 @@ def diff_plans(a: Plan, b: Plan) -> str:
 
 
 _LONG = {"estimates": "estimates", "notes": "notes", "optimality": "lower bounds", "alternatives": "alternatives"}
-"""Fields of a report of which only that they differ is said, and what they are called."""
+"""Fields of a report that are too long to show, and what they are called."""
 
 
 def _changes(
     before: Provenance | Decision | Report, after: Provenance | Decision | Report, leave_out: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """Fields of two sections of one class that differ, a line each."""
+    """Yield the fields in which two sections of one class differ."""
     for name in [each.name for each in fields(before)]:
         old, new = getattr(before, name), getattr(after, name)
         if name not in leave_out and old != new:
@@ -207,12 +199,20 @@ def _decision_changes(a: Decision, b: Decision) -> Iterator[str]:
         if old.division != new.division and len(old.ranks) == len(new.ranks):
             yield f"stage {s} replicas: {_division(old)} -> {_division(new)}"
         if old.recompute != new.recompute:
-            yield f"stage {s} recomputed ops: {_recomputed(old)} -> {_recomputed(new)}"
-    yield from _moved_ops(a, b)
+            yield f"stage {s} recomputed ops: {sum(map(len, old.recompute))} -> {sum(map(len, new.recompute))}"
+    before, after = _stages_of_ops(a), _stages_of_ops(b)
+    moves: dict[tuple[str, str], list[str]] = {}
+    for name in dict.fromkeys([*before, *after]):
+        move = before.get(name, "no stage"), after.get(name, "no stage")
+        if move[0] != move[1]:
+            moves.setdefault(move, []).append(name)
+    for (home, target), names in moves.items():
+        ops = f"1 op, {names[0]}" if len(names) == 1 else f"{len(names)} ops, {names[0]} … {names[-1]}"
+        yield f"{home} -> {target}: {ops}"
 
 
 def _micro_batches(decision: Decision) -> str:
-    """Such as "8 of 4 rows", or "2 of 4 and 1 of 3 rows"."""
+    """Return a text such as "8 of 4 rows", or "2 of 4 and 1 of 3 rows"."""
     counts = Counter(decision.micro_rows)
     return " and ".join(f"{count} of {rows}" for rows, count in counts.items()) + f" row{'s' * (max(counts) > 1)}"
 
@@ -221,62 +221,9 @@ def _division(stage: Stage) -> str:
     return "in turn" if stage.division.in_turn else f"shares of {' : '.join(map(str, stage.division.shares))}"
 
 
-def _recomputed(stage: Stage) -> int:
-    return sum(map(len, stage.recompute))
-
-
-def _moved_ops(a: Decision, b: Decision) -> list[str]:
-    before, after = _homes(a), _homes(b)
-    moves: dict[tuple[str, str], list[str]] = {}
-    for name in dict.fromkeys([*before, *after]):
-        move = before.get(name, "no stage"), after.get(name, "no stage")
-        if move[0] != move[1]:
-            moves.setdefault(move, []).append(name)
-    return [f"{old} -> {new}: {_span(names)}" for (old, new), names in moves.items()]
-
-
-def _homes(decision: Decision) -> dict[str, str]:
+def _stages_of_ops(decision: Decision) -> dict[str, str]:
     homes: dict[str, list[int]] = {}
     for s, stage in enumerate(decision.stages):
         for name in stage.ops:
             homes.setdefault(name, []).append(s)
     return {name: f"stage {'+'.join(map(str, stages))}" for name, stages in homes.items()}
-
-
-def _span(names: list[str]) -> str:
-    return f"1 op, {names[0]}" if len(names) == 1 else f"{len(names)} ops, {names[0]} … {names[-1]}"
-
-
-def _check_version(document: object, source: str) -> None:
-    if not isinstance(document, dict):
-        raise PlanFileError(f"{source} is not a plan", why="a plan is a JSON object", fix=AGAIN)
-    if "version" not in document:
-        raise PlanFileError(f"{source} is not a plan", where="version", why="the key is missing", fix=AGAIN)
-    version = document["version"]
-    if type(version) is not int or version != VERSION:
-        raise PlanFileError(
-            f"{source} has plan version {brief(version)}",
-            where="version",
-            why=f"this release reads version {VERSION}",
-            fix=AGAIN,
-        )
-
-
-def _out_of_range(decision: Decision) -> Iterator[Problem]:
-    """What no machine has: whoever plays or draws a plan makes tables of so many entries."""
-    if decision.world > MAX_RANKS:
-        yield "decision.world", f"at most {MAX_RANKS} ranks are supported, not {decision.world}"
-    for i, rows in enumerate(decision.micro_rows):
-        if rows > MAX_ROWS:
-            yield f"decision.micro_rows[{i}]", f"a micro-batch has at most {MAX_ROWS} rows, not {rows}"
-
-
-_MEND = f"mend what is named, or {AGAIN}"
-
-
-def _refused(source: str, problems: list[Problem]) -> PlanFileError:
-    if len(problems) == 1:
-        return PlanFileError(f"{source} is not a valid plan", where=problems[0][0], why=problems[0][1], fix=_MEND)
-    where = ", ".join(path for path, _ in problems[:SHOWN])
-    why = listed(f"{path}: {message}" for path, message in problems)
-    return PlanFileError(f"{source} is not a valid plan: {len(problems)} problems", where=where, why=why, fix=_MEND)

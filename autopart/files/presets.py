@@ -1,14 +1,14 @@
 """Machines by name: "h200x8" is a node of eight, "h200x8:4" four of them.
 
-Numbers are of the makers' data sheets: dense rates (no sparsity), of the tensor cores where PyTorch uses them by itself
-(float16, bfloat16, float64 from A100 on; not float32, for TF32 is off by default).  V100 has no bfloat16, which then
-runs as float32.  A gigabyte is read as 10^9 bytes, some 6 % less than the driver reports: that much goes to the context
-and to fragmentation.  Bandwidths are of one direction.  Latencies stand in no data sheet; they are of the order that
-NCCL shows for one small message.
+Rates are from the makers' data sheets: dense (no sparsity), of the tensor cores if PyTorch uses them by default
+(float16, bfloat16, float64 from A100 on; not float32, since TF32 is off).  V100 has no bfloat16, which runs as float32.
+A gigabyte is read as 10^9 bytes, some 6 % less than the driver reports, which goes to the context and to
+fragmentation.  Bandwidths are of one direction.  Latencies are not in data sheets; they are of the order that NCCL
+shows for one small message.
 
-Kernels do not reach peaks: `REACHED` says which share of them is assumed.  The network is the port of a whole node,
-that is all its cards; what one device sends passes through one of them (an eighth, or a quarter on V100 nodes).
-Within V100 nodes two devices share at most two of the six links, a third of the port.
+`REACHED` is the assumed share of peak rates that kernels reach.  The network is the port of a whole node, with all its
+cards; one device uses one of them (an eighth, or a quarter on V100 nodes).  Within V100 nodes two devices share at most
+two of the six links, a third of the port.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ TERA = 10**12
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """`count` equal devices.  inside: the port of one device to the others; network: the port of the node, of `cards`
-    equal cards."""
+    """A node of `count` equal devices.
+
+    inside: the port of one device to the others.  network: the port of the node, which consists of `cards` equal cards.
+    """
 
     device: Device
     count: int
@@ -34,17 +36,16 @@ class Node:
 
 
 REACHED, MEMORY_REACHED = 0.55, 0.85
-"""Shares of peak rates that the matrix products, and of bandwidth that the other ops, of a training step are assumed to
-reach.
+"""Assumed shares of peak rates for matrix products, and of memory bandwidth for other ops, in a training step.
 
 Products: Llama 3 ("The Llama 3 Herd of Models", 2024, table 4) trained at 38 to 43 % of the peak of H100s, bubbles
 and messages included, and Megatron-LM at 44 to 52 % of that of A100s ("Efficient Large-Scale Language Model
-Training on GPU Clusters", SC 2021, table 1), so that kernels alone reached some 50 to 60 %.  Memory: what copies
-and elementwise kernels of large tensors show on all of these devices, by about."""
+Training on GPU Clusters", SC 2021, table 1), so that kernels alone reached some 50 to 60 %.  Memory: about what
+copies and elementwise kernels of large tensors reach on all of these devices."""
 
 
 def _cuda(name: str, memory: int, bandwidth: int, half: int, brain: int, single: int, double: int) -> Device:
-    """Rates in units of 10^11: data sheets have one decimal place of TFLOP/s."""
+    """Make a GPU.  memory in GB, bandwidth in GB/s, rates in units of 10^11 FLOP/s (0.1 TFLOP/s)."""
     rates = {"float16": half, "bfloat16": brain, "float32": single, "float64": double}
     unit = TERA // 10
     return Device(
@@ -80,7 +81,7 @@ NODES = {
 
 
 def several(node: Node, count: int) -> Cluster:
-    """`count` nodes in one network."""
+    """Return a cluster of `count` nodes in one network."""
     inner = Level(node.count, node.inside)
     port = node.network
     if node.cards > 1:

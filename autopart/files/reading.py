@@ -1,77 +1,115 @@
-"""Bytes of files that anyone may have written, and messages about what they say: every problem with its place."""
+"""Read files that anyone may have written, and report everything that is wrong with them, each problem with its place.
+
+Functions that read raise `unreadable(...)`; `named` turns it into an error of the caller's kind that names the file.
+"""
 
 from __future__ import annotations
 
 import os
 import reprlib
 import stat
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
-from autopart.files.limits import MAX_BYTES, SHOWN, SHOWN_CHARACTERS
+from pydantic import ValidationError
+
+from autopart.files.limits import MAX_BYTES, MOST_PROBLEMS, SHOWN, SHOWN_CHARACTERS
+from autopart.ir.decision import Problem
 from autopart.ir.errors import AutopartError
 from autopart.ir.printable import shortened
 
 _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a text comes from.  name: what messages call it; kind: of its errors; fix: the remedy that they give."""
+class _Unreadable(Exception):
+    """A problem of a file whose name is not known yet."""
 
-    name: str
-    kind: type[AutopartError]
-    fix: str = ""
-
-    def error(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> AutopartError:
-        """That something is wrong with it."""
-        return self.kind(f"{self.name} {what}", where=where, why=why, fix=fix or self.fix)
+    def __init__(self, what: str, where: str, why: str, fix: str) -> None:
+        super().__init__(what)
+        self.what, self.where, self.why, self.fix = what, where, why, fix
 
 
-def source_of(path: str | os.PathLike[str], kind: type[AutopartError], fix: str = "") -> Source:
-    """A file as a source."""
-    return Source(os.fspath(path), kind, fix)
+def unreadable(what: str, *, where: str = "", why: str = "", fix: str = "") -> Exception:
+    """Return a problem to raise inside `named`.  what: follows the name of the file, as "is not valid JSON"."""
+    return _Unreadable(what, where, why, fix)
 
 
-def read_text(path: str | os.PathLike[str], source: Source, *, most_bytes: int = MAX_BYTES) -> str:
-    """Read a whole UTF-8 file.
+@contextmanager
+def named(name: str | os.PathLike[str], kind: type[AutopartError], fix: str = "") -> Iterator[None]:
+    """Raise problems from inside as errors of this kind that name the file.  fix: for problems without one."""
+    try:
+        yield
+    except _Unreadable as problem:
+        what, cause = f"{os.fspath(name)} {problem.what}", problem.__cause__
+        raise kind(what, where=problem.where, why=problem.why, fix=problem.fix or fix) from cause
 
-    Raises the source's error when it cannot be read, is not a regular file (a pipe or a device is opened, but never
-    waited for), is too large, or is not text.
-    """
+
+def read_text(path: str | os.PathLike[str], *, most_bytes: int = MAX_BYTES) -> str:
+    """Read a whole UTF-8 file.  A pipe or a device is refused and never waited for.  Raises `unreadable`."""
     try:
         with open(os.open(path, _OPEN), "rb") as file:
             regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
             raw = file.read(most_bytes + 1) if regular else b""
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         reason = getattr(error, "strerror", None) or str(error)
-        missing = isinstance(error, FileNotFoundError)
-        raise source.kind(
-            f"cannot read {source.name}", why=reason, fix="check the path" if missing else source.fix
-        ) from error
+        fix = "check the path" if isinstance(error, FileNotFoundError) else ""
+        raise unreadable("cannot be read", why=reason, fix=fix) from error
     if not regular:
-        raise source.error("cannot be read", why="it is not a regular file")
+        raise unreadable("cannot be read", why="it is not a regular file")
     if len(raw) > most_bytes:
-        raise source.error("is too large", why=f"at most {most_bytes >> 10} KiB are read")
+        raise unreadable("is too large", why=f"at most {most_bytes >> 10} KiB are read")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise source.error("is not UTF-8 text", where=f"byte {error.start}") from error
+        raise unreadable("is not UTF-8 text", where=f"byte {error.start}") from error
 
 
-# ---- messages ------------------------------------------------------------------------------------------------------
+# ---- problems of a document ------------------------------------------------------------------------------------------
+
+
+def malformed(what: str, problems: list[Problem], fix: str = "") -> Exception:
+    """Return one problem to raise inside `named` that lists several."""
+    if len(problems) == 1:
+        return unreadable(what, where=problems[0][0], why=problems[0][1], fix=fix)
+    where = ", ".join(path for path, _ in problems[:SHOWN])
+    why = listed(f"{path}: {message}" for path, message in problems)
+    return unreadable(f"{what}: {len(problems)} problems", where=where, why=why, fix=fix)
+
+
+def problems_of(error: ValidationError) -> list[Problem]:
+    """Return what pydantic found wrong, as (path, message) with paths such as stages[1].ranks[0].
+
+    For more than `MOST_PROBLEMS` only their number: pydantic lists all or none, and each takes memory.
+    """
+    count = error.error_count()
+    if count > MOST_PROBLEMS:
+        return [("the file", f"{count} values are wrong, too many to name")]
+    found = error.errors(include_url=False, include_context=False)
+    return [(path_of(each["loc"]), _message(each["msg"], each["type"], each["input"])) for each in found]
+
+
+def _message(text: str, kind: str, found: object) -> str:
+    if kind in ("missing", "json_invalid"):
+        return text
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        return "unknown key"
+    if kind == "value_error":
+        return text.removeprefix("Value error, ")
+    if kind in ("model_type", "dataclass_type"):
+        text = "must be a table of keys and values"
+    return f"{text.replace('Input should be', 'must be')}, not {brief(found)}"
 
 
 def path_of(location: Iterable[str | int]) -> str:
-    """('stages', 1, 'ranks', 0) as stages[1].ranks[0]."""
+    """Write ('stages', 1, 'ranks', 0) as stages[1].ranks[0], and () as "the file"."""
     path = ""
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{shortened(part)}" if path else shortened(part)
-    return path
+    return path or "the file"
 
 
 def brief(found: object) -> str:
-    """What was found, in at most 60 characters, whatever it is."""
+    """Describe any value in at most 60 characters."""
     shown = _BRIEF.repr(found)
     return shown if len(shown) <= SHOWN_CHARACTERS else shown[: SHOWN_CHARACTERS - 3] + "..."
 
@@ -81,7 +119,7 @@ _BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxdict, _BRIEF.maxstring = 1, 3, 3, SHO
 
 
 def listed(lines: Iterable[str]) -> str:
-    """Lines of a message, indented; the first `SHOWN` of them."""
+    """Return the lines, indented, for a message; only the first `SHOWN` of them."""
     every = list(lines)
     rest = [f"and {len(every) - SHOWN} more"] if len(every) > SHOWN else []
     return "".join(f"\n    {line}" for line in every[:SHOWN] + rest)

@@ -1,4 +1,4 @@
-"""Where caches lie on disk, and how a file is written: whole or not at all, by one process at a time."""
+"""The folder of caches on disk, atomic writes, and a lock between processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopart.files.limits import LOCK_SECONDS
 
 
 def cache_folder() -> Path:
-    """The folder of what is kept between runs: $AUTOPART_CACHE, else autopart/ in the user's cache folder."""
+    """Return the folder of files kept between runs: $AUTOPART_CACHE, else autopart/ in the user's cache folder."""
     own = os.environ.get("AUTOPART_CACHE")
     if own:
         return Path(own)
@@ -24,11 +24,9 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Write a UTF-8 file so that readers see the old content or the new one, never a part of it.
+    """Write a UTF-8 file atomically: readers see the old content or the new one, and a failure leaves the old one.
 
-    The text goes to a file of its own beside the target and takes its place once it is on disk.  When anything fails,
-    that file is removed and the target stays as it was.  mode: of the file, less the umask.  Raises
-    OSError.
+    mode: of the file, less the umask.  Raises OSError.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
@@ -44,12 +42,11 @@ def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Only one process at a time is inside for this path; the others wait.
+    """Let one process at a time read, change and write a file; the others wait.
 
-    For reading a file, changing what it says and writing it back.  The lock is held on `<name>.lock` beside the file,
-    because `write_whole` puts another file in the place of the first.  It ends with the process that holds it, however
-    that ends, and the lock file stays.  The folder has to exist.  Raises OSError, also when the lock is a link, a pipe
-    or the like, or is not free after `LOCK_SECONDS`: whoever holds it may have been stopped.
+    The lock is on `<name>.lock` beside the file, because `write_whole` replaces the file itself; the lock file stays.
+    A process that ends releases its lock.  Raises OSError, also if the lock file is not a regular file, or the lock is
+    not free after `LOCK_SECONDS`.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path.with_name(f"{path.name}.lock"), flags, 0o600)
@@ -63,7 +60,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _take(descriptor: int) -> None:
-    """Lock an open file; the system has no wait with an end, so it is asked again and again."""
+    """Lock an open file, polling until the deadline, since flock has no timeout."""
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:

@@ -1,5 +1,5 @@
-"""The languages of the compiler: Graph, Plan, Program, Timeline, and the machines and errors they speak about.
+"""The languages of the compiler: Graph, Plan, Program and Timeline; the machines they run on; the errors.
 
-May enter: frozen dataclasses of names, integers and tuples, their `check` functions and their text form.
-The standard library alone is imported. No pass, no report, nothing that reads the environment.
+May enter: frozen dataclasses of names, integers and tuples, with their `check` functions.
+Only the standard library is imported. No passes, no reports, nothing that reads the environment.
 """

@@ -1,24 +1,21 @@
 """The machines: devices and the links between them.  The index of a device is its rank.
 
 Levels nest: a level joins groups, each of as many consecutive ranks as the level inside it has (single devices at the
-innermost level).  The link of a level is the PORT of one such group: a device's share of NVLink, then a node's network
-card, and so on.  All that leaves a group towards other groups of the level shares that port, and so does all that
-enters it; the two directions do not disturb each other.  Where a port is of several network cards, a device has one of
-them: all that it sends, or receives, at that level shares the card (`flow_bytes_per_s`), beside the port.
+innermost level).  The link of a level is the port of one such group: a device's share of NVLink, then the network card
+of a node, and so on.  All traffic that leaves a group towards other groups of the level shares that port, and so does
+all traffic that enters it; the two directions are independent.  If a port consists of several network cards, each
+device uses one of them: what it sends, or receives, at that level also shares that card (`flow_bytes_per_s`).
 
-A message uses two ports, those of the level that joins its two ranks: the sender's outwards, the receiver's inwards.
-It takes no time on the ports of the levels inside (the network card reads device memory without passing NVLink) and
-meets no other message between the ports (the switch is never the bottleneck).  Wrong where GPUs share a PCIe lane with
-the network card, and where the outer network is oversubscribed: give that a level of its own.
+A message uses two ports, those of the level that joins its two ranks: outwards the sender's, inwards the receiver's.
+It takes no time on the ports of inner levels (the network card reads device memory without passing NVLink) and meets
+no other message between the ports (the switch is never the bottleneck).  This is wrong where GPUs share a PCIe lane
+with the network card, and where the outer network is oversubscribed: describe that as a level of its own.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from autopart.ir.errors import ClusterError
 from autopart.ir.printable import shortened
@@ -32,9 +29,10 @@ _DTYPE = re.compile(r"b?float16|float(32|64)|float[48]_\w{1,20}|u?int(8|16|32|64
 class Device:
     """One device.
 
-    kind: "cpu" or "cuda".  memory_bytes: what a plan may use.  flops_per_s: peak rate of dtypes that `rates` does not
-    list.  mem_bytes_per_s: memory bandwidth.  name: what people call it, "H200".  rates: (dtype as in `Value.dtype`,
-    peak rate).  efficiency, memory_efficiency: the shares of peak rates and of the bandwidth that kernels reach.
+    kind: "cpu" or "cuda".  memory_bytes: memory that a plan may use.  flops_per_s: peak rate for dtypes that `rates`
+    does not list.  mem_bytes_per_s: memory bandwidth.  name: product name, such as "H200".  rates: (dtype as in
+    `Value.dtype`, peak rate).  efficiency, memory_efficiency: shares of peak rates and of the memory bandwidth that
+    kernels reach.
     """
 
     kind: str
@@ -47,7 +45,7 @@ class Device:
     memory_efficiency: float = 1.0
 
     def reached(self, dtype: str) -> int:
-        """Operations per second that kernels reach on operands of this dtype."""
+        """Return the operations per second that kernels reach on operands of this dtype."""
         return max(1, int(self.rate(dtype) * self.efficiency))
 
     @property
@@ -56,7 +54,7 @@ class Device:
         return max(1, int(self.mem_bytes_per_s * self.memory_efficiency))
 
     def rate(self, dtype: str) -> int:
-        """Peak operations per second on operands of this dtype."""
+        """Return the peak operations per second on operands of this dtype."""
         return next((rate for name, rate in self.rates if name == dtype), self.flops_per_s)
 
 
@@ -64,21 +62,20 @@ class Device:
 class Link:
     """A port: a message of n bytes that has it for itself takes latency_ns + n / bytes_per_s seconds.
 
-    flow_bytes_per_s: what a single device gets of it, where the port is of several network cards; 0: all of it.
+    flow_bytes_per_s: the part that a single device can use, if the port consists of several network cards; 0: all.
     """
 
     latency_ns: int
     bytes_per_s: int
     flow_bytes_per_s: int = 0
 
-    def transfer_ns(self, size_bytes: int) -> int:
-        """Nanoseconds for one message of size_bytes."""
-        return self.latency_ns + -(-size_bytes * 1_000_000_000 // (self.flow_bytes_per_s or self.bytes_per_s))
-
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Groups of `size` consecutive ranks; `link` is the port of each group of the level inside."""
+    """A level of the network: groups of `size` consecutive ranks, joined through ports of kind `link`.
+
+    Each group of the level inside it has one such port.
+    """
 
     size: int
     link: Link
@@ -86,34 +83,37 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Devices (index = rank) and nested levels, each a multiple of the one before; the last spans all devices."""
+    """Devices (index = rank) and nested levels, innermost first.
+
+    The size of each level is a multiple of that of the level before it; the last level spans all devices.
+    """
 
     devices: tuple[Device, ...]
     levels: tuple[Level, ...]
 
     def level(self, a: int, b: int) -> int:
-        """Index of the innermost level that holds both ranks."""
+        """Return the index of the innermost level that holds both ranks."""
         for index, level in enumerate(self.levels):
             if a // level.size == b // level.size:
                 return index
         return len(self.levels) - 1
 
     def link(self, a: int, b: int) -> Link:
-        """The link of the innermost level that holds both ranks."""
+        """Return the link of the innermost level that holds both ranks."""
         return self.levels[self.level(a, b)].link
 
     def ports(self, a: int, b: int) -> tuple[Port, Port]:
-        """The port that a message from a to b leaves by, and the one that it enters by."""
+        """Return the port by which a message from a to b leaves, and the one by which it arrives."""
         index = self.level(a, b)
         inner = self.levels[index - 1].size if index else 1
         return (index, a // inner), (index, b // inner)
 
     def least_memory_bytes(self, ranks: tuple[int, ...]) -> int:
-        """Bytes that a plan may use on every one of these ranks."""
+        """Return the bytes that a plan may use on every one of these ranks."""
         return min([self.devices[rank].memory_bytes for rank in ranks])
 
     def with_less_memory(self, size_bytes: int) -> Cluster:
-        """The same machines, each with so much less memory."""
+        """Return a copy in which each device has size_bytes less memory."""
         less = {d: replace(d, memory_bytes=max(1, d.memory_bytes - size_bytes)) for d in dict.fromkeys(self.devices)}
         return replace(self, devices=tuple(less[device] for device in self.devices))
 
@@ -124,12 +124,12 @@ class Cluster:
 
     @property
     def kind(self) -> str:
-        """ "cuda" when any device is one, else "cpu"."""
+        """Kind of the devices: "cuda" if any is one, else "cpu"."""
         return "cuda" if any(d.kind == "cuda" for d in self.devices) else "cpu"
 
 
 def check(cluster: Cluster) -> Cluster:
-    """At least one device, positive rates of dtypes, levels that nest and the last of which spans all devices."""
+    """Check devices, rates and levels, and return the cluster.  Raises ClusterError."""
     if not cluster.devices:
         raise ClusterError("the cluster has no devices", fix='name at least one, for example "cpu:2"')
     for rank, device in enumerate(cluster.devices):
@@ -137,11 +137,6 @@ def check(cluster: Cluster) -> Cluster:
             _check_device(rank, device)
     if len({d.kind for d in cluster.devices}) > 1:
         raise ClusterError("the cluster mixes cpu and cuda devices", fix="use one kind")
-    _check_levels(cluster)
-    return cluster
-
-
-def _check_levels(cluster: Cluster) -> None:
     if not cluster.levels:
         raise ClusterError("the cluster has no links", fix="give at least one level")
     size = 1
@@ -149,74 +144,47 @@ def _check_levels(cluster: Cluster) -> None:
         if level.size < size or level.size % size:
             raise ClusterError(f"level of size {level.size} is not a multiple of the level inside it ({size})")
         link = level.link
-        _check_whole(repr(level), bytes_per_s=link.bytes_per_s, latency_ns=link.latency_ns, flow=link.flow_bytes_per_s)
+        _check_whole(level, **{each.name: getattr(link, each.name) for each in fields(link)})
         if link.bytes_per_s <= 0 or link.latency_ns < 0 or link.flow_bytes_per_s < 0:
             raise ClusterError("a link needs a positive bandwidth and a latency of at least 0", where=repr(level))
         size = level.size
-    if size >= 2 * cluster.world:  # less is a machine in which the last group is not full
-        raise ClusterError(f"the outermost level is of {size} devices, and the cluster has {cluster.world}")
-    if size < cluster.world:
-        raise ClusterError(f"the outermost level joins {size} devices of {cluster.world}")
+    if not cluster.world <= size < 2 * cluster.world:  # the last group need not be full
+        raise ClusterError(f"the outermost level has {size} devices, and the cluster has {cluster.world}")
+    return cluster
 
 
 def _check_device(rank: int, device: Device) -> None:
+    def fail(what: str, fix: str = "") -> ClusterError:
+        return ClusterError(f"device {rank} {what}", where=shortened(repr(device), 300), fix=fix)
+
     if device.kind not in ("cpu", "cuda"):
-        raise ClusterError(f"device {rank} is of unknown kind {device.kind!r}", fix='use "cpu" or "cuda"')
-    sizes = {"memory_bytes": device.memory_bytes, "flops_per_s": device.flops_per_s}
-    rates = {f"rate for {shortened(str(name))}": rate for name, rate in device.rates}
-    _check_whole(_described(device), **sizes, mem_bytes_per_s=device.mem_bytes_per_s, **rates)
-    if min(device.memory_bytes, device.flops_per_s, device.mem_bytes_per_s) <= 0:
-        raise ClusterError(f"device {rank} has a rate or a memory that is not positive", where=_described(device))
-    if not (0 < device.efficiency <= 1 and 0 < device.memory_efficiency <= 1):
-        raise ClusterError(f"device {rank}: efficiency must be between 0 and 1", where=_described(device))
+        raise fail(f"is of unknown kind {device.kind!r}", 'use "cpu" or "cuda"')
     if not device.name.isprintable() or len(device.name) > 100:
-        raise ClusterError(f"the name of device {rank} is not printable, or longer than 100", where=_described(device))
-    _check_rates(rank, device)
+        raise fail("has a name that is not printable, or longer than 100 characters")
+    seen: set[str] = set()
+    for name, _ in device.rates:
+        if not _DTYPE.fullmatch(name):
+            fix = 'write it as torch does, without "torch.": "bfloat16", "float16", "float32", "float64"'
+            raise fail(f"has a rate for {shortened(name)!r}, which is not a dtype", fix)
+        if name in seen:
+            raise fail(f"has two rates for {name}")
+        seen.add(name)
+    amounts = {name: getattr(device, name) for name in ("memory_bytes", "flops_per_s", "mem_bytes_per_s")}
+    amounts |= {f"rate for {name}": rate for name, rate in device.rates}
+    _check_whole(device, **amounts)
+    for name, amount in amounts.items():
+        if amount <= 0:
+            raise fail(f"has a {name} that is not positive")
+    if not (0 < device.efficiency <= 1 and 0 < device.memory_efficiency <= 1):
+        raise fail("has an efficiency that is not between 0 and 1")
 
 
-def _check_whole(where: str, **amounts: int) -> None:
+def _check_whole(where: object, **amounts: int) -> None:
     """Raise ClusterError for an amount that is not a whole number: NaN, infinite or any other float."""
     for name, amount in amounts.items():
         if type(amount) is not int:
             raise ClusterError(
                 f"{name} is {amount!r}, which is not a whole number",
-                where=shortened(where, 300),
+                where=shortened(repr(where), 300),
                 fix="give whole numbers of bytes, nanoseconds and operations, for example int(2e12)",
             )
-
-
-def _described(device: Device) -> str:
-    return shortened(repr(device), 300)
-
-
-def _check_rates(rank: int, device: Device) -> None:
-    seen: set[str] = set()
-    for name, rate in device.rates:
-        if not _DTYPE.fullmatch(name):
-            raise ClusterError(
-                f"device {rank} has a rate for {shortened(name)!r}, which is not a dtype",
-                fix='write it as torch does, without "torch.": "bfloat16", "float16", "float32", "float64"',
-            )
-        if rate <= 0:
-            raise ClusterError(f"device {rank} has a rate for {name} that is not positive", where=_described(device))
-        if name in seen:
-            raise ClusterError(f"device {rank} has two rates for {name}", where=_described(device))
-        seen.add(name)
-
-
-def torchrun_line(world: int, local: int | None = None, argv: Sequence[str] | None = None) -> str:
-    """The command that runs a script on `world` ranks, `local` of them on each host, None for all on this one.
-
-    argv: the script's command line, by default this process's.  Over several hosts it is run on each of them.
-    """
-    if local is None or local >= world:
-        return f"torchrun --standalone --nproc-per-node {world} {script_line(argv)}"
-    return (
-        f"torchrun --nnodes {-(-world // local)} --nproc-per-node {local} --rdzv-backend c10d "
-        f"--rdzv-endpoint $MASTER_ADDR:29500 {script_line(argv)}"
-    )
-
-
-def script_line(argv: Sequence[str] | None = None) -> str:
-    """A script and its arguments as typed; by default this process's."""
-    return shlex.join([word for word in (sys.argv if argv is None else argv) if word] or ["train.py"])

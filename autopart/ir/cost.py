@@ -1,8 +1,8 @@
-"""What one op costs, at the number of rows its graph was captured with."""
+"""The cost of one op, at the number of rows its graph was captured with."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from autopart.ir.errors import GraphError
 
@@ -13,8 +13,8 @@ class Cost:
 
     fwd_ns, bwd_ns: nanoseconds of the forward and of the whole backward (input and weight part).
     saved_bytes: bytes kept from forward to backward.  scratch_bytes: bytes needed only while it runs.
-    flops: floating point operations of the forward.  tail_ns: of a block of ops, nanoseconds at the end of its forward
-    that its backward needs no result of; 0 of a single op.
+    flops: floating point operations of the forward.  tail_ns: nanoseconds at the end of the forward of a block of ops
+    whose results its backward does not need; 0 for a single op.
     """
 
     fwd_ns: int = 0
@@ -25,7 +25,7 @@ class Cost:
     tail_ns: int = 0
 
     def __add__(self, other: Cost) -> Cost:
-        """Cost of running both, one after the other."""
+        """Return the cost of running both, one after the other."""
         return Cost(
             self.fwd_ns + other.fwd_ns,
             self.bwd_ns + other.bwd_ns,
@@ -37,14 +37,14 @@ class Cost:
 
     @property
     def total_ns(self) -> int:
-        """Forward and backward, in nanoseconds."""
+        """Nanoseconds of forward and backward."""
         return self.fwd_ns + self.bwd_ns
 
 
 def check(cost: Cost) -> Cost:
-    """Every field is a non-negative integer."""
-    for field in ("fwd_ns", "bwd_ns", "saved_bytes", "scratch_bytes", "flops", "tail_ns"):
-        amount = getattr(cost, field)
+    """Check that every field is a non-negative integer, and return the cost.  Raises GraphError."""
+    for field in fields(cost):
+        amount = getattr(cost, field.name)
         if not isinstance(amount, int) or amount < 0:
-            raise GraphError(f"cost field {field} is {amount!r}", why="costs are non-negative integers")
+            raise GraphError(f"cost field {field.name} is {amount!r}", why="costs are non-negative integers")
     return cost

@@ -1,4 +1,4 @@
-"""Decide which ops run on which ranks, in which micro-batches, under which schedule; and check such a decision."""
+"""Decisions: which ops run on which ranks, in which micro-batches, under which schedule; and their check."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from autopart.ir.program import BUCKET_BYTES, MAX_BUCKET_BYTES
 from autopart.ir.shares import Division, Policy, copies_of, division, division_problems
 
 AGAIN = "make the plan again: autopart.plan(model, cluster, sample=...)"
-"""The remedy for a plan that does not fit."""
+"""How to fix a plan that does not fit."""
 
 Problem = tuple[str, str]
-"""Where, as the path of a field, and what is wrong there."""
+"""(path of a field, what is wrong there)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One stage: the captured ops it runs, in captured order, and the ranks that run it.
 
-    Ops that depend on constants or inputs alone may stand in several stages; every other op stands in one.  Several
-    ranks are replicas: each has a part of the rows of every micro-batch, in the order of `ranks`: an equal one, or one
-    in proportion to its number in `shares`.  Under the policy "turn" each has whole micro-batches instead: replica m
-    modulo their number micro-batch m (PipeDream, SOSP 2019, section 3.2).  recompute: groups of ops of which only the
-    inputs are kept; a group is computed again when its backward comes.
+    Ops that depend on constants or inputs alone may be in several stages; every other op is in one.  Several ranks are
+    replicas: each gets a share of the rows of every micro-batch, in the order of `ranks`, equal or proportional to its
+    number in `shares`.  Under the policy "turn" they get whole micro-batches instead, round robin (PipeDream, SOSP
+    2019, section 3.2).  recompute: groups of ops of which only the inputs are kept; a group is computed again before
+    its backward.
     """
 
     ops: tuple[str, ...]
@@ -37,20 +37,19 @@ class Stage:
 
     @property
     def division(self) -> Division:
-        """How the ranks divide micro-batches."""
+        """How the ranks of the stage divide micro-batches."""
         return division(len(self.ranks), self.shares, self.policy)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Everything that is decided, and nothing else: what a program is made from.
+    """Everything that the planner decides; a program is made from it.
 
-    world: ranks that start, of which some may idle.  micro_rows: rows of each micro-batch, in order; they differ by at
-    most one.  zero: 1 where each replica of a stage keeps the optimizer's state (and masters) of its share of the
-    stage's parameters alone, whole ones, and new values are gathered after the step (ZeRO, SC 2020); 0: all keep all.
-    token_slices: lengths of the slices that the sequences of every micro-batch are cut into, in order; (): they are
-    whole.  bucket_bytes: gradients that replicas sum together (`ir.program`); the buckets follow from it, for their
-    order is that in which the last backward releases them.
+    world: number of ranks, of which some may idle.  micro_rows: rows of each micro-batch, in order; they differ by at
+    most one.  zero: 1 if each replica of a stage keeps the optimizer state (and fp32 master weights) of only its share
+    of the stage's parameters, and new values are gathered after the step (ZeRO, SC 2020); 0 if each keeps all of it.
+    token_slices: lengths of the slices of every sequence, in order; (): sequences are whole.  bucket_bytes: size of the
+    buckets in which replicas sum gradients, filled in the order in which the last backward releases them.
     """
 
     world: int
@@ -62,7 +61,7 @@ class Decision:
     bucket_bytes: int = BUCKET_BYTES
 
     def __str__(self) -> str:
-        """Return one line; `text.decision_text` has all of it."""
+        """Return one line; the plan file has all of it."""
         stages = [f"{len(s.ops)} ops on {shortened(', '.join(map(str, s.ranks)), 20)}" for s in self.stages]
         shown = stages if len(stages) <= 6 else [*stages[:5], "...", stages[-1]]
         rows = shortened(" ".join(map(str, dict.fromkeys(self.micro_rows))), 20)
@@ -74,27 +73,27 @@ class Decision:
 
     @property
     def slices(self) -> int:
-        """Of each micro-batch, at least 1."""
+        """Number of slices of each micro-batch, at least 1."""
         return max(1, len(self.token_slices))
 
     @property
     def copies(self) -> int:
-        """Pipelines side by side: replica counts have this common divisor, so rows never leave their copy."""
+        """Number of equal pipelines side by side: the common divisor of all replica counts."""
         return copies_of([stage.division for stage in self.stages])
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank runs, ascending; () for a rank that idles."""
+        """Return the stages that a rank runs, ascending; () for a rank that idles."""
         return tuple(index for index, stage in enumerate(self.stages) if rank in stage.ranks)
 
 
 def check_decision(decision: Decision, graph: Graph | None = None) -> Decision:
-    """Check what is decided, and against its graph when given; return it.
+    """Check a decision, also against its graph when given; return it.
 
-    1. Nothing is wrong in itself (`decision_problems`).
-    2. Every op of the graph stands in at least one stage, and only ops of the graph do; one that learns, draws random
-       numbers or updates a buffer stands in one.
+    1. It has no problem without the graph (`decision_problems`).
+    2. Every op of the graph is in at least one stage, and the stages have no other ops; an op that is trained, draws
+       random numbers or updates a buffer is in exactly one.
     3. No value flows from a stage to an earlier one.
-    4. All uses of a buffer that is updated stand in the stage that updates it: each stage has its own copy.
+    4. All uses of a buffer that is updated are in the stage that updates it, since each stage has its own copy.
     Raises PlanError.
     """
     refuse(decision_problems(decision))
@@ -104,11 +103,11 @@ def check_decision(decision: Decision, graph: Graph | None = None) -> Decision:
 
 
 def decision_problems(decision: Decision) -> Iterator[Problem]:
-    """Everything that is wrong with a decision in itself, as (path, message).
+    """Yield everything that is wrong with a decision without its graph, as (path, message).
 
-    The schedule has a name (`passes.program.schedules` knows which names there are), sizes are positive, micro-batches
-    differ by at most a row, ranks exist and none runs two stages, no stage lists an op twice, and what is recomputed
-    are ops of the stage, each once.
+    The schedule has a name (`passes.program.schedules` checks whether it is known), sizes are positive, micro-batches
+    differ by at most one row, ranks exist, no stage lists a rank or an op twice, and recomputed ops are ops of the
+    stage, each listed once.
     """
     if decision.world < 1:
         yield "world", f"at least 1 rank is needed, not {decision.world}"
@@ -168,7 +167,7 @@ def _op_problems(s: int, stage: Stage) -> Iterator[Problem]:
 
 
 def refuse(found: Iterator[Problem]) -> None:
-    """Raise PlanError for the first problem, and count the others."""
+    """Raise PlanError for the first problem, with the number of others."""
     first = next(found, None)
     if first is not None:
         path, message = first
@@ -199,8 +198,10 @@ def check_ops(decision: Decision, graph: Graph) -> None:
 
 
 def stage_of_ops(decision: Decision, graph: Graph) -> dict[str, int]:
-    """Return the first stage of each op.  Raises PlanError for an op that the graph does not have, and for one that
-    must run once and stands in several stages."""
+    """Return the first stage of each op.
+
+    Raises PlanError for an op that the graph does not have, and for one that must run once and is in several stages.
+    """
     first: dict[str, int] = {}
     ops = graph.op_map()
     single = {v.name for v in graph.values if v.grad} | {value for _, value in graph.updates}
@@ -212,9 +213,9 @@ def stage_of_ops(decision: Decision, graph: Graph) -> dict[str, int]:
                 raise PlanError(f"the plan names op {shortened(name)}, which the graph does not have", fix=AGAIN)
             if name in first and (op.random or not single.isdisjoint(op.writes) or not learned.isdisjoint(op.params)):
                 raise PlanError(
-                    f"op {name} stands in stages {first[name]} and {s}",
+                    f"op {name} is in stages {first[name]} and {s}",
                     where=f"{op.module} {op.where}".strip(),
-                    why="an op that learns, draws random numbers or updates a buffer must run once",
+                    why="an op that is trained, draws random numbers or updates a buffer must run once",
                 )
             first.setdefault(name, s)
     return first

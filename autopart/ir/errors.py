@@ -1,22 +1,19 @@
-"""Every error a user can meet, in one tree.
+"""The errors that users meet, in one tree.
 
     AutopartError
     ├── UsageError            an argument, option, batch or cluster that cannot work
     │   ├── BatchError        a batch that does not fit the model, the plan or the micro-batches
-    │   └── ClusterError      a cluster description that cannot be read or is not what runs
-    ├── CaptureError          the model cannot be captured at all
-    │   ├── ControlFlowError  data-dependent Python control flow
-    │   └── LossError         no scalar loss can be found in what the model returns
-    ├── RefusedError          captured, but running it would not be exact
-    │   ├── CoupledLossError  the loss couples the rows of the batch: it cannot be micro-batched
-    │   └── TokenRefusal      some op needs tokens that a slice does not have: it cannot be cut into slices of tokens
-    ├── PlanError             a plan that is malformed, or made for something else
+    │   └── ClusterError      a cluster description that cannot be read, or does not match what the launcher started
+    ├── CaptureError          the model cannot be captured, or returns no scalar loss
+    ├── RefusedError          the model was captured, but running it as a pipeline would not be exact
+    ├── PlanError             a plan that is malformed, or was made for something else
     │   ├── PlanFileError     text that is not a plan; names the JSON path
-    │   └── InfeasibleError   no plan within the limits; names the limit and by how much
-    ├── GraphError            our own invariant of `Graph` is broken (a bug: please report)
+    │   └── InfeasibleError   no plan within the limits; names the limit and by how much it is exceeded
+    ├── GraphError            an invariant of `Graph` is broken: a bug, please report it
     ├── ProgramError          a program that would hang, lose a value or exceed its limit
     └── RunError              something failed while ranks were running
-        ├── StageError        user code (an op) raised inside a stage
+        ├── StageError        an op of the model raised inside a stage
+        ├── NonFiniteError    gradients of a step are infinite or NaN
         └── WorkerError       a process died or a peer stopped answering
 
 Every message has the same order: what failed, where (module path, file:line), why, what to do.
@@ -24,14 +21,21 @@ Every message has the same order: what failed, where (module path, file:line), w
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 from autopart.ir.printable import printable
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class AutopartError(Exception):
     """Base of all errors raised on purpose.
 
-    what: one line, no full stop; where: module path and user file:line; why: the reason; fix: a remedy that can be
-    pasted or typed.  Whatever a file or a model says in them, a terminal shows as it stands (`ir.printable`).
+    what: one line without a full stop.  where: module path and file:line of the user's code.  why: the reason.  fix:
+    what to do, ready to be typed.  Characters that a terminal would interpret are escaped (`ir.printable`).
     """
 
     def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
@@ -62,44 +66,24 @@ class BatchError(UsageError):
 
 
 class ClusterError(UsageError):
-    """A cluster description that cannot be read, or is not the one that runs."""
+    """A cluster description that cannot be read, or does not match what the launcher started."""
 
 
 class CaptureError(AutopartError):
-    """The model cannot be captured."""
-
-
-class ControlFlowError(CaptureError):
-    """Python control flow that depends on tensor data."""
-
-
-class LossError(CaptureError):
-    """No scalar loss can be found in what the model returns."""
+    """The model cannot be captured: Python control flow depends on tensor data, or no scalar loss is returned."""
 
 
 class RefusedError(AutopartError):
-    """Captured, but running it as a pipeline would not be exact."""
+    """The model was captured, but running it as a pipeline would not be exact.
 
-
-class UndividedError(RefusedError):
-    """A value that replicas cannot divide would pass between stages that have other replicas.
-
-    value: its name, where the refusal is raised.
+    value: the name of a value that replicas cannot divide, if that is the reason; set only in the raising process.
     """
 
     value: str = ""
 
 
-class CoupledLossError(RefusedError):
-    """The loss couples the rows of the batch, so that micro-batches cannot reproduce it."""
-
-
-class TokenRefusal(RefusedError):
-    """The model cannot be run slice by slice of its tokens.  A decision, returned by who looks: it still runs whole."""
-
-
 class PlanError(AutopartError):
-    """A plan that is malformed or made for something else."""
+    """A plan that is malformed, or was made for something else."""
 
 
 class PlanFileError(PlanError):
@@ -111,7 +95,7 @@ class InfeasibleError(PlanError):
 
 
 class GraphError(AutopartError):
-    """An invariant of `Graph` is broken: a bug of ours, not of the user."""
+    """An invariant of `Graph` is broken: a bug in autopart."""
 
 
 class ProgramError(AutopartError):
@@ -127,8 +111,27 @@ class StageError(RunError):
 
 
 class NonFiniteError(RunError):
-    """Gradients of a step are infinite or NaN; it has changed nothing, and the pipe goes on."""
+    """Gradients of a step are infinite or NaN.  The step has changed nothing; the pipe can be used further."""
 
 
 class WorkerError(RunError):
     """A process died or a peer stopped answering."""
+
+
+def short_errors(function: F) -> F:
+    """Wrap a public function so that errors raised on purpose do not show internal frames.
+
+    The whole traceback goes to the logger "autopart" at level DEBUG.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (GraphError, ProgramError):
+            raise
+        except AutopartError as error:
+            logging.getLogger("autopart").debug("raised to the caller", exc_info=True)
+            raise error.with_traceback(None) from error.__cause__
+
+    return call  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""A plan in words and numbers: a line for each stage, and a footer that says what the numbers are."""
+"""A plan as a text table: a line for each stage, and a footer that explains the numbers."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ COST_DESCRIPTIONS = {
     "measured": "op costs were measured on the device",
 }
 WORDS = ("stage", "ranks", "modules")
-"""Columns that hold words; the others hold numbers."""
+"""Columns of words; the others are numbers."""
 DISPENSABLE = ("out", "in", "work", "GFLOP", "end ms", "params", "ops", "weights", "grad+opt", "act x live", "modules")
-"""Columns that a wide table of many stages is shown without, in this order."""
+"""Columns that a table that is too wide leaves out, in this order."""
 WIDTH = 100
-"""Characters of a line, where nobody says how wide the terminal is."""
+"""Characters of a line if the width of the terminal is unknown."""
 
 
 def explain(decision: Decision, report: Report, costs: str) -> str:
-    """Return what is decided and what it would take as plain text; `Plan.explain` says what the columns mean."""
+    """Return decision and report as plain text; `Plan.explain` says what the columns mean."""
     rows = [stage_row(decision, report, s) for s in range(len(decision.stages))]
     lines = fitting_lines(stage_grid(rows, total_row(decision, report)), WIDTH)
     return "\n".join([*lines, *footer(decision, report, costs)]) + "\n"
 
 
 def stage_grid(rows: list[dict[str, str]], total: dict[str, str]) -> list[list[str]]:
-    """The cells of the stage table, the header first.  rows: of the stages, by column.  total: shown below several."""
+    """Return the cells of the stage table, header first.  rows: cells of each stage by column.  total: last line."""
     header = list(rows[0])
     grid = [header, *([row[name] for name in header] for row in rows)]
     if len(rows) > 1:
@@ -40,10 +40,7 @@ def stage_grid(rows: list[dict[str, str]], total: dict[str, str]) -> list[list[s
 
 
 def table_lines(grid: Sequence[Sequence[str]], words: Container[int]) -> list[str]:
-    """Lines of a table whose first row is the header; words: numbers of the columns that do not hold numbers.
-
-    Every table of ours is drawn here.
-    """
+    """Draw a table whose first row is the header.  words: indices of the columns of words, aligned to the left."""
     grid = [[printable(cell) for cell in row] for row in grid]
     widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
     lines = []
@@ -58,10 +55,10 @@ def table_lines(grid: Sequence[Sequence[str]], words: Container[int]) -> list[st
 
 
 def fitting_lines(grid: list[list[str]], width: int) -> list[str]:
-    """Return the lines of the stage table, each of at most `width` characters where that can be.
+    """Return the lines of the stage table, if possible with at most `width` characters each.
 
-    A stage has a line; where lines are too wide, a column; where these are too wide as well, a line without those
-    columns of `DISPENSABLE` that do not fit.
+    Each stage is a line; if lines are too wide, each stage is a column; if these are too wide as well, each stage is a
+    line and columns of `DISPENSABLE` are left out.
     """
     lines = table_lines(grid, word_columns(grid[0]))
     if max(map(len, lines)) <= width:
@@ -80,7 +77,7 @@ def fitting_lines(grid: list[list[str]], width: int) -> list[str]:
 
 
 def word_columns(header: Sequence[str]) -> list[int]:
-    """The columns of the table of stages that hold words."""
+    """Return the indices of the columns of words."""
     return [column for column, name in enumerate(header) if name in WORDS]
 
 
@@ -96,7 +93,7 @@ def stage_row(decision: Decision, report: Report, s: int) -> dict[str, str]:
 
 
 def _divided(stage: Stage) -> str:
-    """What is said of the replicas of a stage, other than that they have equal shares."""
+    """Describe how the replicas of a stage divide micro-batches, if not in equal shares."""
     divided = stage.division
     if divided.in_turn:
         return " in turn"
@@ -107,7 +104,7 @@ def _divided(stage: Stage) -> str:
 
 
 def _spans(ranks: tuple[int, ...]) -> str:
-    """(0, 1, 2, 5) as "0-2,5", in the order given; long lists are cut."""
+    """Write (0, 1, 2, 5) as "0-2,5"; long lists are cut."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] + 1 == rank:
@@ -135,7 +132,7 @@ def _numbers(e: Estimate) -> dict[str, str]:
 
 
 def total_row(decision: Decision, report: Report) -> dict[str, str]:
-    """What can be added up over the stages, by column; work is that of all devices."""
+    """Return the sums over the stages, by column; FLOPs are of all devices."""
     total = {"stage": "all"}
     if report.estimates:
         mosts = [stage.division.most for stage in decision.stages]
@@ -147,7 +144,7 @@ def total_row(decision: Decision, report: Report) -> dict[str, str]:
 
 
 def footer(decision: Decision, report: Report, costs: str) -> list[str]:
-    """The lines below the table: the decision as a whole, its step, its bound, what else was considered, notes."""
+    """Return the lines below the table: the whole decision, its step and bound, alternatives, notes."""
     lines = [_summary(decision)]
     if report.step_ns:
         lines.append(f"simulated, not measured: step {_ms(report.step_ns)} ms, bubble {report.bubble * 100:.1f} %")
@@ -190,7 +187,7 @@ def _many(count: int, what: str, plural: str = "s") -> str:
 
 
 def listed_runs(lengths: tuple[int, ...]) -> str:
-    """Equal neighbours counted: "128x2 64" is 128, 128, 64."""
+    """Write 128, 128, 64 as "128x2 64"."""
     runs = [(length, len(list(same))) for length, same in groupby(lengths)]
     return " ".join(f"{length}x{times}" if times > 1 else f"{length}" for length, times in runs)
 

@@ -1,8 +1,7 @@
-"""What is computed: a straight line of ops over named values, at a fixed size (that of one micro-batch).
+"""What is computed: a sequence of ops over named values, at the size of one micro-batch.
 
-A captured op that returns several tensors and the places that pick one of them are ONE op here, so that no cut can
-fall between them.  `Op.parts` lists the captured ops that an op stands for: coarsening makes fewer, heavier ops and
-stays inside this language.
+A captured op that returns several tensors and the calls that pick one of them are one op here, so that no cut can fall
+between them.  `Op.parts` lists the captured ops that an op stands for, so coarsening gives a graph again.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ Literal = None | bool | int | float | str | tuple["Literal", ...]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor.  `grad`: a gradient flows back through it.  `rows_axis`: the axis that grows with the batch.
+    """One tensor.
 
-    rows_axis is None for what does not depend on the number of rows.  dtype is torch's name without "torch.".
+    dtype: torch's name without "torch.".  grad: whether a gradient flows back through it.  rows_axis: the axis that
+    grows with the batch, None if the shape does not depend on the number of rows.
     """
 
     name: str
@@ -38,10 +38,11 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter, buffer or lifted constant.  name: the user's fully qualified name (FQN).
+    """A parameter, buffer or lifted constant.
 
-    kind: "param", "buffer" or "constant".  same_as: the name that owns the storage, when this one is tied to it.
-    copy_bytes: of copies in other types, as autocast reads them, which are held during a step.
+    name: its fully qualified name (FQN) in the model.  kind: "param", "buffer" or "constant".  same_as: the name that
+    owns the storage, if this one is tied to it.  copy_bytes: bytes of copies in other dtypes that autocast reads and
+    that are held during a step.
     """
 
     name: str
@@ -58,9 +59,9 @@ class Param:
 class Op:
     """One op.  reads, writes: values; params: names of parameters, buffers and constants, tied names resolved.
 
-    attrs: every argument by its name in the op's schema; "%name" stands for a value or parameter.  module: the
-    module path of the user's model; where: the user's file:line.  random: draws random numbers.  parts: captured op
-    names this op stands for (its own name when it is a captured op).
+    attrs: every argument by its name in the op's schema; "%name" stands for a value or parameter.  module: path of the
+    module in the model.  where: file:line of the user's code.  random: whether it draws random numbers.  parts: names
+    of the captured ops it stands for (its own name if it is a captured op).
     """
 
     name: str
@@ -81,11 +82,11 @@ class LossReduction:
     """How the losses of micro-batches combine to the loss of the whole batch.
 
     kind: "sum" (add them), "rows" (mean weighted by rows), "tokens" (mean weighted by a count that depends on inputs
-    alone), "any" (the loss does not depend on the batch).  The count: of the elements of `value` those that differ from
-    `ignore`, or where that is None its sum; with `classes`, a vector, each element counts what it picks from it.
-    smoothed: what is divided need not be 0 where those counts are.
-    adjusted: for a loss that is a sum of several terms, and for numbers of the whole batch in it: what the program of a
-    micro-batch reads otherwise than it was captured, so that its losses combine like this.
+    alone), "any" (the loss does not depend on the batch).  The count is the number of elements of `value` that differ
+    from `ignore`, or the sum of `value` if ignore is None; with `classes`, a vector, each element counts as the entry
+    of classes that it selects.  smoothed: whether the numerator may be nonzero when the count is 0.  adjusted: values
+    that the program of a micro-batch must read differently from how it was captured: terms of a loss that is a sum,
+    and numbers that stand for the whole batch.
     """
 
     kind: str
@@ -97,14 +98,14 @@ class LossReduction:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> LossReduction:
-        """What `dataclasses.asdict` made a dictionary of."""
+        """Return the inverse of `dataclasses.asdict`."""
         adjusted = tuple(
             Adjusted(item["value"], cls.from_json(item["weight"]), item["reader"]) for item in content["adjusted"]
         )
         return cls(**content | {"adjusted": adjusted})
 
     def counted(self) -> Iterator[str]:
-        """The values that have to be known of each micro-batch before the step."""
+        """Yield the values that must be known of each micro-batch before the step."""
         yield from (name for name in (self.value, self.classes) if name is not None)
         for item in self.adjusted:
             yield from item.weight.counted()
@@ -114,10 +115,10 @@ class LossReduction:
 
 @dataclass(frozen=True, slots=True)
 class Adjusted:
-    """A value that a micro-batch's program reads otherwise than it computed it.
+    """A value that the program of a micro-batch reads in another form than it computed it.
 
     weight: how the values of the micro-batches combine to that of the whole batch.  reader: the op that reads it times
-    its own share in that; None: every op reads the value of the whole batch, which depends on inputs alone.
+    the weight of this micro-batch; None: every op reads the value of the whole batch, which depends on inputs alone.
     """
 
     value: str
@@ -127,10 +128,11 @@ class Adjusted:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Ops in topological order.  size: of the micro-batch that the shapes are for.
+    """Ops in topological order.
 
-    inputs: tensor inputs in the order of the flattened batch.  outputs: what the caller gets, the loss first when
-    there is one.  updates: (buffer name, value that replaces it) after each micro-batch.
+    size: of the micro-batch that the shapes are for.  inputs: tensor inputs in the order of the flattened batch.
+    outputs: results, the loss first if there is one.  updates: (buffer name, value that replaces it) after each
+    micro-batch.
     """
 
     size: Size
@@ -147,23 +149,23 @@ class Graph:
         return self.size.rows
 
     def value_map(self) -> dict[str, Value]:
-        """Values by name."""
+        """Return the values by name."""
         return {v.name: v for v in self.values}
 
     def param_map(self) -> dict[str, Param]:
-        """Parameters, buffers and constants by name."""
+        """Return parameters, buffers and constants by name."""
         return {p.name: p for p in self.params}
 
     def op_map(self) -> dict[str, Op]:
-        """Ops by name."""
+        """Return the ops by name."""
         return {op.name: op for op in self.ops}
 
     def writer(self) -> dict[str, str]:
-        """For each written value, the op that writes it."""
+        """Return the name of the op that writes each value; inputs have none."""
         return {w: op.name for op in self.ops for w in op.writes}
 
     def shape_digest(self) -> str:
-        """Fingerprint of everything but costs and source lines: the same model at the same shapes."""
+        """Return a fingerprint of all but costs and source lines: equal for the same model at the same shapes."""
         return _digest(
             [
                 self.rows if self.size.tokens is None else (self.rows, self.size.tokens),
@@ -177,7 +179,7 @@ class Graph:
         )
 
     def structure_digest(self) -> str:
-        """Fingerprint of names and connections alone: equal for the same model at another number of rows."""
+        """Return a fingerprint of names and connections: equal for the same model at any number of rows."""
         return _digest(
             [
                 [(p.name, p.shape, p.dtype, p.trainable, p.kind, p.same_as) for p in self.params],
@@ -198,9 +200,9 @@ def check(graph: Graph) -> Graph:
 
     1. Names of values, of parameters and of ops are unique.
     2. Every value is an input or written by exactly one op, before its first use.
-    3. Every read, parameter, output and update names something that exists.
-    4. There is a row at least, and no value has negative bytes.
-    Raises GraphError with the ops around the first break.
+    3. Every read, parameter, output and update exists.
+    4. There is at least one row, and no value has negative bytes.
+    Raises GraphError with the ops around the first violation.
     """
     check_size(graph.size)
     _unique("value", (v.name for v in graph.values))

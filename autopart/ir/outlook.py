@@ -1,22 +1,22 @@
-"""Report what a decision would take, and what speaks for it: nothing that is run depends on it."""
+"""What a decision would take, and how it compares: simulated times, memory, bounds and alternatives."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the simulator predicts for one device of a stage; times and sizes of the largest micro-batch's share.
+    """What the simulator predicts for one device of a stage, for its share of the largest micro-batch.
 
-    fwd_ns, bwd_ns: nanoseconds of one micro-batch, bwd_ns with what is recomputed.  flops: of one forward.
-    param_bytes: weights and buffers.  state_bytes: gradients and optimizer state (`optimizer_bytes` of it), and weight
-    versions of an asynchronous schedule.  activation_bytes: kept for each micro-batch in flight, of which there are
-    at most `live`.  workspace_bytes: needed for a moment, by gradients and by what is recomputed.  buffer_bytes: for
-    messages under way, and for sums of gradients over replicas.  in_bytes, out_bytes: received and sent by the whole
-    stage in one forward.  reduce_ns: sum of gradients over the replicas.  optimizer_ns: the optimizer's step.
-    peak_bytes: all that is needed at once.
+    fwd_ns, bwd_ns: nanoseconds of one micro-batch; bwd_ns includes recomputation (`recompute_ns` of it).  flops: of one
+    forward.  param_bytes: weights and buffers.  state_bytes: gradients, optimizer state (`optimizer_bytes` of it), and
+    weight versions of an asynchronous schedule.  activation_bytes: kept for each micro-batch in flight, of which there
+    are at most `live`.  workspace_bytes: temporary memory of gradients and recomputation.  buffer_bytes: messages under
+    way, and sums of gradients over replicas.  in_bytes, out_bytes: received and sent by the whole stage in one forward.
+    reduce_ns: sum of gradients over the replicas.  optimizer_ns: the optimizer step.  peak_bytes: the most memory that
+    is needed at once.
     """
 
     fwd_ns: int
@@ -39,12 +39,12 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Optimality:
-    """How far a plan is from the best at most.  objective, lower_bound: nanoseconds of a step; for a placement of its
-    worst load, in the unit of the problem.
+    """How far a plan can be from the best one.
 
-    No plan that cuts between the planner's blocks, under the same costs, on this cluster, within the choices that were
-    allowed, is simulated faster than lower_bound; one that was refined inside blocks may be, and is its own bound.
-    gap: (objective - lower_bound) / objective.  proved: gap is 0.
+    objective, lower_bound: nanoseconds of a step (of a placement: its largest load).  No plan that cuts between the
+    planner's blocks, under the same costs, on this cluster, within the choices that were allowed, is simulated faster
+    than lower_bound; a plan that was refined inside blocks may be, and is then its own bound.  gap: (objective -
+    lower_bound) / objective.  proved: whether gap is 0.
     """
 
     objective: int
@@ -54,14 +54,14 @@ class Optimality:
 
     @staticmethod
     def of(objective: int, lower_bound: int) -> Optimality:
-        """From the two numbers; a bound above the objective is the objective's own."""
+        """Make it from the two numbers; a bound above the objective is lowered to it."""
         low = min(objective, lower_bound)
         return Optimality(objective, low, (objective - low) / objective if objective else 0.0, low == objective)
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A plan that was not taken.  step_ns: its simulated step, 0 when it cannot be; why: what speaks against it."""
+    """A plan that was not taken.  step_ns: its simulated step, 0 if it does not fit.  why: why it was not taken."""
 
     name: str
     step_ns: int
@@ -70,11 +70,11 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a decision would take, and what speaks for it; nothing that is run depends on it.
+    """What a decision would take, and how it compares.
 
     step_ns: simulated nanoseconds of one step, optimizer included (of an asynchronous schedule: in its steady state).
-    bubble: idle share of the devices in it, 0 to 1.  estimates: one for each stage, or none.  notes: what the planner
-    wants said.  alternatives: what else was considered.
+    bubble: idle share of the devices in it, 0 to 1.  estimates: one for each stage, or empty.  notes: remarks of the
+    planner.  alternatives: plans that were not taken.
     """
 
     step_ns: int = 0
@@ -84,33 +84,29 @@ class Report:
     optimality: Optimality | None = None
     alternatives: tuple[Alternative, ...] = ()
 
-    def __str__(self) -> str:
-        """Return one line; `Plan.explain` and the plan's file have all of it."""
-        counts = f"{len(self.notes)} notes, {len(self.alternatives)} alternatives"
-        return f"simulated step {self.step_ns / 1e6:.2f} ms, bubble {self.bubble:.1%}, {counts}"
+    def with_bound(self, bound_ns: int) -> Report:
+        """Return the report with a lower bound of the step."""
+        return replace(self, optimality=Optimality.of(self.step_ns, bound_ns))
 
     def __repr__(self) -> str:
-        return f"<Report {self}>"
+        counts = f"{len(self.notes)} notes, {len(self.alternatives)} alternatives"
+        return f"<Report simulated step {self.step_ns / 1e6:.2f} ms, bubble {self.bubble:.1%}, {counts}>"
 
 
 def report_problems(report: Report, stages: int) -> Iterator[tuple[str, str]]:
-    """Yield everything that is wrong with a report on a decision with so many stages, as (path, message)."""
+    """Yield everything that is wrong with the report on a decision of `stages` stages, as (path, message)."""
     if report.estimates and len(report.estimates) != stages:
         yield "estimates", f"{len(report.estimates)} estimates for {stages} stages; give one each or none"
-    for s, estimate in enumerate(report.estimates):
-        for name, amount in asdict(estimate).items():
-            if amount < 0:
-                yield f"estimates[{s}].{name}", f"must not be negative, not {amount}"
-    if report.step_ns < 0:
-        yield "step_ns", f"must not be negative, not {report.step_ns}"
-    if not 0 <= report.bubble <= 1:
-        yield "bubble", f"must be a share between 0 and 1, not {report.bubble}"
-    if report.optimality is not None:
-        bound = report.optimality
-        if min(bound.objective, bound.lower_bound) < 0:
-            yield "optimality", f"must not be negative, not {min(bound.objective, bound.lower_bound)}"
-        if not 0 <= bound.gap <= 1:
-            yield "optimality.gap", f"must be a share between 0 and 1, not {bound.gap}"
-    for i, other in enumerate(report.alternatives):
-        if other.step_ns < 0:
-            yield f"alternatives[{i}].step_ns", f"must not be negative, not {other.step_ns}"
+    bound = report.optimality
+    numbers = {
+        **{f"estimates[{s}].{name}": n for s, e in enumerate(report.estimates) for name, n in asdict(e).items()},
+        "step_ns": report.step_ns,
+        "optimality": min(bound.objective, bound.lower_bound) if bound else 0,
+        **{f"alternatives[{i}].step_ns": other.step_ns for i, other in enumerate(report.alternatives)},
+    }
+    for path, number in numbers.items():
+        if number < 0:
+            yield path, f"must not be negative, not {number}"
+    for path, share in (("bubble", report.bubble), ("optimality.gap", bound.gap if bound else 0.0)):
+        if not 0 <= share <= 1:
+            yield path, f"must be a share between 0 and 1, not {share}"

@@ -1,4 +1,4 @@
-"""From a model and a batch to a plan, on one process: capture, loss rule, costs, passes.  Opens no process group."""
+"""Make a plan from a model and a batch, in one process: capture, loss rule, costs, passes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
-from importlib import metadata
 
 import torch
 
@@ -30,7 +29,6 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.errors import InfeasibleError, PlanError, RefusedError, UsageError
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Plan, Precision
-from autopart.ir.plan import check as check_plan
 from autopart.ir.program import BUCKET_BYTES
 from autopart.ir.size import Size
 from autopart.options import Options
@@ -43,8 +41,8 @@ from autopart.passes.program.schedules import BUILT_IN, find, names
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
 from autopart.planning.no_effect import without_effect
-from autopart.planning.problem import Problem
 from autopart.planning.restrictions import (
+    PlanningTask,
     at_known_sizes,
     needs_more_rows,
     weaker,
@@ -54,14 +52,14 @@ from autopart.planning.restrictions import (
 from autopart.planning.splits import Splits, other_sizes, ways_to_split
 
 IDLE = 0.15
-"""The part of a step that devices idle from which on slices of sequences are suggested."""
+"""Bubble from which slices of sequences are suggested."""
 LONG = 64
-"""Tokens of a sequence from which on slices are suggested."""
+"""Tokens of a sequence from which slices are suggested."""
 
 
 @contextlib.contextmanager
 def _phase(what: str) -> Iterator[None]:
-    """Report a phase and its seconds to the logger "autopart", at level INFO."""
+    """Log a phase and its seconds to the logger "autopart" at level INFO."""
     log, began = logging.getLogger("autopart"), time.perf_counter()
     log.info("%s ...", what)
     yield
@@ -72,25 +70,20 @@ def _phase(what: str) -> Iterator[None]:
 class Planned:
     """A plan, the captured program that it was made from, and how batches are cut under it.
 
-    captured: at the size of the plan's largest micro-batch; of a model on the meta device it may be at another.
+    captured: at the size of the plan's largest micro-batch; for a model on the meta device maybe at another size.
     """
 
     plan: Plan
     captured: Captured
     rule: BatchRule
 
-    @property
-    def weight(self) -> LossReduction:
-        """How the losses of micro-batches combine."""
-        return self.rule.reduction
-
 
 def make_plan(
     captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, *, to_run: bool = True
 ) -> Planned:
-    """Plan a model for batches like `batch` on `cluster`; to_run: only what the runtime can run, exactly.
+    """Plan a model for batches like `batch` on `cluster`.  to_run: only plans that the runtime can run, exactly.
 
-    Raises CaptureError, RefusedError (what cannot be exact), UsageError, PlanError, InfeasibleError.
+    Raises CaptureError, RefusedError, UsageError, PlanError, InfeasibleError.
     """
     given = read_plan(options)
     if to_run:
@@ -98,23 +91,24 @@ def make_plan(
     captures.run_in(precision_of(options, given), cluster.kind)
     if given:
         return _given(given, captures, batch, cluster, options)
-    # The program at every size that micro-batches may have, from captures at two of them.
+    # The program at every size that micro-batches may have, from captures at two sizes.
     splits = ways_to_split(batch, options.micro_batches)
     first = _first_size(splits, batch, cluster, options)
     with _phase("capturing the model"):
         family = capture_family(captures, batch, first, other_sizes(splits, batch))
     require_something_to_train(family.base.graph)
-    # What to plan: how the batch may be cut, and whether stages may have replicas.
-    problem = at_known_sizes(Problem(family, splits, cluster, options, to_run))
-    # How the losses of its parts combine to the batch's, or a refusal.
-    problem, reduction = with_reduction(problem, family, splits)
-    # Whether sequences may be cut, where that is asked for.
-    problem = _with_slices(problem, captures, batch)
-    # What every op costs at the size of the base; the cost model extends it to where the program is known.
-    costs = _costs(problem)
-    # The fastest plan under these costs; it has to be the program that will run, with the costs of its own size.
+    # How the batch may be cut, and whether stages may have replicas.
+    task = at_known_sizes(PlanningTask(family, splits, cluster, options, to_run))
+    # How the losses of parts of the batch combine, or a refusal.
+    task, reduction = with_reduction(task, family, splits)
+    # Whether sequences may be cut, if token_slices= asks for it.
+    slices = asked_slices(options.token_slices, captures, batch, family.base.graph.size)
+    task = replace(task, slices=slices, notes=(*task.notes, *slices.notes))
+    # The cost of every op at the size of the base; the cost model extends it to other sizes.
+    costs = _costs(task)
+    # The fastest plan under these costs, made once more with the costs of its own size.
     failures: list[RefusedError | InfeasibleError] = []
-    for attempt in weaker(problem, failures):
+    for attempt in weaker(task, failures):
         try:
             return _settled(attempt, costs, _built(attempt, costs), reduction)
         except (RefusedError, InfeasibleError) as failure:
@@ -123,7 +117,7 @@ def make_plan(
 
 
 def _require_runnable(given: Plan | None, options: Options) -> None:
-    """Raises PlanError or UsageError for an asynchronous schedule, which the planner knows and the runtime does not."""
+    """Raise PlanError or UsageError for an asynchronous schedule, which can be planned but not run."""
     name = given.schedule if given else options.schedule
     if name == "auto" or find(name).synchronous:
         return
@@ -140,66 +134,62 @@ def _require_runnable(given: Plan | None, options: Options) -> None:
     )
 
 
-def _with_slices(problem: Problem, captures: CaptureCache, batch: Batch) -> Problem:
-    """With the slices that are asked for."""
-    asked = asked_slices(problem.options.token_slices, captures, batch, problem.family.base.graph.size)
-    return replace(problem, slices=asked, notes=(*problem.notes, *asked.notes))
-
-
 @_phase("taking the costs of its ops")
-def _costs(problem: Problem) -> CostedGraph:
-    return costed(problem.family.base, problem.cluster.devices[0], problem.options.costs)
+def _costs(task: PlanningTask) -> CostedGraph:
+    return costed(task.family.base, task.cluster.devices[0], task.options.costs)
 
 
 @_phase("searching a plan")
-def _built(problem: Problem, costs: CostedGraph) -> Plan:
-    """The plan for one of the splits, kept from before or new."""
-    twin = problem.family.twin(costs.graph)
-    request, notes = _request(problem, costs.graph)
-    cost_model = CostModel(costs.graph, twin, device_types(problem.cluster))
-    asked = PlannerInput(costs.graph, cost_model, torch.__version__, costs.source, GROUP_NS[problem.cluster.kind])
-    plan = _found_or_built(asked, twin, problem.cluster, request, problem.options)
-    precision = precision_of(problem.options, None)
-    if is_stand_in(precision, problem.cluster.kind):
+def _built(task: PlanningTask, costs: CostedGraph) -> Plan:
+    """Return the best plan among all splits, from the cache or new."""
+    twin = task.family.twin(costs.graph)
+    request, notes = _request(task, costs.graph)
+    cost_model = CostModel(costs.graph, twin, device_types(task.cluster))
+    asked = PlannerInput(costs.graph, cost_model, torch.__version__, costs.source, GROUP_NS[task.cluster.kind])
+    plan = _found_or_built(asked, twin, task.cluster, request, task.options)
+    precision = precision_of(task.options, None)
+    if is_stand_in(precision, task.cluster.kind):
         notes = (*notes, "this torch has no CUDA: its casts are those of CPUs; to run it, plan again on the cluster")
-    notes = (*costs.notes, *notes, *_hint_at_slices(problem, plan))
+    notes = (*costs.notes, *notes, *_hint_at_slices(task, plan))
     return replace(plan, provenance=replace(plan.provenance, precision=precision)).with_notes(*notes)
 
 
-def _hint_at_slices(problem: Problem, plan: Plan) -> tuple[str, ...]:
-    """A note where slices of sequences may pay: to try them takes a second capture, so they are tried when asked."""
-    if problem.options.token_slices is not None or plan.bubble < IDLE or len(plan.stages) < 2:
+def _hint_at_slices(task: PlanningTask, plan: Plan) -> tuple[str, ...]:
+    """Return a note if slices of sequences may help; they are tried only on request, as that takes another capture."""
+    if task.options.token_slices is not None or plan.report.bubble < IDLE or len(plan.stages) < 2:
         return ()
-    tokens = sequence_length(problem.family.batch)
+    tokens = sequence_length(task.family.batch)
     if tokens is None or tokens < LONG:
         return ()
-    return (f'devices idle for {plan.bubble:.0%} of the step: token_slices="auto" tries slices of the sequences',)
+    return (
+        f'devices idle for {plan.report.bubble:.0%} of the step: token_slices="auto" tries slices of the sequences',
+    )
 
 
-def _request(problem: Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, ...]]:
-    """What is asked of the passes, and what to say about the optimizer."""
-    options = problem.options
-    base = problem.family.base
+def _request(task: PlanningTask, graph: Graph) -> tuple[PlanRequest, tuple[str, ...]]:
+    """Return the request to the passes, and notes on the optimizer."""
+    options = task.options
+    base = task.family.base
     recompute, recomputed = wanted_groups(base.graph, options.recompute, base.checkpointed)
     factor, notes = state_factor(options.optimizer, narrowest_bytes(graph), masters=options.master_weights)
-    final = problem.family.other is None or problem.family.on_meta  # else it is planned once more at its own size
+    final = task.family.other is None or task.family.on_meta  # else planned once more at its own size
     request = PlanRequest(
-        micro_rows=problem.splits,
+        micro_rows=task.splits,
         stages=options.stages,
         schedule=options.schedule,
         cuts=options.cuts,
         together=options.together,
         pins=options.pins,
-        uncut=problem.uncut,
+        uncut=task.uncut,
         replicas=options.replicas,
         policy=options.replica_policy or "split",
         recompute=recompute,
         recomputed=recomputed,
         zero=options.zero,
         bucket_bytes=options.bucket_bytes or BUCKET_BYTES,
-        least_rows=problem.least_rows,
-        token_slices=problem.slices.token_slices,
-        token_axis=None if problem.slices.recipe is None else problem.slices.recipe.axis(),
+        least_rows=task.least_rows,
+        token_slices=task.slices.token_slices,
+        token_axis=None if task.slices.recipe is None else task.slices.recipe.axis(),
         state_factor=factor,
         prove_seconds=options.prove,
         prove_rows=None if final else graph.rows,
@@ -207,40 +197,40 @@ def _request(problem: Problem, graph: Graph) -> tuple[PlanRequest, tuple[str, ..
     return request, notes
 
 
-def _settled(problem: Problem, costs: CostedGraph, plan: Plan, reduction: LossReduction) -> Planned:
-    """The plan for what runs: captured at its own size, and planned once more with costs of that size.
+def _settled(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: LossReduction) -> Planned:
+    """Return the plan made once more with the costs of its own size.
 
-    A model without values is not measured: of its plan only the digest is that of its own size.
+    A model on the meta device is not measured: only the digest of its plan is changed to its own size.
     """
-    problem, plan = _with_enough_rows(problem, costs, plan)
-    family = problem.family
+    task, plan = _with_enough_rows(task, costs, plan)
+    family = task.family
     size = Size(max(plan.micro_rows))
     captured = family.base
     if family.other is not None and size != captured.graph.size:
         if not family.on_meta:
-            own = replace(problem, family=family.based_at(size), splits=(plan.micro_rows,))
+            own = replace(task, family=family.based_at(size), splits=(plan.micro_rows,))
             measured = _costs(own)
-            problem, plan = _with_enough_rows(own, measured, _built(own, measured))
+            task, plan = _with_enough_rows(own, measured, _built(own, measured))
             captured = own.family.base
         elif size.rows > 1:
             plan = _made_for(plan, family.at(size))
         else:
             captured = family.captured(size)
             plan = _made_for(plan, captured.graph)
-    notes = (*problem.notes, *without_effect(problem.options, plan, captured.graph))
-    return Planned(plan.with_notes(*notes), captured, _rule(plan, captured, family, reduction, problem.slices))
+    notes = (*task.notes, *without_effect(task.options, plan, captured.graph))
+    return Planned(plan.with_notes(*notes), captured, _rule(plan, captured, family, reduction, task.slices))
 
 
-def _with_enough_rows(problem: Problem, costs: CostedGraph, plan: Plan) -> tuple[Problem, Plan]:
-    """The plan, or another one where on a single row, which it has somewhere, the model runs another program."""
-    if not needs_more_rows(problem, plan):
-        return problem, plan
-    larger = with_more_rows(problem)
+def _with_enough_rows(task: PlanningTask, costs: CostedGraph, plan: Plan) -> tuple[PlanningTask, Plan]:
+    """Return task and plan, or restricted ones if the model runs another program on a single row that the plan has."""
+    if not needs_more_rows(task, plan):
+        return task, plan
+    larger = with_more_rows(task)
     return larger, _built(larger, costs)
 
 
 def _rule(plan: Plan, captured: Captured, family: ProgramFamily, loss: LossReduction, slices: AskedSlices) -> BatchRule:
-    """How batches are cut under the plan.  Raises RefusedError for a value that its replicas cannot divide."""
+    """Return how batches are cut under the plan.  Raises RefusedError for a value that its replicas cannot divide."""
     if len(plan.micro_rows) == 1 and not any(stage.division.splits for stage in plan.stages):
         return BatchRule(WHOLE)
     divided = divided_values(plan.decision, captured.graph, slices.once if plan.decision.token_slices else ())
@@ -248,12 +238,12 @@ def _rule(plan: Plan, captured: Captured, family: ProgramFamily, loss: LossReduc
 
 
 def _made_for(plan: Plan, graph: Graph) -> Plan:
-    """The plan as one for the same model at the size of this graph."""
+    """Return the plan with the digest of this graph."""
     return replace(plan, provenance=replace(plan.provenance, graph_digest=graph.shape_digest()))
 
 
 def _given(given: Plan, captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options) -> Planned:
-    """The user's own plan, for this model."""
+    """Return the plan that plan= gives, checked for this model."""
     captured = captures(batch, Size(max(given.micro_rows)))
     require_something_to_train(captured.graph)
     match_plan(
@@ -275,14 +265,14 @@ def _given(given: Plan, captures: CaptureCache, batch: Batch, cluster: Cluster, 
 def _found_or_built(
     asked: PlannerInput, other: Graph | None, cluster: Cluster, request: PlanRequest, options: Options
 ) -> Plan:
-    """The plan that was made for exactly this before, else a new one, which is kept.
+    """Return the plan from the cache, else a new one, which is kept.
 
-    A schedule of the user's is a function, which may be another one under the same name: its plans are not kept.
+    Plans with a schedule of the user are not kept, since another function may have the same name.
     """
     ours = {schedule.name for schedule in BUILT_IN}
     kept = options.cache and ours.issuperset(request.schedules)
     key = plan_key(asked, other, cluster, request) if kept else None
-    found = find_plan(key, lambda plan: check_plan(plan, asked.graph)) if key else None
+    found = find_plan(key, asked.graph) if key else None
     if found is not None:
         return found
     with gc_paused():
@@ -293,13 +283,13 @@ def _found_or_built(
 
 
 def plan_key(source: PlannerInput, other: Graph | None, cluster: Cluster, request: PlanRequest) -> str:
-    """A fingerprint of everything that a plan follows from, so that a plan is never older than its planner.
+    """Return a fingerprint of everything that a plan depends on.
 
-    It covers the graph with its costs, the capture that says how it grows (other), cluster, request, the version of
-    torch, the planner's own source and the ops that users taught it.
+    It covers the graph with its costs, the capture at another size (other), cluster, request, the version of torch, the
+    source of the planner and the ops that users registered.
     """
     texts = [
-        f"plan {VERSION}, autopart {_release()} {planner_digest()}, torch {source.torch_version}, costs {source.costs}",
+        f"plan {VERSION}, planner {planner_digest()}, torch {source.torch_version}, costs {source.costs}",
         _fingerprint(source.graph),
         _fingerprint(other) if other is not None else "one capture",
         repr(cluster),
@@ -310,22 +300,15 @@ def plan_key(source: PlannerInput, other: Graph | None, cluster: Cluster, reques
 
 
 def _fingerprint(graph: Graph) -> str:
-    """Shapes and connections, and what `shape_digest` leaves out but the planner reads."""
+    """Return a digest of the graph with everything that `shape_digest` leaves out but the planner reads."""
     ops = [(op.module, op.random, op.parts, astuple(op.cost)) for op in graph.ops]
     values = [(v.size_bytes, v.rows_axis) for v in graph.values]
     rest = json.dumps([ops, values, [p.size_bytes for p in graph.params]], separators=(",", ":"))
     return f"{graph.shape_digest()} {hashlib.sha256(rest.encode()).hexdigest()}"
 
 
-def _release() -> str:
-    try:
-        return metadata.version("autopart")
-    except metadata.PackageNotFoundError:
-        return "as source"
-
-
 def read_plan(options: Options) -> Plan | None:
-    """The plan that the user gave, loaded and validated, or None.  Raises UsageError for an unknown schedule."""
+    """Return the plan that plan= gives, loaded and validated, or None.  Raises UsageError for an unknown schedule."""
     plan = load_plan(options.plan) if isinstance(options.plan, (str, os.PathLike)) else options.plan
     if plan is None:
         return None
@@ -336,24 +319,23 @@ def read_plan(options: Options) -> Plan | None:
 
 
 def precision_of(options: Options, given: Plan | None) -> Precision:
-    """What is asked for; else that of a given plan, else the model as it is.  Raises UsageError where both say
-    something else."""
+    """Return the precision of the options, else of the given plan, else "fp32".  Raises UsageError if they differ."""
     if given is None:
         return options.precision or "fp32"
     planned = given.provenance.precision
     if options.precision not in (None, planned):
         raise UsageError(
             f"precision is {options.precision!r}, and the plan is for {planned!r}",
-            why="the captured program, and what its messages carry, is that of one precision",
+            why="a plan is made for the program in one precision",
             fix="drop precision=, or make a plan for it",
         )
     return planned
 
 
 def _first_size(splits: Splits, batch: Batch, cluster: Cluster, options: Options) -> Size:
-    """The size to capture first: four micro-batches a stage is a fair guess (a fifth of bubble, GPipe section 2.3).
+    """Return the size to capture first: that of about four micro-batches a stage (bubble 1/5, GPipe section 2.3).
 
-    Never one row where there are more: a program of one row may lack what others have, such as an `expand`.
+    It has several rows if possible: a program of one row may lack ops that others have, such as an `expand`.
     """
     if batch.rows in (None, 1):
         return Size(1)

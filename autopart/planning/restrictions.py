@@ -1,161 +1,185 @@
-"""What a model does not allow: replicas, single rows, micro-batches of other sizes.
+"""The task of the planner, and how it is restricted for models that do not allow all of it.
 
-Every reason to plan with less than was to be had stands here, with the note that the plan carries; where the user asked
-for what the model does not allow, it is refused instead.
+A model may not allow replicas, single rows, or micro-batches of several sizes.  Each restriction leaves a note in the
+plan; if an option asks for what the model does not allow, it is refused instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopart.capture.derive.family import ProgramFamily
 from autopart.capture.derive.reduction import WHOLE, couples_rows, loss_reduction
-from autopart.ir.errors import CaptureError, CoupledLossError, InfeasibleError, RefusedError, UndividedError, UsageError
+from autopart.capture.derive.token_axis import WHOLE_SEQUENCES, AskedSlices
+from autopart.ir.cluster import Cluster
+from autopart.ir.errors import CaptureError, InfeasibleError, RefusedError, UsageError
 from autopart.ir.graph import LossReduction
 from autopart.ir.plan import Plan
 from autopart.ir.shares import parts
 from autopart.ir.size import Size
-from autopart.planning.problem import Problem
+from autopart.options import Options
 from autopart.planning.splits import Splits
 
-UNEVEN = "its program does not grow evenly with the rows, so the costs of a share of them are not known"
+UNEVEN = "the program does not grow evenly with the rows, so the costs of a share of them are not known"
 OWN_STATISTICS = (
     "each would have batch statistics and buffers of its own rows, as in DistributedDataParallel; replicas= asks for "
     "that, sync_batchnorm=True shares them"
 )
 NO_ROWS = "the batch has no rows to divide"
 MOST_UNCUT = 8
-"""Values that are kept inside a stage before replicas are given up."""
+"""Most values that are kept inside a stage before replicas are given up."""
 ANOTHER_PROGRAM = "on a single row the model runs other operations"
+
+
+@dataclass(frozen=True)
+class PlanningTask:
+    """What to plan: the programs of a model at several sizes, the ways to cut its batch, and the options.
+
+    family: its base is the program whose costs are taken.  splits: the ways to cut the batch to choose from.  to_run:
+    only plans that are exact at run time.  notes: on restrictions, for the plan.  least_rows: fewest rows of a
+    micro-batch that a replica may have, if it has any.  uncut: values that must not pass between stages.
+    """
+
+    family: ProgramFamily
+    splits: Splits
+    cluster: Cluster
+    options: Options
+    to_run: bool
+    notes: tuple[str, ...] = ()
+    slices: AskedSlices = WHOLE_SEQUENCES
+    least_rows: int = 1
+    uncut: tuple[str, ...] = ()
 
 
 # ---- replicas ------------------------------------------------------------------------------------------------------
 
 
-def without_replicas(problem: Problem, why: str) -> Problem:
-    """The same with one device for each stage, and a note on it.  Raises UsageError where the user wants more."""
-    _refuse_replicas(problem, why)
-    options = replace(problem.options, replicas=1)
-    return replace(problem, options=options, notes=(*problem.notes, f"no replicas were tried: {why}"))
+def without_replicas(task: PlanningTask, why: str) -> PlanningTask:
+    """Return the task with one device for each stage, and a note.  Raises UsageError if replicas= asks for more."""
+    _refuse_replicas(task, why)
+    options = replace(task.options, replicas=1)
+    return replace(task, options=options, notes=(*task.notes, f"no replicas were tried: {why}"))
 
 
-def _refuse_replicas(problem: Problem, why: str) -> None:
-    """Raises UsageError where the user wants replicas, which there cannot be."""
-    if problem.options.replicas not in (None, 1):
+def _refuse_replicas(task: PlanningTask, why: str) -> None:
+    """Raise UsageError if replicas= asks for replicas."""
+    if task.options.replicas not in (None, 1):
         raise UsageError("replicas cannot be planned for this model", why=why, fix="use replicas=1")
 
 
-def with_reduction(problem: Problem, family: ProgramFamily, splits: Splits) -> tuple[Problem, LossReduction]:
-    """How the losses of parts of the batch combine; without replicas where a micro-batch is the whole batch, which has
-    none to combine, and could not be cut.  family, splits: all there are, though costs be known at one size alone."""
-    options = problem.options
-    unasked = options.replicas is None and problem.to_run  # a plan shows what could be; what runs is exact
+def with_reduction(task: PlanningTask, family: ProgramFamily, splits: Splits) -> tuple[PlanningTask, LossReduction]:
+    """Return the task and how the losses of parts of the batch combine.
+
+    Replicas are left out if the only micro-batch is the whole batch and cannot be divided.  family, splits: as before
+    any restriction.
+    """
+    options = task.options
+    unasked = options.replicas is None and task.to_run
     if unasked and couples_rows(family.base.graph, synced=options.sync_batchnorm):
-        problem = without_replicas(problem, OWN_STATISTICS)
-        options = problem.options
+        task = without_replicas(task, OWN_STATISTICS)
+        options = task.options
     whole = all(len(micro_rows) == 1 for micro_rows in splits)
     if whole and options.replicas != 1:
         if family.batch.rows in (None, 1):
-            return without_replicas(problem, NO_ROWS), WHOLE
+            return without_replicas(task, NO_ROWS), WHOLE
         halves = tuple((*micro_rows, *micro_rows) for micro_rows in splits)
         try:
-            return problem, loss_reduction(family, halves, options.loss_reduction)
-        except CoupledLossError as refusal:
+            return task, loss_reduction(family, halves, options.loss_reduction)
+        except RefusedError as refusal:
             if options.replicas is not None:
                 raise
-            return without_replicas(problem, refusal.what), WHOLE
-    return problem, loss_reduction(family, splits, options.loss_reduction)
+            return without_replicas(task, refusal.what), WHOLE
+    return task, loss_reduction(family, splits, options.loss_reduction)
 
 
-def weaker(problem: Problem, failures: Sequence[RefusedError | InfeasibleError]) -> Iterator[Problem]:
-    """Yield the problem, then after each failure the next weaker one; raise the failure where there is none.
+def weaker(task: PlanningTask, failures: Sequence[RefusedError | InfeasibleError]) -> Iterator[PlanningTask]:
+    """Yield the task, then after each failure a more restricted one; raise the failure if there is none.
 
-    failures: why the problems so far have no plan; the caller appends to it.  A value that passes between stages and
-    cannot be divided among replicas is kept inside a stage; where that leaves no plan, replicas are given up, and cuts
-    may be anywhere again.  Replicas that the user asked for are not given up.
+    failures: why the tasks so far have no plan; the caller appends to it.  A value that passes between stages and
+    cannot be divided among replicas is kept inside a stage; if that leaves no plan, replicas are given up, unless
+    replicas= asks for them.
     """
-    yield problem
+    yield task
     while True:
         refusals = [failure for failure in failures if isinstance(failure, RefusedError)]
         if not refusals:
             raise failures[-1]
-        last, value = refusals[-1], ""
-        if failures[-1] is last and isinstance(last, UndividedError):
-            value = last.value
-        if value and value not in problem.uncut and len(problem.uncut) < MOST_UNCUT:
-            problem = replace(problem, uncut=(*problem.uncut, value))
-        elif problem.options.replicas is None:
-            problem = replace(without_replicas(problem, last.what), uncut=())
+        last = refusals[-1]
+        value = last.value if failures[-1] is last else ""
+        if value and value not in task.uncut and len(task.uncut) < MOST_UNCUT:
+            task = replace(task, uncut=(*task.uncut, value))
+        elif task.options.replicas is None:
+            task = replace(without_replicas(task, last.what), uncut=())
         else:
             raise last
-        yield problem
+        yield task
 
 
 # ---- sizes ---------------------------------------------------------------------------------------------------------
 
 
-def at_known_sizes(problem: Problem) -> Problem:
-    """The problem where the program, and so its costs, is known at all sizes that may be planned; else with the
-    micro-batches of one size and without replicas, and a note on it."""
-    sizes = {Size(max(micro_rows)) for micro_rows in problem.splits}
-    shares = {Size(1)} if problem.options.replicas != 1 else set()
-    family = problem.family
+def at_known_sizes(task: PlanningTask) -> PlanningTask:
+    """Return the task, restricted to one size of micro-batches and no replicas if others have unknown programs."""
+    sizes = {Size(max(micro_rows)) for micro_rows in task.splits}
+    shares = {Size(1)} if task.options.replicas != 1 else set()
+    family = task.family
     if family.refusal is None and (family.other is None or family.known(sizes | shares)):
-        return problem
-    _refuse_replicas(problem, UNEVEN)
-    kept = at_one_size(problem.splits, family.base.graph.size)
-    what, options = f"only micro-batches of {Size(max(kept[0]))}", problem.options
+        return task
+    _refuse_replicas(task, UNEVEN)
+    kept = at_one_size(task.splits, family.base.graph.size)
+    what, options = f"only micro-batches of {Size(max(kept[0]))}", task.options
     if options.replicas is None:
         what, options = f"{what} and no replicas", replace(options, replicas=1)
     note = f"{what} were tried: the program does not grow evenly with the rows"
     alone = family.alone(Size(max(kept[0])))
-    return replace(problem, family=alone, splits=kept, options=options, notes=(*problem.notes, note))
+    return replace(task, family=alone, splits=kept, options=options, notes=(*task.notes, note))
 
 
 def at_one_size(splits: Splits, size: Size) -> Splits:
-    """The splits whose largest micro-batches have this size; where none has, the one of the smallest."""
+    """Return the splits whose largest micro-batches have this size; if there are none, that with the smallest ones."""
     return tuple(rows for rows in splits if max(rows) == size.rows) or splits[-1:]
 
 
-def needs_more_rows(problem: Problem, plan: Plan) -> bool:
-    """Whether the plan has a single row somewhere, and that would be another program than the one it was made for.
+def needs_more_rows(task: PlanningTask, plan: Plan) -> bool:
+    """Return whether some part of a micro-batch has a single row, on which the model runs another program.
 
-    A replica's row of a model without values is seen by who has them.  Raises the reason where every split has single
-    rows.
+    Replicas of a model on the meta device are not checked.  Raises the reason if every split has single rows.
     """
     single_micro = min(plan.micro_rows) == 1
-    if not single_micro and (problem.family.on_meta or _least_rows(plan) > 1):
+    if not single_micro and (task.family.on_meta or _least_rows(plan) > 1):
         return False
-    if problem.family.base.graph.size == Size(1):
+    if task.family.base.graph.size == Size(1):
         return False
     try:
-        problem.family.captured(Size(1))
+        task.family.captured(Size(1))
     except (CaptureError, RefusedError):
-        if all(min(micro_rows) == 1 for micro_rows in problem.splits):
+        if all(min(micro_rows) == 1 for micro_rows in task.splits):
             raise
         return True
     return False
 
 
-def with_more_rows(problem: Problem) -> Problem:
-    """The same with two rows at least of every micro-batch for each replica, and a note on it.  Raises UsageError where
-    the user's replicas cannot have as many."""
-    asked = problem.options.replicas if problem.options.replica_policy != "turn" else 1
+def with_more_rows(task: PlanningTask) -> PlanningTask:
+    """Return the task with at least two rows of every micro-batch for each replica, and a note.
+
+    Raises UsageError if the replicas that replicas= asks for cannot have as many.
+    """
+    asked = task.options.replicas if task.options.replica_policy != "turn" else 1
     most = max(asked) if isinstance(asked, tuple) else asked or 1
-    larger = tuple(micro_rows for micro_rows in problem.splits if min(micro_rows) >= 2 * most)
+    larger = tuple(micro_rows for micro_rows in task.splits if min(micro_rows) >= 2 * most)
     if not larger:
         raise UsageError(
             f"{most} replicas cannot be planned for this model",
             why=f"some would have a single row of a micro-batch, and {ANOTHER_PROGRAM}",
             fix=f"use fewer replicas, or micro-batches of at least {2 * most} rows",
         )
-    what = "micro-batches of one row" if larger != problem.splits else "replicas with one row of a micro-batch"
+    what = "micro-batches of one row" if larger != task.splits else "replicas with one row of a micro-batch"
     note = f"{what} were left out: {ANOTHER_PROGRAM}"
-    return replace(problem, splits=larger, least_rows=2, notes=(*problem.notes, note))
+    return replace(task, splits=larger, least_rows=2, notes=(*task.notes, note))
 
 
 def _least_rows(plan: Plan) -> int:
-    """The fewest rows that a replica has of a micro-batch, if it has any."""
+    """Return the fewest rows that a replica has of a micro-batch, if it has any."""
     pairs = {(rows, stage.division) for rows in plan.micro_rows for stage in plan.stages}
     return min(own for rows, divided in pairs for own in parts(divided, 0, rows) if own)

@@ -1,14 +1,15 @@
-"""A plan simulated: what a step of it would take, action by action, without a process."""
+"""Simulate a step of a plan, action by action, without running it."""
 
 from __future__ import annotations
 
-from autopart.capture import CaptureCache
+from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch.batch import Batch
 from autopart.capture.derive.family import ProgramFamily, another_size
 from autopart.capture.derive.token_axis import asked_slices
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
 from autopart.costs.sources import COST_SOURCES, GROUP_NS, costed
 from autopart.ir.cluster import Cluster
+from autopart.ir.plan import Plan
 from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
 from autopart.options import Options
@@ -18,15 +19,16 @@ from autopart.passes.program.verify import check_program
 from autopart.passes.simulation.estimate import timeline_of
 from autopart.passes.simulation.slices import SliceShares
 from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
-from autopart.planning.make import Planned
 
 
 def simulate_plan(
-    planned: Planned, captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options
+    plan: Plan, captured: Captured, captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options
 ) -> Timeline:
-    """One step of a plan, action by action, in nanoseconds and bytes, with costs from the source that the plan names
-    unless the options name one.  Raises what `make_plan` raises."""
-    plan, captured = planned.plan, planned.captured
+    """Return one step of a plan, in nanoseconds and bytes.
+
+    captured: the program that the plan was made from.  Costs come from the source that the options name, else from that
+    of the plan.  Raises as `make_plan`.
+    """
     source = options.costs
     if source == "auto" and plan.provenance.costs in COST_SOURCES:
         source = plan.provenance.costs

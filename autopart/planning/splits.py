@@ -7,15 +7,15 @@ from autopart.ir.errors import UsageError
 from autopart.ir.size import Size
 
 MOST_MICRO_BATCHES = 1 << 16
-"""That the planner chooses by itself: each is an entry of a plan."""
+"""Most micro-batches that the planner chooses by itself."""
 Splits = tuple[tuple[int, ...], ...]
-"""Ways to split a batch, each the rows of its micro-batches."""
+"""Ways to split a batch, each the rows of its micro-batches, largest first."""
 
 
 def ways_to_split(batch: Batch, micro_batches: int | None) -> Splits:
-    """The splits of a batch that are tried, each the rows of its micro-batches, largest micro-batches first.
+    """Return the splits of a batch that are tried, those with the largest micro-batches first.
 
-    What the user says; else the divisors of the number of rows, and powers of two where there are few divisors.
+    micro_batches: the option; None: the divisors of the number of rows, and powers of two if there are few divisors.
     """
     if batch.rows is None:
         if micro_batches not in (None, 1):
@@ -31,7 +31,7 @@ def ways_to_split(batch: Batch, micro_batches: int | None) -> Splits:
 
 
 def micro_counts(rows: int) -> tuple[int, ...]:
-    """Numbers of micro-batches worth trying, ascending: the divisors, or also powers of two where those are few."""
+    """Return numbers of micro-batches to try, ascending: the divisors, and powers of two if there are few."""
     most = min(rows, MOST_MICRO_BATCHES)
     divisors = [count for count in range(1, most + 1) if rows % count == 0]
     powers = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
@@ -39,8 +39,7 @@ def micro_counts(rows: int) -> tuple[int, ...]:
 
 
 def other_sizes(splits: Splits, batch: Batch) -> list[Size] | None:
-    """The sizes of several rows that micro-batches may have, in the order of the splits; None of a batch that cannot be
-    split."""
+    """Return the sizes above one row that micro-batches may have, in order; None if the batch cannot be split."""
     if batch.rows in (None, 1):
         return None
     # The whole batch first: the model's Python may take another branch for it than for a micro-batch.

@@ -25,7 +25,7 @@ from autopart.ir.program import Program
 from autopart.ir.size import Size
 from autopart.ir.timeline import Span
 from autopart.options import Options
-from autopart.planning import Planned, make_plan, read_plan
+from autopart.planning.make import Planned, make_plan, read_plan
 from autopart.runtime.activity import patient, set_activity, set_rank_label
 from autopart.runtime.engine import BatchPlan
 from autopart.runtime.group.world import World

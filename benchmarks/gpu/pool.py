@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-from autopart.launcher import adopt_launcher
+from autopart.launcher import launcher_variables
 from autopart.runtime.group.rendezvous import launchers_store
 from gpu.jobs import FOLLOWED, Answer, reason
 
@@ -38,7 +38,7 @@ class Pool:
     """
 
     def __init__(self) -> None:
-        adopt_launcher(os.environ)
+        os.environ.update(launcher_variables(os.environ))
         self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.local = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
         self._rows = 0

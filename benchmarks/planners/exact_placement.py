@@ -27,7 +27,7 @@ import networkx as nx
 from ortools.sat.python import cp_model
 
 from autopart.ir.errors import UsageError
-from autopart.ir.plan import Optimality
+from autopart.ir.outlook import Optimality
 from autopart.passes.proof.exact import Limits, new_solver, nothing_found, proved_bound
 from planners.placement import NEVER, Machine, Message, Placement, Problem, check, is_contiguous, loads
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from autopart.ir.errors import CoupledLossError, LossError, UsageError
+from autopart.ir.errors import CaptureError, RefusedError, UsageError
 from autopart.ir.graph import Adjusted, Graph, LossReduction, Op
 from autopart.passes.loss.analysis import CHANGED_BUFFER, DIVIDES_BY_NONE, Analysis
 from autopart.passes.loss.batch_numbers import numbers_of_inputs
@@ -80,9 +80,9 @@ class UnprovenRows(Exception):
         super().__init__(f"{where}: {why}")
 
     @property
-    def refusal(self) -> CoupledLossError:
+    def refusal(self) -> RefusedError:
         """The error for the user when the numeric test does not settle it."""
-        return CoupledLossError(
+        return RefusedError(
             "the rows of the batch cannot be shown to be independent of each other",
             where=self.where,
             why=self.why,
@@ -100,17 +100,17 @@ def derive_loss_weight(
     the user says about the loss, "mean", "sum" or "token-mean": it must agree with what is derived, and has to be
     confirmed by numbers where the loss function is opaque (`UnprovenRows.stated`).
 
-    Raises CoupledLossError, LossError, UsageError (contradiction) and UnprovenRows.  O(ops).
+    Raises RefusedError, CaptureError, UsageError (contradiction) and UnprovenRows.  O(ops).
     """
     try:
         return _derived(Analysis(graph, other), proven, stated)
-    except CoupledLossError as refusal:
+    except RefusedError as refusal:
         numbers = numbers_of_inputs(graph)
         if not numbers:
             raise
         try:  # with these as they are for the whole batch
             return _derived(Analysis(graph, other, numbers), proven, stated)
-        except CoupledLossError:
+        except RefusedError:
             raise refusal from None
 
 
@@ -137,7 +137,9 @@ def _derived(analysis: Analysis, proven: frozenset[str], stated: str | None) -> 
     if found.tag == COUPLED:
         raise _refusal(graph, found.op, found.why)
     if found.tag not in (REPLICATE, PARTIAL, TERMS):
-        raise LossError("the loss is one number per row, not one number", where=where_of(graph, graph.writer()[loss]))
+        raise CaptureError(
+            "the loss is one number per row, not one number", where=where_of(graph, graph.writer()[loss])
+        )
     if strict.tag == UNPROVEN:
         raise UnprovenRows(_open_constants(graph, strictly), where_of(graph, strict.op), strict.why)
     if found.tag == TERMS:
@@ -304,9 +306,9 @@ def _unproven_sources(graph: Graph, placements: dict[str, RowPlacement], loss: s
     return frozenset(seen)
 
 
-def _refusal(graph: Graph, op: str, why: str) -> CoupledLossError:
+def _refusal(graph: Graph, op: str, why: str) -> RefusedError:
     fix = next((fix for said, fix in _FIXES if said in why), _ONE)
-    return CoupledLossError(
+    return RefusedError(
         "the loss of the whole batch is not a combination of the losses of micro-batches",
         where=where_of(graph, op),
         why=why,

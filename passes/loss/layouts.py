@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from autopart.ir.errors import UndividedError
+from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.shares import RowLayout
 from autopart.passes.loss.analysis import analyse
@@ -36,7 +36,7 @@ def find_layouts(
 
     graph, other, proven: as for `derive_loss_weight`.  crossing: values that pass between stages with other replicas.
     drawn: what random ops read and write in a stage with replicas.  whole: numbers that stand for the whole batch
-    wherever they are read.  Raises UndividedError for a value that cannot be divided, and UnprovenRows.  O(ops).
+    wherever they are read.  Raises RefusedError for a value that cannot be divided, and UnprovenRows.  O(ops).
     """
     placements = analyse(graph, other, proven, whole)
     axes = {value.name: value.rows_axis for value in graph.values}
@@ -53,7 +53,7 @@ def _layout(graph: Graph, name: str, placement: RowPlacement, *, crosses: bool) 
         return RowLayout(placement.axis, max(1, placement.stride_factor))
     if placement.tag == REPLICATE and placement.plain:
         return None
-    refusal = UndividedError(
+    refusal = RefusedError(
         f"value {name} cannot be divided between replicas",
         where=where_of(graph, graph.writer().get(name, name)),
         why=_WHY.get(placement.tag, "")

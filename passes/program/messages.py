@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopart.ir.errors import ProgramError
-from autopart.ir.program import ALL, COLLECTIVE, COMPUTE, RECEIVE, TIED, Action, Exchange, Program
+from autopart.ir.program import ALL, COLLECTIVE, COMPUTE, RECEIVE, TIED, Action, Program
 from autopart.ir.shares import copies_of
 from autopart.passes.program.nccl_rules import RECEIVED, SENT, Collective, Comm, Compute, Item, Op, Post, Wait, play
 from autopart.passes.program.posting import with_posting
@@ -106,7 +106,8 @@ def _part(program: Program, rank: int, part: Sequence[Action]) -> list[Item]:
 
     def post() -> None:
         while waiting and waiting[0].after <= done:
-            found.append(_posted(rank, waiting.popleft()))
+            exchange = waiting.popleft()
+            found.append(_posted(rank, exchange.peer, exchange.sends, exchange.receives))
 
     post()
     for action in part:
@@ -128,7 +129,7 @@ def _part(program: Program, rank: int, part: Sequence[Action]) -> list[Item]:
     return found
 
 
-def _posted(rank: int, exchange: Exchange) -> Post:
-    ops = [Op(SENT, exchange.peer, _name(a)) for a in exchange.sends]
-    ops += [Op(RECEIVED, exchange.peer, _name(a)) for a in exchange.receives]
-    return Post(("pair", *sorted((rank, exchange.peer))), tuple(ops))
+def _posted(rank: int, peer: int, sends: Sequence[Action], receives: Sequence[Action]) -> Post:
+    ops = [Op(SENT, peer, _name(a)) for a in sends]
+    ops += [Op(RECEIVED, peer, _name(a)) for a in receives]
+    return Post(("pair", *sorted((rank, peer))), tuple(ops))

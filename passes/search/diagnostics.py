@@ -9,7 +9,7 @@ from autopart.ir.cluster import Cluster
 from autopart.ir.errors import InfeasibleError
 from autopart.ir.explain import listed_runs
 from autopart.ir.graph import Graph, Op
-from autopart.ir.plan import Alternative
+from autopart.ir.outlook import Alternative
 from autopart.passes.search.evaluation import Candidate, Evaluation, Evaluator, SearchResult
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import Partition

@@ -39,7 +39,7 @@ from autopart.ir.cluster import Cluster, Device
 from autopart.ir.graph import Graph, Op, Param
 from autopart.ir.plan import Estimate, Stage
 from autopart.ir.program import MESSAGES_AHEAD
-from autopart.ir.shares import largest_share, together
+from autopart.ir.shares import common_period, largest_share
 from autopart.ir.size import Size
 from autopart.passes.ops.cost_model import GraphCosts
 from autopart.passes.ops.table import keeps
@@ -137,7 +137,7 @@ class LoadMemo:
         ours, theirs = src.division, dst.division
         return tuple(
             self.p2p(src.ranks, dst.ranks, ours.cuts(micro), theirs.cuts(micro))
-            for micro in range(together(ours, theirs))
+            for micro in range(common_period(ours, theirs))
         )
 
     def ring_allreduce(self, ranks: tuple[int, ...]) -> PortLoad:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
-from autopart.ir.errors import TokenRefusal
+from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph, Op
 from autopart.passes.ops.row import CREATION, LOSS, VIEW
 from autopart.passes.ops.table import op_name, row_of
@@ -29,7 +29,7 @@ _ARRANGING = ("cat", "repeat", "tile", "repeat_interleave")
 """Ops that rearrange or repeat elements and are no views."""
 
 
-def analyse(graph: Graph, shorter: Graph, tokens: int, fewer: int, numbers: Numbers) -> Recipe | TokenRefusal:
+def analyse(graph: Graph, shorter: Graph, tokens: int, fewer: int, numbers: Numbers) -> Recipe | RefusedError:
     """How a model runs slice by slice, or why it cannot.
 
     graph, shorter: captures at `tokens` and at `fewer` tokens.  numbers: of values that depend on constants alone, for
@@ -41,14 +41,14 @@ def analyse(graph: Graph, shorter: Graph, tokens: int, fewer: int, numbers: Numb
     return _Analysis(Model(graph, shorter, tokens, fewer, numbers)).recipe()
 
 
-def _different(graph: Graph, other: Graph) -> TokenRefusal | None:
+def _different(graph: Graph, other: Graph) -> RefusedError | None:
     shapes = other.value_map()
     same = graph.structure_digest() == other.structure_digest()
     if same and all(len(v.shape) == len(shapes[v.name].shape) for v in graph.values):
         return None
     pairs = zip(graph.ops, other.ops, strict=False)
     op = next((a for a, b in pairs if (a.target, a.reads, a.params) != (b.target, b.reads, b.params)), None)
-    return TokenRefusal(
+    return RefusedError(
         "the model runs other operations on shorter sequences",
         where=f"{op.target} in module {op.module} at {op.where}" if op else f"{len(graph.ops)} ops",
         why="code for a slice is made from one program for every length",
@@ -61,7 +61,7 @@ class _Analysis:
         self._model, self._graph = model, model.graph
         self._causality = Causality(model)
         self._ops: dict[str, OpRecipe] = {}
-        self._refused: dict[str, TokenRefusal] = {}
+        self._refused: dict[str, RefusedError] = {}
         self._prologue: set[str] = set()
         self._chain: dict[str, str] = {}
         self._find_prologue()
@@ -81,7 +81,7 @@ class _Analysis:
             if model.fixed.issuperset(op.reads):
                 model.fixed.update(op.writes)
 
-    def recipe(self) -> Recipe | TokenRefusal:
+    def recipe(self) -> Recipe | RefusedError:
         """The recipe; or why the loss cannot be computed slice by slice."""
         for op in self._graph.ops:
             if op.name not in self._prologue:
@@ -93,7 +93,7 @@ class _Analysis:
         guards = tuple(terms.guard(op) for op, terms in self._causality.checks.values())
         return Recipe(self._model.tokens, frozenset(self._prologue), ops, self._chain, guards, reach)
 
-    def _refusal(self) -> TokenRefusal | None:
+    def _refusal(self) -> RefusedError | None:
         graph, model = self._graph, self._model
         output = graph.outputs[0]
         if output in self._refused:
@@ -185,9 +185,9 @@ class _Analysis:
                 self._chain[name] = held[0]
 
 
-def _refusal(op: Op, why: str, fix: str = "") -> TokenRefusal:
+def _refusal(op: Op, why: str, fix: str = "") -> RefusedError:
     module = f"module {op.module} at " if op.module else ""
-    return TokenRefusal(
+    return RefusedError(
         f"{op_name(op.target)} ({op.name}) cannot be run slice by slice of the tokens",
         where=f"{module}{op.where}",
         why=why,

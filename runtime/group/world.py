@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from autopart.ir.cluster import torchrun_line
 from autopart.ir.errors import ClusterError
-from autopart.launcher import adopt_launcher
+from autopart.launcher import launcher_variables, torchrun_line
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.breaking import break_group
 from autopart.runtime.group.carriers import CARRIERS, Carrier
@@ -78,7 +77,7 @@ class World:
 
     def _join(self, size: int, timeout_s: float | None) -> None:
         if not dist.is_initialized():
-            adopt_launcher(os.environ)
+            os.environ.update(launcher_variables(os.environ))
             if "RANK" not in os.environ:
                 raise ClusterError(
                     f"the plan needs {size} processes and this is one process on its own",

@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autopart.ir.cluster import torchrun_line
 from autopart.ir.errors import ClusterError, UsageError
-from autopart.launcher import adopt_task
+from autopart.launcher import adopt_task, torchrun_line
 from autopart.runtime.launch.supervise import Fleet, name_of, pickle_call, refuse_while_importing
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autopart.ir.program import Action, Exchange, Program
+from autopart.ir.program import Action, Program
 from autopart.runtime.group.carriers import Posted
 from autopart.runtime.group.world import World
 from autopart.runtime.messages.transport import Specs, offsets, pack, unpack
@@ -48,15 +48,15 @@ class Posting:
 
     def _post(self) -> None:
         while self._next < len(self._exchanges) and self._exchanges[self._next].after <= self._done:
-            self._post_one(self._exchanges[self._next])
+            exchange = self._exchanges[self._next]
+            self._post_one(exchange.peer, exchange.sends, exchange.receives)
             self._next += 1
 
-    def _post_one(self, exchange: Exchange) -> None:
+    def _post_one(self, peer: int, own: Sequence[Action], others: Sequence[Action]) -> None:
         """Post the messages of an exchange that are not empty in this step."""
-        peer = exchange.peer
-        given = [(action, self._given.pop((peer, action), None)) for action in exchange.sends]
+        given = [(action, self._given.pop((peer, action), None)) for action in own]
         sends = [(action, buffer) for action, buffer in given if buffer is not None and buffer.numel()]
-        sizes = [(action, offsets(self._expected.get((peer, action), ()))[1]) for action in exchange.receives]
+        sizes = [(action, offsets(self._expected.get((peer, action), ()))[1]) for action in others]
         receives = [(action, size) for action, size in sizes if size]
         if not sends and not receives:
             return

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from autopart.ir.program import BACKWARD, Action, Program
-from autopart.ir.shares import RowLayout, passages, together
+from autopart.ir.shares import RowLayout, common_period, passages
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class RowRoutes:
         if known is not None:
             return known
         assert action.peer is not None
-        phase = action.micro % together(self._program.division(action.stage), self._program.division(action.peer))
+        phase = action.micro % common_period(self._program.division(action.stage), self._program.division(action.peer))
         key = action.stage, action.peer, action.is_a.way, phase, rows, action.slot.slice
         if key not in self._known:
             self._known[key] = tuple(self._parts(*key))

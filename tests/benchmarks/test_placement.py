@@ -21,7 +21,7 @@ from planners.placement import (
 )
 
 from autopart.ir.errors import InfeasibleError, UsageError
-from autopart.ir.plan import Optimality
+from autopart.ir.outlook import Optimality
 from autopart.passes.proof.exact import Limits
 
 FAST = Limits(seconds=20)

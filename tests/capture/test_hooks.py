@@ -9,7 +9,7 @@ from torch import nn
 
 import autopart
 from autopart.capture import CaptureCache
-from autopart.ir.errors import CoupledLossError, RefusedError
+from autopart.ir.errors import RefusedError
 
 
 class Normed(nn.Module):
@@ -49,7 +49,7 @@ def test_norms_that_hook_their_own_modules_train_exactly(spectral, micros):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_power_iteration_that_every_micro_batch_advances_is_refused():
-    with pytest.raises(CoupledLossError, match="not a combination") as caught:
+    with pytest.raises(RefusedError, match="not a combination") as caught:
         autopart.compile(_normed(True), "cpu:1", sample=BATCH, micro_batches=3, costs="analytic")
     assert "second.weight_u" in str(caught.value)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from autopart.capture import CaptureCache
 from autopart.capture.batch.batch import flatten
-from autopart.ir.errors import AutopartError, ControlFlowError
+from autopart.ir.errors import AutopartError, CaptureError
 from autopart.ir.size import Size
 
 ROWS = torch.arange(24.0).sin().reshape(6, 4)
@@ -132,7 +132,7 @@ def _expected() -> torch.Tensor:
 def test_tables_are_no_traced_tensors_after_a_capture_nor_after_a_refusal(table, asks):
     model = Tabled(table, asks)
     if asks:
-        with pytest.raises(ControlFlowError):
+        with pytest.raises(CaptureError):
             CaptureCache(model)(flatten(ROWS), Size(3))
         model.asks = False
     else:

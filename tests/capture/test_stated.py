@@ -15,7 +15,7 @@ from autopart.capture.batch.batch import flatten
 from autopart.capture.cache import CaptureCache
 from autopart.capture.derive.family import capture_family
 from autopart.capture.derive.reduction import loss_reduction
-from autopart.ir.errors import CoupledLossError
+from autopart.ir.errors import RefusedError
 from autopart.ir.graph import LossReduction
 from autopart.ir.size import Size
 
@@ -115,7 +115,7 @@ def test_the_number_that_is_ignored_may_be_an_argument_of_the_loss() -> None:
     ("mean", lambda y, labels: Squares.apply(y.flatten(1), float(len(y)))),
 ])  # fmt: skip
 def test_a_false_statement_about_an_opaque_loss_is_refused(stated: str, loss: Callable[..., torch.Tensor]) -> None:
-    with pytest.raises(CoupledLossError, match="numbers show") as caught:
+    with pytest.raises(RefusedError, match="numbers show") as caught:
         settled(loss, IGNORED, stated)
     assert "test_stated.py" in caught.value.where and "the loss of" in caught.value.why
 
@@ -125,6 +125,6 @@ def test_a_backward_that_is_not_scaled_by_the_gradient_that_comes_in_is_refused(
     def loss(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return L2Wrap.apply(F.cross_entropy(y.flatten(0, 1), labels.flatten()), y)
 
-    with pytest.raises(CoupledLossError, match="numbers show") as caught:
+    with pytest.raises(RefusedError, match="numbers show") as caught:
         settled(loss, LABELS, stated)
     assert stated != "mean" or "not scaled by the gradient" in caught.value.why

@@ -85,7 +85,7 @@ def test_threads_capture_at_once_and_each_gets_its_own_answer() -> None:
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert answers == {0: "refused", 1: "LossError", 2: "LossError"}
+    assert answers == {0: "refused", 1: "CaptureError", 2: "CaptureError"}
     with pytest.raises(RefusedError):  # and torch is as it was
         capture(Refused(), BATCH)
     assert Square.apply(torch.tensor(2.0)).item() == 4.0

@@ -23,7 +23,8 @@ DEVICE = Device("cpu", 1 << 34, 100_000_000_000, 20_000_000_000)
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AUTOPART_CACHE", str(tmp_path / "deep"))
     return tmp_path / "deep" / "costs.json"
 
 
@@ -46,7 +47,7 @@ def heavy(rows: int = 256) -> Captured:
 
 
 def profiled(captured: Captured, path: Path, **options: Any) -> tuple[Graph, tuple[str, ...]]:
-    found = profile_costs(captured, DEVICE, cache_path=path, **options)
+    found = profile_costs(captured, DEVICE, **options)
     assert found is not None
     return found
 
@@ -106,9 +107,9 @@ def test_what_was_profiled_is_known_in_the_next_run(path: Path) -> None:
 
 
 def test_a_program_that_is_too_slow_or_too_large_is_left_to_others(path: Path) -> None:
-    assert profile_costs(heavy(), DEVICE, cache_path=path, budget_s=0) is None
+    assert profile_costs(heavy(), DEVICE, budget_s=0) is None
     tight = Device("cpu", 1 << 20, DEVICE.flops_per_s, DEVICE.mem_bytes_per_s)
-    assert profile_costs(heavy(), tight, cache_path=path) is None
+    assert profile_costs(heavy(), tight) is None
     assert not path.exists()
 
 
@@ -121,7 +122,7 @@ def test_a_program_that_rejects_made_up_inputs_is_left_to_others(path: Path) -> 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.linalg.cholesky(self.linear(x) - 100).sum()  # type: ignore[no-any-return]
 
-    assert profile_costs(capture(Picky(), flatten(torch.eye(4))), DEVICE, cache_path=path) is None
+    assert profile_costs(capture(Picky(), flatten(torch.eye(4))), DEVICE) is None
 
 
 def test_the_budget_ends_the_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

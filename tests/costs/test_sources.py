@@ -77,7 +77,7 @@ def no_time(captured: Captured, device: Device) -> CostedGraph:
         (no_graph, "no_graph returned a Graph"),
         (another_program, "another_program changed the program"),
         (no_time, r"(?s)no_time gave op \w+ an impossible cost.*linear.*fwd_ns is -1"),
-        (7, "costs is a int"),
+        (7, "unknown costs 7"),
     ],
 )
 def test_a_source_that_gives_no_costs_of_the_program_is_refused(source: Any, message: str) -> None:

@@ -10,12 +10,12 @@ import torch
 from support.jobs import misleading_jobs as jobs
 from support.models.misleading_models import SCRIPTS
 
-from autopart.ir.errors import AutopartError, CoupledLossError, RefusedError, UsageError
+from autopart.ir.errors import AutopartError, RefusedError, UsageError
 from autopart.runtime.launch.local import Workers
 
 REFUSED: dict[str, tuple[type[AutopartError], str]] = {
-    "an axis": (CoupledLossError, "softmax along the rows"),
-    "a branch on the rows": (CoupledLossError, "1.0 in the program is 2.0 at 16 rows"),
+    "an axis": (RefusedError, "softmax along the rows"),
+    "a branch on the rows": (RefusedError, "1.0 in the program is 2.0 at 16 rows"),
     "a renormed embedding": (RefusedError, "changes parameter e.weight in place"),
     "a counter": (RefusedError, "reads attribute n and then changes it"),
     "a weight replaced": (RefusedError, "parameter l.1.weight was replaced"),

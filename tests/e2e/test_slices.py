@@ -7,7 +7,7 @@ from support.jobs.slice_jobs import sliced
 from support.models.zoo import CASES
 
 import autopart
-from autopart.ir.errors import TokenRefusal, UsageError
+from autopart.ir.errors import RefusedError, UsageError
 from autopart.runtime.launch.local import Workers
 
 UNEVEN = (7, 5, 3, 1)
@@ -32,7 +32,7 @@ def test_slices_on_two_stages_are_exact(pair: Workers, name: str, schedule: str,
 
 def test_models_and_lengths_that_cannot_be_sliced_are_refused() -> None:
     case = CASES["bert"]
-    with pytest.raises(TokenRefusal):
+    with pytest.raises(RefusedError):
         autopart.plan(case.model(), "cpu:2", sample=case.data(2), token_slices=2, costs="analytic")
     plan = autopart.plan(case.model(), "cpu:2", sample=case.data(2), token_slices="auto", costs="analytic")
     assert plan.decision.token_slices == () and any("sequences are whole" in note for note in plan.notes)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopart.files.clusters import CUDA_MEMORY, Host, cluster_to_yaml, parse_cluster, save_cluster, this_host
+from autopart.files.clusters import Host, cluster_to_yaml, parse_cluster, save_cluster, this_host
 from autopart.files.presets import DEVICES, NODES
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
@@ -37,7 +37,7 @@ def test_a_short_string_is_that_many_devices_of_one_host() -> None:
 def test_many_gpus_are_several_hosts() -> None:
     cluster = parse_cluster("cuda:16", env={}, host=HOST)
     assert [level.size for level in cluster.levels] == [8, 16]
-    assert cluster.kind == "cuda" and cluster.devices[0].memory_bytes == CUDA_MEMORY
+    assert cluster.kind == "cuda" and cluster.devices[0].memory_bytes == 80 * 2**30
     assert cluster.link(0, 7).bytes_per_s > cluster.link(7, 8).bytes_per_s
 
 
@@ -72,10 +72,6 @@ def test_none_takes_what_the_launcher_says(
 ) -> None:
     cluster = parse_cluster(None, env=env, cuda_devices=gpus, host=HOST)
     assert (cluster.kind, cluster.world, [level.size for level in cluster.levels]) == (kind, world, sizes)
-
-
-def test_gpu_memory_comes_from_the_caller() -> None:
-    assert parse_cluster("cuda:2", env={}, cuda_memory=24 * 2**30).devices[1].memory_bytes == 24 * 2**30
 
 
 @pytest.mark.parametrize("env", [{"WORLD_SIZE": "two"}, {"WORLD_SIZE": "0"}, {"WORLD_SIZE": "-3"}])
@@ -199,11 +195,14 @@ def test_mistakes_in_files_are_named_by_their_place(tmp_path: Path, text: str, w
         ("devices: [{kind: cpu}, {kind: cuda}]", "c.yaml: the cluster mixes cpu and cuda"),
         ("devices: [{kind: cpu, count: 65536}, {kind: cpu}]", "c.yaml: 65537 devices"),
         ("devices: [{kind: cpu, flops: {half: 1}}]", "c.yaml: device 0 has a rate for 'half', which is not a dtype"),
-        ('devices: [{kind: cpu, name: "a\\nb"}]', "c.yaml: the name of device 0"),
-        ("devices: [{kind: cpu, count: 3}]\nlevels: [{size: 2, latency_us: 1, bandwidth: 1}]", "joins 2 devices of 3"),
+        ('devices: [{kind: cpu, name: "a\\nb"}]', "c.yaml: device 0 has a name that is not printable"),
+        (
+            "devices: [{kind: cpu, count: 3}]\nlevels: [{size: 2, latency_us: 1, bandwidth: 1}]",
+            "has 2 devices, and the cluster has 3",
+        ),
         (
             "devices: [{kind: cpu, count: 2}]\nlevels: [{size: 4, latency_us: 1, bandwidth: 1}]",
-            "level is of 4 devices, and the cluster has 2",
+            "level has 4 devices, and the cluster has 2",
         ),
     ],
 )
@@ -216,7 +215,7 @@ def test_clusters_that_make_no_sense_are_refused_by_file(tmp_path: Path, text: s
     ("name", "text", "says"),
     [
         ("c.yaml", "devices: [\n", "not valid YAML\n  where: line 2, column 1"),
-        ("c.yaml", "devices: [{kind: cpu, kind: cuda}]", "key 'kind' stands twice"),
+        ("c.yaml", "devices: [{kind: cpu, kind: cuda}]", "key 'kind' appears twice"),
         ("c.yaml", "!!python/object:os.system {}", "not valid YAML"),
         ("c.yaml", "{[a]: 2}", "not valid YAML"),
         ("c.yaml", "[" * 10_000, "not valid YAML"),
@@ -241,7 +240,7 @@ def test_a_file_of_aliases_within_aliases_gets_a_short_message(tmp_path: Path) -
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="cannot read"):
+    with pytest.raises(ClusterError, match="cannot be read"):
         parse_cluster(tmp_path / "none.yaml")
 
 
@@ -279,7 +278,7 @@ def test_an_amount_that_is_not_a_whole_number_is_refused_by_name(amount: float) 
 
 @pytest.mark.parametrize("share", [0.0, 1.5, float("nan")])
 def test_an_efficiency_outside_of_0_and_1_is_refused(share: float) -> None:
-    with pytest.raises(ClusterError, match="efficiency must be between 0 and 1"):
+    with pytest.raises(ClusterError, match="efficiency that is not between 0 and 1"):
         check(Cluster((replace(CPU, efficiency=share),), (Level(1, Link(0, 1)),)))
 
 
@@ -304,7 +303,7 @@ def test_kernels_and_single_messages_do_not_reach_the_peaks_of_a_preset(tmp_path
     device, link = cluster.devices[0], cluster.levels[1].link
     assert 0.5 <= device.efficiency <= 0.6 and device.reached("bfloat16") == int(989_500 * 10**9 * device.efficiency)
     assert device.reached_bytes_per_s == int(4800 * 10**9 * device.memory_efficiency)
-    assert link.flow_bytes_per_s == link.bytes_per_s // 8 and link.transfer_ns(link.flow_bytes_per_s) == 10**9 + 20_000
+    assert link.flow_bytes_per_s == link.bytes_per_s // 8 and link.latency_ns == 20_000
     save_cluster(cluster, tmp_path / "c.yaml")
     assert parse_cluster(tmp_path / "c.yaml") == cluster
     text = "devices: [{kind: cuda, name: H200, flops: 4e14}]\n"  # what is given is taken as it is

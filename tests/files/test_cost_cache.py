@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from autopart.files import cost_cache, storage
-from autopart.files.cost_cache import CostCache, default_cost_path
+from autopart.files.cost_cache import cost_path, keep_times, read_times
 from autopart.files.kept import CacheWarning, write_kept
 from autopart.files.storage import cache_folder
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
+@pytest.fixture(autouse=True)
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AUTOPART_CACHE", str(tmp_path / "deep"))
     return tmp_path / "deep" / "costs.json"
 
 
@@ -51,94 +52,75 @@ def test_a_broken_cache_is_ignored_and_written_anew(path: Path, name: str) -> No
     text = content if isinstance(content, str) else json.dumps(content)
     write_kept(path, text)
     with pytest.warns(CacheWarning, match="ignored") as told:
-        cache = CostCache(path, "here")
+        assert read_times("here") == {}
     assert all(str(each.message).replace("\n", "").isprintable() for each in told)
-    assert not any(cache.get(key) for key in "ab")
-    cache.put("good", (3, 4))
     with pytest.warns(CacheWarning):
-        cache.save()
-    assert CostCache(path, "here").get("good") == (3, 4)
+        keep_times("here", {"good": (3, 4)})
+    assert read_times("here") == {"good": (3, 4)}
 
 
 def test_times_that_no_op_takes_are_not_kept(path: Path) -> None:
-    cache = CostCache(path, "here")
-    for key, times in {"zero": (0, 0), "negative": (1, -1), "long": (10**19, 1)}.items():
-        cache.put(key, times)
-        assert cache.get(key) is None
-    cache.save()
+    keep_times("here", {"zero": (0, 0), "negative": (1, -1), "long": (10**19, 1)})
     assert not path.exists()
 
 
-def test_the_newest_times_are_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_times_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_cache, "MOST_COSTS", 3)
     for place, keys in (("here", "ab"), ("there", "cd"), ("here", "e")):
-        cache = CostCache(path, place)
-        for key in keys:
-            cache.put(key, (1, 1))
-        cache.save()
-    here, there = CostCache(path, "here"), CostCache(path, "there")
-    assert [key for key in "abcde" if here.get(key) or there.get(key)] == ["b", "d", "e"]
+        keep_times(place, {key: (1, 1) for key in keys})
+    assert sorted([*read_times("here"), *read_times("there")]) == ["b", "d", "e"]
 
 
 def test_binary_rubbish_is_no_cache(path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(b"\xff\xfe\x00rubbish")
     with pytest.warns(CacheWarning, match="not UTF-8"):
-        assert CostCache(path, "here").get("a") is None
+        assert read_times("here") == {}
 
 
-def test_two_processes_add_to_one_cache(path: Path) -> None:
-    one, two = CostCache(path, "here"), CostCache(path, "here")
-    one.put("a", (1, 2))
-    two.put("b", (3, 4))
-    one.save()
-    two.save()
-    assert CostCache(path, "here").get("a") == (1, 2) and CostCache(path, "here").get("b") == (3, 4)
-    assert CostCache(path, "elsewhere").get("a") is None
+def test_times_are_added_to_those_of_others() -> None:
+    keep_times("here", {"a": (1, 2)})
+    keep_times("here", {"b": (3, 4)})
+    assert read_times("here") == {"a": (1, 2), "b": (3, 4)} and read_times("elsewhere") == {}
 
 
 WRITERS, ENTRIES = 4, 15
 
 
-def add_entries(path: Path, writer: int, everyone: Any) -> None:
+def add_entries(writer: int, everyone: Any) -> None:
     everyone.wait()
     for i in range(ENTRIES):
-        cache = CostCache(path, f"place {writer % 2}")
-        cache.put(f"{writer}.{i}", (1 + writer, i))
-        cache.save()
+        keep_times(f"place {writer % 2}", {f"{writer}.{i}": (1 + writer, i)})
 
 
-def test_processes_that_save_at_the_same_time_lose_nothing(path: Path) -> None:
+def test_processes_that_save_at_the_same_time_lose_nothing() -> None:
     fork = multiprocessing.get_context("fork")
     everyone = fork.Barrier(WRITERS)
-    writers = [fork.Process(target=add_entries, args=(path, writer, everyone)) for writer in range(WRITERS)]
+    writers = [fork.Process(target=add_entries, args=(writer, everyone)) for writer in range(WRITERS)]
     for process in writers:
         process.start()
     for process in writers:
         process.join(60)
         assert process.exitcode == 0
-    places = [CostCache(path, f"place {i}") for i in range(2)]
+    places = [read_times(f"place {i}") for i in range(2)]
     for writer in range(WRITERS):
         for i in range(ENTRIES):
-            assert places[writer % 2].get(f"{writer}.{i}") == (1 + writer, i)
+            assert places[writer % 2][f"{writer}.{i}"] == (1 + writer, i)
 
 
 def test_a_failed_save_leaves_the_old_file_and_no_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = CostCache(path, "here")
-    cache.put("a", (1, 2))
-    cache.save()
-    cache.put("b", (3, 4))
+    keep_times("here", {"a": (1, 2)})
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(storage.os, "fsync", full)
-        cache.save()
+        keep_times("here", {"b": (3, 4)})
     assert sorted(os.listdir(path.parent)) == ["costs.json", "costs.json.lock"]
-    assert CostCache(path, "here").get("a") == (1, 2) and CostCache(path, "here").get("b") is None
-    cache.save()
-    assert CostCache(path, "here").get("b") == (3, 4)
+    assert read_times("here") == {"a": (1, 2)}
+    keep_times("here", {"b": (3, 4)})
+    assert read_times("here")["b"] == (3, 4)
 
 
 def test_where_the_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -147,4 +129,4 @@ def test_where_the_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert cache_folder() == tmp_path / "xdg" / "autopart"
     monkeypatch.setenv("AUTOPART_CACHE", str(tmp_path / "own"))
     assert cache_folder() == tmp_path / "own"
-    assert default_cost_path() == tmp_path / "own" / "costs.json"
+    assert cost_path() == tmp_path / "own" / "costs.json"

@@ -20,7 +20,8 @@ from autopart.files.limits import MAX_BYTES, MAX_DEPTH
 from autopart.files.plans import diff_plans, load_plan, plan_from_json, plan_to_json, save_plan
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.errors import AutopartError, ClusterError
-from autopart.ir.plan import Alternative, Optimality, Plan, Provenance, Report, Stage
+from autopart.ir.outlook import Alternative, Optimality
+from autopart.ir.plan import Plan, Provenance, Report, Stage
 from autopart.report.plan_table import stage_table
 
 
@@ -42,8 +43,8 @@ CLUSTERS = {
     "digits": ("json", '{"devices": 1' + "0" * 400 + "}", "where: devices"),
     "merges": ("yaml", merges(12, "{{<<: [{}]}}"), "aliases spelled out"),
     "aliases": ("yaml", merges(12, "[{}]"), "aliases spelled out"),
-    "an alias in itself": ("yaml", "devices: &a [*a]", "inside what it stands for"),
-    "a merge of itself": ("yaml", "&a {<<: *a}", "inside what it stands for"),
+    "an alias in itself": ("yaml", "devices: &a [*a]", "inside of what it stands for"),
+    "a merge of itself": ("yaml", "&a {<<: *a}", "inside of what it stands for"),
     "60 000 keys": ("json", json.dumps(dict.fromkeys(map(str, range(60_000)), 1))[:-1] + ',"7": 1}', "key '7' appears"),
     "7 000 keys": ("yaml", "".join(f"k{i}: 1\n" for i in range(7_000)) + "k5: 1\n", "line 7001, column 1"),
     "20 000 keys": ("yaml", "".join(f"k{i}: 1\n" for i in range(20_000)), "too large"),
@@ -62,7 +63,7 @@ CLUSTERS = {
     "a tag": ("yaml", "devices: !!python/object/apply:os.getpid []", "tags such as"),
     "a bad tag": ("yaml", "devices: !!int x", "tags such as"),
     "a date with a zone": ("yaml", "devices: 0001-01-01 00:00:00 +23:59", "must be a valid list"),
-    "keys that are none": ("yaml", "? [a]\n: 1", "keys are texts"),
+    "keys that are none": ("yaml", "? [a]\n: 1", "keys must be texts"),
     "many rates": ("json", json.dumps({"devices": [{"kind": "cpu", "flops": dict.fromkeys(map(str, range(999)), 1)}]}),
                    "at most 64"),
     "wrong 60 001 times": ("json", '{"devices": [' + "0," * 60_000 + "0]}", "60001 values are wrong"),
@@ -88,7 +89,7 @@ def test_a_cluster_file_that_would_hang_or_swell_is_refused_soon(tmp_path: Path)
         works.append(partial(refusal, partial(parse_cluster, path)))
     found = bounded(works)
     for (name, (_, _, says)), (said, seconds) in zip(CLUSTERS.items(), found, strict=True):
-        assert said.startswith(("/", "cannot read", "cluster")) and says in said, (name, said)
+        assert said.startswith(("/", "cluster")) and says in said, (name, said)
         assert seconds < SECONDS, (name, seconds)
 
 
@@ -150,7 +151,7 @@ def test_what_is_no_regular_file_is_not_waited_for(places: dict[str, Path]) -> N
     found = bounded([partial(refusal, read) for read in reads], patience_s=10)
     assert len(found) == 2 * len(places)
     for read, (said, seconds) in zip(reads, found, strict=True):
-        assert "cannot read" in said or "cannot be read" in said, (read, said)
+        assert "cannot be read" in said, (read, said)
         assert seconds < SECONDS
 
 

@@ -12,11 +12,10 @@ from support.languages.plans import changed, decisions, plans
 
 from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.ir.errors import PlanError, PlanFileError
+from autopart.ir.outlook import Alternative, Optimality
 from autopart.ir.plan import (
-    Alternative,
     Decision,
     Estimate,
-    Optimality,
     Plan,
     Provenance,
     Report,
@@ -121,7 +120,7 @@ def test_a_decision_is_checked_against_its_graph(stages: tuple[tuple[str, ...], 
 def test_an_op_that_learns_stands_in_one_stage_and_one_that_does_not_may_stand_in_several() -> None:
     two = Decision(2, (Stage(("a", "b"), (0,)), Stage(("a", "c"), (1,))), (1,), "gpipe")
     assert check_decision(two, graph("a- <- x; b <- a; c <- a b")) is two
-    with pytest.raises(PlanError, match="op a stands in stages 0 and 1"):
+    with pytest.raises(PlanError, match="op a is in stages 0 and 1"):
         check_decision(two, graph("a +w <- x; b <- a; c <- a b"))
 
 
@@ -159,7 +158,7 @@ def test_a_decision_and_a_report_print_as_one_short_line() -> None:
     ops = tuple(f"a_rather_long_name_of_an_op_{i}" for i in range(5000))
     wide = Decision(40, tuple(Stage(ops, (s,)) for s in range(40)), (4,) * 500 + (3,) * 100, "1f1b")
     assert str(example().decision) == "1f1b, 3 micro-batches of 4 3 rows, world 3, 2 stages: 2 ops on 0 | 1 ops on 2"
-    assert str(example().report) == "simulated step 20.00 ms, bubble 25.0%, 1 notes, 1 alternatives"
+    assert repr(example().report) == "<Report simulated step 20.00 ms, bubble 25.0%, 1 notes, 1 alternatives>"
     for text in (str(wide), repr(wide), repr(example().report)):
         assert len(text) < 250 and "\n" not in text
 

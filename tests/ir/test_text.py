@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.languages.graphs import graphs, layers
 from support.languages.parse import parse_decision, parse_graph
 from support.languages.plans import decisions
+from support.languages.text import decision_text, graph_text
 from torch import nn
 
 from autopart.capture import capture
@@ -20,7 +21,6 @@ from autopart.ir.errors import GraphError, PlanError
 from autopart.ir.graph import Graph, Op, Param, Value, check
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.size import Size
-from autopart.ir.text import decision_text, graph_text
 
 SMALL = st.integers(0, 30)
 KINDS = st.sampled_from([("param", True), ("param", False), ("buffer", False), ("constant", False)])

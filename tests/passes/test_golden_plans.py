@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 from support.languages.graphs import cluster, graph, layers, plan_of
+from support.languages.text import decision_text
 
 from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
-from autopart.ir.text import decision_text
 
 KEPT = Path(__file__).with_name("golden_plans.txt")
 

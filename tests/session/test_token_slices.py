@@ -16,7 +16,7 @@ import autopart
 from autopart.capture import CaptureCache
 from autopart.capture.batch.batch import flatten
 from autopart.capture.derive.token_axis import token_recipe
-from autopart.ir.errors import TokenRefusal, UsageError
+from autopart.ir.errors import RefusedError, UsageError
 from autopart.ir.size import Size
 from autopart.passes.tokens.recipe import Recipe
 from autopart.session.code.split import casts_of
@@ -120,7 +120,7 @@ def test_slices_of_experts(name):
 @pytest.mark.parametrize(("name", "op"), [("bert", "scaled_dot_product_attention"), ("t5", "scaled_dot_product")])
 def test_models_that_see_the_future_are_refused(name, op):
     refusal = analysed(CASES[name].model(), CASES[name].data(2)).recipe
-    assert isinstance(refusal, TokenRefusal)
+    assert isinstance(refusal, RefusedError)
     assert refusal.what.startswith(op) and "encoder" in refusal.where
 
 
@@ -128,7 +128,7 @@ def test_models_that_see_the_future_are_refused(name, op):
 @pytest.mark.parametrize("name", ["vit", "resnet"])
 def test_models_without_sequences_are_refused(name):
     refusal = analysed(CASES[name].model(), CASES[name].data(2)).recipe
-    assert isinstance(refusal, TokenRefusal) and "no sequences" in refusal.what
+    assert isinstance(refusal, RefusedError) and "no sequences" in refusal.what
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_a_loss_of_the_router_over_all_tokens_is_refused():
     model = CASES["mixtral"].model()
     model.config.output_router_logits = True
     refusal = analysed(model, CASES["mixtral"].data(2)).recipe
-    assert isinstance(refusal, TokenRefusal) and "slice by slice" in refusal.what
+    assert isinstance(refusal, RefusedError) and "slice by slice" in refusal.what
 
 
 class _MaskInBuffer(Model):

@@ -13,7 +13,7 @@ from autopart.capture.derive.probe import prove_rows
 from autopart.capture.derive.rows import mark_rows
 from autopart.capture.derive.stated import refuted
 from autopart.capture.gc_pause import gc_paused
-from autopart.ir.errors import CoupledLossError, RefusedError
+from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.shares import RowLayout
 from autopart.ir.size import Size
@@ -76,7 +76,7 @@ def loss_reduction(family: ProgramFamily, splits: Sequence[Sequence[int]], state
     """How the losses of micro-batches combine.  One needs no rule; more need one that is proven exact.
 
     splits: the rows of the micro-batches, in each way to split the batch that may be taken.  stated: what the user says
-    of the loss, or "auto".  Raises CoupledLossError when the whole loss is not a combination of theirs.
+    of the loss, or "auto".  Raises RefusedError when the whole loss is not a combination of theirs.
     """
     base, other = family.base, family.other
     if all(len(micro_rows) == 1 for micro_rows in splits):
@@ -104,7 +104,7 @@ def loss_reduction(family: ProgramFamily, splits: Sequence[Sequence[int]], state
 def _confirmed(family: ProgramFamily, unproven: UnprovenRows, stated: str) -> LossReduction:
     """The first meaning of what the user states of an opaque loss that numbers do not refute.
 
-    Raises CoupledLossError where the statement is false.
+    Raises RefusedError where the statement is false.
     """
     meanings = unproven.stated or ()
     if family.on_meta and meanings:
@@ -118,7 +118,7 @@ def _confirmed(family: ProgramFamily, unproven: UnprovenRows, stated: str) -> Lo
         why = refuted(small, large, meaning, family.batch)
         if not why:
             return meaning
-    raise CoupledLossError(
+    raise RefusedError(
         f'loss_reduction="{stated}" is stated, and numbers show that the loss does not combine like that',
         where=unproven.where,
         why=why,

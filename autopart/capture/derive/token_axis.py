@@ -17,7 +17,7 @@ from torch import fx
 from autopart.capture.batch.batch import Batch
 from autopart.capture.cache import CaptureCache
 from autopart.capture.capture import Captured
-from autopart.ir.errors import CaptureError, RefusedError, TokenRefusal, UsageError
+from autopart.ir.errors import CaptureError, RefusedError, UsageError
 from autopart.ir.size import Size
 from autopart.passes.tokens.analysis import analyse
 from autopart.passes.tokens.recipe import Form, Recipe, TokenLayout
@@ -25,7 +25,7 @@ from autopart.passes.tokens.recipe import Form, Recipe, TokenLayout
 _FIX = "leave token_slices out: the model is then trained on whole sequences"
 
 
-def token_recipe(captures: CaptureCache, batch: Batch, size: Size) -> Recipe | TokenRefusal:
+def token_recipe(captures: CaptureCache, batch: Batch, size: Size) -> Recipe | RefusedError:
     """How the model runs slice by slice of the sequences of a batch, or why not.
 
     Costs a capture of shorter sequences.  Raises what capturing the batch itself raises.
@@ -33,7 +33,7 @@ def token_recipe(captures: CaptureCache, batch: Batch, size: Size) -> Recipe | T
     captured = captures(batch, size)
     tokens = sequence_length(batch)
     if tokens is None or tokens < 4:
-        return TokenRefusal(
+        return RefusedError(
             "the batch has no sequences that could be cut",
             why="tokens lie along axis 1 of inputs of integers, (rows, tokens), of 4 tokens at least",
             fix=_FIX,
@@ -42,7 +42,7 @@ def token_recipe(captures: CaptureCache, batch: Batch, size: Size) -> Recipe | T
     try:
         shorter = _shorter(captures, batch, size, tokens, fewer)
     except (CaptureError, RefusedError) as error:
-        return TokenRefusal(
+        return RefusedError(
             f"the model cannot be captured with sequences of {fewer} tokens",
             where=error.where,
             why=f"{error.what}" + (f": {error.why}" if error.why else ""),
@@ -75,13 +75,13 @@ def asked_slices(
 ) -> AskedSlices:
     """What `token_slices=` asks for of this model.
 
-    Raises TokenRefusal where it asks for slices of a model that cannot be cut, UsageError for lengths that do not make
+    Raises RefusedError where it asks for slices of a model that cannot be cut, UsageError for lengths that do not make
     up its sequences; "auto" then has a note, and the model is planned for whole sequences.
     """
     if asked is None or asked == 1:
         return WHOLE_SEQUENCES
     recipe = token_recipe(captures, batch, size)
-    if isinstance(recipe, TokenRefusal):
+    if isinstance(recipe, RefusedError):
         if asked != "auto":
             raise recipe
         where = f" ({recipe.where})" if recipe.where else ""

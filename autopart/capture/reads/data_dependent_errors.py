@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from autopart.ir.errors import CaptureError, ControlFlowError
+from autopart.ir.errors import CaptureError
 
 SIZE_FIX = (
     "use operations with fixed shapes: torch.where, or a product with the mask, instead of boolean indexing or "
@@ -20,7 +20,7 @@ def unanswered(model: nn.Module, op: str, where: str, source: str, *, flag: bool
     if flag:
         random = source.startswith("random numbers")
         layer_drop = "; for layer drop set its probability to 0" if random else _experts_fix(model)
-        return ControlFlowError(
+        return CaptureError(
             "the model's Python control flow depends on the data of a tensor",
             where=where,
             why=f"the branch depends on {source}, which every step changes",

@@ -25,7 +25,7 @@ from autopart.capture.source_location import user_place
 from autopart.capture.trace.autocast import Autocast
 from autopart.capture.trace.untraceable import untraceable
 from autopart.capture.watch.observed import Observed, check_kept, observing
-from autopart.ir.errors import AutopartError, CaptureError, ControlFlowError, LossError
+from autopart.ir.errors import AutopartError, CaptureError
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -118,7 +118,7 @@ def loss_of(result: Any) -> torch.Tensor:
     """Return the scalar loss in what a model returned.
 
     That is the tensor itself, `.loss`, ["loss"], the first of a tuple if that is one number, else the only entry that
-    is one floating point number.  Raises LossError.
+    is one floating point number.  Raises CaptureError.
     """
     if isinstance(result, torch.Tensor):
         return scalar(result, "the model")
@@ -140,7 +140,7 @@ def loss_of(result: Any) -> torch.Tensor:
     if len(numbers) == 1 and not ("loss" in entries or hasattr(result, "loss")):
         return scalar(next(iter(numbers.values())), "the model")
     several = f": {', '.join(map(repr, numbers))} are one number each" if len(numbers) > 1 else ""
-    raise LossError(
+    raise CaptureError(
         f"the model returned {type(result).__name__} without a loss{several}",
         fix='return the loss first or as "loss"; or pass labels in the batch, if the model computes its own loss, or '
         "loss_fn=... to compile",
@@ -148,11 +148,11 @@ def loss_of(result: Any) -> torch.Tensor:
 
 
 def scalar(loss: Any, source: str) -> torch.Tensor:
-    """Return a loss as a 0-dim floating point tensor.  Raises LossError if it is not one number."""
+    """Return a loss as a 0-dim floating point tensor.  Raises CaptureError if it is not one number."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return loss.reshape(())
     what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-    raise LossError(
+    raise CaptureError(
         f"{source} returned {what} where a scalar loss is needed",
         fix="return one number (a mean or a sum), or pass loss_fn=... to compile",
     )
@@ -161,7 +161,7 @@ def scalar(loss: Any, source: str) -> torch.Tensor:
 def export(wrapper: Wrapper, batch: Batch) -> ExportedProgram:
     """Trace the wrapper with the tensors of `batch`.
 
-    Raises ControlFlowError for control flow on tensor data, CaptureError for whatever else torch.export cannot trace;
+    Raises CaptureError for control flow on tensor data, CaptureError for whatever else torch.export cannot trace;
     both name the module path and the user's line.  Raises what `Asker.answering` raises.
     """
     if not batch.tensors:
@@ -181,7 +181,7 @@ def explained(error: Exception, model: nn.Module) -> CaptureError:
     """Return an error of torch.export as ours, with module path and the user's line."""
     where = user_place(model, error.__traceback__)
     if is_data_dependent(error):
-        return ControlFlowError(
+        return CaptureError(
             "the model's Python control flow depends on the data of a tensor",
             where=where,
             why="the branch depends on sizes that the data decides, such as those of x[mask] or nonzero()",

@@ -13,7 +13,7 @@ from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch.batch import Batch
 from autopart.capture.derive.reduction import BatchRule, Layouts
 from autopart.capture.derive.token_axis import token_recipe
-from autopart.ir.errors import TokenRefusal
+from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.program import Edge
@@ -62,23 +62,23 @@ class StageCode:
         return rows in self.specs and all(rows in self.modules[s] for s in stages)
 
     def prologue_of(self, batch: Batch) -> frozenset[str]:
-        """Return the prologue for a batch before code is made; empty if sequences are whole.  Raises TokenRefusal."""
+        """Return the prologue for a batch before code is made; empty if sequences are whole.  Raises RefusedError."""
         recipe = self._recipe(batch, max(self._decision.micro_rows))
         return recipe.prologue if recipe is not None else frozenset()
 
     def _recipe(self, batch: Batch, rows: int) -> Recipe | None:
-        """Return how sequences are cut into slices, None if they are whole.  Raises TokenRefusal."""
+        """Return how sequences are cut into slices, None if they are whole.  Raises RefusedError."""
         if not self._decision.token_slices:
             return None
         recipe = token_recipe(self._captures, batch, Size(rows))
-        if isinstance(recipe, TokenRefusal):
+        if isinstance(recipe, RefusedError):
             raise recipe
         return recipe
 
     def add(self, captured: Captured, batch: Batch, stages: Sequence[int], rule: BatchRule) -> None:
         """Make the code of these stages for the rows of `captured`, and hold the tensors that it uses.
 
-        Raises TokenRefusal where the model cannot be cut into slices, UsageError for sequences of another length, and
+        Raises RefusedError where the model cannot be cut into slices, UsageError for sequences of another length, and
         RefusedError as `draws_of`.
         """
         graph = captured.graph

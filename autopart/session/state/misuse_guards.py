@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-import logging
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -13,11 +11,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopart.costs.optimizer_state import needs_closure
-from autopart.ir.errors import AutopartError, GraphError, ProgramError, UsageError
+from autopart.ir.errors import UsageError, short_errors
 from autopart.runtime.tensors import LocalTensors
 
 C = TypeVar("C", bound=type)
-_LOG = logging.getLogger("autopart")
 _CONVERTED = (
     "convert the model before compile (model.to(torch.bfloat16)), and name the devices there: "
     'autopart.compile(model, "cuda:4")'
@@ -83,24 +80,14 @@ def short_tracebacks(cls: C) -> C:
         if name.startswith("_") and name != "__init__":
             continue
         if inspect.isfunction(value):
-            setattr(cls, name, _short(value))
+            setattr(cls, name, short_errors(value))
         elif isinstance(value, property) and value.fget is not None:
-            setattr(cls, name, property(_short(value.fget), value.fset and _short(value.fset), doc=value.__doc__))
+            setattr(
+                cls,
+                name,
+                property(short_errors(value.fget), value.fset and short_errors(value.fset), doc=value.__doc__),
+            )
     return cls
-
-
-def _short(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except (GraphError, ProgramError):
-            raise
-        except AutopartError as error:
-            _LOG.debug("raised to the caller", exc_info=True)
-            raise error.with_traceback(None) from error.__cause__
-
-    return call
 
 
 class Loss(torch.Tensor):

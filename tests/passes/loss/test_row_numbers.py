@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.oracles.loss_oracle import Bench
 
-from autopart.ir.errors import CoupledLossError
+from autopart.ir.errors import RefusedError
 
 INPUTS = (torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64), torch.arange(5) % 4)
 KEPT = {
@@ -40,5 +40,5 @@ def test_rows_taken_in_order_stay_apart(bench: Bench, name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_some_of_them_and_numbers_of_them_are_refused(bench: Bench, name: str) -> None:
-    with pytest.raises(CoupledLossError):
+    with pytest.raises(RefusedError):
         bench.weight(len(KEPT) + list(REFUSED).index(name))

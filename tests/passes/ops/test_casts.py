@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from support.languages.text import graph_text
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,7 +15,6 @@ from autopart.capture.batch.batch import flatten
 from autopart.costs.sources import measured
 from autopart.ir.cluster import Device
 from autopart.ir.size import Size
-from autopart.ir.text import graph_text
 from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.passes.ops.casts import CAST, cast_parameter, cast_values
 

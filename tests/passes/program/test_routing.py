@@ -96,9 +96,9 @@ def test_stages_may_stand_on_any_ranks() -> None:
     ("stages", "text", "line"),
     [
         ("b | a", "flow back", "a <- x; b <- a"),
-        ("a | a b", "stands in stages 0 and 1", "a <- x; b <- a"),
-        ("a | a b", "stands in stages 0 and 1", "a- ! <- x; b <- a"),
-        ("a | a b", "stands in stages 0 and 1", "a- ~run =run <- x; b <- a"),
+        ("a | a b", "is in stages 0 and 1", "a <- x; b <- a"),
+        ("a | a b", "is in stages 0 and 1", "a- ! <- x; b <- a"),
+        ("a | a b", "is in stages 0 and 1", "a- ~run =run <- x; b <- a"),
     ],
 )
 def test_plan_that_would_not_be_exact_is_refused(stages: str, text: str, line: str) -> None:

@@ -44,7 +44,7 @@ def steps(evaluation: Evaluation) -> list[int]:
                 stages = tuple(
                     Stage(names, stage.ranks, (names,) * again) for names, stage in zip(ops, plan.stages, strict=True)
                 )
-                found.append(fitting_ns(Decision(plan.world, stages, plan.micro_rows, schedule), setting))
+                found.append(fitting_ns(Decision(plan.decision.world, stages, plan.micro_rows, schedule), setting))
     return [step for step in found if step is not None]
 
 
@@ -73,9 +73,9 @@ def test_what_is_proved_is_never_above_the_plan(random: Random, stages: int) -> 
     p = replace(p, request=request)
     plain, proven = planned(p), planned(replace(p, request=replace(request, prove_seconds=20.0)))
     assume(plain is not None)
-    assert plain is not None and proven is not None and plain.optimality and proven.optimality
+    assert plain is not None and proven is not None and plain.report.optimality and proven.report.optimality
     assert proven.stages == plain.stages and proven.notes[:-1] == plain.notes and "CP-SAT" in proven.notes[-1]
-    assert plain.optimality.lower_bound <= proven.optimality.lower_bound <= proven.step_ns
+    assert plain.report.optimality.lower_bound <= proven.report.optimality.lower_bound <= proven.step_ns
     evaluator = Evaluator()
     evaluation = next(
         v
@@ -85,7 +85,7 @@ def test_what_is_proved_is_never_above_the_plan(random: Random, stages: int) -> 
     bound = certified(evaluation, 20).bound_ns
     assert bound <= proven.step_ns  # of itself, not because it is cut off there
     if settles(request, p.cluster):
-        assert proven.optimality.lower_bound == max(plain.optimality.lower_bound, bound)
+        assert proven.report.optimality.lower_bound == max(plain.report.optimality.lower_bound, bound)
 
 
 BRANCHES = "a:4 #0 <- x; " + "; ".join(f"{n}:{t} #0 <- a" for n, t in zip("bcdef", (3, 7, 5, 1, 6), strict=True))
@@ -98,10 +98,10 @@ def test_branches_that_the_line_cannot_part_better_are_proved() -> None:
     request = PlanRequest(((1,) * 4,), stages=3, replicas=1)
     g = graph(BRANCHES, input_bytes=0)
     plain, proven = (build(source(g, c), c, r) for r in (request, replace(request, prove_seconds=20.0)))
-    assert plain.optimality and proven.optimality and proven.step_ns == plain.step_ns
-    assert plain.optimality.lower_bound < proven.optimality.lower_bound <= proven.step_ns
+    assert plain.report.optimality and proven.report.optimality and proven.step_ns == plain.step_ns
+    assert plain.report.optimality.lower_bound < proven.report.optimality.lower_bound <= proven.step_ns
     assert proven.notes[-1].startswith("CP-SAT: no placement of the 7 blocks on these 3 stages, in any order, takes")
-    assert f"(gap {proven.optimality.gap:.1%})" in proven.notes[-1]
+    assert f"(gap {proven.report.optimality.gap:.1%})" in proven.notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_request_that_leaves_more_open_keeps_its_own_bound(left_open: dict[str
     assert not settles(wider, c) and not settles(request, cluster(3, memory=(9, 8, 9)))
     g = graph(BRANCHES, input_bytes=0)
     plain, proven = (build(source(g, c), c, r) for r in (wider, replace(wider, prove_seconds=20.0)))
-    assert proven.optimality == plain.optimality and "CP-SAT" in proven.notes[-1]
+    assert proven.report.optimality == plain.report.optimality and "CP-SAT" in proven.notes[-1]
 
 
 def test_the_hint_is_the_plan_itself() -> None:
@@ -144,7 +144,7 @@ def test_it_ends_in_time() -> None:
     began = time.monotonic()
     plan = build(source(g, c), c, replace(request, prove_seconds=1.0))
     assert time.monotonic() - began < 2 * alone + 1.0 + 5.0
-    assert plan.optimality and plan.optimality.lower_bound <= plan.step_ns
+    assert plan.report.optimality and plan.report.optimality.lower_bound <= plan.step_ns
 
 
 def test_only_the_size_that_is_asked_for_is_proved() -> None:

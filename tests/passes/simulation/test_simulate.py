@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.languages.graphs import cluster, clusters, graph, graphs, plan_of, source
-from support.oracles.simulated import chain, check_path, drawn, ending, play, work_of
+from support.oracles.simulated import chain, check_path, drawn, ending, memory, play, work_of
 
 from autopart.ir.cluster import Cluster, Level, Link
 from autopart.ir.errors import ProgramError
@@ -334,14 +334,16 @@ def test_timeline_obeys_physics(g: Graph, data: st.DataObject) -> None:
                 micro = send.action.micro
                 assert by_key[home[src], f"{src}{kind}{micro}"].end_ns <= send.start_ns
                 size = sizes[src, dst, way]
-                assert send.end_ns - send.start_ns == (c.link(home[src], home[dst]).transfer_ns(size) if size else 0)
+                link = c.link(home[src], home[dst])
+                took_ns = link.latency_ns - (-size * 10**9 // link.bytes_per_s)
+                assert send.end_ns - send.start_ns == (took_ns if size else 0)
                 assert by_key[home[dst], f"{dst}{kind}{micro}"].start_ns >= send.end_ns
     check_ports(timeline, work)
     for s, stage_estimate in enumerate(plan.estimates):
         live = in_flight(find(schedule), s, Shape(len(plan.stages), micros))
         peak = timeline.peak_bytes[home[s]]
         assert peak == live * stage_estimate.activation_bytes
-        curve = timeline.memory(home[s], stage_estimate.activation_bytes)
+        curve = memory(timeline, home[s], stage_estimate.activation_bytes)
         assert curve[0] == (0, 0) and curve[-1][1] == 0 and max(held for _, held in curve) == peak
     check_path(timeline)
 

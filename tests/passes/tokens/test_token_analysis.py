@@ -28,7 +28,7 @@ from support.models.unusual_token_models import (
 )
 from support.oracles.sliced import analysed, checks_hold, future_shows, inputs_of, run_sliced, unsliced, worst_error
 
-from autopart.ir.errors import TokenRefusal
+from autopart.ir.errors import RefusedError
 from autopart.rng import micro_key
 
 LENGTHS = ((5, 4, 2, 1), (1,) * SEQ, (3, 9))
@@ -95,7 +95,7 @@ REASONS = {
 def test_what_shows_a_later_token_is_refused_by_name(name):
     mixer = (LEAKS | MASKED_LEAKS)[name]
     refusal = analysed(Model(mixer).train(), token_batch(mask="padding" if name in MASKED_LEAKS else "")).recipe
-    assert isinstance(refusal, TokenRefusal)
+    assert isinstance(refusal, RefusedError)
     op, why = REASONS[name]
     assert refusal.what.startswith(f"{op} ") and why in refusal.why
     assert "token_models.py" in refusal.where and refusal.fix
@@ -125,13 +125,13 @@ def test_a_batch_that_undoes_a_mask_is_refused_and_others_are_exact(name):
 @pytest.mark.parametrize("name", CANCELLED_BY_CONSTANTS)
 def test_a_large_number_among_masked_scores_is_refused(name):
     refusal = analysed(Model(CANCELLED_BY_CONSTANTS[name]), token_batch(mask="padding")).recipe
-    assert isinstance(refusal, TokenRefusal) and "so large that it may undo" in refusal.why
+    assert isinstance(refusal, RefusedError) and "so large that it may undo" in refusal.why
 
 
 @pytest.mark.parametrize("name", BEYOND_THRESHOLD)
 def test_tokens_that_meet_beyond_a_threshold_are_refused(name):
     refusal = analysed(Model(BEYOND_THRESHOLD[name]), token_batch()).recipe
-    assert isinstance(refusal, TokenRefusal) and refusal.why == "no rule says how it treats tokens"
+    assert isinstance(refusal, RefusedError) and refusal.why == "no rule says how it treats tokens"
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_what_no_rule_was_written_for_is_refused(name):
     masked = name in UNUSUAL_MASKED_LEAKS
     mixer = (CAUSAL_REFUSED | UNUSUAL_LEAKS | UNUSUAL_MASKED_LEAKS)[name]
     refusal = analysed(Model(mixer, 2), token_batch(mask="padding" if masked else "")).recipe
-    assert isinstance(refusal, TokenRefusal)
+    assert isinstance(refusal, RefusedError)
     assert "token_models.py" in refusal.where and refusal.why and refusal.fix  # torch keeps lines of forward() alone
 
 
@@ -168,4 +168,4 @@ def test_losses_add_up(name):
 @pytest.mark.parametrize("name", LOSS_LEAKS)
 def test_losses_that_do_not_add_up_are_refused(name):
     refusal = analysed(Model(CAUSAL["is_causal"], loss=LOSS_LEAKS[name]), token_batch()).recipe
-    assert isinstance(refusal, TokenRefusal)
+    assert isinstance(refusal, RefusedError)

@@ -10,7 +10,7 @@ import torch
 from support.languages.token_programs import LEAKY, Several, Steps, batch_of, leaky_programs, lengths, programs
 from support.oracles.sliced import analysed, future_shows, inputs_of, judged, run_sliced, unsliced, worst_error
 
-from autopart.ir.errors import TokenRefusal
+from autopart.ir.errors import RefusedError
 from autopart.passes.tokens.recipe import Recipe
 
 TOGETHER, BATCHES = 50, 40  # 2,000 programs
@@ -33,9 +33,9 @@ def check_equal(several: Sequence[Steps], random: Random) -> None:
 
 def check_refused(several: Sequence[Steps]) -> None:
     _, each = judged(Several(several), batch_of())
-    passed = [steps for steps, own in zip(several, each, strict=True) if not isinstance(own, TokenRefusal)]
+    passed = [steps for steps, own in zip(several, each, strict=True) if not isinstance(own, RefusedError)]
     assert not passed
-    assert all(own.where and own.why and own.fix for own in each if isinstance(own, TokenRefusal))
+    assert all(own.where and own.why and own.fix for own in each if isinstance(own, RefusedError))
 
 
 def test_random_causal_programs_are_exact():
@@ -72,5 +72,5 @@ def test_programs_are_judged_as_each_alone():
     for steps, together in zip(several, each, strict=True):
         alone = analysed(Several([steps]), batch_of()).recipe
         assert type(alone) is type(together)
-        if isinstance(alone, TokenRefusal) and isinstance(together, TokenRefusal):
+        if isinstance(alone, RefusedError) and isinstance(together, RefusedError):
             assert alone.why == together.why

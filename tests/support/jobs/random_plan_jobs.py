@@ -18,7 +18,6 @@ from autopart.ir.plan import Decision, Plan, Provenance, Stage, check
 from autopart.ir.program import BUCKET_BYTES
 from autopart.ir.shares import POLICIES
 from autopart.ir.size import Size
-from autopart.ir.text import decision_text
 from autopart.options import read_options
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import route
@@ -26,6 +25,7 @@ from autopart.passes.program.schedules import AUTOMATIC
 from autopart.passes.program.verify import check_program
 from autopart.session.pipe import Pipe
 from support.jobs.step_jobs import cluster
+from support.languages.text import decision_text
 from support.models.random_models import OPS, RANDOM_OPS, Random, batch_of
 from support.oracles.one_process import Expected, difference
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from autopart.ir.errors import AutopartError, TokenRefusal
+from autopart.ir.errors import AutopartError, RefusedError
 from support.jobs.step_jobs import EVERY, compiled, expected_of, fresh
 from support.oracles.one_process import Difference, Expected, difference, gradient_error, plain_loss, plain_step
 
@@ -130,7 +130,7 @@ def trained_whole(name: str, dtype_name: str) -> dict[str, Any]:
     }  # batch statistics and router losses need all rows at once
     try:
         compiled(case, fresh(name, dtype), batch, token_slices=2, **options)
-    except TokenRefusal as refusal:
+    except RefusedError as refusal:
         message = str(refusal)
     with compiled(case, fresh(name, dtype), batch, token_slices="auto", **options) as pipe:
         slices, notes = pipe.plan.decision.token_slices, pipe.plan.notes

@@ -1,4 +1,4 @@
-"""Graphs, clusters and programs for tests. Graphs are written in the language of `autopart.ir.text`."""
+"""Graphs, clusters and programs for tests. Graphs are written in the language of `support.languages.text`."""
 
 from __future__ import annotations
 

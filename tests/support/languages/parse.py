@@ -1,4 +1,4 @@
-"""A parser of graphs and decisions written in the language of `autopart.ir.text`."""
+"""A parser of graphs and decisions written in the language of `support.languages.text`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopart.ir.plan import Decision, Stage
 from autopart.ir.printable import shortened
 from autopart.ir.program import BUCKET_BYTES
 from autopart.ir.size import Size
-from autopart.ir.text import DEFAULT_BYTES, DEFAULT_DTYPE, DEFAULT_TARGET, PARAM_SIGNS
+from support.languages.text import DEFAULT_BYTES, DEFAULT_DTYPE, DEFAULT_TARGET, PARAM_SIGNS
 
 _SIZE = re.compile(r"(\d+)(?::([^\[\]]+)\[((?:\d+\*?(?:,\d+\*?)*)?)\])?$")
 _PARAM = re.compile(r"([^:=&]+)(?::([^=&]+))?(?:&(\d+))?(?:=(.+))?$")
@@ -24,7 +24,7 @@ _DECISION = re.compile(
 )
 _STAGE = re.compile(r"stage on ([-\d ]*?)(?: in shares ([\d ]+?))?( in turn)?:(.*)$")
 _SEPARATOR = re.compile(r"[;\n]")
-_LANGUAGE = "see autopart.ir.text"
+_LANGUAGE = "see support.languages.text"
 _SHOWN = 200  # characters of a statement that a message quotes
 
 
@@ -44,7 +44,7 @@ class _Draft:
 
 
 def parse_graph(text: str, *, input_bytes: int = DEFAULT_BYTES) -> Graph:
-    """Parse and check a graph; the inverse of `graph_text` for what the language covers (`ir.text`).
+    """Parse and check a graph; the inverse of `graph_text` for what the language covers (`languages.text`).
 
     input_bytes: size of inputs without a stated size. Raises GraphError with the statement.
     """

@@ -7,16 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autopart.ir.plan import (
-    Alternative,
-    Decision,
-    Estimate,
-    Optimality,
-    Plan,
-    Provenance,
-    Report,
-    Stage,
-)
+from autopart.ir.outlook import Alternative, Optimality
+from autopart.ir.plan import Decision, Estimate, Plan, Provenance, Report, Stage
 from autopart.ir.program import BUCKET_BYTES, MAX_BUCKET_BYTES
 from autopart.passes.program.schedules import BUILT_IN
 

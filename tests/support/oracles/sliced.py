@@ -13,7 +13,7 @@ from autopart.capture import Captured
 from autopart.capture.batch.batch import flatten
 from autopart.capture.cache import CaptureCache
 from autopart.capture.derive.token_axis import Probed, fewer_tokens, sequence_length, shortened, token_recipe
-from autopart.ir.errors import TokenRefusal
+from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.program import Slot
 from autopart.ir.shares import Window
@@ -36,7 +36,7 @@ class Analysed:
     model: nn.Module
     batch: Any
     captured: Captured
-    recipe: Recipe | TokenRefusal
+    recipe: Recipe | RefusedError
 
 
 def analysed(model: nn.Module, batch: Any, loss_fn: Any = None) -> Analysed:
@@ -47,7 +47,7 @@ def analysed(model: nn.Module, batch: Any, loss_fn: Any = None) -> Analysed:
     return Analysed(model, batch, captures(flat, size), recipe)
 
 
-def judged(model: nn.Module, batch: Any) -> tuple[Analysed, list[Recipe | TokenRefusal]]:
+def judged(model: nn.Module, batch: Any) -> tuple[Analysed, list[Recipe | RefusedError]]:
     """Return the analysis of a model whose loss is a sum over a stack of losses, and of each loss separately."""
     flat, captures = flatten(batch), CaptureCache(model, None)
     size, tokens = Size(flat.rows or 1), sequence_length(flat)

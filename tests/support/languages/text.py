@@ -1,4 +1,4 @@
-"""Write graphs and decisions as text (the tests read it back).
+"""Write graphs and decisions as text (`parse` reads it back).
 
 A graph is a list of statements, on lines of their own or parted by semicolons:
 

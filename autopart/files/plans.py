@@ -13,7 +13,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain, islice
 from pathlib import Path
 
@@ -33,6 +33,8 @@ from autopart.launcher import torchrun_line
 
 VERSION = 3
 """Version of the file format.  Version 2 had no sections; version 1 had no groups of recomputed ops."""
+_MOST_FLAGS = 300
+"""Changes of requires_grad flags that are tried to explain why a plan does not match; each costs a digest."""
 _CORRECT = f"correct what is named, or {AGAIN}"
 
 
@@ -143,10 +145,9 @@ def match_plan(plan: Plan, graph: Graph, *, torch_version: str, world: int, loca
 
 
 def _mismatches(plan: Plan, graph: Graph, torch_version: str, world: int) -> Iterator[str]:
-    made_for, rows, structure = plan.provenance, max(plan.micro_rows), graph.structure_digest()
-    if made_for.structure_digest != structure:
-        what = "names, parameter shapes, connections or requires_grad flags differ"
-        yield f"another model: {what} (digest {made_for.structure_digest}, not {structure})"
+    made_for, rows = plan.provenance, max(plan.micro_rows)
+    if made_for.structure_digest != graph.structure_digest():
+        yield f"another model: {_other_structure(made_for.structure_digest, graph)}"
     elif rows != graph.rows:
         yield f"another batch: its micro-batches have {rows} rows, not {graph.rows}"
     elif made_for.graph_digest != graph.shape_digest():
@@ -155,6 +156,24 @@ def _mismatches(plan: Plan, graph: Graph, torch_version: str, world: int) -> Ite
         yield f"another torch: it was made with {made_for.torch_version}, this is {torch_version}"
     if plan.decision.world != world:
         yield f"another number of ranks: it is for {plan.decision.world}, {world} run"
+
+
+def _other_structure(wanted: str, graph: Graph) -> str:
+    """Say how a graph differs from the one with this digest.
+
+    Tries other requires_grad flags for each module and for all frozen parameters.  O(modules * graph).
+    """
+    names = [p.name for p in graph.params if p.kind == "param"]
+    frozen = tuple(p.name for p in graph.params if p.kind == "param" and not p.trainable)
+    modules = dict.fromkeys(".".join(name.split(".")[:k]) for name in names for k in range(1, name.count(".") + 2))
+    groups = [frozen, *(tuple(n for n in names if f"{n}.".startswith(f"{m}.")) for m in modules)]
+    for group in islice(filter(None, dict.fromkeys(groups)), _MOST_FLAGS):
+        params = tuple(replace(p, trainable=(p.name in group) != p.trainable) for p in graph.params)
+        if replace(graph, params=params).structure_digest() == wanted:
+            now = "frozen" if group[0] in frozen else "trained"
+            return f"requires_grad of {brief(', '.join(group))} has changed: now {now}"
+    what = "names, parameter shapes, connections or requires_grad flags differ"
+    return f"{what} (digest {wanted}, not {graph.structure_digest()})"
 
 
 def diff_plans(a: Plan, b: Plan) -> str:

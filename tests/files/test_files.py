@@ -268,6 +268,23 @@ def test_a_foreign_plan_is_refused(graph: Graph, torch_version: str, world: int,
     assert why in caught.value.why and fix in caught.value.fix
 
 
+@pytest.mark.parametrize(
+    ("frozen", "says"),
+    [
+        ((), "requires_grad of 'enc.0.w, enc.0.b' has changed: now trained"),
+        (("enc.0.w", "enc.0.b", "head.w"), "requires_grad of 'head.w' has changed: now frozen"),
+    ],
+)
+def test_a_plan_made_before_a_freeze_names_the_parameters_that_changed(frozen: tuple[str, ...], says: str) -> None:
+    def with_frozen(names: tuple[str, ...]) -> Graph:
+        known = ("enc.0.w", "enc.0.b", "enc.1.w", "head.w")
+        return replace(small_graph(), params=tuple(Param(n, (1,), "float32", 4, n not in names) for n in known))
+
+    plan = matching(with_frozen(("enc.0.w", "enc.0.b")))
+    with pytest.raises(PlanError, match=f"another model: {says}"):
+        match_plan(plan, with_frozen(frozen), torch_version="2.13.0", world=2)
+
+
 def test_a_plan_that_moves_an_op_wrongly_is_refused() -> None:
     moved = changed(matching(small_graph()), stages=(Stage(("a", "c"), (0,)), Stage(("b",), (1,))))
     with pytest.raises(PlanError, match="value vb flows back from stage 1 to stage 0"):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from autopart.ir.errors import ProgramError
-from autopart.ir.program import ACTIONS, BACKWARD, COMPUTE, COMPUTES, FORWARD, SENDS, Action, Edge, Slot
+from autopart.ir.program import ACTIONS, BACKWARD, COMPUTE, FORWARD, SENDS, Action, Edge, Slot
 from autopart.passes.program.schedules import Shape, Turn
 
 DURATION = {FORWARD: 1, BACKWARD: 2}
@@ -14,7 +14,7 @@ DURATION = {FORWARD: 1, BACKWARD: 2}
 
 
 def receivers(links: Sequence[Edge], slice: int = 0) -> dict[tuple[str, int], list[int]]:
-    """(way, stage) to the stages that it sends to on that way: later ones forward, earlier ones backward; ascending.
+    """Return by (way, stage) the stages that it sends to, ascending: later ones forward, earlier ones backward.
 
     slice: all slices but the first are alike.
     """
@@ -25,6 +25,15 @@ def receivers(links: Sequence[Edge], slice: int = 0) -> dict[tuple[str, int], li
         if edge.names(BACKWARD, slice):
             found.setdefault((BACKWARD, edge.dst), []).append(edge.src)
     return {key: sorted(stages) for key, stages in found.items()}
+
+
+def senders(links: Sequence[Edge], slice: int = 0) -> dict[tuple[str, int], list[int]]:
+    """Return by (way, stage) the stages that it receives from, ascending; slice: as for `receivers`."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for (way, source), peers in sorted(receivers(links, slice).items()):
+        for peer in peers:
+            found.setdefault((way, peer), []).append(source)
+    return found
 
 
 def linear_order(
@@ -191,13 +200,11 @@ class _Merge:
 
 
 def _needs(links: Sequence[Edge], stages: int, slice: int) -> dict[tuple[str, int], list[tuple[str, int]]]:
-    """(kind, stage) of a compute to the (kind, stage) of those that have to be over first, on the same slot."""
+    """Return by (kind, stage) of a compute the (kind, stage) of those that it needs on the same slot."""
     found: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    sources = senders(links, slice)
     for name, kind in ACTIONS.items():
-        if kind.role == COMPUTE:
-            for stage in range(stages):
-                found[name, stage] = [(kind.needs, stage)] if kind.needs else []
-    for (way, source), peers in receivers(links, slice).items():
-        for peer in peers:
-            found[COMPUTES[way], peer].append((COMPUTES[way], source))
+        for stage in range(stages) if kind.role == COMPUTE else ():
+            own = [(kind.needs, stage)] if kind.needs else []
+            found[name, stage] = own + [(name, source) for source in sources.get((kind.way, stage), ())]
     return found

@@ -280,25 +280,23 @@ def _most_in_flight(kinds: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """An order as the simulator plays it.
+    """The order of computes of a schedule, as the simulator plays it.
 
-    turns: (kind, stage) of each compute of each worker.  orders: the same with micro-batches, when the stages do not
-    all take them in one order or take slices; None else, so that messages are received in the order in which they are
-    sent.
+    workers: the computes of each worker.  in_order: whether all stages take whole micro-batches in one order, so that
+    messages are received in the order in which they are sent.
     """
 
-    turns: tuple[tuple[tuple[str, int], ...], ...]
-    orders: tuple[tuple[Turn, ...], ...] | None
+    shape: Shape
+    workers: tuple[tuple[Turn, ...], ...]
+    in_order: bool
 
 
 @lru_cache(maxsize=32)
 def pattern(schedule: Schedule, shape: Shape) -> Pattern:
-    """The pattern of a schedule, remembered: candidates of a search share few.  O(stages * micros * slices)."""
+    """Return the pattern of a schedule, cached: candidates of a search share few.  O(stages * micros * slices)."""
     orders = tuple(turns for turns in worker_orders(schedule, shape) if turns)
-    pairs = {(kind, stage): (kind, stage) for kind in _COMPUTE_KINDS for stage in range(shape.stages)}
-    turns = tuple(tuple([pairs[kind, stage] for kind, stage, _ in own]) for own in orders)
-    simple = shape.slices == 1 and not shape.alternates
-    return Pattern(turns, None if simple and in_one_order(orders, shape.stages) else orders)
+    whole = shape.slices == 1 and not shape.alternates
+    return Pattern(shape, orders, whole and in_one_order(orders, shape.stages))
 
 
 def in_one_order(orders: Iterable[Iterable[Turn]], stages: int) -> bool:

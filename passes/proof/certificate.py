@@ -115,7 +115,7 @@ def _block_costs(space: SearchSpace, rows: int, device_type: int) -> tuple[tuple
             owner.setdefault(part, i)
     times = [0] * space.chain.n
     saved = [0] * space.chain.n
-    for op in space.costs.cost_model.graph(Size(rows), device_type).ops:
+    for op in space.chain.cost_model.graph(Size(rows), device_type).ops:
         times[owner[op.name]] += op.cost.total_ns
         saved[owner[op.name]] += op.cost.saved_bytes
     return tuple(times), tuple(saved)

@@ -118,8 +118,8 @@ def test_what_is_in_flight_is_counted_on_the_worker_that_runs_the_stage() -> Non
 
 def test_a_pattern_knows_whether_messages_arrive_in_the_order_in_which_they_leave() -> None:
     crossed = Schedule("crossed", lambda stages, micros: [["0F0", "0F1", "0B0", "0B1"], ["1F1", "1B1", "1F0", "1B0"]])
-    assert pattern(crossed, Shape(2, 2)).orders is not None
-    assert pattern(find("1f1b"), Shape(2, 2)).orders is None
+    assert not pattern(crossed, Shape(2, 2)).in_order
+    assert pattern(find("1f1b"), Shape(2, 2)).in_order
 
 
 @pytest.mark.parametrize(

@@ -204,8 +204,9 @@ def test_slices_of_long_sequences_are_suggested_where_devices_idle(asked: str | 
 
 
 def test_a_schedule_that_cannot_be_run_is_refused_for_what_runs_alone() -> None:
-    with pytest.raises(UsageError, match="schedule 'pipedream' cannot be run yet"):
+    with pytest.raises(UsageError, match="schedule 'pipedream' cannot be run yet") as caught:
         planned(schedule="pipedream")
+    assert "update=" in (caught.value.fix or "")
     assert planned(runtime=False, schedule="pipedream")[0].plan.schedule == "pipedream"
 
 

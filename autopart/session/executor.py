@@ -25,6 +25,7 @@ from autopart.ir.shares import RowLayout
 from autopart.ir.size import Size
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import divided_values, edges
+from autopart.passes.program.schedules import find
 from autopart.runtime.activity import patient
 from autopart.runtime.engine import BatchPlan, Engine, StepOutcome
 from autopart.runtime.stages.batch_statistics import BatchStatistics
@@ -40,7 +41,7 @@ from autopart.session.step.batch_counts import BatchCounts, weighted_loss
 from autopart.session.step.data import micro_rows, require_no_questions
 from autopart.session.step.loss_shares import LossShares, count_width, idle_values, loss_shares, pieces_of, places_of
 from autopart.session.step.parts import code_sizes, digest, inputs_of, require_same_batch, shared_of, stage_inputs
-from autopart.session.step.programs import evaluation_program, training_program
+from autopart.session.step.programs import evaluation_program, require_updatable, training_program
 from autopart.session.step.synced import open_statistics, require_known, require_weights, synced_stages
 
 Key = tuple[int, int]
@@ -83,6 +84,7 @@ class Executor:
         self._agreed: dict[tuple[int, ...], LossShares | None] = {}
         self._engines: dict[int, Engine] = {}
         self._runners: dict[int, StageRunner] = {}
+        self._update = find(decision.schedule).update if self.train else None
         self.stand_in: Batch | None = None  # for ranks that were given no batch
         self.trace: Trace | None = None
 
@@ -215,6 +217,8 @@ class Executor:
     ) -> BatchPlan:
         """What this rank's stages take of a batch.  said: what each rank said of it.  Raises BatchError on all ranks
         for a batch that cannot be run."""
+        if self._update is not None:
+            require_updatable(self._decision, self.graph, scale)
         shares = self.shares(batch, said, shards)
         micro_rows = shares.micro_rows
         if self._synced and (weightless := require_weights(shares)) is not None:
@@ -390,4 +394,4 @@ class Executor:
         held, out = self._tensors.held, out | {self.graph.outputs[0]}
         if self._slicing.active:
             return SlicedRunner(self._code.sliced[stage], held, back, out)
-        return StageRunner(self._code.modules[stage], held, back, out, self._statistics.get(stage))
+        return StageRunner(self._code.modules[stage], held, back, out, self._statistics.get(stage), self._update)

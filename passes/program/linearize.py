@@ -1,4 +1,4 @@
-"""Lowering: the orders of all workers become one order in which everything stands behind what it needs."""
+"""Lowering: the orders of all workers become one order in which every action stands behind those that it needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopart.ir.program import ACTIONS, BACKWARD, COMPUTE, FORWARD, SENDS, Acti
 from autopart.passes.program.schedules import Shape, Turn
 
 DURATION = {FORWARD: 1, BACKWARD: 2}
-"""Time of a compute, in the unit in which the order is laid out: a backward is about two forwards."""
+"""Virtual time of a compute: a backward is about two forwards."""
 
 
 def receivers(links: Sequence[Edge], slice: int = 0) -> dict[tuple[str, int], list[int]]:
@@ -43,13 +43,13 @@ def linear_order(
     stage_ranks: Sequence[tuple[int, ...]],
     shape: Shape,
 ) -> list[Action]:
-    """All computes, each with its messages right behind it, in the order in which they could start.
+    """Return all computes, each with its messages right behind it, in the order in which they could start.
 
     The workers run side by side in virtual time (`DURATION`; messages take none); of those that can start at the same
-    time, the one with the lowest rank comes first (list scheduling).  Any order that keeps each worker's own order and
-    has every compute behind what it needs would be right; this one also keeps messages in the order in which they come
-    about.  schedule: its name, for errors.  Raises ProgramError for workers that no ranks fit, and for orders that can
-    never end.  O(computes * log workers).
+    time, the one with the lowest rank comes first (list scheduling).  Any order would be right that keeps the order of
+    each worker and has every compute behind those that it needs; this one also keeps messages in the order in which
+    they are made.  schedule: its name, for errors.  Raises ProgramError for workers that do not fit the ranks, and for
+    orders that can never end.  O(computes * log workers).
     """
     _check_workers(schedule, orders, stage_ranks, shape)
     slices = shape.slices
@@ -76,8 +76,7 @@ def _check_workers(
     stage_ranks: Sequence[tuple[int, ...]],
     shape: Shape,
 ) -> None:
-    """Each stage has one worker, or one for each replica where these take turns; the stages of a worker stand on the
-    same ranks, and those of two workers do not."""
+    """Check that each stage has one worker (or one for each replica in turn), and that ranks do not mix workers."""
     home: dict[tuple[int, int], int] = {}
     replicas, slices = shape.replicas, shape.slices
     serves: dict[int, int] = {}
@@ -104,10 +103,10 @@ def _check_workers(
 
 
 class _Merge:
-    """Workers that play their turns in virtual time.
+    """Workers that run their computes in virtual time.
 
-    at: turns of each worker that are over.  ended: when each turn was over.  waiting: by turn, the workers that cannot
-    go on before it is over.
+    at: number of finished computes of each worker.  ended: when each compute ended.  waiting: by compute, the workers
+    that wait for it.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class _Merge:
         self._ready: list[tuple[int, int, int]] = []
 
     def run(self) -> list[Turn]:
-        """The turns in order of their start; fewer than all when some can never start."""
+        """Return the computes in order of their start; fewer than all if some can never start."""
         done: list[Turn] = []
         for worker in range(len(self._orders)):
             self._consider(worker)
@@ -145,7 +144,7 @@ class _Merge:
         return done
 
     def _consider(self, worker: int) -> None:
-        """Put the next turn of a worker in the queue, or the worker with those that wait for what it lacks."""
+        """Queue the next compute of a worker, or add the worker to those that wait for a compute that it needs."""
         if self._at[worker] == len(self._orders[worker]):
             return
         kind, stage, unit = self._orders[worker][self._at[worker]]
@@ -160,7 +159,7 @@ class _Merge:
         heappush(self._ready, (start, self._first_rank[worker], worker))
 
     def check_ended(self, schedule: str) -> None:
-        """Raise ProgramError for the first turn that waits for ever, and say for what."""
+        """Raise ProgramError if a compute waits for ever, with the chain of computes that it waits for."""
         blocked = {worker: need for need, workers in self._waiting.items() for worker in workers}
         if not blocked:
             return

@@ -172,7 +172,8 @@ def notes_of(decision: Decision, blocks: int, request: PlanRequest, graph: Graph
             f"statistics of BatchNorm are per replica, each of its own {own}; so is any buffer the step updates"
         )
     if not find(decision.schedule).synchronous:
-        notes.append("asynchronous: gradients are of older weights; its step is the steady state; it cannot be run yet")
+        unable = "" if find(decision.schedule).update else "; it cannot be run without an update function"
+        notes.append(f"asynchronous: gradients are of older weights; its step is the steady state{unable}")
     return tuple(notes)
 
 

@@ -29,6 +29,7 @@ and state at memory speed.  Clones count in every stage that runs them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 
@@ -97,27 +98,20 @@ class Estimator:
         overlap: bool = False,
         slices: SliceShares | None = None,
         group_ns: int = 0,
-        loads: Loads | None = None,
     ) -> None:
         self.cluster, self.cost_model, self.state_factor = cluster, cost_model, state_factor
         self.device_types = device_types(cluster)
         self.overlap, self.group_ns = overlap, group_ns
         self.slices = slices or SliceShares(1, {}, (), (), 0)
-        self.loads = loads or Loads(cluster)
+        self.loads = Loads(cluster)
         self._graphs: dict[tuple[Size, int], GraphIndex] = {}
         self._stages: dict[StageContext, Estimate] = {}
 
     def over(self, cost_model: GraphCosts) -> Estimator:
         """Return an estimator of another graph, with the same cluster, options and loads."""
-        return Estimator(
-            self.cluster,
-            cost_model,
-            self.state_factor,
-            overlap=self.overlap,
-            slices=self.slices,
-            group_ns=self.group_ns,
-            loads=self.loads,
-        )
+        other = copy(self)
+        other.cost_model, other._graphs, other._stages = cost_model, {}, {}
+        return other
 
     def graph(self, size: Size, device_type: int = 0) -> GraphIndex:
         """Return the graph with its costs at this size on this type of device."""

@@ -6,7 +6,7 @@ back for); autograd holds the rest.  Both are dropped as soon as the backward ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from autopart.runtime.stages.stage_module import StageModule
 class _Kept:
     leaves: dict[str, torch.Tensor]
     roots: dict[str, torch.Tensor]
+    stash: dict[torch.Tensor, torch.Tensor]
 
 
 class StageRunner:
@@ -32,7 +33,9 @@ class StageRunner:
 
     codes: by rows that this rank has of a micro-batch.  tensors: this rank's parameters, buffers and constants by
     name.  grad_inputs: values received whose gradients go back; grad_outputs: results whose gradients come back.
-    statistics: what its batch norms sum with other replicas, None where they have their own.
+    statistics: what its batch norms sum with other replicas, None where they have their own.  update: of an
+    asynchronous schedule, called with the stage's parameters after each backward; each micro-batch then keeps a copy of
+    the weights that its forward used, for its backward (weight stashing; PipeDream, SOSP 2019, section 3.3).
     """
 
     def __init__(
@@ -42,12 +45,14 @@ class StageRunner:
         grad_inputs: frozenset[str],
         grad_outputs: frozenset[str],
         statistics: BatchStatistics | None = None,
+        update: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         self._codes = codes
         self._tensors = tensors
         self._grad_inputs = grad_inputs
         self._grad_outputs = grad_outputs
         self._statistics = statistics
+        self._update = update
         self._kept: dict[Slot, _Kept] = {}
         self._joined: dict[Slot, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._fresh: dict[str, torch.Tensor] = {}  # new values of buffers in this step
@@ -85,9 +90,11 @@ class StageRunner:
         leaves = {
             name: values[name].detach().requires_grad_() for name in code.inputs if train and name in self._grad_inputs
         }
-        tensors = {**self._tensors, **self._fresh} if self._fresh else self._tensors
+        tensors, stash, casts = {**self._tensors, **self._fresh}, self._stash(code) if train else {}, self._casts
+        if stash:
+            tensors, casts = {name: stash.get(tensor, tensor) for name, tensor in tensors.items()}, StepCasts()
         with torch.set_grad_enabled(train):
-            args = code.arguments(tensors, self._casts)
+            args = code.arguments(tensors, casts)
         args += [leaves.get(name, values[name]) for name in code.inputs]
         numbered = [numbers[place] for place in code.numbers]
         with torch.set_grad_enabled(train), micro_key(*key, slot.micro, window):
@@ -96,8 +103,13 @@ class StageRunner:
         outputs = dict(zip(code.outputs, results, strict=False))
         self._fresh.update((n, t.detach()) for n, t in zip(code.updates, results[len(code.outputs) :], strict=True))
         if train:
-            self._kept[slot] = _Kept(leaves, {n: t for n, t in outputs.items() if n in self._grad_outputs})
+            self._kept[slot] = _Kept(leaves, {n: t for n, t in outputs.items() if n in self._grad_outputs}, stash)
         return outputs
+
+    def _stash(self, code: StageModule) -> dict[torch.Tensor, torch.Tensor]:
+        """Copy the trainable parameters of an asynchronous stage as they are now."""
+        used = dict.fromkeys(self._tensors[name] for name in code.held) if self._update else {}
+        return {tensor: tensor.detach().clone().requires_grad_() for tensor in used if tensor.requires_grad}
 
     def join_forward(
         self, slot: Slot, specs: Mapping[Any, Mapping[str, Spec]], key: tuple[int, int], device: torch.device
@@ -151,6 +163,12 @@ class StageRunner:
         roots = [(t, grads[name]) for name, t in kept.roots.items() if name in grads and t.requires_grad]
         if roots:
             torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+        if self._update is not None:
+            for parameter, version in kept.stash.items():
+                parameter.grad = version.grad
+            self._update({name: t for name, t in self._tensors.items() if t in kept.stash})
+            for parameter in kept.stash:
+                parameter.grad = None
         return {n: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for n, leaf in kept.leaves.items()}
 
     def clear(self) -> None:

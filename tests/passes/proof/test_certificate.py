@@ -16,8 +16,8 @@ from support.oracles.planner_oracle import Kind, Problem, assignments, candidate
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Decision, Stage
 from autopart.passes.pipeline import build
-from autopart.passes.proof.certificate import certified, pipeline_model, settles
-from autopart.passes.proof.pipeline_model import lower_bound_ns
+from autopart.passes.proof.certificate import certified, settles
+from autopart.passes.proof.pipeline_model import lower_bound_ns, model_of
 from autopart.passes.search.evaluation import Evaluation, evaluate
 from autopart.passes.search.space import PlanRequest
 
@@ -125,7 +125,7 @@ def test_the_hint_is_the_plan_itself() -> None:
     assert evaluation is not None
     home = {name: s for s, stage in enumerate(evaluation.decision.stages) for name in stage.ops}
     where = [home[op.name] for op in evaluation.space.chain.blocks.ops]
-    assert certified(evaluation, 20).bound_ns <= lower_bound_ns(pipeline_model(evaluation), where) <= evaluation.step_ns
+    assert certified(evaluation, 20).bound_ns <= lower_bound_ns(model_of(evaluation), where) <= evaluation.step_ns
 
 
 def test_it_ends_in_time() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from autopart.ir.errors import ProgramError
-from autopart.ir.program import ACTIONS, BACKWARD, COMPUTE, FORWARD, SENDS, Action, Edge, Slot
-from autopart.passes.program.schedules import Shape, Turn
+from autopart.ir.program import ACTIONS, BACKWARD, COMPUTE, FORWARD, SENDS, Action, Edge, Program, Slot
+from autopart.passes.program.schedules import Turn
 
 DURATION = {FORWARD: 1, BACKWARD: 2}
 """Virtual time of a compute: a backward is about two forwards."""
@@ -36,28 +36,21 @@ def senders(links: Sequence[Edge], slice: int = 0) -> dict[tuple[str, int], list
     return found
 
 
-def linear_order(
-    schedule: str,
-    orders: Sequence[Sequence[Turn]],
-    links: Sequence[Edge],
-    stage_ranks: Sequence[tuple[int, ...]],
-    shape: Shape,
-) -> list[Action]:
+def linear_order(schedule: str, orders: Sequence[Sequence[Turn]], program: Program) -> list[Action]:
     """Return all computes, each with its messages right behind it, in the order in which they could start.
 
     The workers run side by side in virtual time (`DURATION`; messages take none); of those that can start at the same
     time, the one with the lowest rank comes first (list scheduling).  Any order would be right that keeps the order of
     each worker and has every compute behind those that it needs; this one also keeps messages in the order in which
-    they are made.  schedule: its name, for errors.  Raises ProgramError for workers that do not fit the ranks, and for
-    orders that can never end.  O(computes * log workers).
+    they are made.  schedule: its name, for errors.  program: without an order.  Raises ProgramError for workers that do
+    not fit the ranks, and for orders that can never end.  O(computes * log workers).
     """
-    _check_workers(schedule, orders, stage_ranks, shape)
-    slices = shape.slices
-    merge = _Merge(orders, links, stage_ranks, slices)
-    units = [divmod(unit, slices) for unit in range(shape.micros * slices)]
-    slots = [[Slot(stage, micro, piece) for micro, piece in units] for stage in range(len(stage_ranks))]
+    _check_workers(schedule, orders, program)
+    slices, merge = program.slices, _Merge(orders, program)
+    units = [divmod(unit, slices) for unit in range(program.micros * slices)]
+    slots = [[Slot(stage, micro, piece) for micro, piece in units] for stage in range(len(program.stage_ranks))]
     sends = [
-        {key: [(SENDS[key[0]], peer) for peer in peers] for key, peers in receivers(links, piece).items()}
+        {key: [(SENDS[key[0]], peer) for peer in peers] for key, peers in receivers(program.edges, piece).items()}
         for piece in range(slices)
     ]
     order: list[Action] = []
@@ -70,16 +63,12 @@ def linear_order(
     return order
 
 
-def _check_workers(
-    schedule: str,
-    orders: Sequence[Sequence[Turn]],
-    stage_ranks: Sequence[tuple[int, ...]],
-    shape: Shape,
-) -> None:
+def _check_workers(schedule: str, orders: Sequence[Sequence[Turn]], program: Program) -> None:
     """Check that each stage has one worker (or one for each replica in turn), and that ranks do not mix workers."""
     home: dict[tuple[int, int], int] = {}
-    replicas, slices = shape.replicas, shape.slices
     serves: dict[int, int] = {}
+    stage_ranks, slices = program.stage_ranks, program.slices
+    replicas = [program.division(stage).period for stage in range(len(stage_ranks))]
     for worker, own in enumerate(orders):
         pairs = sorted({(stage, unit // slices % replicas[stage]) for _, stage, unit in own})
         first = pairs[0][0] if pairs else 0
@@ -109,13 +98,8 @@ class _Merge:
     that wait for it.
     """
 
-    def __init__(
-        self,
-        orders: Sequence[Sequence[Turn]],
-        links: Sequence[Edge],
-        stage_ranks: Sequence[tuple[int, ...]],
-        slices: int,
-    ) -> None:
+    def __init__(self, orders: Sequence[Sequence[Turn]], program: Program) -> None:
+        stage_ranks, slices = program.stage_ranks, program.slices
         self._orders = orders
         self._first_rank = [min((stage_ranks[stage][0] for _, stage, _ in turns), default=0) for turns in orders]
         self._at = [0] * len(orders)
@@ -123,7 +107,7 @@ class _Merge:
         self._ended: dict[Turn, int] = {}
         self._waiting: dict[Turn, list[int]] = {}
         self._slices = slices
-        self._needs = [_needs(links, len(stage_ranks), piece) for piece in range(slices)]
+        self._needs = [_needs(program.edges, len(stage_ranks), piece) for piece in range(slices)]
         self._ready: list[tuple[int, int, int]] = []
 
     def run(self) -> list[Turn]:

@@ -29,21 +29,20 @@ def route(decision: Decision, graph: Graph, prologue: Collection[str] = ()) -> P
     the others behind them, both in the order of the table of actions.  Raises UsageError for an unknown schedule and
     ProgramError for one that can never end.  O(reads + actions * log ranks).
     """
-    shape, ranks = Shape.of(decision), tuple(stage.ranks for stage in decision.stages)
-    links, divisions = edges(decision, graph, prologue), tuple(stage.division for stage in decision.stages)
-    orders = tuple(worker_orders(find(decision.schedule), shape))
-    order = linear_order(decision.schedule, orders, links, ranks, shape)
+    shape, divisions = Shape.of(decision), tuple(stage.division for stage in decision.stages)
     bare = Program(
         shape.micros,
         decision.world,
-        ranks,
+        tuple(stage.ranks for stage in decision.stages),
         (),
-        links,
+        edges(decision, graph, prologue),
         tied(decision, graph),
         shape.slices,
         divisions if any(each != division(each.count) for each in divisions) else (),
         owners=owner_stages(decision, graph),
     )
+    orders = tuple(worker_orders(find(decision.schedule), shape))
+    order = linear_order(decision.schedule, orders, bare)
     once = tuple(bare.once_a_step())
     begin = [action for action in once if begins_step(action.kind)]
     return replace(bare, order=(*begin, *order, *once[len(begin) :]))

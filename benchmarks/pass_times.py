@@ -37,8 +37,8 @@ from autopart.passes.pipeline import BLOCKS, PlannerInput, build, search
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
 from autopart.passes.proof.lower_bound import lower_bound
-from autopart.passes.search.space import PlanRequest, SearchSpace, SearchSpaces
-from autopart.passes.simulation.stage_costs import CostContext, LoadMemo, device_types
+from autopart.passes.search.space import PlanRequest, SearchSpace
+from autopart.passes.simulation.stage_costs import Estimator, device_types
 from autopart.passes.tokens.analysis import analyse
 from autopart.passes.tokens.recipe import Recipe
 
@@ -85,21 +85,14 @@ def passes(layers: int, runs: int) -> dict[str, float]:
     graph = timed("costs", lambda: analytic_costs(captured.graph, cluster.devices[0]))
     fine = timed("atoms", lambda: atoms(graph))
     blocks = timed("coarsen", lambda: coarsen(fine, blocks=BLOCKS))
-    kinds = device_types(cluster)
-    cost_model = CostModel(graph, None, kinds)  # at the captured rows only, as requested below
+    cost_model = CostModel(graph, None, device_types(cluster))  # at the captured rows only, as requested below
     request = PlanRequest(((2,) * MICROS,), stages=STAGES, replicas=1)
 
     def space() -> SearchSpace:
-        return SearchSpace(
-            BlockChain(blocks, graph, cost_model, 2),
-            CostContext(cluster, kinds, cost_model),
-            LoadMemo(cluster),
-            request,
-            fine,
-            (),
-        )
+        chain = BlockChain(blocks, graph, cost_model, 2)
+        return SearchSpace(chain, Estimator(cluster, chain), request, fine, ())
 
-    timed("search", lambda: search(SearchSpaces(space(), space())))
+    timed("search", lambda: search((space(), space())))
     timed("bound", lambda: lower_bound(space()))
     source = PlannerInput(graph, cost_model, torch.__version__)
     with gc_paused():

@@ -36,7 +36,7 @@ from autopart.ir.program import Slot
 from autopart.ir.size import Size
 from autopart.passes.simulation.estimate import stage_estimates, work_of
 from autopart.passes.simulation.simulate import step_ns
-from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
+from autopart.passes.simulation.stage_costs import Estimator
 from autopart.runtime.stages.stage import StageRunner
 
 
@@ -190,12 +190,10 @@ def predicted(pipe: autopart.Pipe, batch: Any) -> float:
                 found = profile_costs(captured, pipe.cluster.devices[0], budget_s=5)
             assert found is not None
             graphs[Size(own)] = found[0]
-    context = CostContext(
-        pipe.cluster, device_types(pipe.cluster), _Graphs(graphs), overlap=True, group_ns=GROUP_NS["cpu"]
-    )  # as `compile` plans
-    estimator, decision = Estimator(context), pipe.plan.decision
-    estimates = stage_estimates(decision, pipe.program.edges, estimator)
-    return step_ns(pipe.program, replace(work_of(decision, estimates, pipe.program, estimator), optimizer_ns=())) * 1e-9
+    estimator = Estimator(pipe.cluster, _Graphs(graphs), overlap=True, group_ns=GROUP_NS["cpu"])  # as `compile` plans
+    decision, links, tied = pipe.plan.decision, pipe.program.edges, pipe.program.tied
+    work = work_of(decision, stage_estimates(decision, links, estimator), links, tied, estimator)
+    return step_ns(pipe.program, replace(work, optimizer_ns=())) * 1e-9
 
 
 def held_bytes(pipe: autopart.Pipe, batch: Any) -> int:

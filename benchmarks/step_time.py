@@ -35,8 +35,7 @@ from torch_pipeline import torch_pipeline
 
 import autopart
 from autopart.ir.timeline import Span, Timeline
-from autopart.passes.simulation.play import Work
-from autopart.passes.simulation.simulate import step_ns
+from autopart.passes.simulation.simulate import Work, step_ns
 
 LAYERS, HIDDEN, VOCAB, SEQ, BATCH, MICROS = 8, 256, 1024, 128, 8, 8
 PEER = {"torch 1F1B": Schedule1F1B, "torch GPipe": ScheduleGPipe}

@@ -204,8 +204,9 @@ def test_token_slices_are_suggested_when_devices_idle(asked: str | None) -> None
 
 
 def test_an_asynchronous_schedule_can_be_planned_but_not_run() -> None:
-    with pytest.raises(UsageError, match="schedule 'pipedream' cannot be run yet"):
+    with pytest.raises(UsageError, match="schedule 'pipedream' cannot be run yet") as caught:
         planned(schedule="pipedream")
+    assert "update=" in (caught.value.fix or "")
     assert planned(runtime=False, schedule="pipedream")[0].plan.schedule == "pipedream"
 
 

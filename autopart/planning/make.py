@@ -117,20 +117,15 @@ def make_plan(
 
 
 def _require_runnable(given: Plan | None, options: Options) -> None:
-    """Raise PlanError or UsageError for an asynchronous schedule, which can be planned but not run."""
+    """Raise UsageError, or PlanError for a given plan, if its schedule is asynchronous and has no update function."""
     name = given.schedule if given else options.schedule
-    if name == "auto" or find(name).synchronous:
+    if name == "auto" or find(name).synchronous or find(name).update:
         return
-    if given:
-        raise PlanError(
-            f"the plan cannot be run yet: it needs schedule {name}",
-            fix="plan with what compile can run: compile without plan=",
-        )
     known = ("auto", *(known for known in names() if find(known).synchronous))
-    raise UsageError(
+    raise (PlanError if given else UsageError)(
         f"schedule {name!r} cannot be run yet",
-        why="it updates weights while micro-batches are in flight",
-        fix=f"use autopart.plan to plan with it, or one of {', '.join(known)}",
+        why="it updates weights while micro-batches are in flight, and has no function for that",
+        fix=f"register a Schedule with update=, or plan with one of {', '.join(known)}",
     )
 
 

@@ -17,8 +17,8 @@ from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.program.routing import route
 from autopart.passes.program.verify import check_program
 from autopart.passes.simulation.estimate import timeline_of
-from autopart.passes.simulation.slices import SliceShares
-from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
+from autopart.passes.simulation.slices import slice_shares
+from autopart.passes.simulation.stage_costs import Estimator, device_types
 
 
 def simulate_plan(
@@ -40,18 +40,15 @@ def simulate_plan(
     if sizes != {graph.size}:
         several = sorted((size for size in sizes if size.rows > 1), key=lambda size: size.rows)
         other = captures(batch, another_size(graph.size, several))
-    devices = device_types(cluster)
     factor, _ = state_factor(options.optimizer, narrowest_bytes(graph), masters=options.master_weights)
     family = ProgramFamily(captures, batch, captured, other)
-    cost_model = CostModel(graph, family.twin(graph), devices)
+    cost_model = CostModel(graph, family.twin(graph), device_types(cluster))
     slices = None
     if plan.decision.token_slices:
         recipe = asked_slices(plan.decision.token_slices, captures, batch, Size(rows)).recipe
         if recipe is not None:
             axis = recipe.axis()
-            slices = SliceShares.of(graph, axis.tokens, axis.behind, axis.once, cluster.devices[0])
-    costs = CostContext(
-        cluster, devices, cost_model, factor, overlap=True, slices=slices, group_ns=GROUP_NS[cluster.kind]
-    )
+            slices = slice_shares(graph, axis.tokens, axis.behind, axis.once, cluster.devices[0])
+    estimator = Estimator(cluster, cost_model, factor, overlap=True, slices=slices, group_ns=GROUP_NS[cluster.kind])
     program = check_program(route(plan.decision, graph), plan.schedule)
-    return timeline_of(plan.decision, program, Estimator(costs))
+    return timeline_of(plan.decision, program, estimator)

@@ -25,6 +25,7 @@ from autopart.options import Options
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.projection import check_gradients_stay, project_plan
 from autopart.passes.program.routing import divided_values, route
+from autopart.passes.program.schedules import find
 from autopart.passes.program.verify import check_program, forward_program
 from autopart.runtime.activity import patient
 from autopart.runtime.engine import BatchPlan, Engine, StepOutcome
@@ -38,6 +39,7 @@ from autopart.runtime.tensors import LocalTensors
 from autopart.session.code.stage_code import StageCode
 from autopart.session.placement import Placement
 from autopart.session.ranks.agreement import FAILURES, from_rank, raise_first
+from autopart.session.step.asynchronous import require_updatable
 from autopart.session.step.batch_counts import BatchCounts, weighted_loss
 from autopart.session.step.data import micro_rows, require_no_questions
 from autopart.session.step.loss_shares import (
@@ -104,6 +106,7 @@ class Executor:
         self._agreed: dict[tuple[int, ...], Shares | None] = {}
         self._engines: dict[int, Engine] = {}
         self._runners: dict[int, StageRunner] = {}
+        self._update = find(decision.schedule).update if self._train else None
         self.shares: Shares = {}
         self.stand_in: Batch | None = None
 
@@ -201,6 +204,8 @@ class Executor:
         counts: of each rank, () to make the code and count now.  key: of random numbers, (seed, step).  scale: of the
         loss.  shards: rows that each replica of the first stage was given, () if each was given the whole batch.
         """
+        if self._update is not None:
+            require_updatable(self._decision, self._graph, scale)
         rows = micro_rows(batch, shards, self._decision)
         sharded = bool(shards)
         counts = counts or self._prepare_together(batch, rows, sharded=sharded)
@@ -369,7 +374,9 @@ class Executor:
         back = frozenset(name for e in program.edges if e.dst == stage for name in e.grads)
         out = frozenset(name for e in program.edges if e.src == stage for name in e.grads)
         held, out = self._tensors.held, out | {self._graph.outputs[0]}
-        return StageRunner(self._code.modules[stage], held, back, out, synced=stage in self._synced)
+        return StageRunner(
+            self._code.modules[stage], held, back, out, synced=stage in self._synced, update=self._update
+        )
 
 
 def largest_part(batch: Batch, mode: str, decision: Decision, shards: Sequence[int] = ()) -> Size:

@@ -26,9 +26,9 @@ from collections.abc import Sequence
 import networkx as nx
 from ortools.sat.python import cp_model
 
-from autopart.ir.errors import UsageError
+from autopart.ir.errors import InfeasibleError, UsageError
 from autopart.ir.outlook import Optimality
-from autopart.passes.proof.exact import Limits, new_solver, nothing_found, proved_bound
+from autopart.passes.proof.exact import Limits, new_solver, proved_bound
 from planners.placement import NEVER, Machine, Message, Placement, Problem, check, is_contiguous, loads
 
 
@@ -66,7 +66,13 @@ def place(
         return Placement(machine_of, Optimality.of(max(loads(problem, machine_of)), bound))
     if hint is not None and status == cp_model.UNKNOWN:
         return Placement(tuple(hint), Optimality.of(max(loads(problem, hint)), bound))
-    raise nothing_found(status, limits)
+    if status == cp_model.INFEASIBLE:
+        raise InfeasibleError(
+            "no placement fits the machines", why="proved: sizes and machines leave no way to place the items"
+        )
+    raise InfeasibleError(
+        "no placement was found in time", why=f"the limit was {limits.seconds:g} s", fix="give more seconds, or a hint"
+    )
 
 
 class _PlacementProgram:

@@ -109,7 +109,7 @@ class BlockChain:
         sizes = {p.name: p.size_bytes for p in blocks.params if p.trainable}
         most = [max((sizes.get(name, 0) for name in op.params), default=0) for op in blocks.ops]
         self.largest_trained = largest(np.array(most, dtype=np.int64))
-        self._cost_model = cost_model
+        self.cost_model = cost_model
         self._most_rows = most_rows
         self._at_powers_of_two = len(captured.ops) > EXACT_OPS
         self._block_of_op = _block_of_op(blocks, captured)
@@ -147,7 +147,7 @@ class BlockChain:
         return self._between(replace(size, rows=low), replace(size, rows=high), size, device_type)
 
     def _exact(self, size: Size, device_type: int) -> RangeCosts:
-        table = self._cost_model.table(size, device_type)
+        table = self.cost_model.table(size, device_type)
         sums = np.stack([np.bincount(self._block_of_op, weights=row, minlength=self.n) for row in table.columns])
         scratch = FIELDS.index("scratch_bytes")
         sums[scratch] = 0.0

@@ -1,4 +1,4 @@
-"""Lowering: the orders of all workers become one order in which everything stands behind what it needs."""
+"""Lowering: the orders of all workers become one order in which every action stands behind those that it needs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from autopart.ir.errors import ProgramError
-from autopart.ir.program import ACTIONS, BACKWARD, COMPUTE, COMPUTES, FORWARD, SENDS, Action, Edge, Slot
-from autopart.passes.program.schedules import Shape, Turn
+from autopart.ir.program import ACTIONS, BACKWARD, COMPUTE, FORWARD, SENDS, Action, Edge, Program, Slot
+from autopart.passes.program.schedules import Turn
 
 DURATION = {FORWARD: 1, BACKWARD: 2}
-"""Time of a compute, in the unit in which the order is laid out: a backward is about two forwards."""
+"""Virtual time of a compute: a backward is about two forwards."""
 
 
 def receivers(links: Sequence[Edge], slice: int = 0) -> dict[tuple[str, int], list[int]]:
-    """(way, stage) to the stages that it sends to on that way: later ones forward, earlier ones backward; ascending.
+    """Return by (way, stage) the stages that it sends to, ascending: later ones forward, earlier ones backward.
 
     slice: all slices but the first are alike.
     """
@@ -27,28 +27,30 @@ def receivers(links: Sequence[Edge], slice: int = 0) -> dict[tuple[str, int], li
     return {key: sorted(stages) for key, stages in found.items()}
 
 
-def linear_order(
-    schedule: str,
-    orders: Sequence[Sequence[Turn]],
-    links: Sequence[Edge],
-    stage_ranks: Sequence[tuple[int, ...]],
-    shape: Shape,
-) -> list[Action]:
-    """All computes, each with its messages right behind it, in the order in which they could start.
+def senders(links: Sequence[Edge], slice: int = 0) -> dict[tuple[str, int], list[int]]:
+    """Return by (way, stage) the stages that it receives from, ascending; slice: as for `receivers`."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for (way, source), peers in sorted(receivers(links, slice).items()):
+        for peer in peers:
+            found.setdefault((way, peer), []).append(source)
+    return found
+
+
+def linear_order(schedule: str, orders: Sequence[Sequence[Turn]], program: Program) -> list[Action]:
+    """Return all computes, each with its messages right behind it, in the order in which they could start.
 
     The workers run side by side in virtual time (`DURATION`; messages take none); of those that can start at the same
-    time, the one with the lowest rank comes first (list scheduling).  Any order that keeps each worker's own order and
-    has every compute behind what it needs would be right; this one also keeps messages in the order in which they come
-    about.  schedule: its name, for errors.  Raises ProgramError for workers that no ranks fit, and for orders that can
-    never end.  O(computes * log workers).
+    time, the one with the lowest rank comes first (list scheduling).  Any order would be right that keeps the order of
+    each worker and has every compute behind those that it needs; this one also keeps messages in the order in which
+    they are made.  schedule: its name, for errors.  program: without an order.  Raises ProgramError for workers that do
+    not fit the ranks, and for orders that can never end.  O(computes * log workers).
     """
-    _check_workers(schedule, orders, stage_ranks, shape)
-    slices = shape.slices
-    merge = _Merge(orders, links, stage_ranks, slices)
-    units = [divmod(unit, slices) for unit in range(shape.micros * slices)]
-    slots = [[Slot(stage, micro, piece) for micro, piece in units] for stage in range(len(stage_ranks))]
+    _check_workers(schedule, orders, program)
+    slices, merge = program.slices, _Merge(orders, program)
+    units = [divmod(unit, slices) for unit in range(program.micros * slices)]
+    slots = [[Slot(stage, micro, piece) for micro, piece in units] for stage in range(len(program.stage_ranks))]
     sends = [
-        {key: [(SENDS[key[0]], peer) for peer in peers] for key, peers in receivers(links, piece).items()}
+        {key: [(SENDS[key[0]], peer) for peer in peers] for key, peers in receivers(program.edges, piece).items()}
         for piece in range(slices)
     ]
     order: list[Action] = []
@@ -61,17 +63,12 @@ def linear_order(
     return order
 
 
-def _check_workers(
-    schedule: str,
-    orders: Sequence[Sequence[Turn]],
-    stage_ranks: Sequence[tuple[int, ...]],
-    shape: Shape,
-) -> None:
-    """Each stage has one worker, or one for each replica where these take turns; the stages of a worker stand on the
-    same ranks, and those of two workers do not."""
+def _check_workers(schedule: str, orders: Sequence[Sequence[Turn]], program: Program) -> None:
+    """Check that each stage has one worker (or one for each replica in turn), and that ranks do not mix workers."""
     home: dict[tuple[int, int], int] = {}
-    replicas, slices = shape.replicas, shape.slices
     serves: dict[int, int] = {}
+    stage_ranks, slices = program.stage_ranks, program.slices
+    replicas = [program.division(stage).period for stage in range(len(stage_ranks))]
     for worker, own in enumerate(orders):
         pairs = sorted({(stage, unit // slices % replicas[stage]) for _, stage, unit in own})
         first = pairs[0][0] if pairs else 0
@@ -95,19 +92,14 @@ def _check_workers(
 
 
 class _Merge:
-    """Workers that play their turns in virtual time.
+    """Workers that run their computes in virtual time.
 
-    at: turns of each worker that are over.  ended: when each turn was over.  waiting: by turn, the workers that cannot
-    go on before it is over.
+    at: number of finished computes of each worker.  ended: when each compute ended.  waiting: by compute, the workers
+    that wait for it.
     """
 
-    def __init__(
-        self,
-        orders: Sequence[Sequence[Turn]],
-        links: Sequence[Edge],
-        stage_ranks: Sequence[tuple[int, ...]],
-        slices: int,
-    ) -> None:
+    def __init__(self, orders: Sequence[Sequence[Turn]], program: Program) -> None:
+        stage_ranks, slices = program.stage_ranks, program.slices
         self._orders = orders
         self._first_rank = [min((stage_ranks[stage][0] for _, stage, _ in turns), default=0) for turns in orders]
         self._at = [0] * len(orders)
@@ -115,11 +107,11 @@ class _Merge:
         self._ended: dict[Turn, int] = {}
         self._waiting: dict[Turn, list[int]] = {}
         self._slices = slices
-        self._needs = [_needs(links, len(stage_ranks), piece) for piece in range(slices)]
+        self._needs = [_needs(program.edges, len(stage_ranks), piece) for piece in range(slices)]
         self._ready: list[tuple[int, int, int]] = []
 
     def run(self) -> list[Turn]:
-        """The turns in order of their start; fewer than all when some can never start."""
+        """Return the computes in order of their start; fewer than all if some can never start."""
         done: list[Turn] = []
         for worker in range(len(self._orders)):
             self._consider(worker)
@@ -136,7 +128,7 @@ class _Merge:
         return done
 
     def _consider(self, worker: int) -> None:
-        """Put the next turn of a worker in the queue, or the worker with those that wait for what it lacks."""
+        """Queue the next compute of a worker, or add the worker to those that wait for a compute that it needs."""
         if self._at[worker] == len(self._orders[worker]):
             return
         kind, stage, unit = self._orders[worker][self._at[worker]]
@@ -151,7 +143,7 @@ class _Merge:
         heappush(self._ready, (start, self._first_rank[worker], worker))
 
     def check_ended(self, schedule: str) -> None:
-        """Raise ProgramError for the first turn that waits for ever, and say for what."""
+        """Raise ProgramError if a compute waits for ever, with the chain of computes that it waits for."""
         blocked = {worker: need for need, workers in self._waiting.items() for worker in workers}
         if not blocked:
             return
@@ -191,13 +183,11 @@ class _Merge:
 
 
 def _needs(links: Sequence[Edge], stages: int, slice: int) -> dict[tuple[str, int], list[tuple[str, int]]]:
-    """(kind, stage) of a compute to the (kind, stage) of those that have to be over first, on the same slot."""
+    """Return by (kind, stage) of a compute the (kind, stage) of those that it needs on the same slot."""
     found: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    sources = senders(links, slice)
     for name, kind in ACTIONS.items():
-        if kind.role == COMPUTE:
-            for stage in range(stages):
-                found[name, stage] = [(kind.needs, stage)] if kind.needs else []
-    for (way, source), peers in receivers(links, slice).items():
-        for peer in peers:
-            found[COMPUTES[way], peer].append((COMPUTES[way], source))
+        for stage in range(stages) if kind.role == COMPUTE else ():
+            own = [(kind.needs, stage)] if kind.needs else []
+            found[name, stage] = own + [(name, source) for source in sources.get((kind.way, stage), ())]
     return found

@@ -9,43 +9,51 @@ from dataclasses import replace
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import ALL, COLLECTIVE, COMPUTE, RECEIVE, TIED, Action, Program
 from autopart.ir.shares import copies_of
-from autopart.passes.program.nccl_rules import RECEIVED, SENT, Collective, Comm, Compute, Item, Op, Post, Wait, play
+from autopart.passes.program.nccl_rules import (
+    RECEIVED,
+    SENT,
+    Collective,
+    Comm,
+    Compute,
+    Item,
+    MessageEnd,
+    Post,
+    Wait,
+    play,
+)
 from autopart.passes.program.posting import with_posting
 
 _COMPUTE = Compute()
 _Comm = tuple[str | int, ...]
-"""What a communicator is for, and its ranks."""
+"""The purpose of a communicator, and its ranks."""
 HOST: _Comm = ("host",)
-"""What carries the collectives of all ranks: numbers on the hosts, over which the ranks wait for each other."""
+"""The communicator of collectives of all ranks: numbers on the hosts, over which the ranks wait for each other."""
 
 
 def check_messages(program: Program) -> Program:
     """Return the program with its posting order, if its messages and collectives pass under NCCL from the first
     communicator on; else raise ProgramError.
 
-    What is checked is what the runtime issues: the bring-up of every pair and group, then each rank's part, messages
-    posted at their places.  Where the replicas of all stages are multiples of one number, that number of copies of
-    a smaller program run side by side, row for row, and one of them is checked.  O(order * ranks of a stage).
+    The queues checked are those that the runtime issues: the bring-up of every pair and group, then each rank's part,
+    with messages posted at their places.  Where the replicas of all stages are multiples of one number, that number of
+    copies of a smaller program run side by side, row for row, and one of them is checked.
+    O(order * ranks of a stage).
     """
     queues, members = issued(with_posting(one_copy(program)))
-    stuck = play(queues, members, strict=True)
+    stuck = play(queues, members)
     if stuck:
-        some = play(queues, members, strict=False)
         raise ProgramError(
             "the messages of this program can hang under NCCL",
             where="; ".join(stuck[:4]),
-            why="both ends of some message are never at the front of their ranks at the same time"
-            if some
-            else "they pass only where communicators of one device run side by side, which nobody promises",
+            why="both ends of some message are never at the front of their ranks at the same time",
         )
     return with_posting(program)
 
 
 def one_copy(program: Program) -> Program:
-    """The first of the copies that a program consists of, when ranks have one stage each; else the program.
+    """Return the first of the copies that a program consists of, when ranks have one stage each; else the program.
 
-    Every copy does the same in the same order, and all meet in the sums alone, so that they get on together or hang
-    together.
+    Every copy does the same in the same order, and all meet in the sums alone, so they all pass or all hang.
     """
     widths = [len(ranks) for ranks in program.stage_ranks]
     copies = copies_of([program.division(stage) for stage in range(len(widths))])
@@ -58,12 +66,12 @@ def one_copy(program: Program) -> Program:
 
 
 def _name(send: Action) -> tuple[object, ...]:
-    """What both ends call a message; cheaper to compare than its text."""
+    """Return the name of a message on both ends; cheaper to compare than its text."""
     return send.slot.micro, send.kind, send.slot.stage, send.peer, send.slot.slice
 
 
 def issued(program: Program) -> tuple[list[list[Item]], dict[Comm, tuple[int, ...]]]:
-    """What each rank issues in its first step, bring-up included, and the members of each communicator.
+    """Return the items that each rank issues in its first step, bring-up included, and the members of communicators.
 
     Before: the program has its posting order (`with_posting`).
     """
@@ -75,7 +83,9 @@ def issued(program: Program) -> tuple[list[list[Item]], dict[Comm, tuple[int, ..
     queues: list[list[Item]] = [[] for _ in range(program.world)]
     for a, b in pairs:
         for rank, peer in ((a, b), (b, a)):
-            queues[rank].append(Post(("pair", a, b), (Op(SENT, peer, "hello"), Op(RECEIVED, peer, "hello"))))
+            queues[rank].append(
+                Post(("pair", a, b), (MessageEnd(SENT, peer, "hello"), MessageEnd(RECEIVED, peer, "hello")))
+            )
     for comm in groups:
         for rank in members[comm]:
             queues[rank].append(Collective(comm, "opening"))
@@ -85,7 +95,7 @@ def issued(program: Program) -> tuple[list[list[Item]], dict[Comm, tuple[int, ..
 
 
 def _collectives(program: Program, action: Action) -> list[tuple[_Comm, str]]:
-    """The communicator and the name of each collective that an action stands for, in order.
+    """Return the communicator and the name of each collective of an action, in order.
 
     The sum of tied gradients is one for each parameter, over the ranks that hold it; a group of one rank has none.
     """
@@ -100,7 +110,7 @@ def _collectives(program: Program, action: Action) -> list[tuple[_Comm, str]]:
 
 
 def _part(program: Program, rank: int, part: Sequence[Action]) -> list[Item]:
-    """One rank's part of a step, each of its exchanges where it is posted."""
+    """Return the items of one rank's part of a step, with its exchanges where they are posted."""
     found: list[Item] = []
     waiting, done = deque(program.posting[rank]), 0
 
@@ -130,6 +140,6 @@ def _part(program: Program, rank: int, part: Sequence[Action]) -> list[Item]:
 
 
 def _posted(rank: int, peer: int, sends: Sequence[Action], receives: Sequence[Action]) -> Post:
-    ops = [Op(SENT, peer, _name(a)) for a in sends]
-    ops += [Op(RECEIVED, peer, _name(a)) for a in receives]
-    return Post(("pair", *sorted((rank, peer))), tuple(ops))
+    ends = [MessageEnd(SENT, peer, _name(a)) for a in sends]
+    ends += [MessageEnd(RECEIVED, peer, _name(a)) for a in receives]
+    return Post(("pair", *sorted((rank, peer))), tuple(ends))

@@ -1,21 +1,21 @@
-"""NCCL's rules, once: what a communicator does with what is posted to it, and who waits for whom.
+"""NCCL's rules: when messages and collectives pass, and which rank waits for which.
 
-- A communicator is made at its first use, and until all its members are at a use of it their hosts wait.
-- The first message of a pair in one direction connects the two, and until both are there their hosts wait: with all
-  peers of what is posted together at once.
-- What is posted to a communicator runs in that order on each rank; messages posted together go side by side.
-- A send is over when its receive took it: nothing is buffered.
-- A collective is over when all members of its communicator are at it: each at the same one, or the program is wrong.
-- Nothing is said of two communicators of one device: they may take turns (strict), or run side by side (relaxed).
+- A communicator is made at its first use: the hosts of its members wait until all of them are at a use of it.
+- The first message of a pair in one direction connects the two: their hosts wait until both are there, with all peers
+  of messages posted together at once.
+- Messages posted to a communicator run in that order on each rank; messages posted together run side by side.
+- A send ends when its receive has taken it: nothing is buffered.
+- A collective ends when all members of its communicator have reached it; each has to be at the same one.
+- Communicators of one device take turns with each other and with its computes.  They may run side by side, but CUDA
+  does not promise that.
 
-A program has to run when everything on a rank takes turns.  One that runs only side by side relies on what CUDA does
-not promise.  What programs of ours post, `messages` says.
+`messages` derives what our programs post.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopart.ir.program import Action, Slot
@@ -32,13 +32,12 @@ def _spelled(message: Hashable) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
-    """One end of a message.  way: SENT or RECEIVED; peer: the other end; message: what both ends call it."""
+class MessageEnd:
+    """One end of a message.  way: SENT or RECEIVED.  peer: the other end.  message: its name on both ends."""
 
     way: int
     peer: int
     message: Hashable
-    size_bytes: int = 0
 
     def __str__(self) -> str:
         done, where = ("send", "to") if self.way == SENT else ("receive", "from")
@@ -60,15 +59,15 @@ class Post:
     """Messages posted together to one communicator."""
 
     comm: Comm
-    ops: tuple[Op, ...]
+    ends: tuple[MessageEnd, ...]
 
     def __str__(self) -> str:
-        return ", ".join(map(str, self.ops))
+        return ", ".join(map(str, self.ends))
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The computes behind it need a message from a peer."""
+    """Waits for a message from a peer, which the next computes need."""
 
     comm: Comm
     peer: int
@@ -80,7 +79,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A sum, or another exchange, that all members of a communicator join.  label: what all of them call it."""
+    """A sum, or another exchange, that all members of a communicator join.  label: its name on all of them."""
 
     comm: Comm
     label: str = "sum"
@@ -93,64 +92,42 @@ Item = Compute | Post | Wait | Collective
 
 
 def play(
-    queues: Sequence[Sequence[Item]],
-    members: Mapping[Comm, Collection[int]],
-    *,
-    strict: bool,
-    opened: Iterable[Comm] = (),
-    connected: bool = False,
+    queues: Sequence[Sequence[Item]], members: Mapping[Comm, Collection[int]], *, connected: bool = False
 ) -> list[str]:
-    """What is wrong with these queues, one for each rank: nothing when all is played.
+    """Play these queues, one for each rank; return what is wrong with them, nothing when all of them end.
 
-    strict: everything on a rank takes turns; else each communicator has a queue beside the computes.  opened:
-    communicators that are made; connected: and all their pairs are.  The order in which ranks get on does not matter.
-    O(items).
+    connected: all communicators are made and all their pairs connected.  The order in which ranks go on does not
+    matter.  O(items).
     """
-    return _Play(queues, members, strict=strict, opened=set(opened), connected=connected).run()
+    return _Play(queues, members, connected=connected).run()
 
 
 class _Play:
-    """at: items of each rank that its host has passed.  streams: what is posted and not over, by rank and
-    communicator; the first of each is its head, of which `left` has the ops that met nobody yet."""
+    """The state of all ranks.
+
+    at: items of each rank that its host has passed.  left: of each rank that has posted messages, the ends that met no
+    peer yet.
+    """
 
     def __init__(
-        self,
-        queues: Sequence[Sequence[Item]],
-        members: Mapping[Comm, Collection[int]],
-        *,
-        strict: bool,
-        opened: set[Comm],
-        connected: bool,
+        self, queues: Sequence[Sequence[Item]], members: Mapping[Comm, Collection[int]], *, connected: bool
     ) -> None:
-        self._queues, self._members, self._strict = queues, members, strict
-        self._opened, self._all_connected = opened, connected
+        self._queues, self._members = queues, members
+        self._opened, self._all_connected = set(members) if connected else set[Comm](), connected
         self._connected: set[tuple[Comm, int, int]] = set()
         self._at = [0] * len(queues)
-        self._streams: dict[tuple[int, Comm], deque[Post]] = {}
-        self._left: dict[tuple[int, Comm], dict[tuple[int, int], deque[Op]]] = {}
+        self._left: dict[int, dict[tuple[int, int], deque[MessageEnd]]] = {}
         self._arrived: set[tuple[int, Comm, int, Hashable]] = set()
         self._joined: dict[Comm, dict[int, str]] = {}
         self._ready = deque(range(len(queues)))
-        self._starting: deque[tuple[int, Comm]] = deque()
         self._wrong: list[str] = []
 
     def run(self) -> list[str]:
-        while (self._ready or self._starting) and not self._wrong:
-            if self._starting:
-                self._begin(self._starting.popleft())
-            else:
-                self._advance(self._ready.popleft())
-        if self._wrong:
-            return self._wrong
-        stuck = [rank for rank in range(len(self._queues)) if self._front(rank) is not None]
-        waiting = [f"rank {rank} stands at: {self._front(rank)}" for rank in stuck]
-        left = [
-            f"rank {rank} has left over: {post}"
-            for (rank, _), posts in self._streams.items()
-            for post in posts
-            if rank not in stuck
-        ]
-        return waiting + left
+        while self._ready and not self._wrong:
+            self._advance(self._ready.popleft())
+        ranks = range(len(self._queues))
+        stuck = [rank for rank in ranks if self._front(rank) is not None]
+        return self._wrong or [f"rank {rank} stands at: {self._front(rank)}" for rank in stuck]
 
     def _front(self, rank: int) -> Item | None:
         queue = self._queues[rank]
@@ -167,10 +144,10 @@ class _Play:
                 self._at[rank] += 1
             elif not self._host_passes(rank, item):
                 return
-            elif isinstance(item, Collective):
-                if not self._join(rank, item):
-                    return
-            elif not self._post(rank, item):
+            elif isinstance(item, Post):
+                self._post(rank, item)
+                return
+            elif not self._join(rank, item):
                 return
 
     # -- the host: communicators are made, and pairs connected -----------------------------------------------------
@@ -187,12 +164,12 @@ class _Play:
             self._ready.extend(others)
         if isinstance(item, Collective) or self._all_connected:
             return True
-        met = [op.peer for op in item.ops if self._edge(rank, item.comm, op) not in self._connected]
+        met = [end.peer for end in item.ends if self._edge(rank, item.comm, end) not in self._connected]
         if not met:
             return True
         if not all(self._informed(other) for other in (rank, *met)):
             return False
-        self._connected.update(self._edge(rank, item.comm, op) for op in item.ops)
+        self._connected.update(self._edge(rank, item.comm, end) for end in item.ends)
         self._ready.extend(met)
         return True
 
@@ -201,28 +178,28 @@ class _Play:
         return isinstance(item, Post | Collective) and item.comm == comm
 
     def _informed(self, rank: int) -> bool:
-        """Whether every peer that a rank has yet to connect with is at the other end."""
+        """Return whether every peer that a rank has yet to connect with is at the other end."""
         item = self._front(rank)
         if not isinstance(item, Post):
             return False
-        for op in item.ops:
-            if self._edge(rank, item.comm, op) in self._connected:
+        for end in item.ends:
+            if self._edge(rank, item.comm, end) in self._connected:
                 continue
-            other = self._front(op.peer)
+            other = self._front(end.peer)
             if not isinstance(other, Post) or other.comm != item.comm or item.comm not in self._opened:
                 return False
-            if not any(o.peer == rank and o.way == -op.way for o in other.ops):
+            if not any(its.peer == rank and its.way == -end.way for its in other.ends):
                 return False
         return True
 
     @staticmethod
-    def _edge(rank: int, comm: Comm, op: Op) -> tuple[Comm, int, int]:
-        return (comm, rank, op.peer) if op.way == SENT else (comm, op.peer, rank)
+    def _edge(rank: int, comm: Comm, end: MessageEnd) -> tuple[Comm, int, int]:
+        return (comm, rank, end.peer) if end.way == SENT else (comm, end.peer, rank)
 
     # -- the device ------------------------------------------------------------------------------------------------
 
     def _join(self, rank: int, item: Collective) -> bool:
-        """Whether a collective is over: all members are there, each for the same one."""
+        """Join a collective; return whether all members are there, each for the same one."""
         joined = self._joined.setdefault(item.comm, {})
         joined[rank] = item.label
         if len(set(joined.values())) > 1:
@@ -237,56 +214,35 @@ class _Play:
         del self._joined[item.comm]
         return True
 
-    def _post(self, rank: int, post: Post) -> bool:
-        """Whether the host may go on: strictly, once all of it has passed."""
-        key = rank, post.comm
-        stream = self._streams.setdefault(key, deque())
-        if self._strict and stream:
-            return False  # it is there already
-        stream.append(post)
-        if not self._strict:
-            self._at[rank] += 1
-        if len(stream) == 1:
-            self._begin(key)
-        return not self._strict
-
-    def _begin(self, key: tuple[int, Comm]) -> None:
-        """What is first in a stream begins."""
-        post = self._streams[key][0]
-        left: dict[tuple[int, int], deque[Op]] = {}
-        for op in post.ops:
-            left.setdefault((op.peer, op.way), deque()).append(op)
-        self._left[key] = left
+    def _post(self, rank: int, post: Post) -> None:
+        """Post messages; the rank goes on when all of them have passed."""
+        if rank in self._left:
+            return  # posted before
+        left = self._left[rank] = {}
+        for end in post.ends:
+            left.setdefault((end.peer, end.way), deque()).append(end)
         for peer, way in list(left):
-            self._match(key, peer, way)
-        self._end_if_over(key)
+            self._match(rank, peer, way, post.comm)
+        self._end_if_over(rank)
 
-    def _match(self, key: tuple[int, Comm], peer: int, way: int) -> None:
-        """Let ops of one rank meet those of a peer."""
-        rank, comm = key
-        other_key = peer, comm
-        mine = self._left[key][peer, way]
-        other = self._left.get(other_key, {}).get((rank, -way))
-        while mine and other:
-            one, its = mine.popleft(), other.popleft()
-            if (one.size_bytes, one.message) != (its.size_bytes, its.message):
-                ends = ((rank, one), (peer, its))
-                self._wrong = ["; ".join(f"rank {r}: {op}, {op.size_bytes} bytes" for r, op in ends)]
+    def _match(self, rank: int, peer: int, way: int, comm: Comm) -> None:
+        """Match ends of one rank with those of a peer."""
+        mine = self._left[rank][peer, way]
+        others = self._left.get(peer, {}).get((rank, -way)) if self._is_at(peer, comm) else None
+        while mine and others:
+            one, its = mine.popleft(), others.popleft()
+            if one.message != its.message:
+                self._wrong = [f"rank {rank}: {one}; rank {peer}: {its}"]
                 return
-        if peer != rank and other is not None:
-            self._end_if_over(other_key)
+        if peer != rank and others is not None:
+            self._end_if_over(peer)
 
-    def _end_if_over(self, key: tuple[int, Comm]) -> None:
-        if key not in self._left or any(self._left[key].values()):
+    def _end_if_over(self, rank: int) -> None:
+        post = self._front(rank)
+        if any(self._left[rank].values()) or not isinstance(post, Post):
             return
-        rank, comm = key
-        del self._left[key]
-        post = self._streams[key].popleft()
-        self._arrived.update((rank, comm, op.peer, op.message) for op in post.ops if op.way == RECEIVED)
-        if self._strict:
-            self._at[rank] += 1
+        del self._left[rank]
+        received = [end for end in post.ends if end.way == RECEIVED]
+        self._arrived.update((rank, post.comm, end.peer, end.message) for end in received)
+        self._at[rank] += 1
         self._ready.append(rank)
-        if self._streams[key]:
-            self._starting.append(key)
-        else:
-            del self._streams[key]

@@ -1,9 +1,9 @@
-"""When each message is posted where posting may block: both ends at its place in the one order of the program.
+"""The order in which messages are posted where posting may block: both ends at their place in the program's order.
 
-A rank that posts all its receives before its first action waits for ever under NCCL, where a receive holds up what is
-issued behind it until its message comes.  So every rank posts each message, sent or received, at the place where the
-message stands in the order that all ranks share.  Of all messages that have not passed, the first then has both ends at
-the front: it passes, whatever is buffered and however many queues there are.
+A rank that posts all its receives before its first action waits for ever under NCCL, where a receive blocks everything
+that is issued behind it until its message arrives.  So every rank posts each message, sent or received, at the place
+where the message stands in the order that all ranks share.  Of all messages that have not passed, the first then has
+both ends at the front: it passes, however little is buffered and however many queues there are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopart.ir.program import SEND, Action, Exchange, Program
 def with_posting(program: Program) -> Program:
     """Add to a program the exchanges of each rank in the order in which it posts them (`Program.posting`).
 
-    After: the exchanges of the same messages at both ends stand in one order: that of the program, pairs of ranks
+    After: exchanges of the same messages stand in one order at both ends: the order of the program, pairs of ranks
     within a group of messages ascending.  O(order * ranks of a stage).
     """
     found: list[list[Exchange]] = [[] for _ in range(program.world)]
@@ -36,7 +36,7 @@ def with_posting(program: Program) -> Program:
 
 
 def _groups(program: Program) -> Iterator[list[Action]]:
-    """The order in groups: messages that follow each other between the same two stages are one."""
+    """Yield the order in groups: successive messages between the same two stages are one group."""
     group: list[Action] = []
     for action in program.order:
         follows = bool(group) and action.is_a.role == SEND and group[-1].is_a.role == SEND
@@ -50,7 +50,7 @@ def _groups(program: Program) -> Iterator[list[Action]]:
 
 
 def _by_pair(program: Program, group: list[Action]) -> dict[tuple[int, int], list[tuple[int, Action]]]:
-    """By pair of different ranks, the messages that pass between them, each with its sender."""
+    """Return by pair of different ranks the messages between them, each with its sender."""
     found: dict[tuple[int, int], list[tuple[int, Action]]] = {}
     for action in group:
         for part in program.transfers(action):

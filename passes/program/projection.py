@@ -17,10 +17,10 @@ from autopart.passes.graph.atoms import atoms
 
 
 def project_plan(graph: Graph, trained: Graph, plan: Decision) -> tuple[Stage, ...]:
-    """Stages for `graph` (evaluation) from `plan`, which was made for `trained`.  O(ops).
+    """Return stages for `graph` (evaluation) from `plan`, which was made for `trained`.  O(ops).
 
-    Holds after: every op stands in a stage, no value flows back, and every trainable or updated tensor is read only on
-    stages that hold it under the plan.  Raises PlanError when that cannot be.
+    After: every op stands in a stage, no value flows back, and every trainable or updated tensor is read only on stages
+    that hold it under the plan.  Raises PlanError if that is impossible.
     """
     try:
         return _projected(graph, atoms(graph), trained, plan)
@@ -33,7 +33,7 @@ def project_plan(graph: Graph, trained: Graph, plan: Decision) -> tuple[Stage, .
 
 
 def _projected(graph: Graph, blocks: Graph, trained: Graph, plan: Decision) -> tuple[Stage, ...]:
-    """As `project_plan`.  blocks: the ops that are placed as a whole, of those of `graph`."""
+    """Place blocks of ops of `graph` as a whole, as `project_plan` describes."""
     holders = _holders(trained, plan)
     modules = _module_stages(trained, plan)
     parts: list[list[str]] = [[] for _ in plan.stages]
@@ -52,13 +52,13 @@ def _projected(graph: Graph, blocks: Graph, trained: Graph, plan: Decision) -> t
 
 
 def _kept_groups(stage: Stage, names: set[str]) -> tuple[tuple[str, ...], ...]:
-    """The recomputed groups of a stage, as far as ops of the same names stand in it: exact whatever these are."""
+    """Return the recomputed groups of a stage, limited to ops with these names: any groups are exact."""
     groups = (tuple(name for name in group if name in names) for group in stage.recompute)
     return tuple(group for group in groups if group)
 
 
 def _holders(trained: Graph, plan: Decision) -> dict[str, list[int]]:
-    """For each parameter and updated buffer, the stages that hold it."""
+    """Return for each parameter and updated buffer the stages that hold it."""
     updated = {buffer for buffer, _ in trained.updates}
     fixed = {p.name for p in trained.params if p.kind == "param"} | updated
     holders: dict[str, list[int]] = {}
@@ -71,7 +71,7 @@ def _holders(trained: Graph, plan: Decision) -> dict[str, list[int]]:
 
 
 def _module_stages(trained: Graph, plan: Decision) -> dict[str, int]:
-    """The stage where most of a module's ops run."""
+    """Return the stage where most of each module's ops run."""
     counts: dict[str, Counter[int]] = {}
     ops = trained.op_map()
     for index, stage in enumerate(plan.stages):
@@ -97,9 +97,10 @@ def _stage(block: Op, earliest: int, holders: Mapping[str, list[int]], modules: 
 
 
 def check_gradients_stay(graph: Graph, stages: tuple[Stage, ...], trained: Graph, plan: Decision) -> None:
-    """Raises PlanError when a training step of `graph` in `stages` would leave a parameter wrong under a plan that was
-    made for `trained`: one that no rank holds, or one that several hold and that only some of them would sum.
-    O(ops)."""
+    """Raise PlanError if a training step of `graph` would leave a parameter wrong under a plan for `trained`.
+
+    That is a parameter that no rank holds, or one that several hold and that only some of them would sum.  O(ops).
+    """
     planned = _holders(trained, plan)
     ops = graph.op_map()
     users: dict[str, list[int]] = {}

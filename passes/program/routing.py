@@ -1,6 +1,6 @@
-"""Routing: which values flow between which stages, and the messages and sums that carry them.
+"""Routing: the values that flow between stages, and the messages and sums that carry them.
 
-Everything here is on the captured graph, so that a plan file can be routed without coarsening anything again.
+It works on the captured graph, so that a plan file can be routed without coarsening.
 """
 
 from __future__ import annotations
@@ -17,41 +17,39 @@ from autopart.passes.program.linearize import linear_order
 from autopart.passes.program.schedules import Shape, find, worker_orders
 
 Tied = tuple[tuple[str, tuple[int, ...]], ...]
-"""Parameters that several stages use, with those stages."""
+"""(parameter, stages that use it) of parameters that several stages use."""
 
 
 def route(decision: Decision, graph: Graph, prologue: Collection[str] = ()) -> Program:
-    """Make the whole program of one step: computes, messages and what happens once.  prologue: as for `edges`.
+    """Return the program of one step.  prologue: as for `edges`.
 
     Before: `plan.check_decision(decision, graph)` holds.  After: the computes of each worker stand in the order of the
     schedule, each as early as it can (`linear_order`); a message stands right behind the compute that makes it, those
-    to several stages with the receivers ascending.  What needs nothing stands before all computes, what else happens
-    once a step behind them, both in the order of the table of actions.  Raises UsageError for an unknown schedule and
+    to several stages with the receivers ascending.  Actions once a step that need nothing stand before all computes,
+    the others behind them, both in the order of the table of actions.  Raises UsageError for an unknown schedule and
     ProgramError for one that can never end.  O(reads + actions * log ranks).
     """
-    shape, ranks = Shape.of(decision), tuple(stage.ranks for stage in decision.stages)
-    links, divisions = edges(decision, graph, prologue), tuple(stage.division for stage in decision.stages)
-    orders = tuple(worker_orders(find(decision.schedule), shape))
-    order = linear_order(decision.schedule, orders, links, ranks, shape)
+    shape, divisions = Shape.of(decision), tuple(stage.division for stage in decision.stages)
     bare = Program(
         shape.micros,
         decision.world,
-        ranks,
+        tuple(stage.ranks for stage in decision.stages),
         (),
-        links,
+        edges(decision, graph, prologue),
         tied(decision, graph),
         shape.slices,
         divisions if any(each != division(each.count) for each in divisions) else (),
         owners=owner_stages(decision, graph),
     )
+    orders = tuple(worker_orders(find(decision.schedule), shape))
+    order = linear_order(decision.schedule, orders, bare)
     once = tuple(bare.once_a_step())
     begin = [action for action in once if begins_step(action.kind)]
     return replace(bare, order=(*begin, *order, *once[len(begin) :]))
 
 
 def owner_stages(decision: Decision, graph: Graph) -> tuple[int, ...]:
-    """Stages whose replicas share the optimizer's state, and gather the values that each has updated.  An evaluation
-    runs on first replicas alone: there, values are gathered before it."""
+    """Return the stages whose replicas share the optimizer state, and gather the values that each has updated."""
     trained = {param.name for param in graph.params if param.trainable} if decision.zero else set()
     ops = graph.op_map()
     return tuple(
@@ -62,14 +60,14 @@ def owner_stages(decision: Decision, graph: Graph) -> tuple[int, ...]:
 
 
 def edges(decision: Decision, graph: Graph, prologue: Collection[str] = ()) -> tuple[Edge, ...]:
-    """What flows from stage to stage for each micro-batch, ascending by (src, dst).
+    """Return the values that flow from stage to stage for each micro-batch, ascending by (src, dst).
 
     A value that a stage reads and does not write comes from the first stage that writes it; a graph input comes from
-    stage 0, which is given all of them.  Values go straight to the stage that reads them, however far; outputs stay
-    where they are written.  Values stand in order of graph inputs, then of writing.  Where sequences are cut, what
-    carries no gradient (labels, masks) is not: its readers take what they need of it.  prologue: ops that depend on
-    inputs alone and run at full length in every stage that reads what they make: inputs are sent for them.  Raises
-    PlanError when an op that must run once stands in two stages, or a value would flow back.  O(reads).
+    stage 0, which gets all of them.  Values go straight to the stage that reads them, however far; outputs stay where
+    they are written.  Values stand in order of graph inputs, then of writing.  With slices of tokens, values without a
+    gradient (labels, masks) are sent whole, and their readers cut them.  prologue: ops that depend on inputs alone and
+    run at full length in every stage that reads their results: inputs are sent for them.  Raises PlanError when an op
+    that must run once stands in two stages, or a value would flow back.  O(reads).
     """
     home = stage_of_ops(decision, graph)
     writer = {w: op.name for op in graph.ops for w in op.writes}
@@ -99,7 +97,7 @@ def edges(decision: Decision, graph: Graph, prologue: Collection[str] = ()) -> t
 
 
 def _inputs_behind(graph: Graph, prologue: Collection[str]) -> dict[str, set[str]]:
-    """For each value that the prologue makes, the inputs that it depends on."""
+    """Return the inputs that each value of the prologue depends on."""
     found: dict[str, set[str]] = {}
     for op in graph.ops if prologue else ():
         if op.name in prologue:
@@ -111,8 +109,11 @@ def _inputs_behind(graph: Graph, prologue: Collection[str]) -> dict[str, set[str
 def divided_values(
     decision: Decision, graph: Graph, prologue: Collection[str] = ()
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """What replicas have to cut by rows: (values that pass between stages whose replicas have other rows, what random
-    ops of stages read and write whose replicas have parts of a micro-batch).  prologue: as for `edges`.  O(reads)."""
+    """Return the values that replicas cut by rows.  prologue: as for `edges`.
+
+    They are (values that pass between stages whose replicas have different rows, values that random ops read and write
+    in stages whose replicas have parts of a micro-batch).  O(reads).
+    """
     crossing = {
         name
         for edge in edges(decision, graph, prologue)
@@ -126,7 +127,7 @@ def divided_values(
 
 
 def tied(decision: Decision, graph: Graph) -> Tied:
-    """Trainable parameters that several stages use, with those stages; in the order of `graph.params`.  O(uses)."""
+    """Return the trainable parameters that several stages use, in the order of `graph.params`.  O(uses)."""
     ops = graph.op_map()
     users: dict[str, set[int]] = {}
     for s, stage in enumerate(decision.stages):

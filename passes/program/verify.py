@@ -1,12 +1,12 @@
 """The proof that a program runs: a walk over its one order.
 
-Every rank plays its part of the order.  So if each action stands behind everything that it needs, then of all actions
-that are not over yet the first has all that it needs, and its ranks have nothing else left to do before it: it can
-run, whatever the transport buffers or blocks.  By induction nothing waits for ever.
+Every rank plays its part of the order.  So if each action stands behind everything that it needs, then the first of all
+unfinished actions has everything that it needs, and its ranks have nothing else left to do before it: it can run,
+whatever the transport buffers or blocks.  By induction nothing waits for ever.
 
 Both ends of a channel between two ranks read the messages off the same order (`Program.posts`): receives are posted in
 the order of the sends, so that channels may be first-in first-out, one for each directed pair of ranks, and carry
-messages of any stages on those ranks.  What a compute waits for is its own message (edge and slot), not the next one.
+messages of any stages on those ranks.  A compute waits for its own message (edge and slot), not for the next one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from autopart.ir.program import (
     Slot,
     begins_step,
 )
-from autopart.passes.program.linearize import receivers
+from autopart.passes.program.linearize import receivers, senders
 from autopart.passes.program.schedules import Shape, find, most_held
 
 
@@ -44,13 +44,13 @@ def check_program(program: Program, schedule: str | None = None, *, backward: bo
     1. Every stage runs on ranks that exist; edges are single and point to later stages; actions name stages and
        micro-batches that exist, and messages have an edge.
     2. Every action stands behind all that it needs (`ir.program.ACTIONS`): a backward behind its forward, a message
-       behind the compute that makes it, a compute behind all messages to it and behind what begins the step of its
-       stage, what ends a step behind all backwards of the stages that meet in it.
-    3. Everything that has to happen stands in the order once: F and B of every stage and slot, every message, and what
-       happens once a step (`Program.once_a_step`).
+       behind the compute that makes it, a compute behind all messages to it and behind the actions that begin the step
+       of its stage, an action that ends a step behind all backwards of the stages that meet in it.
+    3. Every action stands in the order once: F and B of every stage and slot, every message, and the actions once a
+       step (`Program.once_a_step`).
     4. The actions of stages that meet stand side by side.
-    5. Nothing of a stage stands behind its optimizer.
-    6. F done and B not yet: never more slots on a rank than the schedule promises, if one is named and promises any.
+    5. No action of a stage stands behind its optimizer.
+    6. F done and B not yet: never more slots on a rank than the limit of the schedule, if it has one.
     With backward=False the program is forward only, and rule 6 does not apply.  O(actions).
     """
     _check_frame(program)
@@ -60,8 +60,8 @@ def check_program(program: Program, schedule: str | None = None, *, backward: bo
         if problem:
             what, why = problem
             raise ProgramError(what, where=_where(program, place), why=why)
-    if len(program.order) < _count_owed(program, backward):  # all that stood in it was owed, and stood there once
-        missing = next(action for action in _owed(program, backward) if not walk.is_over(action))
+    missing = next((action for action in _owed(program, backward) if not walk.is_over(action)), None)
+    if missing is not None:
         raise ProgramError(
             f"{missing} is missing",
             where=f"rank {program.stage_ranks[missing.stage][0]}, stage {missing.stage}",
@@ -78,7 +78,7 @@ def forward_program(program: Program) -> Program:
 
 
 def _check_frame(program: Program) -> None:
-    """Rule 1, as far as it is about stages, ranks and edges."""
+    """Check rule 1 for stages, ranks and edges."""
     stages = len(program.stage_ranks)
     for stage, ranks in enumerate(program.stage_ranks):
         if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0 or max(ranks) >= program.world:
@@ -95,7 +95,7 @@ def _check_frame(program: Program) -> None:
 
 
 def _where(program: Program, place: int) -> str:
-    """The rank and stage of an action, and what its rank does before and after it."""
+    """Return the rank and stage of an action, and the actions of its rank before and after it."""
     action = program.order[place]
     if not 0 <= action.stage < len(program.stage_ranks):
         return f"action {place} of the order"
@@ -107,15 +107,8 @@ def _where(program: Program, place: int) -> str:
     return f"rank {rank}, stage {action.stage}, action {place}: {around}"
 
 
-def _count_owed(program: Program, backward: bool) -> int:
-    """How many actions `_owed` has, without making them."""
-    one = sum(1 for _ in _owed(replace(program, micros=1), backward))  # with all its slices
-    none = sum(1 for _ in _owed(replace(program, micros=0), backward))
-    return none + program.micros * (one - none)
-
-
 def _owed(program: Program, backward: bool) -> Iterator[Action]:
-    """Every action of a complete program."""
+    """Yield every action of a complete program."""
     stages = range(len(program.stage_ranks))
     ways = [(kind.way, name) for name, kind in ACTIONS.items() if kind.role == COMPUTE]
     for way, name in ways:
@@ -134,7 +127,7 @@ def _owed(program: Program, backward: bool) -> Iterator[Action]:
 Key = tuple[str, int, int, int, int | None]
 """Kind, stage, micro-batch, slice and peer."""
 Problem = tuple[str, str]
-"""What is wrong, and why."""
+"""(problem, reason)."""
 
 NO_GROUP = {
     TIED: "stage {} shares no trainable parameter",
@@ -142,15 +135,15 @@ NO_GROUP = {
     OWNERS: "the replicas of stage {} do not share the optimizer's state",
     ALL: "there is one rank, which meets nobody",
 }
-"""Why a stage has no part in an action, by who meets in it."""
+"""Why a stage does not take part in an action, by who meets in it."""
 
 
 class _Walk:
-    """What is over at one place of the order.
+    """The state at one place of the order.
 
-    over: all actions.  computed: by kind and stage, how many slots are done.  live: those in flight, by stage and,
-    where micro-batches are whole on one replica, by replica.  ended: stages whose optimizer has stepped.  meeting: the
-    actions that have yet to follow in the meeting that was begun.  to_begin: by stage, what its computes wait for.
+    over: finished actions.  computed: by kind and stage, the number of finished slots.  live: those in flight, by stage
+    and, where micro-batches are whole on one replica, by replica.  ended: stages whose optimizer has stepped.  meeting:
+    the actions that still have to follow in a meeting.  to_begin: by stage, the actions that its computes wait for.
     """
 
     def __init__(self, program: Program, schedule: str | None, backward: bool) -> None:
@@ -172,23 +165,19 @@ class _Walk:
             s: {name for name, _ in once if begins_step(name) and (name, s) in self._groups} for s in stages
         }
         self._peers = [receivers(program.edges, piece) for piece in range(program.slices)]
-        self._sources: list[dict[tuple[str, int], list[int]]] = [{} for _ in self._peers]
-        for sources, links in zip(self._sources, self._peers, strict=True):
-            for (way, source), peers in links.items():
-                for peer in peers:
-                    sources.setdefault((way, peer), []).append(source)
+        self._sources = [senders(program.edges, piece) for piece in range(program.slices)]
 
     def is_over(self, action: Action) -> bool:
-        """Whether it has been played."""
+        """Return whether an action has been played."""
         return (action.kind, action.stage, action.micro, action.slot.slice, action.peer) in self._over
 
     def step(self, action: Action) -> Problem | None:
-        """Play one action: what is wrong with it, or None."""
+        """Play one action; return what is wrong with it, or None."""
         kind = ACTIONS.get(action.kind)
         slot = action.slot
         key = action.kind, slot.stage, slot.micro, slot.slice, action.peer
         if kind is None or kind.role == RECEIVE:
-            return f"{action.kind!r} is not an action of an order", "a receive follows from its send"
+            return f"{action.kind!r} is not an action of an order", "a receive is derived from its send"
         problem = self._misplaced(action)
         if problem is None and key in self._over:
             problem = f"{action} stands twice", "everything happens once in a step"
@@ -202,7 +191,7 @@ class _Walk:
         return problem
 
     def _misplaced(self, action: Action) -> Problem | None:
-        """Rules 1 and 5, and rule 4 for what stands between the sums of a group."""
+        """Check rules 1 and 5, and rule 4 for actions between the sums of a group."""
         slot, kind = action.slot, ACTIONS[action.kind]
         if not 0 <= slot.stage < len(self._program.stage_ranks):
             return f"{action}: there is no stage {slot.stage}", ""
@@ -259,7 +248,7 @@ class _Walk:
         return None
 
     def _end(self, action: Action) -> Problem | None:
-        """What happens once a step: collectives and the optimizer."""
+        """Play an action that happens once a step: a collective or the optimizer."""
         stage, kind = action.stage, ACTIONS[action.kind]
         group = self._groups.get((action.kind, stage))
         if group is None:

@@ -7,13 +7,13 @@ q; t are the items of the critical path; y_q = L_q b_q; o_q is the most that can
 
     g[v, q + 1] <= g[v, q];   g[u, q] <= g[v, q] on each edge (u, v);   x[v, q] = g[v, q] - g[v, q + 1]
     sum_v x[v, q] >= 1;   b_q >= x[t, q];   y_q >= L_q - o_q (1 - b_q);   y_q >= sum_t times[q][t] x[t, q]
-    m L_q + tail_q <= Z;   tail_p b_p + sum_{p <= r < q} y_r + m y_q <= Z;   sizes at q <= memory_q
+    m L_q <= Z;   sum_{r < q} y_r + m y_q <= Z;   sizes at q <= memory_q
 
 The order by g has no symmetry among equal positions (dnn-partitioning, NeurIPS 2020, figure 6, uses another variable
 per node and device).  The relaxation alone gives Z >= T m^S / (m^S - (m - 1)^S), T the time of the critical path, which
 is returned at once when no time is left.  n S Booleans, (n + edges) S + S^2 constraints; the problem is NP-hard
-(partition), so the search is exponential at worst, and what counts is that every bound it returns holds: the solver's
-bound is of integers, so nothing is lost to rounding.
+(partition), so the search is exponential at worst, but every bound that it returns holds: the solver's bound is of
+integers, so nothing is lost to rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from math import ceil
 
 from ortools.sat.python import cp_model
 
-from autopart.ir.errors import InfeasibleError
 from autopart.ir.outlook import Optimality
 from autopart.passes.proof.pipeline_model import (
     PipelineModel,
@@ -34,18 +33,17 @@ from autopart.passes.proof.pipeline_model import (
     lower_bound_ns,
     off_path_slack_ns,
     relaxation_bound_ns,
-    upper_bound_ns,
 )
 
 Amount = cp_model.LinearExpr | int
 
 SAFE = 1 << 48
-"""The solver's integers stay below; what is larger is counted in larger units, rounded down."""
+"""The limit of the solver's integers; larger times are counted in larger units, rounded down."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """seconds: wall clock, with the building of the model; workers: threads.
+    """Limits of a search.  seconds: wall clock, with the building of the model.  workers: threads.
 
     The answer is the same every time for one number of workers, unless the clock stops the search.
     """
@@ -55,49 +53,33 @@ class Limits:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Certified:
-    """position[v]: where item v stands.  optimality: Z of that in nanoseconds, and what no pipeline is below."""
+def certify(model: PipelineModel, hint: Sequence[int], limits: Limits = Limits()) -> tuple[tuple[int, ...], Optimality]:
+    """Return the pipeline with the least Z (`pipeline_model`) over all orders of the DAG, and the proved bound.
 
-    position: tuple[int, ...]
-    optimality: Optimality
-
-
-def certify(model: PipelineModel, *, hint: Sequence[int] | None = None, limits: Limits | None = None) -> Certified:
-    """The pipeline with the least Z (`pipeline_model`) over all orders of the DAG, and what is proved about it.
-
-    Every position holds at least one item.  hint: position of each item; it bounds the search and is the answer when
-    nothing better is found in time.  No pipeline of these items takes less than `optimality.lower_bound` for a step,
-    whatever its schedule.  Raises UsageError when the hint is not a pipeline that fits or the model contradicts
-    itself, InfeasibleError when no pipeline is found; it says whether none exists.
+    Every position holds at least one item.  hint: a pipeline that fits, as the position of each item; it bounds the
+    search and is the answer if nothing better is found in time.  No pipeline of these items takes less than the bound
+    for a step, whatever its schedule.
     """
-    limits = limits or Limits()
     deadline = time.monotonic() + limits.seconds
-    path = critical_path(model)
-    most_ns = lower_bound_ns(model, hint) if hint is not None else upper_bound_ns(model)
+    path, most_ns = critical_path(model), lower_bound_ns(model, hint)
     unit = max(1, -(-most_ns // SAFE))
     solver = new_solver(limits)
     solver.parameters.cp_model_probing_level = 0  # more of either takes seconds, and shortens no search here
     solver.parameters.max_presolve_iterations = 1
     program = _PipelineProgram(model, path, unit, most_ns)
-    status, bound = cp_model.UNKNOWN, 0
+    found, bound = tuple(hint), 0
     if program.build(deadline):
-        if hint is not None:
-            program.hint(hint)
-        status, bound = _solve(solver, program.cp, deadline)
+        program.hint(hint)
+        solver.parameters.max_time_in_seconds = max(0.0, deadline - time.monotonic())
+        status, bound = solver.solve(program.cp), proved_bound(solver)
+        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):  # rounded to units, they may seem equal
+            found = min(found, program.answer(solver), key=lambda position: lower_bound_ns(model, position))
     bound = max(bound * unit, relaxation_bound_ns(model, path))
-    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        position = program.answer(solver)
-        found_ns = lower_bound_ns(model, position)
-        if hint is None or found_ns <= most_ns:  # rounded to units, they may seem equal
-            return Certified(position, Optimality.of(found_ns, bound))
-    if hint is not None and status != cp_model.INFEASIBLE:
-        return Certified(tuple(hint), Optimality.of(most_ns, bound))
-    raise nothing_found(status, limits)
+    return found, Optimality.of(lower_bound_ns(model, found), bound)
 
 
 def new_solver(limits: Limits) -> cp_model.CpSolver:
-    """A solver that gives the same answer every time; without a limit of time."""
+    """Return a solver that gives the same answer every time, without a limit of time."""
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = limits.workers
     solver.parameters.interleave_search = limits.workers > 1
@@ -106,40 +88,15 @@ def new_solver(limits: Limits) -> cp_model.CpSolver:
 
 
 def proved_bound(solver: cp_model.CpSolver) -> int:
-    """What the objective, of integers of at least 0, is proved not to be below."""
+    """Return the proved lower bound of the objective, which is a non-negative integer."""
     return ceil(max(0.0, solver.best_objective_bound) - 1e-6)
 
 
-def nothing_found(status: cp_model.CpSolverStatus, limits: Limits) -> InfeasibleError:
-    """The error for a search without an answer."""
-    if status == cp_model.INFEASIBLE:
-        return InfeasibleError(
-            "no placement fits the machines", why="proved: sizes and machines leave no way to place the items"
-        )
-    return InfeasibleError(
-        "no placement was found in time",
-        why=f"the limit was {limits.seconds:g} s",
-        fix="give more seconds, or a hint",
-    )
-
-
-def _solve(
-    solver: cp_model.CpSolver, program: cp_model.CpModel, deadline: float
-) -> tuple[cp_model.CpSolverStatus, int]:
-    """Status and bound of the objective, of what is found before the deadline."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        return cp_model.UNKNOWN, 0
-    solver.parameters.max_time_in_seconds = left
-    status = solver.solve(program)
-    return status, proved_bound(solver)
-
-
 class _PipelineProgram:
-    """The constraint program of the module docstring: g by item and position, all else follows from it."""
+    """The constraint program of the module docstring: g by item and position; everything else follows from it."""
 
     def __init__(self, model: PipelineModel, path: Sequence[int], unit: int, most_ns: int) -> None:
-        """unit: nanoseconds of one of the solver's units.  most_ns: Z is not above."""
+        """unit: nanoseconds of one of the solver's units.  most_ns: an upper bound of Z."""
         self.model = model
         self.path = path
         self.unit = unit
@@ -149,7 +106,7 @@ class _PipelineProgram:
         self.objective = self.cp.new_int_var(0, most_ns // unit, "")
 
     def build(self, deadline: float) -> bool:
-        """Add every variable and constraint.  False when the deadline comes first."""
+        """Add every variable and constraint; return False if the deadline comes first."""
         for _ in self.model.static_bytes:
             row = [self.cp.new_bool_var("") for _ in range(self.last)]
             self.later.append(row)
@@ -166,7 +123,7 @@ class _PipelineProgram:
         return self._bound_step(deadline)
 
     def _sum_at(self, q: int, weights: Sequence[int]) -> Amount:
-        """Sum of the weights of the items at position q: of those at q or later, less those that stand later."""
+        """Return the sum of the weights of the items at position q: those at q or later less those later."""
         terms: list[cp_model.IntVar] = []
         coefficients: list[int] = []
         if q > 0:
@@ -179,28 +136,21 @@ class _PipelineProgram:
         return at_first + cp_model.LinearExpr.weighted_sum(terms, coefficients)
 
     def _bound_step(self, deadline: float) -> bool:
-        """Z, from what each position takes and what of it lies on the path; no position empty or too full."""
-        micros = self.model.micros
-        tails = [tail // self.unit for tail in self.model.tail_ns]
-        times = self._times()
-        on_path: list[Amount] = []  # b
+        """Bound Z by the time of each position and of the path on it; keep positions from being empty or too full."""
+        micros, times = self.model.micros, self._times()
         paces: list[Amount] = []  # y
         for q, slack in enumerate(off_path_slack_ns(self.model, self.path)):
             self.cp.add(self._sum_at(q, [1] * len(self.later)) >= 1)
             self._limit_memory(q)
-            on, pace = self._path_at(q, times[q], slack // self.unit)
-            on_path.append(on)
-            paces.append(pace)
-            self.cp.add(micros * times[q] + tails[q] <= self.objective)
-            for p in range(q + 1):
-                if p == 0 or tails[p]:
-                    self.cp.add(tails[p] * on_path[p] + sum(paces[p:q]) + micros * paces[q] <= self.objective)
+            paces.append(self._pace_at(q, times[q], slack // self.unit))
+            self.cp.add(micros * times[q] <= self.objective)
+            self.cp.add(sum(paces[:q]) + micros * paces[q] <= self.objective)
             if time.monotonic() > deadline:
                 return False
         return True
 
     def _times(self) -> list[Amount]:
-        """L of each position; where all are alike, differences of what stands at a position or later."""
+        """Return L of each position; if all are alike, as differences of the sums at a position or later."""
         rows = [[t // self.unit for t in row] for row in self.model.times]
         if any(row != rows[0] for row in rows):
             times = [self.cp.new_int_var(0, sum(row), "") for row in rows]
@@ -214,10 +164,10 @@ class _PipelineProgram:
             self.cp.add(at_or_later[q] == cp_model.LinearExpr.weighted_sum(items, rows[0]))
         return [here - further for here, further in pairwise([*at_or_later, 0])]
 
-    def _path_at(self, q: int, time: Amount, slack: int) -> tuple[Amount, Amount]:
-        """b and y of position q."""
+    def _pace_at(self, q: int, time: Amount, slack: int) -> Amount:
+        """Return y of position q."""
         if len(self.path) == len(self.later):
-            return 1, time
+            return time
         times = [t // self.unit for t in self.model.times[q]]
         on = self.cp.new_bool_var("")
         pace = self.cp.new_int_var(0, sum(times), "")
@@ -228,10 +178,10 @@ class _PipelineProgram:
         path = set(self.path)
         self.cp.add(pace >= self._sum_at(q, [t if item in path else 0 for item, t in enumerate(times)]))
         self.cp.add(pace >= time - slack + slack * on)
-        return on, pace
+        return pace
 
     def _limit_memory(self, q: int) -> None:
-        """Memory of position q; needs above it are cut off there, which keeps the numbers small."""
+        """Limit the memory of position q; larger needs are cut off there, which keeps the numbers small."""
         memory = self.model.memory_bytes[q]
         need = [self.model.need_bytes(q, item) for item in range(len(self.later))]
         if sum(need) > memory:
@@ -244,5 +194,5 @@ class _PipelineProgram:
                 self.cp.add_hint(later, position >= q)
 
     def answer(self, solver: cp_model.CpSolver) -> tuple[int, ...]:
-        """The position of each item: how many positions it stands behind."""
+        """Return the position of each item: the number of positions before it."""
         return tuple([sum([1 for later in row if solver.boolean_value(later)]) for row in self.later])

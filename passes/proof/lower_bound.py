@@ -1,4 +1,4 @@
-"""Lower bounds: what no plan can be faster than.
+"""Lower bounds on the simulated step of any plan.
 
 For any plan that cuts between the blocks of a chain, with any number of stages, replicas and any placement:
 
@@ -7,13 +7,12 @@ For any plan that cuts between the blocks of a chain, with any number of stages,
               of the time; so step >= M * t / devices, of which a request that fixes stages or replicas leaves some idle
     path      step >= the longest path of one micro-batch through the graph and back, each block on as many replicas as
               there can be
-    chain     the pipeline latency of `partition` with everything that can only be guessed left out: no messages but
-              their latency, the best place for every sum of gradients, memory for one micro-batch.  Valid where the
-              chain is the only order of the blocks, that is where each block reads from the one before it.
+    chain     the pipeline latency of `partition` without everything that depends on the plan: no messages but their
+              latency, the best place for every sum of gradients, memory for one micro-batch.  Valid where the chain is
+              the only order of the blocks, that is where each block reads from the one before it.
 
-    slices    where sequences are cut, the work alone: the fastest stage for a slice is not known, and short slices fill
-              a pipeline at once.  What slices save of it, and what they add, is bounded by their model
-              (`SliceShares.least_ns`).
+    slices    with slices of tokens, the work alone: the fastest stage for a slice is not known, and short slices fill a
+              pipeline at once.  Their savings and their overheads are bounded by their model (`SliceShares.least_ns`).
 
 The bound of a request is the least over the ways to cut the batch that it allows.  The certificate of `exact` covers
 all orders, for one number of stages.
@@ -40,9 +39,9 @@ MOST_WORK = 10_000_000
 
 
 def lower_bound(space: SearchSpace) -> int:
-    """Nanoseconds that no plan of the space is simulated faster than.
+    """Return a lower bound in nanoseconds on the simulated step of any plan of the space.
 
-    Ways to cut the batch are looked at by their cheap bounds, until none can lower the least one any more.
+    Ways to cut the batch are tried by their cheap bounds, until none can lower the least one any more.
     O(ways * devices^2 * blocks^2), or less.
     """
     cheap = sorted((_cheap_bound(space, rows), rows) for rows in space.request.micro_rows)
@@ -59,17 +58,17 @@ def _cheap_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
 
 
 def _bound(space: SearchSpace, cheap_bound: int, micro_rows: tuple[int, ...]) -> int:
-    devices = most_devices(space, max(micro_rows)) if space.request.may_replicate else 1
-    if space.request.policy == "turn":  # fewer micro-batches a device, each longer: the chain's bound counts shares
-        return cheap_bound
+    request = space.request
+    devices = most_devices(space, max(micro_rows)) if request.may_replicate else 1
     too_large = devices**2 * space.chain.n**2 // 2 > MOST_WORK
-    if not space.request.synchronous or not is_chain(space) or too_large:
+    shares = request.policy == "split"  # the chain's bound counts shares of micro-batches
+    if not shares or not request.synchronous or not is_chain(space) or too_large:
         return cheap_bound
     return max(cheap_bound, _chain_bound(space, micro_rows))
 
 
 def work_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
-    """Nanoseconds that all devices together need at least, each of the fastest type."""
+    """Return the least nanoseconds that all devices together need, each of the fastest type."""
     totals = []
     for device_type in range(len(space.costs.device_types)):
         costs = space.chain.range_costs(Size(max(micro_rows)), device_type)
@@ -78,14 +77,13 @@ def work_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
 
 
 def slices_bound(space: SearchSpace) -> int:
-    """Nanoseconds that no plan of the space with slices of sequences is simulated faster than: of those lengths that
-    are asked for, else of any."""
+    """Return a lower bound in nanoseconds on the step of any plan with slices, of the requested lengths if any."""
     return min(_slices_bound(space, rows) for rows in space.request.micro_rows)
 
 
 def _slices_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
     shares, lengths = space.costs.slices, space.request.fixed_slices
-    if shares is None:
+    if space.request.token_axis is None:
         return 0
     blocks = [op.parts or (op.name,) for op in space.chain.blocks.ops]
     totals = []
@@ -98,7 +96,7 @@ def _slices_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
 
 
 def most_devices(space: SearchSpace, rows: int) -> int:
-    """Devices that can work in any plan of the space, with micro-batches of so many rows."""
+    """Return the most devices that work in a plan of the space.  rows: of a micro-batch."""
     request, world = space.request, space.costs.cluster.world
     if isinstance(request.replicas, tuple):
         return min(world, sum(request.replicas))
@@ -107,18 +105,15 @@ def most_devices(space: SearchSpace, rows: int) -> int:
 
 
 def _replicas(space: SearchSpace, rows: int) -> tuple[int, ...]:
-    """Numbers of replicas that a stage can have, ascending."""
-    request = space.request
-    if not request.may_replicate:
-        return (1,)
+    """Return the possible numbers of replicas of a stage, ascending."""
+    request, world = space.request, space.costs.cluster.world
     if request.replicas is None:
-        world = space.costs.cluster.world
         return tuple(range(1, (world if request.policy == "turn" else min(world, rows)) + 1))
     return (request.replicas,) if isinstance(request.replicas, int) else tuple(sorted(set(request.replicas)))
 
 
 def _path_bound(space: SearchSpace, rows: int) -> int:
-    """Nanoseconds of the longest path of blocks, forward and backward, on the fastest type of device.  O(reads)."""
+    """Return the nanoseconds of the longest path of blocks, both ways, on the fastest type of device.  O(reads)."""
     replicas = max(_replicas(space, rows)) if space.request.policy == "split" else 1
     times = fastest_times(space, -(-rows // replicas)).tolist()
     ready: dict[str, int] = {}
@@ -131,7 +126,7 @@ def _path_bound(space: SearchSpace, rows: int) -> int:
 
 
 def _chain_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
-    """The larger of two relaxations: until the last backward has come back, and until the last sum is done."""
+    """Return the larger of two relaxations: until the last backward has come back, and until the last sum is done."""
     rows, micros = max(micro_rows), len(micro_rows)
     link_ns = min(level.link.latency_ns for level in space.costs.cluster.levels)
     waits, sends = gradient_edges(space), gradient_edges(space, rows)
@@ -141,7 +136,7 @@ def _chain_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
         both_ways = forward + backward
         busy = np.where(space.legal, micros * both_ways, INFEASIBLE)
         until_backward[replicas] = busy, np.where(waits, both_ways, 0) + np.where(sends, 2 * link_ns, 0)
-        if space.costs.overlap:  # the last backward hides the sum, as far as it goes
+        if space.costs.overlap:  # the last backward hides the sum
             after = np.maximum(after - backward, 0)
         busy = np.where(space.legal, micros * both_ways + after, INFEASIBLE)
         until_sum[replicas] = busy, np.where(waits, forward, 0) + np.where(sends, link_ns, 0)
@@ -150,7 +145,7 @@ def _chain_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
 
 
 def _optimistic(space: SearchSpace, replicas: int, share: int) -> tuple[Ints, Ints, Ints]:
-    """(forward, backward, what follows) of every range on the fastest type of device at the best place."""
+    """Return (forward, backward, sum and optimizer) of every range on the fastest type of device at the best place."""
     context, chain = space.costs, space.chain
     by_type = [chain.range_costs(Size(share), device_type) for device_type in range(len(context.device_types))]
     forward = np.min([costs.ranges("fwd_ns") for costs in by_type], axis=0)
@@ -164,15 +159,15 @@ def _optimistic(space: SearchSpace, replicas: int, share: int) -> tuple[Ints, In
 
 
 def _best_rate(cluster: Cluster, ranks: int) -> int:
-    """Bytes/s of the slowest port that a ring over so many ranks must pass, however they are chosen: one of each level
-    whose inner groups cannot hold them all."""
+    """Return the bytes/s of the slowest port that any ring over `ranks` ranks must pass: one of each level whose inner
+    groups cannot hold them all."""
     levels = cluster.levels
     needed = [outer.link.bytes_per_s for inner, outer in pairwise(levels) if ranks > inner.size]
     return min(needed, default=max(level.link.bytes_per_s for level in levels))
 
 
 def _least_latency(n: int, devices: int, tables: Mapping[int, tuple[Ints, Ints]]) -> int:
-    """The recurrence of `partition` without the number of stages: only devices used so far.
+    """Solve the recurrence of `partition` without the number of stages: only devices used so far.
 
     tables: (busy_ns, latency_ns) of every range, by number of replicas.
     """

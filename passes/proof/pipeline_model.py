@@ -1,31 +1,40 @@
-"""A synchronous pipeline, and what its step takes at least, whatever the schedule.
+"""A lower bound on the step of a synchronous pipeline under any schedule.
 
 Positions 0..S-1, one stage each, work one after the other on m micro-batches.  Let L_q be the forward and backward
 time of one micro-batch at q, and let the critical path be the heaviest path of the DAG over edges that carry a
 gradient; b_q = 1 when q holds an item of it.  Then a step takes at least
 
-    Z = max of  m L_q + tail_q                                                       for every q
-                tail_p + sum of L_r over p <= r < q with b_r = 1  +  m L_q           for p <= q with b_p = b_q = 1
+    Z = max of  m L_q                                                       for every q
+                sum of L_r over r < q with b_r = 1  +  m L_q                for every q with b_q = 1
 
-whatever the schedule.  q works m L_q and then sums its gradients.  Let p < q both hold items of the critical path.
-Before q starts its first forward, that micro-batch has gone forward through each position of the path from p to q, for
-a stage starts when all that it reads is there; after the last backward of q (its last action) that micro-batch goes
-back through the same positions, and then p sums its gradients.  All of this is disjoint in time from what q does
-itself.  Positions off the critical path (b_q = 0) may run beside the others, which is why the plain sum over all
-positions before q would claim too much for a DAG with branches.  Where every position holds an item of the path, Z is
-that sum; on a chain it always is.  Transfers, and the idle time of a position between its first and its last action,
-are left out: Z is below the true time by them.  Several stages on one position (interleaving) are not covered.
+Let p be the first position that holds an item of the path, and q a later one.  Before q starts its first forward, that
+micro-batch has gone forward through each position of the path from p to q, for a stage starts when it has all its
+inputs; after the last backward of q (its last action) that micro-batch goes back through the same positions.  All of
+this is disjoint in time from the work of q itself.  Positions off the critical path (b_q = 0) may run beside the
+others, which is why the plain sum over all positions before q would be too large for a DAG with branches.  On a chain
+every position holds an item of the path.  Transfers, sums of gradients, and the idle time of a position between its
+first and its last action are left out.  Several stages on one position (interleaving) are not covered.
+
+Left out of the model of a plan, so that the bound stays below every plan: times and saved bytes are those of captured
+ops at a replica's share of the rows; a clone is counted once; no messages, no sums of gradients, no optimizer; a
+parameter that several blocks use needs no memory, nor do activations that may be recomputed; the schedule is the one of
+those allowed that holds the fewest activations.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import networkx as nx  # type: ignore[import-untyped, unused-ignore]
 
-from autopart.ir.errors import UsageError
+from autopart.ir.graph import Graph
+from autopart.ir.size import Size
+from autopart.passes.program.schedules import Shape, find, in_flight
+from autopart.passes.search.evaluation import Evaluation
+from autopart.passes.search.space import SearchSpace
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +43,8 @@ class PipelineModel:
 
     times[q][v]: forward and backward of item v for one micro-batch at position q, over its replicas there.
     edges: a DAG over the items; none goes back.  micros: micro-batches of a step.  static_bytes[v]: weights, gradients,
-    optimizer state.  live_bytes[q][v]: what v keeps per micro-batch in flight at q.  live[q]: how many are in flight.
-    tail_ns[q]: what q does after its last backward (the sum of its gradients over replicas), 0 if unknown.
-    forward_only: those of the edges that carry no gradient back; an edge that is not named here carries one.
+    optimizer state.  live_bytes[q][v]: kept by v per micro-batch in flight at q.  live[q]: micro-batches in flight.
+    forward_only: the edges that carry no gradient back.
     """
 
     times: tuple[tuple[int, ...], ...]
@@ -46,76 +54,107 @@ class PipelineModel:
     live_bytes: tuple[tuple[int, ...], ...]
     live: tuple[int, ...]
     memory_bytes: tuple[int, ...]
-    tail_ns: tuple[int, ...]
     forward_only: tuple[tuple[int, int], ...] = ()
 
     def need_bytes(self, position: int, item: int) -> int:
-        """Bytes that an item takes at a position."""
+        """Return the bytes that an item takes at a position."""
         return self.static_bytes[item] + self.live[position] * self.live_bytes[position][item]
 
 
-def lower_bound_ns(model: PipelineModel, position_of: Sequence[int]) -> int:
-    """Z of one pipeline, in nanoseconds: no schedule of it takes less.  position_of: of each item.
+def model_of(evaluation: Evaluation) -> PipelineModel:
+    """Return the model of an evaluated plan: its stages are positions, its blocks items.  O(stages * ops)."""
+    space, plan = evaluation.space, evaluation.decision
+    costs, request, blocks = space.costs, space.request, space.chain.blocks
+    micros, count = len(plan.micro_rows), len(plan.stages)
+    times, live_bytes = [], []
+    for stage in plan.stages:
+        places = enumerate(costs.device_types.index(costs.cluster.devices[rank]) for rank in stage.ranks)
+        parts = {(kind, stage.division.part(max(plan.micro_rows), replica)) for replica, kind in places}
+        of_types = [_block_costs(space, rows, device_type) for device_type, rows in sorted(parts)]
+        times.append(max((times_ns for times_ns, _ in of_types), key=sum))  # of unlike replicas, the slowest's alone
+        live_bytes.append((0,) * len(blocks.ops) if request.may_recompute or request.recomputed else of_types[0][1])
+    edges = _edges(blocks)
+    owners = max(len(stage.ranks) for stage in plan.stages) if request.may_shard else 1
+    return PipelineModel(
+        times=tuple(times),
+        edges=tuple(edges),
+        micros=micros,
+        static_bytes=_static_bytes(blocks, costs.state_factor / owners),
+        live_bytes=tuple(live_bytes),
+        live=tuple(
+            min(in_flight(find(name), s, Shape(count, micros)) for name in request.schedules) for s in range(count)
+        ),
+        memory_bytes=tuple(costs.cluster.least_memory_bytes(stage.ranks) for stage in plan.stages),
+        forward_only=tuple(edge for edge, has_gradient in edges.items() if not has_gradient),
+    )
 
-    Raises UsageError when an edge goes back, a position is empty or has too little memory.  O(items + S^2).
+
+def _block_costs(space: SearchSpace, rows: int, device_type: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (forward and backward, saved bytes) of each block; an op counts in the first block that has it."""
+    owner: dict[str, int] = {}
+    for i, block in enumerate(space.chain.blocks.ops):
+        for part in block.parts or (block.name,):
+            owner.setdefault(part, i)
+    times = [0] * space.chain.n
+    saved = [0] * space.chain.n
+    for op in space.chain.cost_model.graph(Size(rows), device_type).ops:
+        times[owner[op.name]] += op.cost.total_ns
+        saved[owner[op.name]] += op.cost.saved_bytes
+    return tuple(times), tuple(saved)
+
+
+def _edges(blocks: Graph) -> dict[tuple[int, int], bool]:
+    """Return by (writer, reader) of values between blocks whether a gradient comes back."""
+    writer = {w: i for i, op in enumerate(blocks.ops) for w in op.writes}
+    with_gradient = {v.name for v in blocks.values if v.grad}
+    edges: dict[tuple[int, int], bool] = {}
+    for i, op in enumerate(blocks.ops):
+        for read in op.reads:
+            source = writer.get(read, i)
+            if source != i:
+                edges[source, i] = edges.get((source, i), False) or read in with_gradient
+    return edges
+
+
+def _static_bytes(blocks: Graph, state_factor: float) -> tuple[int, ...]:
+    """Return the bytes of weights, gradients and optimizer state of parameters that only one block uses, by block."""
+    users = Counter(name for op in blocks.ops for name in set(op.params))
+    need = {}
+    for param in blocks.params:
+        training_bytes = param.size_bytes + int(param.size_bytes * state_factor) if param.trainable else 0
+        need[param.name] = param.size_bytes + training_bytes
+    return tuple(sum(need[name] for name in set(op.params) if users[name] == 1) for op in blocks.ops)
+
+
+def lower_bound_ns(model: PipelineModel, position_of: Sequence[int]) -> int:
+    """Return Z of one pipeline, in nanoseconds: no schedule of it takes less.  position_of: of each item.
+
+    O(items + S).
     """
-    positions = range(len(model.times))
-    _check_positions(model, position_of)
-    times = [0 for _ in positions]
+    times = [0] * len(model.times)
     for item, q in enumerate(position_of):
         times[q] += model.times[q][item]
-    bound = max(model.micros * time + tail for time, tail in zip(times, model.tail_ns, strict=True))
-    on_path = sorted({position_of[item] for item in critical_path(model)})
-    for i, p in enumerate(on_path):
-        for j in range(i, len(on_path)):
-            filling = sum(times[r] for r in on_path[i:j])
-            bound = max(bound, model.tail_ns[p] + filling + model.micros * times[on_path[j]])
+    bound, filling = model.micros * max(times), 0
+    for q in sorted({position_of[item] for item in critical_path(model)}):
+        bound = max(bound, filling + model.micros * times[q])
+        filling += times[q]
     return bound
 
 
-def _check_positions(model: PipelineModel, position_of: Sequence[int]) -> None:
-    problem = "these positions do not make a pipeline"
-    positions = range(len(model.times))
-    goes_back = any(position_of[u] > position_of[v] for u, v in model.edges)
-    if goes_back or set(position_of) != set(positions) or len(position_of) != len(model.static_bytes):
-        raise UsageError(problem, why="an edge goes back, or a position is empty")
-    need = [0 for _ in positions]
-    for item, q in enumerate(position_of):
-        need[q] += model.need_bytes(q, item)
-    if any(size > memory for size, memory in zip(need, model.memory_bytes, strict=True)):
-        raise UsageError(problem, why="a position has too little memory")
-
-
-def upper_bound_ns(model: PipelineModel) -> int:
-    """Nanoseconds that no Z is above."""
-    slowest: list[int] = [max(times) for times in zip(*model.times, strict=True)]
-    return model.micros * sum(slowest) + max(model.tail_ns)
-
-
 def relaxation_bound_ns(model: PipelineModel, path: Sequence[int]) -> int:
-    """Nanoseconds that no Z is below: what the relaxation says without a solver.  path: the critical one."""
+    """Return a lower bound on every Z, in nanoseconds: the relaxation, without a solver.  path: the critical one."""
     fastest: list[int] = [min(times) for times in zip(*model.times, strict=True)]
     micros, positions = model.micros, len(model.times)
     filled: int = micros**positions
     unfilled: int = (micros - 1) ** positions
-    along_path = _divide_up(sum(fastest[item] for item in path) * filled, filled - unfilled)
-    shared_work = _divide_up(micros * sum(fastest), positions)
+    along_path: int = -(-sum(fastest[item] for item in path) * filled // (filled - unfilled))
+    shared_work: int = -(-micros * sum(fastest) // positions)
     return max(along_path, shared_work, micros * max(fastest))
 
 
-def _divide_up(amount: int, by: int) -> int:
-    return -(-amount // by)
-
-
 def critical_path(model: PipelineModel) -> tuple[int, ...]:
-    """The heaviest path over edges that carry a gradient.
-
-    Raises UsageError for a model that contradicts itself.  O(items + edges).
-    """
-    _check_model(model)
+    """Return the heaviest path over edges that carry a gradient.  O(items + edges)."""
     flow = _flow(model)
-    if not nx.is_directed_acyclic_graph(flow):
-        raise UsageError("the edges of a pipeline make a cycle")
     flow.remove_edges_from(model.forward_only)
     time: dict[int, int] = {}  # of the heaviest path that ends at an item
     before: dict[int, int | None] = {}  # the item before it on that path
@@ -131,19 +170,6 @@ def critical_path(model: PipelineModel) -> tuple[int, ...]:
     return tuple(reversed(path))
 
 
-def _check_model(model: PipelineModel) -> None:
-    items, positions = len(model.static_bytes), len(model.times)
-    by_position = (model.live_bytes, model.live, model.memory_bytes, model.tail_ns)
-    by_item = [*model.times, *model.live_bytes]
-    lengths_match = all(len(t) == positions for t in by_position) and all(len(row) == items for row in by_item)
-    if not items or model.micros < 1 or not lengths_match:
-        raise UsageError("the parts of a pipeline do not match")
-    if any(amount < 0 for row in [*by_item, model.static_bytes, model.live, model.tail_ns] for amount in row):
-        raise UsageError("a pipeline has a negative time or size")
-    if any(not 0 <= item < items for edge in model.edges for item in edge):
-        raise UsageError("an edge of a pipeline names an item that does not exist")
-
-
 def _flow(model: PipelineModel) -> nx.DiGraph:
     flow = nx.DiGraph(model.edges)
     flow.add_nodes_from(range(len(model.static_bytes)))
@@ -151,10 +177,10 @@ def _flow(model: PipelineModel) -> nx.DiGraph:
 
 
 def off_path_slack_ns(model: PipelineModel, path: Sequence[int]) -> list[int]:
-    """For each position the most nanoseconds that it can have when it holds no item of the critical path.
+    """Return for each position the most nanoseconds that it can have without an item of the critical path.
 
-    Then all positions before it end the path after some item i, and what stands there can be neither before i (or it)
-    nor after what follows i.  O(items + edges).
+    Then the positions before it hold the path up to some item i, and its own items are neither before i (or i itself)
+    nor after the item that follows i.  O(items + edges).
     """
     flow = _flow(model)
     rank = {item: i for i, item in enumerate(path)}

@@ -1,4 +1,4 @@
-"""What else there is: plans that were not taken, and the nearest change when nothing fits."""
+"""Explanations: alternatives to the plan, and the nearest change when no plan fits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from autopart.ir.errors import InfeasibleError
 from autopart.ir.explain import listed_runs
 from autopart.ir.graph import Graph, Op
 from autopart.ir.outlook import Alternative
-from autopart.passes.search.evaluation import Candidate, Evaluation, Evaluator, SearchResult
+from autopart.passes.search.evaluation import Candidate, Evaluation, evaluate
 from autopart.passes.search.layout import Layout
-from autopart.passes.search.partition import Partition
 from autopart.passes.search.slicing import slices_of, whole_of
 from autopart.passes.search.space import PlanRequest, SearchSpace
 
@@ -23,10 +22,10 @@ TOO_LONG_NS = 2**52
 
 
 def alternatives(best: Evaluation, seen: Sequence[Evaluation], fastest: Evaluation) -> tuple[Alternative, ...]:
-    """Data parallelism alone, pipelining alone, fewer and more stages, and sequences whole (or in slices, where the
-    planner may choose), each with its best simulated step; and the fastest, where the plan has fewer stages than that.
+    """Return the alternatives to a plan, each with its best simulated step: data parallelism alone, pipelining alone,
+    fewer and more stages, sequences whole (or in slices, where the planner may choose), and the fastest plan.
 
-    best: the plan that is taken.  seen: what else fits.  fastest: the plan itself, or one with more stages.
+    best: the chosen plan.  seen: other evaluations that fit.  fastest: the plan itself, or one with more stages.
     """
     space, stages = best.space, best.stages
     wanted: list[tuple[str, Evaluation | None]] = []
@@ -35,32 +34,22 @@ def alternatives(best: Evaluation, seen: Sequence[Evaluation], fastest: Evaluati
     for count in (stages - 1, stages + 1):
         if count != fastest.stages:
             wanted.append((_count(count, "stage"), _fastest(e for e in seen if e.stages == count)))
-    if space.request.may_replicate and max(map(len, best.candidate.ranks)) > 1:
-        without_replicas = [e for e in seen if len(e.candidate.ranks[0]) == 1 and e.stages > 1]
-        found = _fastest(without_replicas)
+    if space.request.may_replicate and best.candidate.most_replicas > 1:
+        found = _fastest(e for e in seen if len(e.candidate.ranks[0]) == 1 and e.stages > 1)
         if found is not None:
             wanted.append((f"no replicas, {found.stages} stages", found))
-    wanted.append(_cut_otherwise(best))
-    others = tuple(_alternative(name, evaluation, best) for name, evaluation in wanted if evaluation is not None)
-    return others if fastest.stages == stages else (_faster(fastest, best), *others)
-
-
-def _faster(fastest: Evaluation, best: Evaluation) -> Alternative:
-    """The fastest, which has more stages than the plan."""
-    stages, slower = _count(fastest.stages, "stage"), best.step_ns / fastest.step_ns - 1
-    why = f"the plan is {slower:.1%} slower than {stages}; fewer stages"
-    return Alternative(f"the fastest, {stages}", fastest.step_ns, why)
-
-
-def _cut_otherwise(best: Evaluation) -> tuple[str, Evaluation | None]:
-    """What slices of sequences gain over whole ones, or would."""
     if best.decision.token_slices:
-        return "whole sequences", whole_of(best, Evaluator())
-    if best.space.request.token_slices != "auto":
-        return "", None
-    sliced = slices_of(best, Evaluator())
-    lengths = sliced.decision.token_slices if sliced is not None else ()
-    return f"slices of {listed_runs(lengths)} tokens", sliced
+        wanted.append(("whole sequences", whole_of(best)))
+    elif space.request.token_slices == "auto":
+        sliced = slices_of(best)
+        lengths = sliced.decision.token_slices if sliced is not None else ()
+        wanted.append((f"slices of {listed_runs(lengths)} tokens", sliced))
+    others = tuple(_alternative(name, evaluation, best) for name, evaluation in wanted if evaluation is not None)
+    if fastest.stages == stages:
+        return others
+    name, slower = _count(fastest.stages, "stage"), best.step_ns / fastest.step_ns - 1
+    why = f"the plan is {slower:.1%} slower than {name}; fewer stages"
+    return (Alternative(f"the fastest, {name}", fastest.step_ns, why), *others)
 
 
 def _fastest(evaluations: Iterable[Evaluation]) -> Evaluation | None:
@@ -71,18 +60,16 @@ def _most_replicas(space: SearchSpace) -> int:
     return min(space.costs.cluster.world, max(map(space.request.most_replicas, space.request.micro_rows)))
 
 
-def _data_parallel(best: Evaluation) -> Evaluation | None:
-    """One stage on as many replicas as there are devices and rows, under the best way to cut the batch."""
-    space, evaluator = best.space, Evaluator()
-    order = best.candidate.layout.order
+def _data_parallel(best: Evaluation) -> Evaluation:
+    """Return one stage on as many replicas as there are devices and rows, under the best way to cut the batch."""
+    space, request = best.space, best.space.request
     evaluations = []
-    for micro_rows in space.request.micro_rows:
-        replicas = min(space.costs.cluster.world, space.request.most_replicas(micro_rows))
-        layout = Layout(replicas, 1, replicas, order)
-        partition = Partition((0, space.chain.n), (1,), 0)
-        candidate = Candidate(partition, layout, micro_rows, space.request.schedules[0])
-        evaluations.append(evaluator(space, candidate))
-    return min(evaluations, key=lambda e: (e.over_bytes, e.step_ns), default=None)
+    for micro_rows in request.micro_rows:
+        replicas = min(space.costs.cluster.world, request.most_replicas(micro_rows))
+        layout = Layout(replicas, 1, replicas, best.candidate.layout.order)
+        candidate = Candidate((0, space.chain.n), (1,), 0, 0, layout, micro_rows, request.schedules[0])
+        evaluations.append(evaluate(space, candidate))
+    return min(evaluations, key=lambda e: (e.over_bytes, e.step_ns))
 
 
 def _alternative(name: str, evaluation: Evaluation, best: Evaluation) -> Alternative:
@@ -112,7 +99,7 @@ def _count(count: int, noun: str) -> str:
 
 
 def check_times(graph: Graph, cluster: Cluster) -> None:
-    """Raise InfeasibleError where ops take too long to be planned with: the rates of devices are the reason."""
+    """Raise InfeasibleError if ops take too long for 64 bits: then the rates of devices are wrong."""
     if sum(op.cost.total_ns for op in graph.ops) > TOO_LONG_NS:
         device = cluster.devices[0]
         raise InfeasibleError(
@@ -123,9 +110,12 @@ def check_times(graph: Graph, cluster: Cluster) -> None:
         )
 
 
-def infeasible_error(found: SearchResult, space: SearchSpace, retry: Retry) -> InfeasibleError:
-    """The error that says which stage lacks how much in the plan that comes nearest, and a change that was tried."""
-    nearest, cluster = found.nearest, space.costs.cluster
+def infeasible_error(nearest: Evaluation | None, space: SearchSpace, retry: Retry) -> InfeasibleError:
+    """Return the error that no plan fits, with a change that was tried.
+
+    nearest: the plan that lacks least memory; None if the request allows no plan at all.
+    """
+    cluster = space.costs.cluster
     if nearest is None:
         why = "a stage takes whole blocks, which cuts, pins and modules kept together do not allow; memory aside"
         fix = _change(space, retry, None)
@@ -137,8 +127,8 @@ def infeasible_error(found: SearchResult, space: SearchSpace, retry: Retry) -> I
     stage, plan = nearest.stage, nearest.decision
     e = nearest.estimates[stage]
     limit = cluster.least_memory_bytes(plan.stages[stage].ranks)
-    a, b, _, _ = nearest.candidate.partition.ranges()[stage]
-    blocks = nearest.space.chain.blocks.ops  # the numbers of its ranges count the blocks that it was searched over
+    a, b = nearest.candidate.bounds[stage : stage + 2]
+    blocks = nearest.space.chain.blocks.ops  # its bounds count the blocks that it was searched over
     modules = {part: op.module for op in space.fine.ops for part in op.parts or (op.name,)}
     first, last = _place(blocks[a], 0, modules), _place(blocks[b - 1], -1, modules)
     again = ", with recomputation" if any(s.recompute for s in plan.stages) else ""
@@ -154,7 +144,7 @@ def infeasible_error(found: SearchResult, space: SearchSpace, retry: Retry) -> I
 
 
 def _too_many_replicas(request: PlanRequest) -> tuple[str, str] | None:
-    """Why there are more replicas than have work in any way to cut the batch, and what to do; None where not."""
+    """Return (why, fix) if more replicas are requested than have work in any way to cut the batch, else None."""
     asked = max(request.replicas) if isinstance(request.replicas, tuple) else request.replicas or 1
     most = max(map(request.most_replicas, request.micro_rows))
     if asked <= most:
@@ -173,7 +163,7 @@ def _too_many_replicas(request: PlanRequest) -> tuple[str, str] | None:
 
 
 def _asked(space: SearchSpace) -> Iterator[str]:
-    """What leaves the planner less choice, and what it had to be made of."""
+    """Yield the options that restrict the planner, and the sizes of its input."""
     request = space.request
     for name in ("stages", "replicas", "cuts", "together", "pins"):
         if asked := getattr(request, name):
@@ -184,19 +174,13 @@ def _asked(space: SearchSpace) -> Iterator[str]:
 
 
 def _change(space: SearchSpace, retry: Retry, nearest: Evaluation | None) -> str:
-    """The first relaxation that was tried and fits."""
+    """Return the first relaxation of the request that was tried and fits."""
     for text, request, cluster in _relaxations(space, nearest):
         found = retry(request, cluster)
         if found is not None:
-            return f"{text}: tried, fits with {_short(found)}"
+            micros = _count(len(found.candidate.micro_rows), "micro-batch")
+            return f"{text}: tried, fits with {_count(found.stages, 'stage')}, {micros}, {found.candidate.schedule}"
     return "use devices with more memory, or more of them"
-
-
-def _short(evaluation: Evaluation) -> str:
-    candidate = evaluation.candidate
-    stages = _count(candidate.partition.stages, "stage")
-    micros = _count(len(candidate.micro_rows), "micro-batch")
-    return f"{stages}, {micros}, {candidate.schedule}"
 
 
 def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tuple[str, PlanRequest, Cluster]]:
@@ -234,18 +218,18 @@ def _relaxations(space: SearchSpace, nearest: Evaluation | None) -> Iterator[tup
 
 
 def _settled(request: PlanRequest) -> list[str]:
-    """What is asked for of stages by their number."""
+    """Return the options that name stages by their number."""
     return [name for name, asked in (("pins", request.pins), ("replicas", request.replicas)) if asked]
 
 
 def _place(block: Op, end: int, modules: Mapping[str, str]) -> str:
-    """The module of the first or the last op in a block, or the op where it has none."""
+    """Return the module of the first or the last op in a block, or the op if it has none."""
     part = (block.parts or (block.name,))[end]
     return modules.get(part) or block.module or part
 
 
 def mib(size_bytes: int) -> str:
-    """Bytes in words, rounded up so that as much is enough: below a MiB in bytes, from 10 GiB on in GiB."""
+    """Return a size in words, rounded up: below a MiB in bytes, from 10 GiB on in GiB."""
     if size_bytes < 1 << 20:
         return f"{size_bytes} bytes"
     shift, unit = (20, "MiB") if size_bytes < 10 << 30 else (30, "GiB")

@@ -1,9 +1,9 @@
-"""From the plans over blocks that the search found back to captured ops: the plan that is handed out.
+"""From the plans over blocks that the search found back to captured ops: the final plan.
 
-Only over captured ops are clones and recomputed groups counted exactly.  A plan that then needs more memory than its
-blocks said is evaluated once more with so much left free, which costs it some recomputation, and takes its turn again.
+Only over captured ops are clones and recomputed groups counted exactly.  A plan that then needs more memory than over
+blocks is evaluated once more with the difference left free, which costs it some recomputation, and queues again.
 
-Of plans that are about as fast one with fewer stages is handed out (`evaluation.preference`): what the simulator leaves
+Of plans that are about as fast the one with fewer stages is chosen (`evaluation.preference`): what the simulator leaves
 out (ranks that slow each other down, variation between micro-batches, a rank that fails) grows with the devices that a
 micro-batch passes.
 """
@@ -15,155 +15,126 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 from autopart.ir.graph import Graph
-from autopart.ir.plan import Decision, Estimate, Report, Stage, check_decision
+from autopart.ir.plan import Decision, Report, Stage, check_decision
 from autopart.ir.program import Program
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import edges, route
 from autopart.passes.program.schedules import find
 from autopart.passes.program.verify import check_program
 from autopart.passes.search.diagnostics import alternatives
-from autopart.passes.search.evaluation import Evaluation, Evaluator, SearchResult, preference
+from autopart.passes.search.evaluation import Evaluation, evaluate, preference
 from autopart.passes.search.space import PlanRequest, SearchSpace
 from autopart.passes.simulation.estimate import estimate, excess_of, stage_estimates
 from autopart.passes.simulation.stage_costs import Estimator
 
-_Known = dict[tuple[object, ...], int | None]
-"""Steps over captured ops, of the plans that took their turn; None of those that do not fit there."""
-
 LIGHT = 0.02
-"""A stage with less than this part of the slowest stage's work is noted."""
+"""A stage with less than this part of the slowest stage's work gets a note."""
 TIGHTER = 3
 """Times that a plan is evaluated again with more memory left free."""
 
 
 @dataclass(frozen=True)
 class Finalized:
-    """decision, report: over captured ops.  evaluation: of the candidate that was taken, over blocks.  fastest_ns: step
-    of the fastest plan that was proven, which may have more stages."""
+    """A plan over captured ops that fits, with its proven program.
 
-    decision: Decision
-    report: Report
-    evaluation: Evaluation
-    fastest_ns: int
-
-
-@dataclass(frozen=True)
-class _Proven:
-    """A plan over captured ops that fits, and its program, which is proven."""
+    evaluation: of its candidate, over blocks.  fastest_ns: step of the fastest proven plan, which may have more stages.
+    """
 
     decision: Decision
     program: Program
     report: Report
     evaluation: Evaluation
+    fastest_ns: int = 0
 
     @property
     def step_ns(self) -> int:
+        """Simulated nanoseconds of the step."""
         return self.report.step_ns
 
     @property
     def preference(self) -> float:
+        """The criterion by which it is chosen, less is better."""
         return preference(self.step_ns, len(self.decision.stages))
 
 
-def finalize(found: SearchResult, graph: Graph, estimator: Estimator, space: SearchSpace) -> Finalized | Evaluation:
-    """Of the plans found that also fit over captured ops, and whose programs are proven, the preferred one.
+def finalize(
+    seen: Sequence[Evaluation], graph: Graph, estimator: Estimator, space: SearchSpace
+) -> Finalized | Evaluation:
+    """Return the preferred plan of those that also fit over captured ops; if none does, the one that lacks least.
 
-    Before: found.best is set.  space: the blocks that were cut.  When none fits, the one that lacks least.  Clones make
-    a plan slower over ops than over blocks, so the next ones take their turn as long as their blocks promise a step
-    that is faster, or preferred.  O(found * (ops + uses)), and the programs of those that took their turn.
+    seen: the plans found, fastest first.  space: the blocks that were cut.  Clones make a plan slower over ops than
+    over blocks, so the next plans are tried as long as their blocks promise a step that is faster, or preferred.
+    O(seen * (ops + uses)), and the programs of those that were tried.
     """
-    assert found.best is not None
-    evaluations = {evaluation.key: evaluation for evaluation in (found.best, *found.seen)}
     queue: list[tuple[int, int, tuple[int, ...], int, Evaluation]] = [
-        (evaluation.step_ns, i, (), 0, evaluation) for i, evaluation in enumerate(evaluations.values())
+        (evaluation.step_ns, i, (), 0, evaluation) for i, evaluation in enumerate(seen)
     ]
     heapify(queue)
-    proven: list[_Proven] = []
+    proven: list[Finalized] = []
     lacking: list[Evaluation] = []
-    known_ns: _Known = {}
+    known_ns: dict[tuple[object, ...], int | None] = {}  # steps over captured ops; None where it does not fit
     while queue:
         step_ns, i, spare, turn, evaluation = heappop(queue)
-        if not _may_be_taken(step_ns, evaluation, proven):
+        if proven and (
+            step_ns >= min(each.step_ns for each in proven)
+            and preference(step_ns, evaluation.stages) >= min(each.preference for each in proven)
+        ):
             continue
-        decision = check_decision(_over_ops(evaluation, graph), graph)
+        over_blocks = evaluation.decision
+        stages = lower_to_ops(over_blocks.stages, evaluation.space, graph)
+        decision = check_decision(replace(over_blocks, stages=stages), graph)
         estimates = stage_estimates(decision, edges(decision, graph), estimator)
         excess = excess_of(decision, edges(decision, graph), estimator)
         if max(excess) <= 0:  # first, since to route and to prove a long program takes longer
             program = check_program(route(decision, graph), decision.schedule)
-            proven.append(_Proven(decision, program, estimate(decision, program, estimator), evaluation))
+            proven.append(Finalized(decision, program, estimate(decision, program, estimator), evaluation))
             known_ns[evaluation.key] = proven[-1].step_ns
             continue
         worst = max(range(len(excess)), key=excess.__getitem__)
         lacking.append(replace(evaluation, estimates=estimates, over_bytes=excess[worst], stage=worst))
         known_ns.setdefault(evaluation.key, None)
         if space.request.may_recompute and turn < TIGHTER:
-            spare = _unsaid_bytes(estimates, evaluation, excess, spare)
-            again = Evaluator(spare)(evaluation.space, evaluation.candidate)
+            spare = tuple(  # of a stage that does not fit, at least the difference between ops and blocks
+                max(free, each.peak_bytes - known.peak_bytes) if over > 0 else free
+                for each, known, over, free in zip(
+                    estimates, evaluation.estimates, excess, spare or (0,) * len(stages), strict=True
+                )
+            )
+            again = evaluate(evaluation.space, evaluation.candidate, spare)
             if again.fits:
                 heappush(queue, (again.step_ns, i, spare, turn + 1, again))
     if not proven:
         return min(lacking, key=lambda each: each.over_bytes)
     taken = min(proven, key=lambda each: (each.preference, each.step_ns))
-    if estimator.context.cluster.kind == "cuda":
+    if estimator.cluster.kind == "cuda":
         check_messages(taken.program)
-    return _explained(taken, proven, found, known_ns, graph, space)
-
-
-def _may_be_taken(step_ns: int, evaluation: Evaluation, proven: list[_Proven]) -> bool:
-    """Whether a plan with this step over blocks may be the fastest, or the preferred one."""
-    return not proven or (
-        step_ns < min(each.step_ns for each in proven)
-        or preference(step_ns, evaluation.stages) < min(each.preference for each in proven)
-    )
+    return _explained(taken, proven, seen, known_ns, graph, space)
 
 
 def _explained(
-    taken: _Proven,
-    proven: list[_Proven],
-    found: SearchResult,
-    known_ns: _Known,
+    taken: Finalized,
+    proven: list[Finalized],
+    seen: Sequence[Evaluation],
+    known_ns: dict[tuple[object, ...], int | None],
     graph: Graph,
     space: SearchSpace,
 ) -> Finalized:
-    """With notes and alternatives, of which none is listed that is known not to fit, or faster over blocks alone."""
-    evaluation, step_ns = taken.evaluation, taken.step_ns
-    judged = [(e, known_ns[e.key]) for e in found.seen if e is not evaluation and e.key in known_ns]
-    steps = judged + [(e, e.step_ns) for e in found.seen if e.key not in known_ns and e.step_ns >= step_ns]
-    seen = tuple(replace(e, step_ns=known) for e, known in steps if known is not None)
+    """Add notes and alternatives: those that fit over captured ops, or that were not tried and are slower anyway."""
+    judged = [(e, known_ns[e.key]) for e in seen if e is not taken.evaluation and e.key in known_ns]
+    steps = judged + [(e, e.step_ns) for e in seen if e.key not in known_ns and e.step_ns >= taken.step_ns]
+    others = tuple(replace(e, step_ns=known) for e, known in steps if known is not None)
     fastest = min(proven, key=lambda each: (each.step_ns, each.preference))
-    report = replace(
-        taken.report,
-        notes=notes_of(taken.decision, space.chain.n, space.request, graph),
-        alternatives=alternatives(
-            replace(evaluation, step_ns=step_ns), seen, replace(fastest.evaluation, step_ns=fastest.step_ns)
-        ),
-    )
-    return Finalized(taken.decision, report, evaluation, fastest.step_ns)
-
-
-def _over_ops(evaluation: Evaluation, graph: Graph) -> Decision:
-    """What was decided over blocks, over captured ops."""
-    over_blocks = evaluation.decision
-    return replace(over_blocks, stages=lower_to_ops(over_blocks.stages, evaluation.space, graph))
-
-
-def _unsaid_bytes(
-    known: tuple[Estimate, ...], evaluation: Evaluation, excess: Sequence[int], before: tuple[int, ...]
-) -> tuple[int, ...]:
-    """By stage what to leave free: of one that does not fit what it needs over captured ops and not over blocks, which
-    is more than before, since that was not enough."""
-    blocks, spare = evaluation.estimates, before or (0,) * len(known)
-    return tuple(
-        max(free, each.peak_bytes - said.peak_bytes) if over > 0 else free
-        for each, said, over, free in zip(known, blocks, excess, spare, strict=True)
-    )
+    own, its = (replace(each.evaluation, step_ns=each.step_ns) for each in (taken, fastest))
+    notes = notes_of(taken.decision, space.chain.n, space.request, graph)
+    report = replace(taken.report, notes=notes, alternatives=alternatives(own, others, its))
+    return replace(taken, report=report, fastest_ns=fastest.step_ns)
 
 
 def lower_to_ops(over_blocks: tuple[Stage, ...], space: SearchSpace, captured: Graph) -> tuple[Stage, ...]:
-    """Stages over blocks as stages of captured ops, in captured order.
+    """Return stages over blocks as stages of captured ops, in captured order.
 
-    A block that is recomputed takes its own copies of free ops along, but an op is recomputed once.  What was asked for
-    is recomputed to the op, wherever blocks begin and end.
+    A recomputed block takes its own copies of free ops along, but an op is recomputed once.  Requested groups are
+    recomputed to the op, wherever blocks begin and end.
     """
     parts = {op.name: op.parts or (op.name,) for op in space.chain.blocks.ops}
     place = {op.name: i for i, op in enumerate(captured.ops)}
@@ -184,7 +155,7 @@ def lower_to_ops(over_blocks: tuple[Stage, ...], space: SearchSpace, captured: G
 
 
 def notes_of(decision: Decision, blocks: int, request: PlanRequest, graph: Graph) -> tuple[str, ...]:
-    """What the user should know about the plan.  blocks: that could stand apart."""
+    """Return notes on the plan for the user.  blocks: their number."""
     notes = []
     used = sum(len(stage.ranks) for stage in decision.stages)
     if used < decision.world:
@@ -201,12 +172,13 @@ def notes_of(decision: Decision, blocks: int, request: PlanRequest, graph: Graph
             f"statistics of BatchNorm are per replica, each of its own {own}; so is any buffer the step updates"
         )
     if not find(decision.schedule).synchronous:
-        notes.append("asynchronous: gradients are of older weights; its step is the steady state; it cannot be run yet")
+        unable = "" if find(decision.schedule).update else "; it cannot be run without an update function"
+        notes.append(f"asynchronous: gradients are of older weights; its step is the steady state{unable}")
     return tuple(notes)
 
 
 def _light_stages(decision: Decision, graph: Graph) -> list[str]:
-    """Notes on stages with hardly any work, such as the loss alone, which only a fixed number of stages leaves."""
+    """Return notes on stages with hardly any work, such as the loss alone, which a fixed number of stages can force."""
     time_of = {op.name: op.cost.total_ns for op in graph.ops}
     times = [sum(time_of[name] for name in stage.ops) for stage in decision.stages]
     micros = len(decision.micro_rows)
@@ -220,7 +192,7 @@ def _light_stages(decision: Decision, graph: Graph) -> list[str]:
 
 
 def _idle_reason(request: PlanRequest) -> str:
-    """Why devices idle: what was asked for, as far as it leaves no choice, and else that they would not help."""
+    """Return why devices idle: the options that leave no choice, else that more devices would not help."""
     asked = []
     if request.stages is not None:
         asked.append("1 stage" if request.stages == 1 else f"{request.stages} stages")

@@ -1,4 +1,4 @@
-"""Layouts: which ranks the stages of a pipeline get, and which rows each of these ranks.
+"""Layouts: the ranks that the stages of a pipeline get, and the rows that each of these ranks gets.
 
 A layout lays `pipeline_replicas` equal pipelines over the cluster, each on `depth` positions.  `inner` of them stand
 side by side, replicas of a stage next to each other; such groups follow one another.  With two nodes of four devices,
@@ -28,22 +28,25 @@ from math import factorial, prod
 import numpy as np
 
 from autopart.ir.cluster import Cluster
-from autopart.ir.plan import Decision, Stage
+from autopart.ir.decision import Decision, Stage
 from autopart.ir.shares import MOST_SHARES, division, parts
 from autopart.ir.size import Size
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.simulation.stage_costs import Estimator
 
 MOST_ORDERS = 24
-"""Orders of unlike devices that are tried; of more, two."""
+"""The most orders of unlike devices that are tried; where there are more, only two are."""
 SMALL = 16
 """On so many positions a stage may have any number of replicas; on more, one in each pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """depth: positions of one pipeline.  order: the devices as they are laid out, first position first.
-    wide: a stage of one pipeline may have replicas."""
+    """A way to lay equal pipelines over the ranks.
+
+    depth: positions of one pipeline.  inner: pipelines side by side.  order: the ranks as they are laid out, first
+    position first.  wide: whether a stage of one pipeline may have replicas.
+    """
 
     pipeline_replicas: int
     depth: int
@@ -52,27 +55,27 @@ class Layout:
     wide: bool = True
 
     def ranks(self, start: int, width: int) -> tuple[int, ...]:
-        """Ranks of a stage on positions start .. start + width - 1 of every pipeline, in the order of their rows."""
-        ranks = []
+        """Return the ranks of a stage on positions start .. start + width - 1 of every pipeline, by their rows."""
+        ranks: list[int] = []
         for outer in range(0, self.pipeline_replicas, self.inner):
             base = outer * self.depth + start * self.inner
-            ranks += [self.order[base + i] for i in range(width * self.inner)]
+            ranks += self.order[base : base + width * self.inner]
         return tuple(ranks)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Replicas that a stage may have in one pipeline."""
+        """The numbers of replicas that a stage may have in one pipeline."""
         return tuple(range(1, self.depth + 1)) if self.wide and self.depth <= SMALL else (1,)
 
 
 def layouts(cluster: Cluster, *, replicas: bool, wanted: int = 1) -> Iterator[Layout]:
-    """Layouts worth a search, the deepest pipelines first.
+    """Yield the layouts worth a search, the deepest pipelines first.
 
-    Numbers of pipelines: all up to 16 devices, beyond that the divisors of the number of devices, and `wanted`, of
-    which some devices may be left over.  inner: all of them, one, and as many as keep neighbours of a pipeline inside
-    a node, or where a pipeline is deeper than that, some of its neighbours.  Devices of several types are laid out in
-    every order that differs in them, or where there are too many in their own order and backwards; where a link between
-    groups of devices is better than the one inside them, also dealt out so that neighbours are in different groups.
+    Numbers of pipelines: all up to 16 devices, beyond that the divisors of the number of devices, and `wanted`, which
+    may leave some devices over.  inner: all of them, one, and the numbers that keep neighbours of a pipeline inside a
+    node, or where a pipeline is deeper than that, some of its neighbours.  Devices of several types are laid out in
+    every order that differs in them, or if these are too many, in rank order and backwards; where a link between groups
+    of devices is better than the one inside them, also dealt out so that neighbours are in different groups.
     """
     world = cluster.world
     plain = _orders(cluster)
@@ -93,7 +96,7 @@ def layouts(cluster: Cluster, *, replicas: bool, wanted: int = 1) -> Iterator[La
 
 
 def _parts(size: int) -> list[int]:
-    """Halves of a group, halves of these and so on, down to 2: positions of which some are in one group."""
+    """Return half of a group, half of that and so on, down to 2: numbers of positions inside one group."""
     parts = []
     while size % 2 == 0 and size > 2:
         size //= 2
@@ -102,7 +105,7 @@ def _parts(size: int) -> list[int]:
 
 
 def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Orders to lay the devices out in, their own first; equal devices stay in order of rank."""
+    """Return the orders to lay the devices out in, rank order first; equal devices stay in order of rank."""
     plain = tuple(range(cluster.world))
     counts = Counter(cluster.devices)
     ways = factorial(cluster.world) // prod(factorial(count) for count in counts.values())
@@ -119,7 +122,7 @@ def _orders(cluster: Cluster) -> list[tuple[int, ...]]:
 
 
 def _better_outside(cluster: Cluster) -> list[tuple[int, int]]:
-    """Sizes of levels and of the next ones, where the next one's link is better in any way."""
+    """Return (size of a level, size of the next one) where the next one's link is better in any way."""
     return [
         (inner.size, outer.size)
         for inner, outer in pairwise(cluster.levels)
@@ -128,7 +131,7 @@ def _better_outside(cluster: Cluster) -> list[tuple[int, int]]:
 
 
 def _dealt_out(order: tuple[int, ...], inner: int, outer: int) -> tuple[int, ...]:
-    """From every group of a level inside one of the next in turn."""
+    """Return the ranks taken in turn from every group of a level inside one of the next."""
     turns: Counter[int] = Counter()
     place = {}
     for rank in order:
@@ -141,7 +144,7 @@ def _dealt_out(order: tuple[int, ...], inner: int, outer: int) -> tuple[int, ...
 
 
 def dealt_out(rows: int, row_ns: Sequence[int], least: int = 1) -> tuple[int, ...]:
-    """Rows of each device, at least `least`; row_ns: nanoseconds that each needs for a row.  O(rows log devices)."""
+    """Return the rows of each device, at least `least`.  row_ns: its nanoseconds for a row.  O(rows log devices)."""
     found = [least] * len(row_ns)
     queue = [((least + 1) * taken, place) for place, taken in enumerate(row_ns)]
     heapify(queue)
@@ -153,15 +156,18 @@ def dealt_out(rows: int, row_ns: Sequence[int], least: int = 1) -> tuple[int, ..
 
 
 def in_proportion(decision: Decision, estimator: Estimator, least_rows: int = 1) -> Decision:
-    """The decision with the rows of each stage on unlike devices in proportion to their speed; itself where there are
-    none, or too few rows for `least_rows` on each.  O(uses + rows log devices)."""
+    """Return the decision with the rows of each stage on unlike devices in proportion to their speed.
+
+    Stages on equal devices, or with too few rows for `least_rows` on each, stay as they are.
+    O(uses + rows log devices).
+    """
     stages = tuple(_in_proportion(stage, decision.micro_rows, estimator, least_rows) for stage in decision.stages)
     return replace(decision, stages=stages)
 
 
 def _in_proportion(stage: Stage, micro_rows: Sequence[int], estimator: Estimator, least_rows: int) -> Stage:
-    setting, rows = estimator.context, max(micro_rows)
-    kinds = [setting.device_types.index(setting.cluster.devices[rank]) for rank in stage.ranks]
+    rows = max(micro_rows)
+    kinds = [estimator.device_types.index(estimator.cluster.devices[rank]) for rank in stage.ranks]
     if len(set(kinds)) == 1 or rows < least_rows * len(kinds) or not stage.division.splits:
         return stage
     size = Size(stage.division.largest_part(rows))
@@ -176,7 +182,7 @@ def _in_proportion(stage: Stage, micro_rows: Sequence[int], estimator: Estimator
 
 
 def by_speed(times: list[Ints]) -> Ints:
-    """Nanoseconds of devices that divide their rows by speed, from those of each with an equal share."""
+    """Return the nanoseconds of devices that divide rows by speed, from those of each with an equal share."""
     if len(times) == 1:
         return times[0]
     rates = sum(1 / np.maximum(each, 1) for each in times)

@@ -5,14 +5,14 @@ latency
 
     U = max( max over stages s of ( sum of latency_q over q < s + busy_s ), sum of latency_q over all q )
 
-busy_s: what stage s needs for all its micro-batches, and for what follows them; latency_q: what one micro-batch needs
+busy_s: time of stage s for all its micro-batches, and for what follows them; latency_q: time of one micro-batch
 through stage q, forward and backward, messages into it included.  So U is the time until the slowest stage is done,
 when the first micro-batch has to reach it and the last one has to come back from it; it is the time of a step when
 stages never wait in between (DAPPLE's latency, PPoPP 2021, section 4.1, with every stage tried as the pivot).
 
 Under a schedule that limits the micro-batches in flight a stage also waits: for its first micro-batch to come back
 before it begins one more than it may hold, and for the last one to come back when it has begun them all.  Where tables
-have turns_s, what the stage needs in between, the latency is at least, for every s,
+have turns_s, the time of the stage in between, the latency is at least, for every s,
 
     2 * sum of latency_q over q >= s + turns_s + sum of latency_q over q < s
 
@@ -26,19 +26,18 @@ State: stages left k, devices they use d, first block a.  Recurrence, backwards 
 
 exact, because U grows with what it is made of.  k and d are known when a stage is costed, so micro-batches in flight
 and the place of the stage in the cluster are too.  Tables hold ranges by first block and length, so that they are
-narrow where only short ranges come into question: O(S * D * widths * n * length) in numpy, without D and widths when
+narrow where only short ranges are possible: O(S * D * widths * n * length) in numpy, without D and widths when
 every width is 1.
 
-Assumed, and wrong where: stages wait in between (slow messages, few micro-batches in flight, uneven stages); what
-comes out of this is simulated.
+Assumed, and wrong where: stages wait in between (slow messages, few micro-batches in flight, uneven stages).  The
+result is simulated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -54,46 +53,39 @@ Table = tuple[Ints, Ints] | tuple[Ints, Ints, Ints]
 """(busy_ns, latency_ns and, where stages wait for micro-batches to come back, turns_ns) over (a, b - a); INFEASIBLE in
 `busy_ns` where the stage cannot be, also where b > n."""
 TableOf = Callable[[int, int, int], Table | None]
-"""(k: place from the end, from 1; width; devices from its first one to the end) to its table; None: never."""
+"""From (k: place from the end, from 1; width; devices from its first to the last) to a table; None: not allowed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Partition:
-    """Stage s is blocks[bounds[s]:bounds[s + 1]] on widths[s] devices.  pipeline_latency_ns: U.  first: the position
-    that the first stage begins at."""
+class Partition(NamedTuple):
+    """A way to cut the chain: stage s is blocks[bounds[s]:bounds[s + 1]] on widths[s] positions.
+
+    latency_ns: U.  first: the first position of the first stage.
+    """
 
     bounds: tuple[int, ...]
     widths: tuple[int, ...]
-    pipeline_latency_ns: int
+    latency_ns: int = 0
     first: int = 0
-
-    @property
-    def stages(self) -> int:
-        """Number of stages."""
-        return len(self.widths)
-
-    def ranges(self) -> list[tuple[int, int, int, int]]:
-        """(first block, block after the last, first position, width) of each stage."""
-        starts = [self.first + sum(self.widths[:s]) for s in range(self.stages)]
-        ranges = zip(pairwise(self.bounds), starts, self.widths, strict=True)
-        return [(a, b, start, width) for (a, b), start, width in ranges]
 
 
 def by_length(matrix: npt.NDArray[_T], length: int) -> npt.NDArray[_T]:
-    """A matrix over (a, b) as one over (a, b - a), for ranges of at most `length`; past the end that of (a, n)."""
+    """Return a matrix over (a, b) as one over (a, b - a), for ranges of at most `length`; (a, n) past the end."""
     n = len(matrix) - 1
     return matrix[np.arange(n + 1)[:, None], ends_of(n, length)]
 
 
 def ends_of(n: int, length: int) -> Ints:
-    """[a, i]: a + i, but at most n."""
+    """Return the matrix of a + i, but at most n, over (a, i)."""
     return np.asarray(np.minimum(np.arange(n + 1)[:, None] + np.arange(length + 1)[None, :], n))
 
 
 @dataclass(frozen=True, slots=True)
 class _Best:
-    """For the last k stages on d devices, by their first block: the least U, the time of a micro-batch through them,
-    and of the first of these stages the block after its last and its width."""
+    """The best last k stages on d devices, by their first block.
+
+    latency_ns: the least U.  through_ns: the time of a micro-batch through them.  end, width: of the first of these
+    stages, the block after its last one and its width.
+    """
 
     latency_ns: Ints
     through_ns: Ints
@@ -104,9 +96,9 @@ class _Best:
 def solve_partition(
     n: int, depth: int, widths: Sequence[int], most: int, table_of: TableOf, *, spare: int = 0
 ) -> list[Partition]:
-    """The best partition of n blocks for each number of stages (at most `most`) and each first position that has one.
+    """Return the best partition of n blocks for each number of stages (at most `most`) and each first position.
 
-    spare: so many positions at the end may idle; otherwise the stages stand on the last positions.
+    spare: number of positions at the end that may idle; otherwise the stages stand on the last positions.
     """
     nothing_left = _infeasible(n)
     nothing_left.latency_ns[n] = 0
@@ -136,7 +128,7 @@ def _infeasible(n: int) -> _Best:
 
 
 def _better(known: _Best, rest: _Best, table: Table, width: int) -> _Best:
-    """For each first block the better of what is known and of a stage of this width before the rest."""
+    """Return by first block the better of `known` and of a stage of this width before the rest."""
     busy, latency = table[:2]
     n = len(rest.latency_ns) - 1
     ends = ends_of(n, busy.shape[1] - 1)
@@ -157,7 +149,7 @@ def _better(known: _Best, rest: _Best, table: Table, width: int) -> _Best:
 
 
 def _walk(best: dict[tuple[int, int], _Best], k: int, used: int, depth: int) -> Partition:
-    """The partition of all blocks into k stages on the last `used` of the positions."""
+    """Return the partition of all blocks into k stages on the last `used` of the positions."""
     latency_ns, first = int(best[k, used].latency_ns[0]), depth - used
     bounds, widths = [0], []
     for left in range(k, 0, -1):

@@ -1,9 +1,9 @@
 """Proposals: for every way to cut the batch and every layout, the best partition for each number of stages.
 
 A pipeline deeper than `SMALL` is cut out of a chain of many blocks, and most of its dynamic program is about stages far
-too long to be in any good plan.  So microbatch options and layouts come in order of a lower bound of their partitions;
-what is hopeless against the best pipeline latency so far is left out, and ranges longer than a worthwhile pipeline
-latency allows are not looked at.
+too long for any good plan.  So ways to cut the batch and layouts come in order of a lower bound of their partitions;
+those that are hopeless against the best pipeline latency so far are left out, and so are ranges that are longer than a
+worthwhile pipeline latency allows.
 
 Where all candidates together are few, every one of them is proposed (`enumerate_all`).
 """
@@ -11,57 +11,50 @@ Where all candidates together are few, every one of them is proposed (`enumerate
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, product
 from math import comb
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from autopart.passes.search.evaluation import Candidate, Search
 from autopart.passes.search.layout import SMALL, Layout, layouts
 from autopart.passes.search.partition import INFEASIBLE, Partition, solve_partition
-from autopart.passes.search.space import (
-    SearchSpace,
-    SearchSpaces,
-    gradient_edges,
-    is_chain,
-    layout_bound,
-    longest_range,
-)
-from autopart.passes.search.tables import StageCostTables, TableMemo, TableRequest
+from autopart.passes.search.space import SearchSpace, fastest_sums, gradient_edges, is_chain
+from autopart.passes.search.tables import StageCostTables
 
 MOST_BLOCKS = 20_000
-"""Blocks of all candidates together; evaluating is about linear in them."""
+"""The most blocks of all enumerated candidates together; evaluating is about linear in them."""
 MOST_ACTIONS = 250_000
-"""Actions of all of them together."""
+"""The most actions of all enumerated candidates together."""
 ACTIONS_PER_STAGE = 6
-"""Actions of a stage for one micro-batch, at most: forward and backward, and its messages."""
+"""The most actions of a stage for one micro-batch: forward and backward, and its messages."""
 HOPELESS = 1.1
-"""A partition whose latency is so much above the best simulated step is not evaluated: it leaves waiting out."""
+"""A partition whose latency, which leaves out waiting, is above this multiple of the best simulated step is dropped."""
 WORTH = 1.5
-"""A partition of a deep pipeline whose latency is so much above the best one is not looked for, unless nothing better
+"""A partition of a deep pipeline whose latency is above this multiple of the best one is only tried if nothing else
 fits."""
 MOST_STAGES = 128
-"""Unless more are asked for."""
+"""The most stages, unless the user asks for more."""
 MOST_MICROBATCH_OPTIONS = 12
 """Ways to cut the batch that get dynamic programs; the others are tried in refinement."""
 
 
 class Proposal(NamedTuple):
-    """space: whose blocks the candidate cuts."""
+    """A candidate and the space whose blocks it cuts."""
 
     space: SearchSpace
     candidate: Candidate
 
 
 def proposals_of(search: Search, *, ignore_memory: bool = False, worth: float = WORTH) -> list[Proposal]:
-    """What the dynamic programs find, but for what cannot be the best; in the order of the request.
+    """Return the partitions that the dynamic programs find, in the order of the request.
 
-    ignore_memory: as if memory had no end.  worth: how far above the best pipeline latency that of a deep pipeline may
-    be.  While none is known, deep pipelines are tried below a limit that doubles: the lower it is, the shorter the
-    ranges.
+    ignore_memory: whether memory has no limit.  worth: the latency of a deep pipeline may be at most this multiple of
+    the best one.  While none is known, deep pipelines are tried below a limit that doubles: the lower it is, the
+    shorter the ranges.
     """
     proposing = _Proposing(search, ignore_memory)
     proposing.try_all(deep=False, limit=math.inf)
@@ -75,7 +68,7 @@ def proposals_of(search: Search, *, ignore_memory: bool = False, worth: float = 
 
 @dataclass(frozen=True, slots=True)
 class _LayoutTask:
-    """A layout, its place among the layouts, the chain that is cut for it, and a lower bound of its partitions."""
+    """A layout, its place among the layouts, the space that is cut for it, and a lower bound of its partitions."""
 
     bound: int
     place: int
@@ -94,7 +87,7 @@ class _LayoutTask:
 
 
 class _Proposing:
-    """Microbatch options, the layouts for each in order of their bounds, and what was found so far.
+    """Ways to cut the batch (options), the layouts for each in order of their bounds, and the proposals so far.
 
     found: by place of the option and of the layout.  best_ns: the best pipeline latency, 0 while there is none.
     """
@@ -102,20 +95,21 @@ class _Proposing:
     def __init__(self, search: Search, ignore_memory: bool) -> None:
         self._ignore_memory = ignore_memory
         self._search = search
-        self._options = _spread(search.spaces.coarse.request.micro_rows)
-        self._tasks = [_layout_tasks(search.spaces, micro_rows) for micro_rows in self._options]
+        self._options = _spread(search.coarse.request.micro_rows)
+        self._tasks = [_layout_tasks(search, micro_rows) for micro_rows in self._options]
         self.found: dict[tuple[int, int], list[Proposal]] = {}
         self.best_ns = 0
 
     def least_bound(self, *, deep: bool) -> int:
-        """The least bound of deep layouts, or of the others; 0 when there are none."""
+        """Return the least bound of deep layouts, or of the others; 0 when there are none."""
         return min((task.bound for tasks in self._tasks for task in tasks if task.deep == deep), default=0)
 
     def try_all(self, *, deep: bool, limit: float) -> bool:
-        """Look for partitions with a latency up to a limit.  True when none was left out because of it."""
+        """Look for partitions with a latency up to a limit; return whether none was left out because of it."""
         complete = True
-        for option in self._in_order_of_bounds():
-            memo: TableMemo = {}
+        bounds = [min((task.bound for task in tasks), default=0) for tasks in self._tasks]
+        for option in sorted(range(len(self._options)), key=bounds.__getitem__):
+            memo: dict[Hashable, Any] = {}
             for task in self._tasks[option]:
                 hopeless = self.best_ns > 0 and task.bound > HOPELESS * self.best_ns
                 if task.deep == deep and (not hopeless or task.explains):
@@ -124,53 +118,67 @@ class _Proposing:
             self._search.tell(f"partition, {depth}micro-batches of {max(self._options[option])} rows")
         return complete
 
-    def _in_order_of_bounds(self) -> list[int]:
-        def bound(option: int) -> int:
-            return min((task.bound for task in self._tasks[option]), default=0)
-
-        return sorted(range(len(self._options)), key=bound)
-
-    def _try(self, option: int, task: _LayoutTask, memo: TableMemo, limit: float) -> bool:
-        """Find the partitions of one layout.  True when none was left out because of the limit."""
+    def _try(self, option: int, task: _LayoutTask, memo: dict[Hashable, Any], limit: float) -> bool:
+        """Find the partitions of one layout; return whether none was left out because of the limit."""
         micro_rows, space = self._options[option], task.space
-        schedule = space.request.schedules[0]
-        longest = space.chain.n
+        schedule, longest = space.request.schedules[0], space.chain.n
         if limit < INFEASIBLE:
             share = -(-max(micro_rows) // task.layout.pipeline_replicas)
             longest = longest_range(space, share, len(micro_rows), int(limit))
-        wanted = TableRequest(
-            space, task.layout, micro_rows, schedule, ignore_memory=self._ignore_memory, longest=longest
+        tables = StageCostTables(
+            space, task.layout, micro_rows, schedule, longest, ignore_memory=self._ignore_memory, memo=memo
         )
-        found = _partitions(wanted, memo)
-        if not is_chain(space):  # branches may run side by side: only what a stage reads has to come before it
-            found += _partitions(replace(wanted, waits=gradient_edges(space)), memo)
-        found = [partition for partition in found if partition.pipeline_latency_ns <= limit]
+        found = _partitions(tables)
+        if not is_chain(space):  # branches may run side by side: a stage waits only for those that it reads from
+            found += _partitions(replace(tables, waits=gradient_edges(space)))
+        found = [partition for partition in found if partition.latency_ns <= limit]
         self.found[option, task.place] = [
-            Proposal(space, Candidate(partition, task.layout, micro_rows, schedule)) for partition in found
+            Proposal(space, Candidate(*partition, task.layout, micro_rows, schedule)) for partition in found
         ]
-        latencies = [partition.pipeline_latency_ns for partition in found]
-        if self.best_ns:
-            latencies.append(self.best_ns)
+        latencies = [partition.latency_ns for partition in found] + ([self.best_ns] if self.best_ns else [])
         self.best_ns = min(latencies, default=0)
         return longest == space.chain.n
 
 
-def _layout_tasks(spaces: SearchSpaces, micro_rows: tuple[int, ...]) -> list[_LayoutTask]:
-    """One layout for each number of pipelines and order of the devices, the one with replicas together; in order of
-    their bounds."""
+def layout_bound(space: SearchSpace, layout: Layout, micro_rows: tuple[int, ...], most: int) -> int:
+    """Return about the least pipeline latency, in nanoseconds, of any partition into at most `most` stages.
+
+    Stages of t_1 .. t_S that wait for one another have U >= sum of t_q over q < s + M * t_s for each s, which is least
+    where all of these are equal: U = sum of t / (1 - (1 - 1 / M)^S).  Where widths are free, the bound is that the
+    positions share the work.  O(blocks).
+    """
+    micros = len(micro_rows)
+    whole = fastest_sums(space, -(-max(micro_rows) // layout.pipeline_replicas))[-1]
+    if len(layout.widths) > 1 or not is_chain(space):
+        positions = layout.depth if len(layout.widths) > 1 else min(layout.depth, most)
+        return int(micros * whole) // positions
+    return int(whole / (1 - (1 - 1 / micros) ** min(layout.depth, most, space.chain.n)))
+
+
+def longest_range(space: SearchSpace, share: int, micros: int, most_ns: int) -> int:
+    """Return the blocks of the longest range whose micro-batches, of `share` rows, take at most most_ns nanoseconds.
+
+    O(blocks log blocks).
+    """
+    sums = fastest_sums(space, share)
+    last = np.searchsorted(sums, sums + most_ns // micros, side="right") - 1
+    return max(1, int((last - np.arange(len(sums))).max()))
+
+
+def _layout_tasks(search: Search, micro_rows: tuple[int, ...]) -> list[_LayoutTask]:
+    """Return the layouts with neighbouring replicas, for each number of pipelines and order, by their bounds."""
     tasks = []
-    request, cluster = spaces.coarse.request, spaces.coarse.costs.cluster
+    request, cluster = search.coarse.request, search.coarse.costs.cluster
     for place, layout in enumerate(layouts(cluster, replicas=request.may_replicate, wanted=request.copies)):
         if layout.inner == layout.pipeline_replicas <= request.most_replicas(micro_rows):
-            space = spaces.fine if layout.depth > SMALL else spaces.coarse
+            space = search.fine if layout.depth > SMALL else search.coarse
             bound = layout_bound(space, layout, micro_rows, request.stages or MOST_STAGES)
             tasks.append(_LayoutTask(bound, place, space, layout))
     return sorted(tasks, key=lambda task: task.bound)
 
 
 def _spread(options: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
-    """At most `MOST_MICROBATCH_OPTIONS`, with numbers of micro-batches about a constant factor apart, both ends
-    included."""
+    """Return at most `MOST_MICROBATCH_OPTIONS`, with numbers of micro-batches about a constant factor apart."""
     if len(options) <= MOST_MICROBATCH_OPTIONS:
         return list(options)
     order = sorted(options, key=len)
@@ -180,66 +188,62 @@ def _spread(options: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
     return [order[i] for i in sorted(chosen)]
 
 
-def _partitions(wanted: TableRequest, memo: TableMemo) -> list[Partition]:
-    """The best partition for each number of stages that the request allows."""
-    space, layout = wanted.space, wanted.layout
+def _partitions(tables: StageCostTables) -> list[Partition]:
+    """Return the best partition for each number of stages that the request allows."""
+    space, layout = tables.space, tables.layout
     request, n = space.request, space.chain.n
+
+    def solved(most: int, tables: StageCostTables, idle: int) -> list[Partition]:
+        alike = len(set(space.costs.cluster.devices)) == 1  # else it matters which devices idle
+        spare = 0 if alike or layout.depth > SMALL else layout.depth - idle
+        found = solve_partition(n, layout.depth, layout.widths, most, tables, spare=spare)
+        return [_moved_up(partition, space, layout) for partition in found]
+
     if not request.pins and request.replicas is None:
-        most = request.stages or min(MOST_STAGES, layout.depth)
-        tables = StageCostTables(wanted, memo)
-        found = solve_partition(n, layout.depth, layout.widths, most, tables, spare=_spare(space, layout, 1))
-        return [_moved_up(p, space, layout) for p in found if request.stages in (None, p.stages)]
-    found = []
+        found = solved(request.stages or min(MOST_STAGES, layout.depth), tables, 1)
+        return [partition for partition in found if request.stages in (None, len(partition.widths))]
     counts = [request.stages] if request.stages else range(1, min(MOST_STAGES, layout.depth, n) + 1)
-    for stages in counts:  # what is asked of a stage by its number needs the number of stages
-        tables = StageCostTables(replace(wanted, stages=stages), memo)
-        spare = _spare(space, layout, stages)
-        partitions = solve_partition(n, layout.depth, layout.widths, stages, tables, spare=spare)
-        found += [_moved_up(partition, space, layout) for partition in partitions if partition.stages == stages]
-    return found
+    return [  # pins and replicas of single stages need the number of stages
+        partition
+        for stages in counts
+        for partition in solved(stages, replace(tables, stages=stages), stages)
+        if len(partition.widths) == stages
+    ]
 
 
 def _moved_up(partition: Partition, space: SearchSpace, layout: Layout) -> Partition:
-    """The same on the first positions, where others are no different: the last ranks idle, not those that users look
-    at first."""
+    """Move a partition to the first positions where these are equal to its own, so that the last ranks idle."""
     cluster = space.costs.cluster
     if len(set(cluster.devices)) > 1 or (len(cluster.levels) > 1 and layout.pipeline_replicas > 1):
         return partition
     unit = cluster.levels[-2].size if len(cluster.levels) > 1 else 1  # whole nodes
-    return replace(partition, first=partition.first % unit)
+    return partition._replace(first=partition.first % unit)
 
 
 def with_equal_stages(candidate: Candidate, space: SearchSpace, most_ns: int) -> Iterator[Candidate]:
-    """The same with the cuts for which the busiest stage is least busy, recomputation included, if there are any.
+    """Yield the candidate with the cuts for which the busiest stage is least busy, recomputation included.
 
     Where micro-batches are few, stages wait for the first one to come back, the first stage longest, so that an early
-    stage may not be slower than a late one, as the pipeline latency has it.  most_ns: no stage may take longer; 0: any
-    time.
+    stage should not be slower than a late one, as the pipeline latency allows.  most_ns: no stage may take longer; 0:
+    no limit.
     """
-    micro_rows, layout = candidate.micro_rows, candidate.layout
+    micro_rows, layout, n = candidate.micro_rows, candidate.layout, space.chain.n
     share = -(-max(micro_rows) // layout.pipeline_replicas)
-    longest = longest_range(space, share, len(micro_rows), most_ns) if most_ns else space.chain.n
-    nobody_waits = np.zeros((space.chain.n + 1,) * 2, dtype=np.int64)
-    wanted = TableRequest(
-        space, layout, micro_rows, candidate.schedule, stages=space.request.stages, waits=nobody_waits, longest=longest
+    longest = longest_range(space, share, len(micro_rows), most_ns) if most_ns else n
+    nobody_waits = np.zeros((n + 1,) * 2, dtype=np.int64)
+    tables = StageCostTables(
+        space, layout, micro_rows, candidate.schedule, longest, stages=space.request.stages, waits=nobody_waits
     )
-    for partition in _partitions(wanted, {}):
-        if partition.stages == candidate.partition.stages:
-            latency_ns = candidate.partition.pipeline_latency_ns
-            yield replace(candidate, partition=replace(partition, pipeline_latency_ns=latency_ns))
-
-
-def _spare(space: SearchSpace, layout: Layout, stages: int) -> int:
-    """Positions that may idle at the end: where devices are not alike, which of them idle matters."""
-    all_alike = len(set(space.costs.cluster.devices)) == 1
-    return 0 if all_alike or layout.depth > SMALL else layout.depth - stages
+    for partition in _partitions(tables):
+        if len(partition.widths) == candidate.stages:
+            yield replace(candidate, bounds=partition.bounds, widths=partition.widths, first=partition.first)
 
 
 # ---- small spaces --------------------------------------------------------------------------------------------------
 
 
 def enumerate_all(space: SearchSpace) -> list[Candidate] | None:
-    """Every candidate that the request allows, each plan once; None when evaluating all would take long."""
+    """Return every candidate that the request allows, each plan once; None if evaluating all would take long."""
     all_layouts = list(layouts(space.costs.cluster, replicas=space.request.may_replicate, wanted=space.request.copies))
     if _about_actions(space) * len(all_layouts) > MOST_ACTIONS * 10:
         return None
@@ -247,14 +251,14 @@ def enumerate_all(space: SearchSpace) -> list[Candidate] | None:
     actions = 0
     for candidate in _candidates(space, all_layouts):
         if found.setdefault(candidate.key, candidate) is candidate:
-            actions += ACTIONS_PER_STAGE * candidate.partition.stages * len(candidate.micro_rows)
+            actions += ACTIONS_PER_STAGE * candidate.stages * len(candidate.micro_rows)
             if actions > MOST_ACTIONS or space.chain.n * len(found) > MOST_BLOCKS:
                 return None
     return list(found.values())
 
 
 def _about_actions(space: SearchSpace) -> int:
-    """About the actions of all candidates of one layout, without looking at any."""
+    """Return about the actions of all candidates of one layout, without making any."""
     n, request, world = space.chain.n, space.request, space.costs.cluster.world
     deepest = min(n, world, request.stages or n)
     partitions = sum(comb(n - 1, s - 1) * comb(world, s) for s in range(request.stages or 1, deepest + 1))
@@ -263,31 +267,30 @@ def _about_actions(space: SearchSpace) -> int:
 
 
 def _candidates(space: SearchSpace, all_layouts: list[Layout]) -> Iterator[Candidate]:
-    """Every candidate; plans that several layouts can express come several times."""
+    """Yield every candidate; a plan that several layouts can express comes several times."""
     request = space.request
     for layout in all_layouts:
         for partition in _all_partitions(space, layout):
             replicas = max(partition.widths) * layout.pipeline_replicas
-            schedules = request.schedules if partition.stages > 1 else request.schedules[:1]
+            schedules = request.schedules if len(partition.widths) > 1 else request.schedules[:1]
             for micro_rows in request.micro_rows:
                 if replicas <= request.most_replicas(micro_rows):
                     for schedule in schedules:
-                        yield Candidate(partition, layout, micro_rows, schedule)
+                        yield Candidate(*partition, layout, micro_rows, schedule)
 
 
 def _all_partitions(space: SearchSpace, layout: Layout) -> Iterator[Partition]:
-    """Every partition for a layout that the request allows."""
+    """Yield every partition for a layout that the request allows."""
     n, request = space.chain.n, space.request
     for stages in [request.stages] if request.stages else range(1, min(n, layout.depth) + 1):
         fixed = request.replicas_of(stages)
-        legal = [space.legal_at(s) for s in range(stages)]
         if any(home >= stages for home in request.pins.values()) or (fixed and len(fixed) != stages):
             continue
         for inner in combinations(range(1, n), stages - 1):
             bounds = (0, *inner, n)
-            if not all(legal[s][a, b] for s, (a, b) in enumerate(pairwise(bounds))):
+            if not space.allows(bounds):
                 continue
             for widths in product(layout.widths, repeat=stages):
                 replicas = tuple(width * layout.pipeline_replicas for width in widths)
                 if sum(widths) <= layout.depth and fixed in (None, replicas):
-                    yield Partition(bounds, widths, 0)
+                    yield Partition(bounds, widths)

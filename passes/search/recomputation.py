@@ -1,15 +1,15 @@
-"""Which blocks of a stage are recomputed, and in which groups, so that it fits with the least time for that.
+"""The choice of the blocks that a stage recomputes, and of their groups, so that it fits in the least time.
 
-Blocks are taken in order of bytes saved per nanosecond of forward (Piper, NeurIPS 2021, section 5.2, chooses so too),
-as few as fit, or some more where that is quicker.  Neighbours that are recomputed form groups: a group keeps what
-enters it for each micro-batch in flight, and in its own backward everything inside once, so few large groups keep
-little and need a large workspace, many small ones the other way round.  Several sizes are tried; a group of a size ends
-where the fewest bytes cross in the second half of what it may hold (for one size everywhere and equal layers: between
-layers; Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, has the square root of their number as the
-best).  Where memory is left, groups end at more blocks: what ends a group is not run again.
+Blocks are taken in order of bytes saved per nanosecond of forward (as in Piper, NeurIPS 2021, section 5.2), as few as
+fit, or some more where that is quicker.  Neighbours form groups: a group keeps its inputs for each micro-batch in
+flight, and in its own backward everything inside once, so few large groups keep little and need a large workspace, many
+small ones the other way round.  Several sizes are tried; a group of a size ends where the fewest bytes cross in the
+second half of what it may hold (with equal layers: between layers; Chen et al., "Training Deep Nets with Sublinear
+Memory Cost", 2016, give the square root of their number as the best).  Where memory is left, groups end at more blocks:
+the end of a group does not run again.
 
-Assumed, and wrong where: a value that passes by a group counts at each of its ends.  What is found is estimated as
-every stage is, and more is recomputed where that says that it does not fit.
+Assumed, and wrong where: a value that passes by a group counts at each of its ends.  The result is estimated like every
+stage, and more is recomputed if the estimate does not fit.
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from autopart.ir.plan import Stage
+from autopart.ir.size import Size
+from autopart.passes.search.space import SearchSpace
 from autopart.passes.simulation.stage_costs import Estimator, StageContext
 
 Way = tuple[int, list[range]]
-"""Bytes kept for all micro-batches in flight and for the largest group, and the groups."""
+"""(bytes kept for all micro-batches in flight and for the largest group, groups of blocks)."""
 
 
 @dataclass(frozen=True)
 class StageBlocks:
-    """The blocks of a stage in order, for a device's share of the rows: their names, the bytes that each saves, the
-    nanoseconds of its forward and of the end of that which a group that ends with it does not run again, and the bytes
-    that cross the boundary before each.  group_ns: what a group takes beside its blocks."""
+    """The blocks of a stage in order, for a device's share of the rows.
+
+    saved: bytes that each saves.  fwd_ns: of its forward.  tail_ns: of the end of its forward that does not run again
+    where it ends a group.  crossing: bytes that cross the boundary before it.  group_ns: overhead of a group.
+    """
 
     names: tuple[str, ...]
     saved: Sequence[int]
@@ -40,7 +44,7 @@ class StageBlocks:
     group_ns: int = 0
 
     def by_worth(self) -> list[int]:
-        """Places of all blocks, those first that free most bytes for their time; last those that free none."""
+        """Return the places of all blocks: most bytes freed for their time first, those that free none last."""
         freed = [saved - crossing for saved, crossing in zip(self.saved, self.crossing, strict=True)]
 
         def worth(place: int) -> tuple[bool, float, int]:
@@ -49,29 +53,55 @@ class StageBlocks:
         return sorted(range(len(self.names)), key=worth)
 
 
+def recomputed_stage(space: SearchSpace, context: StageContext, spare_bytes: int = 0) -> Stage:
+    """Return the stage with the quickest recomputation that fits its devices, found once for each context.
+
+    spare_bytes: memory to leave free.
+    """
+    limit = space.costs.cluster.least_memory_bytes(context.stage.ranks) - spare_bytes
+    key = limit, context
+    if key not in space.recomputed:
+        size = Size(context.stage.division.largest_part(context.rows))
+        graph, names = space.costs.graph(size), context.stage.ops
+        crossing = dict(zip(graph.ops, space.chain.range_costs(size).crossing.tolist(), strict=False))
+        costs = [graph.ops[name].cost for name in names]
+        blocks = StageBlocks(
+            names,
+            tuple([0 if name in space.asked else c.saved_bytes for name, c in zip(names, costs, strict=True)]),
+            tuple([c.fwd_ns for c in costs]),
+            tuple([c.tail_ns for c in costs]),
+            tuple([crossing[name] for name in names]),
+            space.costs.group_ns,
+        )
+        everything = space.request.recompute == "all"
+        space.recomputed[key] = least_recomputed(
+            context, blocks, space.costs, limit, space.grouped, everything=everything
+        )
+    return space.recomputed[key]
+
+
 def least_recomputed(
     context: StageContext,
     blocks: StageBlocks,
     estimator: Estimator,
     limit: int,
+    known: dict[Hashable, dict[int, list[Way]]],
     *,
     everything: bool,
-    known: dict[Hashable, dict[int, list[Way]]] | None = None,
 ) -> Stage:
-    """The stage with the quickest recomputation that fits `limit` bytes; where nothing does, all of it as one group.
+    """Return the stage with the quickest recomputation that fits `limit` bytes; if nothing does, with one group of all.
 
-    What it recomputes already stays; these blocks count as saving nothing.  known: the ways to group blocks of these
-    costs, of earlier stages, to which those of this stage are added.  everything: all blocks are recomputed, in the
-    groups that hold least.  O(blocks log^2 blocks), and an estimate for each way that turns out to be too large.
+    Groups that it recomputes already stay; their blocks count as saving nothing.  known: the ways to group the blocks
+    of earlier stages with these costs.  everything: recompute all blocks, in the groups that hold least.
+    O(blocks log^2 blocks), and an estimate for each way that turns out to be too large.
     """
     stage, already = context.stage, {name for group in context.stage.recompute for name in group}
-    plain = estimator.stage(context)
-    fixed = plain.peak_bytes - context.live * sum(blocks.saved)
+    fixed = estimator.stage(context).peak_bytes - context.live * sum(blocks.saved)
     order = [place for place in blocks.by_worth() if blocks.names[place] not in already]
     least = len(order) if everything else 1
 
     costs = tuple(map(tuple, (blocks.saved, blocks.fwd_ns, blocks.tail_ns, blocks.crossing, order)))
-    ways_of_count = {} if known is None else known.setdefault((costs, context.live), {})
+    ways_of_count = known.setdefault((costs, context.live), {})  # equal layers are grouped alike
 
     def ways_of(count: int) -> list[Way]:
         if count not in ways_of_count:
@@ -96,8 +126,10 @@ def least_recomputed(
 
 
 def _quickest_first(blocks: StageBlocks, ways: Sequence[Way], live: int, limit: int) -> list[list[range]]:
-    """Of these ways those that seem to fit, the one first that runs least again, and of equals the one that keeps
-    least; where none does, the one that keeps least."""
+    """Return the groups of the ways that seem to fit, the least run again first, then the least kept.
+
+    Where none fits, it is the way that keeps least.
+    """
     fitting = [_ended_oftener(way, blocks, live, limit) for way in ways if way[0] <= limit]
 
     def merit(way: Way) -> tuple[int, int]:
@@ -109,8 +141,10 @@ def _quickest_first(blocks: StageBlocks, ways: Sequence[Way], live: int, limit: 
 
 
 def _ended_oftener(way: Way, blocks: StageBlocks, live: int, limit: int) -> Way:
-    """Groups that end at more blocks, those first of which most is then not run again for the bytes that cross there,
-    as long as `limit` allows."""
+    """Return the way with groups that end at more blocks, as far as `limit` allows.
+
+    Blocks whose end saves most time for the bytes that cross there come first.
+    """
     kept, groups = way
     inside = [place for group in groups for place in group[1:] if blocks.tail_ns[place - 1] > blocks.group_ns]
     begins = set()
@@ -128,7 +162,7 @@ def _ended_oftener(way: Way, blocks: StageBlocks, live: int, limit: int) -> Way:
 
 
 def _sizes_of_groups(blocks: StageBlocks, chosen: frozenset[int], live: int) -> Iterator[Way]:
-    """Groups of several sizes."""
+    """Yield ways with groups of several sizes."""
     runs, before = _runs(chosen), [0, *accumulate(blocks.saved)]
     inside = [before[run.stop] - before[run.start] for run in runs]
     size, least = max(inside), max(1, max(blocks.saved[place] for place in chosen))
@@ -142,14 +176,17 @@ def _sizes_of_groups(blocks: StageBlocks, chosen: frozenset[int], live: int) -> 
 
 
 def _runs(chosen: frozenset[int]) -> list[range]:
-    """Ranges of neighbours, ascending."""
+    """Return the ranges of neighbours, ascending."""
     places = sorted(chosen)
     breaks = [0, *(i for i, (a, b) in enumerate(pairwise(places), 1) if b != a + 1), len(places)]
     return [range(places[a], places[b - 1] + 1) for a, b in pairwise(breaks)]
 
 
 def _divided(run: range, blocks: StageBlocks, before: Sequence[int], size: int) -> list[range]:
-    """A run in groups that save at most `size` bytes each, or are single blocks.  before: saved in front of a block."""
+    """Divide a run into groups that save at most `size` bytes each, or are single blocks.
+
+    before: bytes saved in front of each block.
+    """
     groups: list[range] = []
     start = run.start
     while start < run.stop:

@@ -6,7 +6,7 @@ recomputation by a closed form alone.  So there (`balanced`) every stage is esti
 several places, recomputation chosen as in every evaluation, and a dynamic program over these places minimises the same
 latency as `partition`, waiting included.
 
-Assumed, and wrong where: values that pass by a stage make what it receives depend on cuts elsewhere.  What comes out is
+Assumed, and wrong where: values that pass by a stage make what it receives depend on cuts elsewhere.  The result is
 simulated.
 """
 
@@ -15,27 +15,27 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise, product
+from itertools import chain, pairwise, permutations, product
+from typing import NamedTuple
 
 from autopart.ir.size import Size
-from autopart.passes.search.evaluation import Candidate, Evaluation, Evaluator, Search
+from autopart.passes.search.evaluation import Candidate, Evaluation, Fitted, Search, fitted
 from autopart.passes.search.space import SearchSpace
 from autopart.passes.simulation.estimate import played
 
 CHOICES = 7
-"""Places that a cut may have after one round: its own, the next blocks, and the next ones where locally least
-crosses."""
+"""Places of a cut after one round: its own, the next blocks, and the next local minima of the bytes that cross."""
 ROUNDS = 4
-"""Rounds that a candidate may take."""
+"""The most rounds for a candidate."""
 WAYS = 12
-"""Ways to cut the stages from a place on that are kept, of those of which none is better in both of its merits: a
-larger bound with less time through the stages can end in the smaller one."""
+"""Ways to cut the stages from a place on that are kept, of those that none beats in both bound and time: a larger bound
+with less time through the stages can end in the smaller one."""
 
 
 def refined(search: Search, evaluation: Evaluation, effort: int) -> Evaluation:
-    """Where steepest descent over `_neighbours`, and where that is cheap over cuts anywhere, ends.
+    """Return the end of steepest descent over `_neighbours`, and where that is cheap, over cuts anywhere.
 
-    effort: simulated actions that it may cost.  All that is evaluated is noted in the search.
+    effort: simulated actions that it may cost.  Its evaluations become results of the search.
     """
     space, best = evaluation.space, evaluation
     budget = effort // actions_of(evaluation.candidate)
@@ -45,9 +45,9 @@ def refined(search: Search, evaluation: Evaluation, effort: int) -> Evaluation:
         if budget > 2 * space.chain.n:
             near = chain(near, _with_one_cut_anywhere(best.candidate, space))
         for candidate in near:
-            before = search.evaluator.count
+            before = search.count
             tried.append(search.evaluate(space, candidate))
-            budget -= search.evaluator.count - before
+            budget -= search.count - before
             if budget <= 0:
                 break
         better = min(tried, key=_merit, default=best)
@@ -58,9 +58,9 @@ def refined(search: Search, evaluation: Evaluation, effort: int) -> Evaluation:
 
 
 def actions_of(candidate: Candidate) -> int:
-    """About the actions that evaluating it simulates."""
-    stages, micros = candidate.partition.stages, len(candidate.micro_rows)
-    return 6 * stages * sum(played(stages, micros, candidate.schedule))
+    """Return about the actions that evaluating a candidate simulates."""
+    micros = played(candidate.stages, len(candidate.micro_rows), candidate.schedule)
+    return 6 * candidate.stages * sum(micros)
 
 
 def _merit(evaluation: Evaluation) -> tuple[int, int]:
@@ -68,62 +68,43 @@ def _merit(evaluation: Evaluation) -> tuple[int, int]:
 
 
 def finer(evaluation: Evaluation, fine: SearchSpace) -> Candidate:
-    """The candidate on the chain of more blocks, which can be cut wherever its own can."""
+    """Return the candidate on the chain of more blocks, which can be cut wherever its own can."""
     candidate, coarse = evaluation.candidate, evaluation.space
     place = {op.parts[-1]: i for i, op in enumerate(fine.chain.blocks.ops)}  # the last part is not a clone
     ends = [0, *(place[op.parts[-1]] + 1 for op in coarse.chain.blocks.ops)]
-    bounds = tuple(ends[b] for b in candidate.partition.bounds)
-    return replace(candidate, partition=replace(candidate.partition, bounds=bounds))
-
-
-def is_legal(bounds: tuple[int, ...], space: SearchSpace) -> bool:
-    """Whether the request allows a partition with these bounds."""
-    if bounds[-2] >= bounds[-1] or bounds[1] <= 0:
-        return False
-    for stage, (a, b) in enumerate(pairwise(bounds)):
-        legal = space.legal_at(stage) if space.request.pins else space.legal
-        if not legal[a, b]:
-            return False
-    return True
+    return replace(candidate, bounds=tuple(ends[b] for b in candidate.bounds))
 
 
 def _neighbours(candidate: Candidate, space: SearchSpace) -> Iterator[Candidate]:
-    """The next ways to cut the batch, one cut moved by one or two blocks, all cuts from one on shifted, or one device
-    moved from a stage to another."""
-    partition = candidate.partition
-    order = sorted(space.request.micro_rows, key=len)
+    """Yield the candidate after each move: the next ways to cut the batch, one cut by one or two blocks, all cuts from
+    one on, or one device from a stage to another."""
+    request = space.request
+    order = sorted(request.micro_rows, key=len)
     place = order.index(candidate.micro_rows)
     for rows in order[max(0, place - 1) : place] + order[place + 1 : place + 2]:
-        if max(partition.widths) * candidate.layout.pipeline_replicas <= space.request.most_replicas(rows):
+        if candidate.most_replicas <= request.most_replicas(rows):
             yield replace(candidate, micro_rows=rows)
-    for bounds in _moved(partition.bounds):
-        if all(a < b for a, b in pairwise(bounds)) and is_legal(bounds, space):
-            yield replace(candidate, partition=replace(partition, bounds=bounds))
-    if space.request.replicas is None and max(candidate.layout.widths) > 1:
-        yield from _with_one_device_moved(candidate, space)
-
-
-def _with_one_device_moved(candidate: Candidate, space: SearchSpace) -> Iterator[Candidate]:
-    partition = candidate.partition
-    for giver in range(partition.stages):
-        for taker in range(partition.stages):
-            if giver == taker or partition.widths[giver] == 1:
-                continue
-            widths = list(partition.widths)
+    for bounds in _moved(candidate.bounds):
+        if space.allows(bounds):
+            yield replace(candidate, bounds=bounds)
+    if request.replicas is None and max(candidate.layout.widths) > 1:
+        for giver, taker in permutations(range(candidate.stages), 2):
+            widths = list(candidate.widths)
             widths[giver] -= 1
             widths[taker] += 1
-            if max(widths) * candidate.layout.pipeline_replicas <= space.request.most_replicas(candidate.micro_rows):
-                yield replace(candidate, partition=replace(partition, widths=tuple(widths)))
+            moved = replace(candidate, widths=tuple(widths))
+            if widths[giver] and moved.most_replicas <= request.most_replicas(candidate.micro_rows):
+                yield moved
 
 
 def _with_one_cut_anywhere(candidate: Candidate, space: SearchSpace) -> Iterator[Candidate]:
-    """One cut moved to any place between its neighbours."""
-    old = candidate.partition.bounds
+    """Yield the candidate with one cut moved to any place between its neighbours."""
+    old = candidate.bounds
     for i in range(1, len(old) - 1):
         for place in range(old[i - 1] + 1, old[i + 1]):
             bounds = (*old[:i], place, *old[i + 1 :])
-            if is_legal(bounds, space):
-                yield replace(candidate, partition=replace(candidate.partition, bounds=bounds))
+            if space.allows(bounds):
+                yield replace(candidate, bounds=bounds)
 
 
 def _moved(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -132,9 +113,8 @@ def _moved(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         for place in inner:
             yield (*bounds[:place], bounds[place] + step, *bounds[place + 1 :])
     for step in (1, -1):
-        for first in inner:
-            if first + 1 < len(bounds) - 1:
-                yield (*bounds[:first], *(b + step for b in bounds[first:-1]), bounds[-1])
+        for first in inner[:-1]:
+            yield (*bounds[:first], *(b + step for b in bounds[first:-1]), bounds[-1])
 
 
 # ---- all cuts at once ----------------------------------------------------------------------------------------------
@@ -142,7 +122,7 @@ def _moved(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a stage needs for a micro-batch and behind its last one, messages into it, and micro-batches in flight."""
+    """Times of a stage: of a micro-batch, behind the last one, of messages into it; and micro-batches in flight."""
 
     work_ns: int
     following_ns: int
@@ -150,34 +130,29 @@ class Need:
     live: int
 
 
-@dataclass(frozen=True, slots=True)
-class Suffix:
-    """The stages from one on: the least bound of their step, the time of a micro-batch through them, their bounds."""
+class Suffix(NamedTuple):
+    """A way to cut the stages from one on: the least bound of their step, the time of a micro-batch through them, and
+    their bounds.  Less is better."""
 
     bound_ns: int
     through_ns: int
     bounds: tuple[int, ...]
 
-    @property
-    def merit(self) -> tuple[int, int]:
-        """Less is better."""
-        return self.bound_ns, self.through_ns
-
 
 def balanced(search: Search, evaluation: Evaluation) -> Evaluation:
-    """The candidate with its cuts moved as long as that makes its simulated step shorter, `ROUNDS` times at most.
+    """Move the cuts of a candidate as long as that makes its simulated step shorter, at most `ROUNDS` times.
 
-    O(rounds * (choices^2 * (estimates + stages * ways) + actions)).  All that is simulated is noted in the search.
+    O(rounds * (choices^2 * (estimates + stages * ways) + actions)).  Its evaluations become results of the search.
     """
     space, best = evaluation.space, evaluation
-    if evaluation.candidate.partition.stages < 2 or not evaluation.fits:
+    if evaluation.stages < 2 or not evaluation.fits:
         return evaluation
     for _ in range(ROUNDS):
-        bounds = _best_bounds(best, search.evaluator)
-        moved = _with_bounds(best.candidate, space, bounds)
-        if moved is None or bounds == best.candidate.partition.bounds:
+        old = best.candidate.bounds
+        found = least_bound(_needs(best), len(best.candidate.micro_rows), old[-1])
+        if found is None or found.bounds == old or not space.allows(found.bounds):
             break
-        tried = search.evaluate(space, moved)
+        tried = search.evaluate(space, replace(best.candidate, bounds=found.bounds))
         if not tried.fits or tried.step_ns >= best.step_ns:
             break
         best = tried
@@ -185,8 +160,8 @@ def balanced(search: Search, evaluation: Evaluation) -> Evaluation:
 
 
 def _places(candidate: Candidate, space: SearchSpace) -> list[tuple[int, ...]]:
-    """For each bound of the stages, where it may lie: `CHOICES` places, its own first; the outer ones stay."""
-    bounds, crossing = candidate.partition.bounds, space.chain.range_costs(Size(max(candidate.micro_rows))).crossing
+    """Return for each bound of the stages its possible places, `CHOICES`, its own first; the outer ones stay."""
+    bounds, crossing = candidate.bounds, space.chain.range_costs(Size(max(candidate.micro_rows))).crossing
     inner = range(1, space.chain.n)
     cheap = [b for b in inner if crossing[b] <= crossing[b - 1] and crossing[b] <= crossing[b + 1]]
     places = [(bounds[0],) * CHOICES]
@@ -198,24 +173,11 @@ def _places(candidate: Candidate, space: SearchSpace) -> list[tuple[int, ...]]:
     return [*places, (bounds[-1],) * CHOICES]
 
 
-def _with_bounds(candidate: Candidate, space: SearchSpace, bounds: tuple[int, ...]) -> Candidate | None:
-    """The candidate with these bounds, None where a stage would lose all its blocks or they are not allowed."""
-    if any(a >= b for a, b in pairwise(bounds)) or not is_legal(bounds, space):
-        return None
-    return replace(candidate, partition=replace(candidate.partition, bounds=bounds))
-
-
-def _best_bounds(known: Evaluation, evaluator: Evaluator) -> tuple[int, ...]:
-    """The bounds with the least bound of the step, out of `_places`; the candidate's own where none can be judged."""
-    bounds, micros = known.candidate.partition.bounds, len(known.candidate.micro_rows)
-    needs = _needs(known, evaluator)
-    best = least_bound([needs.get(stage, {}) for stage in range(len(bounds) - 1)], micros, bounds[-1])
-    return best.bounds if best is not None else bounds
-
-
 def least_bound(needs: Sequence[Mapping[tuple[int, int], Need]], micros: int, last: int) -> Suffix | None:
-    """The way through all stages, from 0 to `last`, with the least bound of the step; needs: of each stage by its two
-    bounds.  O(sum of needs * ways * log ways)."""
+    """Return the way through all stages, from 0 to `last`, with the least bound of the step.
+
+    needs: of each stage by its two bounds.  O(sum of needs * ways * log ways).
+    """
     behind = {last: [Suffix(0, 0, (last,))]}  # by their first bound
     for choices in reversed(needs):
         here: dict[int, list[Suffix]] = {}
@@ -223,14 +185,13 @@ def least_bound(needs: Sequence[Mapping[tuple[int, int], Need]], micros: int, la
             joined = [_joined(need, rest, first, micros) for rest in behind.get(end, ())]
             here.setdefault(first, []).extend(joined)
         behind = {first: _undominated(found) for first, found in here.items() if found}
-    return min(behind.get(0, ()), key=lambda suffix: suffix.merit, default=None)
+    return min(behind.get(0, ()), key=lambda suffix: suffix[:2], default=None)
 
 
 def _undominated(found: list[Suffix]) -> list[Suffix]:
-    """Those of which no other has both a smaller bound and less time through them, the smallest bound first; `WAYS` of
-    them, evenly."""
+    """Return those that none beats in both bound and time, the smallest bound first; `WAYS` of them, evenly."""
     front: list[Suffix] = []
-    for each in sorted(found, key=lambda suffix: suffix.merit):
+    for each in sorted(found, key=lambda suffix: suffix[:2]):
         if not front or each.through_ns < front[-1].through_ns:
             front.append(each)
     if len(front) <= WAYS:
@@ -239,7 +200,7 @@ def _undominated(found: list[Suffix]) -> list[Suffix]:
 
 
 def _joined(need: Need, rest: Suffix, first: int, micros: int) -> Suffix:
-    """A stage before others."""
+    """Return a stage before others."""
     latency = need.work_ns + need.arriving_ns
     through = latency + rest.through_ns
     bound = max(latency + rest.bound_ns, micros * need.work_ns + need.following_ns, through)
@@ -249,26 +210,37 @@ def _joined(need: Need, rest: Suffix, first: int, micros: int) -> Suffix:
     return Suffix(bound, through, (first, *rest.bounds))
 
 
-def _needs(known: Evaluation, evaluator: Evaluator) -> dict[int, dict[tuple[int, int], Need]]:
-    """By stage and its two bounds what every stage that fits needs, with its bounds at any of their places.
+def _needs(known: Evaluation) -> list[dict[tuple[int, int], Need]]:
+    """Return for each stage, by its two bounds, the times of every stage that fits, with bounds at any of their places.
 
     Stages are estimated all together, even bounds at one place and odd ones at another, so that as many estimates as
     there are pairs show them all.
     """
     candidate, space = known.candidate, known.space
-    needs: dict[int, dict[tuple[int, int], Need]] = {}
+    needs: list[dict[tuple[int, int], Need]] = [{} for _ in candidate.widths]
     places = _places(candidate, space)
     for pair in product(range(CHOICES), range(CHOICES)):
         bounds = tuple([choices[pair[number % 2]] for number, choices in enumerate(places)])
-        moved = _with_bounds(candidate, space, bounds)
-        if moved is None:
+        if not space.allows(bounds):
             continue
-        fitted = evaluator.fitted(space, moved, known.decision.zero)
-        arriving = evaluator.arriving_ns(space, fitted)
+        found = fitted(space, replace(candidate, bounds=bounds), known.decision.zero)
+        arriving = _arriving_ns(space, found)
         for stage, between in enumerate(pairwise(bounds)):
-            if fitted.excess_bytes[stage] <= 0:
-                e = fitted.estimates[stage]
+            if found.excess[stage] <= 0:
+                e = found.estimates[stage]
                 reduce_ns = max(0, e.reduce_ns - e.bwd_ns) if space.costs.overlap else e.reduce_ns
                 need = Need(e.fwd_ns + e.bwd_ns, reduce_ns + e.optimizer_ns, arriving[stage], e.live)
-                needs.setdefault(stage, {})[between] = need
+                needs[stage][between] = need
     return needs
+
+
+def _arriving_ns(space: SearchSpace, found: Fitted) -> list[int]:
+    """Return the nanoseconds of messages into each stage, of the slowest sender, both ways, alone on their ports."""
+    sizes = space.costs.graph(Size(max(found.decision.micro_rows))).values
+    ranks = [stage.ranks for stage in found.decision.stages]
+    slowest = [0] * len(ranks)
+    for edge in found.links:
+        there = space.costs.loads.p2p(ranks[edge.src], ranks[edge.dst]).alone_ns(sum([sizes[v] for v in edge.values]))
+        back = space.costs.loads.p2p(ranks[edge.dst], ranks[edge.src]).alone_ns(sum([sizes[v] for v in edge.grads]))
+        slowest[edge.dst] = max(slowest[edge.dst], there + back)
+    return slowest

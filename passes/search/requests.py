@@ -1,4 +1,4 @@
-"""What can be refused about a request: without looking at the model, and by its number of blocks."""
+"""Checks of a request: without the model, and against its number of blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopart.passes.search.space import PlanRequest
 
 
 def check_request(request: PlanRequest, cluster: Cluster) -> None:
-    """Everything about a request that can be refused without looking at the model."""
+    """Raise UsageError for a request that no model can fulfil on this cluster."""
     check_cluster(cluster)
     if request.prove_seconds > 0 and not request.synchronous:
         raise UsageError(
@@ -48,20 +48,20 @@ def check_request(request: PlanRequest, cluster: Cluster) -> None:
 
 
 def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
-    """Replicas and pins against the number of stages."""
+    """Check replicas and pins against the number of stages."""
     fixed = request.replicas if isinstance(request.replicas, tuple) else None
     if fixed is not None and request.stages is not None and len(fixed) != request.stages:
         raise UsageError(
             f"{len(fixed)} number{'s' if len(fixed) > 1 else ''} of replicas for {request.stages} stages",
             fix=f"give {request.stages} numbers, or use stages={len(fixed)}",
         )
-    needed = sum(fixed) if fixed else (request.replicas if isinstance(request.replicas, int) else 1)
+    each = request.replicas if isinstance(request.replicas, int) else 1
+    needed = sum(fixed) if fixed else each
     if needed > cluster.world:
         raise UsageError(
             f"{needed} replicas need {needed} devices, but the cluster has {cluster.world}",
             fix=f"use at most {cluster.world} replicas in all, or name a larger cluster",
         )
-    each = request.replicas if isinstance(request.replicas, int) else 1
     if each * (request.stages or 1) > cluster.world:
         raise UsageError(
             f"{request.stages} stages of {each} replicas need {each * (request.stages or 1)} devices, but the cluster "
@@ -69,8 +69,17 @@ def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
             fix=f"use at most {cluster.world // each} stages or {cluster.world // (request.stages or 1)} replicas, or "
             "name a larger cluster",
         )
-    _check_zero(request)
-    _check_slices(request)
+    if request.zero == 1 and not request.may_shard:
+        raise UsageError(
+            f"zero=1 does not go with schedule {request.schedule!r}",
+            why="each micro-batch has its own version of the weights",
+            fix="use zero=0 or another schedule",
+        )
+    if request.fixed_slices and not any(takes_slices(find(name)) for name in request.schedules):
+        raise UsageError(
+            f"schedule {request.schedule!r} has no order over slices of sequences",
+            fix=f"use one of {', '.join(AUTOMATIC)}, or token_slices=None",
+        )
     for path, stage in request.pins.items():
         if not 0 <= stage < (request.stages or cluster.world):
             last = (request.stages or cluster.world) - 1
@@ -80,25 +89,8 @@ def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
             )
 
 
-def _check_zero(request: PlanRequest) -> None:
-    if request.zero == 1 and not request.may_shard:
-        raise UsageError(
-            f"zero=1 does not go with schedule {request.schedule!r}",
-            why="each micro-batch has its own version of the weights",
-            fix="use zero=0 or another schedule",
-        )
-
-
-def _check_slices(request: PlanRequest) -> None:
-    if request.fixed_slices and not any(takes_slices(find(name)) for name in request.schedules):
-        raise UsageError(
-            f"schedule {request.schedule!r} has no order over slices of sequences",
-            fix=f"use one of {', '.join(AUTOMATIC)}, or token_slices=None",
-        )
-
-
 def check_stages(request: PlanRequest, blocks: int) -> None:
-    """The number of stages against the number of blocks."""
+    """Raise UsageError if more stages are requested than there are blocks."""
     asked = request.stages or 0
     if asked > blocks:
         raise UsageError(

@@ -1,14 +1,13 @@
 """The steps of the search, in the order in which `pipeline.search` takes them.
 
-0. Where all candidates together are few, each of them is evaluated, and that is all.
+0. Where all candidates together are few, each of them is evaluated, and the search ends.
 1. For every way to cut the batch and every layout, the best partition for each number of stages (`proposals`).
 2. The most promising by pipeline latency are evaluated (`evaluation`), the best of them under every schedule and layout
    of the same depth.
-3. From the best few, cuts move by a block and widths by a device as long as the simulated step gets shorter; where
-   that ends close to the best, once more with finer blocks (`refinement`).  Of long programs all cuts move at once
-   (`balance`).
+3. From the best few, cuts move by a block and widths by a device as long as the simulated step gets shorter; if the
+   result is close to the best, once more with finer blocks (`refinement`).  Of long programs all cuts move at once.
 
-The order of trying and every limit is a count, never a clock: the same request gives the same plan everywhere.
+Every limit is a count, never a clock: the same request gives the same plan everywhere.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from itertools import accumulate
 import numpy as np
 
 from autopart.ir.size import Size
-from autopart.passes.graph.cuts import Ints
 from autopart.passes.search.evaluation import Candidate, Evaluation, Search
 from autopart.passes.search.layout import layouts
 from autopart.passes.search.proposals import HOPELESS, Proposal, enumerate_all, with_equal_stages
-from autopart.passes.search.refinement import actions_of, balanced, finer, is_legal, refined
+from autopart.passes.search.refinement import actions_of, balanced, finer, refined
 from autopart.passes.search.space import SearchSpace, fastest_sums
 
 PROMISING = 12
@@ -36,13 +34,13 @@ LEAST_VARIANTS = 5
 REFINED = 3
 """Evaluated candidates that are refined."""
 HOPEFUL, CLOSE = 1.04, 1.005
-"""How far above the best a candidate may be to be refined, and to be refined over more blocks after that over few."""
+"""How far above the best a candidate may be to be refined, and to be refined once more over finer blocks."""
 FAR_FEWER = 0.75
-"""The part of the preferred stages that a candidate may have at most to be refined in order to be preferred itself."""
+"""The most stages, as a part of the preferred plan's, of a candidate that is refined to become the preferred one."""
 EVEN = 8
-"""Even cuts may be off by this part of a device's share of the work, where less crosses."""
+"""Even cuts may be off by one in so many of a device's share of the work, where fewer bytes cross."""
 FEW = 4
-"""Micro-batches for each stage up to which the pipeline latency misjudges stages so much that equal ones are tried."""
+"""Micro-batches per stage up to which equal stages are tried too, since the pipeline latency misjudges them."""
 EFFORT = 250_000
 """Actions that may be simulated in refining, and in comparing schedules and layouts."""
 
@@ -51,11 +49,10 @@ EFFORT = 250_000
 
 
 def evaluate_all(search: Search) -> bool:
-    """Evaluate every candidate where they are few.  Whether that was done, and some plan is allowed at all."""
-    spaces = search.spaces
-    candidates = None if spaces.differ else enumerate_all(spaces.coarse)
+    """Evaluate every candidate if they are few; return whether there were any and they were evaluated."""
+    candidates = None if search.fine.chain.n > search.coarse.chain.n else enumerate_all(search.coarse)
     for candidate in candidates or ():
-        search.evaluate(spaces.coarse, candidate)
+        search.evaluate(search.coarse, candidate)
     return bool(candidates)
 
 
@@ -63,11 +60,10 @@ def evaluate_all(search: Search) -> bool:
 
 
 def evaluate_promising(search: Search, proposals: list[Proposal]) -> None:
-    """Evaluate the promising, as long as they are not hopeless and effort is left or nothing fits."""
+    """Evaluate the promising proposals that are not hopeless, while effort is left or nothing fits."""
     effort = EFFORT
     for space, candidate in _promising(proposals):
-        latency_ns = candidate.partition.pipeline_latency_ns
-        hopeless = bool(search.fitting) and latency_ns > HOPELESS * search.best_ns
+        hopeless = bool(search.fitting) and candidate.latency_ns > HOPELESS * search.best_ns
         if not hopeless and (effort > 0 or not search.fitting):
             search.evaluate(space, candidate)
             effort -= actions_of(candidate)
@@ -75,18 +71,17 @@ def evaluate_promising(search: Search, proposals: list[Proposal]) -> None:
 
 
 def _by_latency(proposals: list[Proposal]) -> list[Proposal]:
-    """Ties stay in the order of trying."""
-    return sorted(proposals, key=lambda proposal: proposal.candidate.partition.pipeline_latency_ns)
+    """Return the proposals by pipeline latency; ties stay in the order of trying."""
+    return sorted(proposals, key=lambda proposal: proposal.candidate.latency_ns)
 
 
 def _promising(proposals: list[Proposal]) -> list[Proposal]:
-    """The best of each number of stages and of pipelines, so that every shape of plan is evaluated, and the best of
-    all."""
+    """Return the best of each number of stages and of pipelines, so that every shape is evaluated, and the best."""
     ranked = _by_latency(proposals)
     chosen: dict[int, None] = {}
     shapes: set[tuple[int, int]] = set()
     for place, (_, candidate) in enumerate(ranked):
-        shape = min(candidate.partition.stages, 4), candidate.layout.pipeline_replicas
+        shape = min(candidate.stages, 4), candidate.layout.pipeline_replicas
         if shape not in shapes and len(shapes) < 2 * PROMISING:
             shapes.add(shape)
             chosen[place] = None
@@ -95,14 +90,14 @@ def _promising(proposals: list[Proposal]) -> list[Proposal]:
 
 
 def evaluate_for_comparison(search: Search, proposals: list[Proposal]) -> None:
-    """Evaluate also, for explanations, a stage fewer and more than the best has, and the best without replicas."""
-    if not search.fitting:
+    """Evaluate, for explanations, a stage fewer and more than the best has, and the best without replicas."""
+    if search.best is None:
         return
-    stages = search.ranked[0].candidate.partition.stages
+    stages = search.best.stages
     wanted: tuple[Callable[[Candidate], bool], ...] = (
-        lambda candidate: candidate.partition.stages == stages - 1,
-        lambda candidate: candidate.partition.stages == stages + 1,
-        _is_pipeline_without_replicas,
+        lambda candidate: candidate.stages == stages - 1,
+        lambda candidate: candidate.stages == stages + 1,
+        lambda candidate: candidate.stages > 1 and candidate.most_replicas == 1,
     )
     ranked = _by_latency(proposals)
     for is_wanted in wanted:
@@ -111,54 +106,49 @@ def evaluate_for_comparison(search: Search, proposals: list[Proposal]) -> None:
             search.evaluate(*found)
 
 
-def _is_pipeline_without_replicas(candidate: Candidate) -> bool:
-    partition = candidate.partition
-    return partition.stages > 1 and candidate.layout.pipeline_replicas == max(partition.widths) == 1
-
-
 # ---- variants ------------------------------------------------------------------------------------------------------
 
 
 def evaluate_variants(search: Search) -> None:
-    """The fastest under all schedules and layouts, as far as effort reaches, and with even cuts."""
-    effort = EFFORT
+    """Evaluate the fastest under all schedules and layouts, as far as effort allows, and with even cuts."""
+    effort, fine = EFFORT, search.fine
     for evaluation in search.finalists(VARIED):
         candidate, space = evaluation.candidate, evaluation.space
-        variants = list(_variants(space, candidate))
         actions = actions_of(candidate)
-        tried = variants[: max(LEAST_VARIANTS, effort // actions)]
+        tried = list(_variants(space, candidate))[: max(LEAST_VARIANTS, effort // actions)]
         for variant in tried:
             search.evaluate(space, variant)
         effort -= len(tried) * actions
-        even = with_even_cuts(candidate, search.spaces.fine)
+        even = with_even_cuts(candidate, fine)
         if even is not None:
-            search.evaluate(search.spaces.fine, even)
-        if candidate.partition.stages > 1 and len(candidate.micro_rows) <= FEW * candidate.partition.stages:
-            for balanced in with_equal_stages(candidate, search.spaces.fine, search.best_ns):
-                search.evaluate(search.spaces.fine, balanced)
+            search.evaluate(fine, even)
+        if candidate.stages > 1 and len(candidate.micro_rows) <= FEW * candidate.stages:
+            for equal in with_equal_stages(candidate, fine, search.best_ns):
+                search.evaluate(fine, equal)
         search.tell("schedules and layouts")
 
 
 def _variants(space: SearchSpace, candidate: Candidate) -> Iterator[Candidate]:
-    """The candidate under each schedule and each layout of as many pipelines."""
-    request, partition = space.request, candidate.partition
+    """Yield the candidate under each schedule and each layout of as many pipelines."""
+    request = space.request
     same_shape = [
         layout
         for layout in layouts(space.costs.cluster, replicas=request.may_replicate, wanted=request.copies)
         if layout.pipeline_replicas == candidate.layout.pipeline_replicas and layout.order == candidate.layout.order
     ]
-    schedules = request.schedules if partition.stages > 1 else request.schedules[:1]
-    for schedule in sorted(schedules, key=lambda name: name != candidate.schedule):  # of a stable order
+    schedules = request.schedules if candidate.stages > 1 else request.schedules[:1]
+    for schedule in sorted(schedules, key=lambda name: name != candidate.schedule):  # its own first
         for layout in same_shape:
-            for first in sorted({0, partition.first}):
-                moved = replace(partition, first=first)
-                yield replace(candidate, partition=moved, layout=layout, schedule=schedule)
+            for first in sorted({0, candidate.first}):
+                yield replace(candidate, first=first, layout=layout, schedule=schedule)
 
 
 def with_even_cuts(candidate: Candidate, space: SearchSpace) -> Candidate | None:
-    """The same with as much work for each device, cut where little crosses: the pipeline latency leaves waiting for
-    slow stages out."""
-    widths = candidate.partition.widths
+    """Return the candidate with as much work for each device, cut where few bytes cross, or None where not allowed.
+
+    The pipeline latency leaves out waiting for slow stages, which even cuts avoid.
+    """
+    widths = candidate.widths
     if space.request.pins or len(widths) > space.chain.n:
         return None
     rows = max(candidate.micro_rows)
@@ -170,16 +160,9 @@ def with_even_cuts(candidate: Candidate, space: SearchSpace) -> Candidate | None
         if not len(off):
             return None
         near = np.flatnonzero(off <= max(off.min(), sums[-1] / devices / EVEN))
-        bounds.append(first + _cheapest(near, crossing[first:], off))
+        bounds.append(first + int(min(near, key=lambda i: (crossing[first + i], off[i]))))
     ends = (*bounds, space.chain.n)
-    if not is_legal(ends, space):
-        return None
-    return replace(candidate, partition=replace(candidate.partition, bounds=ends))
-
-
-def _cheapest(places: np.ndarray[tuple[int, ...], np.dtype[np.intp]], crossing: Ints, off: Ints) -> int:
-    """Of these places the one that the fewest bytes cross; of equals the one that is off the least."""
-    return int(min(places, key=lambda place: (crossing[place], off[place])))
+    return replace(candidate, bounds=ends) if space.allows(ends) else None
 
 
 # ---- refinement ----------------------------------------------------------------------------------------------------
@@ -204,20 +187,20 @@ def refine_best(search: Search) -> None:
 
 
 def _refine(search: Search, evaluation: Evaluation) -> None:
-    """Refine one, and once more over more blocks what comes close to the best."""
-    near, fine = _refined_over_its_blocks(search, evaluation), search.spaces.fine
+    """Refine one, and if it comes close to the best, once more over finer blocks."""
+    near, fine = _refined_over_its_blocks(search, evaluation), search.fine
     if near.space.chain.n < fine.chain.n and (not search.fitting or _is_close(search, near)):
         _refined_over_its_blocks(search, search.evaluate(fine, finer(near, fine)))
 
 
 def _refined_over_its_blocks(search: Search, evaluation: Evaluation) -> Evaluation:
-    """The candidate refined; first all cuts at once, where programs are too long to move them one by one."""
+    """Refine the candidate; first all cuts at once, where programs are too long to move them one by one."""
     moves = EFFORT // REFINED // actions_of(evaluation.candidate)
     is_long = moves < 2 * evaluation.stages
     return refined(search, balanced(search, evaluation) if is_long else evaluation, EFFORT // REFINED)
 
 
 def _is_close(search: Search, evaluation: Evaluation) -> bool:
-    """Whether more blocks may make it the fastest, or the preferred one."""
+    """Return whether finer blocks may make it the fastest, or the preferred one."""
     preferred = CLOSE * search.preferred[0].preference
     return evaluation.step_ns <= CLOSE * search.best_ns or evaluation.preference <= preferred

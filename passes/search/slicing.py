@@ -1,12 +1,12 @@
-"""Sequences cut into slices, of the best plans that were found: lengths by the dynamic program, and even ones.
+"""Sequences cut into slices, for the best plans so far: lengths by the dynamic program, and even ones.
 
-The lengths minimise the time of a pipeline whose stages take alpha_k * t (`passes.tokens.lengths`), with what slices
-take of the stages of the plan (`simulation.slices`); what comes out of it is simulated like every other candidate,
-under every schedule that takes slices, and has to be clearly faster than whole sequences.
+The lengths minimise the time of a pipeline whose stages take alpha_k * t (`passes.tokens.lengths`), with the share of
+the plan's stages that slices take (`simulation.slices`).  The result is simulated like every other candidate, under
+every schedule that takes slices, and has to be clearly faster than whole sequences.
 
 TeraPipe cuts batch and tokens in one program (section 3.4), of which all published results share one token cut among
-all micro-batches, as ours must.  Of equal micro-batches that is the best over their numbers of the best cut of one: so
-the best plan is tried with every number of micro-batches that is allowed, few of which are best for whole sequences.
+all micro-batches, as ours must.  For equal micro-batches that is the best over their numbers of the best cut of one: so
+the best plan is tried with every allowed number of micro-batches, few of which are best for whole sequences.
 """
 
 from __future__ import annotations
@@ -18,87 +18,73 @@ from itertools import pairwise
 import numpy as np
 
 from autopart.passes.program.schedules import find, takes_slices
-from autopart.passes.search.evaluation import Candidate, Evaluation, Evaluator, Search
+from autopart.passes.search.evaluation import Candidate, Evaluation, Search, evaluate
 from autopart.passes.search.search import with_even_cuts
-from autopart.passes.simulation.slices import SliceShares
-from autopart.passes.simulation.stage_costs import Estimator
 from autopart.passes.tokens.lengths import Ints, cut_tokens, other_stages, slice_times
 
 SLICED = 6
-"""Plans that are tried with slices: the best of as many shapes."""
+"""Plans of different shapes that are tried with slices."""
 CELLS = 64
 """Places between which a sequence may be cut."""
 EVEN_COUNTS = (2, 4, 8)
 """Numbers of even slices that are tried beside the dynamic program's."""
 WORTH = 0.97
-"""Slices are taken where the simulated step is below this part of that of whole sequences: what a slice costs beyond
-what is known of it (launches, joined states) has to be paid by what it gains."""
+"""Slices are chosen if the simulated step is below this part of the step with whole sequences: the gain has to pay for
+overheads of a slice that the simulation leaves out."""
 
 
 def evaluate_slices(search: Search) -> None:
     """Evaluate the best plans with slices, where the request leaves them open.  O(SLICED * cells^2), and programs."""
-    request = search.spaces.coarse.request
+    request = search.coarse.request
     if request.token_slices != "auto" or request.token_axis is None or not search.fitting:
         return
     limit = WORTH * search.best_ns
     for place, found in enumerate(search.finalists(SLICED)):
         others = _other_micros(search, found) if not place else ()
         for whole in (found, *_evened(search, found), *others):
-            if not _can_be_sliced(whole):
-                continue
-            for candidate in _sliced(whole, search.evaluator.estimator(whole.space)):
-                sliced = search.evaluator(whole.space, candidate)
-                if sliced.step_ns < limit and _can_be_sliced(sliced):
+            for candidate in _sliced(whole):
+                sliced = search.evaluated(whole.space, candidate)
+                if sliced.step_ns < limit and sliced.fits:
                     search.evaluate(whole.space, candidate)
         search.tell("slices of sequences")
 
 
 def _evened(search: Search, found: Evaluation) -> list[Evaluation]:
-    """The same with even cuts, which for few whole sequences are no faster, but are for slices."""
-    fine = search.spaces.fine
-    even = with_even_cuts(found.candidate, fine) if found.candidate.partition.stages > 1 else None
-    return [] if even is None else [search.evaluate(fine, even)]
+    """Return the plan with even cuts, which for few whole sequences are no faster, but are for slices."""
+    even = with_even_cuts(found.candidate, search.fine) if found.stages > 1 else None
+    return [] if even is None else [search.evaluate(search.fine, even)]
 
 
 def _other_micros(search: Search, found: Evaluation) -> Iterator[Evaluation]:
-    """The same with the batch cut into other numbers of micro-batches."""
+    """Yield the plan with the batch cut into other numbers of micro-batches."""
     request, candidate = found.space.request, found.candidate
-    most = candidate.layout.pipeline_replicas * max(candidate.partition.widths)
     for micro_rows in request.micro_rows:
-        if micro_rows != candidate.micro_rows and request.most_replicas(micro_rows) >= most:
-            yield search.evaluator(found.space, replace(candidate, micro_rows=micro_rows))
+        if micro_rows != candidate.micro_rows and request.most_replicas(micro_rows) >= candidate.most_replicas:
+            yield search.evaluated(found.space, replace(candidate, micro_rows=micro_rows))
 
 
-def _can_be_sliced(found: Evaluation) -> bool:
-    """Whether there is a pipeline to fill."""
-    return len(found.decision.stages) > 1 and (found.fits or not found.candidate.token_slices)
-
-
-def slices_of(whole: Evaluation, evaluator: Evaluator) -> Evaluation | None:
-    """The fastest that fits of a plan with its sequences in slices; None where there is none."""
-    if not _can_be_sliced(whole):
-        return None
-    candidates = _sliced(whole, evaluator.estimator(whole.space))
-    found = [evaluator(whole.space, candidate) for candidate in candidates]
+def slices_of(whole: Evaluation) -> Evaluation | None:
+    """Return the fastest way that fits to cut the sequences of a plan into slices, or None."""
+    found = [evaluate(whole.space, candidate) for candidate in _sliced(whole)]
     return min((e for e in found if e.fits), key=lambda e: e.step_ns, default=None)
 
 
-def whole_of(sliced: Evaluation, evaluator: Evaluator) -> Evaluation | None:
-    """The fastest that fits of a plan with its sequences whole; None where there is none."""
+def whole_of(sliced: Evaluation) -> Evaluation | None:
+    """Return the fastest schedule that fits for a plan with its sequences whole, or None."""
     space = replace(sliced.space, request=replace(sliced.space.request, token_slices=()))
     candidates = [replace(sliced.candidate, token_slices=(), schedule=name) for name in space.request.schedules]
-    found = [evaluator(space, candidate) for candidate in candidates]
+    found = [evaluate(space, candidate) for candidate in candidates]
     return min((e for e in found if e.fits), key=lambda e: e.step_ns, default=None)
 
 
-def _sliced(whole: Evaluation, estimator: Estimator) -> Iterator[Candidate]:
-    """The plan with the dynamic program's slices and with even ones, under each schedule that takes slices."""
-    request, shares = whole.space.request, estimator.context.slices
-    if shares is None:
+def _sliced(whole: Evaluation) -> Iterator[Candidate]:
+    """Yield a pipeline with the dynamic program's slices and with even ones, under each schedule that takes slices."""
+    request, tokens = whole.space.request, whole.space.costs.slices.tokens
+    if request.token_axis is None or whole.stages < 2:
         return
-    step = -(-shares.tokens // CELLS)
-    found = [_best_lengths(whole, estimator, shares, step)]
-    found += [even_lengths(shares.tokens, count) for count in EVEN_COUNTS if count <= shares.tokens // step]
+    step = -(-tokens // CELLS)
+    found = [_best_lengths(whole, step)]
+    found += [even_lengths(tokens, count) for count in EVEN_COUNTS if count <= tokens // step]
     for lengths in dict.fromkeys(lengths for lengths in found if len(lengths) > 1):
         for schedule in request.schedules:
             if takes_slices(find(schedule)):
@@ -106,19 +92,20 @@ def _sliced(whole: Evaluation, estimator: Estimator) -> Iterator[Candidate]:
 
 
 def even_lengths(tokens: int, count: int) -> tuple[int, ...]:
-    """So many slices, as even as they can be; () for one."""
+    """Return the lengths of `count` slices, as even as possible; () for one."""
     ends = [tokens * i // count for i in range(count + 1)]
     return tuple(b - a for a, b in pairwise(ends)) if count > 1 else ()
 
 
-def _best_lengths(whole: Evaluation, estimator: Estimator, shares: SliceShares, step: int) -> tuple[int, ...]:
-    """The dynamic program's, for the slowest stage of the plan."""
+def _best_lengths(whole: Evaluation, step: int) -> tuple[int, ...]:
+    """Return the dynamic program's lengths, multiples of step, for the slowest stage of the plan."""
+    loads, shares = whole.space.costs.loads, whole.space.costs.slices
     stage_ns = [e.fwd_ns + e.bwd_ns for e in whole.estimates]
     slowest = max(range(len(stage_ns)), key=stage_ns.__getitem__)
     known, stage = whole.estimates[slowest], whole.decision.stages[slowest]
     blocks = whole.space.chain.blocks.op_map()
     ops = {part for name in stage.ops for part in blocks[name].parts or (name,)}
-    paces = [estimator.loads.p2p(one.ranks, two.ranks).pace for one, two in pairwise(whole.decision.stages)]
+    paces = [loads.p2p(one.ranks, two.ranks).pace for one, two in pairwise(whole.decision.stages)]
     latency_ns, ns_per_byte = max(paces)
     token_bytes = max(known.in_bytes, known.out_bytes) / shares.tokens
 

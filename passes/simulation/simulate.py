@@ -1,17 +1,95 @@
-"""Simulation: a program, or the order of one that was never made, to the time that it would take."""
+"""The simulated step of a program, or of an order of computes whose program is never made."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, product
 
 from autopart.ir.errors import ProgramError
-from autopart.ir.program import ACTIONS, COMPUTE, RECEIVE, SEND, TIED, Action, Edge, Program
+from autopart.ir.program import (
+    ACTIONS,
+    BACKWARD,
+    BUCKET_BYTES,
+    COMPUTE,
+    FIRST_BUCKET_BYTES,
+    FORWARD,
+    OPTIMIZER,
+    RECEIVE,
+    SEND,
+    TIED,
+    Action,
+    Edge,
+    Program,
+)
 from autopart.ir.timeline import Span, Timeline
-from autopart.passes.program.linearize import receivers
+from autopart.passes.program.linearize import receivers, senders
 from autopart.passes.program.routing import Tied
 from autopart.passes.program.schedules import Pattern, in_one_order
-from autopart.passes.simulation.play import CHARGED, Lane, Play, Step, StepCode, Work
+from autopart.passes.simulation.play import (
+    MEETS,
+    NO_WIRE,
+    RECEIVES,
+    RUNS,
+    RUNS_BACK,
+    SENDS,
+    UPDATES,
+    Lane,
+    Meeting,
+    Play,
+    Wire,
+    WorkerStep,
+)
+from autopart.passes.simulation.traffic import PortLoad, PortUse
+
+Message = tuple[int, int, str]
+"""(source stage, destination stage, way)."""
+
+SUM_TIED, SUM_REPLICAS = "T", "R"
+CHARGED = (SUM_TIED, SUM_REPLICAS, OPTIMIZER)
+"""The actions once a step that take time, which `Work` holds.  New values of parameters are charged behind the
+optimizer; the agreement of all ranks is a few numbers, and takes none."""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceWork:
+    """The work of one slice of a micro-batch's sequences.
+
+    fwd_ns, bwd_ns, held_bytes: of each stage.  sizes: bytes of its messages.
+    """
+
+    fwd_ns: tuple[int, ...]
+    bwd_ns: tuple[int, ...]
+    held_bytes: tuple[int, ...]
+    sizes: Mapping[Message, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The times, sizes and loads of a plan.  Tuples have an entry for each stage.
+
+    fwd_ns, bwd_ns: of F and B.  held_bytes: activations per micro-batch in flight.  messages: bytes of each message,
+    and its loads, by micro-batch until they repeat; one that is missing takes no time.  tied: for each tied parameter
+    in order, the stages that share it, its bytes and the load of its sum.  reduce: bytes and load of the sum of
+    gradients over replicas.  optimizer_ns: the optimizer step.  overlap: whether sums over replicas run beside the last
+    backward, bucket by bucket (`ir.program`), instead of after it.  gather: with ZeRO-1, bytes and load of new values
+    of parameters, behind the optimizer step.  bucket_bytes: summed at once (`Decision`).  summing_ns: what sums take
+    from the cores that compute, on CPUs; empty: nothing.  slices: of each slice in order, with slices of tokens; times
+    and sizes of whole micro-batches are not used then.
+    """
+
+    fwd_ns: tuple[int, ...]
+    bwd_ns: tuple[int, ...]
+    held_bytes: tuple[int, ...]
+    messages: Mapping[Message, tuple[int, tuple[PortLoad, ...]]]
+    tied: tuple[tuple[tuple[int, ...], int, PortLoad], ...] = ()
+    reduce: tuple[tuple[int, PortLoad], ...] = ()
+    optimizer_ns: tuple[int, ...] = ()
+    overlap: bool = False
+    gather: tuple[tuple[int, PortLoad], ...] = ()
+    slices: tuple[SliceWork, ...] = ()
+    bucket_bytes: int = BUCKET_BYTES
+    summing_ns: tuple[int, ...] = ()
 
 
 def simulate(program: Program, work: Work) -> Timeline:
@@ -23,137 +101,209 @@ def simulate(program: Program, work: Work) -> Timeline:
     each other.  O(actions * log ranks), and the sort of the spans.
     """
     spans: list[Span] = []
-    code, lanes = _program_lanes(program, work)
-    Play(lanes, code, overlap=work.overlap, spans=spans).run()
+    lanes, meetings = _program_lanes(program, work)
+    Play(lanes, meetings, overlap=work.overlap, spans=spans).run()
     peak = [0] * program.world
-    for lane in lanes:
+    for lane, (_, ranks) in zip(lanes, _workers(program), strict=True):
         most = _most_held(lane.actions, work)
-        for rank in _alike(program, lane):
+        for rank in ranks:
             peak[rank] = most
     return Timeline(tuple(sorted(spans, key=lambda span: (span.start_ns, span.rank))), tuple(peak))
 
 
 def step_ns(program: Program, work: Work) -> int:
-    """Nanoseconds of the step that `simulate` draws, without drawing it."""
-    code, lanes = _program_lanes(program, work)
-    return Play(lanes, code, overlap=work.overlap).run()
+    """Return the nanoseconds of the step that `simulate` draws, without drawing it."""
+    lanes, meetings = _program_lanes(program, work)
+    return Play(lanes, meetings, overlap=work.overlap).run()
 
 
 def ordered_ns(
-    order: Pattern, links: Sequence[Edge], shared: Tied, stage_ranks: Sequence[tuple[int, ...]], work: Work
+    order: Pattern, links: Sequence[Edge], tied: Tied, stage_ranks: Sequence[tuple[int, ...]], work: Work
 ) -> int:
-    """`step_ns` of the program that `route` makes of this order, without making it.
+    """Return `step_ns` of the program that `route` makes of this order, without making it.
 
-    links, shared: edges and tied parameters.  O(actions * log ranks).
+    links, tied: edges and tied parameters.  O(actions * log ranks).
     """
-    frame = Program(0, 1 + max(map(max, stage_ranks)), tuple(stage_ranks), (), tied=shared)
-    code = StepCode(work, frame.groups(TIED), in_order=order.orders is None)
-    slices = max(1, len(work.slices))
-    steps_of = _Steps(code, links, slices)
-    lanes = []
-    if order.orders is None:
-        known = {(kind, stage): steps_of(kind, stage, 0) for kind, stage in dict.fromkeys(chain(*order.turns))}
-        whole = [list(chain.from_iterable([known[turn] for turn in turns])) for turns in order.turns]
-    else:
-        whole = [list(chain.from_iterable([steps_of(*turn) for turn in turns])) for turns in order.orders]
+    frame = Program(0, 1 + max(map(max, stage_ranks)), tuple(stage_ranks), (), tied=tied)
+    code = _StepCode(work, frame.groups(TIED), in_order=order.in_order)
+    slices, replicas = order.shape.slices, order.shape.replicas
+    to = [receivers(links, piece) for piece in range(slices)]
+    of = [senders(links, piece) for piece in range(slices)]
+
+    def steps_of(kind: str, stage: int, unit: int) -> list[WorkerStep]:
+        """A compute with its messages, as `Program.part` has them: receives and sends with the peers ascending."""
+        way, (micro, piece) = ACTIONS[kind].way, divmod(unit, slices)
+        steps = [code.receive((source, stage, way), unit) for source in of[piece].get((way, stage), ())]
+        steps.append(code.local(kind, stage, piece))
+        return steps + [code.send((stage, peer, way), unit, micro, piece) for peer in to[piece].get((way, stage), ())]
+
+    known: dict[tuple[str, int], list[WorkerStep]] = {}
     ends = [(action.kind, action.stage) for action in frame.once_a_step() if action.kind in CHARGED]
-    for place, (turns, steps) in enumerate(zip(order.turns, whole, strict=True)):
-        stages = tuple(dict.fromkeys(stage for _, stage in turns))
-        replica = order.orders[place][0][2] // slices % work.turns[stages[0]] if work.alternates and order.orders else 0
+    lanes = []
+    for turns in order.workers:
+        if order.in_order:  # the steps of all micro-batches are alike
+            for kind, stage, _ in turns:
+                if (kind, stage) not in known:
+                    known[kind, stage] = steps_of(kind, stage, 0)
+            steps = list(chain.from_iterable([known[kind, stage] for kind, stage, _ in turns]))
+        else:
+            steps = list(chain.from_iterable([steps_of(*turn) for turn in turns]))
+        stages = tuple(dict.fromkeys(stage for _, stage, _ in turns))
+        replica = turns[0][2] // slices % replicas[stages[0]]
         steps += [code.local(kind, stage, leads=not replica) for kind, stage in ends if stage in stages]
         lanes.append(Lane(stage_ranks[min(stages)][replica], stages, steps))
-    return Play(lanes, code, overlap=work.overlap).run()
+    return Play(lanes, code.meetings, overlap=work.overlap).run()
 
 
-class _Steps:
-    """The steps of a compute with the messages before and behind it."""
+def _program_lanes(program: Program, work: Work) -> tuple[list[Lane], list[Meeting]]:
+    stages, order = range(len(program.stage_ranks)), program.order
+    turns = [(a.kind, a.stage, a.micro) for a in order if ACTIONS[a.kind].role == COMPUTE]
+    whole = program.slices == 1 and not any(program.division(stage).in_turn for stage in stages)
+    in_order = whole and in_one_order([turns], len(stages))
+    code = _StepCode(work, program.groups(TIED), in_order=in_order)
+    workers = _workers(program)
+    parts = program.parts(tuple(ranks[0] for _, ranks in workers))
+    known: dict[tuple[str, int, int | None], WorkerStep] = {}
 
-    def __init__(self, code: StepCode, links: Sequence[Edge], slices: int) -> None:
-        self._code, self._slices = code, slices
-        self._receivers = [receivers(links, piece) for piece in range(slices)]
-        self._senders: list[dict[tuple[str, int], list[int]]] = [{} for _ in range(slices)]
-        for senders, found in zip(self._senders, self._receivers, strict=True):
-            for (way, source), peers in sorted(found.items()):
-                for peer in peers:
-                    senders.setdefault((way, peer), []).append(source)
-
-    def __call__(self, kind: str, stage: int, unit: int) -> list[Step]:
-        """As `Program.part` has them: receives and sends with the peers ascending."""
-        code, way, piece = self._code, ACTIONS[kind].way, unit % self._slices
-        return [
-            *[code.receive((source, stage, way), unit) for source in self._senders[piece].get((way, stage), ())],
-            code.local(kind, stage, piece),
-            *[
-                code.send((stage, peer, way), unit, unit // self._slices, piece)
-                for peer in self._receivers[piece].get((way, stage), ())
-            ],
-        ]
-
-
-def _program_lanes(program: Program, work: Work) -> tuple[StepCode, list[Lane]]:
-    turns = [(a.kind, a.stage, a.micro) for a in program.order if ACTIONS[a.kind].role == COMPUTE]
-    simple = program.slices == 1 and not work.alternates
-    in_order = simple and in_one_order([turns], len(program.stage_ranks))
-    code = StepCode(work, program.groups(TIED), in_order=in_order)
-    leads = _leads(program)
-    parts = program.parts(tuple(leads))
-    known: dict[tuple[str, int, int | None], Step] = {}
-
-    def step(action: Action, lead: int) -> Step:
+    def step(action: Action, rank: int) -> WorkerStep:
         if not in_order:
-            return _step(code, action, leads=lead == program.stage_ranks[action.stage][0])
+            return code.step(action, leads=rank == program.stage_ranks[action.stage][0])
         key = action.kind, action.slot.stage, action.peer
         if key not in known:
-            known[key] = _step(code, action)
+            known[key] = code.step(action)
         return known[key]
 
-    return code, [
-        Lane(lead, stages, [step(action, lead) for action in part], part)
-        for (lead, stages), part in zip(leads.items(), parts, strict=True)
-    ]
+    return [
+        Lane(ranks[0], own, [step(action, ranks[0]) for action in part], part)
+        for (own, ranks), part in zip(workers, parts, strict=True)
+    ], code.meetings
 
 
-def _leads(program: Program) -> dict[int, tuple[int, ...]]:
-    """The first rank of each worker, and the stages of the worker.  Replicas that take turns are workers."""
+def _workers(program: Program) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return (stages, ranks) of each worker: the ranks that do the same at the same time."""
     found: dict[frozenset[int], list[int]] = {}
     for stage, ranks in enumerate(program.stage_ranks):
         found.setdefault(frozenset(ranks), []).append(stage)
     if sum(map(len, found)) > len(frozenset[int]().union(*found)):
         raise ProgramError(
-            "a rank runs stages that have other replicas than each other",
+            "a rank runs stages that have different replicas",
             where=str(program.stage_ranks),
             fix="put stages that share a rank on the same ranks",
         )
-    return {
-        rank: tuple(stages)
-        for stages in found.values()
-        for rank in program.stage_ranks[stages[0]][: program.division(stages[0]).period]
-    }
-
-
-def _alike(program: Program, lane: Lane) -> tuple[int, ...]:
-    """The ranks that do what a lane does."""
-    stage = lane.stages[0]
-    return (lane.rank,) if program.division(stage).in_turn else program.stage_ranks[stage]
-
-
-def _step(code: StepCode, action: Action, *, leads: bool = True) -> Step:
-    kind, peer = ACTIONS[action.kind], action.peer
-    slot = action.micro, action.slot.slice
-    if peer is not None and kind.role == SEND:
-        return code.send((action.stage, peer, kind.way), slot, *slot)
-    if peer is not None and kind.role == RECEIVE:
-        return code.receive((peer, action.stage, kind.way), slot)
-    return code.local(action.kind, action.stage, action.slot.slice, leads=leads)
+    workers = []
+    for stages in found.values():
+        ranks = program.stage_ranks[stages[0]]
+        apart = [(rank,) for rank in ranks] if program.division(stages[0]).in_turn else [ranks]
+        workers += [(tuple(stages), own) for own in apart]
+    return workers
 
 
 def _most_held(actions: Sequence[Action], work: Work) -> int:
-    """Bytes of the micro-batches, or slices, in flight at most."""
+    """Return the bytes of the micro-batches, or slices, in flight at most."""
     held = most = 0
     for action in actions:
         kind = ACTIONS[action.kind]
         if kind.role == COMPUTE:
-            own = work.held(action.stage, action.slot.slice)
+            own = (work.slices[action.slot.slice] if work.slices else work).held_bytes[action.stage]
             held += -own if kind.frees else own
             most = max(most, held)
     return most
+
+
+class _StepCode:
+    """Translates computes, messages and what happens once a step into steps of workers.
+
+    groups: stages that share parameters, which meet.  in_order: whether messages between two stages are received in the
+    order in which they are sent, so that the pair of stages is one channel; else every message is one.
+    """
+
+    def __init__(self, work: Work, groups: Sequence[tuple[int, ...]], *, in_order: bool) -> None:
+        self._work, self._in_order = work, in_order
+        self._wires = wires = _wires(work)
+        self.meetings: list[Meeting] = []
+        self._meetings: dict[tuple[str, int], int] = {}
+        for group in groups:
+            self._meetings |= {(SUM_TIED, stage): len(self.meetings) for stage in group}
+            places = [place for place, (stages, _, _) in enumerate(work.tied) if stages[0] in group]
+            sums = [(work.tied[place][0], wires.get((SUM_TIED, place), NO_WIRE)) for place in places]
+            self.meetings.append(Meeting(group, sums))
+        summing_ns = work.summing_ns or (0,) * len(work.reduce)
+        for stage in range(len(work.fwd_ns)):
+            self._meetings[SUM_REPLICAS, stage] = len(self.meetings)
+            meeting = Meeting((stage,), [((stage,), wires.get((SUM_REPLICAS, stage), NO_WIRE))], over_replicas=True)
+            if work.reduce:
+                size, load = work.reduce[stage]
+                meeting.first = min(1.0, min(FIRST_BUCKET_BYTES, work.bucket_bytes) / size) if size else 0.0
+                meeting.last_ns = load.alone_ns(min(size, work.bucket_bytes))
+                meeting.summing_ns = summing_ns[stage]
+            self.meetings.append(meeting)
+        self._channels: dict[tuple[int, int, Hashable], int] = {}
+        self._times = [{FORWARD: part.fwd_ns, BACKWARD: part.bwd_ns} for part in work.slices or (work,)]
+
+    def step(self, action: Action, *, leads: bool = True) -> WorkerStep:
+        """Return the step of an action.  leads: as for `local`."""
+        kind, peer = ACTIONS[action.kind], action.peer
+        slot = action.micro, action.slot.slice
+        if peer is not None and kind.role == SEND:
+            return self.send((action.stage, peer, kind.way), slot, *slot)
+        if peer is not None and kind.role == RECEIVE:
+            return self.receive((peer, action.stage, kind.way), slot)
+        return self.local(action.kind, action.stage, action.slot.slice, leads=leads)
+
+    def local(self, kind: str, stage: int, piece: int = 0, *, leads: bool = True) -> WorkerStep:
+        """Return the step of a compute (of a slice), or of what happens once a step.
+
+        leads: whether the rank is the first replica, whose optimizer step stands for the gather of all replicas.
+        """
+        if ACTIONS[kind].role == COMPUTE:
+            way = ACTIONS[kind].way
+            return WorkerStep(RUNS_BACK if way == BACKWARD else RUNS, self._times[piece][way][stage])
+        if kind == OPTIMIZER:
+            taken = self._work.optimizer_ns[stage] if self._work.optimizer_ns else 0
+            return WorkerStep(UPDATES, taken, self._wires.get((kind, stage), NO_WIRE) if leads else NO_WIRE)
+        return WorkerStep(MEETS, self._meetings[kind, stage]) if kind in CHARGED else WorkerStep(RUNS, 0)
+
+    def send(self, message: Message, slot: Hashable, micro: int, piece: int = 0) -> WorkerStep:
+        """Return the step that sends a message.  slot: its micro-batch, and slice."""
+        loads = len(self._work.messages[message][1]) if message in self._work.messages else 1
+        wire = self._wires.get((*message, piece * loads + micro % loads), NO_WIRE)
+        return WorkerStep(SENDS, self._channel(message, slot), wire)
+
+    def receive(self, message: Message, slot: Hashable) -> WorkerStep:
+        """Return the step that waits for a message."""
+        return WorkerStep(RECEIVES, self._channel(message, slot))
+
+    def _channel(self, message: Message, slot: Hashable) -> int:
+        key = message[0], message[1], None if self._in_order else slot
+        return self._channels.setdefault(key, len(self._channels))
+
+
+_Key = tuple[int, int, str, int] | tuple[str, int]
+"""A message and the number of its wire; or the kind of what ends a step, and its stage or tied parameter."""
+
+
+def _wires(work: Work) -> dict[_Key, Wire]:
+    """Return how each message and each sum of gradients travels, if it takes time.
+
+    Ports that are always busy together and equally long count as one, so replicas cost nothing.  O(ports of all loads).
+    """
+    loads: list[tuple[_Key, tuple[int, PortLoad]]] = []
+    for message, (size, each) in work.messages.items():
+        sizes = [part.sizes.get(message, 0) for part in work.slices] or [size]
+        wires = product(sizes, each)  # of every slice, by micro-batch until they repeat
+        loads += [((*message, number), wire) for number, wire in enumerate(wires)]
+    loads += [((SUM_REPLICAS, stage), load) for stage, load in enumerate(work.reduce)]
+    loads += [((OPTIMIZER, stage), load) for stage, load in enumerate(work.gather)]
+    loads += [((SUM_TIED, place), (size, load)) for place, (_, size, load) in enumerate(work.tied)]
+    users: dict[PortUse, list[tuple[_Key, int]]] = {}
+    latency: dict[_Key, int] = {}
+    for key, (size, load) in loads:
+        if size and load.ways:
+            latency[key] = load.latency_ns
+            for way, taken in zip(load.ways, load.busy_ns(size), strict=True):
+                users.setdefault(way, []).append((key, taken))
+    found: dict[_Key, list[tuple[int, int]]] = {key: [] for key in latency}
+    for number, used in enumerate(dict.fromkeys(map(tuple, users.values()))):
+        for key, taken in used:
+            found[key].append((number, taken))
+    return {key: Wire(latency[key] + max([taken for _, taken in ways]), tuple(ways)) for key, ways in found.items()}

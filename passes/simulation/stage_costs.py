@@ -1,205 +1,157 @@
-"""What one stage needs and takes: memory and times of one of its devices.
+"""The memory and the times of one stage, on one of its devices.
 
-Memory of a device of stage s with a share of 1 / r, live = `schedules.in_flight`:
+Memory of a device of a stage with r equal replicas, where live is `schedules.in_flight`:
 
-    weights + gradients + optimizer state                      of the parameters that the stage uses, each once; in a
-                                                               step gradients are in single precision at least
-    + copies of weights in another precision                   under autocast, made once a step
-    + live * (saved for the backward + received)               of the device's part of a micro-batch, rows / r
-    + workspace                                                largest of one op, and of one recomputed group
-    + MESSAGES_AHEAD * (received + sent)                       messages under way, and receives posted ahead
-    + gradients, in half precision                             with replicas, of parameters in half precision: they are
-                                                               summed in single precision and rounded when the step is
-                                                               over; as far as that is more than activations, workspace
-                                                               and messages were
-    + (live - 1) * weights                                     asynchronous schedules alone: a version per micro-batch
-    + the whole batch's inputs                                 on the first stage
+    weights + gradients + optimizer state            each parameter once; gradients in fp32 at least
+    + copies of weights in another precision         under autocast, made once a step
+    + live * (saved for the backward + received)     for the device's rows of a micro-batch, rows / r
+    + workspace                                      largest of one op, and of one recomputed group
+    + MESSAGES_AHEAD * (received + sent)             messages under way, and receives posted ahead
+    + half-precision gradients                       with replicas: they are summed in fp32 and rounded after the
+                                                     step; only what exceeds activations, workspace and messages
+    + (live - 1) * weights                           asynchronous schedules: one version per micro-batch
+    + inputs of the whole batch                      first stage only
 
-Where replicas share the optimizer's state, that of the largest share (`ir.shares.owners_of`).
-Then gradients go to their owner and new values come back, which is one turn of the ring each, as much as a sum.
+With ZeRO-1 (`ir.shares.owners_of`) the optimizer state is that of the largest share.  Gradients then go to their owner
+and new values come back: one turn of the ring each, together as much as an all-reduce.
 
-Where replicas take micro-batches in turn, a device has all rows of every r-th one.
+Where replicas take micro-batches in turn, a device has all rows of every r-th micro-batch.
 
-A recomputed group keeps what enters it (what leaves it is kept by whoever needs it) and pays its forward a second time,
-up to the last op that autograd needs something of (torch.utils.checkpoint stops there): a product at its end, of which
-only the operands are kept, does not run again.
+A recomputed group keeps its inputs (its outputs are kept by their readers) and runs its forward a second time, up to
+the last op whose result autograd needs (torch.utils.checkpoint stops there): a product at its end, of which only the
+operands are kept, does not run again.
 
-Assumed, and wrong where: times and saved bytes of a stage are the sums of its ops'; weights, gradients and optimizer
-state stay allocated; what the allocator wastes is left out.  Optimizer: reads weights, gradients and state, writes
-weights and state, at memory speed.  Clones count in every stage that runs them.
+Assumed, and wrong where: times and saved bytes of a stage are the sums over its ops; weights, gradients and optimizer
+state stay allocated; the allocator wastes nothing.  The optimizer reads weights, gradients and state and writes weights
+and state at memory speed.  Clones count in every stage that runs them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from copy import copy
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 
 from autopart.ir.cluster import Cluster, Device
-from autopart.ir.graph import Graph, Op, Param
-from autopart.ir.plan import Estimate, Stage
-from autopart.ir.program import MESSAGES_AHEAD
-from autopart.ir.shares import common_period, largest_share
+from autopart.ir.graph import Graph, Param
+from autopart.ir.plan import Decision, Estimate, Stage
+from autopart.ir.program import BACKWARD, FORWARD, MESSAGES_AHEAD, Edge
+from autopart.ir.shares import largest_share
 from autopart.ir.size import Size
 from autopart.passes.ops.cost_model import GraphCosts
 from autopart.passes.ops.table import keeps
+from autopart.passes.program.schedules import Shape, find, in_flight, most_tokens
 from autopart.passes.simulation.slices import SliceShares, share_of
-from autopart.passes.simulation.traffic import PortLoad, p2p_load, ring_load
+from autopart.passes.simulation.traffic import Loads
 
 
-@dataclass(frozen=True)
 class GraphIndex:
-    """A graph by name.  params, trained, summed, copies, values: bytes of parameters, of the trainable ones, of those
-    as replicas sum their gradients, of copies that are held of parameters, and of values."""
+    """A graph with its ops and its sizes in bytes by name.
 
-    graph: Graph
-    ops: dict[str, Op]
-    params: dict[str, int]
-    trained: dict[str, int]
-    summed: dict[str, int]
-    copies: dict[str, int]
-    values: dict[str, int]
+    params: all parameters.  trained: trainable ones.  summed: their gradients as replicas sum them.  copies: copies of
+    parameters in another precision.  values: values.
+    """
 
-    @staticmethod
-    def of(graph: Graph) -> GraphIndex:
+    def __init__(self, graph: Graph) -> None:
         """O(ops + values + parameters)."""
-        return GraphIndex(
-            graph,
-            graph.op_map(),
-            {p.name: p.size_bytes for p in graph.params},
-            {p.name: p.size_bytes for p in graph.params if p.trainable},
-            {p.name: summed_bytes(p) for p in graph.params if p.trainable},
-            {p.name: p.copy_bytes for p in graph.params if p.copy_bytes},
-            {v.name: v.size_bytes for v in graph.values},
-        )
+        self.graph = graph
+        self.ops = graph.op_map()
+        self.params = {p.name: p.size_bytes for p in graph.params}
+        self.trained = {p.name: p.size_bytes for p in graph.params if p.trainable}
+        self.summed = {p.name: summed_bytes(p) for p in graph.params if p.trainable}
+        self.copies = {p.name: p.copy_bytes for p in graph.params if p.copy_bytes}
+        self.values = {v.name: v.size_bytes for v in graph.values}
 
     def params_of(self, stage: Stage) -> set[str]:
-        """The parameters that a stage uses.  O(uses)."""
+        """Return the parameters that a stage uses.  O(uses)."""
         return set(chain.from_iterable([self.ops[op].params for op in stage.ops]))
 
     def largest_share(self, stage: Stage) -> int:
-        """Bytes of the trainable parameters of the replica that owns most of them."""
-        return largest_share(
-            [self.trained[name] for name in self.params_of(stage) & self.trained.keys()], len(stage.ranks)
-        )
+        """Return the bytes of trainable parameters of the replica that owns most of them."""
+        trained = self.params_of(stage) & self.trained.keys()
+        return largest_share([self.trained[name] for name in trained], len(stage.ranks))
 
     def trained_bytes(self, params: set[str]) -> int:
-        """Bytes of those of these parameters that are trained."""
+        """Return the bytes of the trainable ones among these parameters."""
         return sum([self.trained[name] for name in params & self.trained.keys()])
 
     def summed_bytes(self, params: set[str]) -> int:
-        """Bytes of the gradients of these parameters, as replicas sum them."""
+        """Return the bytes of these parameters' gradients as replicas sum them."""
         return sum([self.summed[name] for name in params & self.summed.keys()])
 
 
-@dataclass(frozen=True, slots=True)
-class CostContext:
-    """What estimates are made from.
-
-    device_types: distinct devices of the cluster.  cost_model: costs of the graph whose ops the plan names.
-    state_factor: bytes of optimizer state per byte of trainable parameter.  overlap: gradients are summed while the
-    last backward runs.  slices: what slices of sequences take of the whole; None where no decision has any.
-    group_ns: what a recomputed group takes beside its ops.
-    """
-
-    cluster: Cluster
-    device_types: tuple[Device, ...]
-    cost_model: GraphCosts
-    state_factor: float = 2.0
-    overlap: bool = False
-    slices: SliceShares | None = None
-    group_ns: int = 0
-
-
-class LoadMemo:
-    """The loads of messages and sums on one cluster, each computed once and remembered here."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._messages: dict[tuple[tuple[int, ...], ...], PortLoad] = {}
-        self._rings: dict[tuple[tuple[int, ...], int], PortLoad] = {}
-
-    def p2p(
-        self,
-        senders: tuple[int, ...],
-        receivers: tuple[int, ...],
-        sent: tuple[int, ...] = (),
-        received: tuple[int, ...] = (),
-    ) -> PortLoad:
-        """`traffic.p2p_load` on this cluster."""
-        key = senders, receivers, sent, received
-        if key not in self._messages:
-            self._messages[key] = p2p_load(self._cluster, *key)
-        return self._messages[key]
-
-    def passing(self, src: Stage, dst: Stage) -> tuple[PortLoad, ...]:
-        """Of a message from one stage to another, micro-batch by micro-batch until it repeats itself."""
-        ours, theirs = src.division, dst.division
-        return tuple(
-            self.p2p(src.ranks, dst.ranks, ours.cuts(micro), theirs.cuts(micro))
-            for micro in range(common_period(ours, theirs))
-        )
-
-    def ring_allreduce(self, ranks: tuple[int, ...]) -> PortLoad:
-        """A sum over these ranks: two turns of the ring."""
-        return self.ring(ranks, 2)
-
-    def ring(self, ranks: tuple[int, ...], turns: int) -> PortLoad:
-        """`traffic.ring_load` on this cluster."""
-        key = ranks, turns
-        if key not in self._rings:
-            self._rings[key] = ring_load(self._cluster, ranks, turns)
-        return self._rings[key]
-
-
 class Estimator:
-    """Estimates in one context.  It remembers what it was asked: graphs by name, stages, and loads.
+    """Estimates of stages under one cost model on one cluster; graphs, stages and loads are worked out once each.
 
-    loads: shared with other estimators of the same cluster, where there are any.
+    cost_model: costs of the graph whose ops the stages name.  state_factor: bytes of optimizer state per byte of
+    trainable parameter.  overlap: whether gradients are summed while the last backward runs.  slices: the share of a
+    stage's time that a slice of tokens takes.  group_ns: overhead of a recomputed group.
     """
 
-    def __init__(self, context: CostContext, loads: LoadMemo | None = None) -> None:
-        self.context = context
-        self.loads = loads or LoadMemo(context.cluster)
+    def __init__(
+        self,
+        cluster: Cluster,
+        cost_model: GraphCosts,
+        state_factor: float = 2.0,
+        *,
+        overlap: bool = False,
+        slices: SliceShares | None = None,
+        group_ns: int = 0,
+    ) -> None:
+        self.cluster, self.cost_model, self.state_factor = cluster, cost_model, state_factor
+        self.device_types = device_types(cluster)
+        self.overlap, self.group_ns = overlap, group_ns
+        self.slices = slices or SliceShares(1, {}, (), (), 0)
+        self.loads = Loads(cluster)
         self._graphs: dict[tuple[Size, int], GraphIndex] = {}
         self._stages: dict[StageContext, Estimate] = {}
 
-    def graph(self, size: Size, device_type: int) -> GraphIndex:
-        """Costs at this size on this type of device."""
+    def over(self, cost_model: GraphCosts) -> Estimator:
+        """Return an estimator of another graph, with the same cluster, options and loads."""
+        other = copy(self)
+        other.cost_model, other._graphs, other._stages = cost_model, {}, {}
+        return other
+
+    def graph(self, size: Size, device_type: int = 0) -> GraphIndex:
+        """Return the graph with its costs at this size on this type of device."""
         key = size, device_type
         if key not in self._graphs:
-            self._graphs[key] = GraphIndex.of(self.context.cost_model.graph(size, device_type))
+            self._graphs[key] = GraphIndex(self.cost_model.graph(size, device_type))
         return self._graphs[key]
 
     def stage(self, stage: StageContext) -> Estimate:
-        """`stage_estimate` in this context."""
+        """Return the estimate of a stage in bytes and nanoseconds: times of its slowest device, and the memory of the
+        one that needs most.  O(uses) for each share that some device has."""
         if stage not in self._stages:
-            self._stages[stage] = stage_estimate(stage, self)
+            found = [_estimate(stage, self, ranks) for ranks in alike(stage.stage)]
+            worst = {each.name: max(getattr(e, each.name) for e in found) for each in fields(Estimate)}
+            self._stages[stage] = Estimate(**worst)
         return self._stages[stage]
 
 
 def device_types(cluster: Cluster) -> tuple[Device, ...]:
-    """Distinct devices; that of rank 0 comes first."""
+    """Return the distinct devices; the one of rank 0 comes first."""
     return tuple(dict.fromkeys(cluster.devices))
 
 
 def summed_bytes(param: Param) -> int:
-    """Bytes of its gradient as replicas sum it: half precision is added up in single."""
+    """Return the bytes of a gradient as replicas sum it: half precision is summed in fp32."""
     return param.size_bytes * 2 if param.dtype in ("float16", "bfloat16") else param.size_bytes
 
 
 def optimizer_ns(trained_bytes: int, state_factor: float, device: Device) -> int:
-    """Nanoseconds of an optimizer's step over parameters of trained_bytes."""
+    """Return the nanoseconds of an optimizer step over parameters of trained_bytes."""
     return int(trained_bytes * (3 + 2 * state_factor) * 1e9 / device.reached_bytes_per_s)
 
 
 def casting_ns(copy_bytes: int, device: Device) -> int:
-    """Nanoseconds of making copies of weights in half precision: each is read, and its copy written."""
+    """Return the nanoseconds of casting weights to half precision: each is read, and its copy written."""
     return int(copy_bytes * 3 * 1e9 / device.mem_bytes_per_s)
 
 
 def copying_ns(size_bytes: int, devices: Sequence[Device]) -> int:
-    """Nanoseconds that messages of size_bytes take from the work of the slowest of these devices.
+    """Return the nanoseconds of compute that messages of size_bytes take from the slowest of these devices.
 
     A GPU's messages pass beside its work.  On a CPU the cores that compute copy each of them twice, to or from the
     socket, and read and write it each time.
@@ -209,10 +161,10 @@ def copying_ns(size_bytes: int, devices: Sequence[Device]) -> int:
 
 
 def summing_ns(size_bytes: int, ranks: Sequence[int], cluster: Cluster) -> int:
-    """Nanoseconds that a sum of size_bytes over the ranks of a stage takes from the work of the slowest of them.
+    """Return the nanoseconds of compute that an all-reduce of size_bytes takes from the slowest of its ranks.
 
-    A GPU sums beside its work.  On a CPU each rank sends 2 (n - 1) / n of it and receives as much (`copying_ns`), adds
-    up half of that, and copies gradients into buckets.
+    A GPU sums beside its work.  On a CPU each rank sends 2 (n - 1) / n of the bytes and receives as many
+    (`copying_ns`), adds half of those, and copies gradients into buckets.
     """
     if cluster.kind != "cpu" or len(ranks) < 2:
         return 0
@@ -224,11 +176,12 @@ def summing_ns(size_bytes: int, ranks: Sequence[int], cluster: Cluster) -> int:
 
 @dataclass(frozen=True)
 class StageContext:
-    """All that the estimate of a stage depends on.  rows: of the largest micro-batch.  live: micro-batches in flight.
-    first: it is given the whole batch.  versions: copies of its weights.  in_bytes, out_bytes: of a whole micro-batch;
-    back_bytes: of the gradients that come and go for it.  shared: its replicas share the optimizer's state.
-    held: where sequences are cut, tokens in flight at most and
-    tokens of a micro-batch.
+    """Everything that the estimate of a stage depends on.
+
+    rows: of the largest micro-batch.  live: micro-batches in flight.  first: whether it holds the whole batch.
+    versions: copies of its weights.  in_bytes, out_bytes: received and sent in the forward of a whole micro-batch.
+    back_bytes: of gradients, received and sent.  zero: whether replicas share the optimizer state.  held: with slices
+    of tokens, (tokens in flight at most, tokens of a micro-batch).
     """
 
     stage: Stage
@@ -240,21 +193,42 @@ class StageContext:
     in_bytes: int
     out_bytes: int
     back_bytes: int
-    shared: bool = False
+    zero: bool = False
     held: tuple[int, int] | None = None
 
 
-def stage_estimate(context: StageContext, estimator: Estimator) -> Estimate:
-    """The estimate, in bytes and nanoseconds, of a stage: times of its slowest device, memory of the one that needs
-    most.  O(uses) for each share that some device has."""
-    found = [_estimate(context, estimator, ranks) for ranks in alike(context.stage)]
-    if len(found) == 1:
-        return found[0]
-    return Estimate(**{each.name: max(getattr(e, each.name) for e in found) for each in fields(Estimate)})
+def message_bytes(links: tuple[Edge, ...], sizes: dict[str, int]) -> dict[tuple[int, int, str], int]:
+    """Return the bytes of a message by source stage, destination stage and way.  sizes: of values, in bytes."""
+    found = {(e.src, e.dst, FORWARD): sum([sizes[v] for v in e.values]) for e in links}
+    return found | {(e.dst, e.src, BACKWARD): sum([sizes[v] for v in e.grads]) for e in links if e.grads}
+
+
+def stage_contexts(decision: Decision, links: tuple[Edge, ...], estimator: Estimator) -> list[StageContext]:
+    """Return what the estimate of each stage depends on.  links: the edges of the decision (`routing.edges`)."""
+    rows, micros = max(decision.micro_rows), len(decision.micro_rows)
+    into, out, back = ([0] * len(decision.stages) for _ in range(3))
+    for (src, dst, way), size in message_bytes(links, estimator.graph(Size(rows)).values).items():
+        if way == FORWARD:
+            into[dst] += size
+            out[src] += size
+        else:
+            back[src] += size
+            back[dst] += size
+    schedule, shape, lengths = find(decision.schedule), Shape.of(decision), decision.token_slices
+    found = []
+    for s, stage in enumerate(decision.stages):
+        live, held = in_flight(schedule, s, replace(shape, slices=1)), None
+        if lengths:
+            held = most_tokens(schedule, s, shape, lengths), sum(lengths)
+            live = -(-held[0] // held[1])
+        versions = 1 if schedule.synchronous else live
+        sizes = into[s], out[s], back[s]
+        found.append(StageContext(stage, rows, micros, live, s == 0, versions, *sizes, decision.zero > 0, held))
+    return found
 
 
 def alike(stage: Stage) -> tuple[tuple[int, ...], ...]:
-    """The ranks of a stage, those with equal parts of a micro-batch together."""
+    """Return the ranks of a stage in groups with equal shares of the rows."""
     found: dict[int, list[int]] = {}
     for rank, share in zip(stage.ranks, stage.division.shares, strict=True):
         found.setdefault(share, []).append(rank)
@@ -262,20 +236,21 @@ def alike(stage: Stage) -> tuple[tuple[int, ...], ...]:
 
 
 def excess_bytes(context: StageContext, estimator: Estimator, spare_bytes: int = 0) -> int:
-    """What a stage needs beyond what its devices have, on the worst of them; negative where it fits.  spare_bytes: left
-    free on each."""
-    cluster, groups = estimator.context.cluster, alike(context.stage)
-    peaks = (
+    """Return the bytes that a stage needs beyond the memory of its worst device; negative where it fits.
+
+    spare_bytes: memory to leave free on each device.
+    """
+    groups = alike(context.stage)
+    peaks = [
         (_estimate(context, estimator, ranks) if len(groups) > 1 else estimator.stage(context)).peak_bytes
+        - estimator.cluster.least_memory_bytes(ranks)
         for ranks in groups
-    )
-    return max(
-        peak - cluster.least_memory_bytes(ranks) + spare_bytes for peak, ranks in zip(peaks, groups, strict=True)
-    )
+    ]
+    return max(peaks) + spare_bytes
 
 
 def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int]) -> Estimate:
-    """The estimate of the slowest of these ranks, which have equal parts of a micro-batch."""
+    """Return the estimate of the slowest of these ranks, which have equal shares of a micro-batch."""
     stage, divided = context.stage, context.stage.division
     replica = stage.ranks.index(ranks[0])
 
@@ -283,32 +258,30 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
         return divided.part(amount, replica)
 
     size = Size(part(context.rows))
-    setting = estimator.context
-    kinds = sorted({setting.device_types.index(setting.cluster.devices[rank]) for rank in ranks})
-    whole, share = estimator.graph(Size(context.rows), 0), estimator.graph(size, kinds[0])
-    indices = [estimator.graph(size, kind) for kind in kinds]
+    kinds = sorted({estimator.device_types.index(estimator.cluster.devices[rank]) for rank in ranks})
+    devices = [estimator.device_types[kind] for kind in kinds]
+    whole, indices = estimator.graph(Size(context.rows)), [estimator.graph(size, kind) for kind in kinds]
     costed = [[index.ops[name].cost for name in stage.ops] for index in indices]
-    kept, group_bytes = _kept(stage, share)
+    kept, group_bytes = _kept(stage, indices[0])
     recompute_ns = max(sum([redone_ns(group, index) for group in stage.recompute]) for index in indices)
-    recompute_ns += setting.group_ns * len(stage.recompute)
+    recompute_ns += estimator.group_ns * len(stage.recompute)
     used = whole.params_of(stage)
     copies = sum([whole.copies.get(name, 0) for name in used])
     weights = sum([whole.params[name] for name in used])
-    trained = whole.trained_bytes(used)
-    stepped = whole.largest_share(stage) if context.shared else trained
-    optimizer_bytes = int(stepped * setting.state_factor)
-    summed = whole.summed_bytes(used)
+    trained, summed = whole.trained_bytes(used), whole.summed_bytes(used)
+    stepped = whole.largest_share(stage) if context.zero else trained
+    optimizer_bytes = int(stepped * estimator.state_factor)
     state_bytes = summed + optimizer_bytes + (context.versions - 1) * weights
     received, sent = part(context.in_bytes), part(context.out_bytes)
-    devices = [setting.device_types[kind] for kind in kinds]
     activation_bytes = kept + received
     workspace = max([cost.scratch_bytes for cost in costed[0]], default=0) + group_bytes
     buffers = MESSAGES_AHEAD * (received + sent)
-    in_flight = _in_flight_bytes(context, activation_bytes)
-    if len(stage.ranks) > 1:  # what is gone by then makes room for it
-        given_out = (summed - trained) * stepped // max(1, trained)
-        buffers += max(0, given_out - in_flight - workspace - buffers)
-    peak_bytes = weights + copies + state_bytes + in_flight + workspace + buffers
+    tokens, of_tokens = context.held or (context.live, 1)
+    in_flight_bytes = share_of(activation_bytes, tokens, of_tokens)
+    if len(stage.ranks) > 1:  # activations, workspace and messages are gone by then and make room
+        rounded = (summed - trained) * stepped // max(1, trained)
+        buffers += max(0, rounded - in_flight_bytes - workspace - buffers)
+    peak_bytes = weights + copies + state_bytes + in_flight_bytes + workspace + buffers
     if context.first:
         own_micros = -(-context.micros // divided.period)
         peak_bytes += own_micros * part(sum(whole.values[name] for name in whole.graph.inputs))
@@ -329,19 +302,21 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
         workspace_bytes=workspace,
         buffer_bytes=buffers,
         recompute_ns=recompute_ns,
-        reduce_ns=estimator.loads.ring_allreduce(stage.ranks).alone_ns(summed)
-        + summing_ns(summed, stage.ranks, setting.cluster),
-        optimizer_ns=max(optimizer_ns(stepped, setting.state_factor, d) + casting_ns(copies, d) for d in devices),
+        reduce_ns=estimator.loads.ring(stage.ranks, 2).alone_ns(summed)
+        + summing_ns(summed, stage.ranks, estimator.cluster),
+        optimizer_ns=max(optimizer_ns(stepped, estimator.state_factor, d) + casting_ns(copies, d) for d in devices),
     )
 
 
 def redone_ns(group: Sequence[str], index: GraphIndex) -> int:
-    """Nanoseconds of running a recomputed group again, up to the last op that autograd needs something of: one that
-    keeps its operands alone needs not run for that.  O(group)."""
+    """Return the nanoseconds of running a recomputed group again, up to the last op whose result autograd needs.
+
+    An op of which only the operands are kept need not run for that.  O(group).
+    """
     total = sum([index.ops[name].cost.fwd_ns for name in group])
     for name in reversed(group):
         op = index.ops[name]
-        if op.parts not in ((), (name,)):  # a block, which knows it of itself
+        if op.parts not in ((), (name,)):  # a block
             return total - op.cost.tail_ns
         kept = keeps(op.target)
         total -= op.cost.fwd_ns if kept != "after" else 0
@@ -350,22 +325,16 @@ def redone_ns(group: Sequence[str], index: GraphIndex) -> int:
     return total
 
 
-def _in_flight_bytes(context: StageContext, activation_bytes: int) -> int:
-    if context.held is None:
-        return context.live * activation_bytes
-    tokens, whole = context.held
-    return share_of(activation_bytes, tokens, whole)
-
-
 def _kept(stage: Stage, index: GraphIndex) -> tuple[int, int]:
-    """(bytes kept per micro-batch, bytes of the largest recomputed group), for a device's share of the rows."""
+    """Return (bytes kept per micro-batch, bytes of the largest recomputed group) for a device's share of the rows."""
     saved = {name: index.ops[name].cost.saved_bytes for name in stage.ops}
     if not stage.recompute:
         return sum(saved.values()), 0
     ops = [index.ops[name] for name in stage.ops]
-    again = {name: place for place, group in enumerate(stage.recompute) for name in group}
-    maker = {w: again.get(op.name, -1) for op in ops for w in op.writes}  # the group that writes it, -1: none
-    users = [(again[op.name], op) for op in ops if op.name in again]
-    edges = {r for group, op in users for r in op.reads if r in maker and maker[r] != group}
-    kept = sum([amount for name, amount in saved.items() if name not in again]) + sum([index.values[n] for n in edges])
-    return kept, max([sum([saved[name] for name in group]) for group in stage.recompute])
+    group_of = {name: place for place, group in enumerate(stage.recompute) for name in group}
+    writer = {w: group_of.get(op.name, -1) for op in ops for w in op.writes}  # -1: written outside all groups
+    users = [(group_of[op.name], op) for op in ops if op.name in group_of]
+    inputs = {r for group, op in users for r in op.reads if r in writer and writer[r] != group}
+    kept = sum([amount for name, amount in saved.items() if name not in group_of])
+    largest = max([sum([saved[name] for name in group]) for group in stage.recompute])
+    return kept + sum([index.values[name] for name in inputs]), largest

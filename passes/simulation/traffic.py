@@ -1,4 +1,4 @@
-"""What a message or a sum of gradients puts on the ports of the cluster.
+"""The load that a message or a sum of gradients puts on the ports of a cluster.
 
 Replicas share the rows of a micro-batch, so a message between two stages is several transfers: each sender sends each
 receiver the rows that both hold.  A sum of gradients is a ring over the replicas in order of rank (reduce-scatter, then
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopart.ir.cluster import Cluster, Port
-from autopart.ir.shares import split_rows
+from autopart.ir.decision import Stage
+from autopart.ir.shares import common_period, split_rows
 
 _Hop = tuple[int, int, float]
 """Sender, receiver, and bytes between them per byte of the whole."""
@@ -24,7 +25,10 @@ PortUse = tuple[Port, bool]
 
 @dataclass(frozen=True, slots=True)
 class PortLoad:
-    """Bytes over every way used, per byte of the whole; latency_ns: of the slowest hop; rates: bytes/s of each way."""
+    """The bytes over each port used, per byte of the whole.
+
+    latency_ns: of the slowest hop.  ways: the ports and their directions.  shares: bytes over each.  rates: bytes/s.
+    """
 
     latency_ns: int
     ways: tuple[PortUse, ...]
@@ -32,20 +36,20 @@ class PortLoad:
     rates: tuple[int, ...]
 
     def busy_ns(self, size_bytes: int) -> tuple[int, ...]:
-        """Nanoseconds that each way is busy with size_bytes."""
+        """Return the nanoseconds that size_bytes keep each port busy."""
         kinds = list(zip(self.shares, self.rates, strict=True))  # few are different
         taken = {(share, rate): _ns(size_bytes * share, rate) for share, rate in set(kinds)}
         return tuple([taken[kind] for kind in kinds])
 
     def alone_ns(self, size_bytes: int) -> int:
-        """Nanoseconds until all is there when nothing else is sent; 0 for no bytes and for no way to go."""
+        """Return the nanoseconds until all bytes arrive when nothing else is sent; 0 without bytes or ports."""
         if not size_bytes or not self.ways:
             return 0
         return self.latency_ns + max(self.busy_ns(size_bytes))
 
     @property
     def pace(self) -> tuple[int, float]:
-        """(latency in ns, ns per byte of the slowest way); (0, 0) when there is no way to go."""
+        """Return (latency in ns, ns per byte of the slowest port); (0, 0) without ports."""
         slowest = max((share * 1e9 / rate for share, rate in zip(self.shares, self.rates, strict=True)), default=0.0)
         return self.latency_ns, slowest
 
@@ -61,10 +65,10 @@ def p2p_load(
     sent: tuple[int, ...] = (),
     received: tuple[int, ...] = (),
 ) -> PortLoad:
-    """What a message from one stage to another keeps busy.  senders, receivers: ranks in order of their rows; sent,
-    received: where the parts of both are cut (`Division.cuts`), empty for equal shares.
+    """Return the load of a message from one stage to another.
 
-    What stays on its rank takes no time.  O(senders + receivers) pairs.
+    senders, receivers: ranks in order of their rows.  sent, received: where the rows of both are cut
+    (`Division.cuts`), empty for equal shares.  Rows that stay on their rank take no time.  O(senders + receivers).
     """
     hops: list[_Hop] = []
     for part in split_rows(senders, receivers, sent, received):
@@ -75,8 +79,10 @@ def p2p_load(
 
 
 def ring_load(cluster: Cluster, ranks: tuple[int, ...], turns: int) -> PortLoad:
-    """What goes round a ring of `ranks` so many times keeps busy: once is a reduce-scatter or an all-gather, twice is
-    both, a sum that all have.  O(ranks)."""
+    """Return the load of a ring over `ranks`: one turn is a reduce-scatter or an all-gather, two are an all-reduce.
+
+    O(ranks).
+    """
     n = len(ranks)
     if n < 2:
         return PortLoad(0, (), (), ())
@@ -87,8 +93,10 @@ def ring_load(cluster: Cluster, ranks: tuple[int, ...], turns: int) -> PortLoad:
 
 
 def _over_all_cards(cluster: Cluster, hops: Sequence[_Hop], ranks: Sequence[int]) -> list[_Hop]:
-    """Hops between groups whose port is of several cards as what each rank of the two groups sends: a library runs as
-    many rings as there are cards, each of which leaves a group elsewhere."""
+    """Spread hops between groups over the network cards of their ranks.
+
+    A library runs as many rings as there are cards, and each ring leaves a group through another card.
+    """
     flows: list[_Hop] = []
     for sender, receiver, share in hops:
         index = cluster.level(sender, receiver)
@@ -101,7 +109,10 @@ def _over_all_cards(cluster: Cluster, hops: Sequence[_Hop], ranks: Sequence[int]
 
 
 def _load(cluster: Cluster, hops: Sequence[_Hop], flows: Sequence[_Hop], rounds: int) -> PortLoad:
-    """hops: what ports carry; flows: what the cards of single ranks carry, where a port has several."""
+    """Return the load of these transfers.
+
+    hops: carried by ports.  flows: carried by the network cards of single ranks, where a port has several.
+    """
     shares: dict[PortUse, float] = {}
     latency = 0
     for sender, receiver, share in hops:
@@ -118,3 +129,39 @@ def _load(cluster: Cluster, hops: Sequence[_Hop], flows: Sequence[_Hop], rounds:
                 rates.append(rate)
             shares[card] = shares.get(card, 0.0) + share
     return PortLoad(latency * rounds, tuple(shares), tuple(shares.values()), tuple(rates))
+
+
+class Loads:
+    """The loads of messages and sums on one cluster, each computed once."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._known: dict[tuple[object, ...], PortLoad] = {}
+
+    def p2p(
+        self,
+        senders: tuple[int, ...],
+        receivers: tuple[int, ...],
+        sent: tuple[int, ...] = (),
+        received: tuple[int, ...] = (),
+    ) -> PortLoad:
+        """Return `p2p_load` on this cluster."""
+        key = senders, receivers, sent, received
+        if key not in self._known:
+            self._known[key] = p2p_load(self._cluster, *key)
+        return self._known[key]
+
+    def between(self, src: Stage, dst: Stage) -> tuple[PortLoad, ...]:
+        """Return the loads of a message between two stages, by micro-batch until they repeat."""
+        ours, theirs = src.division, dst.division
+        return tuple(
+            self.p2p(src.ranks, dst.ranks, ours.cuts(micro), theirs.cuts(micro))
+            for micro in range(common_period(ours, theirs))
+        )
+
+    def ring(self, ranks: tuple[int, ...], turns: int) -> PortLoad:
+        """Return `ring_load` on this cluster."""
+        key = ranks, turns
+        if key not in self._known:
+            self._known[key] = ring_load(self._cluster, ranks, turns)
+        return self._known[key]

@@ -6,7 +6,7 @@ back); autograd holds the rest.  Both are dropped when the backward has run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,9 @@ class StageRunner:
 
     codes: by rows that this rank has of a micro-batch.  tensors: this rank's parameters, buffers and constants by
     name.  grad_inputs: received values whose gradients go back; grad_outputs: results whose gradients come back.
-    synced: whether its batch norms take the statistics of all replicas.
+    synced: whether its batch norms take the statistics of all replicas.  update: of an asynchronous schedule, called
+    with the stage's parameters after each backward; each micro-batch then keeps a copy of the weights that its forward
+    used, for its backward (weight stashing; PipeDream, SOSP 2019, section 3.3).
     """
 
     def __init__(
@@ -37,13 +39,16 @@ class StageRunner:
         grad_outputs: frozenset[str],
         *,
         synced: bool = False,
+        update: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
         self._codes = codes
         self._tensors = tensors
         self._grad_inputs = grad_inputs
         self._grad_outputs = grad_outputs
         self._synced = synced
+        self._update = update
         self._kept: dict[Slot, tuple[_Tensors, _Tensors]] = {}  # leaves and roots
+        self._stashed: dict[Slot, _Tensors] = {}  # weight versions
         self._sliced: dict[int, SlicedMicroBatch] = {}
         self._joined: dict[Slot, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._new_buffers: _Tensors = {}
@@ -78,8 +83,12 @@ class StageRunner:
             name: values[name].detach().requires_grad_() for name in code.inputs if train and name in self._grad_inputs
         }
         tensors = {**self._tensors, **self._new_buffers} if self._new_buffers else self._tensors
+        copies = self._copies
+        if train and self._update is not None:
+            self._stashed[slot] = _versions(tensors, code.held)
+            tensors, copies = {**tensors, **self._stashed[slot]}, {}
         with torch.set_grad_enabled(train):
-            args = code.arguments(tensors, self._copies)
+            args = code.arguments(tensors, copies)
         args += [leaves.get(name, values[name]) for name in code.inputs]
         weights = [numbers[place] for place in code.numbers]
         past = micro.arguments(slot.slice) if micro is not None else ()
@@ -117,11 +126,23 @@ class StageRunner:
             roots += micro.roots(slot.slice)
         if roots:
             torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+        if self._update is not None:
+            self._take_gradients(self._stashed.pop(slot))
         if micro is not None:
             micro.collect(slot.slice)
             if not slot.slice:  # backwards run from the last slice to the first
                 del self._sliced[slot.micro]
         return {n: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for n, leaf in leaves.items()}
+
+    def _take_gradients(self, versions: _Tensors) -> None:
+        """Give the parameters the gradients of these versions, and update them."""
+        assert self._update is not None
+        own = {name: self._tensors[name] for name in versions}
+        for name, version in versions.items():
+            own[name].grad = version.grad
+        self._update(own)
+        for parameter in own.values():
+            parameter.grad = None
 
     def join_forward(
         self, slot: Slot, specs: Mapping[Any, Mapping[str, torch.Tensor]], key: tuple[int, int], device: torch.device
@@ -166,10 +187,18 @@ class StageRunner:
     def clear(self) -> None:
         """Forget the step; buffers keep the values from before it."""
         self._kept.clear()
+        self._stashed.clear()
         self._sliced.clear()
         self._joined.clear()
         self._new_buffers.clear()
         self._copies.clear()
+
+
+def _versions(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> _Tensors:
+    """Copy the trainable tensors of these names as they are now; names of one tensor share its copy."""
+    used = {id(tensors[name]): tensors[name] for name in names if tensors[name].requires_grad}
+    copies = {key: tensor.detach().clone().requires_grad_() for key, tensor in used.items()}
+    return {name: copies[id(tensors[name])] for name in names if id(tensors[name]) in copies}
 
 
 def _anything(spec: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -12,8 +12,7 @@ from autopart.ir.errors import ProgramError
 from autopart.ir.program import ALL, COLLECTIVE, FORWARD, LOCAL, ActionKind, parse_action, register_action
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.verify import check_program
-from autopart.passes.simulation.play import Work
-from autopart.passes.simulation.simulate import simulate
+from autopart.passes.simulation.simulate import Work, simulate
 from autopart.passes.simulation.traffic import PortLoad
 from autopart.runtime.launch.local import Workers
 

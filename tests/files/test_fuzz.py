@@ -33,7 +33,7 @@ from autopart.passes.pipeline import PlannerInput, build
 from autopart.passes.program.routing import edges
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.estimate import stage_estimates
-from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
+from autopart.passes.simulation.stage_costs import Estimator
 from autopart.report.cluster_table import cluster_table
 from autopart.report.plan_facts import plan_facts
 from autopart.report.plan_table import stage_table
@@ -86,8 +86,8 @@ def use_plan(raw: bytes, folder: Path, subject: Subject) -> str:
     check(plan, subject.graph)
     if plan.decision.world > subject.machines.world or len(plan.micro_rows) > 100:
         return "read"
-    costs = CostContext(subject.machines, device_types(subject.machines), subject.asked.cost_model)
-    stage_estimates(plan.decision, edges(plan.decision, subject.graph), Estimator(costs))
+    estimator = Estimator(subject.machines, subject.asked.cost_model)
+    stage_estimates(plan.decision, edges(plan.decision, subject.graph), estimator)
     return "simulated"
 
 

@@ -23,6 +23,7 @@ from autopart.passes.program.verify import check_program, forward_program
 from autopart.passes.search import finalize as finish
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.estimate import estimate, excess_of, stage_estimates
+from autopart.passes.simulation.stage_costs import Estimator
 
 
 def ops(p: Plan) -> list[str]:
@@ -53,10 +54,11 @@ def test_same_request_gives_the_same_plan() -> None:
 def test_tables_do_not_grow_with_devices_beyond_any_number_of_stages() -> None:
     g, many = layers(1200), cluster(2048)
     request = PlanRequest(((1,) * 4,)).normalized()
-    spaces = _spaces(source(g, many), check_graph(atoms(g)), many, request)
-    assert spaces.coarse.chain.n <= 64 < spaces.fine.chain.n <= LARGEST
-    asked = _spaces(source(g, many), check_graph(atoms(g)), many, replace(request, stages=LARGEST + 1))
-    assert asked.fine.chain.n > LARGEST  # what is asked for can be had
+    given, estimator = source(g, many), Estimator(many, source(g, many).cost_model, overlap=True)
+    coarse, fine = _spaces(given, check_graph(atoms(g)), estimator, request)
+    assert coarse.chain.n <= 64 < fine.chain.n <= LARGEST
+    _, asked = _spaces(given, check_graph(atoms(g)), estimator, replace(request, stages=LARGEST + 1))
+    assert asked.chain.n > LARGEST  # what is asked for can be had
 
 
 def test_layers_are_cut_between_layers() -> None:

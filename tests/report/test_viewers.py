@@ -11,7 +11,7 @@ from autopart.ir.program import ACTIONS
 from autopart.ir.timeline import Timeline
 from autopart.passes.program.routing import route
 from autopart.passes.simulation.estimate import timeline_of
-from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
+from autopart.passes.simulation.stage_costs import Estimator
 from autopart.report.chrome_trace import chrome_trace
 from autopart.report.text_timeline import timeline_text
 
@@ -21,8 +21,7 @@ def whole_step() -> Timeline:
     g = graph("a:300 #8 +tied:64 +w:128 <- x; b:400 #8 +tied:64 <- a")
     c = cluster(3, latency_ns=5)
     decision = Decision(3, (Stage(("a",), (0, 1)), Stage(("b",), (2,))), (1, 1, 1), "1f1b", zero=1)
-    costs = CostContext(c, device_types(c), source(g, c).cost_model)
-    return timeline_of(decision, route(decision, g), Estimator(costs))
+    return timeline_of(decision, route(decision, g), Estimator(c, source(g, c).cost_model))
 
 
 def test_the_trace_of_a_simulated_step_has_every_kind_of_action() -> None:

@@ -109,5 +109,5 @@ def test_what_runs_again_is_what_the_planner_charges(names: str) -> None:
         Op(f"v{i}", f"aten.{name}.default", ("x",), (f"v{i}",), cost=Cost(10**i))
         for i, name in enumerate(names.split())
     )
-    charged = redone_ns([op.name for op in costed], GraphIndex.of(Graph(1, (), (), costed, ("x",), ())))
+    charged = redone_ns([op.name for op in costed], GraphIndex(Graph(1, (), (), costed, ("x",), ())))
     assert charged == sum(10**i for i, name in enumerate(names.split()[: len(again)])), again

@@ -15,7 +15,7 @@ from autopart.passes.program.routing import edges, route, tied
 from autopart.passes.program.schedules import AUTOMATIC, Shape, find, in_flight, most_held
 from autopart.passes.program.verify import check_program
 from autopart.passes.simulation.estimate import estimate, simulated_ns, stage_estimates, timeline_of
-from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
+from autopart.passes.simulation.stage_costs import Estimator
 
 MODEL = graph("a:600 #60 +w <- x; b:100 #40 +v <- a; c:100 #4 +w <- a b", input_bytes=24)
 OPS = ("a", "b", "c")
@@ -23,7 +23,7 @@ OPS = ("a", "b", "c")
 
 def estimator(world: int) -> Estimator:
     c = cluster(world)
-    return Estimator(CostContext(c, device_types(c), source(MODEL, c).cost_model, 2.0, True))
+    return Estimator(c, source(MODEL, c).cost_model, overlap=True)
 
 
 def proven(decision: Decision) -> Program:

@@ -16,9 +16,9 @@ from support.oracles.planner_oracle import Kind, Problem, assignments, candidate
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Decision, Stage
 from autopart.passes.pipeline import build
-from autopart.passes.proof.certificate import certified, pipeline_model, settles
-from autopart.passes.proof.pipeline_model import lower_bound_ns
-from autopart.passes.search.evaluation import Evaluation, Evaluator
+from autopart.passes.proof.certificate import certified, settles
+from autopart.passes.proof.pipeline_model import lower_bound_ns, model_of
+from autopart.passes.search.evaluation import Evaluation, evaluate
 from autopart.passes.search.space import PlanRequest
 
 KIND = Kind(least=2, most=6, devices=3)
@@ -27,8 +27,8 @@ KIND = Kind(least=2, most=6, devices=3)
 def evaluation_of(p: Problem, random: Random) -> Evaluation | None:
     """One of the plans of a problem that fit."""
     space = p.space
-    evaluator, pool = Evaluator(), list(candidates(space))
-    evaluations = (evaluator(space, candidate) for candidate in random.sample(pool, len(pool)))
+    pool = list(candidates(space))
+    evaluations = (evaluate(space, candidate) for candidate in random.sample(pool, len(pool)))
     return next((evaluation for evaluation in evaluations if evaluation.fits), None)
 
 
@@ -36,7 +36,6 @@ def steps(evaluation: Evaluation) -> list[int]:
     """Simulated steps of all placements of the evaluation's blocks on its stages that fit, under each schedule, without
     recomputation and with all of it."""
     space, plan = evaluation.space, evaluation.decision
-    setting = replace(space.costs, cost_model=space.chain)
     found = []
     for ops in assignments(space.chain.blocks, len(plan.stages)):
         for again in (False, True)[: 1 + space.request.may_recompute]:
@@ -44,7 +43,7 @@ def steps(evaluation: Evaluation) -> list[int]:
                 stages = tuple(
                     Stage(names, stage.ranks, (names,) * again) for names, stage in zip(ops, plan.stages, strict=True)
                 )
-                found.append(fitting_ns(Decision(plan.decision.world, stages, plan.micro_rows, schedule), setting))
+                found.append(fitting_ns(Decision(plan.decision.world, stages, plan.micro_rows, schedule), space.costs))
     return [step for step in found if step is not None]
 
 
@@ -76,10 +75,9 @@ def test_what_is_proved_is_never_above_the_plan(random: Random, stages: int) -> 
     assert plain is not None and proven is not None and plain.report.optimality and proven.report.optimality
     assert proven.stages == plain.stages and proven.notes[:-1] == plain.notes and "CP-SAT" in proven.notes[-1]
     assert plain.report.optimality.lower_bound <= proven.report.optimality.lower_bound <= proven.step_ns
-    evaluator = Evaluator()
     evaluation = next(
         v
-        for v in (evaluator(p.space, candidate) for candidate in candidates(p.space))
+        for v in (evaluate(p.space, candidate) for candidate in candidates(p.space))
         if v.fits and [s.ranks for s in v.decision.stages] == [s.ranks for s in proven.stages]
     )
     bound = certified(evaluation, 20).bound_ns
@@ -127,7 +125,7 @@ def test_the_hint_is_the_plan_itself() -> None:
     assert evaluation is not None
     home = {name: s for s, stage in enumerate(evaluation.decision.stages) for name in stage.ops}
     where = [home[op.name] for op in evaluation.space.chain.blocks.ops]
-    assert certified(evaluation, 20).bound_ns <= lower_bound_ns(pipeline_model(evaluation), where) <= evaluation.step_ns
+    assert certified(evaluation, 20).bound_ns <= lower_bound_ns(model_of(evaluation), where) <= evaluation.step_ns
 
 
 def test_it_ends_in_time() -> None:

@@ -13,16 +13,16 @@ from support.languages.graphs import cluster, graph
 from support.oracles.planner_oracle import Kind, Problem, candidates, problem, problems
 
 from autopart.passes.proof.lower_bound import lower_bound
-from autopart.passes.search.evaluation import Evaluator
+from autopart.passes.search.evaluation import evaluate
 from autopart.passes.search.space import PlanRequest
 
 
 def check(p: Problem, random: Random, count: int) -> float:
     """The bound against random plans, whether they fit or not; how close the fastest of them comes."""
     space = p.space
-    bound, evaluator = lower_bound(space), Evaluator()
+    bound = lower_bound(space)
     pool = list(islice(candidates(space), 20_000))
-    steps = [evaluator(space, candidate).step_ns for candidate in random.sample(pool, min(count, len(pool)))]
+    steps = [evaluate(space, candidate).step_ns for candidate in random.sample(pool, min(count, len(pool)))]
     assert bound <= min(steps), f"{bound} > {min(steps)}"
     return bound / min(steps) if min(steps) else 1.0
 
@@ -35,7 +35,7 @@ def test_no_random_plan_is_faster_than_the_bound(p: Problem, random: Random) -> 
 
 def with_a_wish(p: Problem, random: Random) -> Problem:
     """Stages, or replicas, or both as in one of the plans of the problem."""
-    one = random.choice(list(islice(candidates(p.space), 5_000))).partition
+    one = random.choice(list(islice(candidates(p.space), 5_000)))
     alike = len(set(one.widths)) == 1
     replicas = one.widths[0] if alike and random.random() < 0.5 else one.widths
     wishes = [{"stages": one.stages}, {"stages": one.stages, "replicas": replicas}]

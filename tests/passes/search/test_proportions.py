@@ -16,7 +16,7 @@ from autopart.ir.shares import parts
 from autopart.passes.program.routing import route
 from autopart.passes.search.layout import dealt_out
 from autopart.passes.simulation.estimate import estimate
-from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
+from autopart.passes.simulation.stage_costs import Estimator
 
 MODEL = graph("a:400000 +w <- x; b:400000 +v <- a; c:400000 +u <- b")
 
@@ -32,8 +32,7 @@ def test_no_row_would_be_done_sooner_elsewhere(row_ns: list[int], more: int) -> 
 
 def simulated(plan: Plan, c: Cluster, decision: Decision) -> int:
     """The step of another decision on the same devices."""
-    context = CostContext(c, device_types(c), source(MODEL, c).cost_model, 2.0, True)
-    return estimate(decision, route(decision, MODEL), Estimator(context)).step_ns
+    return estimate(decision, route(decision, MODEL), Estimator(c, source(MODEL, c).cost_model, overlap=True)).step_ns
 
 
 @pytest.mark.parametrize("slower", [2, 3])

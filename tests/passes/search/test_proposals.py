@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -11,8 +12,8 @@ from support.oracles.planner_oracle import Problem
 
 from autopart.passes.search.evaluation import Search
 from autopart.passes.search.layout import SMALL
-from autopart.passes.search.proposals import WORTH, Proposal, proposals_of
-from autopart.passes.search.space import PlanRequest, SearchSpaces, layout_bound, longest_range
+from autopart.passes.search.proposals import WORTH, Proposal, layout_bound, longest_range, proposals_of
+from autopart.passes.search.space import PlanRequest
 
 
 def deep(seed: int, *, chain: bool = True, **request: object) -> Problem:
@@ -28,18 +29,15 @@ def deep(seed: int, *, chain: bool = True, **request: object) -> Problem:
 
 
 def latencies(proposals: list[Proposal]) -> dict[object, int]:
-    return {
-        (c.layout, c.micro_rows, c.partition.stages, c.partition.first): c.partition.pipeline_latency_ns
-        for _, c in proposals
-    }
+    return {(c.layout, c.micro_rows, c.stages, c.first): c.latency_ns for _, c in proposals}
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_quick_proposals_hold_every_partition_that_is_worth_it(seed: int) -> None:
     space = deep(seed, chain=seed % 2 == 0).space
     quick, whole = (
-        latencies(proposals_of(Search(SearchSpaces(space, space)))),
-        latencies(proposals_of(Search(SearchSpaces(space, space)), worth=math.inf)),
+        latencies(proposals_of(Search(space, space))),
+        latencies(proposals_of(Search(space, space), worth=math.inf)),
     )
     least = min(whole.values())
     assert min(quick.values()) == least
@@ -50,11 +48,11 @@ def test_quick_proposals_hold_every_partition_that_is_worth_it(seed: int) -> Non
 @pytest.mark.parametrize("seed", range(4))
 def test_no_partition_is_below_the_bound_of_its_layout(seed: int) -> None:
     space = deep(seed).space
-    for _, candidate in proposals_of(Search(SearchSpaces(space, space)), worth=math.inf):
-        bound = layout_bound(space, candidate.layout, candidate.micro_rows, candidate.partition.stages)
-        assert bound <= candidate.partition.pipeline_latency_ns
+    for _, candidate in proposals_of(Search(space, space), worth=math.inf):
+        bound = layout_bound(space, candidate.layout, candidate.micro_rows, candidate.stages)
+        assert bound <= candidate.latency_ns
         if candidate.layout.depth > SMALL:
-            length = max(b - a for a, b, _, _ in candidate.partition.ranges())
+            length = max(b - a for a, b in pairwise(candidate.bounds))
             share = -(-max(candidate.micro_rows) // candidate.layout.pipeline_replicas)
-            latency_ns = candidate.partition.pipeline_latency_ns
+            latency_ns = candidate.latency_ns
             assert length <= longest_range(space, share, len(candidate.micro_rows), latency_ns)

@@ -10,7 +10,7 @@ from support.languages.graphs import cluster, graph, layers, plan_of, source
 from autopart.ir.errors import InfeasibleError
 from autopart.ir.plan import Stage
 from autopart.passes.search.recomputation import StageBlocks, _ended_oftener, _sizes_of_groups, least_recomputed
-from autopart.passes.simulation.stage_costs import CostContext, Estimator, StageContext, device_types
+from autopart.passes.simulation.stage_costs import Estimator, StageContext
 
 SIZES = st.integers(0, 30)
 
@@ -39,18 +39,18 @@ def test_a_few_layers_each_where_keeping_them_all_or_one_by_one_does_not_fit() -
         size = 40 if i % 2 == 0 else 1
         lines.append(f"v{i}:10 #{size} ^100 @m.{i // 2} <- {f'v{i - 1}' if i else 'x'}")
     g, c = graph("; ".join(lines), input_bytes=1), cluster(1)
-    estimator = Estimator(CostContext(c, device_types(c), source(g, c).cost_model))
+    estimator = Estimator(c, source(g, c).cost_model)
     stage = Stage(tuple(op.name for op in g.ops), (0,))
     context = StageContext(stage, 1, 8, 8, True, 1, 0, 0, 0)
     blocks = StageBlocks(stage.ops, [100] * 8, [10] * 8, [0] * 8, [1, 40, 1, 40, 1, 40, 1, 40])
     one = estimator.stage(context).peak_bytes - 8 * 800 + 8 * 3 + 200
-    found = least_recomputed(context, blocks, estimator, one, everything=False)
+    found = least_recomputed(context, blocks, estimator, one, {}, everything=False)
     assert found.recompute == (("v0", "v1"), ("v2", "v3"), ("v4", "v5"), ("v6", "v7"))
-    roomier = least_recomputed(context, blocks, estimator, one + 8 * 100, everything=False)
+    roomier = least_recomputed(context, blocks, estimator, one + 8 * 100, {}, everything=False)
     assert sum(map(len, roomier.recompute)) == 7
-    everything = least_recomputed(context, blocks, estimator, one + 8 * 100, everything=True)
+    everything = least_recomputed(context, blocks, estimator, one + 8 * 100, {}, everything=True)
     assert sum(map(len, everything.recompute)) == 8
-    nothing_fits = least_recomputed(context, blocks, estimator, 1, everything=False)
+    nothing_fits = least_recomputed(context, blocks, estimator, 1, {}, everything=False)
     assert nothing_fits.recompute == (stage.ops,)
 
 

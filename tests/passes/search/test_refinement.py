@@ -14,9 +14,9 @@ from autopart.passes.pipeline import _spaces
 from autopart.passes.search import refinement
 from autopart.passes.search.evaluation import Candidate, Search
 from autopart.passes.search.layout import Layout
-from autopart.passes.search.partition import Partition
 from autopart.passes.search.refinement import Need, balanced, least_bound
-from autopart.passes.search.space import PlanRequest, SearchSpaces
+from autopart.passes.search.space import PlanRequest
+from autopart.passes.simulation.stage_costs import Estimator
 
 STAGES, BLOCKS = 6, 36
 
@@ -26,21 +26,24 @@ def test_all_cuts_move_together_as_long_as_the_step_gets_shorter() -> None:
     text = "; ".join(f"v{i}:10 #{1 if i % 2 else 3} <- {f'v{i - 1}' if i else 'x'}" for i in range(BLOCKS))
     g, c = graph(text, input_bytes=1), cluster(STAGES)
     request = PlanRequest(((1,) * (2 * STAGES),), stages=STAGES)
-    space = _spaces(source(g, c), g, c, request).fine
+    _, space = _spaces(source(g, c), g, Estimator(c, source(g, c).cost_model, overlap=True), request)
     bounds = (0, *range(1, BLOCKS, 7))
     uneven = Candidate(
-        Partition((*bounds[:STAGES], BLOCKS), (1,) * STAGES, 0),
+        (*bounds[:STAGES], BLOCKS),
+        (1,) * STAGES,
+        0,
+        0,
         Layout(1, STAGES, 1, tuple(range(STAGES))),
         request.micro_rows[0],
         "1f1b",
     )
-    search = Search(SearchSpaces(space, space))
+    search = Search(space, space)
     before = search.evaluate(space, uneven)
     after = balanced(search, before)
-    equal = replace(uneven, partition=replace(uneven.partition, bounds=tuple(range(0, BLOCKS + 1, BLOCKS // STAGES))))
+    equal = replace(uneven, bounds=tuple(range(0, BLOCKS + 1, BLOCKS // STAGES)))
     assert after.step_ns < before.step_ns
     assert after.step_ns <= search.evaluate(space, equal).step_ns
-    alone = search.evaluate(space, replace(uneven, partition=Partition((0, BLOCKS), (1,), 0)))
+    alone = search.evaluate(space, replace(uneven, bounds=(0, BLOCKS), widths=(1,)))
     assert balanced(search, alone) is alone
 
 

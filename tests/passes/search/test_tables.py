@@ -16,13 +16,12 @@ from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.plan import Decision, Estimate, Stage
 from autopart.ir.size import Size
 from autopart.passes.program.routing import route
-from autopart.passes.search.evaluation import Candidate, Evaluator
+from autopart.passes.search.evaluation import Candidate, evaluate
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import INFEASIBLE, Partition
 from autopart.passes.search.space import PlanRequest, SearchSpace
-from autopart.passes.search.tables import StageCostTables, TableMemo, TableRequest
+from autopart.passes.search.tables import StageCostTables
 from autopart.passes.simulation.estimate import estimate
-from autopart.passes.simulation.stage_costs import Estimator
 
 PLAIN = Kind(least=2, replicas=False, recompute=False, mixed=False, roomy=True)
 
@@ -41,9 +40,9 @@ def random_stages(
     n, stages = space.chain.n, min(space.chain.n, p.cluster.world)
     bounds = (0, *sorted(random.sample(range(1, n), stages - 1)), n)
     micro_rows, schedule = random.choice(p.request.micro_rows), random.choice(p.request.schedules)
-    partition = Partition(bounds, (1,) * stages, 0)
+    partition = Partition(bounds, (1,) * stages)
     layout = Layout(1, p.cluster.world, 1, tuple(range(p.cluster.world)))
-    evaluation = Evaluator()(space, Candidate(partition, layout, micro_rows, schedule))
+    evaluation = evaluate(space, Candidate(*partition, layout, micro_rows, schedule))
     return space, evaluation.estimates, partition, micro_rows, schedule
 
 
@@ -53,13 +52,13 @@ def test_memory_of_a_table_is_that_of_the_estimate(p: Problem) -> None:
     """On chains to the byte: with one byte less a stage that just fits is infeasible."""
     _, estimates, partition, micro_rows, schedule = random_stages(p, Random(p.model.shape_digest()))
     for s, (a, b) in enumerate(pairwise(partition.bounds)):
-        k, peak = partition.stages - s, estimates[s].peak_bytes
+        k, peak = len(partition.widths) - s, estimates[s].peak_bytes
         for memory, fits in ((peak, True), (peak - 1, False)):
             if memory < 1:
                 continue
             space = with_memory(p, memory)
             layout = Layout(1, space.costs.cluster.world, 1, tuple(range(space.costs.cluster.world)))
-            table = StageCostTables(TableRequest(space, layout, micro_rows, schedule))(k, 1, k)
+            table = StageCostTables(space, layout, micro_rows, schedule, space.chain.n)(k, 1, k)
             assert table is not None
             assert bool(table[0][a, b - a] < INFEASIBLE) == fits
 
@@ -71,12 +70,12 @@ def test_table_never_lets_in_what_the_estimate_turns_away(p: Problem) -> None:
     where a value is sent to several stages: it crosses the cut once."""
     own, estimates, partition, micro_rows, schedule = random_stages(p, Random(p.model.shape_digest()))
     for s, (a, b) in enumerate(pairwise(partition.bounds)):
-        k, peak = partition.stages - s, estimates[s].peak_bytes
+        k, peak = len(partition.widths) - s, estimates[s].peak_bytes
         crossing = own.chain.range_costs(Size(max(micro_rows))).crossing[b]
         if peak > 1 and estimates[s].out_bytes <= crossing:
             space = with_memory(p, peak - 1)
             layout = Layout(1, space.costs.cluster.world, 1, tuple(range(space.costs.cluster.world)))
-            table = StageCostTables(TableRequest(space, layout, micro_rows, schedule))(k, 1, k)
+            table = StageCostTables(space, layout, micro_rows, schedule, space.chain.n)(k, 1, k)
             assert table is not None and table[0][a, b - a] >= INFEASIBLE
 
 
@@ -89,9 +88,9 @@ def test_time_of_a_table_is_that_of_the_estimate(p: Problem) -> None:
     p = replace(p, cluster=replace(p.cluster, devices=gpus))
     space, estimates, partition, micro_rows, schedule = random_stages(p, Random(p.model.shape_digest()))
     layout = Layout(1, space.costs.cluster.world, 1, tuple(range(space.costs.cluster.world)))
-    tables = StageCostTables(TableRequest(space, layout, micro_rows, schedule))
+    tables = StageCostTables(space, layout, micro_rows, schedule, space.chain.n)
     for s, (a, b) in enumerate(pairwise(partition.bounds)):
-        e, k = estimates[s], partition.stages - s
+        e, k = estimates[s], len(partition.widths) - s
         table = tables(k, 1, layout.depth - s)
         assert table is not None
         busy = e.fwd_ns + e.bwd_ns
@@ -106,7 +105,7 @@ def test_one_stage_on_all_devices_takes_what_the_table_says(p: Problem) -> None:
 
     def table_ns(zero: int | str, layout: Layout, micro_rows: tuple[int, ...]) -> int:
         asked = replace(space, request=replace(space.request, zero=zero))
-        table = StageCostTables(TableRequest(asked, layout, micro_rows, "1f1b"))(1, layout.depth, layout.depth)
+        table = StageCostTables(asked, layout, micro_rows, "1f1b", asked.chain.n)(1, layout.depth, layout.depth)
         assert table is not None
         return int(table[0][0, space.chain.n])
 
@@ -116,12 +115,11 @@ def test_one_stage_on_all_devices_takes_what_the_table_says(p: Problem) -> None:
             layout = Layout(1, width, 1, ranks)
             names = tuple(op.name for op in space.chain.blocks.ops)
             graph = space.chain.graph(Size(max(micro_rows)))
-            estimator = Estimator(replace(space.costs, cost_model=space.chain))
             decision = Decision(p.cluster.world, (Stage(names, ranks),), micro_rows, "1f1b")
-            report = estimate(decision, route(decision, graph), estimator)
+            report = estimate(decision, route(decision, graph), space.costs)
             assert table_ns(0, layout, micro_rows) == pytest.approx(report.step_ns, abs=2)
             # Replicas that share the optimizer's state take even shares of it here, and whole parameters in truth.
-            shared = estimate(replace(decision, zero=1), route(decision, graph), estimator)
+            shared = estimate(replace(decision, zero=1), route(decision, graph), space.costs)
             assert table_ns("auto", layout, micro_rows) <= min(report.step_ns, shared.step_ns) + 3
 
 
@@ -132,8 +130,8 @@ def test_unlike_replicas_share_the_work_by_speed() -> None:
     alike = replace(p, cluster=Cluster(devices[1:] * 2, (Level(2, Link(0, 10**9)),)), launch=0)
     found = [
         table[0]
-        for each in (mixed, alike)
-        for table in [StageCostTables(TableRequest(each.space, Layout(1, 2, 1, (0, 1)), (2, 2), "1f1b"))(1, 2, 2)]
+        for each in (mixed.space, alike.space)
+        for table in [StageCostTables(each, Layout(1, 2, 1, (0, 1)), (2, 2), "1f1b", each.chain.n)(1, 2, 2)]
         if table is not None
     ]
     assert len(found) == 2 and (found[0] <= found[1]).all() and (found[0] < found[1]).any()
@@ -144,9 +142,9 @@ def test_a_shared_memo_does_not_mix_up_stages_of_different_numbers_of_them() -> 
     text = "; ".join(f"v{i}:9 #1 @m.{i} <- {f'v{i - 1}' if i else 'x'}" for i in range(6))
     request = PlanRequest(((2, 2),), pins={"m.2": 1})
     space = Problem(graph(text), cluster(4), request).space
-    memo: TableMemo = {}
+    tables = StageCostTables(space, Layout(1, 4, 1, (0, 1, 2, 3)), (2, 2), "1f1b", space.chain.n)
     for stages in (2, 3):
-        wanted = TableRequest(space, Layout(1, 4, 1, (0, 1, 2, 3)), (2, 2), "1f1b", stages=stages)
-        shared, alone = StageCostTables(wanted, memo)(1, 1, 1), StageCostTables(wanted)(1, 1, 1)
+        shared = replace(tables, stages=stages)(1, 1, 1)
+        alone = replace(tables, stages=stages, memo={})(1, 1, 1)
         assert shared is not None and alone is not None
         assert np.array_equal(shared[0], alone[0]) and np.array_equal(shared[1], alone[1])

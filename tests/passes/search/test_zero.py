@@ -16,9 +16,8 @@ from autopart.ir.errors import InfeasibleError, UsageError
 from autopart.ir.plan import Decision, Plan, Stage
 from autopart.passes.pipeline import search
 from autopart.passes.program.routing import route
-from autopart.passes.search.space import SearchSpaces
 from autopart.passes.simulation.estimate import estimate
-from autopart.passes.simulation.stage_costs import CostContext, Estimator, GraphIndex, device_types
+from autopart.passes.simulation.stage_costs import Estimator, GraphIndex
 
 TEXT = "; ".join(f"v{i}:10 #1 @m.{i} +w{i}:100 <- {f'v{i - 1}' if i else 'x'}" for i in range(4))
 WEIGHTS = 400  # and as much for gradients and for their sums, twice as much for Adam
@@ -53,14 +52,14 @@ def test_the_advice_is_to_allow_it() -> None:
 def test_the_largest_share_is_of_whole_parameters_and_nearly_even(sizes: list[int], replicas: int) -> None:
     g = graph("; ".join(f"v{i}:1 +w{i}:{size} <- {f'v{i - 1}' if i else 'x'}" for i, size in enumerate(sizes)))
     stage = Stage(tuple(op.name for op in g.ops), tuple(range(replicas)))
-    share = GraphIndex.of(g).largest_share(stage)
+    share = GraphIndex(g).largest_share(stage)
     assert max(max(sizes), -(-sum(sizes) // replicas)) <= share <= sum(sizes)
     assert share <= sum(sizes) / replicas + max(sizes)
 
 
 def test_a_step_with_shared_state_takes_two_turns_of_the_ring_and_a_share_of_the_update() -> None:
     g, c = graph(TEXT, input_bytes=1), cluster(4, bytes_per_s=10**8, latency_ns=3)
-    estimator = Estimator(CostContext(c, device_types(c), source(g, c).cost_model))
+    estimator = Estimator(c, source(g, c).cost_model)
     decision = Decision(4, (Stage(tuple(op.name for op in g.ops), (0, 1, 2, 3)),), (4, 4), "1f1b")
     shared = replace(decision, zero=1)
     all_keep, own = (estimate(d, route(d, g), estimator) for d in (decision, shared))
@@ -104,7 +103,7 @@ def test_neither_a_fixed_choice_nor_less_memory_beats_the_free_plan(p: Problem) 
         devices = tuple(replace(device, memory_bytes=memory) for device in p.cluster.devices)
         request = replace(p.request.normalized(), zero=zero, schedule="auto")
         p_now = replace(p, cluster=replace(p.cluster, devices=devices), request=request)
-        found = search(SearchSpaces(p_now.space, p_now.space)).best
+        found = search((p_now.space, p_now.space)).best
         return None if found is None else found.step_ns
 
     free = best_ns("auto")

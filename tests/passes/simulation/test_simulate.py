@@ -22,11 +22,10 @@ from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.schedules import Order, Shape, find, in_flight, pattern, register
 from autopart.passes.program.verify import check_program
-from autopart.passes.simulation.estimate import message_bytes, simulated_ns, stage_estimates
+from autopart.passes.simulation.estimate import simulated_ns, stage_estimates
 from autopart.passes.simulation.estimate import work_of as work_of_plan
-from autopart.passes.simulation.play import Work
-from autopart.passes.simulation.simulate import ordered_ns, simulate, step_ns
-from autopart.passes.simulation.stage_costs import CostContext, Estimator, device_types
+from autopart.passes.simulation.simulate import Work, ordered_ns, simulate, step_ns
+from autopart.passes.simulation.stage_costs import Estimator, message_bytes
 from autopart.passes.simulation.traffic import p2p_load, ring_load
 
 
@@ -232,7 +231,7 @@ def test_a_sum_that_not_all_come_to_is_an_error_not_a_hang() -> None:
 
 def test_stages_of_a_rank_with_other_replicas_are_refused() -> None:
     program = Program(1, 2, ((0, 1), (1,)), parse_actions("0F0 0B0 1F0 1B0"))
-    with pytest.raises(ProgramError, match="other replicas"):
+    with pytest.raises(ProgramError, match="different replicas"):
         simulate(program, Work((1, 1), (1, 1), (1, 1), {}))
 
 
@@ -309,10 +308,10 @@ def test_timeline_obeys_physics(g: Graph, data: st.DataObject) -> None:
     stages = data.draw(st.sampled_from([None, 2]))
     plan = plan_of(g, c, micros=micros, schedule=schedule, stages=stages if len(g.ops) > 5 and not g.updates else None)
     program = route(plan.decision, g)
-    estimator = Estimator(CostContext(c, device_types(c), source(g, c).cost_model))
-    sizes = message_bytes(program.edges, estimator.graph(Size(max(plan.micro_rows)), 0))
+    estimator = Estimator(c, source(g, c).cost_model)
+    sizes = message_bytes(program.edges, estimator.graph(Size(max(plan.micro_rows))).values)
     estimates = stage_estimates(plan.decision, program.edges, estimator)
-    work = work_of_plan(plan.decision, estimates, program, estimator)
+    work = work_of_plan(plan.decision, estimates, program.edges, program.tied, estimator)
     assert estimates == plan.estimates
     timeline = simulate(program, work)
     assert timeline.step_ns == plan.step_ns == step_ns(program, work)
@@ -376,8 +375,9 @@ def test_tied_gradients_are_summed_once_over_all_ranks_of_their_stages() -> None
     g, c = graph("a:1 +w:8 <- x; b:1 +w +v:4 <- a"), cluster(4)
     stages = (Stage(("a",), (0, 1)), Stage(("b",), (2, 3)))
     decision = Decision(4, stages, (2, 2), "1f1b")
-    estimator = Estimator(CostContext(c, device_types(c), source(g, c).cost_model))
+    estimator = Estimator(c, source(g, c).cost_model)
     program = check_program(route(decision, g), "1f1b")
-    work = work_of_plan(decision, stage_estimates(decision, program.edges, estimator), program, estimator)
+    estimates = stage_estimates(decision, program.edges, estimator)
+    work = work_of_plan(decision, estimates, program.edges, program.tied, estimator)
     assert work.tied == (((0, 1), 8, ring_load(c, (0, 1, 2, 3), 2)),)
     assert [size for size, _ in work.reduce] == [0, 4]

@@ -15,8 +15,7 @@ from support.oracles.simulated import chain, work_of
 
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.schedules import Shape, find, pattern
-from autopart.passes.simulation.play import SliceWork
-from autopart.passes.simulation.simulate import ordered_ns, simulate, step_ns
+from autopart.passes.simulation.simulate import SliceWork, ordered_ns, simulate, step_ns
 from autopart.passes.tokens.lengths import SliceTimes, cut_tokens
 
 

@@ -36,8 +36,8 @@ def played(name: str) -> str:
         for item in case.queues[world.rank] if world.rank < len(case.queues) else ():
             if isinstance(item, Post):
                 messages = [
-                    (op.way == SENT, op.peer, str(op.message), torch.zeros(op.size_bytes, dtype=torch.uint8))
-                    for op in item.ops
+                    (end.way == SENT, end.peer, str(end.message), torch.zeros(8, dtype=torch.uint8))
+                    for end in item.ends
                 ]
                 communicators.post(str(item.comm), case.members[str(item.comm)], messages)
             elif isinstance(item, Collective):

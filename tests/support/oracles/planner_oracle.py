@@ -26,12 +26,12 @@ from autopart.passes.graph.cuts import forced_bounds, module_span
 from autopart.passes.pipeline import PlannerInput, build
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import AUTOMATIC
-from autopart.passes.search.evaluation import Candidate, Evaluation, Evaluator
+from autopart.passes.search.evaluation import Candidate, Evaluation, evaluate
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.partition import Partition
 from autopart.passes.search.space import PlanRequest, SearchSpace
 from autopart.passes.simulation.estimate import estimate
-from autopart.passes.simulation.stage_costs import CostContext, Estimator, LoadMemo, device_types
+from autopart.passes.simulation.stage_costs import Estimator, device_types
 from support.languages.graphs import ComputedCosts, graph
 
 FASTEST = 10**12
@@ -79,16 +79,10 @@ class Problem:
         ends = {place for paths in self.request.keep_together() for place in module_span(fine, paths)} - {len(fine.ops)}
         blocks = coarsen(fine, blocks=64, cuts=self.request.cuts, also=tuple(sorted(ends)))
         most = max(max(rows) for rows in self.request.micro_rows)
-        costs = CostContext(
-            self.cluster,
-            device_types(self.cluster),
-            self.cost_model,
-            self.request.state_factor,
-            True,
-        )
         chain = BlockChain(blocks, captured, self.cost_model, most)
+        costs = Estimator(self.cluster, chain, self.request.state_factor, overlap=True)
         cuts = forced_bounds(blocks, fine, self.request.cuts)
-        return SearchSpace(chain, costs, LoadMemo(self.cluster), self.request.normalized(), fine, cuts)
+        return SearchSpace(chain, costs, self.request.normalized(), fine, cuts)
 
 
 # ---- exhaustive search ---------------------------------------------------------------------------------------------
@@ -99,7 +93,7 @@ def partitions(n: int, depth: int, widths: tuple[int, ...]) -> Iterator[Partitio
     for stages in range(1, min(n, depth) + 1):
         for inner in combinations(range(1, n), stages - 1):
             for chosen in _vectors(stages, depth, widths):
-                yield Partition((0, *inner, n), chosen, 0)
+                yield Partition((0, *inner, n), chosen)
 
 
 def _vectors(stages: int, depth: int, widths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -129,26 +123,25 @@ def candidates(space: SearchSpace) -> Iterator[Candidate]:
         for micro_rows in request.micro_rows:
             if not allowed(partition, micro_rows, space):
                 continue
-            for schedule in request.schedules if partition.stages > 1 else request.schedules[:1]:
-                found = {c.key: c for c in (Candidate(partition, layout, micro_rows, schedule) for layout in grounds)}
+            for schedule in request.schedules if len(partition.widths) > 1 else request.schedules[:1]:
+                found = {c.key: c for c in (Candidate(*partition, layout, micro_rows, schedule) for layout in grounds)}
                 yield from found.values()
 
 
 def allowed(partition: Partition, micro_rows: tuple[int, ...], space: SearchSpace) -> bool:
     """Return whether the request allows a partition."""
     request = space.request
-    if request.stages not in (None, partition.stages) or max(partition.widths) > max(micro_rows):
+    if request.stages not in (None, len(partition.widths)) or max(partition.widths) > max(micro_rows):
         return False
-    masks = [space.legal_at(s) for s in range(partition.stages)]
+    masks = [space.legal_at(s) for s in range(len(partition.widths))]
     legal = all(mask[a, b] for mask, (a, b) in zip(masks, pairwise(partition.bounds), strict=True))
-    pinned = all(stage < partition.stages for stage in request.pins.values())
-    return legal and pinned and request.replicas_of(partition.stages) in (None, partition.widths)
+    pinned = all(stage < len(partition.widths) for stage in request.pins.values())
+    return legal and pinned and request.replicas_of(len(partition.widths)) in (None, partition.widths)
 
 
 def exhaustive(space: SearchSpace) -> Evaluation | None:
     """Return the fastest candidate that fits into memory."""
-    evaluator = Evaluator()
-    evaluations = (evaluator(space, candidate) for candidate in candidates(space))
+    evaluations = (evaluate(space, candidate) for candidate in candidates(space))
     return min((e for e in evaluations if e.fits), key=lambda e: e.step_ns, default=None)
 
 
@@ -171,8 +164,7 @@ def assignments(blocks: Graph, stages: int) -> Iterator[tuple[tuple[str, ...], .
 
 def fastest_assignment(space: SearchSpace) -> int | None:
     """Return the shortest step over all assignments of blocks to stages on single devices that fit, in rank order."""
-    setting = replace(space.costs, cost_model=space.chain)
-    world = setting.cluster.world
+    setting, world = space.costs, space.costs.cluster.world
     steps = [
         fitting_ns(Decision(world, own, micro_rows, schedule), setting)
         for stages in range(1, min(world, space.chain.n) + 1)
@@ -184,14 +176,14 @@ def fastest_assignment(space: SearchSpace) -> int | None:
     return min((step for step in steps if step is not None), default=None)
 
 
-def fitting_ns(decision: Decision, setting: CostContext) -> int | None:
+def fitting_ns(decision: Decision, setting: Estimator) -> int | None:
     """Return the simulated step time of a decision, or None if it is invalid or does not fit."""
-    graph = setting.cost_model.graph(Size(max(decision.micro_rows)), 0)
+    graph = setting.graph(Size(max(decision.micro_rows))).graph
     try:
         check_decision(decision, graph)
     except PlanError:
         return None
-    report = estimate(decision, route(decision, graph), Estimator(setting))
+    report = estimate(decision, route(decision, graph), setting)
     return report.step_ns if fits(decision.stages, report.estimates, setting.cluster) else None
 
 

@@ -12,8 +12,7 @@ from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import COLLECTIVE, COMPUTE, RECEIVE, SEND, SENDS, Program, parse_actions
 from autopart.ir.timeline import Span, Timeline
 from autopart.passes.program.routing import route
-from autopart.passes.simulation.play import Work
-from autopart.passes.simulation.simulate import simulate
+from autopart.passes.simulation.simulate import Work, simulate
 from autopart.passes.simulation.traffic import p2p_load, ring_load
 from support.languages.graphs import cluster, graph
 

@@ -1,10 +1,9 @@
 """Random numbers that do not depend on where an op runs.
 
 Every random op of a captured graph is called through `keyed`: the default generator of the device is seeded from
-(seed, step, micro-batch, number of the op in the graph) for this one call and put back afterwards.  A mask is then a
-function of that key alone: it is the same for any number of stages, any schedule and any recomputation.  A replica has
-some rows of a micro-batch: there `keyed_rows` draws for all of them and takes its own, so that masks do not depend on
-replicas either.  What that costs: the op runs on all rows, and holds what its backward needs of them.
+(seed, step, micro-batch, number of the op in the graph) for this one call and restored afterwards.  So a mask does not
+depend on stages, schedule or recomputation.  A replica that has some rows of a micro-batch draws for all rows and takes
+its own (`keyed_rows`): the op runs on all rows, and keeps what its backward needs of them.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from torch.fx.node import map_aggregate
 from autopart.ir.shares import RowLayout, Window
 
 Key = tuple[int, int, int, Window | None]
-"""(seed, step, micro-batch, rows of it that are here; None for all)."""
+"""(seed, step, micro-batch, rows of the micro-batch on this rank; None for all)."""
 
 _key: contextvars.ContextVar[Key] = contextvars.ContextVar("autopart_rng_key", default=(0, 0, 0, None))
 
 
 @contextlib.contextmanager
 def micro_key(seed: int, step: int, micro: int, window: Window | None = None) -> Iterator[None]:
-    """Random ops called inside draw the numbers of this step and micro-batch, for these rows of it."""
+    """Let random ops called inside draw the numbers of this step and micro-batch, for these rows of it."""
     token = _key.set((seed, step, micro, window))
     try:
         yield
@@ -37,12 +36,12 @@ def micro_key(seed: int, step: int, micro: int, window: Window | None = None) ->
 
 
 def current_key() -> Key:
-    """(seed, step, micro-batch, rows) whose numbers are drawn now: what `micro_key` takes."""
+    """Return the (seed, step, micro-batch, rows) whose numbers are drawn now."""
     return _key.get()
 
 
 def derive(*parts: int) -> int:
-    """A 63-bit seed from integers; the same on every machine."""
+    """Return a 63-bit seed made from integers, equal on every machine."""
     text = ",".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
@@ -73,10 +72,10 @@ def keyed_rows(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`keyed` for the rows of a replica: the op runs on all rows of the micro-batch, those of others filled with ones.
+    """Call random op `op` for the rows of a replica: on all rows of the micro-batch, with ones for the rows of others.
 
-    given: (axis, stride) of the rows in each tensor that it takes, in order, None where it holds none (`RowLayout`);
-    made: the same of its results.  size_at: the place of the argument that is the size of the result, if there is one.
+    given, made: (axis, stride) of the rows in each tensor argument and in each result, None for one without rows
+    (`RowLayout`).  size_at: index of the argument that is the size of the result, if there is one.
     """
     window = _key.get()[3]
     if window is None or window.is_all:
@@ -99,7 +98,7 @@ def keyed_rows(
 
 
 def _among_all(tensor: torch.Tensor, layout: RowLayout, window: Window) -> torch.Tensor:
-    """The tensor as part of one of all rows, with its own order of memory, in which some ops draw."""
+    """Return a tensor of all rows that holds this one, in the same memory order, since some ops draw in that order."""
     size = list(tensor.shape)
     size[layout.axis] = size[layout.axis] // window.own * window.whole
     strides = tensor.stride()

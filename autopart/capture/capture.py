@@ -133,6 +133,7 @@ def _capture(
         except NumberOfData as error:
             fallback = CaptureError(error.what, where=error.where, why=error.why, fix=error.fix)
             raise wrapper.asker.refusal or fallback from None
+    module.recompile()
     groups = tuple(group for habit in HABITS if habit.groups is not None for group in habit.groups(module.graph))
     return Captured(module, graph, names, wrapper.outputs, wrapper.observed, wrapper.asker.questions, groups)
 

@@ -1,9 +1,7 @@
 """The cyclic garbage collector, paused while a model is captured and planned.
 
-Both make very many objects and hardly a cycle, and every full collection looks again at all that capture left in
-memory: a quarter of the time of planning a large model.  The passes do not do this themselves, as they are pure
-functions and change nothing about the process; who calls them (`planning`, benchmarks) pauses the collector around
-them, and capture is the lowest room that needs it.
+Both make many objects and few cycles, and every full collection scans everything that the capture left in memory: a
+quarter of the time of planning a large model.  The passes are pure functions, so their callers pause the collector.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ _was_enabled = False
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause the collector, which serves all threads, until the last of them has left; then it is as it was found."""
+    """Pause the collector until the last thread that paused it leaves; then restore its state."""
     global _pauses, _was_enabled
     with _lock:
         if _pauses == 0:

@@ -6,10 +6,11 @@ lazy modules, and models whose trained values stayed on another rank.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import sysconfig
 import types
-from collections.abc import Set
+from collections.abc import Iterator, Set
 
 import torch
 from torch import nn
@@ -34,9 +35,9 @@ _HOOKS = {
 
 
 def check_model(model: object) -> nn.Module:
-    """The model, when it is one that can be captured without silent loss.
+    """Return the model if it can be captured.
 
-    Raises UsageError when it is no module, RefusedError for hooks and for aliased storage.
+    Raises UsageError if it is not a module or has no values, RefusedError for hooks and for aliased storage.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(
@@ -56,7 +57,7 @@ def _check_emptied(model: nn.Module) -> None:
             raise UsageError(
                 f"{name} is empty: its trained values stayed on another rank when a pipe was closed",
                 why="the pipe was closed with sync=False, or after a failure",
-                fix="build the model anew, and load a state that was saved before",
+                fix="build the model again, and load a state that was saved before",
             )
 
 
@@ -71,43 +72,42 @@ def _check_lazy(model: nn.Module) -> None:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raises RefusedError for a hook on a module or a parameter that would run at capture alone."""
-    for path, module in model.named_modules():
-        for attribute, kind in _HOOKS.items():
-            for hook in getattr(module, attribute).values():
-                if _of_its_library(hook, module) or _only_asks_for_gradients(hook):
-                    continue
-                raise RefusedError(
-                    f"a {kind} is registered: {getattr(hook, '__qualname__', repr(hook))}",
-                    where=f"module {path or '(the model itself)'} ({type(module).__name__})",
-                    why="hooks would run once while the model is captured and never again",
-                    fix="remove it (handle.remove()) before compile, or do its work in forward()",
-                )
-    _check_global_hooks()
+    """Raise RefusedError for a hook on a module or a parameter that would only run during the capture."""
+    found = [
+        (kind, hook, f"module {path or '(the model itself)'} ({type(module).__name__})")
+        for path, module in model.named_modules()
+        for attribute, kind in _HOOKS.items()
+        for hook in getattr(module, attribute).values()
+        if not (_of_its_library(hook, module) or _only_asks_for_gradients(hook))
+    ]
+    for attribute, kind in _HOOKS.items():
+        for hook in getattr(nn.modules.module, f"_global{attribute}").values():
+            found.append((f"{kind} for all modules", hook, ""))
+    for kind, hook, where in found:
+        raise RefusedError(
+            f"a {kind} is registered: {getattr(hook, '__qualname__', repr(hook))}",
+            where=where,
+            why="hooks would run once while the model is captured and never again",
+            fix="remove it (handle.remove()) before compile, or do its work in forward()",
+        )
     _check_parameter_hooks(model)
 
 
 def _only_asks_for_gradients(hook: object) -> bool:
-    """Whether the only call that a hook makes is `requires_grad_`, as the hook on the embeddings does that reentrant
-    checkpointing needs (`enable_input_require_grads`).  Which gradients flow is read of the captured program."""
+    """Return whether the only call that a hook makes is `requires_grad_`, as in `enable_input_require_grads`.
+
+    Reentrant checkpointing needs it; which gradients flow is read from the captured program.
+    """
     if not isinstance(hook, types.FunctionType) or hook.__closure__:
         return False
     return hook.__code__.co_names == ("requires_grad_",)
 
 
-def _check_global_hooks() -> None:
-    for attribute, kind in _HOOKS.items():
-        for hook in getattr(nn.modules.module, f"_global{attribute}").values():
-            raise RefusedError(
-                f"a {kind} for all modules is registered: {getattr(hook, '__qualname__', repr(hook))}",
-                why="hooks would run once while the model is captured and never again",
-                fix="remove it (handle.remove()) before compile, or do its work in forward()",
-            )
-
-
 def _of_its_library(hook: object, module: nn.Module) -> bool:
-    """True for a hook that an installed library put on a module of its own: part of how that module computes (weight
-    norm, the output recorders of transformers), and captured with it."""
+    """Return whether an installed library put the hook on a module of its own, as weight norm does.
+
+    Such a hook is part of how the module computes, and is captured with it.
+    """
     home = getattr(hook, "__module__", None) or type(hook).__module__
     library = home.split(".")[0]
     if library != type(module).__module__.split(".")[0]:
@@ -127,41 +127,46 @@ def _check_parameter_hooks(model: nn.Module) -> None:
 
 
 def _check_shared_storage(model: nn.Module) -> None:
-    seen: dict[int, tuple[str, torch.Tensor]] = {}
-    for kind, pairs in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in pairs:
-            if tensor.numel() == 0 or tensor.is_meta or tensor.layout != torch.strided:
-                continue
-            key = tensor.untyped_storage()._cdata
-            first, other = seen.get(key, (name, tensor))
-            if kind == "parameter":
-                seen.setdefault(key, (name, tensor))
-            if other is not tensor and not _apart(other, tensor):
-                raise RefusedError(
-                    f"parameter {first} and {kind} {name} share memory but are different objects",
-                    why="an update of one would change the other only when both are on the same stage",
-                    fix=f"tie them properly: assign the same nn.Parameter object to {first} and {name}",
-                )
+    parameters = dict(model.named_parameters())
+    for first, name in _sharing(model):
+        if first in parameters:
+            raise RefusedError(
+                f"parameter {first} and {'parameter' if name in parameters else 'buffer'} {name} share memory but are "
+                "different objects",
+                why="an update of one would change the other only when both are on the same stage",
+                fix=f"tie them properly: assign the same nn.Parameter object to {first} and {name}",
+            )
 
 
 def check_aliased_buffers(model: nn.Module, changed: Set[str] | None = None) -> None:
-    """Refuse buffers that share memory, under two names or as views, when one of them is changed.
+    """Raise RefusedError if buffers share memory and one of them is changed.
 
-    changed: names of the buffers that are; None when that is not known.
+    changed: names of the changed buffers; None if unknown, then two names of one buffer count too.
+    """
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for first, name in _sharing(model, same_too=changed is None):
+        if first in buffers and name in buffers and (changed is None or not changed.isdisjoint((first, name))):
+            raise RefusedError(
+                f"buffers {first} and {name} share memory, and forward() changes one of them",
+                why="the other would keep its old values on another stage",
+                fix="keep one of them, or give each its own memory (tensor.clone())",
+            )
+
+
+def _sharing(model: nn.Module, *, same_too: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield the names of each two parameters or buffers whose memory overlaps, the parameter first.
+
+    same_too: also of two names of one tensor.
     """
     seen: dict[int, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in model.named_buffers(remove_duplicate=False):
+    named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for name, tensor in itertools.chain(*named):
         if tensor.numel() == 0 or tensor.is_meta or tensor.layout != torch.strided:
             continue
         others = seen.setdefault(tensor.untyped_storage()._cdata, [])
         for first, other in others:
-            one = other is tensor and changed is not None  # two names of one tensor: captured as one
-            if not one and (changed is None or not changed.isdisjoint((first, name))) and not _apart(other, tensor):
-                raise RefusedError(
-                    f"buffers {first} and {name} share memory, and forward() changes one of them",
-                    why="the other would keep its old values on another stage",
-                    fix="keep one of them, or give each its own memory (tensor.clone())",
-                )
+            if same_too if other is tensor else not _apart(other, tensor):
+                yield first, name
         others.append((name, tensor))
 
 
@@ -173,7 +178,7 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check_autocast(device_type: str) -> None:
-    """Refuse an autocast region that is active outside the model: it would not be recorded."""
+    """Raise RefusedError for an autocast region that is active outside the model: it would not be recorded."""
     for kind in {"cpu", device_type}:
         if torch.is_autocast_enabled(kind):
             raise RefusedError(
@@ -185,8 +190,7 @@ def check_autocast(device_type: str) -> None:
 
 
 def tied_names(model: nn.Module | Trained) -> dict[str, str]:
-    """For every name of a parameter or buffer that is not its first name, the first name.  By identity, so that it
-    works on the meta device too."""
+    """Return, for every further name of a parameter or buffer, its first name.  Works on the meta device too."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]

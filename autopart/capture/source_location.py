@@ -1,4 +1,4 @@
-"""From a Python stack to the user's line and module path."""
+"""The user's line and module path in a Python stack."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -25,7 +26,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S
 
 
 def is_user_file(filename: str) -> bool:
-    """True for a file that is neither torch's, nor ours, nor generated, nor the standard library's mock."""
+    """Return whether a file is neither torch's, nor ours, nor generated, nor the standard library's mock."""
     return not filename.startswith(_NOT_USER) and not filename.endswith("unittest/mock.py")
 
 
@@ -34,16 +35,16 @@ def is_library_file(filename: str) -> bool:
     return filename.startswith(LIBRARIES)
 
 
-def user_line(stack: traceback.StackSummary) -> str:
-    """file:line of the innermost frame of the user."""
-    for frame in reversed(stack):
-        if is_user_file(frame.filename):
-            return f"{frame.filename}:{frame.lineno} in {frame.name}"
+def user_line() -> str:
+    """Return file:line of the innermost frame of the user in the current stack."""
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        if is_user_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
     return ""
 
 
 def user_line_of_text(stack: str | None) -> str:
-    """file:line of the innermost frame of the user in the text of a stack, as torch.fx records it."""
+    """Return file:line of the innermost frame of the user in the text of a stack, as torch.fx records it."""
     for match in reversed(list(_FRAME.finditer(stack or ""))):
         if is_user_file(match["file"]):
             return f"{match['file']}:{match['line']}"
@@ -51,26 +52,22 @@ def user_line_of_text(stack: str | None) -> str:
 
 
 def user_place(model: nn.Module, trace: TracebackType | None) -> str:
-    """Module path and file:line of the innermost frame of the user in a traceback."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    path = line = ""
-    while trace is not None:
-        frame = trace.tb_frame
-        path = paths.get(id(frame.f_locals.get("self")), path)
-        if is_user_file(frame.f_code.co_filename):
-            line = f"{frame.f_code.co_filename}:{trace.tb_lineno} in {frame.f_code.co_name}"
-        trace = trace.tb_next
-    return ", ".join(part for part in (f"module {path}" if path else "", line) if part)
+    """Return the module path and file:line of the innermost frame of the user in a traceback."""
+    return _place(model, reversed(list(traceback.walk_tb(trace))))
 
 
 def place_of_caller(model: nn.Module) -> str:
-    """Module path and file:line of the innermost frame of the user in the stack as it stands."""
+    """Return the module path and file:line of the innermost frame of the user in the current stack."""
+    return _place(model, traceback.walk_stack(sys._getframe(1)))
+
+
+def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> str:
     paths = {id(module): path for path, module in model.named_modules()}
     path = line = ""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not (path and line):
+    for frame, number in frames:
         if not line and is_user_file(frame.f_code.co_filename):
-            line = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+            line = f"{frame.f_code.co_filename}:{number} in {frame.f_code.co_name}"
         path = path or paths.get(id(frame.f_locals.get("self")), "")
-        frame = frame.f_back
+        if path and line:
+            break
     return ", ".join(part for part in (f"module {path}" if path else "", line) if part)

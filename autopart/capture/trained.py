@@ -1,4 +1,4 @@
-"""Everything that a step trains: the model's tensors, and under `loss_fn.` those of a loss function that learns too."""
+"""Everything that a step trains: the tensors of the model, and under `loss_fn.` those of a loss function."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ PREFIX = "loss_fn."
 
 
 class Trained:
-    """A model and its loss function as one, as far as names of tensors go.
+    """A model and a loss function that has parameters, as one set of named tensors.
 
-    A loss function without parameters is left out: the state is the model's alone, whatever weights of classes that
-    function holds.  Raises UsageError where the two would share a name.
+    A loss function without parameters is left out, with its buffers.  Raises UsageError if names collide.
     """
 
     def __init__(self, model: nn.Module, loss_fn: object = None) -> None:
@@ -32,11 +31,11 @@ class Trained:
             )
 
     def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter; of tied ones only the first, unless duplicates are wanted."""
+        """Yield every parameter; of tied ones only the first, unless duplicates are wanted."""
         yield from self._named(lambda module: module.named_parameters(remove_duplicate=False), remove_duplicate)
 
     def named_buffers(self, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every buffer, likewise."""
+        """Yield every buffer; of tied ones only the first, unless duplicates are wanted."""
         yield from self._named(lambda module: module.named_buffers(remove_duplicate=False), remove_duplicate)
 
     def _named(self, of: Callable[[nn.Module], Iterable[tuple[str, Any]]], once: bool) -> Iterator[tuple[str, Any]]:
@@ -48,7 +47,7 @@ class Trained:
                 seen.add(id(tensor))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Both states, as the tensors themselves."""
+        """Return both states, holding the tensors themselves."""
         return {
             prefix + name: tensor
             for prefix, module in self._parts()
@@ -56,7 +55,7 @@ class Trained:
         }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state_dict` returned."""
+        """Load what `state_dict` returned."""
         learned = {name for name in state if self.loss_fn is not None and name.startswith(PREFIX)}
         self.model.load_state_dict({name: tensor for name, tensor in state.items() if name not in learned})
         if self.loss_fn is not None:
@@ -69,7 +68,7 @@ class Trained:
 
 
 def refuse_meta(model: Trained) -> None:
-    """Raises UsageError for a model that is to run and has no values."""
+    """Raise UsageError if the model is on the meta device."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""A batch as the user passes it: taken apart into tensors, cut into micro-batches, put together again.
+"""A batch as the user passes it: flattened into tensors, cut into micro-batches, put together again.
 
 Forms of a batch: a mapping (keyword arguments), a tuple or list (positional arguments), a pair (tuple, dict) (both),
 or anything else (one positional argument).  With a `loss_fn`, a batch is a pair (inputs, target) whose inputs have
@@ -23,13 +23,12 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch taken apart.
+    """A flattened batch.
 
-    leaves: every leaf in order; keys: where each stands; names: a readable name for each; splits: whether each is a
-    tensor that is cut along axis 0; spec: how to put (args, kwargs, target) together.  rows: the common size of axis 0
-    of those that are cut, or None when there is none.  answers: to what the model's Python asks about the numbers of
-    the batch (`questions`), None where that is not known or nothing is asked.  stands_in: whether the numbers in it
-    mean nothing, for another rank has the batch (`stand_in`); its answers are known then.
+    leaves: every leaf in order; keys: the path of each; names: a readable name for each; splits: whether each is a
+    tensor that is cut along axis 0.  spec: how to put (args, kwargs, target) together.  rows: the common size of axis 0
+    of the cut tensors, None if there are none.  answers: the op, line and value of each question that the model's
+    Python asks about the numbers of the batch; None if unknown.  stands_in: whether another rank has the numbers.
     """
 
     leaves: tuple[Any, ...]
@@ -53,13 +52,13 @@ class Batch:
                 yield leaf, split
 
     def signature(self) -> tuple[Any, ...]:
-        """Everything a captured program depends on but the number of rows: hashable, equal on every rank."""
+        """Return everything but the number of rows that a captured program depends on; equal on every rank."""
         leaves = zip(self.leaves, self.splits, strict=True)
         plain = (str(self.spec), tuple(_leaf_signature(leaf, split) for leaf, split in leaves))
         return plain if not self.answers else (*plain, tuple(repr(value) for _, _, value in self.answers))
 
     def changed(self, change: Callable[[torch.Tensor, bool], torch.Tensor], rows: int | None) -> Batch:
-        """The same with other tensors.  change: from a tensor, and whether it is cut, to the one in its place."""
+        """Return the batch with other tensors.  change: maps a tensor, and whether it is cut, to the new one."""
         leaves = tuple(
             change(leaf, split) if isinstance(leaf, torch.Tensor) else leaf
             for leaf, split in zip(self.leaves, self.splits, strict=True)
@@ -67,7 +66,7 @@ class Batch:
         return replace(self, leaves=leaves, rows=rows)
 
     def with_rows(self, rows: int) -> Batch:
-        """A batch of another number of rows for tracing: rows repeat, and no two leaves share memory."""
+        """Return a batch of another number of rows for tracing: rows repeat, and no two leaves share memory."""
 
         def resize(tensor: torch.Tensor, split: bool) -> torch.Tensor:
             if not split or self.rows == rows:
@@ -78,7 +77,7 @@ class Batch:
         return self.changed(resize, rows if self.rows else None)
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on a device.  Raises BatchError for a tensor that has no numbers to move."""
+        """Return the batch on a device.  Raises BatchError for a tensor on the meta device."""
         for name, leaf in zip(self.names, self.leaves, strict=True):
             if isinstance(leaf, torch.Tensor) and leaf.is_meta and device.type != "meta":
                 raise BatchError(
@@ -89,7 +88,7 @@ class Batch:
         return self.changed(lambda tensor, _: tensor.to(device), self.rows)
 
     def micro(self, micro_rows: tuple[int, ...]) -> list[tuple[torch.Tensor, ...]]:
-        """The tensor leaves of each micro-batch; what has no rows goes to all of them whole."""
+        """Return the tensor leaves of each micro-batch; tensors without rows go to all of them whole."""
         pieces: list[list[torch.Tensor]] = [[] for _ in micro_rows]
         for tensor, split in self.tensors_and_splits():
             parts = torch.split(tensor, list(micro_rows)) if split else [tensor] * len(micro_rows)
@@ -112,8 +111,10 @@ def _text_of(value: Any) -> str:
 
 
 def split_rows(rows: int, micros: int) -> tuple[int, ...]:
-    """Rows of each micro-batch: as even as can be, the larger ones first.  Raises BatchError when there are fewer
-    rows than micro-batches."""
+    """Return the rows of each micro-batch, as even as possible, the larger ones first.
+
+    Raises BatchError if there are fewer rows than micro-batches.
+    """
     if micros < 1:
         raise BatchError(f"micro_batches is {micros}", fix="use at least 1")
     if rows < micros:
@@ -127,11 +128,10 @@ def split_rows(rows: int, micros: int) -> tuple[int, ...]:
 
 
 class BatchReader:
-    """Takes batches apart, and remembers which of their tensors have rows.
+    """Flattens batches, and remembers which of their tensors have rows.
 
-    In the first batch the rows are the size of axis 0 that most tensors have, and every tensor of that size is cut.  A
-    tensor that comes again, under its key, is cut or left whole as before: that a mask has as many rows as a later
-    batch is a coincidence.
+    In the first batch the rows are the most common size of axis 0, and every tensor of that size is cut.  In later
+    batches a tensor under the same key is cut or left whole as before, even if its size equals the rows by chance.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class BatchReader:
         self._order: Any = None
 
     def read(self, batch: Any, *, with_target: bool = False) -> Batch:
-        """Take a batch of any of the accepted forms apart.  Raises BatchError for what cannot be cut or captured."""
+        """Flatten a batch of any accepted form.  Raises BatchError for what cannot be cut or captured."""
         target: Any = None
         if isinstance(batch, DataLoader | Iterator):
             raise BatchError(
@@ -172,7 +172,7 @@ class BatchReader:
         return self._splits.get(key, leaf.dim() > 0 and leaf.shape[0] == rows)
 
     def _rows(self, keys: Sequence[str], names: Sequence[str], leaves: Sequence[Any]) -> int | None:
-        """The rows of a batch: those of the tensors that had rows before, else the size that most have."""
+        """Return the rows of a batch: those of tensors that had rows before, else the most common size of axis 0."""
         found: dict[str, int] = {}
         for key, name, leaf in zip(keys, names, leaves, strict=True):
             if isinstance(leaf, torch.Tensor) and self._splits.get(key):
@@ -187,13 +187,13 @@ class BatchReader:
                 raise BatchError(
                     f"inputs {first} and {name} have {found[first]} and {rows} rows",
                     why="both were cut into micro-batches along their first axis before",
-                    fix="give both as many rows; to pass what one of them was not before, compile anew",
+                    fix="give both as many rows; if one of them shall not have rows any more, compile again",
                 )
         return found[first]
 
 
 def flatten(batch: Any, *, with_target: bool = False) -> Batch:
-    """Take a batch apart that none came before; see `BatchReader.read`."""
+    """Flatten a first batch; see `BatchReader.read`."""
     return BatchReader().read(batch, with_target=with_target)
 
 
@@ -211,7 +211,7 @@ def _pair(batch: Any) -> tuple[Any, Any]:
 
 
 def _in_order_of(tree: Any, earlier: Any) -> Any:
-    """The same, with the keys of its dicts in the order that they had earlier: the order of keys says nothing."""
+    """Return the tree with the keys of its dicts in their earlier order: the order of keys means nothing."""
     if type(tree) is dict and isinstance(earlier, dict):
         keys = [key for key in earlier if key in tree] + [key for key in tree if key not in earlier]
         return {key: _in_order_of(tree[key], earlier.get(key)) for key in keys}
@@ -221,7 +221,7 @@ def _in_order_of(tree: Any, earlier: Any) -> Any:
 
 
 def unflatten(leaves: tuple[Any, ...], spec: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """The inverse of `flatten`: (args, kwargs, target)."""
+    """Return (args, kwargs, target) of a flattened batch."""
     args, kwargs, target = pytree.tree_unflatten(list(leaves), spec)
     return args, kwargs, target
 
@@ -250,7 +250,7 @@ def _is_args_and_kwargs(batch: Any) -> bool:
 
 
 def _plain_containers(tree: Any) -> Any:
-    """Mappings that pytree does not know (transformers.BatchEncoding is one) become dicts."""
+    """Turn mappings that pytree does not know, such as transformers.BatchEncoding, into dicts."""
     if isinstance(tree, Mapping) and type(tree) not in pytree.SUPPORTED_NODES:
         return {key: _plain_containers(value) for key, value in tree.items()}
     return tree
@@ -293,7 +293,7 @@ def _check_leaf(name: str, leaf: Any) -> None:
 
 
 def _check_lists(names: Sequence[str], leaves: Sequence[Any], tree: Any) -> None:
-    """Raises BatchError for a list with an entry, of several tensors, for each row: it has no axis to be cut along."""
+    """Raise BatchError for a list with an entry of several tensors for each row: it has no axis to cut along."""
     lists = {id(leaf) for found in _lists_of_mappings(tree) for leaf in pytree.tree_leaves(found)}
     rows = _most_common_rows(leaf for leaf in leaves if id(leaf) not in lists)
     for found in _lists_of_mappings(tree):
@@ -321,7 +321,7 @@ def _describe(value: Any) -> str:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """A name for a leaf: `labels`, `arg0`, `target`, `arg0_mask`."""
+    """Return a name for a leaf: `labels`, `arg0`, `target`, `arg0_mask`."""
     head, *rest = path
     part = getattr(head, "idx", None)
     words = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "x")))) for key in rest]

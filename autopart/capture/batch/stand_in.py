@@ -1,7 +1,8 @@
-"""A batch that a rank is not given: what stands for it, made of another rank's description.
+"""A stand-in for a batch that a rank is not given, made from another rank's description.
 
-A stage that reads no input needs nothing of a batch but what its program follows from: shapes, types, Python values and
-the answers to what the model's Python asks about its numbers.
+A stage that reads no input only needs what its program follows from: shapes, types, Python values and the answers to
+what the model's Python asks about the batch's numbers.  A description is plain JSON, so that nothing received from
+another rank is executed.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ _AS_THEY_ARE = (type(None), bool, int, float, str)
 
 
 def describe(batch: Batch) -> dict[str, Any]:
-    """What `stand_in` takes: plain lists and dictionaries, to be sent.  Raises BatchError for containers that cannot be
-    described."""
+    """Return lists and dictionaries that `stand_in` reads.  Raises BatchError for containers that cannot be described."""
     try:
         spec = pytree.treespec_dumps(batch.spec)
     except NotImplementedError as error:
@@ -41,7 +41,7 @@ def describe(batch: Batch) -> dict[str, Any]:
 
 
 def stand_in(described: dict[str, Any]) -> Batch:
-    """A batch of the same signature and rows, of zeros that take no memory."""
+    """Return a batch of the same signature and rows, of zeros that take no memory."""
     leaves = [_leaf(content) for content in described["leaves"]]
     return Batch(
         tuple(leaf for leaf, _ in leaves),
@@ -56,7 +56,7 @@ def stand_in(described: dict[str, Any]) -> Batch:
 
 
 def with_rows(batch: Batch, rows: int) -> Batch:
-    """The same stand-in for a batch of so many rows."""
+    """Return a stand-in with this number of rows."""
 
     def resize(tensor: torch.Tensor, split: bool) -> torch.Tensor:
         return _zeros((rows, *tensor.shape[1:]), tensor.dtype) if split else tensor
@@ -65,8 +65,9 @@ def with_rows(batch: Batch, rows: int) -> Batch:
 
 
 def emptied(batch: Batch) -> Batch:
-    """A stand-in for a batch that is here."""
-    return replace(batch.changed(lambda t, _: _zeros(t.shape, t.dtype), batch.rows), stands_in=True)
+    """Return a stand-in for a batch of this rank."""
+    answers = batch.answers or ()
+    return replace(batch.changed(lambda t, _: _zeros(t.shape, t.dtype), batch.rows), answers=answers, stands_in=True)
 
 
 def _zeros(shape: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -86,7 +87,7 @@ def _leaf(content: dict[str, Any]) -> tuple[Any, bool]:
 
 
 def _packed(value: Any) -> Any:
-    """A Python value such that JSON keeps its type."""
+    """Return a Python value in a form in which JSON keeps its type."""
     if isinstance(value, _AS_THEY_ARE):
         return value
     if isinstance(value, (tuple, list)):

@@ -1,13 +1,12 @@
-"""A numeric test for what the rules cannot tell: does a value of a micro-batch equal that slice of the whole batch's?
+"""A numeric test for values that the rules do not know: does a value of a micro-batch equal a slice of the batch's?
 
-The captured program runs on `large` rows and, on the same data, on `small` rows at several places; a value passes
-when every slice matches and, where gradients flow through it, when the gradients of a random function of it add up
-over the pieces.  Both are done on the user's rows and then on random data like them, so that equal rows prove
-nothing; values of few elements, which agree by chance, are tried more often.
+The captured program runs on `large` rows and, on the same data, on `small` rows at several offsets.  A value passes if
+every slice matches and, if gradients flow through it, the gradients of a random function of it add up over the pieces.
+This is done on the user's rows and on random data like them; values of few elements, which agree by chance, are tried
+more often.
 
-What it assumes and where it is wrong: a value that depends on other rows does so for this data too.  Ops that couple
-rows only now and then (an expert that overflows) can pass.  Dropout is off, other random numbers are 0.5, and batch
-norm uses its running statistics: what those couple is the same program on the same micro-batches by definition.
+Assumes that a value that depends on other rows does so for this data too: ops that couple rows rarely (an expert that
+overflows) can pass.  Dropout is off, other random numbers are 0.5, and batch norm uses its running statistics.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5, torch.bfloat16: 3e-2, to
 _MOST_TURNS = 10
 """Batches that are tried at most."""
 _LEAST_SHOWN = 2
-"""Random batches in which a value has to match, each row of it different from the others."""
+"""Random batches with distinct rows in which a value has to match."""
 _MOST_TRIALS = 24
 """Runs spent on finding the values whose gradients do not add up."""
 
 
 def prove_rows(small: Captured, large: Captured, names: Iterable[str], batch: Batch) -> frozenset[str]:
-    """Those of `names` that keep the rows of the batch apart, and those constants that are equal in both captures.
+    """Return those of `names` whose rows are independent, and those that are constants equal in both captures.
 
-    small, large: one model captured at two numbers of rows, with real weights; batch: data of the user.  The model is
-    not changed.  Cost: a few forward and backward passes.
+    small, large: one model captured at two numbers of rows, with real weights; batch: the user's data.  The model is
+    not changed.  Costs a few forward and backward passes.
     """
     asked = set(names)
     constants = {n for n in asked if n in large.tensors and _same(small.tensors[n], large.tensors[n])}
@@ -68,18 +67,18 @@ def prove_rows(small: Captured, large: Captured, names: Iterable[str], batch: Ba
 
 
 def _enough(names: Iterable[str], large: Captured) -> int:
-    """Random batches to see: more for a value of few elements."""
+    """Return how many random batches to try: more for a value of few elements."""
     sizes = large.graph.value_map()
     fewest = min(math.prod(sizes[name].shape) for name in names)
     return max(_LEAST_SHOWN, min(_MOST_TURNS - 2, 1024 // max(1, fewest)))
 
 
 def resampled(batch: Batch, rows: int, seed: int, in_whole_rows: Set[int] = frozenset()) -> Batch:
-    """Random data like a batch's: other rows of every tensor, floats with noise in the range of the tensor's own,
-    integers, and floats that are all 0 or 1, drawn from the tensor's own.
+    """Return random data like a batch's.
 
-    Masks (tensors of two values) keep their rows whole: a random one would hide everything.  So do the tensors that the
-    model's Python asks about, by their places: the program is for their answers, and their rows come as they are drawn.
+    Floats get noise within the tensor's range; integers, and floats that are all 0 or 1, are drawn from the tensor.
+    Masks (tensors of two values) and the tensors `in_whole_rows`, by index, keep their rows whole: a random mask would
+    hide everything, and the program only fits the answers to what the model's Python asks.
     """
     generator = torch.Generator().manual_seed(seed)
     places = itertools.count()
@@ -114,8 +113,10 @@ class _Trial:
         self._places = [*range(0, rows - self._piece, self._piece), rows - self._piece]
 
     def passing(self, names: list[str], *, gradients: bool) -> dict[str, bool | None]:
-        """For each value: True when it matches, False when not, None when this data does not tell (NaN, two equal
-        rows).  Nothing at all when the program fails on this data."""
+        """Return for each value whether it matches; None if this data does not tell (NaN, two equal rows).
+
+        Empty if the program fails on this data.
+        """
         try:
             found = self._matching(names)
             if gradients:
@@ -142,7 +143,7 @@ class _Trial:
         return found
 
     def _distinct(self, name: str, value: torch.Tensor) -> bool | None:
-        """True when no two rows are equal, else None: if they are, no order of them can be told from another."""
+        """Return True if no two rows are equal, else None: an exchange of equal rows would not show."""
         axis, _ = self._axis_and_block(name)
         rows = value.movedim(axis, 0).reshape(self._large.graph.rows, -1)
         rows = (torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows).double()
@@ -151,7 +152,7 @@ class _Trial:
         return True if len({round(x, 9) for x in (rows @ mix).tolist()}) == len(rows) else None
 
     def _adding_up(self, names: list[str]) -> list[str]:
-        """The values through which gradients add up over the pieces: all at once, then by halves."""
+        """Return the values through which gradients add up over the pieces: all are tried at once, then halves."""
         if not names or self._trials <= 0:
             return []
         self._trials -= 1
@@ -210,7 +211,7 @@ class _Trial:
 
 
 def _rows_axis(name: str, small: Captured, large: Captured) -> int | None:
-    """The one axis whose size is proportional to the rows, or None."""
+    """Return the only axis whose size is proportional to the rows, or None."""
     a, b = (next((v.shape for v in c.graph.values if v.name == name), ()) for c in (small, large))
     differing = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
     if len(differing) != 1:
@@ -221,7 +222,7 @@ def _rows_axis(name: str, small: Captured, large: Captured) -> int | None:
 
 
 def run(captured: Captured, inputs: list[torch.Tensor], keep: set[str]) -> Tensors:
-    """Run a captured program, randomness off, and return the values in `keep` that it can tell."""
+    """Run a captured program without randomness; return the values in `keep` that do not depend on random numbers."""
     env: dict[fx.Node, Any] = {}
     kept: Tensors = {}
     unknown: set[fx.Node] = set()
@@ -245,7 +246,7 @@ def run(captured: Captured, inputs: list[torch.Tensor], keep: set[str]) -> Tenso
 
 
 def _own(captured: Captured, name: str) -> torch.Tensor:
-    """A parameter itself, a buffer's copy: some ops write to the buffers they get."""
+    """Return a parameter itself, and a copy of a buffer, since some ops write to it."""
     tensor = captured.names.tensors[name]
     return tensor if captured.names.kinds[name] == "param" else tensor.detach().clone()
 
@@ -262,7 +263,7 @@ def _last_uses(module: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _call(node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Any, bool]:
-    """The result of an op without randomness, and False when it has some that cannot be taken out."""
+    """Return the result of an op without randomness, and whether its random numbers could be removed."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     target: Any = node.target
     random = target is keyed
@@ -284,7 +285,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal up to rounding; a value with NaN proves nothing."""
+    """Return whether values are equal up to rounding; NaN equals nothing."""
     if not a.is_floating_point():
         return bool(torch.equal(a, b))
     if a.numel() == 0:
@@ -296,7 +297,7 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def near(a: torch.Tensor, b: torch.Tensor, everything: list[torch.Tensor]) -> bool:
-    """Gradients equal up to rounding, measured against their own norm or a small part of the whole gradient's."""
+    """Return whether gradients are equal up to rounding, relative to their norm or 1 % of the whole gradient's."""
     tolerance = 20 * TOLERANCE.get(b.dtype, 3e-2)
     whole = torch.stack([_wide(g).norm() for g in everything]).norm()
     difference = (_wide(a) - _wide(b)).norm()

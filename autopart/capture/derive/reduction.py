@@ -1,4 +1,4 @@
-"""How the losses of micro-batches combine to that of the batch: asked of two captures, and of numbers where needed."""
+"""How the losses of micro-batches combine to the loss of the batch, derived from two captures, and from numbers."""
 
 from __future__ import annotations
 
@@ -22,36 +22,37 @@ from autopart.passes.loss.layouts import find_layouts
 
 WHOLE = LossReduction("any")
 Layouts = Mapping[str, RowLayout | None]
-"""How values hold the rows of a micro-batch; None: not at all."""
+"""How values hold the rows of a micro-batch; None for values without rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRule:
-    """What follows from a kind of batch for how it is cut.  reduction: how losses of parts combine.  layouts: of the
-    values that replicas cut."""
+    """How a kind of batch is cut.  reduction: how losses of parts combine; layouts: of the values that replicas cut."""
 
     reduction: LossReduction
     layouts: Layouts = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists and dictionaries, to be sent."""
+        """Return plain lists and dictionaries, to be sent."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> BatchRule:
-        """The inverse of `to_json`."""
+        """Return the rule that `to_json` described."""
         layouts = {name: None if row is None else RowLayout(**row) for name, row in content["layouts"].items()}
         return cls(LossReduction.from_json(content["reduction"]), layouts)
 
 
 def couples_rows(graph: Graph, *, synced: bool = False) -> bool:
-    """Whether parts of a batch are run otherwise than the whole: batch statistics are taken, also where no running ones
-    are kept, or buffers change.  synced: whether batch norms take those of all parts; counts of batches are alike."""
+    """Return whether micro-batches give other results than the whole batch, by batch statistics or changed buffers.
+
+    synced: whether batch norms use the statistics of all micro-batches.
+    """
     return bool(coupling_ops(graph, synced=synced))
 
 
 def coupling_ops(graph: Graph, *, synced: bool = False) -> set[str]:
-    """The ops for which `couples_rows`: those that take statistics, or write the new value of a buffer."""
+    """Return the ops for which `couples_rows` holds: they take batch statistics, or write a buffer's new value."""
     norms = {op.name for op in graph.ops if "batch_norm" in op.target and ("training", True) in op.attrs}
     writers = {value: op for op in graph.ops for value in op.writes}
     updating = [writers[value] for _, value in graph.updates]
@@ -61,22 +62,21 @@ def coupling_ops(graph: Graph, *, synced: bool = False) -> set[str]:
 
 
 def family_of_batch(captures: CaptureCache, batch: Batch, micro_rows: Sequence[int]) -> ProgramFamily:
-    """What says how micro-batches of these rows combine for batches like `batch`.
+    """Return the program at two sizes that tell how micro-batches of these rows combine for batches like `batch`.
 
-    A Python value, a length or a dtype may choose another loss than that of the batch that was planned for.  Captures
-    at two sizes of several rows, since on one row a model may run other operations.  Raises CaptureError,
-    RefusedError.
+    A Python value, a length or a dtype may choose another loss than in the batch that was planned for.  Both sizes have
+    several rows, since on one row a model may run other operations.  Raises CaptureError, RefusedError.
     """
     base = Size(max(2, *micro_rows))
-    other = another_size(base, [Size(batch.rows or 1)])  # the whole batch may take another branch of the model's Python
+    other = another_size(base, [Size(batch.rows or 1)])  # the whole batch may take another branch
     return ProgramFamily(captures, batch, captures(batch, base), captures(batch, other))
 
 
 def loss_reduction(family: ProgramFamily, splits: Sequence[Sequence[int]], stated: str) -> LossReduction:
-    """How the losses of micro-batches combine.  One needs no rule; more need one that is proven exact.
+    """Return how the losses of micro-batches combine.  Several micro-batches need a rule that is proven exact.
 
-    splits: the rows of the micro-batches, in each way to split the batch that may be taken.  stated: what the user says
-    of the loss, or "auto".  Raises RefusedError when the whole loss is not a combination of theirs.
+    splits: the rows of the micro-batches, for each way to split the batch.  stated: what the user states about the
+    loss, or "auto".  Raises RefusedError if the whole loss is not a combination of the losses of micro-batches.
     """
     base, other = family.base, family.other
     if all(len(micro_rows) == 1 for micro_rows in splits):
@@ -102,9 +102,9 @@ def loss_reduction(family: ProgramFamily, splits: Sequence[Sequence[int]], state
 
 
 def _confirmed(family: ProgramFamily, unproven: UnprovenRows, stated: str) -> LossReduction:
-    """The first meaning of what the user states of an opaque loss that numbers do not refute.
+    """Return the first meaning of the user's statement about an opaque loss that numbers do not refute.
 
-    Raises RefusedError where the statement is false.
+    Raises RefusedError if the statement is false.
     """
     meanings = unproven.stated or ()
     if family.on_meta and meanings:
@@ -130,7 +130,7 @@ def _confirmed(family: ProgramFamily, unproven: UnprovenRows, stated: str) -> Lo
 def row_layouts(
     family: ProgramFamily, reduction: LossReduction, crossing: Collection[str], drawn: Collection[str]
 ) -> Layouts:
-    """How these values hold the rows of a micro-batch, None where they hold none (`find_layouts`).
+    """Return how these values hold the rows of a micro-batch, None for values without rows (`find_layouts`).
 
     Raises RefusedError for a value that replicas cannot divide.
     """
@@ -139,7 +139,7 @@ def row_layouts(
         return {}
     if other is None:
         raise family.refusal or RefusedError(
-            "a stage cannot have replicas: the model was captured at one size alone", fix="use replicas=1"
+            "a stage cannot have replicas: the model was captured at one size only", fix="use replicas=1"
         )
     graph = mark_rows(base.graph, other.graph)
     whole = frozenset(item.value for item in reduction.adjusted if item.reader is None)
@@ -161,7 +161,7 @@ def row_layouts(
 
 
 def _prove(family: ProgramFamily, names: frozenset[str]) -> frozenset[str]:
-    """Those of the values that are slices of the whole batch's, as numbers show."""
+    """Return those of the values that numbers show to be slices of the whole batch's values."""
     assert family.other is not None
     if family.on_meta:
         return names  # planning only: compile checks again, with values

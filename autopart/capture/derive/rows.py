@@ -1,7 +1,7 @@
-"""Which axis of a value is the batch: found by capturing the model at two row counts and comparing.
+"""The batch axis of each value, found by comparing captures of the model at two numbers of rows.
 
-A rule table could be wrong about an op it does not know; two captures cannot.  They also show every number in the
-program that depends on the batch size (a loss divided by `x.shape[0]`), which the loss analysis has to know.
+They also show every number in the program that depends on the rows (a loss divided by `x.shape[0]`), which the loss
+analysis has to know.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from autopart.ir.graph import Graph, Value
 
 
 def mark_rows(graph: Graph, other: Graph) -> Graph:
-    """`graph` with `Value.rows_axis` set, by comparison with the same model captured at another number of rows.
+    """Return `graph` with `Value.rows_axis` set, by comparison with a capture at another number of rows.  O(values).
 
-    Holds before: both graphs have the same structure.  A value whose two shapes differ in several axes (every row
-    against every row) keeps None.  O(values).
-    Raises RefusedError when the two captures are different programs.
+    A value whose two shapes differ in several axes (every row against every row) keeps None.  Raises RefusedError if
+    the two captures are different programs.
     """
     require_same_program(graph, other)
     shapes = other.value_map()
@@ -26,7 +25,7 @@ def mark_rows(graph: Graph, other: Graph) -> Graph:
 
 
 def require_same_program(graph: Graph, other: Graph) -> None:
-    """Raises RefusedError when two captures of one model are not the same program at two sizes."""
+    """Raise RefusedError if two captures of one model are not the same program at two sizes."""
     mine, theirs = graph.ops, other.ops
     if graph.structure_digest() == other.structure_digest():
         shapes = other.value_map()  # squeeze() drops an axis at one size only
@@ -46,12 +45,12 @@ def require_same_program(graph: Graph, other: Graph) -> None:
 
 
 def _axis(a: Value, b: Value) -> int | None:
-    """The axis in which the shapes differ, if it is the only one."""
+    """Return the axis in which the shapes differ, if it is the only one."""
     differing = [axis for axis, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y]
     return differing[0] if len(differing) == 1 else None
 
 
 def program_key(graph: Graph) -> tuple[object, ...]:
-    """Equal for captures that are one program at several sizes, and let gradients flow through the same values."""
+    """Return a key that is equal for captures of one program at several sizes with gradients in the same values."""
     trainable = tuple(param.name for param in graph.params if param.trainable)
     return graph.structure_digest(), hash(tuple(value.grad for value in graph.values)), hash(trainable)

@@ -1,11 +1,11 @@
-"""A numeric test of what the user states about an opaque loss: that losses of parts of a batch combine to the whole's.
+"""A numeric test of the user's statement about an opaque loss: how the losses of parts combine to the whole loss.
 
 The captured program runs on all rows and on disjoint parts of them; losses and gradients of the parts, weighted as
-stated, have to give those of the whole.  Tried on the user's rows and on random rows drawn from them.  Gradients are
-compared twice: for a loss whose gradient is 1, and for one whose gradient is 0.  The second shows a backward that is
-not scaled by the gradient that comes in (RWKV's L2Wrap), however small its part is.
+stated, must equal those of the whole.  Tried on the user's rows and on random rows drawn from them.  Gradients are
+compared for an incoming gradient of 1 and of 0.  The second reveals a backward that does not scale the incoming
+gradient (RWKV's L2Wrap), however small its part is.
 
-What it assumes and where it is wrong: a statement that is false is false for this data too.  Dropout is off.
+Assumes that a false statement is false for this data too.  Dropout is off.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from autopart.capture.derive.probe import TOLERANCE, near, resampled, run
 from autopart.ir.graph import LossReduction
 
 _TURNS = 4
-"""Batches that are tried; the first has the rows of the user."""
+"""Batches that are tried; the first has the user's rows."""
 _LEAST_TOLD = 2
 
 
 def refuted(small: Captured, large: Captured, reduction: LossReduction, batch: Batch) -> str:
-    """Why the losses of parts do not combine to the loss of the whole as `reduction` says; "" where they do.
+    """Return why the losses of parts do not combine to the whole loss as `reduction` says; "" if they do.
 
     small, large: one model captured at two numbers of rows, the larger a multiple of the smaller.  Only "sum", "rows"
     and counts of elements that are not ignored can be tried.  Cost: a few forward and backward passes.
@@ -48,7 +48,7 @@ def refuted(small: Captured, large: Captured, reduction: LossReduction, batch: B
 
 
 def _difference(small: Captured, large: Captured, reduction: LossReduction, batch: Batch) -> str | None:
-    """What differs between the whole and its parts; "" where nothing does, None where this data does not tell."""
+    """Return what differs between the whole and its parts; "" if nothing, None if this data does not tell."""
     rows, part = large.graph.rows, small.graph.rows
     pairs = list(batch.tensors_and_splits())
 

@@ -1,5 +1,8 @@
-"""Whether a captured model can run slice by slice of its tokens: a second capture of shorter sequences, and the numbers
-of its constants for the proof that masks are causal (`passes.tokens`)."""
+"""Whether a captured model can run token slice by token slice.
+
+This takes a second capture of shorter sequences, and numbers of the model's constants for the proof that masks are
+causal (`passes.tokens`).
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ _FIX = "leave token_slices out: the model is then trained on whole sequences"
 
 
 def token_recipe(captures: CaptureCache, batch: Batch, size: Size) -> Recipe | RefusedError:
-    """How the model runs slice by slice of the sequences of a batch, or why not.
+    """Return how the model runs token slice by token slice, or why it cannot.
 
-    Costs a capture of shorter sequences.  Raises what capturing the batch itself raises.
+    Costs a capture of shorter sequences.  Raises CaptureError, RefusedError.
     """
     captured = captures(batch, size)
     tokens = sequence_length(batch)
@@ -55,7 +58,10 @@ def token_recipe(captures: CaptureCache, batch: Batch, size: Size) -> Recipe | R
 
 @dataclass(frozen=True, slots=True)
 class AskedSlices:
-    """What the planner is asked for: lengths, () for whole sequences, or "auto"; how the model is cut; a note."""
+    """Token slices for the planner.
+
+    token_slices: lengths, () for whole sequences, or "auto"; recipe: how the model is cut; notes: for the plan.
+    """
 
     token_slices: tuple[int, ...] | str = ()
     recipe: Recipe | None = None
@@ -63,7 +69,7 @@ class AskedSlices:
 
     @property
     def once(self) -> frozenset[str]:
-        """Ops that every stage runs for itself, at full length."""
+        """Ops that every stage runs itself, at full length."""
         return self.recipe.prologue if self.recipe is not None else frozenset()
 
 
@@ -73,10 +79,10 @@ WHOLE_SEQUENCES = AskedSlices()
 def asked_slices(
     asked: str | int | tuple[int, ...] | None, captures: CaptureCache, batch: Batch, size: Size
 ) -> AskedSlices:
-    """What `token_slices=` asks for of this model.
+    """Return the slices that `token_slices=` asks for.
 
-    Raises RefusedError where it asks for slices of a model that cannot be cut, UsageError for lengths that do not make
-    up its sequences; "auto" then has a note, and the model is planned for whole sequences.
+    Raises RefusedError if the model cannot be sliced, UsageError for lengths whose sum is not the sequence length.
+    "auto" gives whole sequences and a note for a model that cannot be sliced.
     """
     if asked is None or asked == 1:
         return WHOLE_SEQUENCES
@@ -103,7 +109,7 @@ def asked_slices(
 
 
 def sequence_length(batch: Batch) -> int | None:
-    """How many tokens the sequences of a batch have: the size of axis 1 that most inputs of integers have."""
+    """Return the tokens of a batch's sequences: the most common size of axis 1 of its integer inputs."""
     sizes = Counter(
         tensor.shape[1]
         for tensor, split in batch.tensors_and_splits()
@@ -113,12 +119,12 @@ def sequence_length(batch: Batch) -> int | None:
 
 
 def fewer_tokens(tokens: int) -> int:
-    """The length of the second capture: such that what grows is not mistaken for anything else."""
+    """Return the sequence length of the second capture."""
     return tokens - 3 if tokens > 6 else tokens - 1
 
 
 def _shorter(captures: CaptureCache, batch: Batch, size: Size, tokens: int, fewer: int) -> Captured:
-    """The capture of shorter sequences; features that happen to have the size of a sequence stay whole."""
+    """Capture shorter sequences; feature axes that happen to have the size of a sequence stay whole."""
     try:
         return captures(shortened(batch, tokens, fewer), size)
     except (CaptureError, RefusedError):
@@ -128,9 +134,10 @@ def _shorter(captures: CaptureCache, batch: Batch, size: Size, tokens: int, fewe
 
 
 def shortened(batch: Batch, tokens: int, fewer: int, *, once: bool = False) -> Batch:
-    """The first `fewer` tokens of each sequence: along axis 1 of what has rows, and axis 2 of masks for every two.
+    """Return the first `fewer` tokens of each sequence, along every axis of size `tokens`.
 
-    once: of a floating point tensor along the first such axis alone."""
+    once: in floating point tensors only along the first such axis.
+    """
 
     def cut(tensor: torch.Tensor, split: bool) -> torch.Tensor:
         axes = [axis for axis in range(1 if split else 0, tensor.dim()) if tensor.shape[axis] == tokens]
@@ -143,13 +150,14 @@ def shortened(batch: Batch, tokens: int, fewer: int, *, once: bool = False) -> B
 
 _HALF_DECADES = [10 ** (half / 2) for half in range(-12, 9)]
 _SIZES = tuple({*((1.0, steep) for steep in _HALF_DECADES), *((size, 1.0) for size in _HALF_DECADES)})
-"""Of numbers, and of gradients, that ops are tried on: what joins tokens may do so beyond a threshold alone."""
+"""Sizes of numbers, and of gradients, that ops are tried on: an op may mix tokens only beyond a threshold."""
 
 
 class Probed:
-    """What running ops of a captured program tells (`passes.tokens.context.Numbers`), on the CPU, when it is asked.
+    """Results of ops of a captured program (`passes.tokens.context.Numbers`), computed on the CPU on demand.
 
-    read: the constants that were looked at."""
+    read: the constants that were read.
+    """
 
     def __init__(self, captured: Captured) -> None:
         self.read: set[str] = set()
@@ -160,8 +168,7 @@ class Probed:
         self._apart: dict[str, bool] = {}
 
     def of(self, value: str) -> np.ndarray | None:
-        """The numbers of a value that depends on constants alone, None where a constant has none.  O(ops that it
-        depends on), each once."""
+        """Return the numbers of a value that depends on constants only; None if one is on the meta device."""
         wanted = self._nodes[value]
         for node in self._needed(wanted):
             try:
@@ -172,14 +179,17 @@ class Probed:
         return np.asarray((found.double() if found.is_floating_point() else found).numpy())
 
     def which(self, value: str) -> int:
-        """Which of the results of its op a value is."""
+        """Return which of the results of its op a value is."""
         node = self._nodes[value]
         place: Any = node.args[1] if node.target is operator.getitem else 0
         return int(place)
 
     def apart(self, op: str, reads: Sequence[Form], form: Form) -> bool:
-        """On random numbers, forward and backward, for slices at the start, in the middle and at the end; numbers and
-        gradients of all sizes for the first token.  Ops that are alike, as those of layers are, are tried once."""
+        """Return whether an op keeps tokens apart on random numbers, forward and backward.
+
+        Tried are slices at the start, in the middle and at the end, and numbers of all sizes for the first token.
+        Equal ops are tried once.
+        """
         node = self._nodes[op]
         specs = [(arg.meta["val"].shape, arg.meta["val"].dtype) for arg in node.all_input_nodes]
         others = fx.node.map_arg((node.args, dict(node.kwargs)), lambda _: None)
@@ -212,7 +222,7 @@ class Probed:
         return True
 
     def _needed(self, wanted: fx.Node) -> list[fx.Node]:
-        """What has to be computed, in order."""
+        """Return the nodes that have to be computed, in order."""
         needed, todo = set(), [wanted]
         while todo:
             node = todo.pop()
@@ -266,8 +276,7 @@ def _same_of_slice(
     part: tuple[int, int],
     steep: float,
 ) -> bool:
-    """Whether a slice of the operand makes that slice of the result, and gradients of that, of about `steep`, those of
-    the whole."""
+    """Return whether a slice of the operand gives that slice of the result and of its gradient, of size `steep`."""
     before, after = layouts
     assert after is not None
 

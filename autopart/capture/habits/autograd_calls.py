@@ -7,7 +7,6 @@ gradients.  backward() and gradient hooks would run once, during the capture, an
 from __future__ import annotations
 
 import contextlib
-import traceback
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ def refuse_backward(*_: Any, **__: Any) -> None:
     """Refuse backward() in forward()."""
     raise RefusedError(
         "backward() is called in forward()",
-        where=user_line(traceback.extract_stack()),
+        where=user_line(),
         why="the gradients that it leaves are not part of the captured program",
         fix="return the sum of the losses; the step takes the gradient of it",
     )
@@ -41,7 +40,7 @@ def refuse_hook(original: Any, tensor: torch.Tensor, hook: Any) -> None:
     """Refuse a gradient hook on a tensor in forward()."""
     raise RefusedError(
         f"a gradient hook is registered on a tensor in forward(): {getattr(hook, '__qualname__', repr(hook))}",
-        where=user_line(traceback.extract_stack()),
+        where=user_line(),
         why="it would run once while the model is captured and never again",
         fix="take the hook out of forward(), or register an op with its own backward (torch.library.custom_op)",
     )

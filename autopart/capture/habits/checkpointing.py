@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,7 +44,7 @@ def run_reentrant(original: Any, cls: Any, function: Callable[..., Any], preserv
     warnings.warn(
         "reentrant gradient checkpointing inside the model is not carried over: gradients stay exact, but the "
         "memory it saved is not saved; use_reentrant=False, or recompute= of compile, saves it "
-        f"({user_line(traceback.extract_stack())})",
+        f"({user_line()})",
         CaptureWarning,
         stacklevel=1,  # the caller is torch, whose own warnings are silenced
     )

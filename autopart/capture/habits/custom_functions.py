@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,7 +52,7 @@ def _refusal(cls: Any, why: str) -> RefusedError:
     library = is_library_file(getattr(sys.modules.get(cls.__module__), "__file__", None) or "<")
     return RefusedError(
         f"custom autograd.Function {cls.__module__}.{cls.__qualname__} is used in forward()",
-        where=user_line(traceback.extract_stack()),
+        where=user_line(),
         why=why,
         fix=_LIBRARY_FIX if library else _FIX,
     )

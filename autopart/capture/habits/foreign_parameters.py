@@ -6,7 +6,6 @@ Refused: a parameter that belongs to neither the model nor the loss function, a 
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -75,7 +74,7 @@ def _is_trained(leaf: object) -> bool:
 def _changed(name: str) -> RefusedError:
     return RefusedError(
         f"forward() changes parameter {name} in place, through .data",
-        where=user_line(traceback.extract_stack()),
+        where=user_line(),
         why="every micro-batch would change it once more, unseen by autograd",
         fix="compute with the changed tensor (weight * mask, weight.clamp(...)) and leave the parameter as it is; or "
         "change it between steps, under torch.no_grad()",
@@ -86,13 +85,13 @@ def _refusal(tensor: torch.Tensor) -> RefusedError:
     if is_functorch_wrapped_tensor(tensor):
         return RefusedError(
             "forward() takes a gradient with torch.func (grad, vjp, jacrev or hessian)",
-            where=user_line(traceback.extract_stack()),
+            where=user_line(),
             why="torch.export cannot trace a backward of torch.func",
             fix="take the derivative forwards, with torch.func.jvp; or write it out",
         )
     return RefusedError(
         f"a parameter that belongs to neither the model nor the loss function is used, of shape {tuple(tensor.shape)}",
-        where=user_line(traceback.extract_stack()),
+        where=user_line(),
         why="no stage would train it",
         fix="make it, or its module, a part of the model; of a loss, pass the module itself as loss_fn, not a function "
         "that calls it; what is not to be trained needs requires_grad_(False)",

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +30,7 @@ def apply_to_module(
             raise RefusedError(
                 f"forward() converts a {type(module).__name__} from {tensor.dtype} on {tensor.device} to "
                 f"{found.dtype} on {found.device}",
-                where=user_line(traceback.extract_stack()),
+                where=user_line(),
                 why="it would have new parameters after the first step, which the optimizer does not know",
                 fix="convert it before compile, and in forward() the tensors that go in and come out (x.to(dtype))",
             )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -56,7 +55,7 @@ def checked(target: str) -> Callable[..., Any]:
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         unseeded = _unseeded.get({})
         if module in unseeded:
-            where = user_line(traceback.extract_stack())
+            where = user_line()
             if name not in _SEEDS or all(value is None for value in (*args, *kwargs.values())):
                 raise _refusal(module, where)
             _check_unchanged(module, unseeded, where)

@@ -1,8 +1,8 @@
 """Connectionist temporal classification as an op whose shapes are known before it runs.
 
-torch's own keeps a table for its backward that is as wide as the longest target, which tracing cannot know; and its
-targets may lie end to end (`masked_select`), which cuts a batch anywhere but at its rows.  Here each row has its
-targets in a row of a matrix, as torch's op takes them too, and the backward makes the table anew.
+torch's op keeps a table for its backward that is as wide as the longest target, which tracing cannot know.  Its targets
+may also be concatenated (`masked_select`), so that they cannot be cut into rows.  Here the targets of each row are in a
+row of a matrix, and the backward computes the table again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def ctc_losses(
     blank: int,
     zero_infinity: bool,
 ) -> torch.Tensor:
-    """The loss of each row: log_probs of shape (time, rows, classes), targets (rows, most), lengths (rows,)."""
+    """Return the loss of each row: log_probs of shape (time, rows, classes), targets (rows, most), lengths (rows,)."""
     losses, _ = _with_table(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
     return torch.where(losses.isinf(), torch.zeros_like(losses), losses) if zero_infinity else losses
 
@@ -72,18 +72,18 @@ ctc_losses.register_autograd(_backward, setup_context=_keep)
 
 
 class Selections:
-    """What `masked_select` laid end to end, and from where, while a program is traced."""
+    """Results of `masked_select` while a program is traced, and where their elements come from."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def note(self, made: torch.Tensor, args: Any) -> None:
-        """A masked_select was traced."""
+        """Note a masked_select that was traced."""
         if len(args) == 2:
             self._made[id(made)] = (made, *args)
 
     def ctc_loss(self, mode: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Trace what stands for a ctc_loss; None where it has to stay, which tracing then refuses."""
+        """Trace what replaces a ctc_loss; return None if the op stays, which tracing then refuses."""
         names = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
         given: dict[str, Any] = {
             "blank": 0,
@@ -110,7 +110,7 @@ class Selections:
             return losses.sum()
 
     def _in_rows(self, mode: Any, targets: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
-        """Targets one row each, also where they were laid end to end by a mask whose counts are the lengths."""
+        """Return the targets as a matrix, also if a mask whose counts are the lengths concatenated them."""
         if targets.dim() == 2:
             return targets
         if id(targets) not in self._made:
@@ -127,7 +127,7 @@ class Selections:
 
 
 def _counts(lengths: fx.Node, mask: fx.Node) -> bool:
-    """Whether these are the numbers of places in each row of a mask."""
+    """Return whether `lengths` are the numbers of places in each row of a mask."""
     while lengths.target in (_aten.to.dtype, _aten._to_copy.default, _aten.alias.default, _aten.detach.default):
         lengths = lengths.all_input_nodes[0]
     if lengths.target is not _aten.sum.dim_IntList or lengths.args[0] is not mask:

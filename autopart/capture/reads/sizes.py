@@ -1,8 +1,9 @@
-"""Ops whose results are as long as the data says, traced with the sizes that this batch gives them.
+"""Ops whose results have sizes that depend on the data, traced with the sizes that this batch gives them.
 
-`x[mask]`, `nonzero()` and `repeat_interleave(repeats)` make tensors whose sizes tracing cannot know.  Where the mask
-depends on the inputs alone, the batch is asked how many elements it picks.  Where every row has as many, the same is
-written as an op on rows, which holds for micro-batches too; else it holds for the whole batch.  So do lists of numbers.
+`x[mask]`, `nonzero()` and `repeat_interleave(repeats)` make tensors whose sizes tracing cannot know.  If the mask
+depends on the inputs alone, the batch is asked how many elements it picks.  If every row has the same number, an op on
+rows takes its place, which also fits micro-batches; else the program only fits the whole batch.  The same holds for
+`tolist()`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from autopart.ir.errors import RefusedError
 
 _aten = torch.ops.aten
 Ask = Callable[[Any, torch.Tensor, Callable[[torch.Tensor], Any], str], Any]
-"""From the mode that traces, a tensor, what to read of it and a name for that to the answer; None where it depends on
-more than inputs."""
+"""(tracing mode, tensor, what to read of it, name of that) -> answer; None if it depends on more than the inputs."""
 
 MADE_OF_SIZED = frozenset({_aten.repeat_interleave.self_Tensor})
-"""Ops that are made of such ops, and carry no tag of their own."""
+"""Composite ops whose result sizes depend on data and that carry no tag for it."""
 _REPEATS = {_aten.repeat_interleave.Tensor: 0, _aten.repeat_interleave.self_Tensor: 1}
 
 
@@ -29,13 +29,13 @@ _FIXED = "operations with fixed shapes: torch.where, or labels with ignore_index
 
 
 class Sizes:
-    """For one program that is being traced.  rows: of the traced batch; whole: whether that is all of it."""
+    """Sizes in one program that is being traced.  rows: of the traced batch; whole: whether that is the whole batch."""
 
     def __init__(self, ask: Ask, rows: int | None, where: Callable[[], str], *, whole: bool) -> None:
         self._ask, self._rows, self._where, self._whole = ask, rows, where, whole
 
     def traced(self, mode: Any, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Trace what stands for an op whose result's size the data decides; None where it stays."""
+        """Trace what replaces an op whose result's size depends on data; return None if the op stays."""
         if func is _aten.index.Tensor:
             return self._index(mode, *args)
         if func is _aten.nonzero.default:
@@ -51,9 +51,9 @@ class Sizes:
         return None
 
     def numbers(self, mode: Any, tensor: torch.Tensor) -> Any:
-        """What `tolist()` gives, None where it depends on more than the inputs.
+        """Return what `tolist()` gives; None if it depends on more than the inputs.
 
-        Where every row of the batch has the same numbers, a micro-batch has them too; else they are the whole batch's.
+        If every row of the batch has the same numbers, a micro-batch has them too.
         """
         in_rows = self._rows_of(tensor) if tensor.dim() else 0
         found = self._ask(mode, tensor, partial(_numbers, in_rows=in_rows), "tolist")
@@ -78,7 +78,7 @@ class Sizes:
             return result
 
     def _index(self, mode: Any, x: torch.Tensor, indices: Any) -> torch.Tensor | None:
-        """x[mask]."""
+        """Trace x[mask]."""
         if not indices or any(index is not None for index in indices[1:]):
             return None
         mask = indices[0]
@@ -97,7 +97,7 @@ class Sizes:
             return _rows_picked(flat, mask, rows, count) if kind == "in each row" else _all_picked(flat, mask, count)
 
     def _rows_of(self, mask: torch.Tensor) -> int:
-        """How many entries of a mask's first axis belong to a row of the batch; 0 where it has no rows."""
+        """Return how many entries of a mask's first axis belong to a row of the batch; 0 if it has no rows."""
         return mask.shape[0] // self._rows if self._rows and mask.shape[0] % self._rows == 0 else 0
 
     def _need_whole(self, what: str, gives: str = "another number of elements", instead: str = _FIXED) -> None:
@@ -105,7 +105,7 @@ class Sizes:
             raise RefusedError(
                 f"{what} gives {gives} for every micro-batch",
                 where=self._where(),
-                why="the rows of this batch differ in it, and one program has to fit all micro-batches",
+                why="the rows of this batch differ in that, and one program has to fit all micro-batches",
                 fix=f"use micro_batches=1, or {instead}",
             )
 
@@ -115,7 +115,7 @@ def _count(tensor: torch.Tensor) -> int:
 
 
 def _numbers(tensor: torch.Tensor, in_rows: int) -> tuple[str, Any]:
-    """The numbers of each row of the batch, where all have the same, else of all.  in_rows: as in `_picked`."""
+    """Return the numbers of each row of the batch if all have the same, else all numbers.  in_rows: as in `_picked`."""
     numbers = tensor.tolist()
     if in_rows and all(numbers[i] == numbers[i % in_rows] for i in range(len(numbers))):
         return "of each row", numbers[:in_rows]
@@ -127,9 +127,9 @@ def _total(repeats: torch.Tensor) -> int:
 
 
 def _picked(mask: torch.Tensor, in_rows: int) -> tuple[str, int]:
-    """How many places a mask has: in each row of the batch, where all have as many, else in all.
+    """Return how many places a mask has: in each row of the batch if all have the same number, else in total.
 
-    in_rows: entries of its first axis that belong to a row, 0 for none.
+    in_rows: entries of its first axis that belong to a row; 0 if it has no rows.
     """
     if in_rows:
         counts = mask.reshape(mask.shape[0] // in_rows, -1).sum(1)
@@ -144,7 +144,7 @@ def _all_picked(flat: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Ten
 
 
 def _rows_picked(flat: torch.Tensor, mask: torch.Tensor, rows: int, count: int) -> torch.Tensor:
-    """count elements of each row, in order."""
+    """Return `count` elements of each row, in order."""
     length, rest = flat.shape[0] // rows, flat.shape[1:]
     if count == length:
         return flat

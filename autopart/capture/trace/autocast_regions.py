@@ -1,28 +1,35 @@
-"""Autocast regions of an exported program taken apart: each op that autocast casts for gets a region of its own.
+"""Autocast regions of an exported program split up: each op that autocast casts for gets a region of its own.
 
-Decomposing a region as a whole makes its casts explicit, but forgets where in the user's code its ops stand.  A region
-around one op stands where the op stands.  Other ops need none: autocast leaves them as they are.  Needed only where
-`run_decompositions` is asked for the whole program (`functional` keeps places by itself).
+torch.export keeps an autocast region as one call, without casts.  Decomposing a region makes its casts explicit, each
+as an op (`_to_copy`), but forgets the user's line of the ops inside; a region around one op has the line of that op.
+Ops that autocast does not cast for need no region.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
 from torch._higher_order_ops.wrap import wrap_with_autocast
 from torch.export import ExportedProgram
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
-from autopart.capture.trace.autocast import Autocast, decomposed_under, has_kernel, inner_autocast
+from autopart.capture.trace.autocast import Autocast
 
 Env = dict[fx.Node, Any]
 
 
 def spread_autocast(program: ExportedProgram) -> None:
-    """Replace every autocast region in the program, in place, by regions of single ops.  O(nodes)."""
+    """Replace every autocast region in the program, in place, by regions of single ops.  O(nodes).
+
+    Raises NotImplementedError for nested regions of two device types.
+    """
     module = program.graph_module
     regions = [node for node in module.graph.nodes if node.target is wrap_with_autocast]
     for region in regions:
@@ -42,7 +49,7 @@ def spread_autocast(program: ExportedProgram) -> None:
 
 
 class _Spread:
-    """Copies what a region holds into the graph of `home`, where it is inserting."""
+    """Copies what a region holds into the graph of `home`, at its current insertion point."""
 
     def __init__(self, home: fx.GraphModule) -> None:
         self._home = home
@@ -50,10 +57,10 @@ class _Spread:
     def __call__(
         self, owner: fx.GraphModule, region: fx.Node, outer: Callable[[fx.Node], Any], around: Autocast | None
     ) -> list[Any]:
-        """The results of a region of `owner`; outer: what stands for its operands; around: the autocast around it."""
+        """Copy a region of `owner`; return its results.  outer: maps its operands; around: the autocast around it."""
         device_type, dtype, enabled, _, body, *operands = region.args
         assert isinstance(body, fx.Node)
-        state = inner_autocast(around, device_type, dtype, enabled)
+        state = _inner_autocast(around, device_type, dtype, enabled)
         inner: fx.GraphModule = getattr(owner, str(body.target))
         places = [node for node in inner.graph.nodes if node.op == "placeholder"]
         env: Env = {p: fx.map_arg(o, outer) for p, o in zip(places, operands, strict=True)}
@@ -75,7 +82,7 @@ class _Spread:
         known = isinstance(target, torch._ops.OpOverload)
         if state is None or not (known or isinstance(target, torch._ops.HigherOrderOperator)):
             return self._plain(node, env)
-        if not known or has_kernel(target, state):
+        if not known or _has_kernel(target, state):
             return self._in_region(node, env, state)
         if (made := self._made_of(node, env, state)) is not None:
             return made
@@ -90,7 +97,7 @@ class _Spread:
         return self._home.graph.node_copy(node, env.__getitem__)
 
     def _in_region(self, node: fx.Node, env: Env, state: Autocast) -> Any:
-        """The op in a region of its own, which stands where the op stands."""
+        """Copy the op into a region of its own, which gets the op's line."""
         body = fx.Graph()
         reads = node.all_input_nodes
         inside: Env = {}
@@ -123,13 +130,13 @@ class _Spread:
         return getattr(self._home, str(get.target))
 
     def _made_of(self, node: fx.Node, env: Env, state: Autocast) -> Any:
-        """Results of the ops that a composite op is made of, where kept whole it would lose casts; else None."""
+        """Return the results of a composite op split into its ops, if it would lose casts as a whole; else None."""
         target: Any = node.target
         reads = node.all_input_nodes
         fakes = [fake for read in reads if isinstance(fake := read.meta.get("val"), torch.Tensor)]
         if target._schema.is_mutable or len(fakes) < len(reads):
             return None
-        graph = decomposed_under(state, target, node.args, node.kwargs, fakes)
+        graph = _decomposed_under(state, target, node.args, node.kwargs, fakes)
         if graph is None:
             return None
         own: Env = dict(zip((n for n in graph.nodes if n.op == "placeholder"), (env[r] for r in reads), strict=True))
@@ -141,3 +148,60 @@ class _Spread:
                 results = fx.map_arg(inner.args[0], own.__getitem__)
                 return tuple(results) if isinstance(results, (tuple, list)) else results
         return None
+
+
+def _inner_autocast(outer: Autocast | None, device_type: Any, dtype: Any, enabled: Any) -> Autocast | None:
+    """Return the autocast inside a region that is nested in another one."""
+    if outer is not None and outer.device_type != device_type:
+        raise NotImplementedError
+    return Autocast(device_type, dtype or torch.get_autocast_dtype(device_type)) if enabled else None
+
+
+def _qualified(target: Any) -> str:
+    """Return the name of an op in torch's dispatcher, such as "aten::add.Tensor"."""
+    return str(target.name())
+
+
+def _has_kernel(target: torch._ops.OpOverload, state: Autocast) -> bool:
+    """Return whether autocast casts for this op."""
+    key = f"Autocast{state.device_type.upper()}"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(_qualified(target), key))
+
+
+def _decomposed_under(
+    state: Autocast, target: torch._ops.OpOverload, args: Any, kwargs: Any, operands: Sequence[torch.Tensor]
+) -> fx.Graph | None:
+    """Return the ops of a composite op (einsum, an LSTM) if autocast casts for some of them but not for the whole.
+
+    Returns None if no cast would be lost.  args, kwargs: with fx nodes for the tensors; operands: fake tensors for
+    those nodes, in order of their first use.
+    """
+    if _has_kernel(target, state) or not _is_composite(target):
+        return None
+    nodes = list(dict.fromkeys(a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, fx.Node)))
+
+    def call(*tensors: torch.Tensor) -> Any:
+        given = dict(zip(nodes, tensors, strict=True))
+        return target(*fx.map_arg(args, given.__getitem__), **fx.map_arg(kwargs, given.__getitem__))
+
+    cast = _traced(call, operands, state)
+    try:
+        plain = _traced(call, operands, None)
+    except RuntimeError:  # without casts the operands do not fit each other
+        return cast
+    return cast if _targets(plain) != _targets(cast) else None
+
+
+def _is_composite(target: torch._ops.OpOverload) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(_qualified(target), "CompositeImplicitAutograd"))
+
+
+def _traced(call: Callable[..., Any], operands: Sequence[torch.Tensor], state: Autocast | None) -> fx.Graph:
+    mode = detect_fake_mode(list(operands))
+    with mode or contextlib.nullcontext(), state.region() if state else contextlib.nullcontext():
+        traced: fx.GraphModule = make_fx(call)(*operands)
+    return traced.graph
+
+
+def _targets(graph: fx.Graph) -> list[Any]:
+    return [node.target for node in graph.nodes if node.op == "call_function"]

@@ -1,7 +1,7 @@
-"""A model traced as if it stood on another type of device: autocast casts only for tensors that are on its own.
+"""A model traced as if it were on another type of device: autocast only casts tensors on devices of its own type.
 
-While it is traced, its parameters and buffers are fake ones there, without numbers; afterwards they are its own again,
-and the program is one of the device that the model is on.  No such device is needed, but a torch that was built for it.
+While the model is traced, its parameters and buffers are fake tensors on that device.  Then the program is moved to the
+device of the model.  This needs a torch that was built for that type of device, but no such device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopart.capture.batch.batch import Batch
 
 @contextlib.contextmanager
 def moved(module: nn.Module, sample: Batch, device: torch.device) -> Iterator[Batch]:
-    """Inside, the parameters and buffers of `module` are on `device`; gives the sample there."""
+    """Put fake parameters and buffers of `module` on `device` inside; yield the sample there."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     known: dict[int, torch.Tensor] = {}
 
@@ -44,7 +44,7 @@ def moved(module: nn.Module, sample: Batch, device: torch.device) -> Iterator[Ba
 
 
 def brought_back(module: fx.GraphModule, device: torch.device) -> None:
-    """Make a flat program that was traced elsewhere one of `device`, in place.  O(nodes)."""
+    """Move a flat program that was traced for another device to `device`, in place.  O(nodes)."""
     mode = detect_fake_mode([node.meta.get("val") for node in module.graph.nodes])
 
     def here(value: Any) -> Any:

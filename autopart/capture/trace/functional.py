@@ -1,53 +1,75 @@
-"""An exported program without in-place ops made functional, each distinct op once.
+"""An exported program without in-place ops made functional, with each distinct op decomposed once.
 
-`run_decompositions` traces the whole program anew to find what becomes of its ops, though a deep model repeats a few
-dozen of them.  Where no op writes to memory, calls that are alike become the same (`alike`).  So a small program that
-holds each distinct op once, on operands of its own, is decomposed by torch itself, and its answers are put in place of
-the ops of the large one.
+`run_decompositions` traces the whole program again to find what becomes of its ops, though a deep model repeats a few
+dozen of them.  Where no op writes to memory, equal calls (`call_key`) become the same ops.  So torch decomposes a
+small program that holds each distinct call once, on operands of its own, and its answers replace the calls of the large
+one.  That halves the time to capture a model of 12 layers.
 
-A call in an autocast region is alike only to others in such a region: they are decomposed inside of one, which makes
-their casts ops, and so keep their place in the user's code.
-
-Anything else (an op that changes a tensor, a higher-order op other than a switch of the gradient mode or an autocast,
-sizes that depend on data, a complex or quantized operand) is left to `run_decompositions`.
+Any other program (an op that changes a tensor, a higher-order op other than a switch of the gradient mode, sizes that
+depend on data, a complex or quantized operand) is left to `run_decompositions`.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.utils import _pytree as pytree
 
-from autopart.capture.source_location import user_line_of_text
-from autopart.capture.trace.autocast import Autocast, inner_autocast
-from autopart.capture.trace.call_signature import call_key, tensor_kind
-from autopart.capture.trace.decomposed import Answer, Call, answers
-from autopart.ir.errors import RefusedError
 from autopart.passes.ops.row import ASSERTION
 from autopart.passes.ops.table import row_of
 
 _aten = torch.ops.aten
 _GRAD_REGION = "wrap_with_set_grad_enabled"
-_AUTOCAST_REGION = "wrap_with_autocast"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One op of the program.  operands: the tensors that it reads; key: equal for calls that become the same ops."""
+
+    node: fx.Node
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: tuple[fx.Node, ...]
+    key: Hashable
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a call becomes.  operands: placeholders for its operands; nodes: the ops, in order; results: among both."""
+
+    operands: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
 
 
 def functional_graph(program: ExportedProgram) -> fx.Graph | None:
-    """The graph of the program, functional, as `run_decompositions({})` makes it, or None when that has to be asked.
+    """Return the functional graph of a program, equal to that of `run_decompositions({})`; None if that has to make it.
 
-    Holds after: parameters, inputs and results stand in the order of the program's signature.  O(nodes), and one
-    decomposition of the distinct ops.
+    Parameters, inputs and results are in the order of the program's signature.  O(nodes), and one decomposition of the
+    distinct calls.
     """
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs):
         return None
     graph = _Inlined()
     try:
         graph.take(program.graph_module)
-        found = answers(graph.calls)
+        found = _answers(graph.calls)
     except NotImplementedError:
         return None
     program.graph_signature.input_specs.sort(key=_place_in_signature)
@@ -57,26 +79,24 @@ def functional_graph(program: ExportedProgram) -> fx.Graph | None:
 
 
 def _place_in_signature(spec: InputSpec) -> int:
-    """Buffers that are not saved stand behind the constants, as after `run_decompositions` in most models (there the
-    order of modules decides; the order of parameters has no meaning)."""
+    """Return the sort key of an input: buffers that are not saved come after the constants, as in torch."""
     if spec.kind is InputKind.BUFFER and spec.persistent is False:
         return 2
     return {InputKind.PARAMETER: 0, InputKind.BUFFER: 0, InputKind.CONSTANT_TENSOR: 1}.get(spec.kind, 3)
 
 
 class _Inlined:
-    """The calls of a program in order, regions inlined.  same: which node stands for a node that is no op."""
+    """The calls of a program in order, with regions inlined."""
 
     def __init__(self) -> None:
         self.placeholders: list[fx.Node] = []
-        self.calls: list[Call] = []
+        self.calls: list[_Call] = []
         self.results: tuple[Any, ...] = ()
         self._same: dict[fx.Node, Any] = {}
         self._kinds: dict[fx.Node, Hashable] = {}
-        self._autocast: Autocast | None = None
 
     def take(self, module: fx.GraphModule) -> None:
-        """Read a whole program.  Raises NotImplementedError."""
+        """Read a whole program.  Raises NotImplementedError if `run_decompositions` has to be used."""
         self.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         self.results = self._walk(module)
 
@@ -110,22 +130,16 @@ class _Inlined:
 
     def _region(self, module: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
         target: Any = node.target
-        settings = {_GRAD_REGION: 1, _AUTOCAST_REGION: 4}.get(target.name(), len(node.args))
-        region = node.args[settings] if len(node.args) > settings else None
+        region = node.args[1] if target.name() == _GRAD_REGION else None
         if not isinstance(region, fx.Node) or node.kwargs:
             raise NotImplementedError
         inner = getattr(module, str(region.target))
         places = [n for n in inner.graph.nodes if n.op == "placeholder"]
-        self._same.update(zip(places, (self._resolve(arg) for arg in node.args[settings + 1 :]), strict=True))
-        outer = self._autocast
-        if target.name() == _AUTOCAST_REGION:
-            self._autocast = inner_autocast(outer, *node.args[:3])
-        results = self._walk(inner)
-        self._autocast = outer
-        return results
+        self._same.update(zip(places, (self._resolve(arg) for arg in node.args[2:]), strict=True))
+        return self._walk(inner)
 
     def _resolve(self, value: Any) -> Any:
-        """An argument with the nodes that stand for its nodes; the result of a region is a tuple of them."""
+        """Replace the nodes in an argument by what stands for them; for the result of a region that is a tuple."""
         if isinstance(value, fx.Node):
             return self._same.get(value, value)
         return fx.map_arg(value, lambda node: self._same.get(node, node))
@@ -133,7 +147,7 @@ class _Inlined:
     def _record(self, node: fx.Node) -> None:
         args, kwargs = self._resolve(node.args), self._resolve(dict(node.kwargs))
         key, operands = call_key(node.target, args, kwargs, self._kind_of)
-        self.calls.append(Call(node, args, kwargs, operands, (self._autocast, key), self._autocast))
+        self.calls.append(_Call(node, args, kwargs, operands, key))
 
     def _kind_of(self, node: fx.Node) -> Hashable:
         if node not in self._kinds:
@@ -142,14 +156,14 @@ class _Inlined:
 
 
 def _number(pick: fx.Node) -> int:
-    """Which of several results a node picks."""
+    """Return which of several results a node picks."""
     number = pick.args[1]
     assert isinstance(number, int)
     return number
 
 
 def _is_fresh(node: Any) -> bool:
-    """True for a tensor that forward() made of numbers: nothing else shares its memory."""
+    """Return whether a tensor was made from numbers in forward(), so that nothing else shares its memory."""
     return isinstance(node, fx.Node) and node.target is _aten.lift_fresh_copy.default
 
 
@@ -161,8 +175,8 @@ def _kind(node: fx.Node) -> Hashable:
 # -- the whole program -------------------------------------------------------------------------------------------
 
 
-def _spliced(program: _Inlined, found: Mapping[Hashable, Answer]) -> fx.Graph:
-    """The program with every call replaced by what becomes of it."""
+def _spliced(program: _Inlined, found: Mapping[Hashable, _Answer]) -> fx.Graph:
+    """Return the program with every call replaced by what it becomes."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in program.placeholders:
@@ -175,29 +189,13 @@ def _spliced(program: _Inlined, found: Mapping[Hashable, Answer]) -> fx.Graph:
             if node not in local:
                 _copied(graph, node, local, call.node.meta)
         results = [local[result] for result in answer.results]
-        _check_precision(call, results)
         env |= _named(call.node, results)
     graph.output(fx.map_arg(program.results, env.__getitem__))
     return graph
 
 
-def _check_precision(call: Call, results: list[fx.Node]) -> None:
-    """Raises RefusedError for an op whose results came out in another precision than autocast gave them."""
-    seen = call.node.meta["val"]
-    wanted = [seen] if isinstance(seen, torch.Tensor) else list(seen)
-    for tensor, result in zip(wanted, results, strict=True):
-        if tensor.dtype != result.meta["val"].dtype:
-            raise RefusedError(
-                f"{call.node.target} cannot be captured under autocast",
-                where=user_line_of_text(call.node.meta.get("stack_trace")),
-                why=f"its result is of {tensor.dtype} there, and of {result.meta['val'].dtype} as an op of its own",
-                fix="run it in a torch.autocast(device_type, enabled=False) region of forward(), on inputs of the "
-                "precision it is to have",
-            )
-
-
 def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], meta: Mapping[str, Any]) -> None:
-    """An op copied, under the name that torch gives it; of several results every one, as torch does."""
+    """Copy an op and pick each of its results, under the names that torch gives them."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     target: Any = node.target
     name = graph._target_to_str(target.overloadpacket.__name__)
@@ -214,7 +212,146 @@ def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], meta: M
 
 
 def _named(node: fx.Node, results: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """The nodes of the program that stand for an op's results."""
+    """Map the nodes of the old program for an op's results to the new ones."""
     if isinstance(node.meta["val"], torch.Tensor):
         return {node: results[0]}
     return {user: results[_number(user)] for user in node.users if user.target is operator.getitem}
+
+
+# -- what torch makes of each distinct call -------------------------------------------------------------------------
+
+
+def _answers(calls: list[_Call]) -> dict[Hashable, _Answer]:
+    """Return what torch makes of each distinct call, by decomposing one program that holds all of them.
+
+    Raises NotImplementedError if `run_decompositions` has to be used for the whole program.
+    """
+    distinct = {call.key: call for call in calls}
+    graph = fx.Graph()
+    operands = {key: [_operand(graph, operand) for operand in call.operands] for key, call in distinct.items()}
+    results = {key: _put(graph, call, operands[key]) for key, call in distinct.items()}
+    graph.output(tuple(node for key in distinct for node in results[key]))
+    made = _program(graph).run_decompositions({}).graph_module.graph
+    return _read(made, list(distinct), [len(operands[k]) for k in distinct], [len(results[k]) for k in distinct])
+
+
+def _put(graph: fx.Graph, call: _Call, operands: list[fx.Node]) -> list[fx.Node]:
+    """Copy a call into a graph, on operands of its own; return its results."""
+    env = dict(zip(call.operands, operands, strict=True))
+    args, kwargs = fx.map_arg((call.args, call.kwargs), env.__getitem__)
+    node = graph.create_node("call_function", call.node.target, args, kwargs)
+    node.meta = dict(call.node.meta)
+    return _results(graph, node)
+
+
+def _operand(graph: fx.Graph, like: fx.Node) -> fx.Node:
+    value = like.meta["val"]
+    with value.fake_mode:
+        fresh = torch.empty(0, dtype=value.dtype, device=value.device)
+        fresh = fresh.as_strided(value.shape, value.stride(), value.storage_offset())
+    node = graph.placeholder(f"x{len(graph.nodes)}")
+    node.meta["val"] = fresh.requires_grad_(like.op == "placeholder" and value.requires_grad)
+    return node
+
+
+def _results(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
+        return [node]
+    if not isinstance(value, (tuple, list)) or not all(isinstance(part, torch.Tensor) for part in value):
+        raise NotImplementedError
+    parts = []
+    for place, part in enumerate(value):
+        parts.append(graph.call_function(operator.getitem, (node, place)))
+        parts[-1].meta = dict(node.meta, val=part)
+    return parts
+
+
+def _program(graph: fx.Graph) -> ExportedProgram:
+    from torch._export.verifier import TrainingIRVerifier
+
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    results = next(node for node in graph.nodes if node.op == "output").args[0]
+    given, made = ([TensorArgument(node.name) for node in nodes] for nodes in (places, results))
+    in_spec = pytree.tree_structure(((0,) * len(given), {}))
+    out_spec = pytree.tree_structure((0,) * len(made))
+    return ExportedProgram(
+        root=fx.GraphModule({}, graph),
+        graph=graph,
+        graph_signature=ExportGraphSignature(
+            [InputSpec(InputKind.USER_INPUT, arg, None) for arg in given],
+            [OutputSpec(OutputKind.USER_OUTPUT, arg, None) for arg in made],
+        ),
+        state_dict={},
+        range_constraints={},
+        module_call_graph=[ModuleCallEntry("", ModuleCallSignature([], [], in_spec, out_spec))],
+        constants={},
+        verifiers=[TrainingIRVerifier],
+    )
+
+
+def _read(graph: fx.Graph, keys: list[Hashable], given: list[int], made: list[int]) -> dict[Hashable, _Answer]:
+    """Split the decomposed program up again: each call gets the ops between its operands and its results."""
+    places = iter([node for node in graph.nodes if node.op == "placeholder"])
+    results = iter(next(node for node in graph.nodes if node.op == "output").args[0])
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    known: dict[Hashable, _Answer] = {}
+    for key, takes, makes in zip(keys, given, made, strict=True):
+        own, out = tuple(itertools.islice(places, takes)), tuple(itertools.islice(results, makes))
+        found: set[fx.Node] = set()
+        queue = [*out]
+        while queue:
+            node = queue.pop()
+            if node in found or node in own:
+                continue
+            if node.op != "call_function":
+                raise NotImplementedError
+            found.add(node)
+            queue.extend(node.all_input_nodes)
+        known[key] = _Answer(own, tuple(sorted(found, key=order.__getitem__)), out)
+    return known
+
+
+# -- which calls are equal ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """Stands for an operand, by its number."""
+
+    number: int
+
+
+def call_key(
+    target: Any, args: Any, kwargs: Any, kind_of: Callable[[fx.Node], Hashable]
+) -> tuple[Hashable, tuple[fx.Node, ...]]:
+    """Return a key that is equal for calls with equal effects, and the operands of this call.
+
+    The key holds the op, its arguments, and shapes, strides and types of its operands.  Raises NotImplementedError for
+    sizes that depend on data, and for complex or quantized operands.
+    """
+    operands: dict[fx.Node, int] = {}
+    number: Any = lambda operand: _Operand(operands.setdefault(operand, len(operands)))  # noqa: E731
+    shape = fx.map_arg((args, kwargs), number)
+    return (target, _frozen(shape), tuple(map(kind_of, operands))), tuple(operands)
+
+
+def tensor_kind(value: Any) -> Hashable:
+    """Return the part of a key for one operand.  Raises NotImplementedError."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized:
+        raise NotImplementedError
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    if value.is_complex() or value.is_conj() or value.is_neg() or not all(type(size) is int for size in sizes):
+        raise NotImplementedError
+    return (sizes, value.dim(), value.dtype, value.device)
+
+
+def _frozen(value: Any) -> Hashable:
+    """Return an argument as a key, equal for arguments that no op can tell apart."""
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, *map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((name, _frozen(item)) for name, item in value.items())
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise NotImplementedError
+    return (type(value), repr(value))

@@ -1,7 +1,6 @@
-"""Through which values a gradient flows: found by running the graph on fake tensors with autograd on.
+"""Through which values a gradient flows, found by running the graph on fake tensors with autograd enabled.
 
-Export's own metadata cannot tell (it traces without grad), and a rule table could be wrong for an op it does not
-know; autograd itself is asked instead, once for calls that are alike.  O(nodes).
+Export's metadata does not tell, since it traces without gradients.  Equal calls are run once.
 """
 
 from __future__ import annotations
@@ -16,17 +15,16 @@ from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
 from autopart.capture.source_location import user_line_of_text
-from autopart.capture.trace.call_signature import call_key, tensor_kind
+from autopart.capture.trace.functional import call_key, tensor_kind
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
 from autopart.rng import keyed
 
 
 def gradient_nodes(module: fx.GraphModule, trainable: set[str], loss: fx.Node) -> set[str]:
-    """Names of nodes that need a gradient and reach the loss.
+    """Return the names of the nodes that need a gradient and reach the loss.  O(nodes).
 
-    trainable: names of the placeholders that are trainable parameters.  Raises RefusedError for an op that needs a
-    derivative and has none.
+    trainable: names of the placeholders of trainable parameters.  Raises RefusedError for an op without a derivative.
     """
     nodes = list(module.graph.nodes)
     mode = detect_fake_mode([n.meta.get("val") for n in nodes])
@@ -93,10 +91,7 @@ def _reaching(loss: fx.Node, needs: set[str]) -> set[str]:
 
 
 def require_something_to_train(graph: Graph) -> None:
-    """Raises RefusedError when no gradient flows from the loss to any parameter: plain torch fails in backward().
-
-    A model that has no parameters is let through: nobody expects it to learn.
-    """
+    """Raise RefusedError if no gradient flows from the loss to any parameter, unless the model has no parameters."""
     parameters = [param for param in graph.params if param.kind == "param"]
     if graph.value_map()[graph.outputs[0]].grad or not parameters:
         return

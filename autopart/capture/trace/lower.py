@@ -1,12 +1,12 @@
-"""From an exported program to the flat graph that is cut.
+"""From an exported program to the flat graph that is cut into stages.
 
 1. Regions under torch.no_grad become ordinary ops whose results are detached: decomposition inlines them and would
-   otherwise lose that nothing flows back.
+   otherwise lose that no gradient flows back.
 2. In-place ops are made functional; composite ops (attention, linear, cross entropy) stay whole.
-3. Assertions about tensor metadata go; `view` becomes `reshape` (the strides of the real kernel can differ from the
-   traced ones); `alias` goes, and so do copies: in a functional graph a copy is its original, and whether forward()
-   makes one can depend on the number of rows (`.contiguous()` on a single row is no copy).
-4. Random ops are called by key, so that what they draw does not depend on the stage they land on.
+3. Assertions about tensor metadata, aliases and copies are removed: in a functional graph a copy equals its original,
+   and whether forward() makes one can depend on the number of rows (`.contiguous()` on a single row).  `view` becomes
+   `reshape`, since the strides of the real kernel can differ from the traced ones.
+4. Random ops are called by key, so that their numbers do not depend on the stage that runs them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _GRAD_REGION = "wrap_with_set_grad_enabled"
 
 
 def _name(target: Any) -> str:
-    """Name of an op without its overload; "" for what is no op of torch."""
+    """Return the name of an op without its overload; "" for anything else."""
     return str(target.name()).split("::")[-1].split(".")[0] if hasattr(target, "name") else ""
 
 
 def lower(program: ExportedProgram) -> tuple[ExportedProgram, fx.GraphModule]:
-    """The functional program (for its signature) and its flat graph, lowered.  O(nodes)."""
+    """Return the functional program (for its signature) and its flat graph, lowered.  O(nodes)."""
     _detach_no_grad_regions(program.graph_module)
     program, graph = _functional(program)
     _refuse_higher_order(graph)
@@ -62,10 +62,10 @@ def lower(program: ExportedProgram) -> tuple[ExportedProgram, fx.GraphModule]:
 
 
 def _functional(program: ExportedProgram) -> tuple[ExportedProgram, fx.Graph]:
-    """A program with the signature, and the graph, of the functional form of `program`."""
+    """Return a program with the signature of the functional form of `program`, and the functional graph."""
     graph = functional_graph(program)
     if graph is None:
-        with contextlib.suppress(NotImplementedError):  # then its ops have no place in the user's code
+        with contextlib.suppress(NotImplementedError):  # then its ops have no line of the user's
             spread_autocast(program)
         program = program.run_decompositions({})
         graph = program.graph_module.graph
@@ -117,7 +117,7 @@ def _detach_results(region: fx.GraphModule) -> None:
 
 
 def _refuse_mutation(region: fx.GraphModule) -> None:
-    """An in-place op on an activation inside no_grad keeps that activation's gradient path: not expressible here."""
+    """Raise RefusedError for an in-place op on an activation inside no_grad, which keeps the activation's gradient."""
     buffers = {n for n in region.graph.nodes if n.op == "placeholder" and str(n.target).startswith(("b_", "c_"))}
     made_here = {n for n in region.graph.nodes if n.op == "call_function"}
     for node in region.graph.nodes:
@@ -162,7 +162,7 @@ def _lower_node(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _lower_copy(graph: fx.Graph, node: fx.Node) -> None:
-    """copy(target, source) is the source in the target's shape and dtype; aten.copy itself has no derivative."""
+    """Replace copy(target, source) by the source in the target's shape and dtype: aten.copy has no derivative."""
     source = node.args[1]
     assert isinstance(source, fx.Node)
     result, value = node.meta["val"], source
@@ -178,8 +178,10 @@ def _lower_copy(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _lower_complex_scatter(graph: fx.Graph, node: fx.Node) -> None:
-    """A complex tensor with a slice replaced, as a join of what is before, the slice and what is behind: torch has no
-    derivative of slice_scatter and select_scatter for complex numbers."""
+    """Replace a scatter into a slice of a complex tensor by a join of the parts before, in and behind the slice.
+
+    torch has no derivative of slice_scatter and select_scatter for complex numbers.
+    """
     given = _bound(node)
     whole, part, dim = given["self"], given["src"], given["dim"] % node.meta["val"].dim()
     size = node.meta["val"].shape[dim]
@@ -211,14 +213,16 @@ def _lower_complex_scatter(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _is_plain_copy(node: fx.Node) -> bool:
-    """A copy that nothing but ordinary ops reads, and that is not made for its memory format.  Kernels of oneDNN read
-    memory as it lies, whatever the strides."""
+    """Return whether a copy is only read by ordinary ops and not made for its memory format.
+
+    Kernels of oneDNN ignore strides.
+    """
     plain = node.kwargs.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
     return plain and all(u.op == "call_function" and not _name(u.target).startswith("mkldnn") for u in node.users)
 
 
 def is_random(node: fx.Node) -> bool:
-    """True for an op that draws random numbers with the arguments it has."""
+    """Return whether an op draws random numbers with its arguments."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return target is keyed
@@ -229,7 +233,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _bound(node: fx.Node) -> dict[str, Any]:
-    """Arguments by their names in the schema, defaults filled in."""
+    """Return the arguments by their names in the schema, with defaults."""
     assert isinstance(node.target, torch._ops.OpOverload)
     arguments = node.target._schema.arguments
     bound = {a.name: a.default_value for a in arguments if a.has_default_value()}

@@ -10,14 +10,33 @@ import contextlib
 import pkgutil
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 
-from autopart.capture.habits.habits import HABITS, PRIVATE, Patch
+from autopart.capture.habits.habits import HABITS
 from autopart.capture.reads import host_reads
 from autopart.capture.watch.observed import Observer
+
+_PRIVATE = "2.11 to 2.13"
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One part of torch or Python that is replaced.
+
+    target: its dotted name; one in parentheses is found while forward() runs, and replaced then by `observed`.
+    replacement: a function that is called with the original first, or a plain value.  torch: the releases in which the
+    target is known to exist; torch may rename a private one without notice.
+    """
+
+    target: str
+    replacement: Any
+    reason: str
+    torch: str = "2.11+"
+
 
 _composite_ops: dict[frozenset[str], set[Any]] = {}
 """torch's list of composite ops, by the composite ops that are registered: a library may register more at any time."""
@@ -35,52 +54,29 @@ def _bf16_supported(original: Callable[..., bool], *args: Any) -> bool:
     return not torch.cuda.is_available() or original(*args)
 
 
+_ASKED = "questions about the numbers of the batch are answered"
+_NO_CUDA = "torch would switch off autocast for CUDA without a device; tracing needs only its rules"
 PATCHES = (
-    *(patch for habit in HABITS for patch in habit.patches),
-    Patch(
-        "torch.fx.experimental.proxy_tensor.proxy_call",
-        host_reads.proxy_call,
-        "questions about the numbers of the batch are answered",
-        PRIVATE,
+    *(
+        Patch(target, replacement, habit.sees, _PRIVATE if "._" in target.replace(".__", "") else "2.11+")
+        for habit in HABITS
+        for target, replacement in habit.patches.items()
     ),
-    Patch(
-        "torch._subclasses.fake_tensor.FakeTensor.tolist",
-        host_reads.tolist,
-        "questions about the numbers of the batch are answered",
-        PRIVATE,
-    ),
-    Patch("torch.tensor", host_reads.tensor, "lists that hold traced tensors become lists of numbers"),
-    Patch(
-        "(each class that forward() reaches).__getattribute__",
-        Observer.read,
-        "what forward() reads is compared before every step",
-    ),
-    Patch(
-        "(each class that forward() reaches).__setattr__",
-        Observer.write,
-        "what forward() changes of its attributes is refused",
-    ),
-    Patch(
-        "torch.export._trace.print",
-        lambda original, *_, **__: None,
-        "export prints the half-made graph of what it cannot trace",
-        PRIVATE,
-    ),
+    Patch("torch.fx.experimental.proxy_tensor.proxy_call", host_reads.proxy_call, _ASKED, _PRIVATE),
+    Patch("torch._subclasses.fake_tensor.FakeTensor.tolist", host_reads.tolist, _ASKED, _PRIVATE),
+    Patch("torch.tensor", host_reads.tensor, _ASKED),
+    Patch("(classes that forward() reaches).__getattribute__", Observer.read, "what forward() reads is compared later"),
+    Patch("(classes that forward() reaches).__setattr__", Observer.write, "what forward() changes is refused"),
+    Patch("torch.export._trace.print", lambda *_, **__: None, "export prints a half-made graph", _PRIVATE),
     Patch(
         "torch.export.exported_program._collect_all_valid_cia_ops",
         _known_composite_ops,
         "torch goes through all of its ops for each decomposition, a quarter of the capture of a small model",
-        PRIVATE,
+        _PRIVATE,
     ),
-    Patch(
-        "torch.cuda.amp.common.amp_definitely_not_available",
-        lambda original: False,
-        "torch would switch off autocast for CUDA without a device; tracing needs only its rules",
-        PRIVATE,
-    ),
-    Patch("torch.cuda.is_bf16_supported", _bf16_supported, "as above"),
+    Patch("torch.cuda.amp.common.amp_definitely_not_available", lambda original: False, _NO_CUDA, _PRIVATE),
+    Patch("torch.cuda.is_bf16_supported", _bf16_supported, _NO_CUDA),
 )
-"""Targets in parentheses are found while forward() runs, and replaced then by `observed`."""
 
 
 @contextlib.contextmanager

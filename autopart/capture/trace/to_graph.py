@@ -1,4 +1,8 @@
-"""The captured fx graph as our `Graph`: names, shapes, arguments, module paths and lines; no torch object."""
+"""The captured fx graph as our `Graph`: names, shapes, arguments, module paths and lines; no torch object.
+
+Parameters and buffers keep the user's names, tied ones the first of them.  Inputs are called `input.NAME` after their
+place in the batch; every other value has the name of its fx node.
+"""
 
 from __future__ import annotations
 
@@ -29,30 +33,30 @@ _PREFIX = "model."
 
 @dataclass(frozen=True)
 class Names:
-    """params: node name of a placeholder to FQN;  inputs: node name to value name;  tensors: FQN to the real tensor;
-    kinds: FQN to "param", "buffer" or "constant";  tied: every other name of a tensor to the first;  updates: buffer
-    FQN to node name of its new value."""
+    """Names of what enters and leaves a program.
+
+    params: node name of a placeholder to the user's name; inputs: node name to value name; by the user's name, tensors:
+    the real tensors, kinds: "param", "buffer" or "constant", updates: node name of a buffer's new value.
+    """
 
     params: dict[str, str]
     inputs: dict[str, str]
     tensors: dict[str, torch.Tensor]
     kinds: dict[str, str]
-    tied: dict[str, str]
     updates: dict[str, str]
 
     def value(self, node: fx.Node) -> str:
-        """The name of the value that a node makes."""
+        """Return the name of the value that a node makes."""
         return self.inputs.get(node.name, node.name)
 
 
 def strip(target: str) -> str:
-    """The user's FQN of a name inside the wrapper."""
+    """Return the user's name of a name inside the wrapper."""
     return target.removeprefix(_PREFIX)
 
 
 def read_names(program: ExportedProgram, module: fx.GraphModule, wrapper: torch.nn.Module, batch: Batch) -> Names:
-    """Names of everything that enters or leaves the program.  Raises RefusedError when an input is changed in
-    place."""
+    """Name everything that enters or leaves the program.  Raises RefusedError if an input is changed in place."""
     tied = {strip(name): strip(owner) for name, owner in tied_names(wrapper).items()}
     named = {
         strip(name): tensor for pairs in (wrapper.named_parameters(), wrapper.named_buffers()) for name, tensor in pairs
@@ -69,7 +73,7 @@ def read_names(program: ExportedProgram, module: fx.GraphModule, wrapper: torch.
             raise RefusedError(
                 f"forward() uses a {type(program.constants.get(str(spec.target))).__name__} of its own",
                 where=_first_use(module, node),
-                why="a torch object that is no tensor has a state that stages cannot share",
+                why="a torch object other than a tensor has a state that stages cannot share",
                 fix="of random numbers leave generator= out: they are drawn by key, and seed= of compile chooses them; "
                 "any other object take out of forward()",
             )
@@ -83,11 +87,11 @@ def read_names(program: ExportedProgram, module: fx.GraphModule, wrapper: torch.
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             params[node] = name = f"constant.{spec.target}"
             kinds[name], tensors[name] = "constant", program.constants[str(spec.target)]
-    return Names(params, inputs, tensors, kinds, tied, _updates(program, module, inputs, tied))
+    return Names(params, inputs, tensors, kinds, _updates(program, module, inputs, tied))
 
 
 def _first_use(module: fx.GraphModule, name: str) -> str:
-    """The user's line where an input of the program is used first."""
+    """Return the user's line where an input of the program is used first."""
     found = next((n for n in module.graph.nodes if name in {used.name for used in n.all_input_nodes}), None)
     return user_line_of_text(found.meta.get("stack_trace")) if found is not None else ""
 
@@ -115,8 +119,10 @@ class NumberOfData(CaptureError):
 
 
 def read_graph(module: fx.GraphModule, names: Names, outputs: list[fx.Node], size: Size, *, backward: bool) -> Graph:
-    """Read a lowered graph.  outputs: the nodes of the user outputs, the loss first.  backward: mark the values that
-    a gradient flows through.  O(nodes)."""
+    """Return a lowered graph as a `Graph`.  O(nodes).
+
+    outputs: the nodes of the user outputs, the loss first.  backward: mark the values that a gradient flows through.
+    """
     grads = _gradients(module, names, outputs) if backward else set()
     calls = [n for n in module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
     input_nodes = [n for n in module.graph.nodes if n.op == "placeholder" and n.name in names.inputs]
@@ -137,7 +143,7 @@ def read_graph(module: fx.GraphModule, names: Names, outputs: list[fx.Node], siz
 
 
 def results_of(call: fx.Node) -> list[fx.Node]:
-    """The tensor nodes that an op makes: itself, or for a tuple the nodes that pick from it."""
+    """Return the tensor nodes that an op makes: itself, or for a tuple the nodes that pick from it."""
     if isinstance(call.meta.get("val"), (tuple, list)):
         return [user for user in call.users if user.target is operator.getitem]
     return [call]
@@ -164,7 +170,7 @@ def _params(names: Names) -> tuple[Param, ...]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch.float32 -> "float32"."""
+    """Return the name of a dtype: torch.float32 -> "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -216,7 +222,7 @@ def _op(call: fx.Node, names: Names) -> Op:
 
 
 def module_path(node: fx.Node) -> str:
-    """The module path that the op comes from, as the user names it."""
+    """Return the module path that an op comes from, as the user names it."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     return strip(paths[-1]) if paths and paths[-1] not in ("", "model") else ""
@@ -231,7 +237,7 @@ def _attrs(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Na
 
 _PLAIN: tuple[tuple[type, Callable[[Any], Literal]], ...] = (
     (torch.dtype, dtype_name),
-    (torch.device, lambda device: "device"),  # where it runs is the plan's to say, not the capture's
+    (torch.device, lambda device: "device"),  # the plan decides where it runs
 )
 
 

@@ -1,37 +1,25 @@
-"""What torch.export cannot trace, by what it says: the reason in our words, and what helps in that very case."""
+"""Errors of torch.export by what they say: the reason in our words, and what helps in that case."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from autopart.ir.errors import CaptureError
 
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """says: what is in torch's message, a regular expression; what, why, fix: as in `AutopartError`."""
-
-    says: str
-    what: str
-    why: str
-    fix: str
-
-
-_KNOWN = (
-    _Known(
+_KNOWN = (  # what torch's message says, as a regular expression; what, why, fix of ours
+    (
         r"\.numpy\(\) is not supported|Unable to get .* numpy|numpy\.ndarray",
         "forward() leaves torch for numpy",
         "what numpy computes cannot be captured",
         "compute it with torch; or before the step, and pass it with the batch",
     ),
-    _Known(
+    (
         r"mutated in the forward method",
         "forward() changes in place a tensor that is neither a parameter nor a buffer",
         "",
         "make it a buffer: register_buffer(name, tensor)",
     ),
-    _Known(
+    (
         r"fake tensor in the exported program constant's list",
         "a tensor made while the model was traced is kept where tracing does not see it",
         "it stands in a container, a global or a closure, or is a gradient with regard to a parameter",
@@ -42,12 +30,12 @@ _KNOWN = (
 
 
 def untraceable(error: Exception, where: str) -> CaptureError:
-    """An error of torch.export, or of the model while it was traced, as ours.  O(length of its text)."""
+    """Return an error of torch.export, or of the model while it was traced, as ours.  O(length of its text)."""
     text = str(error).strip() or type(error).__name__
     first = text.splitlines()[0]
-    for known in _KNOWN:
-        if re.search(known.says, text):
-            return CaptureError(known.what, where=where, why=known.why or first, fix=known.fix)
+    for says, what, why, fix in _KNOWN:
+        if re.search(says, text):
+            return CaptureError(what, where=where, why=why or first, fix=fix)
     return CaptureError(
         f"the model cannot be captured: {type(error).__name__}",
         where=where,

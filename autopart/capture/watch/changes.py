@@ -1,7 +1,7 @@
-"""Whether a model is still what was captured: asked before every step, so it has to be quick.
+"""Whether a model is still the one that was captured.  This is checked before every step, so it has to be quick.
 
-Compared are all readings (`observed`), which parameters, buffers and modules there are, what requires a gradient, the
-training flags that were read, and hooks.  After a change the model is captured again; what no capture can follow is
+Compared are all readings (`observed`), the parameters, buffers and modules, what requires a gradient, the training
+flags that were read, and hooks.  After a change the model is captured again; a change that no capture can follow is
 refused.
 """
 
@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from autopart.capture.guards import check_hooks
 from autopart.capture.trained import Trained
 from autopart.capture.watch.closure_reads import WHOLE, Reading
-from autopart.capture.watch.fingerprint import ABSENT, containers, described, has_state, numbers_of
+from autopart.capture.watch.fingerprint import ABSENT, containers, described, numbers_of
 from autopart.capture.watch.observed import Observed
 from autopart.ir.errors import RefusedError
 
@@ -30,11 +30,10 @@ _training = operator.itemgetter("training")
 
 
 class ModelWatch:
-    """A model, and the Python around it, as they stand now."""
+    """A model, and the Python around it, as they are when this is made."""
 
     def __init__(self, model: nn.Module, observed: Observed, flags: Mapping[nn.Module, bool]) -> None:
-        """flags: the training flags that were read, as they were when a training step was last captured, none when none
-        was: evaluation sets its own."""
+        """flags: the training flags that forward() read, from the last capture of a training step."""
         self._model = model
         self._names = {id(module): path for path, module in model.named_modules()}
         self._flags = {module: flag for module, flag in flags.items() if "training" in vars(module)}
@@ -53,7 +52,7 @@ class ModelWatch:
         self._same = self._snapshot()
 
     def changes(self, *, training: bool) -> list[str]:
-        """What is other than when this watch was made, in words; [] as long as nothing is.
+        """Return what changed since this was made, in words.
 
         training: whether training flags count.  Raises RefusedError for a hook, and for a parameter or buffer that is
         another object.  O(modules + parameters + attributes read): some 0.2 ms for 1,000 modules.
@@ -75,15 +74,18 @@ class ModelWatch:
         return told
 
     def _snapshot(self) -> Callable[[], bool]:
-        """Give what tells quickly whether all holds the very same objects as now.  An equal number that was assigned is
-        another object: `_told` looks closer then."""
+        """Return a quick test of whether everything holds the very same objects as now.
+
+        An equal number that was assigned is another object: `_told` looks closer then.
+        """
         wholes: list[Any] = [registry for module in self._model.modules() for registry in _registries(module)]
         keys: list[tuple[dict[str, Any], str]] = []
         attributes: list[tuple[Any, str]] = []
         states: list[Callable[[], bool]] = []
         for reading in self._readings:
             value, home = reading.now(), reading.home
-            wholes.extend(containers(value))
+            inside, may_change = containers(value)
+            wholes.extend(inside)
             cell = value is ABSENT and isinstance(home, types.CellType)
             remade = isinstance(value, types.MethodType) or reading.name == WHOLE  # another object at each look
             if isinstance(home, dict):
@@ -92,9 +94,9 @@ class ModelWatch:
                     attributes.append((type(reading.owner), reading.name))
             elif not (cell or remade):
                 attributes.append((home, reading.name))
-            if has_state(value) or cell or remade:
-                states.append(reading.same)
-        states.extend(_unchanged(tensor, before) for tensor, before in self._numbers)
+            if may_change or cell or remade:
+                states.append(reading.changed)
+        states.append(lambda: any(numbers_of(tensor) != before for tensor, before in self._numbers))
         return _same_objects(wholes, keys, attributes, states)
 
     def _told(self, flags: Mapping[nn.Module, bool]) -> Iterator[str]:
@@ -119,11 +121,7 @@ class ModelWatch:
         for tensor, was in self._numbers:
             if numbers_of(tensor) != was:
                 where = (reading.place for reading in self._readings if reading.now() is tensor)
-                yield f"the numbers in {next(where, described(tensor))} are others"
-
-
-def _unchanged(tensor: torch.Tensor, before: tuple[Any, ...]) -> Callable[[], bool]:
-    return lambda: numbers_of(tensor) == before
+                yield f"the numbers in {next(where, described(tensor))} changed"
 
 
 def _same_objects(
@@ -132,10 +130,10 @@ def _same_objects(
     attributes: Iterable[tuple[Any, str]],
     states: Iterable[Callable[[], bool]],
 ) -> Callable[[], bool]:
-    """Give what tells whether containers with all their entries, keys of dictionaries, and attributes are the very same
-    objects, in a few loops of C.  O(entries), some 30 ns for each.
+    """Return a test of whether containers, keys of dictionaries and attributes hold the same objects as now.
 
-    Every object that is compared is kept alive, so that no other one can have its identity.
+    states: return whether something changed that identity does not show.  The test runs in a few loops of C, some 30 ns
+    for each entry.  Compared objects are kept alive, so that no other object can have their identity.
     """
     unique = list({id(whole): whole for whole in wholes}.values())
     empty = [whole for whole in unique if not whole]
@@ -156,7 +154,7 @@ def _same_objects(
                 and all(map(operator.is_, chain.from_iterable(views), held))
                 and all(map(operator.is_, map(dict.get, homes, names, repeat(ABSENT)), found))
                 and all(map(operator.is_, map(getattr, owners, members, repeat(ABSENT)), values))
-                and all(call() for call in calls)
+                and not any(call() for call in calls)
             )
         except Exception:  # a variable that is not assigned any more, a dictionary that changed meanwhile
             return False
@@ -170,7 +168,7 @@ def _columns(rows: Iterable[tuple[Any, str]]) -> tuple[list[Any], list[str]]:
 
 
 def check_tensors(model: nn.Module | Trained, before: Mapping[str, tuple[str, torch.Tensor]]) -> None:
-    """Raises RefusedError when the model has other parameters or buffers than `tensors_of` found before.  O(them)."""
+    """Raise RefusedError if the model has other parameters or buffers than `tensors_of` found before."""
     found = tensors_of(model)
     for name, (kind, tensor) in found.items():
         if name not in before or before[name][1] is not tensor:
@@ -179,19 +177,19 @@ def check_tensors(model: nn.Module | Trained, before: Mapping[str, tuple[str, to
                 f"{kind} {name} was {became} after the model was compiled",
                 why="the pipeline, and the optimizer made for it, hold what was there before",
                 fix="change its values in place (parameter.data.copy_(...), pipe.load_state_dict(...)), or "
-                "close the pipe and compile the model anew",
+                "close the pipe and compile the model again",
             )
     for name, (kind, _) in before.items():
         if name not in found:
             raise RefusedError(
                 f"{kind} {name} was removed after the model was compiled",
                 why="the pipeline, and the optimizer made for it, still hold it",
-                fix="close the pipe and compile the model anew",
+                fix="close the pipe and compile the model again",
             )
 
 
 def tensors_of(model: nn.Module | Trained) -> dict[str, tuple[str, torch.Tensor]]:
-    """Parameters and buffers under all their names, with which of the two each is."""
+    """Return parameters and buffers under all their names, each with its kind."""
     named = {name: ("parameter", tensor) for name, tensor in model.named_parameters(remove_duplicate=False)}
     return {**named, **{name: ("buffer", tensor) for name, tensor in model.named_buffers(remove_duplicate=False)}}
 
@@ -201,5 +199,5 @@ def _registries(module: nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 def _order(module: nn.Module) -> list[list[str]]:
-    """The names of its tensors and modules as they come."""
+    """Return the names of a module's tensors and modules in their order."""
     return [list(registry) for registry in _registries(module)]

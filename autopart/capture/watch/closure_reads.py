@@ -1,8 +1,8 @@
 """The Python around a model: one walk through everything that forward() and the loss can reach.
 
-It starts at modules and functions.  Of functions it notes what they mention: code, defaults, globals and variables of
-enclosing functions; of the user's classes the members.  Each is a `Reading`, which may be another at the next step.
-The objects that it meets are listed: what forward() reads of them is seen when it reads it (`observed`).
+It starts at modules and functions, and notes a `Reading` for all that a function mentions (code, defaults, globals,
+variables of enclosing functions) and for the members of the user's classes.  It also lists the objects that it meets:
+`observed` notes what forward() reads of them at the moment when it reads it.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from autopart.capture.watch.fingerprint import (
 )
 
 MODULES_OWN = frozenset(vars(nn.Module()))
-"""What every module has: parameters, buffers, hooks, its training flag.  They are watched in other ways."""
+"""Attributes of every module: parameters, buffers, hooks, the training flag.  They are compared separately."""
 WHOLE = "__dict__"
 _DEPTH = 6
 _METHODS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
 
 
 class Reading:
-    """A name that forward() read: how to read it again, and what it was.
+    """A name that forward() read: how to read it again, and the value that it had.
 
-    home: an object of which `name` is an attribute (`WHOLE`: all of them), or a dictionary of which it is a key.
-    place: for messages.  owner: the object whose attribute it is, of its own or of its class; None for what functions
-    and classes mention.
+    home: an object with attribute `name` (`WHOLE`: all attributes), or a dictionary with key `name`.  place: its name
+    in messages.  owner: the object whose attribute it is, or whose class has it; None for what functions mention.
     """
 
     def __init__(self, home: Any, name: str, place: str, owner: Any = None) -> None:
@@ -48,11 +47,11 @@ class Reading:
         self._before = fingerprint(self.value)
 
     def again(self) -> Reading:
-        """The same name, read now."""
+        """Return a reading of the same name, with the value that it has now."""
         return Reading(self.home, self.name, self.place, self.owner)
 
     def now(self) -> Any:
-        """What stands there now."""
+        """Return the value that it has now."""
         if isinstance(self.home, dict):
             found = self.home.get(self.name, ABSENT)
             return found if found is not ABSENT or self.owner is None else getattr(type(self.owner), self.name, ABSENT)
@@ -65,7 +64,7 @@ class Reading:
             return ABSENT
 
     def changed(self) -> bool:
-        """Whether that is other than at first."""
+        """Return whether the value changed."""
         now = self.now()
         if now is self.value and is_plain(now):
             return False
@@ -73,12 +72,8 @@ class Reading:
             return bool(fingerprint(now)[1] != self._before[1])
         return bool(fingerprint(now) != self._before)
 
-    def same(self) -> bool:
-        """Whether it is what it was."""
-        return not self.changed()
-
     def filled(self) -> bool:
-        """Whether tensors were added to a table, and all else is what it was: a program computes them itself."""
+        """Return whether nothing changed but that tensors were added to a table: a program computes them itself."""
         return _filled(self._before, self.now())
 
 
@@ -98,10 +93,10 @@ def _filled(before: Any, now: Any) -> bool:
 
 
 class Surroundings:
-    """What was reached so far.  found: readings by home and name; objects: by identity, with the place of each.
+    """What was reached so far.  found: readings by home and name; objects: by identity, each with its place.
 
-    `reach` may be called again for what turns up later.  O(code and objects reached); functions and objects of
-    installed libraries are not entered.
+    `reach` may be called again for what turns up later.  It does not enter functions and objects of installed
+    libraries.  O(code and objects reached).
     """
 
     def __init__(self) -> None:
@@ -110,7 +105,7 @@ class Surroundings:
         self._seen: dict[int, Any] = {}  # an id is of one object as long as that is kept
 
     def reach(self, thing: Any, place: str = "", depth: int = _DEPTH) -> None:
-        """Walk on from a value."""
+        """Walk on from a value, and note what it mentions."""
         if is_plain(thing) and not isinstance(thing, type):
             return
         if id(thing) in self._seen or depth == 0:
@@ -125,7 +120,7 @@ class Surroundings:
             self._object(thing, place, depth)
 
     def note(self, home: Any, name: str, place: str, owner: Any = None) -> None:
-        """A name that is read."""
+        """Note a name that is read, and walk on from its value."""
         key = (id(home), name)
         if key not in self.found:
             reading = self.found[key] = Reading(home, name, place, owner)
@@ -150,7 +145,7 @@ class Surroundings:
             self.reach(part, f"{place}.{name}" if place else name, deeper)
 
     def _members(self, kind: type) -> None:
-        """A class of the user's: its methods, and what they mention of its other members, inherited ones too."""
+        """Walk through a class of the user's: its methods, and the members that they mention, inherited ones too."""
         bases = [base for base in kind.__mro__ if not from_library(base)]
         members = {name: member for base in reversed(bases) for name, member in vars(base).items()}
         methods = [member for base in bases for member in vars(base).values() if isinstance(member, _METHODS)]
@@ -178,7 +173,7 @@ class Surroundings:
                 self.note(cell, "cell_contents", f"{function.__qualname__}: {name}")
 
     def _mentioned(self, home: Any, name: str, place: str, names: set[str]) -> None:
-        """A name of a module, or of a class, that a function mentions together with others."""
+        """Note a name of a module or class, and the names mentioned with it that its value has as attributes."""
         value = home.get(name, ABSENT) if isinstance(home, dict) else getattr(home, name, ABSENT)
         self.note(home, name, place)
         if isinstance(value, types.ModuleType):
@@ -193,7 +188,7 @@ class Surroundings:
 
 
 def functions_of(thing: Any) -> Iterator[types.FunctionType]:
-    """Give the Python functions behind a function, a method, a partial, a property or a decorated function."""
+    """Yield the Python functions behind a function, method, partial, property or decorated function."""
     found = [thing]
     if isinstance(thing, (types.MethodType, staticmethod, classmethod)):
         found.append(thing.__func__)
@@ -208,12 +203,12 @@ def functions_of(thing: Any) -> Iterator[types.FunctionType]:
 
 
 def _words(function: types.FunctionType) -> set[str]:
-    """Give the names that a function mentions: globals and attributes."""
+    """Return the names that a function mentions: globals and attributes."""
     return {name for code in _codes(function.__code__) for name in code.co_names}
 
 
 def _globals(function: types.FunctionType) -> set[str]:
-    """Give the names that a function looks up in its module, and not as attributes."""
+    """Return the names that a function looks up in its module, and not as attributes."""
     found = (step for code in _codes(function.__code__) for step in dis.get_instructions(code))
     return {step.argval for step in found if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
 

@@ -1,8 +1,8 @@
-"""Tell what a Python value is, so that a later change of it shows.
+"""Fingerprints of Python values, by which a later change of them shows.
 
-Numbers and texts are told by their value, tensors, modules and functions by their identity, containers by their
-entries.  An object whose attribute reads can be intercepted (`is_followed`) is told by its identity: what forward()
-read of it is watched by itself (`observed`).  Any other object is told by all the attributes that it holds.
+Numbers and texts are compared by value, tensors, modules and functions by identity, containers by their entries.  An
+object whose attribute reads can be intercepted (`is_followed`) is compared by identity: what forward() read of it is
+compared by itself (`observed`).  Any other object is compared by all its attributes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -38,18 +38,18 @@ _LISTED = (dict, list, tuple, set, frozenset, deque)
 _CONTAINERS = (Mapping, *_LISTED)
 _DEPTH = 6
 _MOST = 20_000
-"""Entries of a container that are looked at; of a longer one its length and identity count."""
+"""Entries of a container that are compared; a longer one is compared by length and identity."""
 _HEAP, _IMMUTABLE = 1 << 9, 1 << 8
 _STANDARD = sysconfig.get_path("stdlib")
 
 
 def is_plain(value: object) -> bool:
-    """Tell whether a value is a number, a text or the like, a class, or a tuple of them: it cannot change in place."""
+    """Return whether a value cannot change in place: a number, a text, a class, or a tuple of them."""
     return type(value) in _PLAIN or isinstance(value, type) or (type(value) is tuple and all(map(is_plain, value)))
 
 
 def fingerprint(value: Any, depth: int = _DEPTH, seen: frozenset[int] = frozenset()) -> Any:
-    """Give something that compares equal as long as the value stays as it is.  O(entries)."""
+    """Return something that compares equal as long as the value does not change.  O(entries)."""
     kind = type(value)
     if isinstance(value, (torch.dtype, torch.device)) or value is None:
         return (kind, value)
@@ -70,35 +70,31 @@ def fingerprint(value: Any, depth: int = _DEPTH, seen: frozenset[int] = frozense
     return (own, [(fingerprint(key, depth - 1, seen), fingerprint(part, depth - 1, seen)) for key, part in inner])
 
 
-def containers(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) -> Iterator[Any]:
-    """Give the dictionaries, lists and sets whose entries `fingerprint` looks at.
+def containers(value: Any) -> tuple[list[Any], bool]:
+    """Return the dictionaries, lists and sets whose entries `fingerprint` looks at.
 
-    While those hold the same objects, a value for which `has_state` is False is unchanged.
+    Second, whether the value may change while those hold the same objects, as a generator of random numbers does.
     """
-    seen = set() if seen is None else seen
-    if depth == 0 or id(value) in seen or is_plain(value) or is_followed(value) or (inner := parts(value)) is None:
-        return
-    seen.add(id(value))
-    yield from (whole for whole in (value, attributes_of(value)) if isinstance(whole, (dict, list, set, deque)))
-    for _, part in inner:
-        yield from containers(part, depth - 1, seen)
+    seen: set[int] = set()
+    found: list[Any] = []
+    return found, _may_change(value, found, seen, _DEPTH)
 
 
-def has_state(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) -> bool:
-    """Tell whether a value may change while it holds the very same objects, as a generator of random numbers does."""
-    seen = set() if seen is None else seen
+def _may_change(value: Any, found: list[Any], seen: set[int], depth: int) -> bool:
     if is_plain(value) or depth == 0 or id(value) in seen or is_followed(value):
         return False
     seen.add(id(value))
-    if isinstance(value, _CONTAINERS) and (len(value) > _MOST or not isinstance(value, _LISTED)):
+    inner = parts(value)
+    if inner is not None:
+        found += [whole for whole in (value, attributes_of(value)) if isinstance(whole, (dict, list, set, deque))]
+    unlisted = isinstance(value, _CONTAINERS) and (len(value) > _MOST or not isinstance(value, _LISTED))
+    if unlisted or _state(value) is not None or _slots(value):
         return True
-    if _state(value) is not None or _slots(value):
-        return True
-    return any(has_state(part, depth - 1, seen) for _, part in parts(value) or ())
+    return any([_may_change(part, found, seen, depth - 1) for _, part in inner or ()])
 
 
 def parts(value: Any) -> list[tuple[Any, Any]] | None:
-    """Give what a value holds, by key; None for what is told by its identity."""
+    """Return what a value holds, by key; None for a value that is compared by identity."""
     if isinstance(value, _BY_IDENTITY) or type(value) in _PLAIN:
         return None
     if isinstance(value, types.MethodType):
@@ -120,7 +116,7 @@ def parts(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def is_followed(value: Any) -> bool:
-    """Tell whether the attribute reads of an object can be intercepted while forward() runs."""
+    """Return whether the attribute reads of an object can be intercepted while forward() runs."""
     if isinstance(value, (*_BY_IDENTITY, *_VALUES, *_CONTAINERS, random.Random)):
         return isinstance(value, nn.Module)
     kind: Any = type(value)
@@ -138,7 +134,7 @@ def _followed_kind(kind: Any) -> bool:
 
 
 def _slots(value: Any) -> list[str]:
-    """Give the slots of an object that are filled; of the standard library's objects none."""
+    """Return the slots of an object that are filled; none for objects of the standard library."""
     kind = type(value)
     if isinstance(value, _BY_IDENTITY) or kind in _PLAIN or (from_library(kind) and not is_followed(value)):
         return []
@@ -156,9 +152,9 @@ def _filled(value: Any, name: str) -> bool:
 
 
 def attributes_of(value: Any) -> Any:
-    """Give the dictionary of an object's attributes, None where it has none.
+    """Return the dictionary of an object's attributes, None if it has none.
 
-    A class may answer for `__dict__` itself with an error of its own, as those of libraries do that are not ready yet.
+    A class may raise an error of its own for `__dict__`, as lazy objects of libraries do.
     """
     try:
         return object.__getattribute__(value, "__dict__")
@@ -167,7 +163,7 @@ def attributes_of(value: Any) -> Any:
 
 
 def from_library(kind: type) -> bool:
-    """Tell whether a class is Python's own or of an installed library."""
+    """Return whether a class is Python's own or of an installed library."""
     return _is_library(kind.__module__)
 
 
@@ -181,14 +177,14 @@ def _is_library(name: str) -> bool:
 
 
 def numbers_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Give a tensor's shape, type and bytes, also while a model is traced."""
+    """Return a tensor's shape, type and bytes, also while a model is traced."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return tuple(tensor.shape), tensor.dtype, hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _state(value: Any) -> Any:
-    """Give what a generator of random numbers draws next, or an array's content: no object that they hold tells."""
+    """Return the state of a generator of random numbers, or the content of an array or bytearray; else None."""
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):
@@ -207,7 +203,7 @@ def _state(value: Any) -> Any:
 
 
 def described(value: Any) -> str:
-    """Give a value as a message names it."""
+    """Return a value as a message names it."""
     if value is ABSENT:
         return "absent"
     if is_plain(value):

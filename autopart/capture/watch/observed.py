@@ -1,10 +1,9 @@
 """What forward() and the loss read of the Python around them while they are traced, and what they change of it.
 
 One rule: whatever Python value tracing may turn into a constant is a `Reading`, and is compared before every step
-(`watch`).  Attributes of modules and objects are readings from the moment when they are read, so an attribute that is
-never read costs nothing; globals, closures, defaults and class members are readings because a function mentions them
-(`surroundings`); of a tensor that is neither parameter, buffer nor input the numbers count once a Python number was
-read from it.  What forward() itself changes from one call to the next cannot be a constant, and is refused.
+(`changes`).  Attributes of modules and objects become readings when they are read; globals, closures, defaults and
+class members because a function mentions them (`closure_reads`).  The numbers of a tensor that is neither parameter,
+buffer nor input count once a Python number was read from it.  What forward() itself changes is refused.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ from autopart.ir.errors import RefusedError
 
 @dataclass
 class Observed:
-    """What was read, by captures so far.
+    """What captures have read so far.
 
-    readings: by home and name.  training: modules whose training flag was read; order: those whose parameters, buffers
-    or modules were gone through in their order.  numbers: tensors of which a Python number was read.  changed: the
-    refusals of what forward() left changed.  kept: tensor attributes that it assigned, with what stood there when it
-    was read first, None where it was not read.
+    readings: by home and name.  training: modules whose training flag was read.  order: modules whose parameters,
+    buffers or modules were iterated over.  numbers: tensors of which a Python number was read.  changed: refusals of
+    what forward() changed.  kept: tensor attributes that it assigned, with the value that it read before, or None.
     """
 
     readings: dict[tuple[int, str], Reading] = field(default_factory=dict)
@@ -84,8 +82,11 @@ class Observer:
             yield
 
     def end(self, *, constants_asked: bool) -> None:
-        """Tracing is over: judge what changed.  constants_asked: whether a number was read of what was computed from
-        tensors that are neither parameters, buffers nor inputs."""
+        """Judge what changed while forward() was traced.
+
+        constants_asked: whether a number was read that depends on tensors that are neither parameters, buffers nor
+        inputs.
+        """
         if constants_asked:
             self._observed.numbers.update(self._constants)
         for reading in list(self._around.found.values()):
@@ -105,8 +106,6 @@ class Observer:
         elif reading.owner is not None or not reading.filled():
             path = self._paths.get(id(reading.owner), ("", None))[0]
             self._observed.changed.append(_changed(reading, path))
-
-    # -- interception ------------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
         """Intercept the classes of all objects that were reached so far."""
@@ -173,7 +172,7 @@ class Observer:
             self._busy = False
 
     def _note(self, thing: Any, name: str) -> None:
-        """An attribute where it stands: in the object, or in its class, which the object may hide later."""
+        """Note an attribute where it is found: in the object, or in its class, which the object may hide later."""
         place, held, kind = _joined(self._around.objects[id(thing)][1], name), attributes_of(thing), type(thing)
         inherited = getattr(kind, name, ABSENT)
         if name == WHOLE or isinstance(inherited, (types.MemberDescriptorType, types.GetSetDescriptorType)):
@@ -186,9 +185,9 @@ class Observer:
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _WHOLES = frozenset((WHOLE, "__reduce_ex__", "__getstate__", "__copy__", "__deepcopy__", "__dir__"))
-"""Reads that take all attributes at once."""
+"""Reads that return all attributes at once."""
 _BY_NAME = {nn.Module.__getattr__.__code__, nn.Module.__setattr__.__code__, nn.Module.__delattr__.__code__}
-"""They look for one tensor or module, whatever the order is."""
+"""Functions that look for one tensor or module, in no order."""
 
 
 @contextlib.contextmanager
@@ -227,8 +226,10 @@ def _put_back(kind: type, name: str, before: Any) -> None:
 
 
 class _Numbers(TorchFunctionMode):
-    """Notes tensors that are neither parameters, buffers nor inputs, which are fake ones while a model is traced:
-    `constants` all of them, `read` those of which a Python number was read."""
+    """Notes real tensors, which are neither parameters, buffers nor inputs: those are fake while a model is traced.
+
+    constants: all of them; read: those of which a Python number was read.
+    """
 
     def __init__(self, constants: dict[int, torch.Tensor], read: dict[int, torch.Tensor]) -> None:
         super().__init__()
@@ -250,13 +251,13 @@ _READS_NUMBERS = frozenset((
 
 
 def check_kept(observed: Observed, constants: Mapping[str, Any]) -> None:
-    """Refuse tensor attributes that forward() replaced and that the program reads as constants; warn of the others."""
+    """Refuse tensor attributes that forward() replaced and the program reads as constants; warn of the others."""
     known = {id(constant) for constant in constants.values()}
     for place, old in observed.kept.items():
         if id(old) in known:
             raise RefusedError(
                 f"forward() replaces the tensor in attribute {place}",
-                why="state that is neither a parameter nor a buffer would stay as it was while the model was captured",
+                why="it is neither a parameter nor a buffer: the program would keep the value of the capture",
                 fix="make it a buffer (register_buffer), which is carried from step to step",
             )
         warnings.warn(
@@ -275,7 +276,7 @@ def _changed(reading: Reading, path: str) -> RefusedError:
         else f"forward() changes {reading.place}",
         where=f"module {path or '(the model itself)'} ({type(thing).__name__})" if isinstance(thing, nn.Module) else "",
         why=f"it was {was} and becomes {became if became != was else 'something else'}; a pipeline runs the program "
-        "that was captured once, in which it would stay as it was",
+        "that was captured once, in which it would keep its first value",
         fix="call the model once on a batch before compile, if it is only filled at the first call; state that changes "
         "with every call belongs into a buffer (register_buffer)"
         if kept

@@ -1,10 +1,9 @@
-"""Atoms: the ops that a cut may fall between, each with the free ops that it needs.
+"""Atoms: the ops between which a stage may begin, each with the free ops that it needs.
 
 A free op is cloned into every stage that needs it, because computing its values there is cheaper than sending them:
-attention masks, position ids, RoPE tables, views of buffers.  What this assumes and where it is wrong: bytes alone
-decide between sending and computing, each message is thought to cross one link, and the time of a clone is charged to
-the first atom that needs it, so that the atoms' times add up to the graph's; a later stage runs its copies unpaid
-(they are cheap by definition; `estimate` counts them exactly).
+attention masks, position ids, RoPE tables, views of buffers.  Assumed: bytes alone decide between sending and
+computing, and each message crosses one link.  The time of a clone is charged to the first atom that needs it, so that
+the times of atoms add up to that of the graph (`estimate` counts the other clones, which are cheap).
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ from autopart.ir.cost import Cost
 from autopart.ir.graph import Graph, Op
 
 HEAVY_SHARE = 50
-"""A free op may cost, with all it needs, at most 1/50 of the graph's time, or less than CHEAP_NS."""
+"""A free op may take, with all it needs, at most 1/50 of the time of the graph, or CHEAP_NS."""
 CHEAP_NS = 100_000
-"""Time of both ways that is never worth a message: about what handling one costs, whatever its size."""
+"""Time of forward and backward that is never worth a message: about the cost of handling one of any size."""
 MOST_CLONES = 256
-"""A free op may need at most so many others: bounds this pass, and what a stage repeats."""
+"""The largest number of ops that a free op may need, itself included: bounds this pass and what a stage repeats."""
 SMALL_FROZEN_BYTES = 1 << 20
-"""A frozen parameter (not a buffer, not a constant) of a free op is at most this big: it will stand in many stages."""
+"""The largest frozen parameter (not a buffer or constant) of a free op, since many stages will hold it."""
 
 
 def atoms(graph: Graph) -> Graph:
-    """The ops that are not free, each standing for the free ops that it needs and itself.
+    """Merge every op that is not free with the free ops that it needs.
 
-    Before: a checked graph of captured ops.  After: `Op.parts` of an atom is the free ops it needs, transitively and
+    Before: a checked graph of captured ops.  After: `Op.parts` of an atom are the free ops it needs, transitively and
     in captured order, then its own name; its reads are graph inputs and values of other atoms; its cost is its own
-    and that of the clones no earlier atom was charged for.  Every captured op stands in at least one atom.
+    with the clones that no earlier atom was charged for.  Every captured op is part of at least one atom.
 
-    Constant ops cloned into their readers is RaNNC (IPDPS 2021), atomic-level partitioning; cloning what depends on
-    inputs is ours.  O(reads + ops * clones of an op).
+    RaNNC (IPDPS 2021, atomic-level partitioning) clones constant ops; here ops that depend on inputs are cloned too.
+    O(reads + ops * clones of an op).
     """
     free = free_ops(graph)
     place = {op.name: i for i, op in enumerate(graph.ops)}
@@ -67,10 +66,10 @@ def _atom(op: Op, clones: list[Op], free: frozenset[str], graph: Graph, maker: d
 def free_ops(graph: Graph) -> frozenset[str]:
     """Names of the ops that may run in several stages instead of sending what they write.
 
-    An op is a candidate when running it twice changes nothing (`_repeatable`), it reads only graph inputs and values
-    of candidates, and it is cheap together with all it needs.  A candidate is free when it depends on no input at
-    all, or its values are no smaller than the inputs it depends on, or a free op reads it (a small link in the chain
-    to a large mask).  O(reads + candidates * clones of an op).
+    A candidate changes nothing when it runs twice (`_repeatable`), reads only graph inputs and values of candidates,
+    and is cheap together with all it needs.  It is free if it depends on no input, or its values are not smaller than
+    the inputs it depends on, or a free op reads it (a small link in the chain to a large mask).
+    O(reads + candidates * clones of an op).
     """
     index = {name: k for k, name in enumerate(graph.inputs)}
     size = {v.name: v.size_bytes for v in graph.values}
@@ -106,10 +105,9 @@ def free_ops(graph: Graph) -> frozenset[str]:
 
 
 def _repeatable(graph: Graph) -> set[str]:
-    """Ops that may run more than once: nothing random, learned, mutated or differentiated.
+    """Names of ops that may run in several stages: not random, and with no trained, updated or differentiated tensor.
 
-    An op that writes an output or an update stays single, so that it is clear which stage holds the result; so does
-    one that nobody reads, which would otherwise stand in no stage.
+    An op that writes an output or an update runs in one stage alone; so does one whose results are not read.
     """
     grad = {v.name for v in graph.values if v.grad}
     params = graph.param_map()

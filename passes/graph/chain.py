@@ -1,12 +1,11 @@
-"""A chain of blocks, and what every range [a, b) of it costs, at any size on any type of device.
+"""A chain of blocks, and the cost of every range [a, b) of it, at any size on any type of device.
 
-Times, saved bytes and operations of a range are differences of prefix sums; what enters a range and what it holds are
-matrices with each value and each parameter counted once (`cuts`).  Equal blocks need no pass of their own: the cost
-of a whole graph is one vector sum.
+Times, saved bytes and operations of a range are differences of prefix sums; the bytes that enter a range and that it
+holds are matrices in which each value and each parameter counts once (`cuts`).
 
-Assumed, and wrong where: between powers of two of rows, costs grow along a straight line (exact for sizes; for times,
-where the roofline does not bend in between); a clone of a free op is paid by the first block that has it
-(the chosen plan is costed exactly).
+Assumed: between powers of two of rows, costs of large programs grow along a line (exact for bytes; for times, unless
+the roofline bends in between); a clone of a free op is paid by the first block that has it (the chosen plan is costed
+exactly).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from autopart.passes.ops.cost_model import FIELDS, CostModel
 from autopart.passes.ops.table import keeps
 
 EXACT_OPS = 1200
-"""Programs of at most so many ops are costed at every number of rows, larger ones at powers of two."""
+"""Programs with more ops are costed at powers of two of rows alone."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class RangeCosts:
 
     @cached_property
     def kept(self) -> Ints:
-        """[a, b]: bytes that cross boundaries inside the range, what remains when each block is recomputed."""
+        """[a, b]: bytes that cross boundaries inside the range, which stay when each block is recomputed."""
         sums = np.concatenate([[0], np.cumsum(self.crossing[1:])])  # entry i: boundaries 1 .. i
         inner = sums[np.maximum(np.arange(len(sums)) - 1, 0)][None, :] - sums[:, None]
         return np.asarray(np.maximum(inner, 0))
@@ -94,14 +93,14 @@ def largest(amounts: Ints) -> Ints:
 
 
 class BlockChain:
-    """A chain of blocks that knows what its ranges cost; each size and device type is worked out once.
+    """A chain of blocks and the costs of its ranges, computed once for each size and type of device.
 
-    blocks: from `coarsen`, in order.  n: how many.  weights, trained: [a, b] is the bytes of all parameters and of the
-    trainable ones that the range uses.  largest_trained: of the largest trainable one.
+    blocks: from `coarsen`, in order.  n: their number.  weights, trained, largest_trained: [a, b] is the bytes of all
+    parameters, of the trainable ones, and of the largest trainable one of the range.
     """
 
     def __init__(self, blocks: Graph, captured: Graph, cost_model: CostModel, most_rows: int) -> None:
-        """cost_model: of the captured graph that the blocks were made of.  most_rows: of any micro-batch."""
+        """cost_model: of `captured`, which the blocks were made of.  most_rows: of any micro-batch."""
         self.blocks = blocks
         self.n = len(blocks.ops)
         self.weights = holding_bytes(blocks, 1.0)
@@ -162,7 +161,7 @@ class BlockChain:
         return RangeCosts(sums.astype(np.int64), sizes, enters, returns, crossing_bytes(forward))
 
     def _between(self, low: Size, high: Size, size: Size, device_type: int) -> RangeCosts:
-        """On the line between two numbers of rows."""
+        """The costs on the line between two numbers of rows."""
         a, b = self.range_costs(low, device_type), self.range_costs(high, device_type)
 
         def between(x: Ints, y: Ints) -> Ints:
@@ -187,7 +186,7 @@ def _block_of_op(blocks: Graph, captured: Graph) -> Ints:
 
 
 def _in_tail(captured: Graph, block_of_op: Sequence[int]) -> Ints:
-    """1 for each captured op at the end of its block that does not run again where the block ends a recomputed group
+    """1 for each captured op that is not run again when its block is the last one of a recomputed group
     (`stage_costs`), 0 for the others."""
     found = np.zeros(len(block_of_op), dtype=np.int64)
     over: set[int] = set()
@@ -203,7 +202,7 @@ def _in_tail(captured: Graph, block_of_op: Sequence[int]) -> Ints:
 
 
 def _around(rows: int, most: int) -> tuple[int, int]:
-    """The powers of two around a number of rows; `most` counts as one."""
+    """The powers of two around a number of rows; `most` counts as a power of two."""
     low = 1 << int(math.log2(rows))
     if low == rows:
         return low, low

@@ -1,14 +1,14 @@
-"""Blocks: a chain of at most so many, each a convex part of the graph.
+"""Coarsening: a chain of at most `blocks` blocks, each a convex part of the graph.
 
 Two steps after RaNNC (IPDPS 2021, block-level partitioning), changed where noted:
 
 1. Clustering, multilevel: match neighbours where a cut would be expensive, contract, repeat.  RaNNC profiles every
-   merge and tests each edge for a second path; we add costs up and use three local rules that imply there is none.
-2. Compaction: the clusters in a row; boundaries go in order of the bytes that cross them until few enough are left,
-   and the cheapest stay.  RaNNC merges the lightest block first, which keeps expensive cuts as readily as cheap ones.
+   merge and searches each edge for a second path; here costs are added up, and three local rules exclude such a path.
+2. Compaction: the clusters in a row; boundaries are removed in order of the bytes that cross them.  RaNNC merges the
+   lightest block first, whatever crosses its boundaries.
 
-Assumed: the time of a block is the sum of its ops (wrong where kernels overlap).  A cap on time and bytes of a
-block, total / blocks and growing only when it must, leaves the partition something to balance with.
+Assumed: the time of a block is the sum of its ops (wrong where kernels overlap).  Time and bytes of a block are capped
+at total / blocks, and more only where necessary, so that stages can be balanced.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from autopart.passes.graph.cuts import Ints, crossing_bytes, segments
 
 
 def coarsen(graph: Graph, *, blocks: int = 64, cuts: tuple[str, ...] = (), also: tuple[int, ...] = ()) -> Graph:
-    """Merge ops into at most `blocks` blocks (more only when `cuts` makes more segments than that).
+    """Merge ops into at most `blocks` blocks; more where `cuts` makes more segments.
 
     Before: a checked graph.  After: ops are blocks named block0, block1, ... in topological order; every block is
     convex and the graph between them acyclic; `parts` lists the captured ops inside in an order that can run; a
-    value used only inside a block is gone unless it is an output or an update; cost is the sum; no block spans a cut
-    (see `cuts.segments`) or a place in `also`; all uses of a buffer that is updated stand in one block,
-    since each stage has its own copy.  O(levels * (ops + reads) * log ops), levels about log2(ops / blocks).
+    value used only inside a block is dropped unless it is an output or an update; cost is the sum; no block spans a cut
+    (`cuts.segments`) or a place in `also`; all uses of an updated buffer are in one block, since each stage has its own
+    copy.  O(levels * (ops + reads) * log ops), levels about log2(ops / blocks).
     """
     return merge(graph, _groups(graph, blocks, segments(graph, cuts, also)))
 
 
 def nested(graph: Graph, *, blocks: int, also: tuple[int, ...] = ()) -> tuple[Graph, Graph]:
-    """`coarsen` of a graph, and the graph in the order of those blocks, each of which is a range of it."""
+    """The graph coarsened, and the graph with its ops ordered so that each block is a range of them."""
     groups = _groups(graph, blocks, segments(graph, (), also))
     return merge(graph, groups), replace(graph, ops=tuple(graph.ops[i] for group in groups for i in group))
 
 
 def _groups(graph: Graph, blocks: int, segment: list[int]) -> list[list[int]]:
-    """Places of the ops of each block, in an order that can run."""
+    """The places of the ops of each block, in an order that can run."""
     if len(graph.ops) <= blocks:
         return _compact(graph, segment, blocks)
     clusters = _cluster(graph, segment, blocks)
@@ -102,12 +102,12 @@ def _flows(graph: Graph) -> list[tuple[int, tuple[int, ...], int]]:
 
 
 def _match(level: _Level, caps: tuple[int, int], most: int) -> dict[int, int]:
-    """Disjoint pairs of neighbours to contract, at most `most`, as a map in both directions.
+    """At most `most` disjoint pairs of neighbours to contract, as a map in both directions.
 
-    Light clusters choose first; the gain of a pair is the bytes that nobody else reads, so that an expensive cut goes
-    and a cheap one (a residual stream read again later) stays.  An edge u -> v has no second path beside it when v is
-    all that reads u, or u is all that v reads, or v lies just one level deeper.  Pairs can still close a cycle
-    together; `_contract` undoes those.
+    Light clusters choose first.  The gain of a pair is the bytes that only the other one reads: expensive cuts
+    disappear, and cheap ones (a residual stream that is read again later) stay.  An edge u -> v has no second path
+    beside it when only v reads u, or v reads only u, or v lies one level deeper.  Several pairs can still close a
+    cycle; `_contract` undoes those.
     """
     n = len(level.members)
     after: list[dict[int, int]] = [{} for _ in range(n)]  # after[u][v]: bytes of u that v alone reads
@@ -147,9 +147,9 @@ def _match(level: _Level, caps: tuple[int, int], most: int) -> dict[int, int]:
 
 
 def _contract(level: _Level, mate: dict[int, int]) -> _Level:
-    """Contract the pairs, but not those on a cycle; clusters come out in topological order.
+    """Contract the pairs that lie on no cycle; clusters come out in topological order.
 
-    Splitting every pair on a cycle leaves none: a cycle that remained would be made of unpaired clusters alone.
+    Splitting every pair on a cycle removes all cycles: one that remained would consist of unpaired clusters alone.
     """
     into = [min(u, mate.get(u, u)) for u in range(len(level.members))]
     for component in nx.strongly_connected_components(_quotient(level, into)):
@@ -193,12 +193,11 @@ def _quotient(level: _Level, into: list[int]) -> nx.DiGraph:
 
 
 def _compact(graph: Graph, segment: list[int], blocks: int) -> list[list[int]]:
-    """Intervals of places: boundaries with the most bytes across go first, under caps that grow until it suffices; the
-    cheapest stay.
+    """Intervals of places, which are convex as the order is topological.  O(n log n).
 
-    Any interval of a topological order is convex.  Two neighbours that stay apart exceed a cap together, but where the
-    cheapest cut lies between them, so caps of 8 * total / blocks are always enough; a single heavy op may exceed them.
-    O(n log n).
+    Boundaries with the most bytes across are removed first, under caps that grow as long as too many are left; the
+    cheapest stay.  Caps of 8 * total / blocks always suffice, since two neighbours that stay apart exceed a cap
+    together unless the cheapest cut lies between them; a single heavy op may exceed them.
     """
     n = len(graph.ops)
     time_sum, held_sum = (_sums(weights) for weights in _weights(graph))
@@ -240,9 +239,9 @@ def _compact(graph: Graph, segment: list[int], blocks: int) -> list[list[int]]:
 
 
 def _cheapest(bounds: list[int], crossing: Ints, most: int) -> set[int]:
-    """At most so many of the boundaries that the fewest bytes cross; ties are broken by spreading evenly.
+    """At most `most` boundaries that the fewest bytes cross; of equal ones an even spread.
 
-    Under tight caps only light ops could merge, and they often stand at the cheapest cuts of all.
+    Under tight caps only light ops could merge, and they often lie at the cheapest cuts.
     """
     ranked = sorted(bounds, key=lambda b: (crossing[b], b))
     if most <= 0 or len(ranked) <= most:
@@ -259,7 +258,7 @@ def _sums(weights: list[int]) -> list[int]:
 
 
 def _glued(graph: Graph, segment: list[int]) -> set[int]:
-    """Boundaries that would part the uses of an updated buffer from each other or from the op that updates it."""
+    """Boundaries that would separate the uses of an updated buffer, or a use and its update."""
     writer = {w: i for i, op in enumerate(graph.ops) for w in op.writes}
     owner = {p.name: p.same_as or p.name for p in graph.params}
     glued: set[int] = set()
@@ -272,7 +271,7 @@ def _glued(graph: Graph, segment: list[int]) -> set[int]:
         low, high = min(places), max(places)
         if segment[low] != segment[high]:
             raise UsageError(
-                f"a cut parts the uses of buffer {buffer} from its update",
+                f"a cut separates the uses of buffer {buffer} from its update",
                 where=f"between {graph.ops[low].module or graph.ops[low].name} and {graph.ops[high].module}",
                 why="a stage updates its own copy of a buffer; another stage would read a stale one",
                 fix="move the cut before or after all uses of the buffer",
@@ -285,7 +284,7 @@ def _glued(graph: Graph, segment: list[int]) -> set[int]:
 
 
 def merge(graph: Graph, groups: Sequence[Sequence[int]]) -> Graph:
-    """One block for each group of op places, which can run in this order.  O(ops + reads)."""
+    """Merge each group of op places into one block; the groups can run in this order.  O(ops + reads)."""
     group_of = {place: g for g, group in enumerate(groups) for place in group}
     writer = {w: group_of[i] for i, op in enumerate(graph.ops) for w in op.writes}
     kept = {*graph.inputs, *graph.outputs, *(value for _, value in graph.updates)}
@@ -312,7 +311,7 @@ def _block(name: str, ops: list[Op], kept: set[str]) -> Op:
 
 
 def _common_module(modules: list[str]) -> str:
-    """The longest module path that all of them stand in."""
+    """The longest module path that all of these lie in."""
     common = modules[0].split(".")
     for module in modules[1:]:
         words = module.split(".")

@@ -1,8 +1,8 @@
-"""What crosses the cuts of a row of ops: bytes, places of forced cuts, stages of forced cuts.
+"""Cuts of a row of ops: the bytes that cross them, and where the user wants them.
 
-Place i is the i-th op of a graph in its order.  Boundary b lies before place b; boundary 0 is the start and boundary n
-the end of the row.  The stage [a, b) holds places a to b - 1.  A graph input counts as written at place 0, because
-the first stage is given all inputs and sends them on.
+Place i is the i-th op of a graph.  Boundary b lies before place b; boundary 0 is the start of the row, boundary n its
+end.  The stage [a, b) holds places a to b - 1.  A graph input counts as written at place 0, because the first stage
+gets all inputs and sends them on.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from autopart.ir.errors import UsageError
-from autopart.ir.graph import Graph
+from autopart.ir.graph import Graph, Op
 
 Ints = npt.NDArray[np.int64]
 
 
 def crossing_bytes(graph: Graph) -> Ints:
-    """Bytes per micro-batch over each boundary 0..n: values read later, each once, and gradients that come back.
-
-    O(reads).
-    """
+    """Bytes per micro-batch over each boundary 0..n: values that are read later, each once, and their gradients.
+    O(reads)."""
     n = len(graph.ops)
     change = np.zeros(n + 2, dtype=np.int64)
     for written, reads, size, grad in _flows(graph):
@@ -36,8 +34,8 @@ def crossing_bytes(graph: Graph) -> Ints:
 def entering_bytes(graph: Graph) -> tuple[Ints, Ints]:
     """(forward, backward) bytes per micro-batch of the stage [a, b), as two matrices over (a, b).
 
-    forward: values that it reads and does not write, each once.  backward: the gradients it returns for them.
-    Counted where they enter, because that does not depend on the other cuts.  O(reads * n + n^2).
+    forward: values that it reads and does not write, each once.  backward: their gradients.  Bytes count where they
+    enter a stage, since that does not depend on the other cuts.  O(reads * n + n^2).
     """
     n = len(graph.ops)
     forward, backward = np.zeros((2, n + 1, n + 1), dtype=np.int64)
@@ -89,16 +87,15 @@ def _flows(graph: Graph) -> list[tuple[int, list[int], int, int]]:
 
 
 def segments(graph: Graph, cuts: Sequence[str], also: Sequence[int] = ()) -> list[int]:
-    """For each op, how many cuts lie at or before it; also: places of ops that count as cuts.
+    """For each op, the number of cuts at or before it.
 
-    A cut is a module path; it lies right before the first op whose module is that path or stands below it, in the
-    order of the graph (captured order).  So everything captured before that op is cut off from everything from it on,
-    whatever module it stands in, and the order in which cuts are given does not matter.
-    Raises UsageError when a path has no op, begins at the first op, or two cuts lie at one place.  O(ops * cuts).
+    A cut is a module path; it lies before the first op, in captured order, of that module or one inside it.  also:
+    places of ops that count as cuts.  Raises UsageError where a path has no op or begins at the first op, or where two
+    cuts lie at one place.  O(ops * cuts).
     """
     starts: dict[int, str] = {}
     for cut in cuts:
-        start = next((i for i, op in enumerate(graph.ops) if f"{op.module}.".startswith(f"{cut}.")), None)
+        start = next((place for place, op in enumerate(graph.ops) if _inside(op, cut)), None)
         if start is None:
             raise _no_module(graph, cut)
         if start == 0:
@@ -111,13 +108,10 @@ def segments(graph: Graph, cuts: Sequence[str], also: Sequence[int] = ()) -> lis
 
 
 def module_span(graph: Graph, paths: Sequence[str]) -> tuple[int, int]:
-    """[first op, op after the last) of some modules, in the order of the graph.
-
-    Raises UsageError when a path has no op.  O(ops * paths).
-    """
+    """[first op, op after the last) of these modules.  Raises UsageError where a path has no op.  O(ops * paths)."""
     places: list[int] = []
     for path in paths:
-        own = [i for i, op in enumerate(graph.ops) if f"{op.module}.".startswith(f"{path}.")]
+        own = [place for place, op in enumerate(graph.ops) if _inside(op, path)]
         if not own:
             raise _no_module(graph, path)
         places += own
@@ -125,38 +119,49 @@ def module_span(graph: Graph, paths: Sequence[str]) -> tuple[int, int]:
 
 
 def check_own_ops(captured: Graph, fine: Graph, paths: Sequence[str]) -> None:
-    """Raises UsageError for a module whose ops were all cloned into those that need them: none is its own in `fine`,
-    which was made of `captured`.  O(ops * paths)."""
+    """Raises UsageError for a module whose ops were all cloned into those that need them, so that `fine`, which was
+    made of `captured`, has none of them.  O(ops * paths)."""
     for path in paths:
-        inside = f"{path}."
-        cloned = [op for op in captured.ops if f"{op.module}.".startswith(inside)]
-        if cloned and not any(f"{op.module}.".startswith(inside) for op in fine.ops):
+        cloned = [op for op in captured.ops if _inside(op, path)]
+        if cloned and not any(_inside(op, path) for op in fine.ops):
             raise UsageError(
                 f"module {path!r} has no op of its own, so no stage can begin or stay there",
                 where=f"{cloned[0].target} at {cloned[0].where}",
-                why="what it runs is cheap, and depends on nothing that is trained: it is run again wherever its "
-                "result is needed, instead of being sent",
+                why="its ops are cheap and depend on nothing that is trained: they run again wherever their results "
+                "are needed, instead of being sent",
                 fix="name the module before or after it",
             )
 
 
-def _no_module(graph: Graph, cut: str) -> UsageError:
-    paths: dict[str, None] = {}
-    for op in graph.ops:
-        words = op.module.split(".")
-        paths.update((".".join(words[: k + 1]), None) for k in range(len(words)))
-    near = difflib.get_close_matches(cut, [p for p in paths if p], n=3, cutoff=0.0)
+def _inside(op: Op, path: str) -> bool:
+    return f"{op.module}.".startswith(f"{path}.")
+
+
+def module_paths(graph: Graph) -> dict[str, list[str]]:
+    """For each module with ops, its path and those of the modules around it, the outermost first.  O(ops)."""
+    modules = {op.module: op.module.split(".") for op in graph.ops if op.module}
+    return {module: [".".join(words[: k + 1]) for k in range(len(words))] for module, words in modules.items()}
+
+
+def nearest_paths(graph: Graph, path: str) -> str:
+    """Advice for a path that no module has: the nearest ones; "" where there are none."""
+    paths = dict.fromkeys(path for parents in module_paths(graph).values() for path in parents)
+    near = difflib.get_close_matches(path, paths, n=3, cutoff=0.0)
+    return f"the nearest paths are {', '.join(near)}" if near else ""
+
+
+def _no_module(graph: Graph, path: str) -> UsageError:
     return UsageError(
-        f"{cut!r} is not a module of the model in which a stage could begin or stay",
+        f"{path!r} is not a module of the model in which a stage could begin or stay",
         why="no op runs in a module of that path",
-        fix="the nearest paths are " + ", ".join(near) if near else "",
+        fix=nearest_paths(graph, path),
     )
 
 
 def forced_bounds(blocks: Graph, fine: Graph, cuts: Sequence[str]) -> tuple[int, ...]:
-    """Boundaries of `blocks` at which the cuts lie, ascending, when `blocks` was coarsened from `fine` with them.
+    """The boundaries of `blocks`, coarsened from `fine` with these cuts, at which the cuts lie.  O(ops * cuts).
 
-    A block lies in the segment of its last part, which is an op of `fine` (its clones come first).  O(ops * cuts).
+    A block lies in the segment of its last part, which is an op of `fine` (clones come first).
     """
     segment = dict(zip((op.name for op in fine.ops), segments(fine, cuts), strict=True))
     ends = [segment[(op.parts or (op.name,))[-1]] for op in blocks.ops]

@@ -1,22 +1,22 @@
-"""Groups of ops by the modules that they come from, as patterns of module paths name them."""
+"""Groups of ops by the modules that they belong to, selected by patterns of module paths."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
+from autopart.passes.graph.cuts import module_paths, nearest_paths
 
 Groups = tuple[tuple[str, ...], ...]
 
 
 def wanted_groups(graph: Graph, wanted: str | Sequence[str], own: Groups) -> tuple[str, Groups]:
-    """What may be recomputed beyond certain groups of ops ("auto", "off" or "all"), and these groups.
+    """What the planner may recompute ("auto", "off" or "all"), and groups of ops that are recomputed in any case.
 
-    wanted: such a word, or patterns of modules, beyond which nothing is.  own: what the model itself wants to be
-    recomputed, which counts as long as the user leaves it open.  Raises UsageError.
+    wanted: the user's option: such a word, or patterns of modules, then nothing else is recomputed.  own: groups that
+    the model itself recomputes, which count for "auto".  Raises UsageError.
     """
     if isinstance(wanted, str):
         return wanted, own if wanted == "auto" else ()
@@ -24,35 +24,28 @@ def wanted_groups(graph: Graph, wanted: str | Sequence[str], own: Groups) -> tup
 
 
 def module_groups(graph: Graph, patterns: Sequence[str]) -> Groups:
-    """Of each module that fits a pattern its ops, in the order of the graph; of one inside another the outer counts.
+    """The ops of each module that fits a pattern, in the order of the graph; of nested modules the outermost counts.
 
     Patterns are those of `fnmatch`, in which a star stands for dots too: "model.layers.*" is every layer as a whole.
-    Raises UsageError for one that no module with ops fits.  O(paths * patterns + ops).
+    Raises UsageError for a pattern that fits no module with ops.  O(paths * patterns + ops).
     """
-    parents: dict[str, list[str]] = {}
-    for op in graph.ops:
-        if op.module not in parents:
-            words = op.module.split(".")
-            parents[op.module] = [".".join(words[: k + 1]) for k in range(len(words))] if op.module else []
-    paths = list(dict.fromkeys(path for chain in parents.values() for path in chain))
-    fitting = {pattern: {path for path in paths if fnmatchcase(path, pattern)} for pattern in patterns}
-    for pattern, found in fitting.items():
-        if not found:
-            raise _no_module(pattern, paths)
-    chosen = set[str]().union(*fitting.values())
+    parents = module_paths(graph)
+    paths = {path for chain in parents.values() for path in chain}
+    chosen: set[str] = set()
+    for pattern in patterns:
+        fitting = {path for path in paths if fnmatchcase(path, pattern)}
+        if not fitting:
+            near = nearest_paths(graph, pattern)
+            raise UsageError(
+                f"{pattern!r} of recompute= fits no module of the model",
+                why="no op runs in a module of such a path",
+                fix=(f"{near}, and a star stands for any part of one; or " if near else "")
+                + 'use "auto", "off" or "all"',
+            )
+        chosen |= fitting
     groups: dict[str, list[str]] = {}
     for op in graph.ops:
-        outermost = next((path for path in parents[op.module] if path in chosen), None)
+        outermost = next((path for path in parents.get(op.module, ()) if path in chosen), None)
         if outermost is not None:
             groups.setdefault(outermost, []).append(op.name)
     return tuple(map(tuple, groups.values()))
-
-
-def _no_module(pattern: str, paths: Sequence[str]) -> UsageError:
-    near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
-    return UsageError(
-        f"{pattern!r} of recompute= fits no module of the model",
-        why="no op runs in a module of such a path",
-        fix=(f"the nearest paths are {', '.join(near)}, and a star stands for any part of one; or " if near else "")
-        + 'use "auto", "off" or "all"',
-    )

@@ -6,14 +6,13 @@ the program that depends on the batch size is seen; each derived placement is ch
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from fractions import Fraction
 
 from autopart.ir.graph import Graph, LossReduction, Value
-from autopart.passes.loss.batch_numbers import of_inputs_alone
 from autopart.passes.loss.masks import Masks
 from autopart.passes.loss.move_rules import MOVE_RULES, NO_RULE, create, is_zero
-from autopart.passes.loss.place_rules import PLACE_RULES
 from autopart.passes.loss.term_rules import averaged
 from autopart.passes.loss.terms import of_terms
 from autopart.passes.ops.context import OpContext
@@ -31,12 +30,12 @@ from autopart.passes.ops.placement import (
 from autopart.passes.ops.propagation import Rule, by_letters, cast, divide
 from autopart.passes.ops.row import CREATION, POINTWISE
 
-_RULES: dict[str, Rule] = {**MOVE_RULES, **PLACE_RULES, **dict.fromkeys(("div", "true_divide"), divide)}
+_RULES: dict[str, Rule] = {**MOVE_RULES, **dict.fromkeys(("div", "true_divide"), divide)}
 _SIZES = {"size", "shape", "repeats", "end", "start", "length", "split_size", "split_sizes", "sizes", "dims"}
-"""Arguments that are sizes: where they change with the rows, so does a shape, and shapes are checked."""
+"""Arguments that are sizes: if they change with the rows, so does a shape, and shapes are checked."""
 
 CHANGED_BUFFER = "which every micro-batch changes for the next"
-DIVIDES_BY_NONE = "what it divides need not be 0 in a micro-batch where it divides by 0"
+DIVIDES_BY_NONE = "its numerator need not be 0 in a micro-batch where it divides by 0"
 
 
 def analyse(
@@ -47,15 +46,15 @@ def analyse(
 
 
 class Analysis:
-    """`analyse` of one model under several sets of what is proven: an op is looked at again only where the placements
-    of its operands are others than the last time.
+    """The analysis of one model under several sets of proven values: a rule is applied again only if the placements of
+    the operands changed.
 
-    of_batch: of the last call, sums and means over the batch that every micro-batch is given as they are for the whole
-    batch, and which are constants then; with what they were found to be.
+    of_batch: numbers of the whole batch that every micro-batch gets as constants, with the placements that they would
+    have otherwise; of the last call.
     """
 
     def __init__(self, graph: Graph, other: Graph, given: frozenset[str] = frozenset()) -> None:
-        """given: values that are `of_batch` where they are a sum or a mean.  O(ops)."""
+        """given: values to put into `of_batch` if they are a sum or a mean over the rows.  O(ops)."""
         self.graph, self.other = graph, other
         self.of_batch: dict[str, RowPlacement] = {}
         self._given_whole = given
@@ -94,7 +93,7 @@ class Analysis:
         return placements
 
     def _counted(self, context: OpContext, placement: RowPlacement) -> RowPlacement:
-        """x / count tells x only of micro-batches that count something: in the others x has to be 0."""
+        """Check x / count: where the count of a micro-batch is 0, x has to be 0 too."""
         above, below = context.arg("self"), context.arg("other")
         if placement.count is None or not isinstance(above, str) or not isinstance(below, str):
             return placement
@@ -132,7 +131,7 @@ def _settled(context: OpContext, name: str, placement: RowPlacement, proven: fro
 
 
 def _fits(placement: RowPlacement, value: Value, other: Value, rows: int, other_rows: int) -> bool:
-    """True when a derived placement agrees with the shapes of both captures: a cross-check of every rule."""
+    """Whether a placement agrees with the shapes of both captures: a cross-check of every rule."""
     if placement.has_rows:
         if value.rows_axis != placement.axis:
             return False
@@ -143,7 +142,7 @@ def _fits(placement: RowPlacement, value: Value, other: Value, rows: int, other_
 
 
 def _masked_mean(context: OpContext, masks: Masks) -> list[RowPlacement] | None:
-    """x / count.clamp(min=1) where x vanishes when the count does (`masks`), else None."""
+    """The placement of x / count.clamp(min=1) if x is 0 where the count is 0 (`masks`), else None."""
     above, below = context.arg("self"), context.arg("other")
     if context.name != "div" or context.arg("rounding_mode") is not None:
         return None
@@ -159,7 +158,7 @@ def _masked_mean(context: OpContext, masks: Masks) -> list[RowPlacement] | None:
 
 
 def _placements_of(context: OpContext) -> list[RowPlacement]:
-    """Placements of the results of one op."""
+    """The placements of the results of one op."""
     count = len(context.op.writes)
     if context.name == "mul" and 0 in (context.arg("self"), context.arg("other")) and not context.out.shape:
         return [RowPlacement(REPLICATE, zero=True)]  # a term of the loss that is switched off
@@ -207,3 +206,29 @@ def _rule(context: OpContext) -> Rule | None:
     if row.same_elements and row.family == POINTWISE:
         return cast
     return by_letters if row.axes else None
+
+
+def of_inputs_alone(graph: Graph, *, frozen: bool = True) -> frozenset[str]:
+    """The values that depend on inputs, constants and buffers alone, and on no random numbers.  frozen: parameters
+    that are not trained count as constants.  O(ops)."""
+    updated = {buffer for buffer, _ in graph.updates}
+    changing = updated.union(p.name for p in graph.params if p.trainable or (p.kind == "param" and not frozen))
+    found = set(graph.inputs)
+    for op in graph.ops:
+        if not op.random and changing.isdisjoint(op.params) and found.issuperset(op.reads):
+            found.update(op.writes)
+    return frozenset(found)
+
+
+def numbers_of_inputs(graph: Graph) -> frozenset[str]:
+    """The single numbers that depend on inputs, constants and buffers alone.  O(ops).
+
+    Left out: what reads parameters, which would have to be in the first stage, and what the new value of a buffer
+    depends on, since that changes with every micro-batch.
+    """
+    kept = {value for _, value in graph.updates}
+    for op in reversed(graph.ops):
+        if kept.intersection(op.writes):
+            kept.update(op.reads)
+    single = {value.name for value in graph.values if math.prod(value.shape) == 1}
+    return frozenset((of_inputs_alone(graph, frozen=False) & single) - kept - set(graph.inputs))

@@ -1,16 +1,13 @@
 """How the losses of micro-batches combine to the loss of the whole batch, derived from the graph; or a refusal.
 
-Every value gets a placement (`analysis`, `ops.placement`) from rules about single ops: what follows from their letters
-in the table of ops (`ops.propagation`), and code for what letters do not tell: what moves elements (`move_rules`),
-loss functions (`term_rules`) and counts (`masks`).
+Every value gets a placement (`analysis`, `ops.placement`) from rules for single ops: from their letters in the table of
+ops (`ops.propagation`), or from a rule for what moves elements (`move_rules`), loss functions (`term_rules`) and counts
+(`masks`).  An op without a rule is reported, and may be tested on numbers (`capture.derive.probe`).
 
-What it relies on.  Random ops draw per micro-batch: the reference with dropout is the same program on the same
-micro-batches.  Batch norm in training mode: the reference is the plain model on the same micro-batches.  A number that
-changes with the rows is taken for a power of the number of rows when it is one in both captures.  Sums of floating
-point numbers may be reordered.  Micro-batches whose count is 0 (every label ignored) have an undefined loss and carry
-no weight: whoever combines must leave them out.
-
-Where the rules do not know an op they say so, and a numeric test (`capture.probe`) may settle it; nothing is guessed.
+Assumed: random ops draw per micro-batch, and batch norm in training takes statistics per micro-batch, in the reference
+too.  A number that changes with the rows is a power of the number of rows if it is one in both captures.  Sums of
+floating point numbers may be reordered.  Micro-batches whose count is 0 (every label ignored) have an undefined loss
+and must be left out when losses are combined.
 """
 
 from __future__ import annotations
@@ -20,9 +17,8 @@ from dataclasses import replace
 
 from autopart.ir.errors import CaptureError, RefusedError, UsageError
 from autopart.ir.graph import Adjusted, Graph, LossReduction, Op
-from autopart.passes.loss.analysis import CHANGED_BUFFER, DIVIDES_BY_NONE, Analysis
-from autopart.passes.loss.batch_numbers import numbers_of_inputs
-from autopart.passes.loss.terms import Misread, summands
+from autopart.passes.loss.analysis import CHANGED_BUFFER, DIVIDES_BY_NONE, Analysis, numbers_of_inputs
+from autopart.passes.loss.terms import summands
 from autopart.passes.ops.placement import (
     CONSTANT,
     COUPLED,
@@ -32,6 +28,7 @@ from autopart.passes.ops.placement import (
     TERMS,
     UNPROVEN,
     RowPlacement,
+    RuleExit,
 )
 from autopart.passes.ops.table import op_name
 
@@ -51,20 +48,20 @@ _FIXES = (
         "the routes of a mixture of experts is a product of two means over all tokens: leave it out of the loss)",
     ),
 )
-"""What helps where this is part of the reason."""
+"""(part of a reason, advice for it)."""
 _OTHERWISE = (
-    "use micro_batches=1; or compute it with other operations, of which autopart knows what they do to rows (for an op "
-    "of your own: autopart.register_op)"
+    "use micro_batches=1; or compute it with operations that autopart knows (for an op of your own: "
+    "autopart.register_op)"
 )
 
 
 class UnprovenRows(Exception):
-    """The rules cannot tell whether some values keep the rows of the batch apart.
+    """Raised if the rules cannot tell whether some values keep the rows of the batch apart.
 
-    names: values to test numerically (and lifted constants to compare between the captures); values that pass go into
-    `proven` of the next call.  where: the first op that no rule knows.  stateable: whether rows stay apart up to the
-    loss function, so that the user may say how it combines.  stated: what the user's statement may mean, the first that
-    numbers confirm is right; empty where nothing is stated.  refusal: what to raise when the test fails.
+    names: values to test numerically, and lifted constants to compare between the captures; those that pass go into
+    `proven` of the next call.  where: the first op without a rule.  stateable: whether rows stay apart up to the loss
+    function, so that loss_reduction= helps.  stated: what the user's loss_reduction= may mean, of which the first that
+    numbers confirm is right; None where it is not set.
     """
 
     def __init__(
@@ -81,7 +78,7 @@ class UnprovenRows(Exception):
 
     @property
     def refusal(self) -> RefusedError:
-        """The error for the user when the numeric test does not settle it."""
+        """The error to raise if the numeric test fails."""
         return RefusedError(
             "the rows of the batch cannot be shown to be independent of each other",
             where=self.where,
@@ -95,10 +92,10 @@ def derive_loss_weight(
 ) -> LossReduction:
     """The weight of a micro-batch's loss in the whole loss.
 
-    graph: with rows marked (`capture.rows.mark_rows`); other: the same model at another number of rows.  proven: values
-    that a numeric test showed to be slices of the whole batch's, and constants equal in both captures.  stated: what
-    the user says about the loss, "mean", "sum" or "token-mean": it must agree with what is derived, and has to be
-    confirmed by numbers where the loss function is opaque (`UnprovenRows.stated`).
+    graph: with rows marked (`capture.derive.rows.mark_rows`); other: the same model at another number of rows.  proven:
+    values that a numeric test showed to be slices of those of the whole batch, and constants equal in both captures.
+    stated: loss_reduction= of the user, "mean", "sum" or "token-mean": it must agree with what is derived, and is
+    tested on numbers if no rule knows the loss function (`UnprovenRows.stated`).
 
     Raises RefusedError, CaptureError, UsageError (contradiction) and UnprovenRows.  O(ops).
     """
@@ -152,9 +149,9 @@ def _derived(analysis: Analysis, proven: frozenset[str], stated: str | None) -> 
 
 
 def _meanings(graph: Graph, placements: Mapping[str, RowPlacement], op: str, stated: str) -> tuple[LossReduction, ...]:
-    """What a statement about an opaque loss may mean.  A mean may be one over labels that are not ignored: over class
-    numbers that the opaque op reads, without -100 or a number that is an argument of the op.  That comes first, since
-    where nothing is ignored it is the mean over rows too."""
+    """What loss_reduction= may mean for an op without a rule.  A mean may be over labels that are not ignored: over
+    class numbers that the op reads, without -100 or a number among its arguments.  That meaning comes first: if nothing
+    is ignored it is the mean over rows too."""
     if stated == "sum":
         return (LossReduction("sum"),)
     loss_op = graph.op_map()[op]
@@ -174,7 +171,7 @@ def _meanings(graph: Graph, placements: Mapping[str, RowPlacement], op: str, sta
 
 
 def _weight(graph: Graph, found: RowPlacement, op: str) -> LossReduction:
-    """How a value combines.  op: where it is used, for the refusal."""
+    """The reduction of a value.  op: where it is used, for the refusal."""
     if found.tag == REPLICATE and found.plain:
         return LossReduction("any")
     if found.tag == PARTIAL and found.plain:
@@ -190,18 +187,18 @@ def _weight(graph: Graph, found: RowPlacement, op: str) -> LossReduction:
 
 
 def _terms(graph: Graph, placements: Mapping[str, RowPlacement], loss: str, stated: str | None) -> tuple[Adjusted, ...]:
-    """The terms of a sum with what weighs each."""
+    """The terms of a sum with the reduction of each."""
     try:
         found = summands(graph, placements, loss)
-    except Misread as misread:
-        raise _refusal(graph, misread.op, misread.why) from None
+    except RuleExit as end:
+        raise _refusal(graph, end.placement.op, end.placement.why) from None
     return tuple(
         Adjusted(value, agree(_weight(graph, placements.get(value, CONSTANT), op), stated), op) for op, value in found
     )
 
 
 def _given_whole(analysis: Analysis, loss: str) -> tuple[Adjusted, ...]:
-    """Those numbers of the whole batch that the loss needs."""
+    """The numbers of the whole batch that the loss needs."""
     if not analysis.of_batch:
         return ()
     graph = analysis.graph
@@ -221,20 +218,20 @@ def _given_whole(analysis: Analysis, loss: str) -> tuple[Adjusted, ...]:
 
 
 def _require_of_the_batch_alone(analysis: Analysis, reduction: LossReduction) -> None:
-    """What is counted before the step is counted by micro-batch, from its inputs: no other number of the whole batch is
-    known there.  O(ops)."""
+    """Refuse a number of the whole batch that depends on another one: before the step each is counted from the inputs
+    of the micro-batches alone.  O(ops)."""
     after, whole = set[str](), set(analysis.of_batch)
     for op in analysis.graph.ops:
         if whole.intersection(op.reads) or after.intersection(op.reads):
             after.update(op.writes)
     for name in reduction.counted():
         if name in after:
-            why = f"the number {name}, of the whole batch, is made of another such number"
+            why = f"the number {name}, of the whole batch, depends on another such number"
             raise _refusal(analysis.graph, analysis.graph.writer()[name], why)
 
 
 def agree(weight: LossReduction, stated: str | None) -> LossReduction:
-    """`weight`, unless the user states otherwise: a sum is no mean, and a mean over rows is none over tokens."""
+    """Return `weight`.  Raises UsageError if the user states another reduction."""
     derived = {"sum": "sum", "rows": "mean", "tokens": "token-mean"}.get(weight.kind)
     wrong = stated is not None and derived is not None and stated != derived
     if wrong and not (stated == "mean" and derived == "token-mean"):
@@ -247,7 +244,7 @@ def agree(weight: LossReduction, stated: str | None) -> LossReduction:
 
 
 def count_problem(graph: Graph, count: LossReduction) -> str:
-    """Why a count cannot be taken before the step, from the batch alone; "" when it can."""
+    """Why a count is not known before the step, from the batch alone; "" if it is."""
     params, updated = graph.param_map(), {buffer for buffer, _ in graph.updates}
     classes = params.get(count.classes or "")
     if classes is not None and (classes.trainable or classes.name in updated):
@@ -268,7 +265,7 @@ def count_problem(graph: Graph, count: LossReduction) -> str:
 
 
 def _open_constants(graph: Graph, placements: dict[str, RowPlacement]) -> frozenset[str]:
-    """Lifted constants that matter to the loss and are not known to be equal in both captures."""
+    """Lifted constants that the loss depends on and that are not known to be equal in both captures."""
     found = _unproven_sources(graph, placements, graph.outputs[0])
     return found & {p.name for p in graph.params}
 
@@ -317,13 +314,13 @@ def _refusal(graph: Graph, op: str, why: str) -> RefusedError:
 
 
 def where_of(graph: Graph, name: str) -> str:
-    """An op in words: what it is, in which module, at which line of the user's; of an op that has no place of its own
-    the place of what it reads, or of the next op that has one."""
+    """An op in words: its name, module and line of the user's code; without a line that of an op which it reads, or of
+    the next op with one."""
     ops, writer = graph.op_map(), graph.writer()
     op: Op | None = ops.get(name)
     if op is None:
         return name
-    while not op.where and not op.module and op.reads and op.reads[0] in writer:  # ours: the user's is before it
+    while not op.where and not op.module and op.reads and op.reads[0] in writer:  # autopart's own op
         op = ops[writer[op.reads[0]]]
     behind = graph.ops[graph.ops.index(op) :] if not op.where else ()
     line = f"at {op.where}" if op.where else next((f"before {other.where}" for other in behind if other.where), "")

@@ -1,8 +1,8 @@
-"""How values hold the rows of a micro-batch, so that replicas can cut them and put them together.
+"""How values hold the rows of a micro-batch, so that replicas can cut them and join them.
 
-The same analysis that says how losses combine says it of every value.  A value that passes between stages with other
-numbers of replicas has to be rows that stand apart (each goes to whoever has that row), or the same on every replica
-(whoever needs it takes it from one).  A sum or mean over the rows of a replica is neither.
+The analysis of losses (`analysis`) tells it for every value.  A value that passes between stages with different numbers
+of replicas must hold its rows apart (each goes to the replica with that row), or be the same on every replica.  A sum
+or mean over the rows of a replica is neither.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from autopart.passes.ops.placement import INDEX, REPLICATE, SHARD, UNPROVEN, Row
 
 _FIX = "use replicas=1, the same number of replicas for every stage, or other cuts"
 _WHY = {
-    INDEX: "it holds numbers of rows, counted from the first row of a replica",
-    UNPROVEN: "no rule says how it holds the rows, and numbers do not show it either",
+    INDEX: "it holds row numbers, counted from the first row of a replica",
+    UNPROVEN: "no rule says how it holds the rows, and a numeric test did not show it either",
 }
 
 
@@ -32,11 +32,11 @@ def find_layouts(
     whole: frozenset[str] = frozenset(),
     proven: frozenset[str] = frozenset(),
 ) -> dict[str, RowLayout | None]:
-    """The layout of each of these values, None of one that holds no rows.
+    """The layout of each of these values, None for one that holds no rows.
 
-    graph, other, proven: as for `derive_loss_weight`.  crossing: values that pass between stages with other replicas.
-    drawn: what random ops read and write in a stage with replicas.  whole: numbers that stand for the whole batch
-    wherever they are read.  Raises RefusedError for a value that cannot be divided, and UnprovenRows.  O(ops).
+    graph, other, proven: as for `derive_loss_weight`.  crossing: values between stages with different numbers of
+    replicas.  drawn: values that random ops of a stage with replicas read and write.  whole: numbers of the whole batch
+    that every micro-batch gets.  Raises RefusedError for a value that cannot be divided, and UnprovenRows.  O(ops).
     """
     placements = analyse(graph, other, proven, whole)
     axes = {value.name: value.rows_axis for value in graph.values}

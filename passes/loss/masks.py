@@ -1,11 +1,11 @@
-"""Which values vanish when a mask is empty: what makes `(x * m).sum() / m.sum().clamp(min=1)` a mean over tokens.
+"""Values that are 0 where a mask is empty: they make `(x * m).sum() / m.sum().clamp(min=1)` a mean over tokens.
 
-Clamping a count of the batch is not linear, so in general it couples micro-batches.  When the count is a number of
-set flags, the floor is at most 1, and the numerator is 0 wherever no flag is set, the clamp only ever replaces 0/0 by
-0/1: a micro-batch without flags then has loss 0 and weight 0, and all others are not touched.
+Clamping a count of the batch is not linear, so in general it couples micro-batches.  If the count is a number of set
+flags, the floor is at most 1, and the numerator is 0 wherever no flag is set, the clamp only replaces 0/0 by 0/1: a
+micro-batch without flags has loss 0 and weight 0, and all others are unchanged.
 
-Values are compared by what computes them: two ops of the same target on the same operands give the same number, and
-casts and views that keep every element give their operand's.
+Values that are computed alike have the same digest: results of two ops of one target on the same operands, and casts
+and views that keep every element.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ _FLOORS = {"clamp", "clamp_min"}
 class Masks:
     """Facts about the values seen so far.
 
-    number: equal for values that are computed alike.  vanishes: numbers of values that make this one all zero when
-    they are.  flags: numbers of values that are 0 or 1.  counts: for a sum over all of a flag, the flag's number.
-    floors: for a clamped count, the count and the flag's number.  summed: for a sum or mean of some value's elements,
-    that value's number.
+    digest: equal for values that are computed alike.  vanishes: digests of values that make this one zero where they
+    are zero.  flags: digests of values that are 0 or 1.  counts: for a sum of flags, their digest.  floors: for a
+    clamped count, the count and the digest of the flags.  summed: for a sum or mean, the digest of its operand.
     """
 
-    number: dict[str, str] = field(default_factory=dict)
+    digest: dict[str, str] = field(default_factory=dict)
     vanishes: dict[str, frozenset[str]] = field(default_factory=dict)
     flags: set[str] = field(default_factory=set)
     counts: dict[str, str] = field(default_factory=dict)
@@ -39,15 +38,15 @@ class Masks:
     summed: dict[str, str] = field(default_factory=dict)
 
     def see(self, op: Op, values: Mapping[str, Value]) -> None:
-        """Learn about the results of an op; ops come in order."""
+        """Note the facts about the results of an op; ops come in order."""
         name, row, attrs = op_name(op.target), row_of(op.target), dict(op.attrs)
         refs = [value[1:] for _, value in op.attrs if isinstance(value, str) and value.startswith("%")]
         first = refs[0] if refs else ""
         for place, written in enumerate(op.writes):
             same = row.same_elements and not _loses(values, first, written)
-            self.number[written] = self.of(first) if same else self._fresh(op, place)
+            self.digest[written] = self.of(first) if same else self._fresh(op, place)
             if values[written].dtype == "bool":
-                self.flags.add(self.number[written])
+                self.flags.add(self.digest[written])
             self.vanishes[written] = self._vanishing(row, attrs, refs)
             if refs and (same or name in ("sum", "mean")):
                 self.summed[written] = self.summed.get(first, self.of(first))
@@ -63,16 +62,16 @@ class Masks:
             self.floors[op.writes[0]] = self.floors[first]
 
     def of(self, name: str) -> str:
-        """The number of a value; inputs and parameters are their own."""
-        return self.number.get(name, name)
+        """The digest of a value; inputs and parameters have their names."""
+        return self.digest.get(name, name)
 
     def count_behind(self, above: str, below: str) -> str | None:
-        """For above / below with below a clamped count that above vanishes with: the count before it was clamped."""
+        """The count before it was clamped to `below`, if `above` is 0 where that count is 0."""
         count, flag = self.floors.get(below, ("", ""))
         return count if count and flag in self.vanishes.get(above, frozenset()) else None
 
     def empty_with(self, above: str, below: str) -> bool:
-        """Whether `above` is all 0 where `below`, the sum or mean of a mask, is: a mask has no negative elements."""
+        """Whether `above` is 0 where `below`, the sum or mean of a mask, is 0 (a mask has no negative elements)."""
         return self.summed.get(below) in self.vanishes.get(above, frozenset())
 
     def _fresh(self, op: Op, place: int) -> str:
@@ -103,7 +102,7 @@ class Masks:
 
 
 def _loses(values: Mapping[str, Value], source: str, result: str) -> bool:
-    """True when a cast may change what the elements are: to bool or integer from floating point."""
+    """Whether a cast may change the elements: from floating point to bool or integer."""
     if source not in values:
         return True
     before, after = values[source].dtype, values[result].dtype

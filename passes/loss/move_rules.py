@@ -1,4 +1,4 @@
-"""Rules of the loss analysis for what letters do not tell: reshapes, joins, lookups by an index, created tensors."""
+"""Rules of the loss analysis for ops of which letters do not tell enough: what moves, joins, indexes or creates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autopart.passes.ops.row import CREATION, VIEW
 
 
 def reshape(context: OpContext) -> RowPlacement:
-    """Row-major order is kept, so the elements before the rows axis must multiply to the same number on both sides."""
+    """Row-major order is kept: the axes before the rows must have the same number of elements on both sides."""
     ref, placement = context.first()
     if not placement.has_rows:
         return without_rows(context, placement)
@@ -41,7 +41,7 @@ def reshape(context: OpContext) -> RowPlacement:
 
 
 def broadcast_tensors(context: OpContext) -> list[RowPlacement]:
-    """Each operand spread to the common shape."""
+    """Each operand is spread to the common shape."""
     placements = [context.placement(ref) for ref in context.tensors()]
     names = [str(axis) for axis in range(len(context.out.shape))]
     shapes = [context.shape(ref) for ref in context.tensors()]
@@ -58,7 +58,7 @@ def broadcast_tensors(context: OpContext) -> list[RowPlacement]:
 
 
 def repeat(context: OpContext) -> RowPlacement:
-    """repeat, tile: copies along the rows axis would put a row in several places."""
+    """repeat, tile: along the rows, each row is then in several places."""
     ref, placement = context.first()
     ndim, out = len(context.shape(ref)), context.out
     counts = ints(context.arg("repeats", context.arg("dims")))
@@ -73,7 +73,7 @@ def repeat(context: OpContext) -> RowPlacement:
 
 
 def repeat_interleave(context: OpContext) -> RowPlacement:
-    """Each element repeated in place: rows stay in order."""
+    """Each element is repeated in place: rows stay in order."""
     placement = context.first()[1]
     known = isinstance(context.arg("repeats"), int) and isinstance(context.arg("dim"), int)
     if not known or not placement.has_rows:
@@ -82,7 +82,7 @@ def repeat_interleave(context: OpContext) -> RowPlacement:
 
 
 def take_axis(context: OpContext) -> RowPlacement | list[RowPlacement]:
-    """slice, select, split, chunk, unbind, narrow: along the rows only whole blocks of a concatenation of batches."""
+    """slice, select, split, chunk, unbind, narrow: of the rows only whole blocks of a concatenation of batches."""
     ref, placement = context.first()
     dim = context.axis("dim", len(context.shape(ref)))
     if dim != placement.axis and any(context.differs(key) for key in ("start", "end", "length", "index")):
@@ -94,7 +94,7 @@ def take_axis(context: OpContext) -> RowPlacement | list[RowPlacement]:
 
 
 def _whole_blocks(context: OpContext, ref: str, placement: RowPlacement) -> RowPlacement:
-    """cat((a, b)) holds two blocks of rows; taking one of them back is exact."""
+    """cat((a, b)) holds two blocks of rows, of which one may be taken back."""
     size, other_size = (values[ref[1:]].shape[placement.axis] for values in (context.values, context.other_values))
     blocks = max(1, placement.stride_factor)
     whole = context.name in ("split", "chunk")
@@ -143,10 +143,7 @@ def join(context: OpContext) -> RowPlacement:
 
 
 def create(context: OpContext) -> RowPlacement:
-    """zeros, full, rand and the like: the same in every row (random numbers: of the same distribution).
-
-    `zeros_like(x)` does not depend on what x holds.
-    """
+    """zeros, full, rand, zeros_like: the same in every row (random numbers: of the same distribution)."""
     for key, _ in context.op.attrs:
         if key not in ("size", "fill_value", "s") and context.differs(key):
             raise coupled(f"its argument {key} changes with the size of the batch")
@@ -158,7 +155,7 @@ def create(context: OpContext) -> RowPlacement:
 
 
 def is_zero(context: OpContext) -> bool:
-    """True for a created tensor of zeros, and for views and casts of one."""
+    """Whether the result is a created tensor of zeros, or a view or cast of one."""
     if context.name in ("zeros", "new_zeros", "zeros_like"):
         return True
     if context.row.family == VIEW or context.row.same_elements:
@@ -167,7 +164,7 @@ def is_zero(context: OpContext) -> bool:
 
 
 def arange(context: OpContext) -> RowPlacement:
-    """arange(k * rows) counts the rows, k numbers to each; any other range that grows with the batch is unknown."""
+    """arange(k * rows) counts the rows, k numbers for each; the rules know no other range that grows with the batch."""
     if context.out.rows_axis is None:
         if any(context.differs(key) for key in ("start", "end", "step")):
             raise coupled("its numbers change with the size of the batch")
@@ -182,14 +179,14 @@ def arange(context: OpContext) -> RowPlacement:
 def embedding(context: OpContext) -> RowPlacement | list[RowPlacement]:
     """Rows of a table by number."""
     if context.arg("scale_grad_by_freq") is True:
-        raise coupled("it scales gradients by how often an index stands in the whole batch")
+        raise coupled("it scales gradients by how often an index occurs in the whole batch")
     return by_letters(context)
 
 
 def index(context: OpContext) -> RowPlacement:
-    """x[i, j, ...] with tensors: exact when the rows are not indexed, or are indexed by arange(rows).
+    """x[i, j, ...] with tensors: the rows are not indexed, or are indexed by arange(rows).
 
-    What is picked lies where the indices lie, if those are next to each other, else in front.
+    What is picked lies where the indices lie if those are next to each other, else in front.
     """
     ref, placement = context.first()
     used = _picks(context, len(context.shape(ref)))
@@ -222,7 +219,7 @@ def index(context: OpContext) -> RowPlacement:
 
 
 def _picks(context: OpContext, ndim: int) -> dict[int, str]:
-    """Axis to the index along it; index_select has one."""
+    """The index along each axis that has one."""
     if context.name == "index_select":
         return {context.axis("dim", ndim): context.tensors()[1]}
     picks = context.arg("indices")
@@ -231,14 +228,14 @@ def _picks(context: OpContext, ndim: int) -> dict[int, str]:
 
 
 def _check_row_number(context: OpContext, placement: RowPlacement, pick: str) -> None:
-    """x[arange(n), ...], with n the size of the axis of the rows: as many numbers as there are places."""
+    """Check that the rows are indexed by x[arange(n), ...], with n the size of their axis."""
     size, number = context.shape(context.arg("self"))[placement.axis], context.placement(pick)
     if number.tag != INDEX or placement.stride_factor > 1 or context.shape(pick)[number.axis] != size:
         raise unproven("it reorders the rows of the batch by an index")
 
 
 def scatter_add(context: OpContext) -> RowPlacement | list[RowPlacement]:
-    """Rows added up by an index of each row; from nothing, that is a sum over the rows."""
+    """Rows are added up by an index; added to zeros, they are a sum over the rows."""
     if not context.first()[1].zero:
         return by_letters(context)
     operands = [context.argument("index"), context.argument("src")]
@@ -247,6 +244,59 @@ def scatter_add(context: OpContext) -> RowPlacement | list[RowPlacement]:
         raise unproven("it adds up rows of the batch by an index")
     same_stride(operands)
     return RowPlacement(PARTIAL)
+
+
+def masked_scatter(context: OpContext) -> RowPlacement:
+    """Exact if each row of the mask has as many places as that row of the source has elements, which capture checks in
+    every batch, and if all three hold the rows in order along their first axis."""
+    operands = [context.argument(name) for name in ("self", "mask", "source")]
+    if context.arg("by_rows") is not True:
+        raise coupled(
+            "it fills the places of a mask over all rows, of which some rows have more or fewer than their source"
+        )
+    if not all(p.tag == SHARD and p.plain and p.axis == 0 and p.stride_factor <= 1 for p in operands):
+        raise unproven("it fills places with values that are not known to lie in the order of the rows")
+    return RowPlacement(SHARD, axis=0, stride_factor=1)
+
+
+def unfold(context: OpContext) -> RowPlacement:
+    """Windows along one axis; a new last axis holds the elements of each."""
+    ref, placement = context.first()
+    axes = len(context.shape(ref))
+    if placement.has_rows and context.axis("dimension", max(1, axes)) == placement.axis:
+        raise unproven("it takes windows along the rows of the batch")
+    return placement
+
+
+def index_put(context: OpContext) -> RowPlacement:
+    """x[mask] = c, x[:, places] = c, and x[arange(rows), places] = c, where c is the same for every row."""
+    ref, placement = context.first()
+    picks = _picks(context, len(context.shape(ref)))
+    found = {axis: context.placement(pick) for axis, pick in picks.items()}
+    value = context.argument("values")
+    if not (placement.tag == SHARD and placement.plain and placement.stride_factor <= 1):
+        raise unproven("it writes into a tensor that is not known to hold the rows in order")
+    if value.tag != REPLICATE or not value.plain or not all(p.plain for p in found.values()):
+        raise unproven("it writes values that are not known to be the same for every row")
+    if any(context.dtype(pick) in ("bool", "uint8") for pick in picks.values()):
+        by_mask = list(picks) == [0] and found[0].tag == SHARD and found[0].axis == placement.axis == 0
+        if not by_mask or found[0].stride_factor > 1:
+            raise unproven("it writes by a mask that is not known to hold the rows in order")
+    elif placement.axis not in picks:
+        if any(p.tag != REPLICATE for p in found.values()):
+            raise coupled("it writes into every row by indices from other rows")
+    elif context.shape(ref)[placement.axis] != context.rows or not _one_place_each(
+        context, placement.axis, picks, found
+    ):
+        raise unproven("it writes into rows of the batch by an index")
+    return placement
+
+
+def _one_place_each(context: OpContext, rows_axis: int, picks: dict[int, str], found: dict[int, RowPlacement]) -> bool:
+    """Whether row i of the indices picks row i, and its own places in it."""
+    flat = all(len(context.shape(pick)) == 1 for pick in picks.values())
+    others = (p for axis, p in found.items() if axis != rows_axis)
+    return flat and found[rows_axis].tag == INDEX and all(p.tag in (SHARD, REPLICATE) for p in others)
 
 
 MOVE_RULES: dict[str, Rule] = {
@@ -262,7 +312,10 @@ MOVE_RULES: dict[str, Rule] = {
     "embedding": embedding,
     **dict.fromkeys(("index", "_unsafe_index", "index_select"), index),
     "scatter_add": scatter_add,
+    "masked_scatter": masked_scatter,
+    "unfold": unfold,
+    "index_put": index_put,
 }
-"""Op name -> rule.  Every rule may rely on: no operand is COUPLED or UNPROVEN."""
+"""Op name -> rule.  A rule may rely on: no operand is COUPLED or UNPROVEN."""
 NO_RULE = frozenset(("linspace", "eye", "tril_indices", "triu_indices", "randperm"))
-"""Created tensors whose elements differ by their place."""
+"""Ops that create tensors whose elements differ by their place."""

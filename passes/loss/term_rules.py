@@ -1,4 +1,4 @@
-"""Rules of the loss analysis for loss functions: what they average over."""
+"""Rules of the loss analysis for loss functions, by what they average over."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NONE, MEAN, SUM = 0, 1, 2
 
 
 def averaged(context: OpContext) -> RowPlacement | list[RowPlacement]:
-    """mse_loss and others: a function of single elements, or of vectors, then a mean or sum over all."""
+    """The rule for loss functions of single elements or vectors, with a mean or sum over all of them."""
     if context.row.averages == "classes":
         return cross_entropy(context)
     found = any_function(context)[0]
@@ -23,7 +23,7 @@ def averaged(context: OpContext) -> RowPlacement | list[RowPlacement]:
 
 
 def cross_entropy(context: OpContext) -> RowPlacement:
-    """cross_entropy_loss, nll_loss: with class numbers, the mean is over the targets that are not ignored."""
+    """The rule for cross_entropy_loss, nll_loss: with class numbers, the mean is over targets that are not ignored."""
     logits, target = context.argument("self"), context.argument("target")
     shape, target_shape = context.shape(context.arg("self")), context.shape(context.arg("target"))
     need_plain([logits, target])

@@ -1,7 +1,7 @@
 """Losses that are sums of terms with different reductions: two token means, a sum and a mean, a sum and a regulariser.
 
-A value is TERMS when it is a linear combination, with constant factors, of values that each combine in their own way.
-Each summand is then weighed by its own share where it is added, and the sums of the micro-batches just add up.
+A value is TERMS if it is a linear combination, with constant factors, of values with different reductions.  Each term
+is then weighed by its own share where it is added, and the sums of the micro-batches add up.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from autopart.ir.graph import Graph, Op
 from autopart.passes.ops.context import OpContext
 from autopart.passes.ops.letters import added_operands
-from autopart.passes.ops.placement import CONSTANT, PARTIAL, REPLICATE, TERMS, RowPlacement, coupled
+from autopart.passes.ops.placement import CONSTANT, COUPLED, PARTIAL, REPLICATE, TERMS, RowPlacement, RuleExit, coupled
 from autopart.passes.ops.table import op_name, row_of
 
 _JOINS = ("cat", "stack")
@@ -19,10 +19,10 @@ _FLOATING = ("float", "bfloat", "complex")
 
 
 def of_terms(context: OpContext) -> RowPlacement:
-    """The placement of the results of an op with an operand that is TERMS: TERMS where it is linear, else COUPLED."""
+    """The placement of an op with an operand that is TERMS: TERMS if it is linear, else COUPLED."""
     differs = any(context.differs(key) for key, _ in context.op.attrs)
     if differs or not _is_linear(context):
-        raise coupled("it is not linear in a sum of terms that are averaged over different things")
+        raise coupled("it is not linear in a sum of terms with different reductions")
     return RowPlacement(TERMS)
 
 
@@ -47,18 +47,10 @@ def _adds(op: Op) -> bool:
     return op_name(op.target) in _JOINS or row_of(op.target).linear == "sum"
 
 
-class Misread(Exception):
-    """A sum of terms is used in a way that weighing them would change.  op: where; why: how."""
-
-    def __init__(self, op: str, why: str) -> None:
-        self.op, self.why = op, why
-        super().__init__(why)
-
-
 def summands(graph: Graph, placements: Mapping[str, RowPlacement], loss: str) -> list[tuple[str, str]]:
-    """What the loss, a value that is TERMS, adds up: (op that adds, value or parameter that it adds).
+    """The terms of the loss, which is TERMS: (op that adds, value or parameter that it adds).
 
-    Raises Misread.  O(ops).
+    Raises RuleExit where weighing the terms would change another value.  O(ops).
     """
     writers = {written: op for op in graph.ops for written in op.writes}
     queue, found, sums = [loss], dict[tuple[str, str], None](), set[str]()
@@ -69,7 +61,8 @@ def summands(graph: Graph, placements: Mapping[str, RowPlacement], loss: str) ->
         sums.add(name)
         op = writers[name]
         if _adds(op) and any(_is_number(value) for key, value in op.attrs if key in ("self", "other")):
-            raise Misread(op.name, "it adds a term that does not depend on the batch to a sum over the batch")
+            why = "it adds a term that does not depend on the batch to a sum over the batch"
+            raise RuleExit(RowPlacement(COUPLED, why=why, op=op.name))
         for operand in (*op.reads, *op.params):
             if placements.get(operand, CONSTANT).tag == TERMS:
                 queue.append(operand)
@@ -80,8 +73,8 @@ def summands(graph: Graph, placements: Mapping[str, RowPlacement], loss: str) ->
             sums.update(op.writes)
     for buffer, value in graph.updates:
         if value in sums:
-            why = f"buffer {buffer} keeps a sum of terms that are averaged over different things"
-            raise Misread(writers[value].name, why)
+            why = f"buffer {buffer} keeps a sum of terms with different reductions"
+            raise RuleExit(RowPlacement(COUPLED, why=why, op=writers[value].name))
     return list(found)
 
 
@@ -90,7 +83,7 @@ def _is_number(value: object) -> bool:
 
 
 def without_weight(graph: Graph, dropped: frozenset[tuple[str, str]]) -> frozenset[str]:
-    """The values that do not reach the loss when these reads, (op, value), count for nothing.  O(reads)."""
+    """The values that do not reach the loss without these reads, (op, value).  O(reads)."""
     writers = {written: op for op in graph.ops for written in op.writes}
     queue, reached = [graph.outputs[0]], set[str]()
     while queue:

@@ -1,17 +1,16 @@
-"""What an op costs when nothing was measured, and what it keeps from forward to backward.
+"""The analytic cost of an op: its time on a roofline, and the bytes that it saves for its backward.
 
-Time is a roofline: max(operations / rate of the op's dtype, bytes / memory bandwidth) plus a fixed time per launch, at
-the shares of peak rates that the device's kernels are said to reach (`Device.efficiency`).  Wrong where an op runs far
-below peak (small matrix products, transcendental functions on CPUs), where caches hold the operands, and where kernels
-overlap or are fused; ratios between layers of one model are better than the times themselves.
+Time is max(operations / rate of the op's dtype, bytes / memory bandwidth) plus a fixed time per launch, at the shares
+of peak rates that kernels of the device reach (`Device.efficiency`).  Wrong where an op runs far below peak (small
+matrix products, transcendental functions on CPUs), where caches hold the operands, and where kernels overlap or are
+fused; ratios between layers of one model are better than the times themselves.
 
-Saved bytes follow autograd's derivative formulas: a matrix product keeps the operand that the other's gradient needs,
-`softmax`, `tanh`, `relu`, ... their output, `add`, `sum` and views nothing, any other op its inputs (`OpRow.saves`).
-Storage is counted, not tensors: a view counts as what it is a view of, each storage once, for the first op that keeps
-it; parameters and buffers never, nor what autocast reads of them, which is made once a step (`casts`).  What an op
-keeps that is no value of the graph (dropout masks, the log-softmax inside cross entropy, attention's normaliser or,
-where no fused kernel applies, its scores) is added to the op itself.  Wrong where a kernel keeps more for its own
-reasons (cuDNN's workspaces, RNNs' gates).
+Saved bytes follow autograd's derivative formulas: a matrix product saves the operand that the gradient of the other one
+needs, `softmax`, `tanh`, `relu`, ... their output, `add`, `sum` and views nothing, any other op its inputs
+(`OpRow.saves`).  Each storage counts once, for the first op that saves it, whatever its views; parameters, buffers and
+casts of parameters (`casts`) do not count.  Tensors that are not values of the graph (dropout masks, the log-softmax
+inside cross entropy, attention's normaliser or, without a fused kernel, its scores) count for the op itself.  Wrong
+where a kernel saves more (cuDNN's workspaces, gates of RNNs).
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ def analytic_costs(graph: Graph, device: Device) -> Graph:
 
 
 class Pricing:
-    """Analytic costs of one model at any size, each class of ops that are `alike` priced once.
+    """Analytic costs of one model at any size, computed once for each class of equal ops (`op_classes`).
 
     classes: the number of the class of each op.
     """
 
     def __init__(self, graph: Graph, other: Graph) -> None:
-        """other: another capture of the model, or the same.  O(size of the graph)."""
+        """other: another capture of the model, or `graph` itself.  O(size of the graph)."""
         self._roots = storage(graph)
         keeps = _kept(graph, self._roots)
         also = [_also(op, self._roots, keeps[op.name]) for op in graph.ops]
@@ -73,12 +72,12 @@ class Pricing:
         return [_cost(op, values, self._params, self._roots, kept, device) for op, kept in pairs]
 
     def put(self, costs: list[Cost], ops: tuple[Op, ...]) -> tuple[Op, ...]:
-        """The ops of the model with the costs of their classes."""
+        """Return the ops of the model with the costs of their classes."""
         return tuple([replace(op, cost=costs[number]) for op, number in zip(ops, self.classes, strict=True)])
 
 
 def _also(op: Op, roots: Mapping[str, str], kept: tuple[str, ...]) -> tuple[str, ...]:
-    """What the cost of an op depends on besides its operands: their storage, and what it keeps."""
+    """What the cost of an op depends on besides its operands: their storage, and what it saves."""
     return (*(roots.get(name, name) for name in op.reads + op.writes), *kept)
 
 
@@ -104,8 +103,8 @@ def _cost(
 
 
 def _scratch_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> int:
-    """Bytes that the op's backward holds for a moment: the gradients it is given and those it makes, of parameters
-    too, before they are added up.  A view passes the gradient it is given on."""
+    """Bytes that are held during the op's backward alone: the gradients of its results and operands, of parameters too.
+    The backward of a view holds none of its own."""
     if not any(values[w].grad for w in op.writes) or row_of(op.target).family == VIEW:
         return 0
     gradients = sum(values[name].size_bytes for name in {*op.reads, *op.writes} if values[name].grad)
@@ -113,13 +112,13 @@ def _scratch_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Par
 
 
 def computing_dtype(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> str:
-    """The dtype that `op` computes in: of its first floating result, else of its first floating operand, else ""."""
+    """The dtype in which `op` computes: of its first floating result, else of its first floating operand, else ""."""
     dtypes = [*(values[name].dtype for name in op.writes + op.reads), *(params[name].dtype for name in op.params)]
     return next((dtype for dtype in dtypes if dtype.startswith(_FLOATING)), "")
 
 
 def roofline_ns(work: int, moved: int, device: Device, dtype: str = "") -> int:
-    """Nanoseconds of one op: the slower of computing in `dtype` and moving, and one launch."""
+    """Nanoseconds of one op: the larger of computing in `dtype` and moving bytes, plus one launch."""
     compute = -(-work * 1_000_000_000 // device.reached(dtype))
     memory = -(-moved * 1_000_000_000 // device.reached_bytes_per_s)
     return max(compute, memory) + LAUNCH_NS[device.kind]
@@ -155,7 +154,7 @@ def moved_bytes(
 
 
 def saved_values(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> tuple[str, ...]:
-    """Names of the values (never parameters) that `op` keeps for its backward; empty when no gradient reaches it."""
+    """Names of the values (never parameters) that `op` saves for its backward; () if no gradient reaches it."""
     if not any(values[w].grad for w in op.writes):
         return ()
     row = row_of(op.target)
@@ -176,11 +175,11 @@ def saved_values(op: Op, values: Mapping[str, Value], params: Mapping[str, Param
 
 
 def _factors(op: Op, row: OpRow, values: Mapping[str, Value], params: Mapping[str, Param]) -> tuple[str, ...]:
-    """Operands that the gradient of another operand is multiplied by: `a` in a*b is kept when b needs a gradient."""
+    """Operands by which the gradient of another one is multiplied: a*b saves `a` if b needs a gradient."""
     added = added_operands(row)
     refs = [ref for place, ref in enumerate(_names(op)) if place not in added]
     needing = {i for i, ref in enumerate(refs) if _needs_grad(ref, values, params)}
-    if row.saves == "quotient":  # a/b: b for the gradient of a, both for that of b
+    if row.saves == "quotient":  # a/b: b for the gradient of a, both for the gradient of b
         kept = [ref for i, ref in enumerate(refs) if i == 1 or 1 in needing]
     else:
         kept = [ref for i, ref in enumerate(refs) if needing - {i}]
@@ -188,7 +187,7 @@ def _factors(op: Op, row: OpRow, values: Mapping[str, Value], params: Mapping[st
 
 
 def _names(op: Op) -> list[str]:
-    """The names of the tensor arguments in order."""
+    """Names of the tensor arguments in order."""
     return [ref[1:] for ref in operands(op)] or [*op.reads, *op.params]
 
 
@@ -197,7 +196,7 @@ def _needs_grad(name: str, values: Mapping[str, Value], params: Mapping[str, Par
 
 
 def _hidden_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Param], device: Device) -> int:
-    """Bytes kept for the backward in tensors that are no values of the graph."""
+    """Bytes saved for the backward in tensors that are not values of the graph."""
     if not any(values[w].grad for w in op.writes):
         return 0
     attrs, out = dict(op.attrs), values[op.writes[0]]
@@ -217,8 +216,8 @@ def _hidden_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Para
 def _attention_bytes(
     op: Op, attrs: Mapping[str, Literal], values: Mapping[str, Value], params: Mapping[str, Param], device: Device
 ) -> int:
-    """One float32 per query for a fused kernel, which on CUDA draws dropout's mask again in the backward.  A CPU has no
-    fused kernel with dropout: there scores, their mask and the product of both are kept."""
+    """One float32 per query for a fused kernel, which on CUDA draws dropout's mask again in the backward.  CPUs have no
+    fused kernel with dropout: scores, their mask and the product of both are saved."""
     query = shape_of(attrs.get("query"), values, params)
     key = shape_of(attrs.get("key"), values, params)
     if query is None or key is None:
@@ -234,7 +233,7 @@ def _item_bytes(value: Value) -> int:
 
 
 def storage(graph: Graph) -> dict[str, str]:
-    """For each value, the value or parameter whose storage it is.
+    """For each value, the value or parameter whose storage it shares.
 
     A view has its operand's.  A reshape is a view unless an op before it left its elements out of order (transpose,
     slice, expand), in which case it copies.  O(values).
@@ -257,8 +256,7 @@ def storage(graph: Graph) -> dict[str, str]:
 
 
 def _kept(graph: Graph, roots: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """For each op, the storages that stay from its forward to its backward because of it: every one is counted once,
-    for the first op that keeps it.  O(ops + values)."""
+    """For each op, the storages that it saves for its backward and no op before it saves.  O(ops + values)."""
     values, params = graph.value_map(), graph.param_map()
     counted: set[str] = set()
     result: dict[str, tuple[str, ...]] = {}

@@ -1,7 +1,7 @@
-"""Casts of parameters, as autocast makes one for every use of a weight.
+"""Casts of parameters, such as autocast makes for every use of a weight.
 
-The runtime makes each copy once a step, not once a micro-batch: the copy is held like a weight, costs no time in a
-forward, and is nothing that an op keeps for its backward.
+The runtime makes each copy once a step, not once a micro-batch: a copy is held like a weight, costs no time in a
+forward, and does not count among the tensors that an op saves for its backward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FLOATING = ("float", "bfloat")
 
 
 def cast_parameter(op: Op, params: Mapping[str, Param]) -> str | None:
-    """The parameter of which `op` makes a copy in another floating type and nothing else; None for any other op."""
+    """The parameter that `op` casts to another floating type; None for an op that does anything else."""
     if op.target != CAST or op.reads or len(op.params) != 1 or params[op.params[0]].kind != "param":
         return None
     given = {name: value for name, value in op.attrs if value is not None and value is not False}
@@ -40,14 +40,14 @@ def with_copies(params: tuple[Param, ...], ops: Iterable[Op], values: Iterable[V
 
 
 def cast_values(graph: Graph) -> dict[str, str]:
-    """For each value that is such a copy, the parameter.  O(ops)."""
+    """For each value that is a cast of a parameter, that parameter.  O(ops)."""
     params = graph.param_map()
     found = ((op, cast_parameter(op, params)) for op in graph.ops)
     return {op.writes[0]: name for op, name in found if name is not None}
 
 
 def without_casts(graph: Graph) -> Graph:
-    """A graph with costs in which such casts take no time in a forward, however they were measured.  O(ops)."""
+    """Set the time of casts of parameters to 0 in the forward, however they were measured.  O(ops)."""
     casts = cast_values(graph)
     ops = [replace(op, cost=replace(op.cost, fwd_ns=0)) if op.writes[0] in casts else op for op in graph.ops]
     return replace(graph, ops=tuple(ops)) if casts else graph

@@ -1,4 +1,4 @@
-"""One op as rules see it: its row of the table, and its arguments at two numbers of rows."""
+"""One op as the rules of the loss analysis see it: its row of the table, its arguments at two numbers of rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from autopart.passes.ops.table import op_name, row_of
 
 @dataclass(frozen=True)
 class OpContext:
-    """op and other_op: the op in both captures, of `rows` and `other_rows` rows; values and other_values likewise.
-    placements: of all values written so far."""
+    """An op in two captures, of `rows` and `other_rows` rows.  placements: of all values written so far."""
 
     op: Op
     other_op: Op
@@ -53,11 +52,11 @@ class OpContext:
         return next((value for name, value in self.op.attrs if name == key), default)
 
     def other_arg(self, key: str, default: Literal = None) -> Literal:
-        """The same argument in the other capture."""
+        """An argument by its name, in the other capture."""
         return next((value for name, value in self.other_op.attrs if name == key), default)
 
     def differs(self, key: str) -> bool:
-        """True when an argument is another one at the other number of rows."""
+        """Whether an argument differs between the captures."""
         return self.arg(key) != self.other_arg(key)
 
     def number(self, key: str, default: int) -> int:
@@ -71,11 +70,11 @@ class OpContext:
         return axis + ndim if axis < 0 else axis
 
     def is_tensor(self, ref: Literal) -> bool:
-        """True for "%name"."""
+        """Whether an argument is a tensor ("%name")."""
         return isinstance(ref, str) and ref.startswith("%")
 
     def tensors(self) -> list[str]:
-        """Every tensor argument, "%name", in order; those in lists too."""
+        """Every tensor argument in order, those in lists too, as "%name"."""
         return operands(self.op)
 
     def first(self) -> tuple[str, RowPlacement]:
@@ -90,7 +89,7 @@ class OpContext:
         return self.placements.get(ref[1:], CONSTANT)
 
     def is_statistic(self, ref: str) -> bool:
-        """True for running statistics that the op does not read."""
+        """Whether it is a running statistic that the op does not read."""
         own = self.arg("training") is True or self.arg("use_input_stats") is True
         return own and ref in (self.arg("running_mean"), self.arg("running_var"))
 
@@ -101,26 +100,26 @@ class OpContext:
             return self.placement(ref)
         return RowPlacement(REPLICATE, self.growth(ref, self.other_arg(key)))
 
-    def growth(self, mine: Literal, theirs: Literal) -> int:
-        """The power of R that a number grows with, from its values in both captures."""
-        if mine == theirs:
+    def growth(self, mine: Literal, other: Literal) -> int:
+        """The power of the number of rows that an argument is proportional to."""
+        if mine == other:
             return 0
-        if isinstance(mine, (int, float)) and isinstance(theirs, (int, float)) and mine and theirs:
-            ratio, step = mine / theirs, self.rows / self.other_rows
+        if isinstance(mine, (int, float)) and isinstance(other, (int, float)) and mine and other:
+            ratio, step = mine / other, self.rows / self.other_rows
             for power in (1, -1, 2, -2):
                 if math.isclose(ratio, step**power, rel_tol=1e-9):
                     return power
-        raise coupled(f"the number {mine!r} in the program is {theirs!r} at {self.other_rows} rows")
+        raise coupled(f"the number {mine!r} in the program is {other!r} at {self.other_rows} rows")
 
     def shape(self, ref: Literal) -> Shape:
-        """Shape of an operand given as "%name"; () for a number."""
+        """The shape of an operand given as "%name"; () for a number."""
         if not isinstance(ref, str) or not ref.startswith("%"):
             return ()
         name = ref[1:]
         return self.values[name].shape if name in self.values else self.params[name].shape
 
     def dtype(self, ref: Literal) -> str:
-        """dtype of an operand given as "%name"."""
+        """The dtype of an operand given as "%name"."""
         assert isinstance(ref, str)
         name = ref[1:]
         return self.values[name].dtype if name in self.values else self.params[name].dtype

@@ -1,9 +1,9 @@
 """Floating point operations of one op, forward and backward, from its row of the table.
 
-A multiply-add counts as 2 (as in torch.utils.flop_counter, whose numbers ours equal for matrix products, convolutions
-and attention).  Attention counts the whole square, also when it is causal.  Views and creation of constants count 0,
-reductions, normalisations and losses one per element read, everything else one per element written: right to a small
-factor for pointwise ops, which memory traffic bounds anyway.
+A multiply-add counts as 2, as in torch.utils.flop_counter, which gives the same numbers for matrix products,
+convolutions and attention.  Attention counts the whole square, causal or not.  Views and creation of constants count 0,
+reductions, norms and losses one per element read, all others one per element written, which is right up to a small
+factor for pointwise ops; their time depends on memory traffic anyway.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ def flops(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> i
 
 
 def backward_flops(op: Op, values: Mapping[str, Value], params: Mapping[str, Param]) -> int:
-    """FLOPs of the backward: for matrix products the forward's once per operand that needs a gradient (at most
-    twice), attention 5/2 (it recomputes its scores), all else once; 0 when no gradient reaches the op."""
+    """FLOPs of the backward of `op`, 0 if no gradient reaches it.
+
+    Of a matrix product those of the forward for each operand that needs a gradient (at most twice), of attention 5/2
+    (it recomputes its scores), of all else once.
+    """
     if not any(values[w].grad for w in op.writes):
         return 0
     forward, row = flops(op, values, params), row_of(op.target)
@@ -74,7 +77,7 @@ def operands(op: Op) -> list[str]:
 
 
 def shape_of(ref: Literal, values: Mapping[str, Value], params: Mapping[str, Param]) -> Shape | None:
-    """Shape of the operand that "%name" stands for; None for anything else."""
+    """The shape of the operand "%name"; None for other arguments."""
     if not isinstance(ref, str) or not ref.startswith("%"):
         return None
     name = ref[1:]
@@ -84,7 +87,7 @@ def shape_of(ref: Literal, values: Mapping[str, Value], params: Mapping[str, Par
 
 
 def _sizes(found: Letters, shapes: Sequence[Shape], result: Shape) -> dict[str, int]:
-    """The size of each letter: in the last factor that has it, else in the result."""
+    """The size of each letter: in the last factor with it, else in the result."""
     sizes = dict(zip(found.results[0], result, strict=False))
     for place, (names, shape) in enumerate(zip(found.operands, shapes, strict=False)):
         if place not in found.added:
@@ -93,7 +96,7 @@ def _sizes(found: Letters, shapes: Sequence[Shape], result: Shape) -> dict[str, 
 
 
 def _product(term: str, sizes: Mapping[str, int]) -> int:
-    """Of the sizes of the axes that a term like "...mnk" names."""
+    """The product of the sizes of the axes in a term like "...mnk"."""
     product = 1
     if "..." in term:
         product = math.prod(size for name, size in sizes.items() if name.startswith("."))

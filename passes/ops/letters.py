@@ -20,8 +20,8 @@ Arguments = Mapping[str, Literal]
 
 @dataclass(frozen=True, slots=True)
 class Letters:
-    """operands: the names of the axes of each tensor argument; of further ones nothing is known.  results: the same of
-    each result; a single one stands for all.  added: the operands that are added to the product of the others."""
+    """The letters of one call.  operands, results: names of the axes of each; operands may be missing at the end, and
+    a single result stands for all.  added: numbers of the operands that are added to the product of the others."""
 
     operands: tuple[Names, ...]
     results: tuple[Names, ...]
@@ -30,7 +30,7 @@ class Letters:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """One of the forms that the axes of an op are written in.  open: further operands have no letters."""
+    """One of the alternatives in `OpRow.axes`.  open: further operands have no letters."""
 
     flag: str
     terms: tuple[str, ...]
@@ -39,7 +39,7 @@ class _Form:
     results: tuple[str, ...]
 
     def fits(self, arguments: Arguments, shapes: Sequence[Shape], result: Shape) -> bool:
-        """Whether a call has as many operands and axes as the form."""
+        """Whether a call has the operands and axes of the form."""
         if self.flag and arguments.get(self.flag) is not True:
             return False
         if len(shapes) > len(self.terms) and not self.open:
@@ -50,7 +50,7 @@ class _Form:
 
 
 def letters(row: OpRow, arguments: Arguments, shapes: Sequence[Shape], result: Shape) -> Letters | None:
-    """The letters of a call; None when the row has none, or none that fit.
+    """The letters of a call; None if the row has none that fit.
 
     arguments: of the op, by name.  shapes: of its tensor arguments, in order.  result: shape of a result of it.
     O(axes).
@@ -75,7 +75,7 @@ def _forms(axes: str, operands: int) -> tuple[_Form, ...]:
 
 
 def added_operands(row: OpRow) -> frozenset[int]:
-    """Which operands are added to the product of the others, in every form of the op."""
+    """Numbers of the operands that are added to the product of the others."""
     forms = () if row.axes == "equation" else _forms(row.axes, 0)
     return forms[0].added if forms else frozenset()
 
@@ -122,7 +122,7 @@ def _names(term: str, ndim: int) -> Names:
 
 
 def _added_names(term: str, ndim: int) -> Names:
-    """An operand that is broadcast to the letters of `term`: it may lack the first ones."""
+    """Names for an operand that is broadcast to the letters of `term`: it may lack the first ones."""
     letters = term.replace("...", "")
     if "..." in term and ndim > len(letters):
         return _names(term, ndim)
@@ -130,7 +130,7 @@ def _added_names(term: str, ndim: int) -> Names:
 
 
 def _broadcast(operands: Sequence[Names], shapes: Sequence[Shape]) -> tuple[Names, ...]:
-    """The same, with no name for an axis of size 1 that another operand's axis of that name is larger than."""
+    """Drop the name of an axis of size 1 where an axis of that name is larger in another operand."""
     pairs = list(zip(operands, shapes, strict=False))
     large = {name for names, shape in pairs for name, size in zip(names, shape, strict=True) if size != 1}
 
@@ -152,7 +152,7 @@ def _with_named_axes(row: OpRow, form: _Form, arguments: Arguments, shapes: Sequ
 
     others = [axis for axis in range(ndim) if axis not in axes]
     operands = [names(term, len(shape)) for term, shape in zip(form.terms, shapes, strict=False)]
-    if form.results == ("...",) and len(result) == ndim:  # keepdim: what is dropped stays as axes of size 1
+    if form.results == ("...",) and len(result) == ndim:  # keepdim: dropped axes stay with size 1
         out = tuple("" if axis in axes else every[axis] for axis in range(ndim))
     else:
         out = names(form.results[0], ndim)
@@ -201,14 +201,14 @@ def _order(name: str, arguments: Arguments, ndim: int) -> list[int]:
 
 
 def ints(value: Literal) -> tuple[int, ...]:
-    """One int or several, as a tuple."""
+    """An int or a tuple of ints as a tuple."""
     if isinstance(value, int):
         return (value,)
     return tuple(item for item in value if isinstance(item, int)) if isinstance(value, tuple) else ()
 
 
 def einsum_letters(equation: str, shapes: Sequence[Shape]) -> tuple[list[Names], Names] | None:
-    """A name for each axis of each operand, and of the result; None when the equation is not understood."""
+    """Names for the axes of each operand and of the result; None if the equation is not understood."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if len(terms) != len(shapes):

@@ -1,7 +1,7 @@
-"""Ops that are alike: models repeat their layers, so what holds for one op of a class is worked out once for all.
+"""Classes of equal ops: models repeat their layers, so that costs are computed once for each class.
 
-Two ops are alike when they do the same at the same shapes in both captures of the model, whatever the names; then they
-do at every number of rows, since every size lies on the line through its two captures (`scale`).
+Two ops are equal if they have the same target, arguments and shapes in both captures of the model, whatever the names;
+then they have at every number of rows, since every size lies on the line through the two captures (`resize`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def op_classes(graph: Graph, other: Graph, also: Sequence[tuple[str, ...]]) -> t
     """The class of each op: a number counted from 0 in order of appearance.
 
     graph, other: captures of one model, of equal structure.  also: for each op, further values and parameters that
-    count as its operands.  Of numbers among the arguments 1, 1.0 and True are the same.  O(size of the graph).
+    count as its operands.  1, 1.0 and True are equal as arguments.  O(size of the graph).
     """
     looks = _looks(graph, other)
     classes: dict[object, int] = {}
@@ -38,13 +38,13 @@ def op_classes(graph: Graph, other: Graph, also: Sequence[tuple[str, ...]]) -> t
 
 
 def first_of(classes: Sequence[int]) -> tuple[int, ...]:
-    """For each class, the place of its first op."""
+    """The place of the first op of each class."""
     first = {number: place for place, number in reversed(list(enumerate(classes)))}
     return tuple(first[number] for number in range(len(first)))
 
 
 def nameless(literal: Literal, place: dict[str, int]) -> Literal:
-    """The literal with operands by their number of appearance instead of their names."""
+    """The literal with operands numbered in order of appearance instead of named."""
     if isinstance(literal, tuple):
         return tuple([nameless(item, place) for item in literal])
     if isinstance(literal, str) and literal[:1] == "%":
@@ -53,7 +53,7 @@ def nameless(literal: Literal, place: dict[str, int]) -> Literal:
 
 
 def _looks(graph: Graph, other: Graph) -> dict[str, int]:
-    """What is known of each value and parameter besides its name, as a number."""
+    """For each value and parameter, a number that stands for everything but its name."""
     numbers: dict[object, int] = {}
     looks: dict[str, int] = {}
     for v, twin in zip(graph.values, other.values, strict=True):

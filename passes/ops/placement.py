@@ -1,19 +1,19 @@
-"""How a value of a micro-batch relates to the same value of the whole batch: the lattice that letters propagate.
+"""How a value of a micro-batch relates to that value of the whole batch: the lattice of the loss analysis.
 
-R is the number of rows of the (micro-)batch.  With f = R^-scale, times `count` where one is given, the value v is
+R is the number of rows of the (micro-)batch.  With f = R^-scale, times `count` if there is one, the value v is
 
     REPLICATE  f*v is the same for every micro-batch (a parameter, a mask, a number in the program)
     SHARD      f*v of a micro-batch is a slice of f*v of the whole batch, along `axis`
     PARTIAL    f*v of the whole batch is the sum of those of the micro-batches
-    TERMS      a linear combination of values of the three kinds above with different factors, each weighed by itself
+    TERMS      a linear combination of values of the three kinds above with different factors
     INDEX      v holds the number of the row, counted from the start of the micro-batch
-    UNPROVEN   an op that the rules do not know; a numeric test may show that the value is SHARD
-    COUPLED    it depends on rows of other micro-batches, or on how many there are, in no way that can be undone
+    UNPROVEN   the result of an op without a rule; a numeric test may show that the value is SHARD
+    COUPLED    it depends on rows of other micro-batches, or on their number, and no weight can undo that
 
 So a sum over rows is PARTIAL with scale 0; a mean over rows is PARTIAL with scale -1 (R*v adds up); a token mean is
 PARTIAL with the count of tokens.  Rows along an axis: the axis has size stride_factor * R * inner, and an element's row
 is the middle index: flattening (batch, sequence) gives stride_factor 1, flattening (sequence, batch) gives
-stride_factor = sequence.  stride_factor 0 stands for "any": every row holds the same.
+stride_factor = sequence.  stride_factor 0 means that all rows are equal.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ INDEX, UNPROVEN, COUPLED = "index", "unproven", "coupled"
 
 @dataclass(frozen=True, slots=True)
 class RowPlacement:
-    """One element of the lattice; the module docstring says what the fields mean.
+    """One element of the lattice, see the module docstring.
 
     witness: for PARTIAL with scale -1, a value whose elements add up to R*v times a constant.  zero: for REPLICATE, v
-    is 0.  gated: for UNPROVEN, what it holds may hinge on a comparison of unproven values, which data rarely shows.
-    why: for COUPLED and UNPROVEN, the reason; op: the op where it began.
+    is 0.  gated: for UNPROVEN, v depends on a comparison of unproven values, which a test on numbers may miss.  why:
+    for COUPLED and UNPROVEN, the reason; op: the op that is the cause.
     """
 
     tag: str
@@ -49,21 +49,21 @@ class RowPlacement:
 
     @property
     def plain(self) -> bool:
-        """True when v itself, without a factor, is replicated, a slice or a sum."""
+        """Whether f is 1."""
         return self.scale == 0 and self.count is None
 
     @property
     def factor(self) -> tuple[int, LossReduction | None]:
-        """What f is made of."""
+        """The two parts of f."""
         return self.scale, self.count
 
     @property
     def has_rows(self) -> bool:
-        """True when it holds rows of the batch, or their numbers, along `axis`."""
+        """Whether v holds rows of the batch, or their numbers, along `axis`."""
         return self.tag in (SHARD, INDEX)
 
     def along(self, axis: int, stride_factor: int | None = None) -> RowPlacement:
-        """The same rows along another axis."""
+        """This placement with its rows along another axis."""
         factor = self.stride_factor if stride_factor is None else stride_factor
         return RowPlacement(self.tag, self.scale, self.count, axis, factor)
 
@@ -80,17 +80,17 @@ class RuleExit(Exception):
 
 
 def coupled(why: str) -> RuleExit:
-    """The op couples rows for a known reason."""
+    """The exit for an op that couples rows."""
     return RuleExit(RowPlacement(COUPLED, why=why))
 
 
 def unproven(why: str) -> RuleExit:
-    """The rules cannot tell whether the op couples rows."""
+    """The exit for an op that may couple rows."""
     return RuleExit(RowPlacement(UNPROVEN, why=why))
 
 
 def multiplied(factors: Iterable[RowPlacement]) -> tuple[int, LossReduction | None]:
-    """Scale and count of a product: scales add up, and at most one factor may have a count."""
+    """The scale and count of a product: scales add up, and at most one factor may have a count."""
     factors = list(factors)
     counts = [placement.count for placement in factors if placement.count is not None]
     if len(counts) > 1:
@@ -99,7 +99,7 @@ def multiplied(factors: Iterable[RowPlacement]) -> tuple[int, LossReduction | No
 
 
 def need_plain(operands: Iterable[RowPlacement]) -> None:
-    """Raise unless no operand is a sum or mean over rows, or was scaled by a number of rows."""
+    """Refuse operands that are row numbers, sums over rows, or scaled by a number of rows."""
     for placement in operands:
         if placement.tag == INDEX:
             raise unproven("it computes with the number of the row in the micro-batch")
@@ -110,7 +110,7 @@ def need_plain(operands: Iterable[RowPlacement]) -> None:
 
 
 def same_stride(operands: Iterable[RowPlacement]) -> int:
-    """The common layout of the rows; raises when two differ."""
+    """The common stride factor of the operands; raises if two differ."""
     factors = {placement.stride_factor for placement in operands} - {0}
     if len(factors) > 1:
         raise unproven("its operands hold the rows in different orders")
@@ -118,7 +118,7 @@ def same_stride(operands: Iterable[RowPlacement]) -> int:
 
 
 def added(terms: list[RowPlacement]) -> RowPlacement:
-    """RowPlacement of a sum (or concatenation) of PARTIAL and REPLICATE terms.
+    """The placement of a sum (or concatenation) of PARTIAL and REPLICATE terms.
 
     A constant term is harmless in a mean and repeated once per micro-batch in a sum, unless it grows with the batch
     itself: v + c keeps factor f when f*c adds up too, so c needs one power of R more than v, or v a count.

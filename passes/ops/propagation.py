@@ -1,5 +1,5 @@
-"""The rules that follow from the letters of an op: rows along a letter that the result keeps stay apart, along a letter
-that is summed over they add up, along a letter that is mixed they are coupled."""
+"""The general rules of the loss analysis: rows along a letter that the result keeps stay apart, along a letter that is
+summed over they add up, along a letter that is mixed they are coupled."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class _Operand(NamedTuple):
 
     @property
     def rows_name(self) -> str:
-        """The name of the axis that holds the rows."""
+        """The letter of the axis that holds the rows."""
         return self.names[self.placement.axis]
 
 
 def by_letters(context: OpContext) -> RowPlacement | list[RowPlacement]:
-    """The placement of the results of any op that has letters.  No operand may be COUPLED or UNPROVEN."""
+    """The placements of the results of an op with letters.  No operand may be COUPLED or UNPROVEN."""
     letters = _letters(context)
     match context.row.linear:
         case "each" | "mean":
@@ -67,7 +67,7 @@ def _letters(context: OpContext) -> Letters:
 
 
 def _operands(context: OpContext, letters: Letters) -> list[_Operand]:
-    """Every argument that is a tensor, or a number that changes with the rows."""
+    """The arguments that are tensors, or numbers that change with the rows."""
     pairs = zip(context.tensors(), letters.operands, strict=False)
     found = [_Operand(context.placement(ref), names, context.shape(ref)) for ref, names in pairs]
     for key, value in context.op.attrs:
@@ -77,7 +77,7 @@ def _operands(context: OpContext, letters: Letters) -> list[_Operand]:
 
 
 def _pair(context: OpContext, letters: Letters) -> list[_Operand]:
-    """Both arguments of a binary op, tensors or numbers."""
+    """The two arguments of a binary op, tensors or numbers."""
     names = iter(letters.operands)
 
     def operand(key: str) -> _Operand:
@@ -116,7 +116,7 @@ def combined(
 
 
 def any_function(context: OpContext) -> list[RowPlacement]:
-    """An op that is not linear: its operands must be plain, and no axis with rows may be mixed."""
+    """The rule for an op that is not linear: its operands must be plain, and it may not mix an axis of rows."""
     letters = _letters(context)
     operands = _operands(context, letters)
     if any(operand.placement.tag == INDEX for operand in operands):
@@ -132,8 +132,8 @@ def any_function(context: OpContext) -> list[RowPlacement]:
 
 
 def _of_result(axis: int | None, every: list[RowPlacement]) -> RowPlacement:
-    """Which of several results is used, its shapes tell."""
-    if axis is None:  # such as the mean and variance in training that batch norm makes
+    """The placement of a result, told from its axis of rows."""
+    if axis is None:  # such as the mean and variance of batch norm in training
         return RowPlacement(COUPLED, why="it uses statistics of the batch")
     return next((placement for placement in every if placement.axis == axis), every[0])
 
@@ -184,7 +184,7 @@ def spread(context: OpContext, placement: RowPlacement, axis: int | None = None)
 
 
 def without_rows(context: OpContext, placement: RowPlacement) -> RowPlacement:
-    """A linear op on a value that has no rows axis.  What a sum is proportional to is known for single numbers only."""
+    """The rule for a linear op on a value without rows.  A sum keeps its witness only as a single number."""
     sizes = math.prod(context.out.shape), math.prod(context.shape(context.tensors()[0]))
     if placement.tag == PARTIAL and max(sizes) > 1:
         return RowPlacement(PARTIAL, placement.scale, placement.count)
@@ -192,7 +192,7 @@ def without_rows(context: OpContext, placement: RowPlacement) -> RowPlacement:
 
 
 def _sum(context: OpContext, letters: Letters) -> RowPlacement:
-    """add, sub, rsub: the factors of both operands must agree; a term that is the number 0 does not count."""
+    """add, sub, rsub: the factors of both operands must agree; the number 0 as a term does not count."""
     if context.differs("alpha"):
         raise coupled("its factor alpha changes with the size of the batch")
     other, terms = context.arg("other"), _pair(context, letters)
@@ -219,7 +219,7 @@ def _total(terms: list[_Operand], result: Sequence[str]) -> RowPlacement:
 
 
 def _product_and_sum(context: OpContext, letters: Letters) -> RowPlacement:
-    """A product summed over what the result lacks; and what is added to it."""
+    """The rule for a product that is summed over what the result lacks, with operands that are added to it."""
     if context.row.family == POINTWISE:
         return _product(context, _pair(context, letters), letters.results[0])
     if any(len(set(names)) < len(names) - names.count("") for names in letters.operands):
@@ -250,7 +250,7 @@ def _product(context: OpContext, operands: list[_Operand], result: Sequence[str]
 
 
 def divide(context: OpContext) -> RowPlacement | list[RowPlacement]:
-    """div: by a constant, row by row, or by a count of the batch (a token mean)."""
+    """The rule for div: by a constant, row by row, or by a count of the batch (a token mean)."""
     letters = _letters(context)
     above, below = _pair(context, letters)
     if context.arg("rounding_mode") is not None:
@@ -265,7 +265,7 @@ def divide(context: OpContext) -> RowPlacement | list[RowPlacement]:
 
 
 def _divided_by_sum(context: OpContext, above: RowPlacement, below: RowPlacement) -> RowPlacement:
-    """x / n with n a sum (or mean) over the rows: a mean weighted by n, when n is a count."""
+    """x / n with n a sum or mean over the rows: a mean weighted by n if n is a count."""
     ref = context.arg("other")
     assert isinstance(ref, str)
     if context.values[ref[1:]].grad:
@@ -281,7 +281,7 @@ def _divided_by_sum(context: OpContext, above: RowPlacement, below: RowPlacement
 
 
 def cast(context: OpContext) -> RowPlacement | list[RowPlacement]:
-    """clone, casts: linear unless the result is integer and the operand is not."""
+    """The rule for clone and casts: linear unless the result is an integer and the operand is not."""
     ref, placement = context.first()
     before, after = context.dtype(ref), context.out.dtype
     if placement.tag == INDEX and before != after and "int" not in after:

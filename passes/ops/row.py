@@ -1,4 +1,4 @@
-"""What is known about one kind of op: the columns of the table of ops.
+"""A row of the table of ops: its columns, and how they are written.
 
 Letters name axes, as in einsum: "mk, kn -> mn".  Operands stand in the order of the op's tensor arguments (lists of
 tensors flattened), results behind the arrow; optional operands at the end may be missing.
@@ -11,8 +11,8 @@ tensors flattened), results behind the arrow; optional operands at the end may b
     *       any number of further operands without letters
     p | q   the first of several forms that has as many axes as the operands; "flag: p" only if argument flag is true
 
-What follows from the letters: rows of the batch along a letter that stands in the result stay apart; along a letter
-that is summed over they add up (`linear`), and along a letter in `mixes` every result depends on every row.
+From the letters follows: rows of the batch along a letter of the result stay apart; along a letter that is summed over
+they add up (`linear`), and along a letter in `mixes` every result depends on every row.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ class OpRow:
 
     @property
     def free(self) -> bool:
-        """True for an op that computes nothing: a view, or a constant."""
+        """Whether the op computes nothing: a view, or a constant."""
         return self.family in (VIEW, CREATION)
 
 
 def check(row: OpRow) -> OpRow:
-    """Check a row and return it: known words; and of an op that is not linear, nor a loss that averages, every letter
-    that the result lacks is said to be mixed.  Raises UsageError."""
+    """Check a row and return it: its words are known, and a letter that the result lacks is among the mixed ones, if
+    the op is neither linear nor a loss that averages.  Raises UsageError."""
     for column, allowed in (("family", FAMILIES), ("linear", LINEAR), ("saves", SAVES)):
         value = getattr(row, column)
         if value not in allowed:

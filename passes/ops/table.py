@@ -1,8 +1,7 @@
 """The table of ops: one row for each, with its axes as letters, what it saves, and what it computes (`row.OpRow`).
 
-Costs, saved values, the loss analysis, what is random and what is a view are all read from here.  An op without a row
-is treated as pointwise where costs are concerned, and as unknown where exactness is.  `register` adds a row for an op
-of your own.
+Costs, saved values, the loss analysis, random ops and views all depend on it.  An op without a row has the costs of a
+pointwise op, and is unknown to the analyses.  `register` adds a row for an op of your own.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from autopart.passes.ops.row import (
 
 
 def _rows(names: str, family: str, axes: str = "", **columns: Any) -> Iterator[OpRow]:
-    """The same row for several ops."""
+    """One row for each of several ops."""
     for name in names.split():
         yield OpRow(name, family, axes, **columns)
 
@@ -85,7 +84,7 @@ def _pointwise() -> Iterator[OpRow]:
 
 
 def _reductions() -> Iterator[OpRow]:
-    """What drops the axes D, and what runs along them."""
+    """Ops that drop the axes D, and ops that run along them."""
 
     def over(names: str, *, named_by: str = "dim=all", mixes: str = "D", **columns: Any) -> Iterator[OpRow]:
         return _rows(names, REDUCTION, "...D -> ...", named_by=named_by, mixes=mixes, flops="read", **columns)
@@ -303,14 +302,14 @@ _REGISTERED: dict[str, OpRow] = {}
 def register(row: OpRow) -> OpRow:
     """Add a row for an op of your own, for the rest of this process, and return it.
 
-    Register the same rows in every process that plans.  Raises UsageError for a row that is not valid, or that
-    contradicts the one an op has already.
+    Register the same rows in every process that plans.  Raises UsageError for a row that is not valid, or for an op
+    that has another row already.
     """
     known = _ROWS.get(check(row).name, row)
     if known != row:
         raise UsageError(
             f"op {row.name!r} has another row already",
-            why="the plans made so far were made with that one",
+            why="earlier plans were made with that row",
             fix="give every op one row, and do not register rows for ATen's ops",
         )
     _ROWS[row.name] = _REGISTERED[row.name] = row
@@ -319,12 +318,12 @@ def register(row: OpRow) -> OpRow:
 
 
 def registered() -> tuple[OpRow, ...]:
-    """The rows that were added, by name."""
+    """The registered rows, by name."""
     return tuple(_REGISTERED[name] for name in sorted(_REGISTERED))
 
 
 def rows() -> tuple[OpRow, ...]:
-    """Every row."""
+    """All rows."""
     return tuple(_ROWS.values())
 
 
@@ -332,8 +331,8 @@ def rows() -> tuple[OpRow, ...]:
 def op_name(target: str) -> str:
     """The op's own name: "aten.add.Tensor" -> "add".
 
-    transformers' own ops are known by name, as ATen's are; those of other libraries keep theirs: "mylib.f.default" ->
-    "mylib.f".
+    Ops of transformers are known by name alone, like those of ATen; other libraries keep their prefix:
+    "mylib.f.default" -> "mylib.f".
     """
     parts = target.split(".")
     if parts[0] in ("aten", "transformers") and len(parts) > 1:
@@ -343,15 +342,14 @@ def op_name(target: str) -> str:
 
 @lru_cache(maxsize=4096)
 def row_of(target: str) -> OpRow:
-    """The row of an op, by its name and overload ("max.dim") or by its name; of an unknown op one without letters."""
+    """The row of an op, by name and overload ("max.dim") or by name; an unknown op gets one without letters."""
     name, overload = op_name(target), target.rpartition(".")[2]
     return _ROWS.get(f"{name}.{overload}") or _ROWS.get(name) or OpRow(name, OTHER)
 
 
 @lru_cache(maxsize=4096)
 def keeps(target: str) -> str:
-    """When an op hands autograd what its derivative needs: "" never, "before" it runs, or "after", also where that is
-    not known."""
+    """When an op gives autograd the tensors that it saves: "" never, "before" it runs, or "after", also if unknown."""
     row = row_of(target)
     if row.saves == "nothing" and not row.hidden:
         return ""

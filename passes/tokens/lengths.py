@@ -1,25 +1,22 @@
-"""The lengths of token slices: how a sequence is cut so that a pipeline is filled soonest.
+"""The lengths of token slices that minimise the time of a pipeline.
 
 With stages that take alpha_k * t for a slice of time t, in a fill-drain order, minimise over cuts of the tokens
 
     alpha_max * sum of t over all slices of all micro-batches  +  (sum of the other alphas) * the longest t
 
-TeraPipe's objective (ICML 2021, section 3.3), whose K - 1 is the case of equal stages; there it is the exact makespan
-of a flow shop.  t is of a slice of some length behind some context: later slices see more tokens, so the best cuts
-begin with long slices.  Times here are those of the slowest stage, and `others` is
-(sum of the other alphas) / alpha_max.
+This is TeraPipe's objective (ICML 2021, section 3.3) for unequal stages; for equal ones it is the exact makespan.  t
+depends on the length of a slice and its context: later slices see more tokens, so the best cuts begin with long slices.
+Times here are those of the slowest stage, and `others` is (sum of the other alphas) / alpha_max.
 
 For a limit T on the longest t, the least sum is a shortest path over the cells c of the sequence:
 
     S[0] = 0,   S[c + k] = min over c of S[c] + t[c, k]   where t[c, k] <= T
 
-S never grows with T, so of all T between two of which the upper one is solved, none is better than that sum with the
-lower T.  Limits that cannot win by this bound are not solved, which covers TeraPipe's rule of stopping once T itself is
-too large, and leaves few of them: the answer is exact over all T.
+S never grows with T, so the sum of a solved T is a lower bound for all lower T.  Limits that cannot win by this bound
+are not solved; the answer is exact over all T.
 
-Assumed, and wrong where: stages differ by a factor, the same for all slices (for 20% of imbalance that does not, the
-bound is 2.5% above the simulated truth on average); forward and backward are one time (0.2% on average).  So what comes
-out of this is simulated.
+Assumed: stages differ by one factor for all slices (else, at 20% imbalance, the objective is 2.5% above the simulated
+time on average), and forward and backward are one time (0.2% on average).  So the result is simulated.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ SliceCost = Callable[[int, Ints, Ints], npt.ArrayLike]
 """(rows, lengths, contexts) to the nanoseconds of a slice on the slowest stage, forward, backward and messages."""
 
 NEVER = 1 << 58
-"""More than any time; sums of two still fit 64 bits."""
+"""Larger than any time; the sum of two still fits 64 bits."""
 _AT_ONCE = 64
 """Limits that are solved together."""
 
@@ -63,7 +60,7 @@ class TokenCut:
 class SliceTimes:
     """Nanoseconds of every slice of a sequence of `tokens`, cut in cells of `step` tokens, the last one shorter.
 
-    ns[c, k]: of the k cells behind the first c; NEVER where there is no such slice.
+    ns[c, k]: of the k cells after the first c; NEVER if there is no such slice.
     """
 
     tokens: int
@@ -72,20 +69,20 @@ class SliceTimes:
 
     @property
     def cells(self) -> int:
-        """Number of cells."""
+        """The number of cells."""
         return len(self.ns)
 
     def lengths(self, ends: Sequence[int]) -> tuple[int, ...]:
-        """In tokens, of slices that end at these cells."""
+        """The lengths in tokens of slices that end at these cells."""
         places = [0, *(min(end * self.step, self.tokens) for end in ends)]
         return tuple(b - a for a, b in pairwise(places))
 
 
 def slice_times(cost: SliceCost, rows: int, tokens: int, step: int = 8, shortest: int = 1) -> SliceTimes:
-    """Times of all slices of micro-batches of so many rows, in ns.
+    """Times in nanoseconds of all slices of micro-batches of `rows` rows.
 
-    step: lengths are multiples of it, but for the last.  shortest: tokens below which a slice is not worth its launch;
-    the whole sequence always is.  Raises UsageError for a size below 1.  O(cells^2) and one call of `cost`.
+    step: lengths are multiples of it, except the last.  shortest: the least tokens of a slice, except the whole
+    sequence.  Raises UsageError for a size below 1.  O(cells^2) and one call of `cost`.
     """
     if min(rows, tokens, step) < 1:
         raise UsageError(f"{rows} rows of {tokens} tokens in steps of {step}", why="each has to be at least 1")
@@ -100,16 +97,15 @@ def slice_times(cost: SliceCost, rows: int, tokens: int, step: int = 8, shortest
 
 
 def other_stages(stage_ns: Sequence[int]) -> float:
-    """`others` of stages that take these times for the same slice: K - 1 where they are equal."""
+    """`others` of stages that take these times for one slice: K - 1 if they are equal."""
     most = max(stage_ns)
     return (sum(stage_ns) - most) / most if most else float(len(stage_ns) - 1)
 
 
 def cut_tokens(times: SliceTimes, micros: int, others: float) -> TokenCut:
-    """The best cut that `micros` equal micro-batches share; one slice where no cut is better.
+    """The best cut that `micros` equal micro-batches share; one slice if no cut is better.
 
-    O(limits solved * cells^2), in numpy over 64 limits; cells^2 / 2 limits at most, of which usually some hundred are
-    solved.
+    O(limits solved * cells^2), in numpy over 64 limits; of cells^2 / 2 limits usually some hundred are solved.
     """
 
     def totals(limits: Ints) -> Ints:
@@ -158,7 +154,7 @@ def best_limit(limits: Ints, totals: Callable[[Ints], Ints], others: float) -> i
 
 
 def least_sums(times: SliceTimes, limits: Ints) -> Ints:
-    """S for each limit: [limit, cell] to the least sum of times up to that cell, NEVER where there is none."""
+    """S for each limit: [limit, cell] is the least sum of times up to that cell, NEVER if no cut keeps the limit."""
     cells = times.cells
     found = np.full((len(limits), cells + 1), NEVER, dtype=np.int64)
     found[:, 0] = 0
@@ -179,7 +175,7 @@ def least_sums(times: SliceTimes, limits: Ints) -> Ints:
 
 
 def best_path(times: SliceTimes, limit: int) -> tuple[tuple[int, ...], int, int]:
-    """(lengths in tokens, sum, longest) of the best path under a limit: of equals, the shortest slices at the end."""
+    """(lengths in tokens, sum, longest) of the best path under a limit; of equal ones that with short last slices."""
     sums = least_sums(times, np.array([limit]))[0]
     ends: list[int] = []
     slowest, cell = 0, times.cells

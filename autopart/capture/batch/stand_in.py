@@ -20,7 +20,7 @@ _AS_THEY_ARE = (type(None), bool, int, float, str)
 
 
 def describe(batch: Batch) -> dict[str, Any]:
-    """Return lists and dictionaries that `stand_in` reads.  Raises BatchError for containers that cannot be described."""
+    """Return what `stand_in` reads.  Raises BatchError for containers that cannot be described."""
     try:
         spec = pytree.treespec_dumps(batch.spec)
     except NotImplementedError as error:

@@ -14,7 +14,6 @@ from autopart.passes.program.nccl_rules import (
     SENT,
     Collective,
     Comm,
-    Compute,
     Item,
     MessageEnd,
     Post,
@@ -23,7 +22,6 @@ from autopart.passes.program.nccl_rules import (
 )
 from autopart.passes.program.posting import with_posting
 
-_COMPUTE = Compute()
 _Comm = tuple[str | int, ...]
 """The purpose of a communicator, and its ranks."""
 HOST: _Comm = ("host",)
@@ -129,8 +127,6 @@ def _part(program: Program, rank: int, part: Sequence[Action]) -> list[Item]:
                 Wait(("pair", *sorted((rank, source))), source, _name(send)) for source in sources if source != rank
             ]
             continue
-        if role != COLLECTIVE:
-            found.append(_COMPUTE)
         if role in (COLLECTIVE, COMPUTE) and program.joins(rank, action):
             comms = _collectives(program, action)
             found += [Collective(comm, name) for comm, name in comms if comm == HOST or rank in comm]

@@ -45,16 +45,6 @@ class MessageEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
-    """Takes a while and waits for nobody."""
-
-    label: str = "compute"
-
-    def __str__(self) -> str:
-        return self.label
-
-
-@dataclass(frozen=True, slots=True)
 class Post:
     """Messages posted together to one communicator."""
 
@@ -88,7 +78,8 @@ class Collective:
         return f"{self.label} over {self.comm}"
 
 
-Item = Compute | Post | Wait | Collective
+Item = Post | Wait | Collective
+"""Whatever waits for another rank; computes wait for nobody and are left out."""
 
 
 def play(
@@ -136,9 +127,7 @@ class _Play:
     def _advance(self, rank: int) -> None:
         """Let the host of a rank go on as far as it can."""
         while (item := self._front(rank)) is not None and not self._wrong:
-            if isinstance(item, Compute):
-                self._at[rank] += 1
-            elif isinstance(item, Wait):
+            if isinstance(item, Wait):
                 if (rank, item.comm, item.peer, item.message) not in self._arrived:
                     return
                 self._at[rank] += 1

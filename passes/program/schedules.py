@@ -262,10 +262,10 @@ def pattern(schedule: Schedule, shape: Shape) -> Pattern:
     """Return the pattern of a schedule, cached: candidates of a search share few.  O(stages * micros * slices)."""
     orders = tuple(turns for turns in worker_orders(schedule, shape) if turns)
     whole = shape.slices == 1 and not shape.alternates
-    return Pattern(shape, orders, whole and in_one_order(orders, shape.stages))
+    return Pattern(shape, orders, whole and _in_one_order(orders, shape.stages))
 
 
-def in_one_order(orders: Iterable[Iterable[Turn]], stages: int) -> bool:
+def _in_one_order(orders: Iterable[Iterable[Turn]], stages: int) -> bool:
     """Return whether all stages take the micro-batches in one order forward, and in one order backward."""
     micros: dict[tuple[str, int], list[int]] = {}
     for turns in orders:

@@ -25,7 +25,7 @@ from autopart.ir.program import (
 from autopart.ir.timeline import Span, Timeline
 from autopart.passes.program.linearize import receivers, senders
 from autopart.passes.program.routing import Tied
-from autopart.passes.program.schedules import Pattern, in_one_order
+from autopart.passes.program.schedules import Pattern
 from autopart.passes.simulation.play import (
     MEETS,
     NO_WIRE,
@@ -156,27 +156,13 @@ def ordered_ns(
 
 
 def _program_lanes(program: Program, work: Work) -> tuple[list[Lane], list[Meeting]]:
-    stages, order = range(len(program.stage_ranks)), program.order
-    turns = [(a.kind, a.stage, a.micro) for a in order if ACTIONS[a.kind].role == COMPUTE]
-    whole = program.slices == 1 and not any(program.division(stage).in_turn for stage in stages)
-    in_order = whole and in_one_order([turns], len(stages))
-    code = _StepCode(work, program.groups(TIED), in_order=in_order)
-    workers = _workers(program)
+    code, workers, lanes = _StepCode(work, program.groups(TIED), in_order=False), _workers(program), []
     parts = program.parts(tuple(ranks[0] for _, ranks in workers))
-    known: dict[tuple[str, int, int | None], WorkerStep] = {}
-
-    def step(action: Action, rank: int) -> WorkerStep:
-        if not in_order:
-            return code.step(action, leads=rank == program.stage_ranks[action.stage][0])
-        key = action.kind, action.slot.stage, action.peer
-        if key not in known:
-            known[key] = code.step(action)
-        return known[key]
-
-    return [
-        Lane(ranks[0], own, [step(action, ranks[0]) for action in part], part)
-        for (own, ranks), part in zip(workers, parts, strict=True)
-    ], code.meetings
+    for (stages, ranks), part in zip(workers, parts, strict=True):
+        own = ranks[0]
+        led = {s for s in stages if not program.division(s).in_turn or own == program.stage_ranks[s][0]}
+        lanes.append(Lane(own, stages, [code.step(action, leads=action.stage in led) for action in part], part))
+    return lanes, code.meetings
 
 
 def _workers(program: Program) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -240,7 +226,7 @@ class _StepCode:
         self._channels: dict[tuple[int, int, Hashable], int] = {}
         self._times = [{FORWARD: part.fwd_ns, BACKWARD: part.bwd_ns} for part in work.slices or (work,)]
 
-    def step(self, action: Action, *, leads: bool = True) -> WorkerStep:
+    def step(self, action: Action, *, leads: bool) -> WorkerStep:
         """Return the step of an action.  leads: as for `local`."""
         kind, peer = ACTIONS[action.kind], action.peer
         slot = action.micro, action.slot.slice

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopart.passes.program.nccl_rules import RECEIVED, SENT, Collective, Compute, Item, MessageEnd, Post, Wait
+from autopart.passes.program.nccl_rules import RECEIVED, SENT, Collective, Item, MessageEnd, Post, Wait
 
 FINE, HANG, WRONG = "fine", "hang", "wrong"
 
@@ -52,10 +52,10 @@ def _one_f_one_b(*, fused: bool) -> tuple[tuple[Item, ...], ...]:
         return batch(comm, send, receive) if fused else one(comm, send, receive)
 
     return (
-        (*one("01", to(1, "f0")), Compute("0F1"), *meet("01", to(1, "f1"), of(1, "b0")), *one("01", of(1, "b1"))),
+        (*one("01", to(1, "f0")), *meet("01", to(1, "f1"), of(1, "b0")), *one("01", of(1, "b1"))),
         (
-            *one("01", of(0, "f0")), Compute("1F0"), *meet("12", to(2, "g0"), of(2, "c0")), Compute("1B0"),
-            *meet("01", to(0, "b0"), of(0, "f1")), Compute("1F1"), *meet("12", to(2, "g1"), of(2, "c1")),
+            *one("01", of(0, "f0")), *meet("12", to(2, "g0"), of(2, "c0")),
+            *meet("01", to(0, "b0"), of(0, "f1")), *meet("12", to(2, "g1"), of(2, "c1")),
             *one("01", to(0, "b1")),
         ),
         (*meet("12", to(1, "c0"), of(1, "g0")), *meet("12", to(1, "c1"), of(1, "g1"))),
@@ -70,7 +70,7 @@ _RECEIVES_FIRST = (
 )
 _SKIP = (
     batch("S", to(1, "a"), to(2, "b")),
-    (*one("S", of(0, "a")), Compute("F"), *one("S", to(2, "c"))),
+    (*one("S", of(0, "a")), *one("S", to(2, "c"))),
     batch("S", of(0, "b"), of(1, "c")),
 )
 _S = {"S": (0, 1, 2)}
@@ -115,7 +115,7 @@ CASES = {
     "a skip with one communicator per pair, at the first use": Case(
         (
             (*batch("01", to(1, "a")), *batch("02", to(2, "b"))),
-            (*batch("01", of(0, "a")), Compute("F"), *batch("12", to(2, "c"))),
+            (*batch("01", of(0, "a")), *batch("12", to(2, "c"))),
             (*batch("02", of(0, "b")), *batch("12", of(1, "c"))),
         ),
         PAIRS, connected=False,

@@ -12,7 +12,7 @@ SLOW = pytest.mark.slow
 
 
 def _check(pool, name, counts, micros, rows):
-    for found in pool.run(data_jobs.fed, name, counts, micros, rows):
+    for found in pool.run(data_jobs.compare_feeds, name, counts, micros, rows):
         for way, difference in found:
             assert difference.within(torch.float64), (way, difference)
 
@@ -55,10 +55,10 @@ def test_inconsistent_batches_are_refused_on_all_ranks(pair):
 
 
 def test_ranks_without_the_batch_follow_branches_on_its_values(pair):
-    for apart, _ in pair.run(data_jobs.asks, (1, 1), False):
+    for apart, _ in pair.run(data_jobs.value_branches, (1, 1), False):
         assert len(apart) == 3 and max(apart) < 1e-5
 
 
 def test_a_model_that_reads_values_of_the_batch_refuses_shards(pair):
-    for _, messages in pair.run(data_jobs.asks, (2,), True):
+    for _, messages in pair.run(data_jobs.value_branches, (2,), True):
         assert "reads numbers of the whole batch" in messages

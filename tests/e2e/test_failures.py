@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.jobs.failing_jobs import WORLD, forked, struck, survivor
+from support.jobs.failing_jobs import WORLD, exit_in_step, healthy_step, train_until_failure
 
 from autopart.ir.errors import RunError, StageError, WorkerError
 from autopart.runtime.launch.local import Workers
@@ -51,7 +51,7 @@ def fail(workers: Workers, job, *args) -> RunError:
 )
 def test_a_killed_worker_is_named_and_ends_all_others_in_seconds(workers, tmp_path, phase, calls, words, capfd):
     clock = tmp_path / "clock"
-    error = fail(workers, struck, phase, "kill", calls, str(clock))
+    error = fail(workers, train_until_failure, phase, "kill", calls, str(clock))
     assert time.monotonic() - float(clock.read_text()) <= LIMIT_S
     assert type(error) is WorkerError
     assert "rank 2 (stage 2) died" in str(error) and "SIGKILL" in str(error)
@@ -63,7 +63,7 @@ def test_a_killed_worker_is_named_and_ends_all_others_in_seconds(workers, tmp_pa
 @pytest.mark.slow
 def test_a_worker_that_exits_is_named_with_its_code(workers, tmp_path):
     clock = tmp_path / "clock"
-    error = fail(workers, forked, str(clock))
+    error = fail(workers, exit_in_step, str(clock))
     assert time.monotonic() - float(clock.read_text()) <= LIMIT_S
     assert "rank 1 (stage 1)" in str(error) and "code 3" in str(error)
 
@@ -73,7 +73,7 @@ def test_a_worker_that_exits_is_named_with_its_code(workers, tmp_path):
     [pytest.param(*case, marks=pytest.mark.slow) for case in (("1f1b", 3, 2), ("gpipe", 6, 1))],
 )
 def test_an_op_that_raises_is_reported_once_with_stage_micro_batch_and_module(workers, schedule, calls, micro):
-    error = fail(workers, struck, "forward", "raise", calls, "", schedule)
+    error = fail(workers, train_until_failure, "forward", "raise", calls, "", schedule)
     text = str(error)
     assert type(error) is StageError
     assert text.count("the op gave up") == 1
@@ -85,7 +85,7 @@ def test_an_op_that_raises_is_reported_once_with_stage_micro_batch_and_module(wo
 
 @pytest.mark.slow
 def test_an_op_that_raises_in_the_backward_is_reported_with_stage_and_micro_batch(workers):
-    error = fail(workers, struck, "backward", "raise", 2, "")
+    error = fail(workers, train_until_failure, "backward", "raise", 2, "")
     assert type(error) is StageError
     assert "stage 2, micro-batch 1, backward" in str(error)
     assert str(error).count("the op gave up") == 1
@@ -93,5 +93,5 @@ def test_an_op_that_raises_in_the_backward_is_reported_with_stage_and_micro_batc
 
 @pytest.mark.slow
 def test_after_a_failure_new_workers_train(workers):
-    fail(workers, struck, "forward", "raise", 1, "")
-    assert len(set(workers.run(survivor))) == 1
+    fail(workers, train_until_failure, "forward", "raise", 1, "")
+    assert len(set(workers.run(healthy_step))) == 1

@@ -82,7 +82,9 @@ def test_replicas_that_take_micro_batches_in_turn_equal_one_process(workers, nam
 )
 def test_a_plan_for_devices_of_different_speeds_equals_one_process(workers, pair, name, slower, rows, options):
     """The planner must choose unequal shares."""
-    found, planned = (pair if len(slower) == 2 else workers).run(replica_jobs.unlike, name, slower, rows, options)[0]
+    found, planned = (pair if len(slower) == 2 else workers).run(
+        replica_jobs.uneven_devices, name, slower, rows, options
+    )[0]
     unequal = 0
     for ranks, shares in planned:
         for (a, mine), (b, other) in itertools.combinations(zip(ranks, shares, strict=True), 2):
@@ -133,11 +135,11 @@ def test_sparse_gradients_stay_sparse(pair, zero):
 
 
 def test_gradients_kept_by_the_user_are_not_changed_by_the_next_step(pair):
-    assert pair.run(replica_jobs.held_on_to) == [{"same": True, "apart": True, "freed": True}] * 2
+    assert pair.run(replica_jobs.kept_gradients) == [{"same": True, "apart": True, "freed": True}] * 2
 
 
 def test_replicas_with_different_batches_are_refused(pair):
-    for text in pair.run(replica_jobs.given_other_batches):
+    for text in pair.run(replica_jobs.different_batches):
         assert "different batches" in text and "DistributedSampler" in text
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.jobs.slice_jobs import cut_short, in_half, kept, sliced, trained, trained_whole
+from support.jobs.slice_jobs import half_precision, kept, shorter_sequences, sliced, trained, trained_whole
 from support.models.causal_zoo import BY_HAND, REFUSED
 
 from autopart.runtime.launch.local import Workers
@@ -98,13 +98,13 @@ def test_ten_steps_of_accumulated_batches_equal_one_process(workers: Workers, na
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
 def test_half_precision_in_slices_trains_as_on_whole_sequences(pair: Workers, name: str, precision: str) -> None:
-    for slices, whole in pair.run(in_half, name, OF_16, precision, 12):
+    for slices, whole in pair.run(half_precision, name, OF_16, precision, 12):
         assert slices[0] == pytest.approx(whole[0], rel=1e-3)
         assert slices == pytest.approx(whole, rel=5e-2) and slices[-1] < 0.9 * slices[0]
 
 
 def test_sequences_of_another_length_are_refused_and_the_next_step_is_exact(pair: Workers) -> None:
-    results = pair.run(cut_short, "llama", OF_16, 12)
+    results = pair.run(shorter_sequences, "llama", OF_16, 12)
     for message, kind, _ in results:
         assert kind == "UsageError" and "slices of 7, 5, 3, 1 tokens do not make up a sequence of 12" in message
     assert results[0][2].within(), results[0][2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.jobs.sliced_plan_jobs import beside_whole
+from support.jobs.sliced_plan_jobs import compare_with_whole
 from support.models.decoder import Shape
 
 from autopart.ir.plan import Decision
@@ -15,7 +15,7 @@ UNEVEN = (7, 5, 3, 1)
 
 
 def check(workers: Workers, shape: Shape, rows: int, **options: Any) -> Decision:
-    found = workers.run(beside_whole, shape, rows, UNEVEN, {"stages": 2, "micro_batches": 2, **options})
+    found = workers.run(compare_with_whole, shape, rows, UNEVEN, {"stages": 2, "micro_batches": 2, **options})
     losses, differences, decisions = zip(*found, strict=True)
     assert len(set(losses)) == 1
     assert differences[0].gradient <= 1e-10 and abs(differences[0].loss) <= 1e-10, differences[0]

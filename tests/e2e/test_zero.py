@@ -44,7 +44,7 @@ def test_a_pipe_adopts_a_plan_with_different_sharing(workers, counts, other, zer
 
 @pytest.mark.slow
 def test_closing_without_sync_empties_parameters_of_other_owners(pair):
-    here, there = pair.run(zero_jobs.left_without_values)
+    here, there = pair.run(zero_jobs.names_without_values)
     assert here and there and not set(here) & set(there)
 
 

@@ -166,14 +166,14 @@ def test_ctrl_c_is_left_to_the_parent(workers: Workers) -> None:
 def test_the_same_error_everywhere_leaves_workers_alive(workers: Workers) -> None:
     pids = [r[2] for r in workers.run(jobs.double, 1)]
     with pytest.raises(BatchError, match="the batch has 3 rows"):
-        workers.run(jobs.refuse_alike)
+        workers.run(jobs.same_error)
     assert workers.pids == pids == [r[2] for r in workers.run(jobs.double, 1)]
 
 
 def test_different_errors_start_new_workers(workers: Workers) -> None:
     pids = [r[2] for r in workers.run(jobs.double, 1)]
     with pytest.raises(WorkerError, match=r"rank \d raised ValueError: rank \d fails"):
-        workers.run(jobs.refuse_apart)
+        workers.run(jobs.different_errors)
     assert not set(pids) & {r[2] for r in workers.run(jobs.double, 1)}
 
 
@@ -197,9 +197,9 @@ def test_timeout_says_what_each_rank_did(workers: Workers) -> None:
         pool.run(jobs.double, 1)
         pool.timeout = 1
         with pytest.raises(WorkerError) as caught:
-            pool.run(jobs.noted_forever)
+            pool.run(jobs.activity_forever)
         assert pool.pids == []
-    assert caught.value.what == "no answer in time from rank 1 (stage 1) while running noted_forever"
+    assert caught.value.what == "no answer in time from rank 1 (stage 1) while running activity_forever"
     assert "rank 1 (stage 1): waiting for a batch" in caught.value.why
     assert "rank 0 (stage 0): finished" in caught.value.why
     assert not any(gone(pid) for pid in pids)

@@ -140,7 +140,7 @@ def test_process_groups_end_with_the_last_that_uses_them(clean: Workers) -> None
 
 
 def test_ranks_find_each_other_after_one_did_not_come(clean: Workers) -> None:
-    said = clean.run(jobs.opened_after_one_did_not_come, 1, 3)
+    said = clean.run(jobs.open_after_absence, 1, 3)
     assert "rank 1 did not come" in said[0][0] and "rank 0 did not come" in said[2][0]
     assert [second for _, second in said] == ["sum 3"] * WORLD
 

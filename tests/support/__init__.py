@@ -1,1 +1,1 @@
-"""Helpers of the tests, by what they are."""
+"""Helpers of the tests: jobs of worker processes, models, written inputs (languages) and references (oracles)."""

@@ -14,14 +14,14 @@ from torch.utils.data import DistributedSampler
 
 import autopart
 from autopart.ir.errors import AutopartError
-from support.jobs.replica_jobs import asked_replicas
+from support.jobs.replica_jobs import replica_options
 from support.jobs.step_jobs import EVERY, cluster, compiled, fresh, refusal_of
 from support.oracles.one_process import Difference, Expected, difference, plain_loss, plain_step, rows_of
 
 Counts = tuple[int, ...]
 
 
-def picked(batch: Any, rows: list[int]) -> Any:
+def select_rows(batch: Any, rows: list[int]) -> Any:
     """Return the given rows of a batch."""
     whole = rows_of(batch)
 
@@ -33,20 +33,20 @@ def picked(batch: Any, rows: list[int]) -> Any:
 
 def own_part(pipe: autopart.Pipe, batch: Any, rows: list[int]) -> Any:
     """Return what this rank passes to a step over shards."""
-    return picked(batch, rows) if pipe.needs_data and rows else None
+    return select_rows(batch, rows) if pipe.needs_data and rows else None
 
 
-def dealt(pipe: autopart.Pipe, rows: int) -> list[int]:
+def sampler_rows(pipe: autopart.Pipe, rows: int) -> list[int]:
     """Return the rows that torch's DistributedSampler assigns to this rank."""
     number, of = pipe.data_shard()
     return list(DistributedSampler(range(rows), num_replicas=of, rank=number, shuffle=False))  # type: ignore[arg-type]
 
 
-def fed(name: str, counts: Counts, micros: int, rows: tuple[int, ...]) -> list[tuple[str, Difference]]:
+def compare_feeds(name: str, counts: Counts, micros: int, rows: tuple[int, ...]) -> list[tuple[str, Difference]]:
     """Step over batches passed whole, cut by `data_rows` and cut by a sampler; compare each with one process."""
     case, found = EVERY[name], []
     dtype = torch.float64
-    with compiled(case, fresh(name, dtype), case.data(rows[0], dtype), **asked_replicas(counts, micros)) as pipe:
+    with compiled(case, fresh(name, dtype), case.data(rows[0], dtype), **replica_options(counts, micros)) as pipe:
         for count in rows:
             batch = case.data(count, dtype)
             reference = case.model(dtype=dtype)
@@ -56,7 +56,7 @@ def fed(name: str, counts: Counts, micros: int, rows: tuple[int, ...]) -> list[t
                 "rows": (own_part(pipe, batch, list(pipe.data_rows(count))), True),
             }
             if count % len(pipe.session.needing) == 0:
-                feeds["sampler"] = own_part(pipe, batch, dealt(pipe, count)), True
+                feeds["sampler"] = own_part(pipe, batch, sampler_rows(pipe, count)), True
             for way, (given, sharded) in feeds.items():
                 pipe.zero_grad()
                 loss = pipe.step(given, sharded=sharded).item()
@@ -75,7 +75,7 @@ def masked_shards(counts: Counts, micros: int, rows: int) -> list[float]:
     The shards are cut by `data_rows` and by a sampler. Return the differences of the losses and gradients.
     """
     case, apart = EVERY["dropped"], []
-    with compiled(case, fresh("dropped"), case.data(rows), **asked_replicas(counts, micros, seed=3)) as pipe:
+    with compiled(case, fresh("dropped"), case.data(rows), **replica_options(counts, micros, seed=3)) as pipe:
         batch = case.data(rows)
         of = pipe.data_shard()[1]
         each = rows // micros // of  # rows of a shard in a micro-batch
@@ -83,7 +83,7 @@ def masked_shards(counts: Counts, micros: int, rows: int) -> list[float]:
                  for place in range(each)]  # fmt: skip
         for whole, own in (
             (batch, list(pipe.data_rows(rows))),
-            (picked(batch, order), dealt(pipe, rows)),
+            (select_rows(batch, order), sampler_rows(pipe, rows)),
         ):
             results = []
             for given, sharded in ((whole, False), (own_part(pipe, batch, own), True)):
@@ -111,7 +111,7 @@ def refused() -> dict[str, str]:
     """Return the error of each call whose ranks pass inconsistent batches. A valid step follows each call."""
     case, messages = EVERY["stack"], {}
     x, y = case.data(8)
-    with compiled(case, fresh("stack"), (x, y), **asked_replicas((2,), 2)) as pipe:
+    with compiled(case, fresh("stack"), (x, y), **replica_options((2,), 2)) as pipe:
         few = 5 - 4 * pipe.rank
         calls: dict[str, Callable[[], Any]] = {
             "missing": lambda: pipe.step(None),
@@ -127,7 +127,7 @@ def refused() -> dict[str, str]:
     return messages
 
 
-class Asks(nn.Module):
+class ReadsValues(nn.Module):
     """A model whose forward() branches on a value of the batch."""
 
     def __init__(self) -> None:
@@ -141,16 +141,16 @@ class Asks(nn.Module):
         return self.second(y).pow(2).mean()
 
 
-def asks(counts: Counts, sharded: bool) -> tuple[list[float], str]:
+def value_branches(counts: Counts, sharded: bool) -> tuple[list[float], str]:
     """Return the loss errors of a model that branches on batch values, or the error that sharded batches raise."""
     torch.manual_seed(3)
-    model = Asks()
+    model = ReadsValues()
     plain, found = copy.deepcopy(model), []
     x = torch.randn(8, 4)
     small, large = torch.full((8,), 0.5), torch.full((8,), 3.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pipe = autopart.compile(model, cluster(), sample=(x, small), costs="analytic", **asked_replicas(counts, 2))
+        pipe = autopart.compile(model, cluster(), sample=(x, small), costs="analytic", **replica_options(counts, 2))
     with pipe:
         for scale in (small, large, small):
             batch = (x, scale)

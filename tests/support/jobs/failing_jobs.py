@@ -20,7 +20,7 @@ from support.models.small_models import Small
 _armed: dict[str, Any] = {}
 
 
-def _strike(phase: str) -> None:
+def _fail_if_armed(phase: str) -> None:
     """Count a call of the op in a phase and trigger the armed failure at the last one."""
     if _armed.get("phase") != phase:
         return
@@ -50,13 +50,13 @@ def die(clock: str) -> None:
 
 @torch.library.custom_op("autopart_tests::trouble", mutates_args=())
 def trouble(x: torch.Tensor) -> torch.Tensor:
-    _strike("forward")
+    _fail_if_armed("forward")
     return x.clone()
 
 
 @torch.library.custom_op("autopart_tests::trouble_backward", mutates_args=())
 def trouble_backward(grad: torch.Tensor) -> torch.Tensor:
-    _strike("backward")
+    _fail_if_armed("backward")
     return grad.clone()
 
 
@@ -70,7 +70,7 @@ class Fragile(nn.Module):
         return trouble(x)
 
 
-class Troubled(Stack):
+class FailingStack(Stack):
     """Four layers, of which the third ends in the failing op."""
 
     def __init__(self) -> None:
@@ -78,21 +78,21 @@ class Troubled(Stack):
         self.layers[2] = nn.Sequential(nn.Linear(WIDTH, WIDTH), Fragile())
 
 
-CASE = Small(Troubled, **pair(lambda output, target: ((output - target) ** 2).mean()))
+CASE = Small(FailingStack, **pair(lambda output, target: ((output - target) ** 2).mean()))
 CUTS = ["layers.1", "layers.2"]
 WORLD = 3
 
 
-def made(schedule: str = "1f1b") -> autopart.Pipe:
+def open_pipe(schedule: str = "1f1b") -> autopart.Pipe:
     """Return the pipe that every job here uses."""
     torch.set_num_threads(1)
     options = {"cuts": CUTS, "micro_batches": 4, "schedule": schedule, "loss_fn": CASE.loss_fn, "costs": "analytic"}
     return autopart.compile(CASE.model(), f"cpu:{WORLD}", sample=CASE.batch(8), **options)
 
 
-def struck(phase: str, how: str, calls: int, clock: str, schedule: str = "1f1b") -> list[float]:
+def train_until_failure(phase: str, how: str, calls: int, clock: str, schedule: str = "1f1b") -> list[float]:
     """Train until the armed op fails on stage 2. In phase "idle", the process is killed between two steps instead."""
-    pipe = made(schedule)
+    pipe = open_pipe(schedule)
     arm(phase, how, calls, clock)
     losses = []
     for _ in range(3):
@@ -104,15 +104,15 @@ def struck(phase: str, how: str, calls: int, clock: str, schedule: str = "1f1b")
     return losses
 
 
-def survivor() -> float:
+def healthy_step() -> float:
     """Return the loss of a step in which no failure is armed."""
     _armed.clear()
-    return made().step(CASE.batch(8)).item()
+    return open_pipe().step(CASE.batch(8)).item()
 
 
-def forked(clock: str) -> None:
+def exit_in_step(clock: str) -> None:
     """Exit rank 1 with a nonzero code in the middle of a step."""
-    pipe = made()
+    pipe = open_pipe()
     pipe.step(CASE.batch(8))
     if pipe.rank == 1:
         Path(clock).write_text(repr(time.monotonic()))

@@ -54,8 +54,8 @@ def play(
     with log.open("w") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     try:
-        struck = _await_strike(process, folder, log)
-        return _watch(process, folder, log, struck, re.compile(named), until_gone)
+        fault_s = _await_fault(process, folder, log)
+        return _watch(process, folder, log, fault_s, re.compile(named), until_gone)
     finally:
         for pid in [process.pid, *_pids(folder)]:
             with suppress(ProcessLookupError):
@@ -63,7 +63,7 @@ def play(
         process.wait(20)
 
 
-def _await_strike(process: subprocess.Popen, folder: Path, log: Path) -> float:
+def _await_fault(process: subprocess.Popen, folder: Path, log: Path) -> float:
     end = time.monotonic() + START_S
     while not (folder / "clock").exists():
         assert time.monotonic() < end and process.poll() is None, log.read_text()
@@ -72,12 +72,12 @@ def _await_strike(process: subprocess.Popen, folder: Path, log: Path) -> float:
 
 
 def _watch(
-    process: subprocess.Popen, folder: Path, log: Path, struck: float, named: re.Pattern[str], until_gone: bool
+    process: subprocess.Popen, folder: Path, log: Path, fault_s: float, named: re.Pattern[str], until_gone: bool
 ) -> Outcome:
     reported_s = gone_s = None
-    while time.monotonic() - struck < WATCH_S:
+    while time.monotonic() - fault_s < WATCH_S:
         process.poll()
-        now = time.monotonic() - struck
+        now = time.monotonic() - fault_s
         if reported_s is None and named.search(log.read_text()):
             reported_s = now
         if all(state_of(pid) == "gone" for pid in [process.pid, *_pids(folder)]):
@@ -88,7 +88,7 @@ def _watch(
         time.sleep(0.05)
     output = log.read_text()
     if reported_s is None and named.search(output):
-        reported_s = time.monotonic() - struck
+        reported_s = time.monotonic() - fault_s
     return Outcome(reported_s, gone_s, output)
 
 

@@ -33,27 +33,27 @@ def train(how: str, phase: str, whom: str, folder: str) -> None:
     Path(folder, f"pid{rank}").write_text(str(os.getpid()))
     victim = 0 if phase == "planning" else 1  # only rank 0 plans
 
-    def strike(now: str) -> None:
+    def fault_at(now: str) -> None:
         if rank == victim and now == phase and not Path(folder, "clock").exists():
-            _strike(how, whom, folder)
+            _cause_fault(how, whom, folder)
 
-    strike("start")
+    fault_at("start")
     if phase in ("forward", "backward") and rank == victim:
-        failing_jobs.arm(phase, lambda: _strike(how, whom, folder), 5)
+        failing_jobs.arm(phase, lambda: _cause_fault(how, whom, folder), 5)
     options = {"cuts": ["layers.2"], "micro_batches": 4, "loss_fn": CASE.loss_fn, "costs": "analytic", "cache": False}
     with autopart.compile(
-        CASE.model(), f"cpu:{WORLD}", sample=CASE.batch(8), watch=lambda *_: strike("planning"), **options
+        CASE.model(), f"cpu:{WORLD}", sample=CASE.batch(8), watch=lambda *_: fault_at("planning"), **options
     ) as pipe:
         for _ in range(2):
             pipe.step(CASE.batch(8))
-        strike("idle")
+        fault_at("idle")
         pipe.step(CASE.batch(8))
-        strike("close")
+        fault_at("close")
     if whom == "parent":
         time.sleep(LINGER_S)
 
 
-def _strike(how: str, whom: str, folder: str) -> None:
+def _cause_fault(how: str, whom: str, folder: str) -> None:
     target = os.getpid() if whom == "worker" else os.getppid()
     Path(folder, "clock.part").write_text(repr(time.monotonic()))
     Path(folder, "clock.part").rename(Path(folder, "clock"))

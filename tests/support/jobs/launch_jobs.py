@@ -102,12 +102,12 @@ def _wait(how: str, bad: int) -> None:
             pass
 
 
-def refuse_alike() -> None:
+def same_error() -> None:
     """Raise the same error on every rank, as an invalid batch does."""
     raise BatchError("the batch has 3 rows", fix="use 4")
 
 
-def refuse_apart() -> None:
+def different_errors() -> None:
     """Raise a different error on every rank."""
     raise ValueError(f"rank {rank()} fails")
 
@@ -156,7 +156,7 @@ def forked_child_holds_pipes(port: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def noted_forever() -> None:
+def activity_forever() -> None:
     """Return on rank 0; on the other ranks set an activity and wait forever."""
     set_rank_label(f"stage {rank()}")
     if rank() != 0:

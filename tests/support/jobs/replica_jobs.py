@@ -20,7 +20,7 @@ from support.oracles.one_process import Difference, Expected, difference, plain_
 Counts = tuple[int, ...]
 
 
-def asked_replicas(counts: Counts, micros: int, **options: Any) -> dict[str, Any]:
+def replica_options(counts: Counts, micros: int, **options: Any) -> dict[str, Any]:
     """Return the options for `counts` replicas of each stage."""
     return {"stages": len(counts), "replicas": counts, "micro_batches": micros, "schedule": "1f1b", **options}
 
@@ -40,7 +40,7 @@ def replicated(
     """
     case, found = EVERY[name], []
     reference = case.model()
-    asked = asked_replicas(counts, micros, recompute=recompute, transport=transport, replica_policy=policy)
+    asked = replica_options(counts, micros, recompute=recompute, transport=transport, replica_policy=policy)
     with compiled(case, fresh(name), case.data(rows[0]), **asked) as pipe:
         planned = tuple(len(stage.ranks) for stage in pipe.plan.stages)
         assert all(stage.policy == (policy or "split") for stage in pipe.plan.stages if len(stage.ranks) > 1)
@@ -55,7 +55,7 @@ def replicated(
     return (found if leads else None), planned
 
 
-def unlike(
+def uneven_devices(
     name: str, slower: tuple[int, ...], rows: tuple[int, ...], options: dict[str, Any]
 ) -> tuple[list[Difference] | None, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
     """Take steps planned for devices of different speeds and compare with one process.
@@ -88,7 +88,7 @@ def trained(name: str, counts: Counts, steps: int, clip: float, policy: str = "s
     case = EVERY[name]
     reference, batch = case.model(), case.data(7)
     micros = max(2, *counts) if policy == "turn" else 2
-    with compiled(case, fresh(name), batch, **asked_replicas(counts, micros, replica_policy=policy)) as pipe:
+    with compiled(case, fresh(name), batch, **replica_options(counts, micros, replica_policy=policy)) as pipe:
         mine = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         plain = torch.optim.AdamW(reference.parameters(), lr=1e-2)
         own = dict(reference.named_parameters()).keys() | dict(reference.named_buffers()).keys()
@@ -114,7 +114,7 @@ def masked(counts: Counts, recompute: str) -> tuple[list[float], dict[str, torch
     """Return the losses of two steps with dropout and the gradients."""
     case = EVERY["dropped"]
     with compiled(
-        case, fresh("dropped"), case.data(7), **asked_replicas(counts, 2, seed=3, recompute=recompute)
+        case, fresh("dropped"), case.data(7), **replica_options(counts, 2, seed=3, recompute=recompute)
     ) as pipe:
         losses = [pipe.step(case.data(7)).item() for _ in range(2)]
         return losses, pipe.gradients()
@@ -148,14 +148,14 @@ def sparse(replicas: int, zero: int = 0) -> dict[str, Any]:
         return {"losses": losses, "norms": norms, "state": pipe.state_dict(), "sparse": kinds}
 
 
-def held_on_to() -> dict[str, bool]:
+def kept_gradients() -> dict[str, bool]:
     """Keep gradients of a step while another step runs.
 
     Return whether they are unchanged ("same"), share no memory with the new ones ("apart"), and whether the memory of a
     step's gradients is released after they are detached in place, as some optimizers do ("freed").
     """
     case = EVERY["stack"]
-    with compiled(case, fresh("stack"), case.data(8), **asked_replicas((2,), 2)) as pipe:
+    with compiled(case, fresh("stack"), case.data(8), **replica_options((2,), 2)) as pipe:
         pipe.step(case.data(8))
         kept = [p.grad for p in pipe.parameters() if p.grad is not None]
         before = [gradient.clone() for gradient in kept]
@@ -176,10 +176,10 @@ def held_on_to() -> dict[str, bool]:
         return {"same": same, "apart": apart, "freed": whole() is None}
 
 
-def given_other_batches() -> str:
+def different_batches() -> str:
     """Return the error of a step in which each rank passes different rows."""
     case = EVERY["stack"]
-    with compiled(case, fresh("stack"), case.data(8), **asked_replicas((2,), 2)) as pipe:
+    with compiled(case, fresh("stack"), case.data(8), **replica_options((2,), 2)) as pipe:
         x, y = case.data(8)
         error = refusal_of(lambda: pipe.step((x + pipe.rank, y)))
         assert isinstance(error, BatchError), error
@@ -193,7 +193,7 @@ def moved(counts: Counts, other: Counts) -> Difference | None:
     cpus = cluster()
     plans = [
         autopart.plan(
-            case.model(), cpus, sample=batch, loss_fn=case.loss_fn, costs="analytic", **asked_replicas(wanted, 2)
+            case.model(), cpus, sample=batch, loss_fn=case.loss_fn, costs="analytic", **replica_options(wanted, 2)
         )
         for wanted in (counts, other)
     ]

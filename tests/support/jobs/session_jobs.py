@@ -189,7 +189,7 @@ def groups_of_a_closed_world() -> tuple[bool, float]:
     return ended, total
 
 
-def opened_after_one_did_not_come(absent: int, patience_s: int) -> tuple[str, str]:
+def open_after_absence(absent: int, patience_s: int) -> tuple[str, str]:
     """Return the results of opening the group while one rank stays away, and with all ranks after that."""
     minute = timedelta(seconds=60)
     store = PrefixStore("tests", launchers_store(60.0)[0])

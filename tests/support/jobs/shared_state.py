@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.jobs.zero_jobs import Beside, Counts, beside_whole
+from support.jobs.zero_jobs import Comparison, Counts, compare_sharing
 
 CASES: list[tuple[str, Counts, dict[str, Any]]] = [
     ("tied", (2, 2), {"accumulated": 2, "clip": 0.1}),
@@ -19,13 +19,13 @@ CASES: list[tuple[str, Counts, dict[str, Any]]] = [
 
 def shared_state(
     pool: Any, name: str, counts: Counts, accumulated: int = 1, clip: float | None = None, **options: Any
-) -> list[Beside]:
+) -> list[Comparison]:
     """Train with and without shared optimizer state, check the results and return them by rank.
 
     The replicas of a stage together must hold exactly one copy of the state, divided as evenly as whole parameters
     allow. counts: replicas of each stage, at most 2, so that sums do not depend on the order of addition.
     """
-    results: list[Beside] = pool.run(beside_whole, name, counts, options, 10, accumulated, clip)
+    results: list[Comparison] = pool.run(compare_sharing, name, counts, options, 10, accumulated, clip)
     assert [result.wrong for result in results] == [[]] * len(results)
     assert any(result.whole for result in results)
     for number, count in enumerate(counts):

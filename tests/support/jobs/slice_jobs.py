@@ -77,7 +77,7 @@ def trained(name: str, lengths: Lengths, steps: int, rows: tuple[int, ...], opti
     return {"losses": losses, "weights": weights, "worst": worst, "evaluated": evaluated}
 
 
-def in_half(name: str, lengths: Lengths, precision: str, steps: int) -> tuple[list[float], list[float]]:
+def half_precision(name: str, lengths: Lengths, precision: str, steps: int) -> tuple[list[float], list[float]]:
     """Return the losses of a pipe in token slices and of the same pipe on whole sequences."""
     case, curves = EVERY[name], []
     batches = [case.data(4), case.data(6)]
@@ -95,7 +95,7 @@ def in_half(name: str, lengths: Lengths, precision: str, steps: int) -> tuple[li
     return curves[0], curves[1]
 
 
-def cut_short(name: str, lengths: Lengths, tokens: int) -> tuple[str, str, Difference | None]:
+def shorter_sequences(name: str, lengths: Lengths, tokens: int) -> tuple[str, str, Difference | None]:
     """Take a step with shorter sequences than the compiled ones.
 
     Return the text and the type of its error, and the difference of a following step with the compiled length.

@@ -35,7 +35,7 @@ def _step(shape: Shape, rows: int, options: dict[str, Any]) -> tuple[Any, ...]:
         return loss, pipe.gradients(), pipe.state_dict(), pipe.plan, pipe.rank == 0
 
 
-def beside_whole(
+def compare_with_whole(
     shape: Shape, rows: int, lengths: tuple[int, ...], options: dict[str, Any]
 ) -> tuple[float, Difference | None, Any]:
     """Compare a step in token slices with a step over whole sequences.

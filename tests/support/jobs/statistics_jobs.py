@@ -12,7 +12,7 @@ import autopart
 from autopart.ir.errors import AutopartError
 from autopart.ir.plan import Plan, Stage
 from autopart.session.step.parts import micro_cut
-from support.jobs.replica_jobs import Counts, asked_replicas
+from support.jobs.replica_jobs import Counts, replica_options
 from support.jobs.step_jobs import EVERY, cluster, compiled, fresh, refusal_of
 from support.models.small_models import Small, floats, mse
 from support.oracles.one_process import Difference, Expected, case_rows, difference, plain_loss, plain_step, rows_of
@@ -57,7 +57,7 @@ def normed(counts: Counts) -> dict[str, Any]:
     """
     case, rows = EVERY["batch_norm"], 12
     batch, model, first = case.data(rows), case.model(), case.model()
-    with compiled(case, fresh("batch_norm"), batch, **asked_replicas(counts, 2)) as pipe:
+    with compiled(case, fresh("batch_norm"), batch, **replica_options(counts, 2)) as pipe:
         loss = pipe.step(batch).item()
         gradients = pipe.gradients()
         buffers = {n: t.clone() for n, t in pipe.session.tensors.held.items() if "running" in n or "tracked" in n}
@@ -92,7 +92,7 @@ def synced(
     case, found = _case(name), []
     reference, sample = case.model(dtype=DTYPE), case.data(rows[0], DTYPE)
     options: dict[str, Any] = {"sync_batchnorm": True}
-    asked = asked_replicas(counts, micros, recompute=recompute, cuts=cuts)
+    asked = replica_options(counts, micros, recompute=recompute, cuts=cuts)
     if shares:
         options["plan"] = _dealt(name, sample, shares, options | asked)
     with compiled(case, _model(name), sample, **options | ({} if shares else asked)) as pipe:
@@ -125,7 +125,7 @@ def _share(stage: Stage) -> tuple[int, ...] | str:
 
 def refused_in_turn() -> str:
     """Return the error for synchronized batch statistics with replica_policy="turn"."""
-    options = asked_replicas((2,), 2, sync_batchnorm=True, replica_policy="turn")
+    options = replica_options((2,), 2, sync_batchnorm=True, replica_policy="turn")
     return str(refusal_of(lambda: compiled(PICTURES, PICTURES.model(), PICTURES.data(8), **options).close()))
 
 
@@ -136,7 +136,7 @@ def in_turn(name: str, counts: Counts, micros: int, rows: tuple[int, ...], recom
     """
     case, found, off = _case(name), [], 0.0
     reference, first = case.model(dtype=DTYPE), case.model(dtype=DTYPE)
-    asked = asked_replicas(counts, micros, recompute=recompute, replica_policy="turn")
+    asked = replica_options(counts, micros, recompute=recompute, replica_policy="turn")
     with compiled(case, _model(name), case.data(rows[0], DTYPE), **asked) as pipe:
         stage = next(iter(pipe.plan.decision.stages_of_rank(pipe.rank)), None)
         count = counts[stage] if stage is not None else 1
@@ -160,7 +160,7 @@ def verified(name: str, counts: Counts, synced_norms: bool = True) -> tuple[bool
     try:
         found = autopart.verify(
             case.model(dtype=DTYPE), cluster(), sample=case.data(13, DTYPE), loss_fn=case.loss_fn, costs="analytic",
-            sync_batchnorm=synced_norms, **asked_replicas(counts, 2),
+            sync_batchnorm=synced_norms, **replica_options(counts, 2),
         )  # fmt: skip
     except AutopartError as error:
         return False, "", 0, str(error)

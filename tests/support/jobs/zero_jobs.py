@@ -35,7 +35,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Beside:
+class Comparison:
     """A run with full and a run with shared optimizer state on this rank.
 
     wrong: what differs by a bit; whole, shared: bytes of state in each run; largest: bytes of state of one parameter;
@@ -88,9 +88,9 @@ def _trained(name: str, asked: dict[str, Any], steps: int, accumulated: int, cli
     return found
 
 
-def beside_whole(
+def compare_sharing(
     name: str, counts: Counts, options: dict[str, Any], steps: int = 10, accumulated: int = 1, clip: float | None = None
-) -> Beside:
+) -> Comparison:
     """Train with full and with shared optimizer state under the same cuts and compare.
 
     The cuts must agree because batches of other sizes are rounded differently.
@@ -109,7 +109,7 @@ def beside_whole(
     for moment, (before, after) in enumerate(zip(whole.tensors, shared.tensors, strict=True)):
         assert before.keys() == after.keys()
         wrong += [f"{key} at {moment}" for key, tensor in before.items() if not _same(tensor, after[key])]
-    return Beside(shared.stage, wrong, whole.held, shared.held, whole.largest, shared.trained)
+    return Comparison(shared.stage, wrong, whole.held, shared.held, whole.largest, shared.trained)
 
 
 def moved(counts: Counts, other: Counts, zeros: tuple[int, int]) -> Difference | None:
@@ -141,7 +141,7 @@ def moved(counts: Counts, other: Counts, zeros: tuple[int, int]) -> Difference |
     return difference(loss, found, state, Expected.of(expected, model)) if leads else None
 
 
-def left_without_values() -> list[str]:
+def names_without_values() -> list[str]:
     """Return the parameters that have no values after a pipe was closed without synchronizing the model."""
     case = EVERY["stack"]
     model = case.model()  # a new model, because it loses its values

@@ -121,16 +121,12 @@ def _require_runnable(given: Plan | None, options: Options) -> None:
     name = given.schedule if given else options.schedule
     if name == "auto" or find(name).synchronous:
         return
-    if given:
-        raise PlanError(
-            f"the plan cannot be run yet: it needs schedule {name}",
-            fix="plan with what compile can run: compile without plan=",
-        )
     known = ("auto", *(known for known in names() if find(known).synchronous))
-    raise UsageError(
+    raise (PlanError if given else UsageError)(
         f"schedule {name!r} cannot be run yet",
         why="it updates weights while micro-batches are in flight",
-        fix=f"use autopart.plan to plan with it, or one of {', '.join(known)}",
+        fix=f"{'compile without plan=' if given else 'use autopart.plan to plan with it'}, or use one of "
+        f"{', '.join(known)}",
     )
 
 

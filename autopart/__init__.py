@@ -60,45 +60,32 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AutopartError": "autopart.ir.errors:AutopartError",
-    "CaptureError": "autopart.ir.errors:CaptureError",
-    "CaptureWarning": "autopart.capture.guards:CaptureWarning",
-    "Cluster": "autopart.ir.cluster:Cluster",
-    "Device": "autopart.ir.cluster:Device",
-    "Level": "autopart.ir.cluster:Level",
-    "Link": "autopart.ir.cluster:Link",
-    "NonFiniteWarning": "autopart.session.state.scaler:NonFiniteWarning",
-    "Pipe": "autopart.session.pipe:Pipe",
-    "Plan": "autopart.ir.plan:Plan",
-    "PlanError": "autopart.ir.errors:PlanError",
-    "RefusedError": "autopart.ir.errors:RefusedError",
-    "RunError": "autopart.ir.errors:RunError",
-    "Timeline": "autopart.ir.timeline:Timeline",
-    "UsageError": "autopart.ir.errors:UsageError",
-    "Verification": "autopart.session.compare:Verification",
-    "compile": "autopart.api:compile",
-    "launch": "autopart.api:launch",
-    "load_plan": "autopart.files.plans:load_plan",
-    "plan": "autopart.api:plan",
-    "register_cost_source": "autopart.costs.sources:register_cost_source",
-    "register_op": "autopart.passes.ops.table:register",
-    "register_schedule": "autopart.passes.program.schedules:register",
-    "save_plan": "autopart.files.plans:save_plan",
-    "save_trace": "autopart.report.traces:save_trace",
-    "simulate": "autopart.api:simulate",
-    "verify": "autopart.api:verify",
+    "autopart.api": "compile launch plan simulate verify",
+    "autopart.capture.guards": "CaptureWarning",
+    "autopart.costs.sources": "register_cost_source",
+    "autopart.files.plans": "load_plan save_plan",
+    "autopart.ir.cluster": "Cluster Device Level Link",
+    "autopart.ir.errors": "AutopartError CaptureError PlanError RefusedError RunError UsageError",
+    "autopart.ir.plan": "Plan",
+    "autopart.ir.timeline": "Timeline",
+    "autopart.passes.ops.table": "register_op",
+    "autopart.passes.program.schedules": "register_schedule",
+    "autopart.report.traces": "save_trace",
+    "autopart.session.compare": "Verification",
+    "autopart.session.pipe": "Pipe",
+    "autopart.session.state.scaler": "NonFiniteWarning",
 }
-"""Where each public name stands.  It is loaded when it is first asked for: a process that only starts or watches others
-does not wait for torch."""
+"""The public names by module.  A module is loaded at the first use of a name, so that `import autopart` is quick."""
+_ALIASES = {"register_op": "register", "register_schedule": "register"}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _HOMES[name].split(":")
-    value = globals()[name] = getattr(import_module(module), attribute)
-    return value
+    for module, names in _HOMES.items():
+        if name in names.split():
+            value = globals()[name] = getattr(import_module(module), _ALIASES.get(name, name))
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *__all__})

@@ -81,7 +81,7 @@ def verify(
     fp32 (by the least precise dtype that a gradient flows through).  Call it on every rank, like `compile`; every rank
     gets the same result: `.ok`, `.table()`, `.gradients`.  Raises as `compile` and `Pipe.step`.
     """
-    return checked(model, cluster, sample, read_options(**options), tolerance)
+    return verify_step(model, _cluster(cluster), _given(sample, "verify"), read_options(**options), tolerance)
 
 
 @short_errors
@@ -142,13 +142,6 @@ def simulated(model: nn.Module, cluster: ClusterLike, sample: Any, options: Opti
     made = make_plan(captures, batch, machines, options, to_run=False)
     step = simulate_plan(made.plan, made.captured, captures, batch, machines, options)
     return made.plan, made.captured.graph, step
-
-
-def checked(
-    model: nn.Module, cluster: ClusterLike, sample: Any, options: Options, tolerance: float | None
-) -> Verification:
-    """Run `verify` with options that are already read."""
-    return verify_step(model, _cluster(cluster), _given(sample, "verify"), options, tolerance)
 
 
 def _given(sample: Any, what: str) -> Any:

@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopart.ir.errors import ClusterError
 
@@ -33,8 +33,7 @@ def _script_line() -> str:
     return shlex.join([word for word in sys.argv if word] or ["train.py"])
 
 
-@dataclass(frozen=True, slots=True)
-class _Launcher:
+class _Launcher(NamedTuple):
     """The variables of one launcher.  start: the command in front of `python script`."""
 
     start: str
@@ -44,14 +43,12 @@ class _Launcher:
     local_size: str
 
 
+_OPEN_MPI = "OMPI_COMM_WORLD"
 _LAUNCHERS = (
     _Launcher("srun --ntasks {size}", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_TASKS_PER_NODE"),
-    _Launcher(
-        "mpirun -n {size}", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    _Launcher("mpirun -n {size}", *(f"{_OPEN_MPI}_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))),
     _Launcher("mpiexec -n {size}", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)  # fmt: skip
+)
 
 
 def launcher_variables(env: Mapping[str, str]) -> dict[str, str]:

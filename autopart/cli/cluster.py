@@ -1,4 +1,4 @@
-"""`autopart cluster`: measure machines, and show descriptions of machines."""
+"""`autopart cluster`: measure machines, and show their descriptions."""
 
 from __future__ import annotations
 

@@ -36,10 +36,10 @@ _METAVARS = {
     "together": "MODULE+MODULE",
     "pins": "MODULE=STAGE",
     "token_slices": "auto|K|LENGTHS",
+    "recompute": "auto|off|all|PATTERN",
     "bucket_bytes": "BYTES",
     "prove": "SECONDS",
 }
-_NAMES = {"pins": "--pin"}
 _REPEATED = {
     "cuts": "repeat, or separate by commas",
     "together": "join the modules of a group with +; repeat",
@@ -52,11 +52,11 @@ _TEXTS = {
     "cache": "search again instead of reusing the plan of an earlier, identical question",
     "seed": "seed of the weights and of dropout",
 }
-"""What a flag says where the docstring speaks Python."""
+"""Help texts of flags for which the docstring of the option shows Python."""
 
 
 def documented() -> dict[str, tuple[str, str]]:
-    """The group and the meaning of each option, as the docstring of `Options` says."""
+    """Return the group and the meaning of each option from the docstring of `Options`."""
     found: dict[str, tuple[str, str]] = {}
     group = ""
     page = inspect.cleandoc(str(Options.__doc__))
@@ -68,21 +68,20 @@ def documented() -> dict[str, tuple[str, str]]:
 
 
 def flag_of(name: str) -> str:
-    """The flag of an option: `--no-cache` for one that is on by default; "" for one without a flag."""
+    """Return the flag of an option, "" if it has none."""
     if name in _PYTHON_ONLY:
         return ""
-    return _NAMES.get(name) or ("--no-" if name == "cache" else "--") + name.replace("_", "-")
+    return {"pins": "--pin", "cache": "--no-cache"}.get(name, "--" + name.replace("_", "-"))
 
 
 def _parameter(name: str, group: str, text: str) -> inspect.Parameter:
-    """The parameter from which typer makes the flag of an option."""
-    kind = get_type_hints(Options)[name]
-    words, text = "|".join(choices(name)), _TEXTS.get(name, text)
+    """Return the parameter from which typer makes the flag of an option."""
+    kind, text = get_type_hints(Options)[name], _TEXTS.get(name, text)
     if name in _REPEATED:
         kind, text = list[str] | None, f"{text} ({_REPEATED[name]})"
     elif kind is not bool:
         kind = (int if kind in (int, int | None) and name != "bucket_bytes" else float if kind is float else str) | None
-    metavar = _METAVARS.get(name, f"{words}|PATTERN" if name == "recompute" else words) or None
+    metavar = _METAVARS.get(name) or "|".join(choices(name)) or None
     option = typer.Option(flag_of(name), metavar=metavar, help=text[:1].upper() + text[1:], rich_help_panel=group)
     default = False if kind is bool else None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
@@ -92,7 +91,7 @@ Result = TypeVar("Result")
 
 
 def takes_option_flags(command: Callable[..., Result]) -> Callable[..., Result]:
-    """Give a command the flag of every option; it gets those that were used as keywords in `flags`.
+    """Give a command the flags of all options; those that are used are passed to it in `flags`, by option.
 
     Raises UsageError for a text that is not a value of its option.
     """
@@ -101,9 +100,8 @@ def takes_option_flags(command: Callable[..., Result]) -> Callable[..., Result]:
 
     @functools.wraps(command)
     def with_flags(**given: Any) -> Result:
-        texts = {flag.name: given.pop(flag.name) for flag in flags}
-        used = {name: text for name, text in texts.items() if text is not None and text is not False}
-        used = {name: _READERS[name](text) if name in _READERS else text for name, text in used.items()}
+        used = {flag.name: given.pop(flag.name) for flag in flags}
+        used = {name: _value(name, given) for name, given in used.items() if given is not None and given is not False}
         return command(flags=used, **given)
 
     parameters = [p for p in own.parameters.values() if p.name != "flags"] + flags
@@ -112,38 +110,20 @@ def takes_option_flags(command: Callable[..., Result]) -> Callable[..., Result]:
     return with_flags
 
 
-# ---- from the text of a flag to the value of the option ------------------------------------------------------------
-
-
-def _numbers(text: str) -> str | int | tuple[int, ...]:
-    """ "8" or "8,8,4" as numbers; another text as it is."""
-    words = text.split(",")
-    if not all(word.strip().isdecimal() for word in words):
-        return text
-    return int(text) if len(words) == 1 else tuple(int(word) for word in words)
-
-
-def _list(texts: list[str]) -> list[str]:
-    return [word.strip() for text in texts for word in text.split(",")]
-
-
-def _pins(texts: list[str]) -> dict[str, int]:
-    pins = {}
-    for text in texts:
-        path, _, stage = text.rpartition("=")
-        if not path or not stage.isdecimal():
-            raise UsageError(f"--pin {text!r} is not understood", fix="write --pin lm_head=3")
-        pins[path] = int(stage)
-    return pins
-
-
-_READERS: dict[str, Callable[[Any], Any]] = {
-    "cuts": _list,
-    "recompute": _list,
-    "together": lambda texts: [tuple(text.split("+")) for text in texts],
-    "pins": _pins,
-    "replicas": _numbers,
-    "token_slices": _numbers,
-    "zero": _numbers,
-    "cache": lambda off: not off,
-}
+def _value(name: str, given: Any) -> Any:
+    """Return the value of an option from the texts of its flag."""
+    if name in ("cuts", "recompute"):
+        return [word.strip() for text in given for word in text.split(",")]
+    if name == "together":
+        return [tuple(text.split("+")) for text in given]
+    if name == "pins":
+        pairs = [text.rpartition("=") for text in given]
+        for path, sign, stage in pairs:
+            if not path or not stage.isdecimal():
+                raise UsageError(f"--pin {path + sign + stage!r} is not understood", fix="write --pin lm_head=3")
+        return {path: int(stage) for path, _, stage in pairs}
+    if name in ("replicas", "token_slices", "zero"):
+        words = given.split(",")
+        if all(word.strip().isdecimal() for word in words):
+            return int(given) if len(words) == 1 else tuple(map(int, words))
+    return given if name != "cache" else False

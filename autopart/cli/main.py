@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from autopart import api
@@ -24,9 +25,10 @@ from autopart.cli.cluster import app as cluster_app
 from autopart.cli.flags import ClusterName, Json, ModelName, takes_option_flags
 from autopart.cli.model_loader import load_model
 from autopart.cli.output import print_json, prints_results
+from autopart.files.clusters import parse_cluster
 from autopart.ir.errors import AutopartError, RunError
 from autopart.options import choices, read_options
-from autopart.session.compare import Verification
+from autopart.session.compare import Verification, verify_step
 
 TRACEBACK = "--traceback"
 
@@ -74,7 +76,7 @@ def verify(
     ] = None,
     limit: Annotated[int, typer.Option(min=0, help="Lines of the table")] = 20,
     transport: Annotated[
-        str, typer.Option(metavar="|".join(choices("transport")), help="What carries messages between ranks")
+        str, typer.Option(metavar="|".join(choices("transport")), help="Transport of messages between ranks")
     ] = "auto",
     as_json: Json = False,
 ) -> None:
@@ -106,11 +108,12 @@ def _verify_on_rank(
     """Run `verify` on a rank."""
     subject = load_model(model, flags.get("seed", 0))
     options = read_options(loss_fn=subject.loss_fn, plan=plan, transport=transport, **flags)
-    return api.checked(subject.model, cluster, subject.batch, options, tolerance)
+    machines = parse_cluster(cluster, cuda_devices=torch.cuda.device_count())
+    return verify_step(subject.model, machines, subject.batch, options, tolerance)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line; always ends with SystemExit."""
+    """Run the command line; always raises SystemExit."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         app(args=[word for word in words if word != TRACEBACK], prog_name="autopart")

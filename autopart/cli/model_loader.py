@@ -1,10 +1,10 @@
-"""A model by its name on a command line.
+"""Load a model by its name on a command line.
 
     "gpt2-tiny"              built in, see models.py
     "package.module:make"    a function of an importable module; the current folder is importable
     "folder/train.py:make"   a function of a file
 
-The function takes nothing and returns (model, batch) or (model, batch, loss_fn).
+The function has no arguments and returns (model, batch) or (model, batch, loss_fn).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMS = "name a built-in model (" + ", ".join(BUILTIN) + '), "package.module:fun
 
 @dataclass(frozen=True)
 class Subject:
-    """What the function returned."""
+    """A model with its batch, and maybe a loss function."""
 
     model: nn.Module
     batch: Any
@@ -39,8 +39,7 @@ class Subject:
 def load_model(name: str, seed: int = 0) -> Subject:
     """Build the named model after seeding torch, so that every process gets the same weights.
 
-    Raises UsageError for a name that leads nowhere or a function that returns something else.  What the function
-    itself raises passes.
+    Raises UsageError for an unknown name and a function that returns something else, and the function's own errors.
     """
     make = _function(name)
     torch.manual_seed(seed)

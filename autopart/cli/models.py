@@ -1,6 +1,6 @@
-"""Models that the command line knows by name: small, random weights, nothing downloaded.
+"""Built-in models of the command line: small, with random weights, nothing downloaded.
 
-Each function returns (model, batch) or (model, batch, loss_fn), as any function named on the command line does.
+Each function returns (model, batch) or (model, batch, loss_fn).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TEXT: dict[str, Any] = {
 
 
 def transformers() -> ModuleType:
-    """The transformers library, offline and quiet.  Raises UsageError when it is not installed."""
+    """Return the transformers library, offline and quiet.  Raises UsageError if it is not installed."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         library = importlib.import_module("transformers")
@@ -37,7 +37,7 @@ def transformers() -> ModuleType:
 
 
 def gpt2(layers: int = 4, width: int = 128, seq: int = SEQ) -> nn.Module:
-    """A GPT-2 over bytes without dropout, in training mode."""
+    """Make a GPT-2 over bytes without dropout, in training mode."""
     hf = transformers()
     config = hf.GPT2Config(
         vocab_size=VOCAB, n_positions=seq, n_embd=width, n_layer=layers, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
@@ -57,18 +57,18 @@ def _language_batch() -> dict[str, torch.Tensor]:
 
 
 def gpt2_tiny() -> tuple[nn.Module, Any]:
-    """GPT-2, 4 layers, tied head."""
+    """Make a GPT-2 with 4 layers and a tied head."""
     return gpt2(), _language_batch()
 
 
 def llama_tiny() -> tuple[nn.Module, Any]:
-    """Llama, 4 layers, grouped-query attention."""
+    """Make a Llama with 4 layers and grouped-query attention."""
     hf = transformers()
     return hf.LlamaForCausalLM(hf.LlamaConfig(**_TEXT, num_key_value_heads=2)).train(), _language_batch()
 
 
 def bert_tiny() -> tuple[nn.Module, Any]:
-    """BERT with its masked-language head, dropout on, labels at every third token."""
+    """Make a BERT with a masked-language head and dropout; labels at every third token."""
     hf = transformers()
     batch = _language_batch()
     keep = (torch.arange(SEQ)[None, :] + torch.arange(ROWS)[:, None]) % 3 == 0
@@ -76,7 +76,7 @@ def bert_tiny() -> tuple[nn.Module, Any]:
 
 
 def t5_tiny() -> tuple[nn.Module, Any]:
-    """T5: encoder, decoder and one embedding for all."""
+    """Make a T5: encoder and decoder with one embedding."""
     hf = transformers()
     config = hf.T5Config(
         vocab_size=VOCAB, d_model=128, d_kv=32, d_ff=344, num_layers=2, num_heads=4, dropout_rate=0.0,
@@ -86,7 +86,7 @@ def t5_tiny() -> tuple[nn.Module, Any]:
 
 
 def resnet_tiny() -> tuple[nn.Module, Any]:
-    """ResNet with BatchNorm: its statistics couple the rows of a micro-batch."""
+    """Make a ResNet with BatchNorm, whose statistics couple the rows of a micro-batch."""
     hf = transformers()
     config = hf.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32, 64], depths=[1, 2, 1], num_labels=10)
     generator = torch.Generator().manual_seed(1)
@@ -96,7 +96,7 @@ def resnet_tiny() -> tuple[nn.Module, Any]:
 
 
 def mlp() -> tuple[nn.Module, Any, Callable[[Any, Any], torch.Tensor]]:
-    """Six linear layers and a loss function; needs torch alone."""
+    """Make six linear layers with a loss function; needs only torch."""
     layers = [layer for _ in range(5) for layer in (nn.Linear(64, 64), nn.Tanh())]
     generator = torch.Generator().manual_seed(1)
     inputs, target = torch.randn(ROWS, 64, generator=generator), torch.randn(ROWS, 10, generator=generator)

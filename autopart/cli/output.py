@@ -13,12 +13,12 @@ import typer
 
 
 def prints_results() -> bool:
-    """Whether this process prints results: under a launcher only rank 0 does."""
+    """Return whether this process prints results: under a launcher only rank 0 does."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def print_json(content: Mapping[str, object]) -> None:
-    """Print a result as one JSON object; numbers that JSON does not have become null."""
+    """Print a result as one JSON object; NaN and infinite numbers become null."""
     typer.echo(json.dumps(_finite(content), indent=1))
 
 

@@ -1,4 +1,4 @@
-"""The commands that need no process but this one: plan, explain, diff."""
+"""The commands that run in this process alone: plan, explain, diff."""
 
 from __future__ import annotations
 

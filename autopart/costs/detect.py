@@ -1,14 +1,14 @@
-"""This machine measured: what its devices compute and move, and how long messages between its ranks take.
+"""Measure this machine: rates of its devices, and times of messages between its ranks.
 
 All ranks measure their devices at the same time, so that processes on one CPU get their share of it.  Then pairs of
-ranks send messages back and forth over the channels that the pipeline uses.  Devices of the same name get the median of
-their rates.
+ranks send messages back and forth over the channels of the pipeline.  Devices of the same name get the median of their
+rates.
 
 Latency is half the round trip of a small message; bandwidth is the slope of time over size, errors relative.  Between
-hosts one pair gives the latency; for the bandwidth all ranks of two hosts talk at once, for it is the port of the host.
-Wrong when other work runs on the machine, when a matrix product does not represent the model (rates are what a large
-product reaches, not the peak), when the links between hosts differ (neighbours are measured, and the median is taken),
-and on CPUs, where messages and computation compete for the same cores.
+hosts one pair gives the latency; for the bandwidth of the host's port all ranks of two hosts talk at once.  This is
+wrong if other work runs on the machine, if a matrix product does not represent the model (rates are what a large
+product reaches, not the peak), if the links between hosts differ (the median over neighbours is taken), and on CPUs,
+where messages and computation compete for the same cores.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.benchmark import Timer
 
+from autopart.costs.measure import wait_for
 from autopart.files.clusters import LOOPBACK, NVLINK, parse_cluster, this_host
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
@@ -37,17 +39,17 @@ from autopart.runtime.launch.local import launch, under_torchrun
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
 SMALL = 64
 SIZES = {"cpu": (SMALL, 2**18, 2**20, 2**22, 2**24), "cuda": (SMALL, 2**20, 2**22, 2**24, 2**26)}
-"""Bytes of the messages."""
+"""Bytes of the messages, by kind of device."""
 LIMIT_S = 120.0
-"""Local processes are ended after this time."""
+"""Time limit of the local processes."""
 _LARGEST = {"cpu": 4096, "cuda": 8192}
 """Rows of the largest matrix product."""
 _COPIED = {"cpu": 2**26, "cuda": 2**29}
-"""Bytes of the copy that measures the memory bandwidth: more than any cache holds."""
+"""Bytes of the copy that measures the memory bandwidth: larger than caches."""
 _BUDGET_S = 0.2
 """Seconds for one rate."""
 _SIZE_BUDGET_S = 2.0
-"""No message size is tried that would take longer than this."""
+"""Message sizes that would take longer are not tried."""
 
 Pair = tuple[int, int]
 Sample = tuple[int, float]
@@ -55,33 +57,29 @@ Sample = tuple[int, float]
 
 
 def detect(ranks: int | None = None) -> Cluster:
-    """Measure this machine; under torchrun, called on every rank, all machines that it started.
+    """Measure this machine; under torchrun, called on every rank, all machines of the launch.
 
-    ranks: local processes, by default one for each GPU, without a GPU two.  Raises ClusterError when a GPU would have
-    to serve two of them, WorkerError when a process fails or takes longer than `LIMIT_S`.
+    ranks: local processes, by default one for each GPU, without a GPU two.  Raises ClusterError if there are fewer GPUs
+    than ranks, WorkerError if a process fails or takes longer than `LIMIT_S`.
     """
     gpus = torch.cuda.device_count()
     adopt_task(os.environ)
+    results: list[Cluster]
     if under_torchrun():
         told = parse_cluster(None, cuda_devices=gpus)
         sizes = tuple(level.size for level in told.levels)
-        return _first(launch(probe, ranks or told.world, told.kind, sizes))
-    world = ranks or gpus or 2
-    if gpus and world > gpus:
-        raise ClusterError(
-            f"{world} ranks and {gpus} visible GPUs", why="a GPU serves one rank", fix=f"ask for at most {gpus} ranks"
-        )
-    return _first(launch(probe, world, "cuda" if gpus else "cpu", (world,), timeout=LIMIT_S))
-
-
-def _first(results: list[Any]) -> Cluster:
-    """Every rank returns the same cluster."""
-    cluster: Cluster = results[0]
-    return cluster
+        results = launch(probe, ranks or told.world, told.kind, sizes)
+    else:
+        world = ranks or gpus or 2
+        if gpus and world > gpus:
+            what, fix = f"{world} ranks and {gpus} visible GPUs", f"ask for at most {gpus} ranks"
+            raise ClusterError(what, why="a GPU serves one rank", fix=fix)
+        results = launch(probe, world, "cuda" if gpus else "cpu", (world,), timeout=LIMIT_S)
+    return results[0]
 
 
 def probe(kind: str, sizes: tuple[int, ...]) -> Cluster:
-    """One rank's part; every rank returns the same.  sizes: ranks of each level, innermost first; host, then all."""
+    """Measure on one rank; every rank returns the same.  sizes: ranks of each level (host, all), innermost first."""
     world = World(kind, sizes[-1], local=sizes[0])
     try:
         local = world.gather_numbers([float(os.environ.get("LOCAL_WORLD_SIZE", "1"))])
@@ -101,7 +99,7 @@ def probe(kind: str, sizes: tuple[int, ...]) -> Cluster:
 
 
 def merge_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Devices of one name with the least memory and the median rates among them."""
+    """Give devices of one name the least memory and the median rates among them."""
     groups: dict[tuple[str, str], list[Device]] = {}
     for device in devices:
         groups.setdefault((device.kind, device.name), []).append(device)
@@ -124,16 +122,16 @@ def merge_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
 
 
 def rounded(number: float) -> int:
-    """Three significant digits, at least 1: no measurement here is more accurate."""
+    """Round to three significant digits, at least 1."""
     return max(1, int(float(f"{number:.3g}")))
 
 
 def measure_device(device: torch.device, local: int) -> Device:
-    """The device of this rank, one of `local` that share the host.  Takes about a second."""
+    """Measure the device of this rank, one of `local` on this host.  Takes about a second."""
     rates = {name: rate for name in DTYPES[device.type] if (rate := _matmul_rate(device, name))}
     source = torch.ones(_COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    bandwidth = 2 * source.numel() / _seconds(lambda: target.copy_(source), device, _BUDGET_S)
+    bandwidth = 2 * source.numel() / _seconds("target.copy_(source)", _BUDGET_S, target=target, source=source)
     if device.type == "cuda":
         name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[0]
     else:
@@ -143,7 +141,7 @@ def measure_device(device: torch.device, local: int) -> Device:
 
 
 def _matmul_rate(device: torch.device, dtype: str) -> int:
-    """Operations per second of a large square product; 0 when the device has none for this dtype."""
+    """Return the operations per second of a large square product; 0 if the device does not support the dtype."""
     rows, least = 256, _BUDGET_S / 10
     try:
         while _product_seconds(rows, dtype, device, 0.0) < least and rows < _LARGEST[device.type]:
@@ -155,26 +153,14 @@ def _matmul_rate(device: torch.device, dtype: str) -> int:
 
 def _product_seconds(rows: int, dtype: str, device: torch.device, budget_s: float) -> float:
     matrix = torch.ones(rows, rows, device=device, dtype=getattr(torch, dtype))
-    return _seconds(lambda: matrix @ matrix, device, budget_s)
+    return _seconds("matrix @ matrix", budget_s, matrix=matrix)
 
 
-def _seconds(work: Callable[[], Any], device: torch.device, budget_s: float) -> float:
-    """Median time of one call, after one to warm up: of 3 to 50 calls within the budget, of one without a budget."""
-    times: list[float] = []
-    deadline = time.perf_counter() + budget_s
-    work()
-    while len(times) < (3 if budget_s else 1) or (len(times) < 50 and time.perf_counter() < deadline):
-        _synchronize(device)
-        start = time.perf_counter()
-        work()
-        _synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _seconds(work: str, budget_s: float, **operands: torch.Tensor) -> float:
+    """Return the median time of a statement over runs within the budget; without one, the time of a single run."""
+    timer = Timer(work, globals=operands, num_threads=torch.get_num_threads())
+    timer.timeit(1)  # to warm up
+    return timer.blocked_autorange(min_run_time=budget_s).median if budget_s else timer.timeit(1).median
 
 
 def _cpu_name() -> str:
@@ -191,9 +177,9 @@ def _device(fields: Mapping[str, Any]) -> Device:
 
 
 def pairs_of(sizes: Sequence[int], index: int) -> list[list[Pair]]:
-    """Who talks to whom to measure a level: for each two neighbouring groups that it joins, their ranks one to one."""
+    """Return the pairs that measure a level: the ranks of each two neighbouring groups that it joins, one to one."""
     inner, size, world = sizes[index - 1] if index else 1, sizes[index], sizes[-1]
-    if not index:  # one pair a host: more would share its memory
+    if not index:  # one pair on each host, since more would share its memory
         return [[(base, base + 1)] for base in range(0, world, size)]
     bases = range(0, world - inner, 2 * inner)
     return [[(base + i, base + inner + i) for i in range(inner)] for base in bases]
@@ -213,73 +199,54 @@ def _measure_level(world: World, sizes: Sequence[int], index: int) -> Link:
 
 
 def fit_link(samples: Sequence[Sample]) -> Link:
-    """Latency: the time of the smallest message.  Bandwidth: least squares over the others, errors relative to time."""
+    """Fit a link: latency from the smallest message, bandwidth by least squares of relative errors over the others."""
     latency = min(samples)[1]
     rest = [(size, max(ns, 1.0)) for size, ns in samples if size > min(samples)[0]]
     above = sum((size / ns) * (1 - latency / ns) for size, ns in rest)
     if above > 0:
         ns_per_byte = above / sum((size / ns) ** 2 for size, ns in rest)
-    else:  # noise drowned the latency
+    else:  # noise exceeds the latency
         size, ns = max(rest)
         ns_per_byte = ns / size
     return Link(rounded(latency), rounded(1e9 / ns_per_byte))
 
 
 def _ping_pong(world: World, pairs: Sequence[Pair], sizes: Sequence[int]) -> list[list[Sample]]:
-    """Times of all pairs at once, by the first rank of each.  Collective."""
+    """Return the samples of all pairs, measured at once, by first rank.  Collective."""
     groups = {pair: world.group(pair) for pair in pairs}  # every rank opens every group, in the same order
     samples: list[Sample] = []
     for (a, b), group in groups.items():
         if world.rank in (a, b):
-            samples = _Player(world, a + b - world.rank, group, first=world.rank == a).play(sizes)
+            samples = _play(a + b - world.rank, group, sizes, world.device, first=world.rank == a)
     return [[(int(n), ns) for n, ns in json.loads(text)] for text in world.gather_text(json.dumps(samples))]
 
 
-class _Player:
-    """One side of a pair.  The first one leads: it measures the time and decides whether a larger message is tried."""
+def _play(
+    peer: int, group: dist.ProcessGroup, sizes: Sequence[int], device: torch.device, *, first: bool
+) -> list[Sample]:
+    """Measure a pair on one of its ranks; the first one decides whether a larger message is tried."""
 
-    def __init__(self, world: World, peer: int, group: dist.ProcessGroup, *, first: bool) -> None:
-        self._device, self._peer, self._group, self._first = world.device, peer, group, first
+    def round_trip(message: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Send a message there and back; return the nanoseconds and the message as it arrived."""
+        arrived, start = torch.empty_like(message), time.perf_counter_ns()
+        with waiting(peer):
+            if first:
+                dist.send(message, peer, group=group)
+            dist.recv(arrived, peer, group=group)
+            if not first:
+                dist.send(arrived, peer, group=group)
+        wait_for(device)
+        return time.perf_counter_ns() - start, arrived
 
-    def play(self, sizes: Sequence[int]) -> list[Sample]:
-        samples: list[Sample] = []
-        for place, size in enumerate(sizes):
-            ball = torch.zeros(size, dtype=torch.uint8, device=self._device)
-            self._volley(ball)  # opens the connection
-            times = [self._volley(ball) for _ in range(max(5, min(100, 2**26 // size)))]
-            samples.append((size, statistics.median(times) / 2))
-            growth = sizes[place + 1] / size if place + 1 < len(sizes) else 0
-            slow = place > 0 and samples[-1][1] * growth * 12 > _SIZE_BUDGET_S * 1e9
-            if not self._agree(not slow):
-                break
-        return samples
-
-    def _volley(self, ball: torch.Tensor) -> int:
-        """There and back; nanoseconds."""
-        start = time.perf_counter_ns()
-        if self._first:
-            self._send(ball)
-            self._receive(ball)
-        else:
-            self._send(self._receive(ball))
-        _synchronize(self._device)
-        return time.perf_counter_ns() - start
-
-    def _agree(self, proceed: bool) -> bool:
-        """What the first one decides."""
-        flag = torch.full((1,), proceed, dtype=torch.uint8, device=self._device)
-        if self._first:
-            self._send(flag)
-        else:
-            flag = self._receive(flag)
-        return bool(flag.item())
-
-    def _receive(self, like: torch.Tensor) -> torch.Tensor:
-        found = torch.empty_like(like)
-        with waiting(self._peer):
-            dist.recv(found, self._peer, group=self._group)
-        return found
-
-    def _send(self, tensor: torch.Tensor) -> None:
-        with waiting(self._peer):
-            dist.send(tensor, self._peer, group=self._group)
+    samples: list[Sample] = []
+    for place, size in enumerate(sizes):
+        message = torch.zeros(size, dtype=torch.uint8, device=device)
+        round_trip(message)  # opens the connection
+        times = [round_trip(message)[0] for _ in range(max(5, min(100, 2**26 // size)))]
+        samples.append((size, statistics.median(times) / 2))
+        growth = sizes[place + 1] / size if place + 1 < len(sizes) else 0
+        slow = place > 0 and samples[-1][1] * growth * 12 > _SIZE_BUDGET_S * 1e9
+        _, stop = round_trip(torch.full((1,), slow, dtype=torch.uint8, device=device))
+        if stop.item():
+            break
+    return samples

@@ -1,4 +1,4 @@
-"""How much state an optimizer keeps, found by letting it take one step."""
+"""Find how much state an optimizer keeps by running one step of it."""
 
 from __future__ import annotations
 
@@ -19,58 +19,60 @@ _MASTERS = "+masters"
 
 
 def state_factor(optimizer: Any, param_bytes: int = 4, *, masters: bool = False) -> tuple[float, tuple[str, ...]]:
-    """(bytes of optimizer state per byte of trainable parameter, what to say about it).
+    """Return (bytes of optimizer state per byte of trainable parameter, notes).
 
-    optimizer: None (charged as Adam, and said so), "sgd", "momentum", "adam" or "adamw", each also with "+masters"
-    (float32 copies of the weights and float32 states beside parameters of param_bytes each), an optimizer class or
-    function that takes parameters, or an optimizer.  masters: it drives such copies.  Raises UsageError.
+    optimizer: None (charged as Adam, with a note), "sgd", "momentum", "adam" or "adamw", each also with "+masters"
+    (fp32 master weights and fp32 state for parameters of param_bytes each), a class or function that takes parameters,
+    or an optimizer.  masters: whether it updates master weights.  Raises UsageError.
     """
-    if masters and param_bytes < 4:
-        plain = optimizer.lower().removesuffix(_MASTERS) if isinstance(optimizer, str) else optimizer
-        factor, notes = state_factor(plain)
-        return 4 * (1 + factor) / param_bytes, notes
-    if optimizer is None:
-        return ADAM, ("no optimizer was named: memory is charged for Adam; pass optimizer=torch.optim.SGD or the like",)
     if isinstance(optimizer, str):
-        return _named(optimizer, param_bytes), ()
+        masters = masters or optimizer.lower().endswith(_MASTERS)
+    notes = (
+        ()
+        if optimizer is not None
+        else ("no optimizer was named: memory is charged for Adam; pass optimizer=torch.optim.SGD or the like",)
+    )
+    factor = _factor(optimizer)
+    return (4 * (1 + factor) / param_bytes if masters and param_bytes < 4 else factor), notes
+
+
+def _factor(optimizer: Any) -> float:
+    """Return the bytes of state per byte of the tensors that an optimizer updates."""
+    if optimizer is None:
+        return ADAM
+    if isinstance(optimizer, str):
+        plain = optimizer.lower().removesuffix(_MASTERS)
+        if plain not in _NAMED:
+            known = ", ".join(_NAMED)
+            fix = f'use one of {known}, with "{_MASTERS}" for fp32 master weights'
+            raise UsageError(f"unknown optimizer {optimizer!r}", fix=fix)
+        return _NAMED[plain]
     kind = type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     if isinstance(kind, type) and needs_closure(kind):
         raise UsageError(
             f"optimizer {kind.__name__} needs a closure",
-            why="it looks at all parameters at once and runs the model as often as it likes; each rank of a pipeline "
-            "holds its own part of them",
-            fix="use an optimizer that takes each parameter by itself, such as torch.optim.AdamW",
+            why="it needs all parameters at once and runs the model several times; a rank of a pipeline holds some "
+            "of them",
+            fix="use an optimizer that updates each parameter separately, such as torch.optim.AdamW",
         )
     if isinstance(optimizer, torch.optim.Optimizer):
         kind, options = type(optimizer), _arguments(type(optimizer), optimizer.defaults)
-        return _tried(lambda params: kind(params, **options)), ()
+        return _tried(lambda params: kind(params, **options))
     if callable(optimizer):
-        return _tried(optimizer), ()
+        return _tried(optimizer)
     raise UsageError(
         f"optimizer is a {type(optimizer).__name__}", fix='use a class such as torch.optim.AdamW, or "adamw"'
     )
 
 
 def needs_closure(kind: type) -> bool:
-    """Whether the step of an optimizer cannot be called without a function that runs the model."""
+    """Return whether the step of an optimizer needs a function that runs the model."""
     closure = inspect.signature(kind.step).parameters.get("closure") if hasattr(kind, "step") else None
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _named(name: str, param_bytes: int) -> float:
-    plain = name.lower().removesuffix(_MASTERS)
-    if plain not in _NAMED:
-        known = ", ".join(_NAMED)
-        raise UsageError(
-            f"unknown optimizer {name!r}", fix=f'use one of {known}, with "{_MASTERS}" for float32 masters'
-        )
-    if plain == name.lower() or param_bytes >= 4:
-        return _NAMED[plain]
-    return 4 * (1 + _NAMED[plain]) / param_bytes
-
-
 def _arguments(kind: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Those defaults that the class takes as keywords: AdamW's hold one that only its base class takes."""
+    """Return the defaults that the class accepts as keywords; AdamW has one that only its base class accepts."""
     takes = inspect.signature(kind).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in takes):
         return dict(defaults)
@@ -79,7 +81,7 @@ def _arguments(kind: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -
 
 
 def _tried(make: Callable[[list[torch.nn.Parameter]], Any]) -> float:
-    """One step over a square parameter; tensors of a single element are counters, not state."""
+    """Run one step on a square parameter; tensors of one element are counters and not charged."""
     param = torch.nn.Parameter(torch.zeros(64, 64))
     param.grad = torch.ones_like(param)
     try:
@@ -96,5 +98,5 @@ def _tried(make: Callable[[list[torch.nn.Parameter]], Any]) -> float:
 
 
 def narrowest_bytes(graph: Graph) -> int:
-    """Bytes of one number of the narrowest trainable parameter."""
+    """Return the bytes per element of the trainable parameter with the smallest dtype."""
     return min((p.size_bytes // max(1, math.prod(p.shape)) for p in graph.params if p.trainable), default=4)

@@ -1,8 +1,8 @@
-"""Where the costs of ops come from: functions from a captured program and a device to its graph with costs.
+"""Sources of op costs: functions from a captured program and a device to its graph with costs.
 
-Three are ours; `compile(..., costs=my_source)` takes any function of that form, and `register_cost_source` gives one a
-name, by which options and command line know it.  Planning asks a source once for the captured number of rows, on the
-cluster's first device; other numbers of rows and other devices follow from that (`passes.ops.cost_model`).
+`compile(..., costs=my_source)` takes any such function, and `register_cost_source` gives it a name for options and the
+command line.  Planning calls a source once, for the captured number of rows and the first device of the cluster; costs
+for other numbers of rows and other devices are extrapolated (`passes.ops.cost_model`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from autopart.passes.ops.casts import without_casts
 class CostedGraph:
     """A captured graph whose ops have costs.
 
-    source: what the plan says they come from; empty for the name under which the source was asked.  notes: lines for
-    the plan's table.
+    source: name of the source in the plan; empty: the name under which it was called.  notes: for the plan.
     """
 
     graph: Graph
@@ -37,45 +36,45 @@ class CostedGraph:
 
 
 CostSource = Callable[[Captured, Device], CostedGraph]
-"""captured.graph with another `Cost` on its ops (nanoseconds, bytes and FLOPs at its number of rows) for the device.
+"""Returns captured.graph with a `Cost` on each op (nanoseconds, bytes and FLOPs at its number of rows) for the device.
 
-What it leaves out of account, such as saved bytes, is best taken from `analytic_costs(captured.graph, device)`."""
+Take what it does not measure, such as saved bytes, from `analytic_costs(captured.graph, device)`."""
 
 
 def analytic(captured: Captured, device: Device) -> CostedGraph:
-    """From operations and bytes against the rates that the device's kernels are said to reach."""
+    """Estimate times from FLOPs and bytes and the rates that the device reaches."""
     return CostedGraph(analytic_costs(captured.graph, device), "analytic")
 
 
 def measured(captured: Captured, device: Device) -> CostedGraph:
-    """Timed on this machine: in the running program where it can be run whole, else each op alone."""
+    """Measure times on this machine: in the running program if it can be run, else each op alone."""
     graph, notes = profile_costs(captured, device) or measure_costs(captured, device)
     return CostedGraph(without_casts(graph), "measured", notes)
 
 
 def auto(captured: Captured, device: Device) -> CostedGraph:
-    """Measured where this machine has such a device and the model has weights, else analytic."""
+    """Measure if this machine has such a device and the model has weights, else estimate."""
     here = device.kind == "cpu" or torch.cuda.is_available()
     return measured(captured, device) if here and not captured.on_meta else analytic(captured, device)
 
 
 GROUP_NS = {"cpu": 200_000, "cuda": 0}
-"""Nanoseconds that a recomputed group takes beside its ops, in autograd and in Python, by kind of device: an order of
-magnitude, measured around groups of one small op; on a GPU its host takes them, ahead of it."""
+"""Overhead of a recomputed group in autograd and Python, in nanoseconds, by kind of device: an order of magnitude,
+measured around groups of one small op; on a GPU the host runs ahead."""
 COST_SOURCES: dict[str, CostSource] = {"auto": auto, "measured": measured, "analytic": analytic}
-"""The sources that are known by name."""
+"""The sources with a name."""
 
 
 def register_cost_source(name: str, source: CostSource) -> None:
-    """Make a source known by name.  Raises UsageError when the name is taken."""
+    """Give a source a name.  Raises UsageError if the name is taken."""
     if COST_SOURCES.setdefault(name, source) is not source:
         raise UsageError(f"there is a cost source {name!r} already", fix="register yours under another name")
 
 
 def costed(captured: Captured, device: Device, source: str | CostSource) -> CostedGraph:
-    """The captured graph with costs from a source, given by name or itself.
+    """Return the captured graph with costs from a source.
 
-    Raises UsageError when a user's source returns something else than the captured graph with costs.
+    Raises UsageError if a user's source returns something else than the captured graph with costs.
     """
     function = COST_SOURCES[source] if isinstance(source, str) else source
     name = source if isinstance(source, str) else getattr(source, "__name__", type(source).__name__)
@@ -86,7 +85,7 @@ def costed(captured: Captured, device: Device, source: str | CostSource) -> Cost
 
 
 def _check(found: object, captured: Graph, name: str) -> None:
-    """The passes rely on what they are given: costs of the wrong program would be a plan for the wrong program."""
+    """Check that a user's source changed only costs, and that they are possible."""
     if not isinstance(found, CostedGraph):
         raise UsageError(
             f"cost source {name} returned a {type(found).__name__}",

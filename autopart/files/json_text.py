@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,11 +86,6 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) == len(pairs):
         return table
-    seen: set[str] = set()
     marked = _Twice(table)
-    for key, _ in pairs:
-        if key in seen:
-            marked.key = key
-            break
-        seen.add(key)
+    marked.key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
     return marked

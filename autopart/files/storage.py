@@ -53,20 +53,15 @@ def locked(path: Path) -> Iterator[None]:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path.name}.lock is not a regular file")
-        _take(descriptor)
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:  # flock has no timeout
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.002)
         yield
     finally:
         os.close(descriptor)
-
-
-def _take(descriptor: int) -> None:
-    """Lock an open file, polling until the deadline, since flock has no timeout."""
-    deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(0.002)

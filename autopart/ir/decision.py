@@ -94,11 +94,27 @@ def check_decision(decision: Decision, graph: Graph | None = None) -> Decision:
        random numbers or updates a buffer is in exactly one.
     3. No value flows from a stage to an earlier one.
     4. All uses of a buffer that is updated are in the stage that updates it, since each stage has its own copy.
-    Raises PlanError.
+    Raises PlanError.  O(reads).
     """
     refuse(decision_problems(decision))
-    if graph is not None:
-        check_ops(decision, graph)
+    if graph is None:
+        return decision
+    where = stage_of_ops(decision, graph)
+    have = [set(stage.ops) for stage in decision.stages]
+    for op in graph.ops:
+        if op.name not in where:
+            raise PlanError(f"op {op.name} of the graph is in no stage", fix=AGAIN)
+    _check_updates(graph, have)
+    writer = graph.writer()
+    for op in graph.ops:
+        for s in [s for s, ops in enumerate(have) if op.name in ops]:
+            for read in op.reads:
+                source = writer.get(read)
+                if source is not None and source not in have[s] and where[source] > s:
+                    raise PlanError(
+                        f"value {read} flows back from stage {where[source]} to stage {s}",
+                        where=f"op {op.name} {op.module} {op.where}".strip(),
+                    )
     return decision
 
 
@@ -119,25 +135,23 @@ def decision_problems(decision: Decision) -> Iterator[Problem]:
         yield "bucket_bytes", f"a bucket holds 1 to {MAX_BUCKET_BYTES} bytes, not {decision.bucket_bytes}"
     if not decision.stages:
         yield "stages", "at least one stage is needed"
-    if not decision.micro_rows:
-        yield "micro_rows", "at least one micro-batch is needed"
-    for i, rows in enumerate(decision.micro_rows):
-        if rows < 1:
-            yield f"micro_rows[{i}]", f"a micro-batch needs at least 1 row, not {rows}"
-    if decision.micro_rows and max(decision.micro_rows) - min(decision.micro_rows) > 1:
-        yield "micro_rows", f"micro-batches differ by at most one row, not {shortened(str(decision.micro_rows), 100)}"
-    yield from _slice_problems(decision)
+    yield from _size_problems(decision)
     yield from _rank_problems(decision)
     for s, stage in enumerate(decision.stages):
         yield from _op_problems(s, stage)
 
 
-def _slice_problems(decision: Decision) -> Iterator[Problem]:
+def _size_problems(decision: Decision) -> Iterator[Problem]:
+    if not decision.micro_rows:
+        yield "micro_rows", "at least one micro-batch is needed"
     if len(decision.token_slices) == 1:
         yield "token_slices", "one slice is the whole sequence, which is []"
-    for i, length in enumerate(decision.token_slices):
-        if length < 1:
-            yield f"token_slices[{i}]", f"a slice needs at least 1 token, not {length}"
+    for field, what in (("micro_rows", "row"), ("token_slices", "token")):
+        for i, size in enumerate(getattr(decision, field)):
+            if size < 1:
+                yield f"{field}[{i}]", f"at least 1 {what} is needed, not {size}"
+    if decision.micro_rows and max(decision.micro_rows) - min(decision.micro_rows) > 1:
+        yield "micro_rows", f"micro-batches differ by at most one row, not {shortened(str(decision.micro_rows), 100)}"
 
 
 def _rank_problems(decision: Decision) -> Iterator[Problem]:
@@ -173,28 +187,6 @@ def refuse(found: Iterator[Problem]) -> None:
         path, message = first
         more = sum(1 for _ in found)
         raise PlanError(f"the plan is not valid: {message}", where=path, why=f"{more} more problems" if more else "")
-
-
-def check_ops(decision: Decision, graph: Graph) -> None:
-    """Check rules 2 to 4 of `check_decision`.  Raises PlanError.  O(reads)."""
-    where = stage_of_ops(decision, graph)
-    have = [set(stage.ops) for stage in decision.stages]
-    for op in graph.ops:
-        if op.name not in where:
-            raise PlanError(f"op {op.name} of the graph is in no stage", fix=AGAIN)
-    _check_updates(graph, have)
-    writer = graph.writer()
-    for op in graph.ops:
-        for s, ops in enumerate(have):
-            if op.name not in ops:
-                continue
-            for read in op.reads:
-                source = writer.get(read)
-                if source is not None and source not in ops and where[source] > s:
-                    raise PlanError(
-                        f"value {read} flows back from stage {where[source]} to stage {s}",
-                        where=f"op {op.name} {op.module} {op.where}".strip(),
-                    )
 
 
 def stage_of_ops(decision: Decision, graph: Graph) -> dict[str, int]:

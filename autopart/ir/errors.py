@@ -1,20 +1,4 @@
-"""The errors that users meet, in one tree.
-
-    AutopartError
-    ├── UsageError            an argument, option, batch or cluster that cannot work
-    │   ├── BatchError        a batch that does not fit the model, the plan or the micro-batches
-    │   └── ClusterError      a cluster description that cannot be read, or does not match what the launcher started
-    ├── CaptureError          the model cannot be captured, or returns no scalar loss
-    ├── RefusedError          the model was captured, but running it as a pipeline would not be exact
-    ├── PlanError             a plan that is malformed, or was made for something else
-    │   ├── PlanFileError     text that is not a plan; names the JSON path
-    │   └── InfeasibleError   no plan within the limits; names the limit and by how much it is exceeded
-    ├── GraphError            an invariant of `Graph` is broken: a bug, please report it
-    ├── ProgramError          a program that would hang, lose a value or exceed its limit
-    └── RunError              something failed while ranks were running
-        ├── StageError        an op of the model raised inside a stage
-        ├── NonFiniteError    gradients of a step are infinite or NaN
-        └── WorkerError       a process died or a peer stopped answering
+"""The errors that users meet, all derived from `AutopartError`.
 
 Every message has the same order: what failed, where (module path, file:line), why, what to do.
 """
@@ -50,11 +34,7 @@ class AutopartError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.what, self.where, self.why, self.fix)
-
-
-def _rebuild(kind: type[AutopartError], what: str, where: str, why: str, fix: str) -> AutopartError:
-    return kind(what, where=where, why=why, fix=fix)
+        return functools.partial(type(self), where=self.where, why=self.why, fix=self.fix), (self.what,)
 
 
 class UsageError(AutopartError, ValueError):

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from autopart.ir.decision import Decision as Decision
-from autopart.ir.decision import Problem, check_ops, decision_problems, refuse
+from autopart.ir.decision import Problem, decision_problems, refuse
 from autopart.ir.decision import Stage as Stage
 from autopart.ir.decision import check_decision as check_decision
 from autopart.ir.explain import explain
@@ -105,7 +105,7 @@ def check(plan: Plan, graph: Graph | None = None) -> Plan:
     """Check a plan by the rules of `problems` and, with a graph, of `check_decision`; return it.  Raises PlanError."""
     refuse(problems(plan))
     if graph is not None:
-        check_ops(plan.decision, graph)
+        check_decision(plan.decision, graph)
     return plan
 
 

@@ -345,16 +345,16 @@ class Program:
     def transfers(self, send: Action) -> tuple[Transfer, ...]:
         """Return the parts of a message, in order of their rows; each row is sent once.  O(senders + receivers)."""
         assert send.peer is not None
-        return self._passing(send.stage, send.peer, send.micro)
+        return self._transfers(send.stage, send.peer, send.micro)
 
-    def _passing(self, src: int, dst: int, micro: int) -> tuple[Transfer, ...]:
+    def _transfers(self, src: int, dst: int, micro: int) -> tuple[Transfer, ...]:
         senders, receivers = self.stage_ranks[src], self.stage_ranks[dst]
         return split_rows(senders, receivers, self.division(src).cuts(micro), self.division(dst).cuts(micro))
 
     def channels(self, src: int, dst: int) -> tuple[tuple[int, int], ...]:
         """Return the pairs (rank of src, rank of dst) that may exchange messages, in the order of the first ones."""
         micros = range(min(max(1, self.micros), common_period(self.division(src), self.division(dst))))
-        return tuple(dict.fromkeys((t.src_rank, t.dst_rank) for m in micros for t in self._passing(src, dst, m)))
+        return tuple(dict.fromkeys((t.src_rank, t.dst_rank) for m in micros for t in self._transfers(src, dst, m)))
 
     def carries(self, send: Action, src_rank: int, dst_rank: int) -> bool:
         """Return whether a part of a message may go from src_rank to dst_rank."""

@@ -125,7 +125,8 @@ def _require_runnable(given: Plan | None, options: Options) -> None:
     raise (PlanError if given else UsageError)(
         f"schedule {name!r} cannot be run yet",
         why="it updates weights while micro-batches are in flight, and has no function for that",
-        fix=f"register a Schedule with update=, or plan with one of {', '.join(known)}",
+        fix=f"{'compile without plan=' if given else 'use autopart.plan to plan with it'}, register a Schedule with "
+        f"update=, or use one of {', '.join(known)}",
     )
 
 

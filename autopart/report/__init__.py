@@ -1,4 +1,4 @@
 """Plans, programs and timelines as text, SVG and traces.
 
-May enter: functions from a language to something readable. Nothing is computed that a plan does not say.
+May enter: functions from a language to something readable. They compute nothing new.
 """

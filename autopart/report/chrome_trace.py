@@ -1,25 +1,21 @@
-"""A timeline in the trace event format, which chrome://tracing and ui.perfetto.dev open."""
+"""Write a timeline in the trace event format, which chrome://tracing and ui.perfetto.dev open."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 
 from autopart.ir.timeline import Span, Timeline
 
 
-def chrome_trace(timeline: Timeline, *, name: str = "autopart", labels: Mapping[int, str] | None = None) -> str:
-    """JSON in the trace event format, times in microseconds.
+def chrome_trace(timeline: Timeline, *, name: str = "autopart") -> str:
+    """Return JSON in the trace event format, times in microseconds.
 
-    Messages run beside what a rank does itself, so each rank has lane 0 for its own work and as many more as messages
-    overlap.  name: of the run, as "simulated"; labels: text per rank, as "stage 1".
+    Each rank has lane 0 for its own work, and as many lanes for messages as overlap.  name: of the run, as "simulated".
     """
     events: list[dict[str, object]] = []
     ranks = sorted({span.rank for span in timeline.spans})
     for rank in ranks:
-        label = (labels or {}).get(rank, "")
-        title = f"rank {rank}" + (f" ({label})" if label else "")
-        events.append({"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": title}})
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
         events.append({"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
         spans = sorted((s for s in timeline.spans if s.rank == rank), key=lambda s: (s.start_ns, s.end_ns))
         lanes = _lanes(spans)
@@ -32,8 +28,7 @@ def chrome_trace(timeline: Timeline, *, name: str = "autopart", labels: Mapping[
 
 
 def _lanes(spans: list[Span]) -> list[int]:
-    """Lane 0 for what the rank does itself, for a message the first other that is free: messages of a lane never
-    overlap."""
+    """Return the lane of each span: 0 for the rank's own work, for a message the first other lane that is free."""
     free_at: list[int] = []
     lanes = []
     for span in spans:

@@ -1,4 +1,4 @@
-"""A cluster as a table: its devices, and the levels of links between them."""
+"""Draw a cluster as two tables: its devices, and the levels of links between them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "
 
 
 def cluster_table(cluster: Cluster) -> str:
-    """Equal neighbours are one line.  Memory in GiB, peak rates in TFLOP/s, bandwidths in GB/s; reached: the shares of
-    peak rates and of memory bandwidth that kernels are assumed to reach."""
+    """Return the tables.  Equal neighbours are one line; reached: shares of peak rates and of memory bandwidth."""
     dtypes = list(dict.fromkeys(name for device in cluster.devices for name, _ in device.rates))
     heads = [f"{_SHORT.get(name, name)} TFLOP/s" for name in dtypes]
     grid = [["ranks", "device", "memory GiB", *heads, "other TFLOP/s" if dtypes else "TFLOP/s", "memory GB/s"]]

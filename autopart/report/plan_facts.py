@@ -1,4 +1,4 @@
-"""The stage table and its footer as data, for programs that read what a command prints."""
+"""The stage table and its footer as data, for commands with --json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopart.report.plan_table import module_range, parameter_count
 
 
 def plan_facts(plan: Plan, graph: Graph | None = None) -> dict[str, object]:
-    """What `stage_table` shows, in nanoseconds, bytes and numbers that are not rounded.
+    """Return the content of `stage_table` in nanoseconds, bytes and numbers that are not rounded.
 
     graph: the captured graph the plan is for; adds the modules and the number of parameters of each stage.
     """

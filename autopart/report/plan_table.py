@@ -1,4 +1,4 @@
-"""The stage table of a plan together with its graph: what a plan says of itself, and the modules that run where."""
+"""Draw the stage table of a plan, with the modules of each stage if its graph is known."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from autopart.ir.plan import Plan
 def stage_table(plan: Plan, graph: Graph | None = None, *, width: int | None = None) -> str:
     """Return the stages of a plan as plain text, like `plan.explain`.
 
-    graph: the captured graph the plan is for; adds module paths and parameter counts.  width: characters of a line, by
-    default those of the terminal, and `WIDTH` where there is none; stages become columns where lines would be wider.
+    graph: the captured graph of the plan; adds module paths and parameter counts.  width: characters of a line, by
+    default those of the terminal, else `WIDTH`; if lines would be wider, stages become columns.
     """
     rows = [stage_row(plan.decision, plan.report, s) for s in range(len(plan.stages))]
     total = total_row(plan.decision, plan.report)
@@ -32,7 +32,7 @@ def _terminal_width() -> int:
 
 
 def _with_graph(row: dict[str, str], plan: Plan, s: int, graph: Graph) -> dict[str, str]:
-    """The row of a stage with its modules behind its ranks and its parameters behind its ops."""
+    """Return the row of a stage with its modules after its ranks and its parameters after its ops."""
     found: dict[str, str] = {}
     for name, cell in row.items():
         found[name] = cell
@@ -44,10 +44,10 @@ def _with_graph(row: dict[str, str], plan: Plan, s: int, graph: Graph) -> dict[s
 
 
 def module_range(plan: Plan, s: int, graph: Graph) -> str:
-    """First and last module of a stage, as "transformer.h.0 … transformer.h.3".
+    """Return the first and the last module of a stage, such as "transformer.h.0 … transformer.h.3".
 
-    A path ends at its first number, so that a layer is one module.  Ops that stand in several stages do not count,
-    unless the stage has no others.
+    A path ends at its first number, so that a layer is one module.  Ops that are in several stages are left out, unless
+    the stage has no others.
     """
     copies = Counter(name for stage in plan.stages for name in stage.ops)
     mine = set(plan.stages[s].ops)
@@ -68,7 +68,7 @@ def _layer(op: Op) -> str:
 
 
 def parameter_count(graph: Graph, ops: set[str]) -> int:
-    """Numbers in the parameters that these ops use, each parameter once."""
+    """Return the number of elements of the parameters that these ops use, each parameter once."""
     used = {name for op in graph.ops if op.name in ops for name in op.params}
     return sum(math.prod(p.shape) for p in graph.params if p.name in used and p.kind == "param")
 

@@ -1,4 +1,4 @@
-"""A timeline as a picture in text: time to the right, a line per rank.
+"""Draw a timeline as text: time to the right, a line per rank.
 
 rank 0 |F0--F1--F2--........B0======B1======B2======|
 rank 1 |....F0--B0======F1--B1======F2--B2======....|
@@ -11,15 +11,15 @@ from autopart.ir.timeline import Timeline
 
 IDLE, ONCE_A_STEP = ".", "+"
 FILL = {FORWARD: "-", BACKWARD: "="}
-"""What follows the label of a compute, by its way."""
+"""Characters after the label of a compute, by its way."""
 
 
 def timeline_text(timeline: Timeline, width: int = 100) -> str:
-    """What each rank does but for messages, to scale: F forward and B backward with their micro-batch, T and R sums of
-    gradients (of tied parameters, over replicas), O the optimizer's step; a dot is an idle moment.
+    """Return what each rank does besides messages, to scale.
 
-    A rank that runs several stages has the stage before each letter: 2F0.  width: characters for the whole step.  A
-    span gets at least one character, at the cost of what follows it.
+    F: forward and B: backward, with the micro-batch; T, R: sums of gradients (of tied parameters, over replicas); O:
+    optimizer step; a dot: idle.  On a rank with several stages the stage is before the letter: 2F0.  width: characters
+    for the whole step; a span gets at least one.
     """
     if width < 1:
         raise ValueError(f"width is {width}, must be at least 1")
@@ -39,7 +39,7 @@ def timeline_text(timeline: Timeline, width: int = 100) -> str:
 
 
 def _label(action: Action, several: bool, room: int) -> str:
-    """As much of the action as there is room for, filled up to it."""
+    """Return the label of an action, cut or filled to `room` characters."""
     fill = FILL[action.is_a.way] if action.is_a.role == COMPUTE else ONCE_A_STEP
     micro = str(action.micro) if action.micro >= 0 else ""
     full = f"{action.stage if several else ''}{action.kind}{micro}"

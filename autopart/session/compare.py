@@ -32,9 +32,9 @@ from autopart.capture.trace.export import LossFn, loss_of, scalar
 from autopart.capture.trained import Trained
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
+from autopart.ir.explain import table_lines
 from autopart.ir.graph import Graph
 from autopart.options import Options
-from autopart.report.difference_table import difference_lines
 from autopart.runtime.tensors import dense
 from autopart.session.pipe import Pipe
 from autopart.session.ranks.agreement import from_rank
@@ -109,7 +109,11 @@ class Verification:
         """Return the differences as text: the `limit` largest, all that are out of tolerance, and a verdict."""
         every = (*self.gradients, *self.buffers)
         shown = [d for place, d in enumerate(every) if place < limit or not d.ok]
-        lines = difference_lines((d.name, d.kind, d.stage, d.size, d.error, d.verdict) for d in shown)
+        grid = [["name", "of", "stage", "norm", "relative error", "verdict"]]
+        for d in shown:
+            stage = str(d.stage) if d.stage >= 0 else "-"
+            grid.append([d.name, d.kind, stage, f"{d.size:.3e}", f"{d.error:.1e}", d.verdict])
+        lines = table_lines(grid, words=(0, 1, 5))
         if len(shown) < len(every):
             lines.append(f"... and {len(every) - len(shown)} more, all within tolerance")
         return "\n".join([*lines, *self._summary()]) + "\n"

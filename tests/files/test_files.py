@@ -116,7 +116,7 @@ BOTH_AGAIN = "decision.stages[0].recompute, decision.stages[1].recompute"
         ('"b"', '"a"', "decision.stages[0].ops[1]", "op a appears twice in this stage"),
         ('"schedule": "1f1b"', '"schedule": ""', "decision.schedule", "a schedule needs a name"),
         ('"micro_rows": [2, 2]', '"micro_rows": []', "decision.micro_rows", "at least one micro-batch is needed"),
-        ('"micro_rows": [2, 2]', '"micro_rows": [1, 0]', "decision.micro_rows[1]", "needs at least 1 row, not 0"),
+        ('"micro_rows": [2, 2]', '"micro_rows": [1, 0]', "decision.micro_rows[1]", "at least 1 row is needed, not 0"),
         (
             '"micro_rows": [2, 2]',
             '"micro_rows": [3, 1]',

@@ -14,11 +14,9 @@ from support.languages.bounded import SECONDS, bounded
 from support.languages.plans import example
 
 from autopart.cli.main import main
-from autopart.files import documents
-from autopart.files.clusters import parse_cluster, save_cluster
+from autopart.files.clusters import parse_cluster
 from autopart.files.limits import MAX_BYTES, MAX_DEPTH
 from autopart.files.plans import diff_plans, load_plan, plan_from_json, plan_to_json, save_plan
-from autopart.ir.cluster import Cluster, Device, Level, Link
 from autopart.ir.errors import AutopartError, ClusterError
 from autopart.ir.outlook import Alternative, Optimality
 from autopart.ir.plan import Plan, Provenance, Report, Stage
@@ -213,16 +211,6 @@ def test_depth_is_counted_alike_in_every_language(tmp_path: Path) -> None:
             (tmp_path / f"c.{ending}").write_text(text % ("[" * depth + "]" * depth))
             with pytest.raises(ClusterError, match=says):
                 parse_cluster(tmp_path / f"c.{ending}")
-
-
-def test_a_cluster_is_not_written_where_it_could_not_be_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(documents, "MAX_VALUES_BY_HAND", 100)
-    devices = tuple(Device("cpu", i + 1, 1, 1) for i in range(30))
-    with pytest.raises(ClusterError, match="neighbours"):
-        save_cluster(Cluster(devices, (Level(30, Link(1, 1)),)), tmp_path / "c.yaml")
-    assert not (tmp_path / "c.yaml").exists()
 
 
 @pytest.mark.slow

@@ -64,6 +64,7 @@ def _groups(
                     ref = chain[ref]
         for name in held:
             join(("op", op.name), ("value", name))
-    for group in {id(group): group for group in groups.values()}.values():
+    for joined in {id(group): group for group in groups.values()}.values():
+        group = sorted(joined)  # the order of a set differs between processes
         values = [name for kind, name in group if kind == "value" and forms[name].keys is None]
         yield [name for kind, name in group if kind == "op"], values

@@ -1,13 +1,12 @@
 """A capture at another number of rows without capturing again, for planning models that hold no weights.
 
-The first capture is made at a prime number of rows that divides no size of the model and of its inputs.  A
-size or argument that it divides can then only come from the rows, and is put at the other number; torch says what
-shapes follow, once for calls that are alike, and they have to be those that the same rule predicts.  Where anything
-may mean the rows in another way (a number near a multiple, a share such as 1/rows, rows against rows) there is no
-answer, and the model has to be captured again.
+The first capture is made at a prime number of rows that divides no size of the model or its inputs.  A size or argument
+that it divides can then only come from the rows, and is scaled to the other number.  torch computes the shapes that
+follow, once for equal calls, and they must be those that the same rule predicts.  If a number may depend on the rows in
+another way (near a multiple, a fraction such as 1/rows, rows times rows), the model has to be captured again.
 
-What this cannot see: Python code that takes another branch at another number of rows.  So it is for plans that are
-not run; `compile` captures everything that it runs.
+This cannot see Python code that takes another branch at another number of rows, so it serves plans that are not run;
+`compile` captures everything that it runs.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from autopart.ir.size import Size
 from autopart.rng import keyed
 
 _FROM, _TO = 61, 400
-"""Primes that are tried: above the sizes that many models have by chance, small enough for every op."""
+"""The range of primes: above sizes that are common in models, small enough for every op."""
 _NEAR = 2
-"""A number so close to a multiple of the rows may be one shifted."""
+"""A number this close to a multiple of the rows may be a shifted multiple."""
 _HUGE = 1 << 40
-"""What is larger is no size: `x[a:]` has the end 2**63 - 1."""
+"""Larger numbers are not sizes: `x[a:]` has the end 2**63 - 1."""
 
 
 class _Ambiguous(Exception):
@@ -90,7 +89,7 @@ class _Change:
         return number
 
     def share(self, number: float) -> float:
-        """A number that is no integer.  Raises _Ambiguous when it may be a multiple or a share of the rows."""
+        """Return a float unchanged.  Raises _Ambiguous if it may be a multiple or a fraction of the rows."""
         whole = number * self.old
         if number and not number.is_integer() and math.isclose(whole, round(whole), rel_tol=1e-9):
             raise _Ambiguous

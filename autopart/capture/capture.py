@@ -81,8 +81,10 @@ def capture(
     have passed the model; it is left unchanged.  Raises CaptureError, RefusedError.
     """
 
+    modules = [part for part in (model, loss_fn) if isinstance(part, nn.Module)]
+
     def made(batch: Batch) -> Captured:
-        return _settled(model, batch, size, loss_fn, mode, autocast)
+        return _settled(modules, lambda: _capture(model, batch, size, loss_fn, mode, autocast))
 
     try:
         return made(batch)
@@ -92,18 +94,15 @@ def capture(
         return replace(made(batch), questions=found.questions)
 
 
-def _settled(
-    model: nn.Module, batch: Batch, size: Size | None, loss_fn: LossFn | None, mode: str, autocast: Autocast | None
-) -> Captured:
-    modules = [part for part in (model, loss_fn) if isinstance(part, nn.Module)]
+def _settled(modules: Sequence[nn.Module], make: Callable[[], Captured]) -> Captured:
     with _one_at_a_time, gc_paused(), left_as_it_was(modules) as settle:
-        first = _capture(model, batch, size, loss_fn, mode, autocast)
+        first = make()
         if not first.observed.changed:
             return first
         # A first call may change something once: complete a configuration, install hooks when they are first needed.
         # Then a second call changes nothing more, and gives the same program.
         settle()
-        second = _capture(model, batch, size, loss_fn, mode, autocast)
+        second = make()
         if second.observed.changed or second.graph.shape_digest() != first.graph.shape_digest():
             raise first.observed.changed[0]
         return second

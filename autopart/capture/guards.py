@@ -44,30 +44,25 @@ def check_model(model: object) -> nn.Module:
             f"the model is a {type(model).__name__}, not a torch.nn.Module",
             fix="pass an instance of the model, not its class or its output",
         )
-    _check_emptied(model)
-    _check_lazy(model)
+    _check_values(model)
     check_hooks(model)
     _check_shared_storage(model)
     return model
 
 
-def _check_emptied(model: nn.Module) -> None:
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if getattr(tensor, EMPTIED, False) and tensor.numel() == 0:
-            raise UsageError(
-                f"{name} is empty: its trained values stayed on another rank when a pipe was closed",
-                why="the pipe was closed with sync=False, or after a failure",
-                fix="build the model again, and load a state that was saved before",
-            )
-
-
-def _check_lazy(model: nn.Module) -> None:
+def _check_values(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise UsageError(
                 f"{name} has no shape yet",
                 why="a lazy module gets its parameters when it is called first",
                 fix="call the model once on a batch before compile, and make the optimizer after that",
+            )
+        if getattr(tensor, EMPTIED, False) and tensor.numel() == 0:
+            raise UsageError(
+                f"{name} is empty: its trained values stayed on another rank when a pipe was closed",
+                why="the pipe was closed with sync=False, or after a failure",
+                fix="build the model again, and load a state that was saved before",
             )
 
 

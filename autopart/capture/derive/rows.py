@@ -48,9 +48,3 @@ def _axis(a: Value, b: Value) -> int | None:
     """Return the axis in which the shapes differ, if it is the only one."""
     differing = [axis for axis, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y]
     return differing[0] if len(differing) == 1 else None
-
-
-def program_key(graph: Graph) -> tuple[object, ...]:
-    """Return a key that is equal for captures of one program at several sizes with gradients in the same values."""
-    trainable = tuple(param.name for param in graph.params if param.trainable)
-    return graph.structure_digest(), hash(tuple(value.grad for value in graph.values)), hash(trainable)

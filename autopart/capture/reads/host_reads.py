@@ -22,11 +22,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopart.capture.batch.batch import Batch
-from autopart.capture.reads.by_rows import mark_by_rows, scatters_by_rows
 from autopart.capture.reads.ctc import Selections
 from autopart.capture.reads.data_dependent_errors import is_data_dependent, unanswered
 from autopart.capture.reads.questions import Origins, Question, Reader
-from autopart.capture.reads.sizes import MADE_OF_SIZED, Sizes
+from autopart.capture.reads.sizes import MADE_OF_SIZED, Sizes, mark_by_rows, scatters_by_rows
 from autopart.capture.source_location import place_of_caller
 from autopart.ir.errors import BatchError, CaptureError, RefusedError
 

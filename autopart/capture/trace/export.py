@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +25,6 @@ from autopart.capture.reads.data_dependent_errors import is_data_dependent, size
 from autopart.capture.reads.host_reads import Asker
 from autopart.capture.source_location import user_place
 from autopart.capture.trace.autocast import Autocast
-from autopart.capture.trace.untraceable import untraceable
 from autopart.capture.watch.observed import Observed, check_kept, observing
 from autopart.ir.errors import AutopartError, CaptureError
 
@@ -57,7 +58,7 @@ class Wrapper(nn.Module):
         self._batch = batch
         self._wants_outputs = wants_outputs
         self._autocast = autocast
-        self._outputs: list[Callable[[Sequence[torch.Tensor]], Any]] = []
+        self._seen = types.SimpleNamespace(outputs=None)  # torch.export puts back the attributes of a module
         self._watched = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.asker = Asker(self, model, whole, batch.rows, torch.device("cpu") if device.type == "meta" else device)
@@ -65,7 +66,8 @@ class Wrapper(nn.Module):
     @property
     def outputs(self) -> Callable[[Sequence[torch.Tensor]], Any] | None:
         """What makes of the results of the program what the model returns; None for a loss."""
-        return self._outputs[-1] if self._outputs else None
+        found: Callable[[Sequence[torch.Tensor]], Any] | None = self._seen.outputs
+        return found
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         """Run the model, and the loss function if there is one, in everything that sees what they do."""
@@ -104,7 +106,7 @@ class Wrapper(nn.Module):
             tree = pytree.tree_unflatten([next(queue) if x is _TENSOR else x for x in constants], spec)
             return tree if kind is None else kind(**tree)
 
-        self._outputs.append(rebuilt)
+        self._seen.outputs = rebuilt
         return tuple(x for x in leaves if isinstance(x, torch.Tensor))
 
 
@@ -187,7 +189,47 @@ def explained(error: Exception, model: nn.Module) -> CaptureError:
             why="the branch depends on sizes that the data decides, such as those of x[mask] or nonzero()",
             fix=size_fix(model),
         )
-    return untraceable(error, where)
+    return _untraceable(error, where)
+
+
+_KNOWN = (  # what torch's message says, as a regular expression; what, why, fix of ours
+    (
+        r"\.numpy\(\) is not supported|Unable to get .* numpy|numpy\.ndarray",
+        "forward() leaves torch for numpy",
+        "what numpy computes cannot be captured",
+        "compute it with torch; or before the step, and pass it with the batch",
+    ),
+    (
+        r"mutated in the forward method",
+        "forward() changes in place a tensor that is neither a parameter nor a buffer",
+        "",
+        "make it a buffer: register_buffer(name, tensor)",
+    ),
+    (
+        r"fake tensor in the exported program constant's list",
+        "a tensor made while the model was traced is kept where tracing does not see it",
+        "it stands in a container, a global or a closure, or is a gradient with regard to a parameter",
+        "pass it on as an argument or a result; a derivative with regard to a parameter write out, or take it forwards "
+        "(torch.func.jvp)",
+    ),
+)
+
+
+def _untraceable(error: Exception, where: str) -> CaptureError:
+    """Return an error of torch.export, or of the model while it was traced, as ours.  O(length of its text)."""
+    text = str(error).strip() or type(error).__name__
+    first = text.splitlines()[0]
+    for says, what, why, fix in _KNOWN:
+        if re.search(says, text):
+            return CaptureError(what, where=where, why=why or first, fix=fix)
+    return CaptureError(
+        f"the model cannot be captured: {type(error).__name__}",
+        where=where,
+        why=first,
+        fix="call the model once on one micro-batch without autopart; if that fails too, the model or the batch is the "
+        "cause; if it works, rewrite the line named above with tensor operations (a model that asks "
+        "torch.compiler.is_exporting() takes another branch here)",
+    )
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -79,8 +79,7 @@ class ModelWatch:
         An equal number that was assigned is another object: `_told` looks closer then.
         """
         wholes: list[Any] = [registry for module in self._model.modules() for registry in _registries(module)]
-        keys: list[tuple[dict[str, Any], str]] = []
-        attributes: list[tuple[Any, str]] = []
+        lookups: list[tuple[Callable[..., Any], Any, str]] = []
         states: list[Callable[[], bool]] = []
         for reading in self._readings:
             value, home = reading.now(), reading.home
@@ -89,15 +88,15 @@ class ModelWatch:
             cell = value is ABSENT and isinstance(home, types.CellType)
             remade = isinstance(value, types.MethodType) or reading.name == WHOLE  # another object at each look
             if isinstance(home, dict):
-                keys.append((home, reading.name))
+                lookups.append((dict.get, home, reading.name))
                 if reading.owner is not None and reading.name not in home and not remade:
-                    attributes.append((type(reading.owner), reading.name))
+                    lookups.append((getattr, type(reading.owner), reading.name))
             elif not (cell or remade):
-                attributes.append((home, reading.name))
+                lookups.append((getattr, home, reading.name))
             if may_change or cell or remade:
                 states.append(reading.changed)
         states.append(lambda: any(numbers_of(tensor) != before for tensor, before in self._numbers))
-        return _same_objects(wholes, keys, attributes, states)
+        return _same_objects(wholes, lookups, states)
 
     def _told(self, flags: Mapping[nn.Module, bool]) -> Iterator[str]:
         modules = dict(self._model.named_modules())
@@ -126,11 +125,10 @@ class ModelWatch:
 
 def _same_objects(
     wholes: Iterable[Any],
-    keys: Iterable[tuple[dict[str, Any], str]],
-    attributes: Iterable[tuple[Any, str]],
-    states: Iterable[Callable[[], bool]],
+    lookups: Iterable[tuple[Callable[..., Any], Any, str]],
+    states: Sequence[Callable[[], bool]],
 ) -> Callable[[], bool]:
-    """Return a test of whether containers, keys of dictionaries and attributes hold the same objects as now.
+    """Return a test of whether containers and looked up names hold the same objects as now.
 
     states: return whether something changed that identity does not show.  The test runs in a few loops of C, some 30 ns
     for each entry.  Compared objects are kept alive, so that no other object can have their identity.
@@ -140,11 +138,9 @@ def _same_objects(
     full = [whole for whole in unique if whole]
     views = [*(w.values() if isinstance(w, dict) else w for w in full), *(w for w in full if isinstance(w, dict))]
     lengths, held = list(map(len, views)), list(chain.from_iterable(views))
-    homes, names = _columns(keys)
-    found = [home.get(name, ABSENT) for home, name in zip(homes, names, strict=True)]
-    owners, members = _columns({(id(home), name): (home, name) for home, name in attributes}.values())
-    values = list(map(getattr, owners, members, repeat(ABSENT)))
-    calls = list(states)
+    listed = list({(id(home), name, how): (how, home, name) for how, home, name in lookups}.values())
+    columns = [list(column) for column in zip(*listed, strict=True)] or [[], [], []]
+    found = list(map(operator.call, *columns, repeat(ABSENT)))
 
     def same() -> bool:
         try:
@@ -152,19 +148,13 @@ def _same_objects(
                 not any(empty)
                 and list(map(len, views)) == lengths
                 and all(map(operator.is_, chain.from_iterable(views), held))
-                and all(map(operator.is_, map(dict.get, homes, names, repeat(ABSENT)), found))
-                and all(map(operator.is_, map(getattr, owners, members, repeat(ABSENT)), values))
-                and not any(call() for call in calls)
+                and all(map(operator.is_, map(operator.call, *columns, repeat(ABSENT)), found))
+                and not any(changed() for changed in states)
             )
         except Exception:  # a variable that is not assigned any more, a dictionary that changed meanwhile
             return False
 
     return same
-
-
-def _columns(rows: Iterable[tuple[Any, str]]) -> tuple[list[Any], list[str]]:
-    listed = list(rows)
-    return [row[0] for row in listed], [row[1] for row in listed]
 
 
 def check_tensors(model: nn.Module | Trained, before: Mapping[str, tuple[str, torch.Tensor]]) -> None:

@@ -121,9 +121,10 @@ def summed(
     if not present.item():
         return None
     if sparse:
-        total = (own if own is not None else _no_entries(parameter)).coalesce().cpu()
-        dist.all_reduce(total, group=group)
-        return total.to(parameter.device)
+        mine = (own if own is not None else _no_entries(parameter)).coalesce()
+        entries = mine.to("cpu", wide_dtype(mine.dtype))
+        dist.all_reduce(entries, group=group)
+        return entries.to(mine.device, mine.dtype)
     total = torch.zeros_like(parameter, dtype=gradient_dtype(parameter)) if own is None else dense(own)
     wide = total.to(wide_dtype(total.dtype)).contiguous()
     world.all_reduce(wide, group)

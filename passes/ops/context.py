@@ -84,14 +84,9 @@ class OpContext:
 
     def placement(self, ref: Literal) -> RowPlacement:
         """The placement of a tensor argument.  Running statistics that a norm only writes count as constants."""
-        if not isinstance(ref, str) or self.is_statistic(ref):
-            return CONSTANT
-        return self.placements.get(ref[1:], CONSTANT)
-
-    def is_statistic(self, ref: str) -> bool:
-        """Whether it is a running statistic that the op does not read."""
-        own = self.arg("training") is True or self.arg("use_input_stats") is True
-        return own and ref in (self.arg("running_mean"), self.arg("running_var"))
+        own_statistics = self.arg("training") is True or self.arg("use_input_stats") is True
+        written = (self.arg("running_mean"), self.arg("running_var")) if own_statistics else ()
+        return CONSTANT if not isinstance(ref, str) or ref in written else self.placements.get(ref[1:], CONSTANT)
 
     def argument(self, key: str) -> RowPlacement:
         """The placement of an argument by its name; a number may change with a power of the number of rows."""

@@ -24,16 +24,15 @@ class _NoLine(Exception):
 def resize(graph: Graph, other: Graph | None, size: Size) -> Graph:
     """`graph` at `size`.  O(ops + values).
 
-    Before: both are captures of one model, with equal structure, at different numbers of rows; without `other` only the
-    size of `graph` is known.  Costs are those of `graph` and are not changed.  Raises GraphError where the numbers of
-    the program do not lie on a line.
+    Before: both are captures of one model, with equal structure, at different numbers of rows of equal length; without
+    `other` only the size of `graph` is known.  Costs are those of `graph` and are not changed.  Raises GraphError where
+    the numbers of the program do not lie on a line.
     """
     if size == graph.size:
         return graph
     try:
-        if other is None or other.rows == graph.rows:
+        if other is None or other.rows == graph.rows or not graph.size.tokens == other.size.tokens == size.tokens:
             raise _NoLine
-        _check_rows_alone(graph.size, other.size, size)
         scale = _Scale(graph.rows, other.rows, size.rows)
         values = tuple([scale.value(a, b) for a, b in zip(graph.values, other.values, strict=True)])
         ops = tuple([scale.op(op, twin) for op, twin in zip(graph.ops, other.ops, strict=True)])
@@ -50,12 +49,6 @@ def resizable_to(graph: Graph, other: Graph | None, sizes: Iterable[Size]) -> bo
     except GraphError:
         return False
     return True
-
-
-def _check_rows_alone(*sizes: Size) -> None:
-    """A line has one axis: sizes may differ in their rows alone."""
-    if len({size.tokens for size in sizes}) > 1:
-        raise GraphError(f"a program is resized along its rows, not its tokens: {', '.join(map(str, sizes))}")
 
 
 class _Scale:

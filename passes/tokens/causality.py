@@ -175,6 +175,8 @@ class Causality:
         sides = ("self", "other")
         if op.name == "minimum" or (op.name == "add" and op.arg("alpha", 1) == 1):
             return any(self._is(op, key, at, what) for key in sides)
+        if op.name == "sub":  # of a softmax that is written out: -inf minus the largest score
+            return what == MINUS_INF and self._is(op, "self", at, what)
         if op.name == "maximum":
             return all(self._is(op, key, at, what) for key in sides)
         if op.name == "mul":  # (1 - mask) * -inf: 1 where it hides, times a number that is very negative
@@ -194,6 +196,8 @@ class Causality:
         if op.name in ("softmax", "_softmax", "_safe_softmax"):
             along = op.axis("dim", len(op.shape), -1)
             return along == at.keys and self._operand(op, 0, at, NEGATIVE)
+        if op.name == "exp":
+            return self._operand(op, 0, at, MINUS_INF)
         if op.name == "tril" and self.reach is None:
             last = len(op.shape) - 1
             return (at.queries, at.keys) == (last - 1, last) and op.number("diagonal", 0) <= 0

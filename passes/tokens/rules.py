@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopart.ir.graph import Literal
+from autopart.passes.ops.letters import ints
 from autopart.passes.tokens.context import Refused, TokenOp, before
 from autopart.passes.tokens.propagation import TokenLetters, by_letters
 from autopart.passes.tokens.recipe import (
@@ -19,6 +20,7 @@ from autopart.passes.tokens.recipe import (
     DRAWN,
     FALSE,
     MADE,
+    MINUS_INF,
     NEGATIVE,
     SIZES,
     WHOLE,
@@ -146,6 +148,18 @@ def softmax(op: TokenOp) -> OpRecipe:
         raise Refused("it is taken over all tokens")
     scores = QueryKeyAxes(op.refs[0], form.queries.axis, along)
     return replace(op.recipe(form), relies_on=((scores, NEGATIVE),))
+
+
+def largest(op: TokenOp) -> OpRecipe:
+    """amax over keys, of which the later ones are -inf; or along an axis without tokens."""
+    form, keepdim = op.forms[0], len(op.shape) == len(op.shapes[0])
+    dims = {axis % len(op.shapes[0]) for axis in ints(op.arg("dim"))}
+    if form.queries is None or form.keys is None or dims != {form.keys.axis}:
+        return by_letters(op)
+    axis = form.queries.axis - (not keepdim and form.queries.axis > form.keys.axis)
+    scores = QueryKeyAxes(op.refs[0], form.queries.axis, form.keys.axis)
+    recipe = op.recipe(Form(queries=replace(form.queries, axis=axis)), (form,))
+    return replace(recipe, relies_on=((scores, MINUS_INF),))
 
 
 def triangle(op: TokenOp) -> OpRecipe:
@@ -300,6 +314,7 @@ RULES: dict[str, Callable[[TokenOp], OpRecipe]] = {
     **dict.fromkeys(("view_as_complex", "view_as_real"), in_pairs),
     "broadcast_tensors": broadcast,
     **dict.fromkeys(("softmax", "_softmax", "_safe_softmax"), softmax),
+    "amax": largest,
     **dict.fromkeys(("tril", "triu"), triangle),
     **dict.fromkeys(("repeat", "tile"), repeated),
     "repeat_interleave": repeat_interleave,

@@ -59,6 +59,14 @@ def tril_softmax(x, model):
     return _joined(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v)
 
 
+def softmax_by_hand(x, model):
+    q, k, v = _heads(x, model)
+    hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+    scores = (q @ k.transpose(-2, -1) / 2).masked_fill(hidden, float("-inf"))
+    weights = (scores - scores.amax(-1, keepdim=True).detach()).exp()
+    return _joined(weights / weights.sum(-1, keepdim=True) @ v)
+
+
 def is_causal(x, model):
     return _joined(F.scaled_dot_product_attention(*_heads(x, model), is_causal=True))
 
@@ -134,8 +142,8 @@ def packed(x, model, mask):
 CAUSAL = {
     f.__name__: f
     for f in (
-        tril_softmax, is_causal, einsum_attention, linear_attention, causal_convolution, padded_convolution,
-        shift_by_padding, shift_by_cat, shift_by_slice, shift_by_padding_the_rest, running_mean,
+        tril_softmax, softmax_by_hand, is_causal, einsum_attention, linear_attention, causal_convolution,
+        padded_convolution, shift_by_padding, shift_by_cat, shift_by_slice, shift_by_padding_the_rest, running_mean,
         mixing_weights, forgetting,
     )
 }  # fmt: skip

@@ -20,7 +20,7 @@ def whole_step() -> Timeline:
     """A step of two stages that share a parameter, the first of them on two ranks; every kind of action is in it."""
     g = graph("a:300 #8 +tied:64 +w:128 <- x; b:400 #8 +tied:64 <- a")
     c = cluster(3, latency_ns=5)
-    decision = Decision(3, (Stage(("a",), (0, 1)), Stage(("b",), (2,))), (1, 1, 1), "1f1b")
+    decision = Decision(3, (Stage(("a",), (0, 1)), Stage(("b",), (2,))), (1, 1, 1), "1f1b", zero=1)
     return timeline_of(decision, route(decision, g), Estimator(c, source(g, c).cost_model))
 
 

@@ -90,8 +90,9 @@ class Schedule:
     synchronous: every step ends with the optimizer; else weights are updated while micro-batches are in flight, each
     with a copy of the weights that it began with.  limit: the most micro-batches in flight, which the verifier checks;
     None: no limit.  warm_up: micro-batches per stage after which the order repeats at an even pace; 0 if unknown.
-    update: of an asynchronous schedule, called after each backward of a stage; without it the schedule can be planned
-    but not run.
+    update: of an asynchronous schedule, called after each backward of a stage with its parameters, whose gradients are
+    weighted as in the loss of the whole batch; without it the schedule can be planned but not run.  Updates of a step
+    that fails later are kept.
     """
 
     name: str

@@ -30,7 +30,6 @@ from autopart.passes.program.verify import check_program, forward_program
 from autopart.runtime.activity import patient
 from autopart.runtime.engine import BatchPlan, Engine, StepOutcome
 from autopart.runtime.group.world import World
-from autopart.runtime.stages.batch_statistics import BatchStatistics
 from autopart.runtime.stages.stage import StageRunner
 from autopart.runtime.sums.finite import unscale
 from autopart.runtime.sums.replicas import open_sums
@@ -52,7 +51,7 @@ from autopart.session.step.loss_shares import (
     pieces_of,
 )
 from autopart.session.step.parts import code_sizes, digest, inputs_of, replicated_of, require_same_batch
-from autopart.session.step.synced import open_statistics, require_weights, synced_stages
+from autopart.session.step.synced import open_statistics, require_weights, statistics_of, synced_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +93,7 @@ class Executor:
         self._given_rule = BatchRule(WHOLE) if whole or not self._train else rule
         synced = context.options.sync_batchnorm and self._train
         self._synced = synced_stages(self._world, self._graph, decision) if synced else ()
-        statistics = {
-            number: BatchStatistics(self._world, stage.ranks)
-            for number, stage in self._stages.items()
-            if number in self._synced
-        }
+        statistics = statistics_of(self._world, decision, self._synced)
         self._code = StageCode(
             context.captures, decision, context.tensors, self._world.device, context.values.owners, statistics
         )

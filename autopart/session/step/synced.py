@@ -9,7 +9,7 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.shares import parts
 from autopart.runtime.group.world import World
-from autopart.runtime.stages.batch_statistics import KNOWN, PURPOSE
+from autopart.runtime.stages.batch_statistics import KNOWN, PURPOSE, BatchStatistics
 from autopart.session.step.loss_shares import Shares
 
 
@@ -48,6 +48,12 @@ def synced_stages(world: World, graph: Graph, decision: Decision) -> tuple[int, 
                 fix="use torch.nn.BatchNorm1d, 2d or 3d, or replicas=1",
             )
     return tuple(found)
+
+
+def statistics_of(world: World, decision: Decision, stages: Sequence[int]) -> dict[int, BatchStatistics]:
+    """Return the shared batch statistics of those of these stages that run on this rank."""
+    ranks = {stage: decision.stages[stage].ranks for stage in stages}
+    return {stage: BatchStatistics(world, own) for stage, own in ranks.items() if world.rank in own}
 
 
 def open_statistics(world: World, decision: Decision, stages: Sequence[int]) -> None:

@@ -28,7 +28,6 @@ from autopart.passes.ops.placement import (
     TERMS,
     UNPROVEN,
     RowPlacement,
-    RuleExit,
 )
 from autopart.passes.ops.table import op_name
 
@@ -188,10 +187,9 @@ def _weight(graph: Graph, found: RowPlacement, op: str) -> LossReduction:
 
 def _terms(graph: Graph, placements: Mapping[str, RowPlacement], loss: str, stated: str | None) -> tuple[Adjusted, ...]:
     """The terms of a sum with the reduction of each."""
-    try:
-        found = summands(graph, placements, loss)
-    except RuleExit as end:
-        raise _refusal(graph, end.placement.op, end.placement.why) from None
+    found = summands(graph, placements, loss)
+    if isinstance(found, RowPlacement):
+        raise _refusal(graph, found.op, found.why)
     return tuple(
         Adjusted(value, agree(_weight(graph, placements.get(value, CONSTANT), op), stated), op) for op, value in found
     )

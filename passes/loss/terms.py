@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from autopart.ir.graph import Graph, Op
 from autopart.passes.ops.context import OpContext
 from autopart.passes.ops.letters import added_operands
-from autopart.passes.ops.placement import CONSTANT, COUPLED, PARTIAL, REPLICATE, TERMS, RowPlacement, RuleExit, coupled
+from autopart.passes.ops.placement import CONSTANT, COUPLED, PARTIAL, REPLICATE, TERMS, RowPlacement, coupled
 from autopart.passes.ops.table import op_name, row_of
 
 _JOINS = ("cat", "stack")
@@ -47,10 +47,10 @@ def _adds(op: Op) -> bool:
     return op_name(op.target) in _JOINS or row_of(op.target).linear == "sum"
 
 
-def summands(graph: Graph, placements: Mapping[str, RowPlacement], loss: str) -> list[tuple[str, str]]:
+def summands(graph: Graph, placements: Mapping[str, RowPlacement], loss: str) -> list[tuple[str, str]] | RowPlacement:
     """The terms of the loss, which is TERMS: (op that adds, value or parameter that it adds).
 
-    Raises RuleExit where weighing the terms would change another value.  O(ops).
+    COUPLED where weighing the terms would change another value.  O(ops).
     """
     writers = {written: op for op in graph.ops for written in op.writes}
     queue, found, sums = [loss], dict[tuple[str, str], None](), set[str]()
@@ -62,7 +62,7 @@ def summands(graph: Graph, placements: Mapping[str, RowPlacement], loss: str) ->
         op = writers[name]
         if _adds(op) and any(_is_number(value) for key, value in op.attrs if key in ("self", "other")):
             why = "it adds a term that does not depend on the batch to a sum over the batch"
-            raise RuleExit(RowPlacement(COUPLED, why=why, op=op.name))
+            return RowPlacement(COUPLED, why=why, op=op.name)
         for operand in (*op.reads, *op.params):
             if placements.get(operand, CONSTANT).tag == TERMS:
                 queue.append(operand)
@@ -74,7 +74,7 @@ def summands(graph: Graph, placements: Mapping[str, RowPlacement], loss: str) ->
     for buffer, value in graph.updates:
         if value in sums:
             why = f"buffer {buffer} keeps a sum of terms with different reductions"
-            raise RuleExit(RowPlacement(COUPLED, why=why, op=writers[value].name))
+            return RowPlacement(COUPLED, why=why, op=writers[value].name)
     return list(found)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from autopart.capture.trace.autocast import Autocast
+from autopart.capture.trace.equal_calls import call_key, tensor_kind
 
 Env = dict[fx.Node, Any]
 
@@ -32,9 +33,10 @@ def spread_autocast(program: ExportedProgram) -> None:
     """
     module = program.graph_module
     regions = [node for node in module.graph.nodes if node.target is wrap_with_autocast]
+    made: dict[Hashable, fx.Graph | None] = {}
     for region in regions:
         with module.graph.inserting_before(region):
-            results = _Spread(module)(module, region, lambda node: node, None)
+            results = _Spread(module, made)(module, region, lambda node: node, None)
         for pick in list(region.users):
             assert pick.target is operator.getitem, pick
             result = results[pick.args[1]]
@@ -49,10 +51,13 @@ def spread_autocast(program: ExportedProgram) -> None:
 
 
 class _Spread:
-    """Copies what a region holds into the graph of `home`, at its current insertion point."""
+    """Copies what a region holds into the graph of `home`, at its current insertion point.
 
-    def __init__(self, home: fx.GraphModule) -> None:
-        self._home = home
+    made: gets what composite ops become, for each distinct call.
+    """
+
+    def __init__(self, home: fx.GraphModule, made: dict[Hashable, fx.Graph | None]) -> None:
+        self._home, self._made = home, made
 
     def __call__(
         self, owner: fx.GraphModule, region: fx.Node, outer: Callable[[fx.Node], Any], around: Autocast | None
@@ -136,7 +141,12 @@ class _Spread:
         fakes = [fake for read in reads if isinstance(fake := read.meta.get("val"), torch.Tensor)]
         if target._schema.is_mutable or len(fakes) < len(reads):
             return None
-        graph = _decomposed_under(state, target, node.args, node.kwargs, fakes)
+        key: Hashable = node
+        with contextlib.suppress(NotImplementedError):
+            key, _ = call_key(target, node.args, node.kwargs, lambda read: tensor_kind(read.meta["val"]))
+        if (state, key) not in self._made:
+            self._made[state, key] = _decomposed_under(state, target, node.args, node.kwargs, fakes)
+        graph = self._made[state, key]
         if graph is None:
             return None
         own: Env = dict(zip((n for n in graph.nodes if n.op == "placeholder"), (env[r] for r in reads), strict=True))

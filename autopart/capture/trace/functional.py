@@ -5,7 +5,8 @@ dozen of them.  Where no op writes to memory, equal calls (`call_key`) become th
 small program that holds each distinct call once, on operands of its own, and its answers replace the calls of the large
 one.  That halves the time to capture a model of 12 layers.
 
-Any other program (an op that changes a tensor, a higher-order op other than a switch of the gradient mode, sizes that
+An op in an autocast region of its own (`autocast_regions`) counts as one call, whose casts become ops.  Any other
+program (an op that changes a tensor, a higher-order op other than these and a switch of the gradient mode, sizes that
 depend on data, a complex or quantized operand) is left to `run_decompositions`.
 """
 
@@ -13,12 +14,13 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch._higher_order_ops.wrap import wrap_with_autocast
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
@@ -31,6 +33,9 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
+from autopart.capture.source_location import user_line_of_text
+from autopart.capture.trace.equal_calls import Operand, call_key, frozen, tensor_kind
+from autopart.ir.errors import RefusedError
 from autopart.passes.ops.row import ASSERTION
 from autopart.passes.ops.table import row_of
 
@@ -40,13 +45,17 @@ _GRAD_REGION = "wrap_with_set_grad_enabled"
 
 @dataclass(frozen=True)
 class _Call:
-    """One op of the program.  operands: the tensors that it reads; key: equal for calls that become the same ops."""
+    """One op of the program.
+
+    operands: the tensors that it reads; key: equal for calls that become the same ops; body: of an autocast region.
+    """
 
     node: fx.Node
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     operands: tuple[fx.Node, ...]
     key: Hashable
+    body: fx.GraphModule | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,8 @@ class _Inlined:
             source = self._resolve(node.args[0])
             if isinstance(source, tuple):  # a region's result
                 self._same[node] = source[_number(node)]
+        elif target is wrap_with_autocast:
+            self._record_autocast(module, node)
         elif isinstance(target, torch._ops.HigherOrderOperator):
             self._same[node] = self._region(module, node)
         elif target is _aten.detach_.default and _is_fresh(node.args[0]):
@@ -149,10 +160,32 @@ class _Inlined:
         key, operands = call_key(node.target, args, kwargs, self._kind_of)
         self.calls.append(_Call(node, args, kwargs, operands, key))
 
+    def _record_autocast(self, module: fx.GraphModule, node: fx.Node) -> None:
+        settings, region, arg = node.args[:4], node.args[4], self._resolve(node.args[5:])
+        assert isinstance(region, fx.Node)
+        body = getattr(module, str(region.target))
+        key, operands = call_key(wrap_with_autocast, (*settings, arg), {}, self._kind_of)
+        self.calls.append(_Call(node, (*settings, *arg), {}, operands, (key, _body_key(body)), body))
+
     def _kind_of(self, node: fx.Node) -> Hashable:
         if node not in self._kinds:
             self._kinds[node] = _kind(node)
         return self._kinds[node]
+
+
+def _body_key(body: fx.GraphModule) -> Hashable:
+    """Return a key that is equal for autocast regions of equal ops.  Raises NotImplementedError for other regions."""
+    numbers: dict[fx.Node, Any] = {node: Operand(number) for number, node in enumerate(body.graph.nodes)}
+    if not all(isinstance(n.target, torch._ops.OpOverload) for n in body.graph.nodes if _is_op(n)):
+        raise NotImplementedError
+    if any(node.op == "get_attr" or (_is_op(node) and node.target._schema.is_mutable) for node in body.graph.nodes):
+        raise NotImplementedError
+    parts = ((node.target, *fx.map_arg((node.args, node.kwargs), numbers.__getitem__)) for node in body.graph.nodes)
+    return tuple((str(target), frozen(args), frozen(kwargs)) for target, args, kwargs in parts)
+
+
+def _is_op(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is not operator.getitem
 
 
 def _number(pick: fx.Node) -> int:
@@ -189,9 +222,24 @@ def _spliced(program: _Inlined, found: Mapping[Hashable, _Answer]) -> fx.Graph:
             if node not in local:
                 _copied(graph, node, local, call.node.meta)
         results = [local[result] for result in answer.results]
+        if call.body is not None:
+            _check_precision(call.node, results)
         env |= _named(call.node, results)
     graph.output(fx.map_arg(program.results, env.__getitem__))
     return graph
+
+
+def _check_precision(region: fx.Node, results: list[fx.Node]) -> None:
+    """Raise RefusedError for an op whose results have another dtype than autocast gave them."""
+    for seen, result in zip(region.meta["val"], results, strict=True):
+        if seen.dtype != result.meta["val"].dtype:
+            raise RefusedError(
+                "an op cannot be captured under autocast",
+                where=user_line_of_text(region.meta.get("stack_trace")),
+                why=f"its result is {seen.dtype} there, and {result.meta['val'].dtype} as an op of its own",
+                fix="run it in a torch.autocast(device_type, enabled=False) region of forward(), on inputs of the "
+                "precision it is to have",
+            )
 
 
 def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], meta: Mapping[str, Any]) -> None:
@@ -227,18 +275,22 @@ def _answers(calls: list[_Call]) -> dict[Hashable, _Answer]:
     Raises NotImplementedError if `run_decompositions` has to be used for the whole program.
     """
     distinct = {call.key: call for call in calls}
-    graph = fx.Graph()
+    graph, bodies = fx.Graph(), dict[str, fx.GraphModule]()
     operands = {key: [_operand(graph, operand) for operand in call.operands] for key, call in distinct.items()}
-    results = {key: _put(graph, call, operands[key]) for key, call in distinct.items()}
+    results = {key: _put(graph, call, operands[key], bodies) for key, call in distinct.items()}
     graph.output(tuple(node for key in distinct for node in results[key]))
-    made = _program(graph).run_decompositions({}).graph_module.graph
+    made = _program(graph, bodies).run_decompositions({}).graph_module.graph
     return _read(made, list(distinct), [len(operands[k]) for k in distinct], [len(results[k]) for k in distinct])
 
 
-def _put(graph: fx.Graph, call: _Call, operands: list[fx.Node]) -> list[fx.Node]:
-    """Copy a call into a graph, on operands of its own; return its results."""
+def _put(graph: fx.Graph, call: _Call, operands: list[fx.Node], bodies: dict[str, fx.GraphModule]) -> list[fx.Node]:
+    """Copy a call into a graph, on operands of its own; return its results.  bodies: gets an autocast region's body."""
     env = dict(zip(call.operands, operands, strict=True))
     args, kwargs = fx.map_arg((call.args, call.kwargs), env.__getitem__)
+    if call.body is not None:
+        name = f"region_{len(bodies)}"
+        bodies[name] = call.body
+        args = (*args[:4], graph.get_attr(name), *args[4:])
     node = graph.create_node("call_function", call.node.target, args, kwargs)
     node.meta = dict(call.node.meta)
     return _results(graph, node)
@@ -267,7 +319,7 @@ def _results(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     return parts
 
 
-def _program(graph: fx.Graph) -> ExportedProgram:
+def _program(graph: fx.Graph, bodies: Mapping[str, fx.GraphModule]) -> ExportedProgram:
     from torch._export.verifier import TrainingIRVerifier
 
     places = [node for node in graph.nodes if node.op == "placeholder"]
@@ -276,7 +328,7 @@ def _program(graph: fx.Graph) -> ExportedProgram:
     in_spec = pytree.tree_structure(((0,) * len(given), {}))
     out_spec = pytree.tree_structure((0,) * len(made))
     return ExportedProgram(
-        root=fx.GraphModule({}, graph),
+        root=fx.GraphModule(dict(bodies), graph),
         graph=graph,
         graph_signature=ExportGraphSignature(
             [InputSpec(InputKind.USER_INPUT, arg, None) for arg in given],
@@ -310,48 +362,3 @@ def _read(graph: fx.Graph, keys: list[Hashable], given: list[int], made: list[in
             queue.extend(node.all_input_nodes)
         known[key] = _Answer(own, tuple(sorted(found, key=order.__getitem__)), out)
     return known
-
-
-# -- which calls are equal ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Operand:
-    """Stands for an operand, by its number."""
-
-    number: int
-
-
-def call_key(
-    target: Any, args: Any, kwargs: Any, kind_of: Callable[[fx.Node], Hashable]
-) -> tuple[Hashable, tuple[fx.Node, ...]]:
-    """Return a key that is equal for calls with equal effects, and the operands of this call.
-
-    The key holds the op, its arguments, and shapes, strides and types of its operands.  Raises NotImplementedError for
-    sizes that depend on data, and for complex or quantized operands.
-    """
-    operands: dict[fx.Node, int] = {}
-    number: Any = lambda operand: _Operand(operands.setdefault(operand, len(operands)))  # noqa: E731
-    shape = fx.map_arg((args, kwargs), number)
-    return (target, _frozen(shape), tuple(map(kind_of, operands))), tuple(operands)
-
-
-def tensor_kind(value: Any) -> Hashable:
-    """Return the part of a key for one operand.  Raises NotImplementedError."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized:
-        raise NotImplementedError
-    sizes = (*value.shape, *value.stride(), value.storage_offset())
-    if value.is_complex() or value.is_conj() or value.is_neg() or not all(type(size) is int for size in sizes):
-        raise NotImplementedError
-    return (sizes, value.dim(), value.dtype, value.device)
-
-
-def _frozen(value: Any) -> Hashable:
-    """Return an argument as a key, equal for arguments that no op can tell apart."""
-    if isinstance(value, (tuple, list)):
-        return (type(value).__name__, *map(_frozen, value))
-    if isinstance(value, dict):
-        return tuple((name, _frozen(item)) for name, item in value.items())
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        raise NotImplementedError
-    return (type(value), repr(value))

@@ -63,10 +63,10 @@ def lower(program: ExportedProgram) -> tuple[ExportedProgram, fx.GraphModule]:
 
 def _functional(program: ExportedProgram) -> tuple[ExportedProgram, fx.Graph]:
     """Return a program with the signature of the functional form of `program`, and the functional graph."""
+    with contextlib.suppress(NotImplementedError):  # then its ops have no line of the user's
+        spread_autocast(program)
     graph = functional_graph(program)
     if graph is None:
-        with contextlib.suppress(NotImplementedError):  # then its ops have no line of the user's
-            spread_autocast(program)
         program = program.run_decompositions({})
         graph = program.graph_module.graph
     return program, graph

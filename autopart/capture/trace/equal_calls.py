@@ -44,7 +44,7 @@ def tensor_kind(value: Any) -> Hashable:
 def frozen(value: Any) -> Hashable:
     """Return an argument as a key, equal for arguments that no op can tell apart."""
     if isinstance(value, (tuple, list)):
-        return (type(value).__name__, *map(_frozen, value))
+        return (type(value).__name__, *map(frozen, value))
     if isinstance(value, dict):
         return tuple((name, frozen(item)) for name, item in value.items())
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):

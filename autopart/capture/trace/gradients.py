@@ -15,7 +15,7 @@ from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
 from autopart.capture.source_location import user_line_of_text
-from autopart.capture.trace.functional import call_key, tensor_kind
+from autopart.capture.trace.equal_calls import call_key, tensor_kind
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
 from autopart.rng import keyed

@@ -88,7 +88,7 @@ HABITS = (
         "autograd_calls",
         sees="inference mode, backward() or gradient hooks on tensors in forward(); export records none of them",
         does="traces inference mode as no_grad, and refuses the others",
-        test="test_bad_input.py::test_a_model_that_cannot_be_exact_is_refused_by_name",
+        test="test_bad_input.py::test_a_model_that_cannot_be_exact_is_refused_with_the_reason",
         patches={
             "torch.inference_mode.__enter__": autograd_calls.enter_no_grad,
             "torch.inference_mode.__exit__": autograd_calls.leave_no_grad,

@@ -81,7 +81,8 @@ def verify(
     fp32 (by the least precise dtype that a gradient flows through).  Call it on every rank, like `compile`; every rank
     gets the same result: `.ok`, `.table()`, `.gradients`.  Raises as `compile` and `Pipe.step`.
     """
-    return verify_step(model, _cluster(cluster), _given(sample, "verify"), read_options(**options), tolerance)
+    read = read_options(**options)
+    return verify_step(model, _cluster(cluster), _given(sample, "verify"), read, tolerance)
 
 
 @short_errors

@@ -43,7 +43,7 @@ def steps(evaluation: Evaluation) -> list[int]:
                 stages = tuple(
                     Stage(names, stage.ranks, (names,) * again) for names, stage in zip(ops, plan.stages, strict=True)
                 )
-                found.append(fitting_ns(Decision(plan.decision.world, stages, plan.micro_rows, schedule), space.costs))
+                found.append(fitting_ns(Decision(plan.world, stages, plan.micro_rows, schedule), space.costs))
     return [step for step in found if step is not None]
 
 

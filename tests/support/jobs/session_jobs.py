@@ -178,7 +178,7 @@ def groups_of_a_closed_world() -> tuple[bool, float]:
     """Return whether closing a world ends its groups, and a sum over the ranks of a world that stays open."""
     first = World("cpu", int(os.environ["WORLD_SIZE"]))
     second = World("cpu", first.size)
-    group = second.group((0, 1), ordered=True)
+    group = second.group((0, 1))
     second.group(range(second.size))  # the group of all ranks is shared and stays open
     known = group in dist.distributed_c10d._world.pg_map
     second.close()

@@ -19,12 +19,13 @@ GUARD = 'put the call behind  if __name__ == "__main__":  and the functions it r
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A process that ended without an answer.  priority: 0 for a cause, 1 for an abort, which communication threads
-    raise often."""
+    """A process that ended without an answer, or was stopped by a signal.  priority: 0 for a cause, 1 for an abort,
+    which communication threads raise often."""
 
     rank: int
     exitcode: int | None
     at: float
+    stopped: bool = False
 
     @property
     def priority(self) -> int:
@@ -49,6 +50,9 @@ def raised_alike(answers: Collection[object]) -> Failure | None:
 def error_for(cause: Failure | Death, status: SharedStatus, doing: str = "") -> AutopartError:
     """Return the error to raise for a cause.  status: of its rank; doing: what the ranks were asked to do."""
     state = state_of_rank(cause.rank, status)
+    if isinstance(cause, Death) and cause.stopped:
+        why = "the process was stopped by a signal (SIGSTOP, Ctrl-Z): it lives and does nothing"
+        return WorkerError(f"{state.name} is stopped", where=state.doing or doing, why=why)
     if isinstance(cause, Death):
         return _died(state.name, state.doing, cause.exitcode, doing)
     error = _load_error(cause)

@@ -27,6 +27,7 @@ from autopart.runtime.activity import PATIENT, SharedStatus
 from autopart.runtime.launch import worker
 from autopart.runtime.launch.reasons import GUARD, UNGUARDED, Death, error_for, first_cause, raised_alike
 from autopart.runtime.launch.worker import READY, Run, Success, WorkerInit
+from autopart.runtime.watch.launcher import STOPPED_S
 from autopart.runtime.watch.states import no_answer, state_of_rank
 
 GRACE_S = 1.0  # for other reports to arrive after the first failure, and again between SIGTERM and SIGKILL
@@ -119,11 +120,14 @@ class Fleet:
     def _collect(self, deadline: float | None) -> dict[int, Any]:
         """Wait for one message of every rank; stop a moment after a failure, or at the deadline."""
         answers: dict[int, Any] = {}
+        stopped: dict[int, float] = {}
         before = time.monotonic()
         while len(answers) < len(self.members):
             now = time.monotonic()
             if deadline is not None and self._statuses[0].phase == PATIENT:
                 deadline += now - before  # rank 0 plans, without a limit
+            if now - before > STOPPED_S:  # this process was itself stopped
+                stopped.clear()
             before = now
             remaining = POLL_S if deadline is None else min(POLL_S, deadline - now)
             if remaining <= 0:
@@ -131,7 +135,7 @@ class Fleet:
             missing = [m for m in self.members if m.rank not in answers]
             wait([s for m in missing for s in (m.conn, m.process.sentinel)], remaining)
             for member in missing:
-                answer = _receive(member)
+                answer = _receive(member) or _stopped(member, stopped)
                 if answer is None:
                     continue
                 answers[member.rank] = answer
@@ -215,6 +219,22 @@ def _receive(member: Member) -> Any:
         member.process.join(GRACE_S)
         ended = True
     return Death(member.rank, member.process.exitcode, time.monotonic()) if ended else None
+
+
+def _stopped(member: Member, since: dict[int, float]) -> Death | None:
+    """Return a stop if a signal has stopped a member for `STOPPED_S`; None otherwise, and where the system cannot say.
+
+    since: when each rank was first seen stopped.
+    """
+    pid, now, state = member.process.pid, time.monotonic(), None
+    if pid is not None and hasattr(os, "waitid"):
+        with suppress(ChildProcessError):
+            state = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    if state is None:
+        since.pop(member.rank, None)
+        return None
+    stopped = now - since.setdefault(member.rank, now) >= STOPPED_S
+    return Death(member.rank, None, now, stopped=True) if stopped else None
 
 
 def _join(processes: Sequence[SpawnProcess], seconds: float) -> None:

@@ -29,7 +29,7 @@ class Autocast:
         """Return the region, without torch's cache of casts.
 
         Each use of a weight has its own cast, so gradients of several uses are summed in the parameter's precision.
-        The runtime shares the casts (`runtime/stages/casts.py`).
+        The runtime shares the casts (`runtime/stages/stage_module.py`).
         """
         return torch.autocast(self.device_type, self.dtype, cache_enabled=False)
 

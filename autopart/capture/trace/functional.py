@@ -175,13 +175,18 @@ class _Inlined:
 
 def _body_key(body: fx.GraphModule) -> Hashable:
     """Return a key that is equal for autocast regions of equal ops.  Raises NotImplementedError for other regions."""
-    numbers: dict[fx.Node, Any] = {node: Operand(number) for number, node in enumerate(body.graph.nodes)}
-    if not all(isinstance(n.target, torch._ops.OpOverload) for n in body.graph.nodes if _is_op(n)):
-        raise NotImplementedError
-    if any(node.op == "get_attr" or (_is_op(node) and node.target._schema.is_mutable) for node in body.graph.nodes):
-        raise NotImplementedError
-    parts = ((node.target, *fx.map_arg((node.args, node.kwargs), numbers.__getitem__)) for node in body.graph.nodes)
-    return tuple((str(target), frozen(args), frozen(kwargs)) for target, args, kwargs in parts)
+    numbers: dict[fx.Node, Any] = {}
+    parts = []
+    for node in body.graph.nodes:
+        target: Any = node.target
+        if node.op == "get_attr" or (
+            _is_op(node) and (not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable)
+        ):
+            raise NotImplementedError
+        args, kwargs = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
+        parts.append((str(target), frozen(args), frozen(kwargs)))
+        numbers[node] = Operand(len(numbers))
+    return tuple(parts)
 
 
 def _is_op(node: fx.Node) -> bool:
@@ -223,18 +228,18 @@ def _spliced(program: _Inlined, found: Mapping[Hashable, _Answer]) -> fx.Graph:
                 _copied(graph, node, local, call.node.meta)
         results = [local[result] for result in answer.results]
         if call.body is not None:
-            _check_precision(call.node, results)
+            _check_precision(call.node, call.body, results)
         env |= _named(call.node, results)
     graph.output(fx.map_arg(program.results, env.__getitem__))
     return graph
 
 
-def _check_precision(region: fx.Node, results: list[fx.Node]) -> None:
-    """Raise RefusedError for an op whose results have another dtype than autocast gave them."""
+def _check_precision(region: fx.Node, body: fx.GraphModule, results: list[fx.Node]) -> None:
+    """Raise RefusedError for the op of an autocast region if its results have another dtype than autocast gave them."""
     for seen, result in zip(region.meta["val"], results, strict=True):
         if seen.dtype != result.meta["val"].dtype:
             raise RefusedError(
-                "an op cannot be captured under autocast",
+                f"{next(node.target for node in body.graph.nodes if _is_op(node))} cannot be captured under autocast",
                 where=user_line_of_text(region.meta.get("stack_trace")),
                 why=f"its result is {seen.dtype} there, and {result.meta['val'].dtype} as an op of its own",
                 fix="run it in a torch.autocast(device_type, enabled=False) region of forward(), on inputs of the "

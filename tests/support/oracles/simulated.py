@@ -81,7 +81,7 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
     Found backwards from the end of the step.  A compute starts when its rank is free or its message is there; the
     latter is preferred, and leads to the sender.  What is sent may start before the one ahead of it has arrived,
     when that has left the port; the one ahead then ends there.  Spans do not say which ports they use: the one
-    ahead is taken to be the last on the same channel, from the same stage, to the same one, or else of all.
+    ahead is taken to be the last under way on the same channel, from the same stage, to the same one, or else of all.
     O(spans log spans).
     """
     real = [s for s in timeline.spans if s.action.is_a.role != RECEIVE and s.end_ns > s.start_ns]
@@ -114,11 +114,12 @@ def _wires(span: Span) -> list[tuple[int | None, int | None]]:
 
 
 def _ahead(span: Span, wires: Sequence[Sequence[Span]]) -> Span | None:
-    """The last that was started before this one, and was not there yet; it ends here."""
+    """Return the last message that started before this one and had not arrived yet, cut where this one starts."""
     for sent in wires:
-        place = bisect_left(sent, span.start_ns, key=lambda s: s.start_ns)
-        if place and sent[place - 1].end_ns > span.start_ns:
-            return replace(sent[place - 1], end_ns=span.start_ns)
+        before = sent[: bisect_left(sent, span.start_ns, key=lambda s: s.start_ns)]
+        under_way = next((s for s in reversed(before) if s.end_ns > span.start_ns), None)
+        if under_way is not None:
+            return replace(under_way, end_ns=span.start_ns)
     return None
 
 

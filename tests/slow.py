@@ -19,7 +19,7 @@ PARTS = {
     "grid": ["e2e/test_grid.py"],
     "peers": ["e2e/test_peer_cases.py"],
     "small-models": ["e2e/test_small_models.py"],
-    "replicas": ["e2e/test_replicas.py"],
+    "replicas": ["e2e/test_replicas.py", "e2e/test_blocking_messages.py"],
     "state": [
         "e2e/test_zero.py",
         "e2e/test_precision.py",
@@ -49,6 +49,7 @@ PARTS = {
         "e2e/test_training.py",
         "test_examples.py",
         "benchmarks",
+        "cli",
     ],
 }
 """Files and folders of each part, below `tests/`."""

@@ -125,6 +125,7 @@ def dry_run(folder: Path, *options: str, timeout: float) -> tuple[dict[str, Any]
     return json.loads((folder / "gpu.json").read_text()), done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_the_command_runs_on_two_ranks(tmp_path: Path) -> None:
     options = ["--models", "llama-1b", "--precisions", "fp32", "--plans", "ours, equal layers", "DDP"]

@@ -22,7 +22,12 @@ def test_the_fake_transport_behaves_like_nccl(workers: Workers, name: str) -> No
 
 @pytest.mark.parametrize(
     ("name", "stages", "schedule", "micros"),
-    [("tied", 4, "1f1b", 4), ("skips", 4, "gpipe", 3), ("batch_norm", 3, "1f1b-deep", 4), ("gpt2", 4, "1f1b", 3)],
+    [
+        ("tied", 4, "1f1b", 4),
+        pytest.param("skips", 4, "gpipe", 3, marks=pytest.mark.slow),
+        pytest.param("batch_norm", 3, "1f1b-deep", 4, marks=pytest.mark.slow),
+        pytest.param("gpt2", 4, "1f1b", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_a_pipeline_runs_where_every_message_blocks(
     workers: Workers, name: str, stages: int, schedule: str, micros: int
@@ -33,7 +38,12 @@ def test_a_pipeline_runs_where_every_message_blocks(
 
 
 @pytest.mark.parametrize(
-    ("name", "counts", "rows"), [("tied", (2, 2), (8, 5)), ("stack", (3, 1), (8,)), ("skips", (1, 2, 1), (3,))]
+    ("name", "counts", "rows"),
+    [
+        ("tied", (2, 2), (8, 5)),
+        pytest.param("stack", (3, 1), (8,), marks=pytest.mark.slow),
+        pytest.param("skips", (1, 2, 1), (3,), marks=pytest.mark.slow),
+    ],
 )
 def test_replicas_run_where_every_message_blocks(
     workers: Workers, name: str, counts: tuple[int, ...], rows: tuple[int, ...]

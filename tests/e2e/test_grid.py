@@ -19,9 +19,9 @@ STAGES, MICROS = (1, 2, 4), (1, 3, 4)
 GRID = list(itertools.product(CASES, STAGES, SCHEDULES, MICROS))
 _SPREAD = list(itertools.product(SCHEDULES, (3, 4)))
 SUBSET = [(name, *_SPREAD[i % len(_SPREAD)]) for i, name in enumerate(CASES)]
-FOUR = ("gpt2", "resnet")
-TWO = ("llama_tied", "bert", "t5", "mixtral")
-"""Default models in two stages: tied weights, an encoder, an encoder-decoder, and experts."""
+FOUR = ("resnet",)
+TWO = ("llama_tied", "t5", "mixtral")
+"""Default models in two stages: tied weights, an encoder-decoder, and experts."""
 RECOMPUTED = ("llama_tied", "mixtral")
 """Default models that recompute all activations."""
 DOUBLE = [name for name, case in CASES.items() if case.double]

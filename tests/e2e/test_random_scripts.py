@@ -12,7 +12,7 @@ from support.jobs.random_scripts import Outcome, drawn, played, smaller
 from autopart.runtime.launch.local import Workers
 
 CHUNK, SCRIPTS = 25, 2000
-ALONE, PAIRED = range(7), range(2000, 2003)
+ALONE, PAIRED = range(4), range(2000, 2002)
 
 
 def check(seeds: range, pair: Workers | None, events: int = 12) -> list[Outcome]:
@@ -31,12 +31,12 @@ def check(seeds: range, pair: Workers | None, events: int = 12) -> list[Outcome]
 
 def test_scripts_on_one_rank_match_torch_or_are_refused() -> None:
     outcomes = check(ALONE, None)
-    assert sum(outcome.calls for outcome in outcomes) > 20
+    assert sum(outcome.calls for outcome in outcomes) > 12
 
 
 def test_scripts_on_two_ranks_match_torch_or_are_refused(pair: Workers) -> None:
     outcomes = check(PAIRED, pair, 8)
-    assert sum(outcome.calls for outcome in outcomes) > 5
+    assert sum(outcome.calls for outcome in outcomes) > 3
 
 
 @pytest.mark.slow

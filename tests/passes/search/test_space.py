@@ -61,7 +61,7 @@ def honours(plan: Plan, p: Problem) -> None:
         assert counts == request.replicas_of(len(plan.stages))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(wishes())
 def test_wishes_are_kept_or_refused(p: Problem) -> None:
     try:
@@ -74,7 +74,7 @@ def test_wishes_are_kept_or_refused(p: Problem) -> None:
     event("planned")
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(wishes())
 def test_what_is_left_open_is_chosen_as_exhaustive_search_would(p: Problem) -> None:
     try:

@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 import torch
+from support.grids import with_rotated
 from support.jobs.step_jobs import compare
 from support.models.zoo import CASES
 
@@ -16,7 +17,7 @@ from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.runtime.launch.local import Workers
 
 STAGES, MICROS = (1, 2, 4), (1, 3, 4)
-GRID = list(itertools.product(CASES, STAGES, SCHEDULES, MICROS))
+GRID = with_rotated((CASES, STAGES, SCHEDULES), MICROS)
 _SPREAD = list(itertools.product(SCHEDULES, (3, 4)))
 SUBSET = [(name, *_SPREAD[i % len(_SPREAD)]) for i, name in enumerate(CASES)]
 FOUR = ("resnet",)

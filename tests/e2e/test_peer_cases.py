@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.grids import with_rotated
 from support.jobs.step_jobs import accumulate, compare, frozen_gradients, lengths, warned
 from support.models.peer_models import PEERS
 
@@ -41,10 +42,9 @@ def test_a_hard_model_trains_as_in_one_process(workers, name, schedule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micros", [1, 2, 5])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    ("name", "stages", "schedule", "micros"), with_rotated((EXACT, (1, 2, 3, 4), SCHEDULES), (1, 2, 5))
+)
 def test_the_whole_grid_of_hard_models_equals_one_process(workers, name, stages, schedule, micros):
     check(workers, name, stages, schedule, micros)
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from support.grids import with_rotated
 from support.jobs import random_plan_jobs, replica_jobs
 from support.jobs.sparse_jobs import alone
 from support.models.zoo import CASES
@@ -151,7 +152,7 @@ def test_a_pipe_adopts_another_number_of_replicas(workers):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "counts", "policy", "recompute"),
-    list(itertools.product(ARCHITECTURES, COUNTS, ("split", "turn"), ("off", "all"))),
+    with_rotated((ARCHITECTURES, COUNTS, ("split", "turn")), ("off", "all")),
 )
 def test_every_architecture_with_replicas_equals_one_process(workers, name, counts, policy, recompute):
     """Compared after a step and after accumulating another one with fewer rows.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
+from support.grids import with_rotated
 from support.jobs.step_jobs import compare
 from support.models.small_models import SMALL
 
@@ -40,9 +39,7 @@ def test_a_small_model_in_two_stages_trains_as_in_one_process(pair, name, schedu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "stages", "schedule", "micros"), list(itertools.product(SMALL, (1, 2, 4), SCHEDULES, MICROS))
-)
+@pytest.mark.parametrize(("name", "stages", "schedule", "micros"), with_rotated((SMALL, (1, 2, 4), SCHEDULES), MICROS))
 def test_the_whole_grid_of_small_models_equals_one_process(workers, name, stages, schedule, micros):
     check(workers, name, stages, schedule, micros)
 

@@ -27,7 +27,6 @@ from autopart.passes.tokens.recipe import (
     Form,
     OpRecipe,
     QueryKeyAxes,
-    TokenLayout,
 )
 from autopart.passes.tokens.state_rules import STATE_RULES, shifted, window
 
@@ -106,11 +105,7 @@ def join(op: TokenOp) -> OpRecipe:
         if set(op.model.varying(op.refs[number])) != axes:
             raise Refused("it joins tokens with what is the same for all of them")
         reads[number] = form
-
-    def placed(layout: TokenLayout | None) -> int | None:
-        return None if layout is None else layout.axis + (stacked and dim <= layout.axis)
-
-    return op.recipe(form.moved(queries=placed(form.queries), keys=placed(form.keys)), reads)
+    return op.recipe(form.moved(lambda axis: axis + (stacked and dim <= axis)), reads)
 
 
 def attention(op: TokenOp) -> OpRecipe:
@@ -187,10 +182,9 @@ def repeated(op: TokenOp) -> OpRecipe:
     """repeat, tile: not along the tokens."""
     form, shape = op.forms[0], op.shapes[0]
     ahead = len(op.shape) - len(shape)
-    moved = {prefix: layout.axis + ahead for prefix, layout in form.roles()}
-    if op.differing() or any(op.shape[axis] != shape[axis - ahead] for axis in moved.values()):
+    if op.differing() or any(op.shape[layout.axis + ahead] != shape[layout.axis] for _, layout in form.roles()):
         raise Refused("it repeats tokens")
-    return op.recipe(form.moved(queries=moved.get(False), keys=moved.get(True)))
+    return op.recipe(form.moved(lambda axis: axis + ahead))
 
 
 def repeat_interleave(op: TokenOp) -> OpRecipe:
@@ -217,10 +211,9 @@ def index(op: TokenOp) -> OpRecipe:
     if form.whole:
         if len(set(zip(op.forms[1:], op.shapes[1:], strict=True))) > 1:
             raise Refused("it picks by several indices, which do not all hold the tokens")
-        layout = picked[0].queries
-        if layout is None or picked[0].keys is not None:
+        if picked[0].queries is None or picked[0].keys is not None:
             raise Refused("it picks, for every two tokens, by an index")
-        return op.recipe(picked[0].moved(queries=start + layout.axis))
+        return op.recipe(picked[0].moved(lambda axis: start + axis))
     if picked or any(op.model.varying(op.refs[number]) for number in used.values()) or op.differing():
         raise Refused("it picks, for every token, from the tokens")
     if any(layout.axis in axes for _, layout in form.roles()):
@@ -228,13 +221,11 @@ def index(op: TokenOp) -> OpRecipe:
     if any(op.model.dtype(ref) in ("bool", "uint8") for ref in op.refs[1:]) or len(shape) < len(axes):
         raise Refused("it indexes with a mask")
 
-    def moved(layout: TokenLayout | None) -> int | None:
-        if layout is None:
-            return None
-        kept = sum(1 for axis in range(layout.axis) if axis not in axes)
-        return kept + ndim if not adjacent or layout.axis > start else kept
+    def moved(axis: int) -> int:
+        kept = sum(1 for before in range(axis) if before not in axes)
+        return kept + ndim if not adjacent or axis > start else kept
 
-    return op.recipe(form.moved(queries=moved(form.queries), keys=moved(form.keys)))
+    return op.recipe(form.moved(moved))
 
 
 def _picks(op: TokenOp) -> dict[int, int]:
@@ -298,7 +289,7 @@ def opaque(op: TokenOp) -> OpRecipe:
     plain = sum(not other.whole for other in op.forms) == 1 and form.queries is not None and form.keys is None
     if plain and not op.op.random and not op.differing() and len(grows) == 1:
         axes = grows.pop()
-        found = form.moved(queries=axes[0]) if len(axes) == 1 else WHOLE
+        found = form.moved(lambda _: axes[0]) if len(axes) == 1 else WHOLE
         fits = found is not WHOLE and all(op.model.fits(name, found) for name in op.op.writes)
         if fits and op.model.numbers.apart(op.op.name, tuple(op.forms), found):
             return op.recipe(found)

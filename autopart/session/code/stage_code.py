@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from autopart.ir.program import Edge
 from autopart.ir.shares import RowLayout
 from autopart.ir.size import Size
 from autopart.passes.program.routing import edges
-from autopart.passes.tokens.recipe import Recipe, Slice
+from autopart.passes.tokens.recipe import Recipe
 from autopart.runtime.stages.batch_statistics import share_statistics
 from autopart.runtime.stages.stage_module import StageSlices
 from autopart.runtime.tensors import LocalTensors
@@ -89,7 +88,7 @@ class StageCode:
             self.checks.add(captured, recipe, masks=0 in stages)
             lengths = self._decision.token_slices
             self.layouts.update(sliced_layouts(graph, recipe, lengths, rule.layouts))
-            for number, part in enumerate(_slices(recipe, lengths)):
+            for number, part in enumerate(recipe.slices(lengths)):
                 self.specs[graph.rows, number] = {
                     value.name: _on_meta(recipe.form(value.name).shape(value.shape, part), value.dtype)
                     for value in graph.values
@@ -131,10 +130,6 @@ def _on_meta(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
-def _slices(recipe: Recipe, lengths: Sequence[int]) -> list[Slice]:
-    return [Slice(start, end, recipe.tokens) for start, end in pairwise(accumulate(lengths, initial=0))]
-
-
 def sliced_layouts(
     graph: Graph, recipe: Recipe, lengths: Sequence[int], layouts: Layouts
 ) -> dict[str | tuple[str, int], RowLayout]:
@@ -148,7 +143,7 @@ def sliced_layouts(
             held.axis == layout.axis and held.stride < layout.stride for _, held in form.roles()
         ):
             continue
-        for number, part in enumerate(_slices(recipe, lengths)):
+        for number, part in enumerate(recipe.slices(lengths)):
             whole, own = shapes[name][layout.axis], form.shape(shapes[name], part)[layout.axis]
             found[name, number] = RowLayout(layout.axis, layout.stride * own // whole)
     return found

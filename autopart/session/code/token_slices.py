@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise, takewhile
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +22,7 @@ from autopart.ir.errors import UsageError
 from autopart.ir.graph import Adjusted, Op
 from autopart.passes.ops.table import op_name
 from autopart.passes.tokens import recipe as words
-from autopart.passes.tokens.recipe import Form, Recipe, Slice
+from autopart.passes.tokens.recipe import Form, Recipe
 from autopart.runtime.stages.slice_functions import Places, causal_attention, counted, drawn, part_of
 from autopart.runtime.stages.stage_module import Cast, StageModule, StageSlices
 from autopart.session.code.slice_graph import SliceGraph, SliceNeeds
@@ -58,7 +58,7 @@ def slice_stage(
         )
     leaving = [name for name in outputs if name in recipe.forms]
     needs = SliceNeeds(captured, recipe, ops, leaving, groups, adjusted, casts, drawn)
-    parts = [Slice(start, end, recipe.tokens) for start, end in pairwise(accumulate(lengths, initial=0))]
+    parts = recipe.slices(lengths)
     slices = tuple(_slice_module(SliceGraph(needs, parts, number, device), len(parts)) for number in range(len(parts)))
     before = ancestors(captured.graph, needs.prologue, among=recipe.prologue)
     prologue = cut(captured, before, needs.prologue, device, adjusted=adjusted) if needs.prologue else None

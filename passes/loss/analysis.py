@@ -38,13 +38,6 @@ CHANGED_BUFFER = "which every micro-batch changes for the next"
 DIVIDES_BY_NONE = "its numerator need not be 0 in a micro-batch where it divides by 0"
 
 
-def analyse(
-    graph: Graph, other: Graph, proven: frozenset[str], given: frozenset[str] = frozenset()
-) -> dict[str, RowPlacement]:
-    """The placement of every value.  proven, given: see `Analysis`.  O(ops)."""
-    return Analysis(graph, other, given)(proven)
-
-
 class Analysis:
     """The analysis of one model under several sets of proven values: a rule is applied again only if the placements of
     the operands changed.

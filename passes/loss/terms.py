@@ -20,8 +20,7 @@ _FLOATING = ("float", "bfloat", "complex")
 
 def of_terms(context: OpContext) -> RowPlacement:
     """The placement of an op with an operand that is TERMS: TERMS if it is linear, else COUPLED."""
-    differs = any(context.differs(key) for key, _ in context.op.attrs)
-    if differs or not _is_linear(context):
+    if context.differing() or not _is_linear(context):
         raise coupled("it is not linear in a sum of terms with different reductions")
     return RowPlacement(TERMS)
 

@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from autopart.ir.graph import Literal
-from autopart.passes.ops.letters import ints
+from autopart.passes.ops.letters import bound, ints
 from autopart.passes.tokens.context import Refused, TokenOp, before
 from autopart.passes.tokens.propagation import TokenLetters, by_letters
 from autopart.passes.tokens.recipe import (
@@ -62,16 +61,16 @@ def take(op: TokenOp) -> OpRecipe:
     if layout is None:
         return by_letters(op)
     size, step = shape[axis], op.number("step", 1)
-    start, end = _bound(op.arg("start"), 0, size), _bound(op.arg("end"), size, size)
+    start, end = bound(op.arg("start"), 0, size), bound(op.arg("end"), size, size)
     if form.order is not None:
         raise Refused("it picks some of tokens that were sorted")
     if form.halo:
         return window(op, start, end, step)
     if op.name != "slice" or step != 1:
         raise Refused(f"it picks some of the tokens by their place ({op.name} along them)")
-    twin = dict(op.twin.attrs)
+    twin = op.other_attrs
     fewer = layout.stride * (op.model.fewer - layout.short) * layout.block
-    other_start, other_end = _bound(twin.get("start"), 0, fewer), _bound(twin.get("end"), fewer, fewer)
+    other_start, other_end = bound(twin.get("start"), 0, fewer), bound(twin.get("end"), fewer, fewer)
     if (start, end) == (0, size) and (other_start, other_end) == (0, fewer):
         return op.recipe(form, how=SIZES)
     missing = size - end
@@ -79,11 +78,6 @@ def take(op: TokenOp) -> OpRecipe:
     if start or other_start or missing != fewer - other_end or not plain:
         raise Refused(f"it picks some of the tokens by their place ([{start}:{end}] of {size})")
     return op.recipe(Form(queries=replace(layout, short=layout.short + missing)), how=SIZES, amount=missing)
-
-
-def _bound(value: Literal, missing: int, size: int) -> int:
-    number = value if type(value) is int else missing
-    return max(0, min(size, number + size if number < 0 else number))
 
 
 def join(op: TokenOp) -> OpRecipe:

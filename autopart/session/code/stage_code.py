@@ -23,9 +23,8 @@ from autopart.passes.tokens.recipe import Recipe
 from autopart.runtime.stages.batch_statistics import share_statistics
 from autopart.runtime.stages.stage_module import StageSlices
 from autopart.runtime.tensors import LocalTensors
-from autopart.session.code.random_rows import draws_of
 from autopart.session.code.slicing import SliceChecks
-from autopart.session.code.split import casts_of, leaving, stage_module, wait_for
+from autopart.session.code.split import leaving, stage_module, wait_for
 from autopart.session.code.token_slices import slice_stage
 
 
@@ -107,23 +106,11 @@ class StageCode:
         self, captured: Captured, recipe: Recipe | None, links: Sequence[Edge], stage: int, rule: BatchRule
     ) -> StageSlices:
         """Cut a stage out of `captured`, with a recipe once for each slice."""
-        graph, planned, adjusted = captured.graph, self._decision.stages[stage], rule.reduction.adjusted
+        planned, adjusted = self._decision.stages[stage], rule.reduction.adjusted
         if recipe is None:
             return None, (stage_module(captured, links, stage, planned, self._device, adjusted, rule.layouts),)
-        chosen = set(planned.ops)
-        outputs = leaving(graph, links, stage, chosen)
-        return slice_stage(
-            captured,
-            recipe,
-            chosen,
-            outputs,
-            self._decision.token_slices,
-            self._device,
-            groups=planned.recompute,
-            adjusted=adjusted,
-            casts=casts_of(graph, chosen, outputs),
-            drawn=draws_of(captured, chosen, rule.layouts) if planned.division.splits else {},
-        )
+        outputs, lengths = leaving(captured.graph, links, stage, set(planned.ops)), self._decision.token_slices
+        return slice_stage(captured, recipe, planned, outputs, lengths, self._device, adjusted, rule.layouts)
 
 
 def _on_meta(shape: tuple[int, ...], dtype: str) -> torch.Tensor:

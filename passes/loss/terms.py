@@ -55,7 +55,8 @@ def summands(graph: Graph, placements: Mapping[str, RowPlacement], loss: str) ->
     for op in reversed(graph.ops):
         if sums.isdisjoint(op.writes):
             continue
-        if _adds(op) and any(_is_number(value) for key, value in op.attrs if key in ("self", "other")):
+        numbers = [value for key, value in op.attrs if key in ("self", "other") and isinstance(value, (int, float))]
+        if _adds(op) and any(numbers):
             why = "it adds a term that does not depend on the batch to a sum over the batch"
             return RowPlacement(COUPLED, why=why, op=op.name)
         for operand in (*op.reads, *op.params):
@@ -71,10 +72,6 @@ def summands(graph: Graph, placements: Mapping[str, RowPlacement], loss: str) ->
             why = f"buffer {buffer} keeps a sum of terms with different reductions"
             return RowPlacement(COUPLED, why=why, op=graph.writer()[value])
     return list(found)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and value != 0
 
 
 def without_weight(graph: Graph, dropped: frozenset[tuple[str, str]]) -> frozenset[str]:

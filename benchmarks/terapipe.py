@@ -24,14 +24,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 from common import write
 from planners.terapipe import cut_batch
 
-from autopart.passes.tokens.lengths import Ints, SliceCost, cut_tokens, slice_times
+from autopart.passes.tokens.lengths import Ints, cut_tokens, slice_times
+
+SliceCost = Callable[[int, Ints, Ints], Any]
+"""(rows, lengths, contexts) to the nanoseconds of a slice on the slowest stage."""
+STEP = 8
+"""Tokens of which all lengths of slices are multiples."""
 
 F0, E, A, W_AR, R = 2.957e-3, 1.589e14, 1.346e-10, 32.9e-6, 1.487e10
 P_MESSAGE, W_MESSAGE, U, N_DATA = 1.293e-3, 7.33e9, 1.268e-9, 1.912e9
@@ -139,15 +145,21 @@ def step_s(cost: SliceCost, row: Row, lengths: Sequence[int]) -> float:
     return float(row.sequences * own.sum() + (row.layout[1] - 1) * own.max()) / 1e9
 
 
+def best_lengths(cost: SliceCost, row: Row) -> tuple[int, ...]:
+    """Return the lengths of autopart's cut in tokens."""
+    ends = cut_tokens(slice_times(partial(cost, 1), row.tokens, STEP), row.sequences, row.layout[1] - 1)
+    return tuple(STEP * (b - a) for a, b in pairwise((0, *ends)))
+
+
 def result(row: Row) -> dict[str, Any]:
     """Return autopart's results beside the published ones, for micro-batches of one sequence and with cuts by rows
     too.
     """
     cost, others = surrogate(row), row.layout[1] - 1
-    found = cut_tokens(slice_times(cost, 1, row.tokens), row.sequences, others)
-    ((_, lengths), *_) = found.micro_batches
-    most = min(row.sequences, 4)
-    joint = cut_batch({b: slice_times(cost, b, row.tokens) for b in range(1, most + 1)}, row.sequences, others, 10**5)
+    lengths = best_lengths(cost, row)
+    sizes = range(1, min(row.sequences, 4) + 1)
+    times = {b: slice_times(partial(cost, b), row.tokens, STEP) for b in sizes}
+    joint = cut_batch(times, row.sequences, others, 10**5)
     whole, sliced = (step_s(cost, row, cut) + behind_s(row) for cut in ((row.tokens,), lengths))
     return {
         "model": row.model,
@@ -186,12 +198,12 @@ def ablations() -> tuple[Ablation, ...]:
 def ablation(case: Ablation) -> dict[str, Any]:
     """Return uniform cuts and autopart's cut, from the recovered times, beside the published seconds."""
     row = case.row
-    found = cut_tokens(slice_times(case.cost, 1, row.tokens), row.sequences, row.layout[1] - 1)
+    lengths = best_lengths(case.cost, row)
     ours = {count: step_s(case.cost, row, uniform(row.tokens, count)) for count in case.uniform_s}
     return {
         "paper_s": {**case.uniform_s, "dp": row.sliced_s},
-        "ours_s": {**ours, "dp": found.objective_ns / 1e9},
-        "scheme": runs(found.micro_batches[0][1]),
+        "ours_s": {**ours, "dp": step_s(case.cost, row, lengths)},
+        "scheme": runs(lengths),
     }
 
 

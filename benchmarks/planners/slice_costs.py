@@ -28,7 +28,7 @@ Sample = tuple[int, int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class LinearContext:
-    """A `passes.tokens.lengths.SliceCost`.
+    """A `passes.tokens.lengths.SliceCost` for any number of rows.
 
     alone: for each number of rows, lengths (ascending) and the nanoseconds of a layer's first slice. line: a0 to a3 in
     ns. layers: of the slowest stage. message: fixed ns of one message, and ns per token of a row.

@@ -38,13 +38,6 @@ CHANGED_BUFFER = "which every micro-batch changes for the next"
 DIVIDES_BY_NONE = "its numerator need not be 0 in a micro-batch where it divides by 0"
 
 
-def analyse(
-    graph: Graph, other: Graph, proven: frozenset[str], given: frozenset[str] = frozenset()
-) -> dict[str, RowPlacement]:
-    """The placement of every value.  proven, given: see `Analysis`.  O(ops)."""
-    return Analysis(graph, other, given)(proven)
-
-
 class Analysis:
     """The analysis of one model under several sets of proven values: a rule is applied again only if the placements of
     the operands changed.
@@ -94,12 +87,12 @@ class Analysis:
 
     def _counted(self, context: OpContext, placement: RowPlacement) -> RowPlacement:
         """Check x / count: where the count of a micro-batch is 0, x has to be 0 too."""
-        above, below = context.arg("self"), context.arg("other")
-        if placement.count is None or not isinstance(above, str) or not isinstance(below, str):
+        above, below = context.ref("self"), context.ref("other")
+        if placement.count is None or above is None or below is None:
             return placement
-        if context.placement(below).tag != PARTIAL or below[1:] not in self._countable:
+        if context.argument("other").tag != PARTIAL or below not in self._countable:
             return placement
-        if self._masks.empty_with(above[1:], below[1:]) or self._masks.count_behind(above[1:], below[1:]):
+        if self._masks.empty_with(above, below) or self._masks.count_behind(above, below):
             return placement
         return RowPlacement(COUPLED, why=DIVIDES_BY_NONE)
 
@@ -143,12 +136,10 @@ def _fits(placement: RowPlacement, value: Value, other: Value, rows: int, other_
 
 def _masked_mean(context: OpContext, masks: Masks) -> list[RowPlacement] | None:
     """The placement of x / count.clamp(min=1) if x is 0 where the count is 0 (`masks`), else None."""
-    above, below = context.arg("self"), context.arg("other")
-    if context.name != "div" or context.arg("rounding_mode") is not None:
+    above, below = context.ref("self"), context.ref("other")
+    if context.name != "div" or context.arg("rounding_mode") is not None or above is None or below is None:
         return None
-    if not isinstance(above, str) or not isinstance(below, str):
-        return None
-    placement, count = context.placement(above), masks.count_behind(above[1:], below[1:])
+    placement, count = context.argument("self"), masks.count_behind(above, below)
     if count is None or placement.tag not in (PARTIAL, SHARD) or not placement.plain:
         return None
     counted = context.placements[count]
@@ -183,7 +174,7 @@ def _growing_axes(context: OpContext, name: str) -> int:
 
 
 def _apply(context: OpContext, operands: list[RowPlacement]) -> RowPlacement | list[RowPlacement]:
-    changing = {key for key, _ in context.op.attrs if context.differs(key)}
+    changing = context.differing()
     fixed = all(placement.tag == REPLICATE and placement.plain for placement in operands)
     if fixed and not changing and all(context.values[w].rows_axis is None for w in context.op.writes):
         return RowPlacement(REPLICATE, zero=is_zero(context))

@@ -197,21 +197,13 @@ def _terms(graph: Graph, placements: Mapping[str, RowPlacement], loss: str, stat
 
 def _given_whole(analysis: Analysis, loss: str) -> tuple[Adjusted, ...]:
     """The numbers of the whole batch that the loss needs."""
-    if not analysis.of_batch:
-        return ()
-    graph = analysis.graph
-    writers = {written: op for op in graph.ops for written in op.writes}
-    queue, seen, found = [loss], set[str](), list[Adjusted]()
-    while queue:
-        name = queue.pop()
-        if name in seen or name not in writers:
-            continue
-        seen.add(name)
-        op = writers[name]
-        if name in analysis.of_batch:
-            found.append(Adjusted(name, _weight(graph, analysis.of_batch[name], op.name)))
-        else:
-            queue.extend(op.reads)
+    needed, found = {loss}, list[Adjusted]()
+    for op in reversed(analysis.graph.ops):
+        for name in op.writes:
+            if name in needed and name in analysis.of_batch:
+                found.append(Adjusted(name, _weight(analysis.graph, analysis.of_batch[name], op.name)))
+            elif name in needed:
+                needed.update(op.reads)
     return tuple(found)
 
 
@@ -247,18 +239,15 @@ def count_problem(graph: Graph, count: LossReduction) -> str:
     classes = params.get(count.classes or "")
     if classes is not None and (classes.trainable or classes.name in updated):
         return f"the class weights {classes.name} that it divides by change in the step"
-    ops = {w: op for op in graph.ops for w in op.writes}
-    queue, seen = list(count.counted()), set[str]()
-    while queue:
-        op = ops.get(queue.pop())
-        if op is None or op.name in seen:
+    needed = set(count.counted())
+    for op in reversed(graph.ops):
+        if needed.isdisjoint(op.writes):
             continue
-        seen.add(op.name)
         if op.random:
             return f"the count {count.value} that it divides by is random ({op.target})"
         if any(params[p].trainable or p in updated for p in op.params):
             return f"the count {count.value} that it divides by depends on parameters or changing buffers"
-        queue.extend(op.reads)
+        needed.update(op.reads)
     return ""
 
 
@@ -288,17 +277,12 @@ def require_proven(
 
 def _unproven_sources(graph: Graph, placements: dict[str, RowPlacement], loss: str) -> frozenset[str]:
     """Unproven values and constants that the loss depends on through unproven ones only.  O(reads)."""
-    ops = {w: op for op in graph.ops for w in op.writes}
-    queue, seen = [loss], set[str]()
-    while queue:
-        name = queue.pop()
-        if name in seen or placements.get(name, CONSTANT).tag != UNPROVEN:
-            continue
-        seen.add(name)
-        op = ops.get(name)
-        if op is not None:
-            queue.extend((*op.reads, *op.params))
-    return frozenset(seen)
+    unproven = {name for name, placement in placements.items() if placement.tag == UNPROVEN}
+    found = unproven & {loss}
+    for op in reversed(graph.ops):
+        if not found.isdisjoint(op.writes):
+            found |= unproven.intersection((*op.reads, *op.params))
+    return frozenset(found)
 
 
 def _refusal(graph: Graph, op: str, why: str) -> RefusedError:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.shares import RowLayout
-from autopart.passes.loss.analysis import analyse
+from autopart.passes.loss.analysis import Analysis
 from autopart.passes.loss.derive import require_proven, where_of
 from autopart.passes.ops.placement import INDEX, REPLICATE, SHARD, UNPROVEN, RowPlacement
 
@@ -38,7 +38,7 @@ def find_layouts(
     replicas.  drawn: values that random ops of a stage with replicas read and write.  whole: numbers of the whole batch
     that every micro-batch gets.  Raises RefusedError for a value that cannot be divided, and UnprovenRows.  O(ops).
     """
-    placements = analyse(graph, other, proven, whole)
+    placements = Analysis(graph, other, whole)(proven)
     axes = {value.name: value.rows_axis for value in graph.values}
     asked = [*crossing, *(name for name in drawn if axes.get(name) is not None)]
     require_proven(graph, placements, asked, proven)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from autopart.ir.graph import Literal
 from autopart.passes.ops.context import OpContext
-from autopart.passes.ops.letters import ints
+from autopart.passes.ops.letters import bound, ints
 from autopart.passes.ops.placement import (
     INDEX,
     PARTIAL,
@@ -99,17 +98,13 @@ def _whole_blocks(context: OpContext, ref: str, placement: RowPlacement) -> RowP
     blocks = max(1, placement.stride_factor)
     whole = context.name in ("split", "chunk")
     if context.name == "slice" and context.number("step", 1) == 1:
-        start, other_start = _bound(context.arg("start"), size), _bound(context.other_arg("start"), other_size)
+        start = bound(context.attrs.get("start"), 0, size)
+        other_start = bound(context.other_attrs.get("start"), 0, other_size)
         whole = start * blocks % size == 0 and start * other_size == other_start * size
     taken = {context.values[written].shape[placement.axis] * blocks for written in context.op.writes}
     if not whole or any(number % size for number in taken) or len(taken) != 1 or placement.stride_factor == 0:
         raise coupled("it picks some rows of the batch by their place")
     return placement.along(placement.axis, taken.pop() // size)
-
-
-def _bound(value: Literal, size: int) -> int:
-    number = value if isinstance(value, int) else 0
-    return max(0, min(size, number + size if number < 0 else number))
 
 
 def join(context: OpContext) -> RowPlacement:
@@ -147,7 +142,7 @@ def create(context: OpContext) -> RowPlacement:
     for key, _ in context.op.attrs:
         if key not in ("size", "fill_value", "s") and context.differs(key):
             raise coupled(f"its argument {key} changes with the size of the batch")
-    scale = sum(context.growth(context.arg(key), context.other_arg(key)) for key in ("fill_value", "s"))
+    scale = sum(context.growth(context.arg(key), context.other_attrs.get(key)) for key in ("fill_value", "s"))
     axis = context.out.rows_axis
     if axis is None:
         return RowPlacement(REPLICATE, scale, zero=is_zero(context))

@@ -45,12 +45,9 @@ def cross_entropy(context: OpContext) -> RowPlacement:
         return RowPlacement(PARTIAL, -1)
     if target.tag != SHARD:
         raise unproven("its targets do not depend on the batch")
-    name = context.arg("target")
-    assert isinstance(name, str)
-    weight, smoothing = context.arg("weight"), context.arg("label_smoothing", 0.0)
-    classes_weighed = weight[1:] if isinstance(weight, str) else None
-    smoothed, ignore = classes_weighed is not None and smoothing != 0, context.number("ignore_index", -100)
-    return RowPlacement(PARTIAL, 0, LossReduction("tokens", name[1:], ignore, classes_weighed, smoothed))
+    weight, ignore = context.ref("weight"), context.number("ignore_index", -100)
+    smoothed = weight is not None and context.arg("label_smoothing", 0.0) != 0
+    return RowPlacement(PARTIAL, 0, LossReduction("tokens", context.ref("target"), ignore, weight, smoothed))
 
 
 def _check_class_weights(context: OpContext) -> None:

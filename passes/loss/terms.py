@@ -20,8 +20,7 @@ _FLOATING = ("float", "bfloat", "complex")
 
 def of_terms(context: OpContext) -> RowPlacement:
     """The placement of an op with an operand that is TERMS: TERMS if it is linear, else COUPLED."""
-    differs = any(context.differs(key) for key, _ in context.op.attrs)
-    if differs or not _is_linear(context):
+    if context.differing() or not _is_linear(context):
         raise coupled("it is not linear in a sum of terms with different reductions")
     return RowPlacement(TERMS)
 
@@ -52,20 +51,17 @@ def summands(graph: Graph, placements: Mapping[str, RowPlacement], loss: str) ->
 
     COUPLED where weighing the terms would change another value.  O(ops).
     """
-    writers = {written: op for op in graph.ops for written in op.writes}
-    queue, found, sums = [loss], dict[tuple[str, str], None](), set[str]()
-    while queue:
-        name = queue.pop()
-        if name in sums:
+    found, sums = dict[tuple[str, str], None](), {loss}
+    for op in reversed(graph.ops):
+        if sums.isdisjoint(op.writes):
             continue
-        sums.add(name)
-        op = writers[name]
-        if _adds(op) and any(_is_number(value) for key, value in op.attrs if key in ("self", "other")):
+        numbers = [value for key, value in op.attrs if key in ("self", "other") and isinstance(value, (int, float))]
+        if _adds(op) and any(numbers):
             why = "it adds a term that does not depend on the batch to a sum over the batch"
             return RowPlacement(COUPLED, why=why, op=op.name)
         for operand in (*op.reads, *op.params):
             if placements.get(operand, CONSTANT).tag == TERMS:
-                queue.append(operand)
+                sums.add(operand)
             elif _adds(op):
                 found[op.name, operand] = None
     for op in graph.ops:
@@ -74,24 +70,14 @@ def summands(graph: Graph, placements: Mapping[str, RowPlacement], loss: str) ->
     for buffer, value in graph.updates:
         if value in sums:
             why = f"buffer {buffer} keeps a sum of terms with different reductions"
-            return RowPlacement(COUPLED, why=why, op=writers[value].name)
+            return RowPlacement(COUPLED, why=why, op=graph.writer()[value])
     return list(found)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and value != 0
 
 
 def without_weight(graph: Graph, dropped: frozenset[tuple[str, str]]) -> frozenset[str]:
     """The values that do not reach the loss without these reads, (op, value).  O(reads)."""
-    writers = {written: op for op in graph.ops for written in op.writes}
-    queue, reached = [graph.outputs[0]], set[str]()
-    while queue:
-        name = queue.pop()
-        if name in reached:
-            continue
-        reached.add(name)
-        op = writers.get(name)
-        if op is not None:
-            queue.extend(read for read in op.reads if (op.name, read) not in dropped)
+    reached = {graph.outputs[0]}
+    for op in reversed(graph.ops):
+        if not reached.isdisjoint(op.writes):
+            reached.update(read for read in op.reads if (op.name, read) not in dropped)
     return frozenset(value.name for value in graph.values) - reached

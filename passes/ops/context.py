@@ -1,41 +1,69 @@
-"""One op as the rules of the loss analysis see it: its row of the table, its arguments at two numbers of rows."""
+"""One op as the rules of an analysis see it: its row of the table, and its arguments in two captures."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from autopart.ir.graph import Literal, Op, Param, Value
 from autopart.passes.ops.flops import operands
 from autopart.passes.ops.letters import Letters, Shape, letters
 from autopart.passes.ops.placement import CONSTANT, REPLICATE, RowPlacement, coupled
-from autopart.passes.ops.row import OpRow
 from autopart.passes.ops.table import op_name, row_of
 
 
-@dataclass(frozen=True)
-class OpContext:
+class OpCall:
+    """An op in two captures of a model, with its row of the table and its arguments by name."""
+
+    def __init__(self, op: Op, other_op: Op) -> None:
+        self.op, self.name, self.row = op, op_name(op.target), row_of(op.target)
+        self.attrs, self.other_attrs = dict(op.attrs), dict(other_op.attrs)
+
+    def arg(self, key: str, default: Literal = None) -> Literal:
+        """An argument by its name."""
+        return self.attrs.get(key, default)
+
+    def ref(self, key: str) -> str | None:
+        """The name of a tensor argument."""
+        value = self.attrs.get(key)
+        return value[1:] if isinstance(value, str) and value.startswith("%") else None
+
+    def number(self, key: str, default: int) -> int:
+        """An argument that is an int."""
+        value = self.attrs.get(key, default)
+        return value if type(value) is int else default
+
+    def axis(self, key: str, ndim: int, default: int = 0) -> int:
+        """An argument that names an axis, counted from the left."""
+        axis = self.number(key, default)
+        return axis + ndim if axis < 0 else axis
+
+    def differs(self, key: str) -> bool:
+        """Whether an argument differs between the captures."""
+        return self.attrs.get(key) != self.other_attrs.get(key)
+
+    def differing(self) -> set[str]:
+        """Arguments that differ between the captures."""
+        return {key for key in self.attrs if self.differs(key)}
+
+
+class OpContext(OpCall):
     """An op in two captures, of `rows` and `other_rows` rows.  placements: of all values written so far."""
 
-    op: Op
-    other_op: Op
-    rows: int
-    other_rows: int
-    values: Mapping[str, Value]
-    other_values: Mapping[str, Value]
-    params: Mapping[str, Param]
-    placements: Mapping[str, RowPlacement]
-
-    @property
-    def name(self) -> str:
-        """The op's own name."""
-        return op_name(self.op.target)
-
-    @property
-    def row(self) -> OpRow:
-        """The op's row of the table."""
-        return row_of(self.op.target)
+    def __init__(
+        self,
+        op: Op,
+        other_op: Op,
+        rows: int,
+        other_rows: int,
+        values: Mapping[str, Value],
+        other_values: Mapping[str, Value],
+        params: Mapping[str, Param],
+        placements: Mapping[str, RowPlacement],
+    ) -> None:
+        super().__init__(op, other_op)
+        self.rows, self.other_rows, self.values, self.other_values = rows, other_rows, values, other_values
+        self.params, self.placements = params, placements
 
     @property
     def out(self) -> Value:
@@ -45,29 +73,7 @@ class OpContext:
     def letters(self) -> Letters | None:
         """Names of the axes of its operands and results, where they are known."""
         shapes = [self.shape(ref) for ref in self.tensors()]
-        return letters(self.row, dict(self.op.attrs), shapes, self.out.shape)
-
-    def arg(self, key: str, default: Literal = None) -> Literal:
-        """An argument by its name."""
-        return next((value for name, value in self.op.attrs if name == key), default)
-
-    def other_arg(self, key: str, default: Literal = None) -> Literal:
-        """An argument by its name, in the other capture."""
-        return next((value for name, value in self.other_op.attrs if name == key), default)
-
-    def differs(self, key: str) -> bool:
-        """Whether an argument differs between the captures."""
-        return self.arg(key) != self.other_arg(key)
-
-    def number(self, key: str, default: int) -> int:
-        """An argument that is an int."""
-        value = self.arg(key, default)
-        return value if isinstance(value, int) else default
-
-    def axis(self, key: str, ndim: int, default: int = 0) -> int:
-        """An argument that names an axis, counted from the left."""
-        axis = self.number(key, default)
-        return axis + ndim if axis < 0 else axis
+        return letters(self.row, self.attrs, shapes, self.out.shape)
 
     def is_tensor(self, ref: Literal) -> bool:
         """Whether an argument is a tensor ("%name")."""
@@ -93,7 +99,7 @@ class OpContext:
         ref = self.arg(key)
         if self.is_tensor(ref):
             return self.placement(ref)
-        return RowPlacement(REPLICATE, self.growth(ref, self.other_arg(key)))
+        return RowPlacement(REPLICATE, self.growth(ref, self.other_attrs.get(key)))
 
     def growth(self, mine: Literal, other: Literal) -> int:
         """The power of the number of rows that an argument is proportional to."""

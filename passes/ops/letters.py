@@ -207,6 +207,12 @@ def ints(value: Literal) -> tuple[int, ...]:
     return tuple(item for item in value if isinstance(item, int)) if isinstance(value, tuple) else ()
 
 
+def bound(value: Literal, missing: int, size: int) -> int:
+    """The start or end of a slice along an axis of this size, counted from the left; `missing` where there is none."""
+    number = value if type(value) is int else missing
+    return max(0, min(size, number + size if number < 0 else number))
+
+
 def einsum_letters(equation: str, shapes: Sequence[Shape]) -> tuple[list[Names], Names] | None:
     """Names for the axes of each operand and of the result; None if the equation is not understood."""
     left, arrow, right = equation.replace(" ", "").partition("->")

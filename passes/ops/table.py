@@ -322,11 +322,6 @@ def registered() -> tuple[OpRow, ...]:
     return tuple(_REGISTERED[name] for name in sorted(_REGISTERED))
 
 
-def rows() -> tuple[OpRow, ...]:
-    """All rows."""
-    return tuple(_ROWS.values())
-
-
 @lru_cache(maxsize=4096)
 def op_name(target: str) -> str:
     """The op's own name: "aten.add.Tensor" -> "add".

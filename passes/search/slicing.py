@@ -109,12 +109,11 @@ def _best_lengths(whole: Evaluation, step: int) -> tuple[int, ...]:
     latency_ns, ns_per_byte = max(paces)
     token_bytes = max(known.in_bytes, known.out_bytes) / shares.tokens
 
-    def cost(rows: int, lengths: Ints, contexts: Ints) -> Ints:
+    def cost(lengths: Ints, contexts: Ints) -> Ints:
         taken = shares.stage_ns(ops, known.fwd_ns, lengths, contexts, backward=False)
         taken = taken + shares.stage_ns(ops, known.bwd_ns, lengths, contexts, backward=True)
         return np.asarray(taken + 2 * (latency_ns + ns_per_byte * token_bytes * lengths)).astype(np.int64)
 
-    times = slice_times(cost, 1, shares.tokens, step)
-    micros = len(whole.candidate.micro_rows)
-    ((_, lengths), *_) = cut_tokens(times, micros, other_stages(stage_ns)).micro_batches
-    return lengths
+    times = slice_times(cost, shares.tokens, step)
+    ends = cut_tokens(times, len(whole.candidate.micro_rows), other_stages(stage_ns))
+    return tuple(b - a for a, b in pairwise((0, *(min(end * step, shares.tokens) for end in ends))))

@@ -90,7 +90,7 @@ class _Analysis:
         if refused is not None:
             return refused
         ops, reach = limit_windows(self._graph, self._ops, self._chain, self._causality.reach_of)
-        guards = tuple(terms.guard(op) for op, terms in self._causality.checks.values())
+        guards = tuple(self._causality.checks.values())
         return Recipe(self._model.tokens, frozenset(self._prologue), ops, self._chain, guards, reach)
 
     def _refusal(self) -> RefusedError | None:

@@ -22,6 +22,7 @@ from autopart.passes.tokens.recipe import (
     TRUE,
     ZERO,
     Claim,
+    MaskGuard,
     OpRecipe,
     QueryKeyAxes,
     Shape,
@@ -41,12 +42,12 @@ class Causality:
     """Proves claims about one model; layers that share a mask share the answer.
 
     reach: where it is given, claims are not about later keys, but about keys more than `reach` tokens before the query.
-    checks: (op, terms) of the scores that have to be checked in each batch.
+    checks: of the scores that have to be checked in each batch, each once.
     """
 
     def __init__(self, model: Model, reach: int | None = None) -> None:
         self._model, self.reach = model, reach
-        self.checks: dict[tuple[object, ...], tuple[str, ScoreTerms]] = {}
+        self.checks: dict[tuple[object, ...], MaskGuard] = {}
         self._seen: dict[Claim, None] = {}
         self._known: dict[Claim, bool] = {}
         self._visible: dict[tuple[object, ...], bool] = {}
@@ -231,9 +232,9 @@ class Causality:
             raise Refused(
                 "its mask depends on parameters, so that no batch can be checked for queries that see nothing"
             )
-        key = (*terms.masks, *terms.lifts)
+        key = tuple(terms.masks), tuple(terms.lifts)
         if not self._model.fixed.issuperset(names.union(term.value for term, *_ in terms.lifts)):
-            self.checks.setdefault(key, (op, terms))
+            self.checks.setdefault(key, MaskGuard(op, *key))
             return
         if key not in self._visible:
             self._visible[key] = self._all_see(terms)

@@ -8,10 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
-from autopart.ir.graph import Graph, Literal, Op, Param, Value
+from autopart.ir.graph import Graph, Op, Param, Value
+from autopart.passes.ops.context import OpCall
 from autopart.passes.ops.flops import operands
 from autopart.passes.ops.letters import Letters, Shape, letters
-from autopart.passes.ops.table import op_name, row_of
 from autopart.passes.tokens.recipe import WHOLE, Form, OpRecipe, TokenLayout
 
 
@@ -100,13 +100,12 @@ class Model:
         return form.whole or sizes == others
 
 
-class TokenOp:
-    """An op with its row of the table, its arguments at two lengths, and its operands: names, shapes and forms."""
+class TokenOp(OpCall):
+    """An op at two lengths, and its operands: names, shapes and forms."""
 
     def __init__(self, model: Model, op: Op) -> None:
-        self.model, self.op, self.twin = model, op, model.twins[op.name]
-        self.name, self.row = op_name(op.target), row_of(op.target)
-        self.attrs = dict(op.attrs)
+        super().__init__(op, model.twins[op.name])
+        self.model = model
         self.refs = [ref[1:] for ref in operands(op)]
         self.shapes = [model.shape(ref) for ref in self.refs]
         self.forms = [model.form(ref) for ref in self.refs]
@@ -120,29 +119,6 @@ class TokenOp:
     def dtype(self) -> str:
         """Type of the first result."""
         return self.model.dtype(self.op.writes[0])
-
-    def arg(self, key: str, default: Literal = None) -> Literal:
-        """An argument by its name."""
-        return self.attrs.get(key, default)
-
-    def ref(self, key: str) -> str | None:
-        """The name of a tensor argument."""
-        value = self.attrs.get(key)
-        return value[1:] if isinstance(value, str) and value.startswith("%") else None
-
-    def number(self, key: str, default: int) -> int:
-        """An argument that is an int."""
-        value = self.attrs.get(key, default)
-        return value if type(value) is int else default
-
-    def axis(self, key: str, ndim: int, default: int = 0) -> int:
-        """An argument that names an axis, counted from the left."""
-        axis = self.number(key, default)
-        return axis + ndim if axis < 0 else axis
-
-    def differing(self) -> set[str]:
-        """Arguments that change with the number of tokens."""
-        return {key for (key, mine), (_, other) in zip(self.op.attrs, self.twin.attrs, strict=True) if mine != other}
 
     def letters(self) -> Letters | None:
         """Names of the axes of its operands and results, where they are known."""

@@ -10,10 +10,10 @@ Times here are those of the slowest stage, and `others` is (sum of the other alp
 
 For a limit T on the longest t, the least sum is a shortest path over the cells c of the sequence:
 
-    S[0] = 0,   S[c + k] = min over c of S[c] + t[c, k]   where t[c, k] <= T
+    S[0] = 0,   S[d] = min over c < d of S[c] + t[c, d]   where t[c, d] <= T
 
-S never grows with T, so the sum of a solved T is a lower bound for all lower T.  Limits that cannot win by this bound
-are not solved; the answer is exact over all T.
+A path is the best one for all limits down to its own longest t.  So the limits are tried from the highest on, each just
+below the longest t of the path before, and the answer is exact over all T.
 
 Assumed: stages differ by one factor for all slices (else, at 20% imbalance, the objective is 2.5% above the simulated
 time on average), and forward and backward are one time (0.2% on average).  So the result is simulated.
@@ -22,78 +22,30 @@ time on average), and forward and backward are one time (0.2% on average).  So t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from autopart.ir.errors import UsageError
-
 Ints = npt.NDArray[np.int64]
-SliceCost = Callable[[int, Ints, Ints], npt.ArrayLike]
-"""(rows, lengths, contexts) to the nanoseconds of a slice on the slowest stage, forward, backward and messages."""
+SliceCost = Callable[[Ints, Ints], npt.ArrayLike]
+"""(lengths, contexts) to the nanoseconds of a slice on the slowest stage, forward, backward and messages."""
 
 NEVER = 1 << 58
 """Larger than any time; the sum of two still fits 64 bits."""
-_AT_ONCE = 64
-"""Limits that are solved together."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenCut:
-    """micro_batches: rows and slice lengths (in tokens) of each, in order.  total_ns: sum of all slices' times;
-    slowest_ns: the longest; objective_ns: total_ns + others * slowest_ns."""
+def slice_times(cost: SliceCost, tokens: int, step: int) -> Ints:
+    """Nanoseconds of all slices of a sequence in cells of `step` tokens, the last one shorter.
 
-    micro_batches: tuple[tuple[int, tuple[int, ...]], ...]
-    total_ns: int
-    slowest_ns: int
-    objective_ns: int
-
-    @property
-    def sliced(self) -> bool:
-        """Whether any sequence is cut at all."""
-        return any(len(lengths) > 1 for _, lengths in self.micro_batches)
-
-
-@dataclass(frozen=True, slots=True)
-class SliceTimes:
-    """Nanoseconds of every slice of a sequence of `tokens`, cut in cells of `step` tokens, the last one shorter.
-
-    ns[c, k]: of the k cells after the first c; NEVER if there is no such slice.
+    [c, d]: of the slice from cell c up to cell d; NEVER where there is none.  O(cells^2) and one call of `cost`.
     """
-
-    tokens: int
-    step: int
-    ns: Ints
-
-    @property
-    def cells(self) -> int:
-        """The number of cells."""
-        return len(self.ns)
-
-    def lengths(self, ends: Sequence[int]) -> tuple[int, ...]:
-        """The lengths in tokens of slices that end at these cells."""
-        places = [0, *(min(end * self.step, self.tokens) for end in ends)]
-        return tuple(b - a for a, b in pairwise(places))
-
-
-def slice_times(cost: SliceCost, rows: int, tokens: int, step: int = 8, shortest: int = 1) -> SliceTimes:
-    """Times in nanoseconds of all slices of micro-batches of `rows` rows.
-
-    step: lengths are multiples of it, except the last.  shortest: the least tokens of a slice, except the whole
-    sequence.  Raises UsageError for a size below 1.  O(cells^2) and one call of `cost`.
-    """
-    if min(rows, tokens, step) < 1:
-        raise UsageError(f"{rows} rows of {tokens} tokens in steps of {step}", why="each has to be at least 1")
-    cells = -(-tokens // step)
-    first, count = np.arange(cells)[:, None], np.arange(cells + 1)[None, :]
-    contexts = np.broadcast_to(first * step, (cells, cells + 1))
-    lengths = np.minimum((first + count) * step, tokens) - contexts
-    there = (count > 0) & (first + count <= cells) & ((lengths >= shortest) | (count == cells))
-    ns = np.full(lengths.shape, NEVER, dtype=np.int64)
-    ns[there] = np.rint(np.asarray(cost(rows, lengths[there], contexts[there]), dtype=np.float64)).astype(np.int64)
-    return SliceTimes(tokens, step, ns)
+    places = np.minimum(np.arange(-(-tokens // step) + 1) * step, tokens)
+    contexts, ends = np.meshgrid(places[:-1], places, indexing="ij")
+    there = ends > contexts
+    ns = np.full(there.shape, NEVER, dtype=np.int64)
+    taken = np.asarray(cost((ends - contexts)[there], contexts[there]), dtype=np.float64)
+    ns[there] = np.rint(taken).astype(np.int64)
+    return ns
 
 
 def other_stages(stage_ns: Sequence[int]) -> float:
@@ -102,89 +54,31 @@ def other_stages(stage_ns: Sequence[int]) -> float:
     return (sum(stage_ns) - most) / most if most else float(len(stage_ns) - 1)
 
 
-def cut_tokens(times: SliceTimes, micros: int, others: float) -> TokenCut:
-    """The best cut that `micros` equal micro-batches share; one slice if no cut is better.
-
-    O(limits solved * cells^2), in numpy over 64 limits; of cells^2 / 2 limits usually some hundred are solved.
-    """
-
-    def totals(limits: Ints) -> Ints:
-        return np.minimum(micros * least_sums(times, limits)[:, -1], NEVER)
-
-    limit = best_limit(limits_of(times), totals, others)
-    whole = times.ns[0, -1]
-    lengths, own_ns, slowest_ns = best_path(times, limit)
-    if (micros + others) * whole <= micros * own_ns + others * slowest_ns:
-        lengths, own_ns, slowest_ns = (times.tokens,), int(whole), int(whole)
-    total = micros * own_ns
-    return TokenCut(((1, lengths),) * micros, total, slowest_ns, objective(total, slowest_ns, others))
-
-
-def objective(total_ns: int, slowest_ns: int, others: float) -> int:
-    """The time of the pipeline, in ns."""
-    return total_ns + round(others * slowest_ns)
-
-
-def limits_of(times: SliceTimes) -> Ints:
-    """All times that may be the longest, ascending."""
-    return np.unique(times.ns[times.ns < NEVER])
-
-
-def best_limit(limits: Ints, totals: Callable[[Ints], Ints], others: float) -> int:
-    """The limit with the least total + others * limit, the largest of equals; at least one is feasible."""
-    first = np.unique(np.linspace(0, len(limits) - 1, _AT_ONCE).round().astype(np.int64))
-    sums = totals(limits[first])
-    feasible = sums < NEVER
-    values = np.where(feasible, sums + others * limits[first], np.inf)
-    at = int(np.flatnonzero(values == values.min())[-1])
-    best, answer = values[at], int(limits[first[at]])
-    # Between two solved limits: (the lowest unsolved, the highest unsolved, the sum of the solved one above).
-    gaps = list(zip(first[:-1] + 1, first[1:] - 1, sums[1:], strict=True))
+def cut_tokens(ns: Ints, micros: int, others: float) -> tuple[int, ...]:
+    """The cells at which the slices of the best cut end that `micros` equal micro-batches share; of equally good
+    ones that with the longest slice.  ns: as `slice_times`.  O(different least sums * cells^2)."""
+    limit = int(ns[0, -1])
+    best, answer = (micros + others) * limit, tuple([len(ns)])
     while True:
-        gaps = [(a, b, top) for a, b, top in gaps if a <= b and top < NEVER and top + others * limits[a] < best]
-        if not gaps:
+        ends, total, slowest = least_sum(ns, limit)
+        if micros * total >= best:
             return answer
-        gaps.sort(key=lambda gap: gap[2] + others * limits[gap[0]])
-        now, gaps = gaps[:_AT_ONCE], gaps[_AT_ONCE:]
-        middle = np.array([(a + b) // 2 for a, b, _ in now])
-        for (a, b, top), m, own in zip(now, middle, totals(limits[middle]), strict=True):
-            gaps += [(a, m - 1, own), (m + 1, b, top)]
-            if own < NEVER and own + others * limits[m] < best:
-                best, answer = own + others * limits[m], int(limits[m])
+        if micros * total + others * slowest < best:
+            best, answer = micros * total + others * slowest, ends
+        limit = slowest - 1
 
 
-def least_sums(times: SliceTimes, limits: Ints) -> Ints:
-    """S for each limit: [limit, cell] is the least sum of times up to that cell, NEVER if no cut keeps the limit."""
-    cells = times.cells
-    found = np.full((len(limits), cells + 1), NEVER, dtype=np.int64)
-    found[:, 0] = 0
-    most = limits.max()
-    columns = limits[:, None]
-    for cell in range(cells):
-        row = times.ns[cell, 1 : cells - cell + 1]
-        allowed = np.flatnonzero(row <= most)
-        if not len(allowed):
-            continue
-        reach = int(allowed[-1]) + 1
-        row = row[None, :reach]
-        step = np.where(row <= columns, row, NEVER)
-        step += found[:, cell, None]
-        ahead = found[:, cell + 1 : cell + 1 + reach]
-        np.minimum(ahead, step, out=ahead)
-    return found
-
-
-def best_path(times: SliceTimes, limit: int) -> tuple[tuple[int, ...], int, int]:
-    """(lengths in tokens, sum, longest) of the best path under a limit; of equal ones that with short last slices."""
-    sums = least_sums(times, np.array([limit]))[0]
-    ends: list[int] = []
-    slowest, cell = 0, times.cells
-    while cell:
-        before = np.arange(cell)
-        taken = times.ns[before, cell - before]
-        fits = (taken <= limit) & (sums[:cell] + taken == sums[cell])
-        start = int(np.flatnonzero(fits)[-1])
-        slowest = max(slowest, int(taken[start]))
-        ends.append(cell)
-        cell = start
-    return times.lengths(ends[::-1]), int(sums[-1]), slowest
+def least_sum(ns: Ints, limit: int) -> tuple[tuple[int, ...], int, int]:
+    """(ends in cells, sum, longest) of the cut with the least sum under a limit, of equal ones that with short last
+    slices; the sum is NEVER if no cut keeps the limit.  O(cells^2)."""
+    allowed = np.where(ns <= limit, ns, NEVER)
+    sums, starts = np.zeros(len(ns) + 1, dtype=np.int64), [0]
+    for end in range(1, len(ns) + 1):
+        found = sums[:end] + allowed[:end, end]
+        starts.append(end - 1 - int(found[::-1].argmin()))
+        sums[end] = min(found[starts[end]], NEVER)
+    ends = [len(ns)]
+    while starts[ends[-1]]:
+        ends.append(starts[ends[-1]])
+    slowest = max(int(ns[starts[end], end]) for end in ends)
+    return tuple(reversed(ends)), int(sums[-1]), slowest

@@ -7,9 +7,10 @@ batch.  short: number of tokens missing at the end, as in logits without the las
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
@@ -93,13 +94,10 @@ class Form:
             sizes[self.queries.axis] += self.halo * self.queries.stride * self.queries.block
         return tuple(sizes)
 
-    def moved(self, *, queries: int | None = None, keys: int | None = None) -> Form:
-        """This form with its tokens along other axes."""
-        return replace(
-            self,
-            queries=self.queries and replace(self.queries, axis=self.queries.axis if queries is None else queries),
-            keys=self.keys and replace(self.keys, axis=self.keys.axis if keys is None else keys),
-        )
+    def moved(self, place: Callable[[int], int]) -> Form:
+        """This form with its tokens along other axes.  place: from the old axis to the new one."""
+        queries = self.queries and replace(self.queries, axis=place(self.queries.axis))
+        return replace(self, queries=queries, keys=self.keys and replace(self.keys, axis=place(self.keys.axis)))
 
 
 WHOLE = Form()
@@ -167,15 +165,13 @@ class MaskGuard(NamedTuple):
     """The check of each batch for an op whose masks are finite numbers: every query must see a key that is not later,
     else its attention would be spread over all keys; and nothing else that is added to the scores may undo the masks.
 
-    masks: (value, axis of queries, axis of keys, largest number that hides); the number is None for a mask of booleans,
-    which hides where it is true if `inverted` says so, else where it is false.  lifts: of everything else that is added
-    to the scores: (value, axis of queries, axis of keys, factor, largest number allowed, largest number that hides).
+    masks: values that hide keys, and how: where they are FALSE, TRUE or NEGATIVE.  lifts: of everything else that is
+    added to the scores: (value, factor, largest number allowed, largest number that hides).
     """
 
     op: str
-    masks: tuple[tuple[str, int | None, int | None, float | None], ...]
-    inverted: tuple[bool, ...]
-    lifts: tuple[tuple[str, int | None, int | None, float, float, float], ...] = ()
+    masks: tuple[tuple[QueryKeyAxes, str], ...]
+    lifts: tuple[tuple[QueryKeyAxes, float, float, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +211,10 @@ class Recipe:
     def form(self, value: str) -> Form:
         """The form of a value; what the prologue makes, inputs and parameters are whole."""
         return self.forms.get(value, WHOLE)
+
+    def slices(self, lengths: Sequence[int]) -> list[Slice]:
+        """Slices of these lengths."""
+        return [Slice(start, end, self.tokens) for start, end in pairwise(accumulate(lengths, initial=0))]
 
     def axis(self) -> TokenAxis:
         """What the planner knows of it."""

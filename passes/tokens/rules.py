@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from autopart.ir.graph import Literal
-from autopart.passes.ops.letters import ints
+from autopart.passes.ops.letters import bound, ints
 from autopart.passes.tokens.context import Refused, TokenOp, before
 from autopart.passes.tokens.propagation import TokenLetters, by_letters
 from autopart.passes.tokens.recipe import (
@@ -27,7 +26,6 @@ from autopart.passes.tokens.recipe import (
     Form,
     OpRecipe,
     QueryKeyAxes,
-    TokenLayout,
 )
 from autopart.passes.tokens.state_rules import STATE_RULES, shifted, window
 
@@ -63,16 +61,16 @@ def take(op: TokenOp) -> OpRecipe:
     if layout is None:
         return by_letters(op)
     size, step = shape[axis], op.number("step", 1)
-    start, end = _bound(op.arg("start"), 0, size), _bound(op.arg("end"), size, size)
+    start, end = bound(op.arg("start"), 0, size), bound(op.arg("end"), size, size)
     if form.order is not None:
         raise Refused("it picks some of tokens that were sorted")
     if form.halo:
         return window(op, start, end, step)
     if op.name != "slice" or step != 1:
         raise Refused(f"it picks some of the tokens by their place ({op.name} along them)")
-    twin = dict(op.twin.attrs)
+    twin = op.other_attrs
     fewer = layout.stride * (op.model.fewer - layout.short) * layout.block
-    other_start, other_end = _bound(twin.get("start"), 0, fewer), _bound(twin.get("end"), fewer, fewer)
+    other_start, other_end = bound(twin.get("start"), 0, fewer), bound(twin.get("end"), fewer, fewer)
     if (start, end) == (0, size) and (other_start, other_end) == (0, fewer):
         return op.recipe(form, how=SIZES)
     missing = size - end
@@ -80,11 +78,6 @@ def take(op: TokenOp) -> OpRecipe:
     if start or other_start or missing != fewer - other_end or not plain:
         raise Refused(f"it picks some of the tokens by their place ([{start}:{end}] of {size})")
     return op.recipe(Form(queries=replace(layout, short=layout.short + missing)), how=SIZES, amount=missing)
-
-
-def _bound(value: Literal, missing: int, size: int) -> int:
-    number = value if type(value) is int else missing
-    return max(0, min(size, number + size if number < 0 else number))
 
 
 def join(op: TokenOp) -> OpRecipe:
@@ -106,11 +99,7 @@ def join(op: TokenOp) -> OpRecipe:
         if set(op.model.varying(op.refs[number])) != axes:
             raise Refused("it joins tokens with what is the same for all of them")
         reads[number] = form
-
-    def placed(layout: TokenLayout | None) -> int | None:
-        return None if layout is None else layout.axis + (stacked and dim <= layout.axis)
-
-    return op.recipe(form.moved(queries=placed(form.queries), keys=placed(form.keys)), reads)
+    return op.recipe(form.moved(lambda axis: axis + (stacked and dim <= axis)), reads)
 
 
 def attention(op: TokenOp) -> OpRecipe:
@@ -187,10 +176,9 @@ def repeated(op: TokenOp) -> OpRecipe:
     """repeat, tile: not along the tokens."""
     form, shape = op.forms[0], op.shapes[0]
     ahead = len(op.shape) - len(shape)
-    moved = {prefix: layout.axis + ahead for prefix, layout in form.roles()}
-    if op.differing() or any(op.shape[axis] != shape[axis - ahead] for axis in moved.values()):
+    if op.differing() or any(op.shape[layout.axis + ahead] != shape[layout.axis] for _, layout in form.roles()):
         raise Refused("it repeats tokens")
-    return op.recipe(form.moved(queries=moved.get(False), keys=moved.get(True)))
+    return op.recipe(form.moved(lambda axis: axis + ahead))
 
 
 def repeat_interleave(op: TokenOp) -> OpRecipe:
@@ -217,10 +205,9 @@ def index(op: TokenOp) -> OpRecipe:
     if form.whole:
         if len(set(zip(op.forms[1:], op.shapes[1:], strict=True))) > 1:
             raise Refused("it picks by several indices, which do not all hold the tokens")
-        layout = picked[0].queries
-        if layout is None or picked[0].keys is not None:
+        if picked[0].queries is None or picked[0].keys is not None:
             raise Refused("it picks, for every two tokens, by an index")
-        return op.recipe(picked[0].moved(queries=start + layout.axis))
+        return op.recipe(picked[0].moved(lambda axis: start + axis))
     if picked or any(op.model.varying(op.refs[number]) for number in used.values()) or op.differing():
         raise Refused("it picks, for every token, from the tokens")
     if any(layout.axis in axes for _, layout in form.roles()):
@@ -228,13 +215,11 @@ def index(op: TokenOp) -> OpRecipe:
     if any(op.model.dtype(ref) in ("bool", "uint8") for ref in op.refs[1:]) or len(shape) < len(axes):
         raise Refused("it indexes with a mask")
 
-    def moved(layout: TokenLayout | None) -> int | None:
-        if layout is None:
-            return None
-        kept = sum(1 for axis in range(layout.axis) if axis not in axes)
-        return kept + ndim if not adjacent or layout.axis > start else kept
+    def moved(axis: int) -> int:
+        kept = sum(1 for before in range(axis) if before not in axes)
+        return kept + ndim if not adjacent or axis > start else kept
 
-    return op.recipe(form.moved(queries=moved(form.queries), keys=moved(form.keys)))
+    return op.recipe(form.moved(moved))
 
 
 def _picks(op: TokenOp) -> dict[int, int]:
@@ -298,7 +283,7 @@ def opaque(op: TokenOp) -> OpRecipe:
     plain = sum(not other.whole for other in op.forms) == 1 and form.queries is not None and form.keys is None
     if plain and not op.op.random and not op.differing() and len(grows) == 1:
         axes = grows.pop()
-        found = form.moved(queries=axes[0]) if len(axes) == 1 else WHOLE
+        found = form.moved(lambda _: axes[0]) if len(axes) == 1 else WHOLE
         fits = found is not WHOLE and all(op.model.fits(name, found) for name in op.op.writes)
         if fits and op.model.numbers.apart(op.op.name, tuple(op.forms), found):
             return op.recipe(found)

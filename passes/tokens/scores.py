@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autopart.passes.tokens.context import Model, Refused, TokenOp
-from autopart.passes.tokens.recipe import FALSE, NEGATIVE, TRUE, MaskGuard, QueryKeyAxes, Shape
+from autopart.passes.tokens.recipe import FALSE, NEGATIVE, TRUE, QueryKeyAxes, Shape
 
 VERY_NEGATIVE = -1e9
 """A bias of at most this makes a probability 0 beside any score."""
@@ -58,11 +58,7 @@ def of_reshaped(name: str, before: Shape, after: Shape, axes: QueryKeyAxes) -> Q
 
 
 class ScoreTerms:
-    """Collects what is added to scores, from their softmax upwards.
-
-    masks: values that hide keys, and how: where they are FALSE, TRUE or NEGATIVE.  lifts: of everything else (factor,
-    largest number allowed, largest number that hides).
-    """
+    """Collects what is added to scores, from their softmax upwards.  masks, lifts: see `MaskGuard`, as ordered sets."""
 
     def __init__(self, model: Model, hides: Callable[[QueryKeyAxes], bool]) -> None:
         """hides: whether a value is NEGATIVE wherever the key is later."""
@@ -70,16 +66,6 @@ class ScoreTerms:
         self.masks: dict[tuple[QueryKeyAxes, str], None] = {}
         self.lifts: dict[tuple[QueryKeyAxes, float, float, float], None] = {}
         self._walked: set[tuple[QueryKeyAxes, float]] = set()
-
-    def guard(self, op: str) -> MaskGuard:
-        """The check of each batch for these terms."""
-        limits = [hiding_limit(self._model.dtype(at.value)) if hides == NEGATIVE else None for at, hides in self.masks]
-        return MaskGuard(
-            op,
-            tuple((*at, limit) for (at, _), limit in zip(self.masks, limits, strict=True)),
-            tuple(hides == TRUE for _, hides in self.masks),
-            tuple((*at, factor, most, least) for at, factor, most, least in self.lifts),
-        )
 
     def walk(self, at: QueryKeyAxes, factor: float = 1.0) -> None:
         """Collect the terms of a value, which is multiplied by `factor` on its way to the scores.

@@ -66,7 +66,8 @@ def convolution(op: TokenOp) -> OpRecipe:
         return by_letters(op)
     if isinstance(op.arg("padding"), str):
         raise Refused("it pads its operand by itself")
-    stride, padding, dilation = (next(iter(ints(op.arg(key))), n) for key, n in _DEFAULTS)
+    defaults = {"stride": 1, "padding": 0, "dilation": 1}
+    stride, padding, dilation = (next(iter(ints(op.arg(key))), n) for key, n in defaults.items())
     reach = dilation * (kernel[-1] - 1)
     if form.keys is not None or not _plain(layout) or layout.short or stride != 1 or op.arg("transposed") is True:
         raise Refused("it convolves tokens with a stride, or with merged ones")
@@ -76,9 +77,6 @@ def convolution(op: TokenOp) -> OpRecipe:
     if padding == reach and not form.halo:
         return op.recipe(replace(form, halo=-reach), (replace(form, halo=reach), *rest), CONV, reach)
     raise Refused("it convolves a token with later ones", "pad in front only, by dilation * (kernel size - 1)")
-
-
-_DEFAULTS = (("stride", 1), ("padding", 0), ("dilation", 1))
 
 
 def window(op: TokenOp, start: int, end: int, step: int) -> OpRecipe:

@@ -13,25 +13,25 @@ from hypothesis import strategies as st
 from planners.terapipe import cut_batch
 
 from autopart.ir.errors import UsageError
-from autopart.passes.tokens.lengths import SliceTimes
+from autopart.passes.tokens.lengths import NEVER, Ints
 
 
-def drawn(seed: int, cells: int, most: int) -> SliceTimes:
+def drawn(seed: int, cells: int, most: int) -> Ints:
     """Return random times of all slices."""
     draw = random.Random(seed)
-    ns = [[draw.randint(1, most) for _ in range(cells + 1)] for _ in range(cells)]
-    return SliceTimes(cells, 1, np.array(ns, dtype=np.int64))
+    ns = [[draw.randint(1, most) if d > c else NEVER for d in range(cells + 1)] for c in range(cells)]
+    return np.array(ns, dtype=np.int64)
 
 
-def slices(times: SliceTimes, ends: list[int]) -> list[int]:
+def slices(times: Ints, ends: list[int]) -> list[int]:
     """Return the nanoseconds of the slices between these cells."""
-    return [int(times.ns[a, b - a]) for a, b in pairwise(ends)]
+    return [int(times[a, b]) for a, b in pairwise(ends)]
 
 
-def every_cut(times: SliceTimes) -> Iterator[tuple[int, int]]:
+def every_cut(times: Ints) -> Iterator[tuple[int, int]]:
     """Yield (sum, longest slice) of every cut."""
-    for marks in product((False, True), repeat=times.cells - 1):
-        own = slices(times, [0, *(i + 1 for i, cut in enumerate(marks) if cut), times.cells])
+    for marks in product((False, True), repeat=len(times) - 1):
+        own = slices(times, [0, *(i + 1 for i, cut in enumerate(marks) if cut), len(times)])
         yield sum(own), max(own)
 
 
@@ -58,7 +58,7 @@ def test_no_cut_of_rows_and_tokens_is_better(seed: int, cells: int, batch: int, 
     found = cut_batch(times, batch, others)
     assert found.objective_ns == pytest.approx(best, abs=0.5)
     assert sum(rows for rows, _ in found.micro_batches) == batch
-    own = [ns for rows, lengths in found.micro_batches for ns in slices(times[rows], [0, *np.cumsum(lengths)])]
+    own = [ns for rows, ends in found.micro_batches for ns in slices(times[rows], [0, *ends])]
     assert (sum(own), max(own)) == (found.total_ns, found.slowest_ns)
 
 

@@ -17,6 +17,7 @@ from autopart.capture import CaptureCache
 from autopart.capture.batch.batch import flatten
 from autopart.capture.derive.token_axis import token_recipe
 from autopart.ir.errors import RefusedError, UsageError
+from autopart.ir.plan import Stage
 from autopart.ir.size import Size
 from autopart.passes.tokens.recipe import Recipe
 from autopart.session.code.split import casts_of
@@ -87,7 +88,7 @@ def test_casts_of_parameters_are_given_to_every_slice_and_received_from_no_stage
     assert isinstance(recipe, Recipe)
     ops = {op.name for op in captured.graph.ops}
     casts = casts_of(captured.graph, ops, captured.graph.outputs)
-    _, slices = slice_stage(captured, recipe, ops, captured.graph.outputs, (9, 3), CPU, casts=casts)
+    _, slices = slice_stage(captured, recipe, Stage(tuple(ops), (0,)), captured.graph.outputs, (9, 3), CPU)
     assert casts
     received = set(captured.graph.value_map()) - set(captured.graph.inputs) - recipe.prologue
     for code in slices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,6 +13,7 @@ from torch import fx
 
 from autopart.capture import Captured
 from autopart.ir.graph import Adjusted, Op
+from autopart.ir.plan import Stage
 from autopart.passes.ops.flops import operands
 from autopart.passes.ops.table import op_name
 from autopart.passes.tokens.recipe import Form, Recipe, Slice, TokenLayout
@@ -38,16 +39,15 @@ class SliceNeeds:
         self,
         captured: Captured,
         recipe: Recipe,
-        ops: Collection[str],
+        planned: Stage,
         outputs: Sequence[str],
-        groups: Sequence[Collection[str]],
         adjusted: Sequence[Adjusted],
         casts: Mapping[str, Cast],
         drawn: Draws,
     ) -> None:
         self.captured, self.recipe, self.outputs = captured, recipe, tuple(outputs)
-        self.casts, self.groups, self.drawn = casts, groups, drawn
-        chosen = set(ops)
+        self.casts, self.groups, self.drawn = casts, planned.recompute, drawn
+        chosen = set(planned.ops)
         self.ops = [op for op in captured.graph.ops if op.name in recipe.ops and op.name in chosen - casts.keys()]
         self.by_name = {op.name: op for op in self.ops}
         nodes = [node for node in captured.module.graph.nodes if node.name in self.by_name]

@@ -10,7 +10,8 @@ import torch
 from autopart.capture import Captured
 from autopart.capture.batch.batch import Batch
 from autopart.ir.errors import BatchError, RefusedError
-from autopart.passes.tokens.recipe import MaskGuard, Recipe
+from autopart.passes.tokens.recipe import FALSE, NEGATIVE, MaskGuard, QueryKeyAxes, Recipe
+from autopart.passes.tokens.scores import hiding_limit
 from autopart.runtime.stages.stage_module import StageModule
 from autopart.runtime.tensors import LocalTensors
 from autopart.session.code.split import ancestors, cut
@@ -103,7 +104,7 @@ class SliceChecks:
 
 def _read_by(guard: MaskGuard) -> tuple[str, ...]:
     """Return the names of the masks, and of what else is added to the scores."""
-    return tuple(dict.fromkeys([name for name, *_ in guard.masks] + [name for name, *_ in guard.lifts]))
+    return tuple(dict.fromkeys([at.value for at, _ in guard.masks] + [at.value for at, *_ in guard.lifts]))
 
 
 def every_query_sees(guard: MaskGuard, values: Mapping[str, torch.Tensor], tokens: int) -> bool:
@@ -112,29 +113,29 @@ def every_query_sees(guard: MaskGuard, values: Mapping[str, torch.Tensor], token
     values: the masks and what else is added to the scores, by name.  O(elements of the masks).
     """
     seen: torch.Tensor | None = None
-    for (name, queries, keys, lowest), inverted in zip(guard.masks, guard.inverted, strict=True):
-        value = values[name]
-        visible = (value == 0 if inverted else value != 0) if lowest is None else value > lowest
-        visible = _queries_and_keys_last(visible, queries, keys)
-        if lowest is not None and bool((visible & ~_not_later(visible, tokens)).any()):
+    for at, hides in guard.masks:
+        value = values[at.value]
+        limit = hiding_limit(str(value.dtype).removeprefix("torch."))
+        visible = _queries_and_keys_last(value > limit if hides == NEGATIVE else (value != 0) == (hides == FALSE), at)
+        if hides == NEGATIVE and bool((visible & ~_not_later(visible, tokens)).any()):
             return False
         seen = visible if seen is None else seen & visible
     assert seen is not None
-    for name, queries, keys, factor, most, least in guard.lifts:
-        added = values[name] * factor
+    for at, factor, most, least in guard.lifts:
+        added = values[at.value] * factor
         if bool((added > most).any()):
             return False
         if least > -math.inf:
-            seen = seen & _queries_and_keys_last(added > least, queries, keys)
+            seen = seen & _queries_and_keys_last(added > least, at)
     return bool((seen & _not_later(seen, tokens)).any(-1).all())
 
 
-def _queries_and_keys_last(found: torch.Tensor, queries: int | None, keys: int | None) -> torch.Tensor:
+def _queries_and_keys_last(found: torch.Tensor, at: QueryKeyAxes) -> torch.Tensor:
     """Move the axes of queries and keys to the end; a missing one becomes an axis of size 1."""
-    axes = [axis for axis in (queries, keys) if axis is not None]
+    axes = [axis for axis in at[1:] if axis is not None]
     found = found.movedim(axes, list(range(-len(axes), 0)))
-    found = found.unsqueeze(-1) if keys is None else found
-    return found.unsqueeze(-2) if queries is None else found
+    found = found.unsqueeze(-1) if at.keys is None else found
+    return found.unsqueeze(-2) if at.queries is None else found
 
 
 def _not_later(cells: torch.Tensor, tokens: int) -> torch.Tensor:

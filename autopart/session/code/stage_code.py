@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -20,13 +19,12 @@ from autopart.ir.program import Edge
 from autopart.ir.shares import RowLayout
 from autopart.ir.size import Size
 from autopart.passes.program.routing import edges
-from autopart.passes.tokens.recipe import Recipe, Slice
+from autopart.passes.tokens.recipe import Recipe
 from autopart.runtime.stages.batch_statistics import share_statistics
 from autopart.runtime.stages.stage_module import StageSlices
 from autopart.runtime.tensors import LocalTensors
-from autopart.session.code.random_rows import draws_of
 from autopart.session.code.slicing import SliceChecks
-from autopart.session.code.split import casts_of, leaving, stage_module, wait_for
+from autopart.session.code.split import leaving, stage_module, wait_for
 from autopart.session.code.token_slices import slice_stage
 
 
@@ -89,7 +87,7 @@ class StageCode:
             self.checks.add(captured, recipe, masks=0 in stages)
             lengths = self._decision.token_slices
             self.layouts.update(sliced_layouts(graph, recipe, lengths, rule.layouts))
-            for number, part in enumerate(_slices(recipe, lengths)):
+            for number, part in enumerate(recipe.slices(lengths)):
                 self.specs[graph.rows, number] = {
                     value.name: _on_meta(recipe.form(value.name).shape(value.shape, part), value.dtype)
                     for value in graph.values
@@ -108,31 +106,15 @@ class StageCode:
         self, captured: Captured, recipe: Recipe | None, links: Sequence[Edge], stage: int, rule: BatchRule
     ) -> StageSlices:
         """Cut a stage out of `captured`, with a recipe once for each slice."""
-        graph, planned, adjusted = captured.graph, self._decision.stages[stage], rule.reduction.adjusted
+        planned, adjusted = self._decision.stages[stage], rule.reduction.adjusted
         if recipe is None:
             return None, (stage_module(captured, links, stage, planned, self._device, adjusted, rule.layouts),)
-        chosen = set(planned.ops)
-        outputs = leaving(graph, links, stage, chosen)
-        return slice_stage(
-            captured,
-            recipe,
-            chosen,
-            outputs,
-            self._decision.token_slices,
-            self._device,
-            groups=planned.recompute,
-            adjusted=adjusted,
-            casts=casts_of(graph, chosen, outputs),
-            drawn=draws_of(captured, chosen, rule.layouts) if planned.division.splits else {},
-        )
+        outputs, lengths = leaving(captured.graph, links, stage, set(planned.ops)), self._decision.token_slices
+        return slice_stage(captured, recipe, planned, outputs, lengths, self._device, adjusted, rule.layouts)
 
 
 def _on_meta(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-
-
-def _slices(recipe: Recipe, lengths: Sequence[int]) -> list[Slice]:
-    return [Slice(start, end, recipe.tokens) for start, end in pairwise(accumulate(lengths, initial=0))]
 
 
 def sliced_layouts(
@@ -148,7 +130,7 @@ def sliced_layouts(
             held.axis == layout.axis and held.stride < layout.stride for _, held in form.roles()
         ):
             continue
-        for number, part in enumerate(_slices(recipe, lengths)):
+        for number, part in enumerate(recipe.slices(lengths)):
             whole, own = shapes[name][layout.axis], form.shape(shapes[name], part)[layout.axis]
             found[name, number] = RowLayout(layout.axis, layout.stride * own // whole)
     return found

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise, takewhile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
@@ -17,17 +17,20 @@ import torch
 from torch import fx, nn
 
 from autopart.capture import Captured
+from autopart.capture.derive.reduction import Layouts
 from autopart.capture.trace.to_graph import results_of
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Adjusted, Op
+from autopart.ir.plan import Stage
 from autopart.passes.ops.table import op_name
 from autopart.passes.tokens import recipe as words
-from autopart.passes.tokens.recipe import Form, Recipe, Slice
+from autopart.passes.tokens.recipe import Form, Recipe
 from autopart.runtime.stages.slice_functions import Places, causal_attention, counted, drawn, part_of
-from autopart.runtime.stages.stage_module import Cast, StageModule, StageSlices
+from autopart.runtime.stages.stage_module import StageModule, StageSlices
+from autopart.session.code.random_rows import draws_of
 from autopart.session.code.slice_graph import SliceGraph, SliceNeeds
-from autopart.session.code.split import ancestors, cut
-from autopart.session.code.stage_graph import Draws, draw_for_all, stage_graph
+from autopart.session.code.split import ancestors, casts_of, cut
+from autopart.session.code.stage_graph import draw_for_all, stage_graph
 
 _aten = torch.ops.aten
 
@@ -35,21 +38,19 @@ _aten = torch.ops.aten
 def slice_stage(
     captured: Captured,
     recipe: Recipe,
-    ops: Collection[str],
+    planned: Stage,
     outputs: Sequence[str],
     lengths: Sequence[int],
     device: torch.device,
-    *,
-    groups: Sequence[Collection[str]] = (),
     adjusted: Sequence[Adjusted] = (),
-    casts: Mapping[str, Cast] = MappingProxyType({}),
-    drawn: Draws = MappingProxyType({}),
+    layouts: Layouts = MappingProxyType({}),
 ) -> StageSlices:
     """Return the code of a stage for slices of these lengths.
 
-    ops: of the stage; each stage runs what it needs of the prologue itself.  outputs: values that leave the stage, or
-    the loss.  The rest is as in `split.cut`; groups run again in the backward of each slice, but states are kept.
-    Raises UsageError for lengths that do not make up the sequence.  O(slices * nodes).
+    Each stage runs what it needs of the prologue itself.  outputs: values that leave the stage, or the loss.  adjusted,
+    layouts: as in `split.stage_module`.  What is recomputed runs again in the backward of each slice, but states are
+    kept.  Raises UsageError for lengths that do not make up the sequence, RefusedError as `draws_of`.
+    O(slices * nodes).
     """
     if sum(lengths) != recipe.tokens or min(lengths, default=0) < 1:
         raise UsageError(
@@ -57,8 +58,10 @@ def slice_stage(
             fix="pass lengths of at least one token whose sum is the length of the sequences",
         )
     leaving = [name for name in outputs if name in recipe.forms]
-    needs = SliceNeeds(captured, recipe, ops, leaving, groups, adjusted, casts, drawn)
-    parts = [Slice(start, end, recipe.tokens) for start, end in pairwise(accumulate(lengths, initial=0))]
+    casts = casts_of(captured.graph, set(planned.ops), outputs)
+    drawn = draws_of(captured, set(planned.ops), layouts) if planned.division.splits else {}
+    needs = SliceNeeds(captured, recipe, planned, leaving, adjusted, casts, drawn)
+    parts = recipe.slices(lengths)
     slices = tuple(_slice_module(SliceGraph(needs, parts, number, device), len(parts)) for number in range(len(parts)))
     before = ancestors(captured.graph, needs.prologue, among=recipe.prologue)
     prologue = cut(captured, before, needs.prologue, device, adjusted=adjusted) if needs.prologue else None

@@ -15,6 +15,7 @@ from autopart.capture.cache import CaptureCache
 from autopart.capture.derive.token_axis import Probed, fewer_tokens, sequence_length, shortened, token_recipe
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
+from autopart.ir.plan import Stage
 from autopart.ir.program import Slot
 from autopart.ir.shares import Window
 from autopart.ir.size import Size
@@ -120,7 +121,9 @@ def sliced_stages(
         written = {name for op in inside for name in op.writes}
         later = {read for op in ops[end:] for read in op.reads if op.name in recipe.ops}
         outputs = [v.name for v in captured.graph.values if v.name in written & (later | {captured.graph.outputs[0]})]
-        stages.append(slice_stage(captured, recipe, {op.name for op in inside}, outputs, lengths, CPU))
+        stages.append(
+            slice_stage(captured, recipe, Stage(tuple(op.name for op in inside), (0,)), outputs, lengths, CPU)
+        )
     return stages
 
 

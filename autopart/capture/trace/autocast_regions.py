@@ -17,6 +17,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.wrap import wrap_with_autocast
 from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -37,17 +38,23 @@ def spread_autocast(program: ExportedProgram) -> None:
     for region in regions:
         with module.graph.inserting_before(region):
             results = _Spread(module, made)(module, region, lambda node: node, None)
-        for pick in list(region.users):
-            assert pick.target is operator.getitem, pick
-            result = results[pick.args[1]]
-            program.graph_signature.replace_all_uses(pick.name, result.name)
-            pick.replace_all_uses_with(result)
-            module.graph.erase_node(pick)
-        module.graph.erase_node(region)
+        replace_region(region, results, program.graph_signature)
     if regions:
         module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr")
         module.graph.lint()
         module.recompile()
+
+
+def replace_region(region: fx.Node, results: Sequence[Any], signature: ExportGraphSignature | None) -> None:
+    """Put `results` in the places of a region's results.  signature: of the program whose graph holds the region."""
+    for pick in list(region.users):
+        assert pick.target is operator.getitem, pick
+        result = results[pick.args[1]]  # type: ignore[index]
+        if signature is not None:
+            signature.replace_all_uses(pick.name, result.name)
+        pick.replace_all_uses_with(result)
+        region.graph.erase_node(pick)
+    region.graph.erase_node(region)
 
 
 class _Spread:

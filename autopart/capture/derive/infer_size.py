@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from autopart.capture.batch.batch import Batch
 from autopart.capture.capture import Captured
 from autopart.capture.trace.equal_calls import call_key, tensor_kind
-from autopart.ir.graph import Graph, Literal
+from autopart.ir.graph import Graph
 from autopart.ir.size import Size
 from autopart.rng import keyed
 
@@ -147,7 +147,7 @@ def _called(node: fx.Node, env: dict[fx.Node, Any], known: dict[Hashable, Any], 
     args, kwargs = node.args, dict(node.kwargs)
     if target is keyed:
         target, args = args[0], args[2:]
-    args, kwargs = change.literal(_plain(args)), {name: change.literal(_plain(value)) for name, value in kwargs.items()}
+    args, kwargs = change.literal(args), {name: change.literal(value) for name, value in kwargs.items()}
     try:
         key, _ = call_key(target, args, kwargs, lambda operand: tensor_kind(env[operand]))
     except NotImplementedError:
@@ -158,13 +158,6 @@ def _called(node: fx.Node, env: dict[fx.Node, Any], known: dict[Hashable, Any], 
     return known[key]
 
 
-def _plain(value: Any) -> Any:
-    """fx's own lists and tuples as Python's."""
-    if isinstance(value, (tuple, list)):
-        return (tuple if isinstance(value, tuple) else list)(_plain(item) for item in value)
-    return value
-
-
 def _compare(old: Any, new: Any, change: _Change) -> None:
     for before, after in zip(pytree.tree_leaves(old), pytree.tree_leaves(new), strict=True):
         if change.shape(before.shape) != tuple(after.shape) or before.dtype != after.dtype:
@@ -172,17 +165,11 @@ def _compare(old: Any, new: Any, change: _Change) -> None:
 
 
 def _resized(graph: Graph, shapes: dict[str, tuple[int, ...]], change: _Change) -> Graph:
-    def attr(value: Literal) -> Literal:
-        if isinstance(value, tuple):
-            return tuple(map(attr, value))
-        changed: Literal = change.literal(value)
-        return changed
-
     values = tuple(
         replace(v, shape=shapes[v.name], size_bytes=v.size_bytes // math.prod(v.shape) * math.prod(shapes[v.name]))
         if shapes[v.name] != v.shape
         else v
         for v in graph.values
     )
-    ops = tuple(replace(op, attrs=tuple((name, attr(value)) for name, value in op.attrs)) for op in graph.ops)
+    ops = tuple(replace(op, attrs=tuple((name, change.literal(value)) for name, value in op.attrs)) for op in graph.ops)
     return replace(graph, size=Size(change.new), values=values, ops=ops)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,14 +48,11 @@ def prove_rows(small: Captured, large: Captured, names: Iterable[str], batch: Ba
     values = [v.name for v in large.graph.values if v.name in asked and _rows_axis(v.name, small, large) is not None]
     if any(t.is_meta for t in large.tensors.values()):
         return frozenset()
-    device = next((t.device for t in large.tensors.values()), torch.device("cpu"))
     seen = dict.fromkeys(values, 0)  # value: random batches that tell something about it
     for turn in range(_MOST_TURNS):
         if not seen or min(seen.values()) >= _enough(seen, large):
             break
-        rows, asked_about = large.graph.rows, large.questions.inputs if large.questions is not None else frozenset()
-        data = batch.with_rows(rows) if turn == 0 else resampled(batch, rows, turn, asked_about)
-        found = _Trial(small, large, data.to(device)).passing(list(seen), gradients=turn < 2)
+        found = _Trial(small, large, data_of_turn(large, batch, turn)).passing(list(seen), gradients=turn < 2)
         if not found and turn == 0:
             return frozenset(constants)
         for name, verdict in found.items():
@@ -71,6 +68,19 @@ def _enough(names: Iterable[str], large: Captured) -> int:
     sizes = large.graph.value_map()
     fewest = min(math.prod(sizes[name].shape) for name in names)
     return max(_LEAST_SHOWN, min(_MOST_TURNS - 2, 1024 // max(1, fewest)))
+
+
+def data_of_turn(captured: Captured, batch: Batch, turn: int) -> Batch:
+    """Return as many rows as a program was captured for, on its device: at turn 0 the user's, then random ones."""
+    rows = captured.graph.rows
+    asked_about = captured.questions.inputs if captured.questions is not None else frozenset[int]()
+    data = batch.with_rows(rows) if turn == 0 else resampled(batch, rows, turn, asked_about)
+    return data.to(next((tensor.device for tensor in captured.tensors.values()), torch.device("cpu")))
+
+
+def rows_of(batch: Batch, place: int, rows: int) -> list[torch.Tensor]:
+    """Return copies of `rows` rows from `place` on; tensors without rows whole."""
+    return [t.narrow(0, place, rows).clone() if split else t for t, split in batch.tensors_and_splits()]
 
 
 def resampled(batch: Batch, rows: int, seed: int, in_whole_rows: Set[int] = frozenset()) -> Batch:
@@ -131,11 +141,11 @@ class _Trial:
     def _matching(self, names: list[str]) -> dict[str, bool | None]:
         found: dict[str, bool | None] = {}
         with torch.no_grad():
-            whole = run(self._large, self._inputs(0, self._large.graph.rows), set(names))
+            whole = run(self._large, rows_of(self._batch, 0, self._large.graph.rows), set(names))
             for name in names:
                 found[name] = self._distinct(name, whole[name]) if name in whole else False
             for place in self._places:
-                piece = run(self._small, self._inputs(place, self._piece), set(names))
+                piece = run(self._small, rows_of(self._batch, place, self._piece), set(names))
                 for name in names:
                     told = found[name] is not False and name in piece
                     if not told or not _close(self._slice(name, whole[name], place), piece[name]):
@@ -164,7 +174,7 @@ class _Trial:
     def _gradients_agree(self, names: list[str]) -> bool:
         rows = self._large.graph.rows
         factors = self._factors(names)
-        whole = self._gradients(self._large, self._inputs(0, rows), factors)
+        whole = self._gradients(self._large, rows_of(self._batch, 0, rows), factors)
         total = [torch.zeros_like(g) for g in whole]
         done = 0
         for place in self._places:
@@ -172,7 +182,7 @@ class _Trial:
             for name, factor in part.items():  # rows that an earlier piece has counted
                 axis, block = self._axis_and_block(name)
                 factor.narrow(axis, 0, (done - place) * block).zero_()
-            pieces = self._gradients(self._small, self._inputs(place, self._piece), part)
+            pieces = self._gradients(self._small, rows_of(self._batch, place, self._piece), part)
             total = [t + g for t, g in zip(total, pieces, strict=True)]
             done = place + self._piece
         return all(near(t, g, whole) for t, g in zip(total, whole, strict=True))
@@ -187,18 +197,11 @@ class _Trial:
         return made
 
     def _gradients(self, captured: Captured, inputs: list[torch.Tensor], factors: Tensors) -> list[torch.Tensor]:
-        trainable = [captured.tensors[n] for n, p in self._large.tensors.items() if p.requires_grad]
+        names = [name for name, tensor in self._large.tensors.items() if tensor.requires_grad]
         with torch.enable_grad():
             found = run(captured, inputs, set(factors))
-            outputs = [found[n] for n in factors if found[n].requires_grad]
-            given = [factors[n].to(found[n].device) for n in factors if found[n].requires_grad]
-            if not outputs:
-                return []
-            gradients = torch.autograd.grad(outputs, trainable, given, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(trainable, gradients, strict=True)]
-
-    def _inputs(self, place: int, rows: int) -> list[torch.Tensor]:
-        return [t.narrow(0, place, rows).clone() if split else t for t, split in self._batch.tensors_and_splits()]
+        seeds = [factors[name].to(found[name].device) for name in factors]
+        return gradients(captured, names, [found[name] for name in factors], seeds)
 
     def _slice(self, name: str, value: torch.Tensor, place: int) -> torch.Tensor:
         axis, block = self._axis_and_block(name)
@@ -223,26 +226,12 @@ def _rows_axis(name: str, small: Captured, large: Captured) -> int | None:
 
 def run(captured: Captured, inputs: list[torch.Tensor], keep: set[str]) -> Tensors:
     """Run a captured program without randomness; return the values in `keep` that do not depend on random numbers."""
-    env: dict[fx.Node, Any] = {}
-    kept: Tensors = {}
-    unknown: set[fx.Node] = set()
-    names, queue = captured.names, iter(inputs)
-    last = _last_uses(captured.module)
-    for node in captured.module.graph.nodes:
-        if node.op == "placeholder":
-            param = names.params.get(node.name)
-            env[node] = _own(captured, param) if param is not None else next(queue)
-        elif node.op == "get_attr":
-            env[node] = getattr(captured.module, str(node.target))
-        elif node.op == "call_function":
-            env[node], told = _call(node, env)
-            if not told or any(n in unknown for n in node.all_input_nodes):
-                unknown.add(node)
-        if names.value(node) in keep and isinstance(env.get(node), torch.Tensor) and node not in unknown:
-            kept[names.value(node)] = env[node]
-        for done in last.get(node, ()):
-            env.pop(done, None)
-    return kept
+    queue = iter(inputs)
+    params = captured.names.params
+    places = captured.module.graph.find_nodes(op="placeholder")
+    program = _WithoutRandomness(captured, keep)
+    program.run(*(_own(captured, params[place.name]) if place.name in params else next(queue) for place in places))
+    return program.kept
 
 
 def _own(captured: Captured, name: str) -> torch.Tensor:
@@ -251,21 +240,30 @@ def _own(captured: Captured, name: str) -> torch.Tensor:
     return tensor if captured.names.kinds[name] == "param" else tensor.detach().clone()
 
 
-def _last_uses(module: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
-    last: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        for used in node.all_input_nodes:
-            last[used] = node
-    freed: dict[fx.Node, list[fx.Node]] = {}
-    for used, node in last.items():
-        freed.setdefault(node, []).append(used)
-    return freed
+class _WithoutRandomness(fx.Interpreter):
+    """Runs a captured program; keeps wanted values that do not depend on random numbers."""
+
+    def __init__(self, captured: Captured, keep: set[str]) -> None:
+        super().__init__(captured.module)
+        self.kept: Tensors = {}
+        self._names, self._keep = captured.names, keep
+        self._unknown: set[fx.Node] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_function":
+            result, told = _call(n.target, *self.fetch_args_kwargs_from_env(n))
+        else:
+            result, told = super().run_node(n), True
+        name = self._names.value(n)
+        if not told or not self._unknown.isdisjoint(n.all_input_nodes):
+            self._unknown.add(n)
+        elif name in self._keep and isinstance(result, torch.Tensor):
+            self.kept[name] = result
+        return result
 
 
-def _call(node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Any, bool]:
+def _call(target: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
     """Return the result of an op without randomness, and whether its random numbers could be removed."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-    target: Any = node.target
     random = target is keyed
     if random:
         target, args = args[0], args[2:]
@@ -278,6 +276,19 @@ def _call(node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[Any, bool]:
     if random and row.stand_in is not None:
         return torch.full_like(result, row.stand_in), True
     return result, not random or bool(off)
+
+
+def gradients(
+    captured: Captured, names: Iterable[str], outputs: Iterable[torch.Tensor], seeds: Iterable[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the gradients of these parameters for gradients of outputs, which keep their graph."""
+    tensors = [captured.tensors[name] for name in names]
+    pairs = [(output, seed) for output, seed in zip(outputs, seeds, strict=True) if output.requires_grad]
+    if not pairs or not tensors:
+        return [torch.zeros_like(tensor) for tensor in tensors]
+    reached, given = zip(*pairs, strict=True)
+    found = torch.autograd.grad(reached, tensors, given, allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True)]
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ import torch
 
 from autopart.capture.batch.batch import Batch
 from autopart.capture.capture import Captured
-from autopart.capture.derive.probe import TOLERANCE, near, resampled, run
+from autopart.capture.derive.probe import TOLERANCE, data_of_turn, gradients, near, rows_of, run
 from autopart.ir.graph import LossReduction
 
 _TURNS = 4
@@ -31,14 +31,11 @@ def refuted(small: Captured, large: Captured, reduction: LossReduction, batch: B
     small, large: one model captured at two numbers of rows, the larger a multiple of the smaller.  Only "sum", "rows"
     and counts of elements that are not ignored can be tried.  Cost: a few forward and backward passes.
     """
-    rows = large.graph.rows
-    asked_about = large.questions.inputs if large.questions is not None else frozenset[int]()
-    device = next((t.device for t in large.tensors.values()), torch.device("cpu"))
     told = 0
     for turn in range(_TURNS):
-        data = batch.with_rows(rows) if turn == 0 else resampled(batch, rows, turn, asked_about)
+        data = data_of_turn(large, batch, turn)
         try:
-            why = _difference(small, large, reduction, data.to(device))
+            why = _difference(small, large, reduction, data)
         except (RuntimeError, IndexError) as error:  # random numbers may be out of the range that an op takes
             why = None if turn else f"it cannot be tried: {(str(error) or type(error).__name__).splitlines()[0]}"
         if why:
@@ -50,13 +47,11 @@ def refuted(small: Captured, large: Captured, reduction: LossReduction, batch: B
 def _difference(small: Captured, large: Captured, reduction: LossReduction, batch: Batch) -> str | None:
     """Return what differs between the whole and its parts; "" if nothing, None if this data does not tell."""
     rows, part = large.graph.rows, small.graph.rows
-    pairs = list(batch.tensors_and_splits())
 
     def ran(captured: Captured, place: int) -> tuple[torch.Tensor, float]:
         size = captured.graph.rows
-        inputs = [t.narrow(0, place, size).clone() if split else t for t, split in pairs]
         with torch.enable_grad():
-            found = run(captured, inputs, {captured.graph.outputs[0], *reduction.counted()})
+            found = run(captured, rows_of(batch, place, size), {captured.graph.outputs[0], *reduction.counted()})
         return found[captured.graph.outputs[0]], _weight(reduction, found, size)
 
     try:
@@ -97,12 +92,7 @@ def _gradient_difference(
 
 
 def _gradients(captured: Captured, names: Sequence[str], loss: torch.Tensor, seed: float) -> list[torch.Tensor]:
-    tensors = [captured.tensors[name] for name in names]
-    if not loss.requires_grad or not tensors:
-        return [torch.zeros_like(tensor) for tensor in tensors]
-    given = torch.full_like(loss, seed)
-    found = torch.autograd.grad(loss, tensors, given, allow_unused=True, retain_graph=True)
-    return [torch.zeros_like(t) if g is None else g.nan_to_num() for t, g in zip(tensors, found, strict=True)]
+    return [g.nan_to_num() for g in gradients(captured, names, [loss], [torch.full_like(loss, seed)])]
 
 
 def _weight(reduction: LossReduction, found: dict[str, torch.Tensor], rows: int) -> float:

@@ -248,16 +248,12 @@ class _NoNumbers(Exception):
 
 
 def _called(node: fx.Node, given: Mapping[fx.Node, Any]) -> Any:
-    args: Any = fx.node.map_arg(node.args, given.__getitem__)
-    kwargs: Any = fx.node.map_arg(node.kwargs, given.__getitem__)
-    if node.target is operator.getitem:
-        return args[0][args[1]]
-    on_cpu: Any = fx.node.map_aggregate((args, kwargs), _on_cpu)  # type: ignore[arg-type]
-    return node.target(*on_cpu[0], **on_cpu[1])  # type: ignore[operator]
+    def on_cpu(arg: Any) -> Any:
+        return torch.device("cpu") if isinstance(arg, torch.device) else given[arg] if isinstance(arg, fx.Node) else arg
 
-
-def _on_cpu(arg: object) -> object:
-    return torch.device("cpu") if isinstance(arg, torch.device) else arg
+    target: Any = node.target
+    args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), on_cpu)
+    return target(*args, **kwargs)
 
 
 def _tryable(node: fx.Node, held: Sequence[fx.Node]) -> bool:

@@ -57,10 +57,6 @@ def mark(
     original: Any, function: Any, preserve: Any, context_fn: Callable[[], Any], *args: Any, **kwargs: Any
 ) -> Iterator[None]:
     """Mark the ops that are traced while a function runs that is checkpointed with use_reentrant=False."""
-    return _marked(context_fn)
-
-
-def _marked(context_fn: Callable[[], Any]) -> Iterator[None]:
     mode = get_proxy_mode()
     nodes: Any = mode.tracer.graph.nodes if mode is not None else ()
     before = next(reversed(nodes), None)

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True)
-class _Operand:
+class Operand:
     """Stands for the result of an op, by the op's number."""
 
     number: int
@@ -76,11 +76,11 @@ class Reader:
 
     def _filled(self, value: Any) -> Any:
         def fill(leaf: Any) -> Any:
-            if isinstance(leaf, _Operand):
+            if isinstance(leaf, Operand):
                 return self._results[leaf.number]
             return self._device if isinstance(leaf, torch.device) else leaf
 
-        return pytree.tree_map(fill, value, is_leaf=lambda leaf: isinstance(leaf, _Operand))
+        return pytree.tree_map(fill, value, is_leaf=lambda leaf: isinstance(leaf, Operand))
 
 
 class Origins:
@@ -157,7 +157,7 @@ class Origins:
         return _Step(number, target, tuple(args), dict(kwargs))
 
     def _operands(self, value: Any) -> Any:
-        operand: Any = lambda node: _Operand(self._number(node))  # noqa: E731
+        operand: Any = lambda node: Operand(self._number(node))  # noqa: E731
         return fx.map_arg(value, operand)
 
     def _number(self, node: fx.Node) -> int:

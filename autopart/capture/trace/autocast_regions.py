@@ -17,6 +17,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.wrap import wrap_with_autocast
 from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -37,17 +38,23 @@ def spread_autocast(program: ExportedProgram) -> None:
     for region in regions:
         with module.graph.inserting_before(region):
             results = _Spread(module, made)(module, region, lambda node: node, None)
-        for pick in list(region.users):
-            assert pick.target is operator.getitem, pick
-            result = results[pick.args[1]]
-            program.graph_signature.replace_all_uses(pick.name, result.name)
-            pick.replace_all_uses_with(result)
-            module.graph.erase_node(pick)
-        module.graph.erase_node(region)
+        replace_region(region, results, program.graph_signature)
     if regions:
         module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr")
         module.graph.lint()
         module.recompile()
+
+
+def replace_region(region: fx.Node, results: Sequence[Any], signature: ExportGraphSignature | None) -> None:
+    """Put `results` in the places of a region's results.  signature: of the program whose graph holds the region."""
+    for pick in list(region.users):
+        assert pick.target is operator.getitem, pick
+        result = results[pick.args[1]]  # type: ignore[index]
+        if signature is not None:
+            signature.replace_all_uses(pick.name, result.name)
+        pick.replace_all_uses_with(result)
+        region.graph.erase_node(pick)
+    region.graph.erase_node(region)
 
 
 class _Spread:
@@ -87,7 +94,7 @@ class _Spread:
         known = isinstance(target, torch._ops.OpOverload)
         if state is None or not (known or isinstance(target, torch._ops.HigherOrderOperator)):
             return self._plain(node, env)
-        if not known or _has_kernel(target, state):
+        if not known or _casts(target, state):
             return self._in_region(node, env, state)
         if (made := self._made_of(node, env, state)) is not None:
             return made
@@ -119,7 +126,7 @@ class _Spread:
             for result, value in zip(results, node.meta["val"], strict=True):
                 result.meta = dict(node.meta, val=value)
         body.output(tuple(results))
-        held = {str(r.target): self._value(env[r]) for r in reads if r.op == "get_attr"}
+        held = {str(r.target): getattr(self._home, str(env[r].target)) for r in reads if r.op == "get_attr"}
         region = self._held(fx.GraphModule(held, body))
         given = [env[read] for read in reads if read.op != "get_attr"]
         settings = (state.device_type, state.dtype, True, False)
@@ -130,9 +137,6 @@ class _Spread:
             picks.append(self._home.graph.call_function(operator.getitem, (whole, place)))
             picks[-1].meta = dict(result.meta)
         return picks[0] if isinstance(node.meta["val"], torch.Tensor) else tuple(picks)
-
-    def _value(self, get: fx.Node) -> Any:
-        return getattr(self._home, str(get.target))
 
     def _made_of(self, node: fx.Node, env: Env, state: Autocast) -> Any:
         """Return the results of a composite op split into its ops, if it would lose casts as a whole; else None."""
@@ -167,15 +171,14 @@ def _inner_autocast(outer: Autocast | None, device_type: Any, dtype: Any, enable
     return Autocast(device_type, dtype or torch.get_autocast_dtype(device_type)) if enabled else None
 
 
-def _qualified(target: Any) -> str:
-    """Return the name of an op in torch's dispatcher, such as "aten::add.Tensor"."""
-    return str(target.name())
+def _has_kernel(target: Any, key: str) -> bool:
+    """Return whether torch's dispatcher has a kernel for an op under a key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key)
 
 
-def _has_kernel(target: torch._ops.OpOverload, state: Autocast) -> bool:
+def _casts(target: Any, state: Autocast) -> bool:
     """Return whether autocast casts for this op."""
-    key = f"Autocast{state.device_type.upper()}"
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(_qualified(target), key))
+    return _has_kernel(target, f"Autocast{state.device_type.upper()}")
 
 
 def _decomposed_under(
@@ -186,7 +189,7 @@ def _decomposed_under(
     Returns None if no cast would be lost.  args, kwargs: with fx nodes for the tensors; operands: fake tensors for
     those nodes, in order of their first use.
     """
-    if _has_kernel(target, state) or not _is_composite(target):
+    if _casts(target, state) or not _has_kernel(target, "CompositeImplicitAutograd"):
         return None
     nodes = list(dict.fromkeys(a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, fx.Node)))
 
@@ -200,10 +203,6 @@ def _decomposed_under(
     except RuntimeError:  # without casts the operands do not fit each other
         return cast
     return cast if _targets(plain) != _targets(cast) else None
-
-
-def _is_composite(target: torch._ops.OpOverload) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(_qualified(target), "CompositeImplicitAutograd"))
 
 
 def _traced(call: Callable[..., Any], operands: Sequence[torch.Tensor], state: Autocast | None) -> fx.Graph:

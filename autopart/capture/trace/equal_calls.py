@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-
-@dataclass(frozen=True)
-class Operand:
-    """Stands for an operand, by its number."""
-
-    number: int
+from autopart.capture.reads.questions import Operand
 
 
 def call_key(

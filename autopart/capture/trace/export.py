@@ -25,7 +25,7 @@ from autopart.capture.reads.data_dependent_errors import is_data_dependent, size
 from autopart.capture.reads.host_reads import Asker
 from autopart.capture.source_location import user_place
 from autopart.capture.trace.autocast import Autocast
-from autopart.capture.watch.observed import Observed, check_kept, observing
+from autopart.capture.watch.observed import Observed, Observer, check_kept
 from autopart.ir.errors import AutopartError, CaptureError
 
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -80,18 +80,20 @@ class Wrapper(nn.Module):
             for habit in HABITS:
                 if habit.around is not None:
                     around.enter_context(habit.around(self._watched))
-            asked = lambda: self.asker.constants_asked  # noqa: E731
-            noted = around.enter_context(observing(self._watched, functions, self.observed, asked))
+            observer = Observer(self._watched, functions, self.observed)
             if self._autocast is not None:
                 around.enter_context(self._autocast.region())
-            with noted():
+            with observer.noting():
                 result = self.model(*args, **kwargs)
             if self._wants_outputs:
-                return self._outputs_of(result)
-            with noted():
-                found = loss_of(result) if self.loss_fn is None else scalar(self.loss_fn(result, target), "loss_fn")
-            half = self._autocast is not None and found.dtype is self._autocast.dtype is torch.float16
-            return found.float() if half else found  # the scaled gradient of an fp16 loss would be infinite
+                found: Any = self._outputs_of(result)
+            else:
+                with observer.noting():
+                    found = loss_of(result) if self.loss_fn is None else scalar(self.loss_fn(result, target), "loss_fn")
+                if self._autocast is not None and found.dtype is self._autocast.dtype is torch.float16:
+                    found = found.float()  # the scaled gradient of an fp16 loss would be infinite
+            observer.end(constants_asked=self.asker.constants_asked)
+            return found
 
     def _outputs_of(self, result: Any) -> tuple[torch.Tensor, ...]:
         kind: type | None = None  # a mapping class such as transformers' ModelOutput

@@ -6,15 +6,16 @@ small program that holds each distinct call once, on operands of its own, and it
 one.  That halves the time to capture a model of 12 layers.
 
 An op in an autocast region of its own (`autocast_regions`) counts as one call, whose casts become ops.  Any other
-program (an op that changes a tensor, a higher-order op other than these and a switch of the gradient mode, sizes that
-depend on data, a complex or quantized operand) is left to `run_decompositions`.
+program (an op that changes a tensor, another higher-order op, sizes that depend on data, a complex or quantized
+operand) is left to `run_decompositions`.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,14 +34,14 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
+from autopart.capture.reads.questions import Operand
 from autopart.capture.source_location import user_line_of_text
-from autopart.capture.trace.equal_calls import Operand, call_key, frozen, tensor_kind
+from autopart.capture.trace.equal_calls import call_key, frozen, tensor_kind
 from autopart.ir.errors import RefusedError
 from autopart.passes.ops.row import ASSERTION
 from autopart.passes.ops.table import row_of
 
 _aten = torch.ops.aten
-_GRAD_REGION = "wrap_with_set_grad_enabled"
 
 
 @dataclass(frozen=True)
@@ -75,16 +76,14 @@ def functional_graph(program: ExportedProgram) -> fx.Graph | None:
     """
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs):
         return None
-    graph = _Inlined()
     try:
-        graph.take(program.graph_module)
-        found = _answers(graph.calls)
+        calls, results = _calls(program.graph_module)
+        found = _answers(calls)
     except NotImplementedError:
         return None
     program.graph_signature.input_specs.sort(key=_place_in_signature)
-    order = {spec.arg.name: place for place, spec in enumerate(program.graph_signature.input_specs)}
-    graph.placeholders.sort(key=lambda node: order[node.name])
-    return _spliced(graph, found)
+    places = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    return _spliced([places[spec.arg.name] for spec in program.graph_signature.input_specs], calls, found, results)
 
 
 def _place_in_signature(spec: InputSpec) -> int:
@@ -94,83 +93,38 @@ def _place_in_signature(spec: InputSpec) -> int:
     return {InputKind.PARAMETER: 0, InputKind.BUFFER: 0, InputKind.CONSTANT_TENSOR: 1}.get(spec.kind, 3)
 
 
-class _Inlined:
-    """The calls of a program in order, with regions inlined."""
+def _calls(module: fx.GraphModule) -> tuple[list[_Call], Any]:
+    """Return the calls of a program in order, and its results.
 
-    def __init__(self) -> None:
-        self.placeholders: list[fx.Node] = []
-        self.calls: list[_Call] = []
-        self.results: tuple[Any, ...] = ()
-        self._same: dict[fx.Node, Any] = {}
-        self._kinds: dict[fx.Node, Hashable] = {}
+    Raises NotImplementedError if `run_decompositions` has to be used.
+    """
+    calls: list[_Call] = []
+    same: dict[fx.Node, fx.Node] = {}
+    kind_of = functools.cache(_kind)
 
-    def take(self, module: fx.GraphModule) -> None:
-        """Read a whole program.  Raises NotImplementedError if `run_decompositions` has to be used."""
-        self.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-        self.results = self._walk(module)
+    def resolved(value: Any) -> Any:
+        return fx.map_arg(value, lambda node: same.get(node, node))
 
-    def _walk(self, module: fx.GraphModule) -> tuple[Any, ...]:
-        for node in module.graph.nodes:
-            if node.op == "output":
-                results = self._resolve(node.args[0])
-                return tuple(results) if isinstance(results, (tuple, list)) else (results,)
-            if node.op == "call_function":
-                self._call(module, node)
-            elif node.op == "get_attr" and not isinstance(getattr(module, str(node.target), None), fx.GraphModule):
-                raise NotImplementedError
-        raise NotImplementedError
-
-    def _call(self, module: fx.GraphModule, node: fx.Node) -> None:
+    for node in module.graph.nodes:
         target: Any = node.target
-        if row_of(str(target)).family == ASSERTION:
-            return
-        if target is operator.getitem:
-            source = self._resolve(node.args[0])
-            if isinstance(source, tuple):  # a region's result
-                self._same[node] = source[_number(node)]
+        if node.op == "get_attr" and not isinstance(getattr(module, str(target), None), fx.GraphModule):
+            raise NotImplementedError
+        if not _is_op(node) or row_of(str(target)).family == ASSERTION:
+            continue
+        args, kwargs = resolved(node.args), resolved(dict(node.kwargs))
+        if target is _aten.detach_.default and _is_fresh(node.args[0]):
+            same[node] = args[0]
         elif target is wrap_with_autocast:
-            self._record_autocast(module, node)
-        elif isinstance(target, torch._ops.HigherOrderOperator):
-            self._same[node] = self._region(module, node)
-        elif target is _aten.detach_.default and _is_fresh(node.args[0]):
-            self._same[node] = self._resolve(node.args[0])
+            body = getattr(module, str(args[4].target))
+            args = (*args[:4], *args[5:])
+            key, operands = call_key(target, args, {}, kind_of)
+            calls.append(_Call(node, args, {}, operands, (key, _body_key(body)), body))
         elif isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable:
-            self._record(node)
+            key, operands = call_key(target, args, kwargs, kind_of)
+            calls.append(_Call(node, args, kwargs, operands, key))
         else:
             raise NotImplementedError
-
-    def _region(self, module: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
-        target: Any = node.target
-        region = node.args[1] if target.name() == _GRAD_REGION else None
-        if not isinstance(region, fx.Node) or node.kwargs:
-            raise NotImplementedError
-        inner = getattr(module, str(region.target))
-        places = [n for n in inner.graph.nodes if n.op == "placeholder"]
-        self._same.update(zip(places, (self._resolve(arg) for arg in node.args[2:]), strict=True))
-        return self._walk(inner)
-
-    def _resolve(self, value: Any) -> Any:
-        """Replace the nodes in an argument by what stands for them; for the result of a region that is a tuple."""
-        if isinstance(value, fx.Node):
-            return self._same.get(value, value)
-        return fx.map_arg(value, lambda node: self._same.get(node, node))
-
-    def _record(self, node: fx.Node) -> None:
-        args, kwargs = self._resolve(node.args), self._resolve(dict(node.kwargs))
-        key, operands = call_key(node.target, args, kwargs, self._kind_of)
-        self.calls.append(_Call(node, args, kwargs, operands, key))
-
-    def _record_autocast(self, module: fx.GraphModule, node: fx.Node) -> None:
-        settings, region, arg = node.args[:4], node.args[4], self._resolve(node.args[5:])
-        assert isinstance(region, fx.Node)
-        body = getattr(module, str(region.target))
-        key, operands = call_key(wrap_with_autocast, (*settings, arg), {}, self._kind_of)
-        self.calls.append(_Call(node, (*settings, *arg), {}, operands, (key, _body_key(body)), body))
-
-    def _kind_of(self, node: fx.Node) -> Hashable:
-        if node not in self._kinds:
-            self._kinds[node] = _kind(node)
-        return self._kinds[node]
+    return calls, resolved(module.graph.output_node().args[0])
 
 
 def _body_key(body: fx.GraphModule) -> Hashable:
@@ -213,24 +167,26 @@ def _kind(node: fx.Node) -> Hashable:
 # -- the whole program -------------------------------------------------------------------------------------------
 
 
-def _spliced(program: _Inlined, found: Mapping[Hashable, _Answer]) -> fx.Graph:
+def _spliced(
+    placeholders: Iterable[fx.Node], calls: Iterable[_Call], found: Mapping[Hashable, _Answer], results: Any
+) -> fx.Graph:
     """Return the program with every call replaced by what it becomes."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    for node in program.placeholders:
+    for node in placeholders:
         env[node] = graph.create_node("placeholder", node.target, node.args, name=node.name)
         env[node].meta = dict(node.meta)
-    for call in program.calls:
+    for call in calls:
         answer = found[call.key]
         local = dict(zip(answer.operands, (env[operand] for operand in call.operands), strict=True))
         for node in answer.nodes:
             if node not in local:
                 _copied(graph, node, local, call.node.meta)
-        results = [local[result] for result in answer.results]
+        made = [local[result] for result in answer.results]
         if call.body is not None:
-            _check_precision(call.node, call.body, results)
-        env |= _named(call.node, results)
-    graph.output(fx.map_arg(program.results, env.__getitem__))
+            _check_precision(call.node, call.body, made)
+        env |= _named(call.node, made)
+    graph.output(fx.map_arg(results, env.__getitem__))
     return graph
 
 

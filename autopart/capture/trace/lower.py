@@ -1,7 +1,6 @@
 """From an exported program to the flat graph that is cut into stages.
 
-1. Regions under torch.no_grad become ordinary ops whose results are detached: decomposition inlines them and would
-   otherwise lose that no gradient flows back.
+1. Regions under torch.no_grad become ordinary ops whose results are detached, so that no gradient flows back.
 2. In-place ops are made functional; composite ops (attention, linear, cross entropy) stay whole.
 3. Assertions about tensor metadata, aliases and copies are removed: in a functional graph a copy equals its original,
    and whether forward() makes one can depend on the number of rows (`.contiguous()` on a single row).  `view` becomes
@@ -17,10 +16,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature
 
 from autopart.capture.habits.habits import HABITS
 from autopart.capture.source_location import user_line_of_text
-from autopart.capture.trace.autocast_regions import spread_autocast
+from autopart.capture.trace.autocast_regions import replace_region, spread_autocast
 from autopart.capture.trace.functional import functional_graph
 from autopart.ir.errors import RefusedError
 from autopart.passes.ops.row import ASSERTION
@@ -41,7 +41,7 @@ def _name(target: Any) -> str:
 
 def lower(program: ExportedProgram) -> tuple[ExportedProgram, fx.GraphModule]:
     """Return the functional program (for its signature) and its flat graph, lowered.  O(nodes)."""
-    _detach_no_grad_regions(program.graph_module)
+    _inline_grad_regions(program.graph_module, program.graph_signature)
     program, graph = _functional(program)
     _refuse_higher_order(graph)
     module = fx.GraphModule(dict(_constants(program.graph_module)), graph)
@@ -76,31 +76,50 @@ def _constants(module: fx.GraphModule) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
 
 
-def _detach_no_grad_regions(module: fx.GraphModule, inside: bool = False) -> None:
+def _inline_grad_regions(
+    module: fx.GraphModule, signature: ExportGraphSignature | None, *, inside: bool = False
+) -> None:
+    """Put the ops of gradient mode regions in their places.  inside: whether the module runs under no_grad.
+
+    signature: of the program whose graph it holds; None for that of a region.
+    """
     for node in list(module.graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
             continue
+        switch = _name(node.target) == _GRAD_REGION
+        off = switch and node.args[0] is False
+        if inside and switch and not off:
+            raise RefusedError(
+                "torch.enable_grad inside torch.no_grad is used in forward()",
+                where=user_line_of_text(node.meta.get("stack_trace")),
+                why="which gradients it revives cannot be told from the captured graph",
+                fix="move that computation out of the no_grad block",
+            )
         for arg in node.args:
-            if not (isinstance(arg, fx.Node) and arg.op == "get_attr"):
-                continue
-            region = getattr(module, str(arg.target))
-            if not isinstance(region, fx.GraphModule):
-                continue
-            off = _name(node.target) == _GRAD_REGION and node.args[0] is False
-            if inside and _name(node.target) == _GRAD_REGION and node.args[0] is True:
-                raise RefusedError(
-                    "torch.enable_grad inside torch.no_grad is used in forward()",
-                    where=user_line_of_text(node.meta.get("stack_trace")),
-                    why="which gradients it revives cannot be told from the captured graph",
-                    fix="move that computation out of the no_grad block",
-                )
-            _detach_no_grad_regions(region, inside or off)
-            if off:
-                _detach_results(region)
+            region = getattr(module, str(arg.target), None) if isinstance(arg, fx.Node) else None
+            if isinstance(region, fx.GraphModule):
+                _inline_grad_regions(region, None, inside=inside or off)
+                if off:
+                    _detach_results(region)
+                if switch:
+                    replace_region(node, _inlined(module, node, region), signature)
+                    module.graph.erase_node(arg)
+    module.recompile()
+
+
+def _inlined(module: fx.GraphModule, node: fx.Node, region: fx.GraphModule) -> Any:
+    """Copy a region's ops in front of the node that runs it; return what its results become."""
+    env = dict(zip(region.graph.find_nodes(op="placeholder"), node.args[2:], strict=True))
+    with module.graph.inserting_before(node):
+        for held in region.graph.find_nodes(op="get_attr"):
+            name = f"_{node.name}_{held.name}"
+            setattr(module, name, getattr(region, str(held.target)))
+            env[held] = module.graph.get_attr(name)
+        return module.graph.graph_copy(region.graph, env)
 
 
 def _detach_results(region: fx.GraphModule) -> None:
-    output = next(node for node in region.graph.nodes if node.op == "output")
+    output = region.graph.output_node()
     _refuse_mutation(region)
 
     def detached(value: fx.Node) -> fx.Node:

@@ -7,7 +7,6 @@ place in the batch; every other value has the name of its fx node.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -235,18 +234,13 @@ def _attrs(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Na
     return tuple((name, _literal(value, names)) for name, value in pairs)
 
 
-_PLAIN: tuple[tuple[type, Callable[[Any], Literal]], ...] = (
-    (torch.dtype, dtype_name),
-    (torch.device, lambda device: "device"),  # the plan decides where it runs
-)
-
-
 def _literal(value: Any, names: Names) -> Literal:
     if isinstance(value, fx.Node):
         return "%" + names.params.get(value.name, names.value(value))
     if isinstance(value, (tuple, list)):
         return tuple(_literal(item, names) for item in value)
-    for kind, convert in _PLAIN:
-        if isinstance(value, kind):
-            return convert(value)
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, torch.device):
+        return "device"  # the plan decides where it runs
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

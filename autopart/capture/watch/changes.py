@@ -7,7 +7,6 @@ refused.
 
 from __future__ import annotations
 
-import itertools
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,8 +36,7 @@ class ModelWatch:
         self._model = model
         self._names = {id(module): path for path, module in model.named_modules()}
         self._flags = {module: flag for module, flag in flags.items() if "training" in vars(module)}
-        self._on = [vars(module) for module, flag in self._flags.items() if flag]
-        self._off = [vars(module) for module, flag in self._flags.items() if not flag]
+        self._flagged = list(map(vars, self._flags))
         self._orders = {module: _order(module) for module in model.modules() if module in observed.order}
         self._parameters = list(model.parameters())
         self._tensors = tensors_of(model)
@@ -46,8 +44,6 @@ class ModelWatch:
         self._readings: list[Reading] = sorted(readings, key=lambda reading: reading.place)
         self._numbers = [(tensor, numbers_of(tensor)) for tensor in observed.numbers.values()]
         self._grads = list(map(_requires_grad, self._parameters))
-        self._trained = list(filter(_requires_grad, self._parameters))
-        self._frozen = list(itertools.filterfalse(_requires_grad, self._parameters))
         self._hooks = RemovableHandle.next_id
         self._same = self._snapshot()
 
@@ -61,10 +57,9 @@ class ModelWatch:
             check_hooks(self._model)
             self._hooks = RemovableHandle.next_id
         if (
-            all(map(_requires_grad, self._trained))
-            and not any(map(_requires_grad, self._frozen))
+            list(map(_requires_grad, self._parameters)) == self._grads
             and self._same()
-            and (not training or (all(map(_training, self._on)) and not any(map(_training, self._off))))
+            and (not training or list(map(_training, self._flagged)) == list(self._flags.values()))
         ):
             return []
         check_tensors(self._model, self._tensors)

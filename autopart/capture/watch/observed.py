@@ -54,7 +54,7 @@ class Observed:
 
 
 class Observer:
-    """Notes reads and writes of attributes while a model is traced."""
+    """Notes in `observed` what forward() and other functions read of modules and objects, and what they change."""
 
     def __init__(self, models: Sequence[nn.Module], functions: Sequence[Any], observed: Observed) -> None:
         self._observed = observed
@@ -188,19 +188,6 @@ _WHOLES = frozenset((WHOLE, "__reduce_ex__", "__getstate__", "__copy__", "__deep
 """Reads that return all attributes at once."""
 _BY_NAME = {nn.Module.__getattr__.__code__, nn.Module.__setattr__.__code__, nn.Module.__delattr__.__code__}
 """Functions that look for one tensor or module, in no order."""
-
-
-@contextlib.contextmanager
-def observing(
-    models: Sequence[nn.Module], functions: Sequence[Any], observed: Observed, constants_asked: Callable[[], bool]
-) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Note in `observed` what forward() and other functions read of modules and objects, and refuse what they change.
-
-    Yields what they are run in; whatever else the body reads is not noted.
-    """
-    observer = Observer(models, functions, observed)
-    yield observer.noting
-    observer.end(constants_asked=constants_asked())
 
 
 def _is_torchs_own(thing: Any, name: str) -> bool:

@@ -22,7 +22,7 @@ from autopart.ir.shares import parts
 from autopart.ir.size import Size
 from autopart.ir.timeline import Span
 from autopart.options import Options
-from autopart.passes.program.posting import with_posting
+from autopart.passes.program.messages import check_messages
 from autopart.passes.program.projection import check_gradients_stay, project_plan
 from autopart.passes.program.routing import divided_values, route
 from autopart.passes.program.schedules import find
@@ -347,7 +347,7 @@ class Executor:
             program = forward_program(route(replace(decision, stages=apart, world=len(apart)), self._graph))
             ranks = tuple(stage.ranks for stage in decision.stages)
             program = replace(program, world=decision.world, stage_ranks=ranks)
-        return program if self._world.carrier is None else with_posting(program)
+        return program if self._world.carrier is None else check_messages(program)
 
     def engine(self, micros: int) -> Engine:
         """Return the engine that plays this number of micro-batches.  Collective when it is made."""

@@ -3,8 +3,7 @@
 A rank that posts all its receives before its first action waits for ever under NCCL, where a receive blocks everything
 that is issued behind it until its message arrives.  So every rank posts each message, sent or received, at the place
 where the message stands in the order that all ranks share.  Of all messages that have not passed, the first then has
-both ends at the front: it passes, however little is buffered and however many queues there are.  Collectives keep their
-places in that order too, and communicators are opened in one order before it, so whatever is first can always pass.
+both ends at the front: it passes, however little is buffered and however many queues there are.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from heapq import heapify, heappop, heappush
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Report, Stage, check_decision
 from autopart.ir.program import Program
+from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import edges, route
 from autopart.passes.program.schedules import find
 from autopart.passes.program.verify import check_program
@@ -105,6 +106,8 @@ def finalize(
     if not proven:
         return min(lacking, key=lambda each: each.over_bytes)
     taken = min(proven, key=lambda each: (each.preference, each.step_ns))
+    if estimator.cluster.kind == "cuda":
+        check_messages(taken.program)
     return _explained(taken, proven, seen, known_ns, graph, space)
 
 

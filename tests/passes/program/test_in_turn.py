@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from support.languages.graphs import cluster, graph, source
 from support.languages.parse import parse_decision
 from support.languages.text import decision_text
-from support.oracles.nccl_messages import check_messages
 
 from autopart.ir.plan import Decision, Stage, check_decision
 from autopart.ir.program import Program
+from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import edges, route, tied
 from autopart.passes.program.schedules import AUTOMATIC, Shape, find, in_flight, most_held
 from autopart.passes.program.verify import check_program

@@ -11,12 +11,13 @@ from support.jobs.fake_nccl_jobs import all_receives_first
 from support.languages.graphs import graph
 from support.languages.nccl_programs import CASES, FINE, HANG, WRONG, Case
 from support.languages.programs import program
-from support.oracles.nccl_messages import check_messages, issued
-from support.oracles.nccl_rules import Collective, play
 
 from autopart.ir.errors import ProgramError
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import Program
+from autopart.ir.shares import split_rows
+from autopart.passes.program.messages import check_messages, issued, one_copy
+from autopart.passes.program.nccl_rules import Collective, play
 from autopart.passes.program.posting import with_posting
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
@@ -51,6 +52,15 @@ def test_no_program_of_ours_hangs_whatever_takes_turns(schedule: str, micros: in
     check_messages(forward_program(p))
 
 
+def test_of_copies_that_run_side_by_side_one_is_checked() -> None:
+    p = program("1f1b", 3, "a | b c | d", ((0, 1, 2, 3), (4, 5), (6, 7, 8, 9, 10, 11)))
+    assert one_copy(p).stage_ranks == ((0, 1), (2,), (3, 4, 5)) and one_copy(p).world == 6
+    assert {(t.src_rank, t.dst_rank) for t in split_rows((0, 1), (2,))} == {(0, 2), (1, 2)}
+    uneven = program("1f1b", 3, "a | b c | d", ((0, 1), (2, 3), (4,)))
+    assert one_copy(uneven) is uneven
+    check_messages(p)
+
+
 def test_receives_posted_before_the_first_action_hang() -> None:
     p = program("1f1b", 2, "a b | c d", ((0,), (1,)))
     queues, members = issued(all_receives_first(p))
@@ -59,7 +69,7 @@ def test_receives_posted_before_the_first_action_hang() -> None:
 
 
 def test_a_hang_is_named_with_the_fronts_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("support.oracles.nccl_messages.with_posting", all_receives_first)
+    monkeypatch.setattr("autopart.passes.program.messages.with_posting", all_receives_first)
     with pytest.raises(ProgramError, match="can hang under NCCL") as caught:
         check_messages(program("1f1b", 2, "a b | c d", ((0,), (1,))))
     fronts = ("rank 0 stands at: receive 1SB0>0 from rank 1", "rank 1 stands at: receive 0SF0>1 from rank 0")

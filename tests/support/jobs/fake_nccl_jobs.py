@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from autopart.ir.program import Program
+from autopart.passes.program.nccl_rules import SENT, Collective, Post
 from autopart.passes.program.posting import with_posting
 from autopart.runtime.group.world import World
 from support.jobs.engine_jobs import step
 from support.languages.nccl_programs import CASES, FINE, HANG, WRONG
 from support.oracles.fake_nccl import NAME, Communicators, Hang, Wrong
-from support.oracles.nccl_rules import SENT, Collective, Post
 
 BRIEF_S = 1.0
 """Timeout in seconds for programs that either finish or hang immediately."""

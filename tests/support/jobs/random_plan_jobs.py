@@ -19,6 +19,7 @@ from autopart.ir.program import BUCKET_BYTES
 from autopart.ir.shares import POLICIES
 from autopart.ir.size import Size
 from autopart.options import read_options
+from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import AUTOMATIC
 from autopart.passes.program.verify import check_program
@@ -26,7 +27,6 @@ from autopart.session.pipe import Pipe
 from support.jobs.step_jobs import cluster
 from support.languages.text import decision_text
 from support.models.random_models import OPS, RANDOM_OPS, Random, batch_of
-from support.oracles.nccl_messages import check_messages
 from support.oracles.one_process import Expected, difference
 
 NAMES = sorted(set(OPS) - set(RANDOM_OPS) - {"norm"})  # random ops and batch statistics have separate tests

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from support.oracles.nccl_rules import RECEIVED, SENT, Collective, Item, MessageEnd, Post, Wait
+from autopart.passes.program.nccl_rules import RECEIVED, SENT, Collective, Item, MessageEnd, Post, Wait
 
 FINE, HANG, WRONG = "fine", "hang", "wrong"
 

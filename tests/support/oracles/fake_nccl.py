@@ -1,6 +1,6 @@
 """A transport over Gloo that enforces NCCL's rules: a violation hangs until a deadline and then raises.
 
-It follows the strictest rules of `nccl_rules`: all operations of a rank are serialized. A post returns
+It follows the strictest rules of `passes.program.nccl_rules`: all operations of a rank are serialized. A post returns
 when its messages have been transferred; communicators and pairs are created at first use. Each message has a header, so
 that the two ends cannot mistake one message for another.
 """

@@ -9,7 +9,7 @@
 - Communicators of one device take turns with each other and with its computes.  They may run side by side, but CUDA
   does not promise that.
 
-`nccl_messages` derives what our programs post.
+`messages` derives what our programs post.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def passes(layers: int, runs: int) -> dict[str, float]:
     request = PlanRequest(((2,) * MICROS,), stages=STAGES, replicas=1)
 
     def space() -> SearchSpace:
-        chain = BlockChain(blocks, graph, cost_model, 2)
+        chain = BlockChain(blocks, graph, cost_model)
         return SearchSpace(chain, Estimator(cluster, chain), request, fine, ())
 
     timed("search", lambda: search((space(), space())))

@@ -29,7 +29,6 @@ from planners import dapple, exact_placement, formats, pipedream, piper, placeme
 from planners.published_values import PublishedValue, published_values
 
 from autopart.ir.errors import AutopartError, InfeasibleError, UsageError
-from autopart.passes.proof.exact import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ def _placing(path: Path, query: Query) -> Answer:
     problem = placing.problem
     in_order = [placement.place_in_order(problem, order) for order in placement.topological_orders(problem)]
     hint = min(in_order, key=lambda found: found.optimality.objective)
-    limits = Limits(query.seconds, query.workers)
+    limits = exact_placement.Limits(query.seconds, query.workers)
     found = hint
     if query.objective != "line":
         contiguous = query.objective == "contiguous"

@@ -177,10 +177,9 @@ def _spaces(source: PlannerInput, fine: Graph, estimator: Estimator, request: Pl
     ends = {place for paths in request.keep_together() for place in module_span(fine, paths)} - {len(fine.ops)}
     most_blocks = max(MOST_BLOCKS, request.stages or 0, min(estimator.cluster.world, LARGEST))
     many = check_graph(coarsen(fine, blocks=most_blocks, cuts=request.cuts, also=tuple(sorted(ends))))
-    most_rows = max(max(rows) for rows in request.micro_rows)
 
     def space(blocks: Graph) -> SearchSpace:
-        chain = BlockChain(blocks, source.graph, source.cost_model, most_rows)
+        chain = BlockChain(blocks, source.graph, source.cost_model)
         return SearchSpace(chain, estimator.over(chain), request, fine, forced_bounds(blocks, fine, request.cuts))
 
     whole = space(many)

@@ -22,14 +22,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import networkx as nx
 from ortools.sat.python import cp_model
 
 from autopart.ir.errors import InfeasibleError, UsageError
 from autopart.ir.outlook import Optimality
-from autopart.passes.proof.exact import Limits, new_solver, proved_bound
+from autopart.passes.proof.exact import proved_bound
 from planners.placement import NEVER, Machine, Message, Placement, Problem, check, is_contiguous, loads
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a search. seconds: wall clock; workers: threads. One number of workers always gives one answer, unless
+    the clock stops the search."""
+
+    seconds: float = 60.0
+    workers: int = 1
 
 
 def place(
@@ -57,7 +67,10 @@ def place(
     program = _PlacementProgram(problem, contiguous=contiguous)
     if hint is not None:
         program.hint(hint)
-    solver = new_solver(limits)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = limits.workers
+    solver.parameters.interleave_search = limits.workers > 1
+    solver.parameters.random_seed = 0
     solver.parameters.max_time_in_seconds = limits.seconds
     status = solver.solve(program.cp)
     bound = proved_bound(solver)

@@ -3,14 +3,11 @@
 Times, saved bytes and operations of a range are differences of prefix sums; the bytes that enter a range and that it
 holds are matrices in which each value and each parameter counts once (`cuts`).
 
-Assumed: between powers of two of rows, costs of large programs grow along a line (exact for bytes; for times, unless
-the roofline bends in between); a clone of a free op is paid by the first block that has it (the chosen plan is costed
-exactly).
+Assumed: a clone of a free op is paid by the first block that has it (the chosen plan is costed exactly).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,9 +20,6 @@ from autopart.ir.size import Size
 from autopart.passes.graph.cuts import Ints, crossing_bytes, entering_bytes, holding_bytes
 from autopart.passes.ops.cost_model import FIELDS, CostModel
 from autopart.passes.ops.table import keeps
-
-EXACT_OPS = 1200
-"""Programs with more ops are costed at powers of two of rows alone."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +36,9 @@ class RangeCosts:
     returns: Ints
     crossing: Ints
 
-    def sums(self, field: str) -> Ints:
-        """Prefix sums over the blocks of a cost, in its unit (`ir.cost`): entry i is the sum of the first i."""
-        return np.concatenate([[0], np.cumsum(self.blocks[FIELDS.index(field)])]).astype(np.int64)
-
     def ranges(self, field: str) -> Ints:
         """[a, b]: the sum over the range of a cost, in its unit (`ir.cost`)."""
-        sums = self.sums(field)
+        sums = np.concatenate([[0], np.cumsum(self.blocks[FIELDS.index(field)])]).astype(np.int64)
         return np.asarray(sums[None, :] - sums[:, None])
 
     @cached_property
@@ -99,8 +89,8 @@ class BlockChain:
     parameters, of the trainable ones, and of the largest trainable one of the range.
     """
 
-    def __init__(self, blocks: Graph, captured: Graph, cost_model: CostModel, most_rows: int) -> None:
-        """cost_model: of `captured`, which the blocks were made of.  most_rows: of any micro-batch."""
+    def __init__(self, blocks: Graph, captured: Graph, cost_model: CostModel) -> None:
+        """cost_model: of `captured`, which the blocks were made of."""
         self.blocks = blocks
         self.n = len(blocks.ops)
         self.weights = holding_bytes(blocks, 1.0)
@@ -109,12 +99,9 @@ class BlockChain:
         most = [max((sizes.get(name, 0) for name in op.params), default=0) for op in blocks.ops]
         self.largest_trained = largest(np.array(most, dtype=np.int64))
         self.cost_model = cost_model
-        self._most_rows = most_rows
-        self._at_powers_of_two = len(captured.ops) > EXACT_OPS
         self._block_of_op = _block_of_op(blocks, captured)
         self._in_tail = _in_tail(captured, self._block_of_op.tolist())
         self._range_costs: dict[tuple[Size, int], RangeCosts] = {}
-        self._graphs: dict[tuple[Size, int], Graph] = {}
 
     def range_costs(self, size: Size, device_type: int = 0) -> RangeCosts:
         """Costs (nanoseconds, bytes, FLOPs) at this size on this type of device."""
@@ -125,12 +112,7 @@ class BlockChain:
 
     def graph(self, size: Size, device_type: int = 0) -> Graph:
         """The blocks as a graph with these costs and sizes; shapes are not changed."""
-        key = size, device_type
-        if key not in self._graphs:
-            self._graphs[key] = self._with_costs(size, self.range_costs(size, device_type))
-        return self._graphs[key]
-
-    def _with_costs(self, size: Size, costs: RangeCosts) -> Graph:
+        costs = self.range_costs(size, device_type)
         columns = costs.blocks.T.tolist()
         ops = tuple(replace(op, cost=Cost(*column)) for op, column in zip(self.blocks.ops, columns, strict=True))
         sizes = costs.sizes.tolist()
@@ -138,14 +120,6 @@ class BlockChain:
         return replace(self.blocks, size=size, ops=ops, values=values)
 
     def _compute(self, size: Size, device_type: int) -> RangeCosts:
-        if not self._at_powers_of_two:
-            return self._exact(size, device_type)
-        low, high = _around(size.rows, self._most_rows)
-        if size.rows in (low, high):
-            return self._exact(size, device_type)
-        return self._between(replace(size, rows=low), replace(size, rows=high), size, device_type)
-
-    def _exact(self, size: Size, device_type: int) -> RangeCosts:
         table = self.cost_model.table(size, device_type)
         sums = np.stack([np.bincount(self._block_of_op, weights=row, minlength=self.n) for row in table.columns])
         scratch = FIELDS.index("scratch_bytes")
@@ -159,21 +133,6 @@ class BlockChain:
         sizes = np.array([v.size_bytes for v in values], dtype=np.int64)
         forward = replace(resized, values=tuple(replace(v, grad=False) for v in values))
         return RangeCosts(sums.astype(np.int64), sizes, enters, returns, crossing_bytes(forward))
-
-    def _between(self, low: Size, high: Size, size: Size, device_type: int) -> RangeCosts:
-        """The costs on the line between two numbers of rows."""
-        a, b = self.range_costs(low, device_type), self.range_costs(high, device_type)
-
-        def between(x: Ints, y: Ints) -> Ints:
-            return np.asarray(x + (y - x) * (size.rows - low.rows) // (high.rows - low.rows))
-
-        return RangeCosts(
-            between(a.blocks, b.blocks),
-            between(a.sizes, b.sizes),
-            between(a.enters, b.enters),
-            between(a.returns, b.returns),
-            between(a.crossing, b.crossing),
-        )
 
 
 def _block_of_op(blocks: Graph, captured: Graph) -> Ints:
@@ -199,11 +158,3 @@ def _in_tail(captured: Graph, block_of_op: Sequence[int]) -> Ints:
         if kept:
             over.add(block)
     return found
-
-
-def _around(rows: int, most: int) -> tuple[int, int]:
-    """The powers of two around a number of rows; `most` counts as a power of two."""
-    low = 1 << int(math.log2(rows))
-    if low == rows:
-        return low, low
-    return low, (min(2 * low, most) if most >= rows else 2 * low)

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 
 import networkx as nx  # type: ignore[import-untyped, unused-ignore]
 
 from autopart.ir.cost import Cost
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph, Op
-from autopart.passes.graph.cuts import Ints, crossing_bytes, segments
+from autopart.passes.graph.cuts import Ints, crossing_bytes, flows, segments
 
 
 def coarsen(graph: Graph, *, blocks: int = 64, cuts: tuple[str, ...] = (), also: tuple[int, ...] = ()) -> Graph:
@@ -70,7 +70,8 @@ class _Level:
 def _cluster(graph: Graph, segment: list[int], blocks: int) -> list[list[int]]:
     """Groups of op places, in topological order of the graph between the groups."""
     time_ns, held_bytes = _weights(graph)
-    level = _Level([[i] for i in range(len(graph.ops))], time_ns, held_bytes, segment, _flows(graph))
+    between = [(place, tuple(reads), size + grad) for place, reads, size, grad, made in flows(graph) if made]
+    level = _Level([[i] for i in range(len(graph.ops))], time_ns, held_bytes, segment, between)
     caps = sum(time_ns) // blocks, sum(held_bytes) // blocks
     while len(level.members) > blocks:
         mate = _match(level, caps, len(level.members) - blocks)
@@ -87,18 +88,6 @@ def _weights(graph: Graph) -> tuple[list[int], list[int]]:
     size = {p.name: p.size_bytes for p in graph.params}
     held = [op.cost.saved_bytes + sum(size[p] for p in op.params) for op in graph.ops]
     return [op.cost.total_ns for op in graph.ops], held
-
-
-def _flows(graph: Graph) -> list[tuple[int, tuple[int, ...], int]]:
-    values = graph.value_map()
-    writer = {w: i for i, op in enumerate(graph.ops) for w in op.writes}
-    readers: dict[str, list[int]] = {}
-    for i, op in enumerate(graph.ops):
-        for name in dict.fromkeys(op.reads):
-            if name in writer:
-                readers.setdefault(name, []).append(i)
-    both_ways = {name: values[name].size_bytes * (2 if values[name].grad else 1) for name in readers}
-    return [(writer[name], tuple(places), both_ways[name]) for name, places in readers.items()]
 
 
 def _match(level: _Level, caps: tuple[int, int], most: int) -> dict[int, int]:
@@ -165,18 +154,18 @@ def _contract(level: _Level, mate: dict[int, int]) -> _Level:
 
     order = list(nx.lexicographical_topological_sort(_quotient(level, into), key=key))
     place = {target: i for i, target in enumerate(order)}
-    flows = []
+    across = []
     for writer, readers, size in level.flows:
         source = place[into[writer]]
         rest = sorted({place[into[r]] for r in readers} - {source})
         if rest:
-            flows.append((source, tuple(rest), size))
+            across.append((source, tuple(rest), size))
     return _Level(
         [sorted(m for u in joined[t] for m in level.members[u]) for t in order],
         [sum(level.time_ns[u] for u in joined[t]) for t in order],
         [sum(level.held_bytes[u] for u in joined[t]) for t in order],
         [level.segment[t] for t in order],
-        flows,
+        across,
     )
 
 
@@ -312,11 +301,5 @@ def _block(name: str, ops: list[Op], kept: set[str]) -> Op:
 
 def _common_module(modules: list[str]) -> str:
     """The longest module path that all of these lie in."""
-    common = modules[0].split(".")
-    for module in modules[1:]:
-        words = module.split(".")
-        same = 0
-        while same < min(len(common), len(words)) and common[same] == words[same]:
-            same += 1
-        common = common[:same]
-    return ".".join(common)
+    levels = zip(*(module.split(".") for module in modules), strict=False)
+    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))

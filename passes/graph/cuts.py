@@ -25,7 +25,7 @@ def crossing_bytes(graph: Graph) -> Ints:
     O(reads)."""
     n = len(graph.ops)
     change = np.zeros(n + 2, dtype=np.int64)
-    for written, reads, size, grad in _flows(graph):
+    for written, reads, size, grad, _ in flows(graph):
         change[written + 1] += size + grad
         change[reads[-1] + 1] -= size + grad
     return np.cumsum(change)[: n + 1]
@@ -39,7 +39,7 @@ def entering_bytes(graph: Graph) -> tuple[Ints, Ints]:
     """
     n = len(graph.ops)
     forward, backward = np.zeros((2, n + 1, n + 1), dtype=np.int64)
-    for written, reads, size, grad in _flows(graph):
+    for written, reads, size, grad, _ in flows(graph):
         before = written
         for read in reads:  # a stage that starts after `before` and no later than `read` meets this read first
             forward[before + 1 : read + 1, read + 1] += size
@@ -69,21 +69,20 @@ def holding_bytes(graph: Graph, trainable_factor: float) -> Ints:
     return np.cumsum(held, axis=1)
 
 
-def _flows(graph: Graph) -> list[tuple[int, list[int], int, int]]:
-    """(place that writes it, places that read it ascending, its bytes, its gradient's bytes) of each value read."""
-    written = {w: (place, True) for place, op in enumerate(graph.ops) for w in op.writes}
+def flows(graph: Graph) -> list[tuple[int, list[int], int, int, bool]]:
+    """(place that writes it, places that read it ascending, its bytes, its gradient's bytes, whether an op writes it)
+    of each value that is read."""
+    written = {w: place for place, op in enumerate(graph.ops) for w in op.writes}
     reads: dict[str, list[int]] = {}
     for place, op in enumerate(graph.ops):
         for name in dict.fromkeys(op.reads):
             reads.setdefault(name, []).append(place)
     values = graph.value_map()
-    flows = []
+    found = []
     for name, places in reads.items():
-        place, made = written.get(name, (0, False))
-        size = values[name].size_bytes
-        gradient = size if made and values[name].grad else 0
-        flows.append((place, places, size, gradient))
-    return flows
+        made, size = name in written, values[name].size_bytes
+        found.append((written.get(name, 0), places, size, size if made and values[name].grad else 0, made))
+    return found
 
 
 def segments(graph: Graph, cuts: Sequence[str], also: Sequence[int] = ()) -> list[int]:

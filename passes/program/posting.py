@@ -8,8 +8,8 @@ both ends at the front: it passes, however little is buffered and however many q
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
 
 from autopart.ir.program import SEND, Action, Exchange, Program
 
@@ -35,18 +35,14 @@ def with_posting(program: Program) -> Program:
     return replace(program, posting=tuple(map(tuple, found)))
 
 
-def _groups(program: Program) -> Iterator[list[Action]]:
-    """Yield the order in groups: successive messages between the same two stages are one group."""
-    group: list[Action] = []
-    for action in program.order:
-        follows = bool(group) and action.is_a.role == SEND and group[-1].is_a.role == SEND
-        if not (follows and {action.stage, action.peer} == {group[-1].stage, group[-1].peer}):
-            if group:
-                yield group
-            group = []
-        group.append(action)
-    if group:
-        yield group
+def _groups(program: Program) -> list[list[Action]]:
+    """Return the order in groups: successive messages between the same two stages are one group."""
+
+    def key(numbered: tuple[int, Action]) -> object:
+        place, action = numbered
+        return {action.stage, action.peer} if action.is_a.role == SEND else place
+
+    return [[action for _, action in group] for _, group in groupby(enumerate(program.order), key)]
 
 
 def _by_pair(program: Program, group: list[Action]) -> dict[tuple[int, int], list[tuple[int, Action]]]:

@@ -15,8 +15,6 @@ from autopart.passes.proof.pipeline_model import critical_path, model_of, relaxa
 from autopart.passes.search.evaluation import Evaluation
 from autopart.passes.search.space import PlanRequest
 
-SEED = 0
-
 
 @dataclass(frozen=True)
 class Certificate:
@@ -52,12 +50,12 @@ def certified(evaluation: Evaluation, seconds: float) -> Certificate:
     if seconds <= 0:
         bound_ns = relaxation_bound_ns(model, critical_path(model))
         return Certificate(bound_ns, False, blocks, stages)
-    from autopart.passes.proof.exact import Limits, certify  # loads the solver for half a second, and few plans need it
+    from autopart.passes.proof.exact import certify  # loads the solver for half a second, and few plans need it
 
     stage_of = {name: s for s, stage in enumerate(evaluation.decision.stages) for name in stage.ops}
     hint = [stage_of[block.name] for block in evaluation.space.chain.blocks.ops]
     left = max(0.0, seconds - (time.monotonic() - started))
-    _, found = certify(model, hint, Limits(left, workers=1, seed=SEED))
+    _, found = certify(model, hint, left)
     return Certificate(found.lower_bound, found.proved, blocks, stages)
 
 

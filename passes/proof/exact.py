@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 
@@ -41,29 +40,20 @@ SAFE = 1 << 48
 """The limit of the solver's integers; larger times are counted in larger units, rounded down."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of a search.  seconds: wall clock, with the building of the model.  workers: threads.
-
-    The answer is the same every time for one number of workers, unless the clock stops the search.
-    """
-
-    seconds: float = 60.0
-    workers: int = 1
-    seed: int = 0
-
-
-def certify(model: PipelineModel, hint: Sequence[int], limits: Limits = Limits()) -> tuple[tuple[int, ...], Optimality]:
+def certify(model: PipelineModel, hint: Sequence[int], seconds: float) -> tuple[tuple[int, ...], Optimality]:
     """Return the pipeline with the least Z (`pipeline_model`) over all orders of the DAG, and the proved bound.
 
     Every position holds at least one item.  hint: a pipeline that fits, as the position of each item; it bounds the
-    search and is the answer if nothing better is found in time.  No pipeline of these items takes less than the bound
-    for a step, whatever its schedule.
+    search and is the answer if nothing better is found in time.  seconds: wall clock, with the building of the model.
+    No pipeline of these items takes less than the bound for a step, whatever its schedule.  The same every time, unless
+    the clock stops the search.
     """
-    deadline = time.monotonic() + limits.seconds
+    deadline = time.monotonic() + seconds
     path, most_ns = critical_path(model), lower_bound_ns(model, hint)
     unit = max(1, -(-most_ns // SAFE))
-    solver = new_solver(limits)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
     solver.parameters.cp_model_probing_level = 0  # more of either takes seconds, and shortens no search here
     solver.parameters.max_presolve_iterations = 1
     program = _PipelineProgram(model, path, unit, most_ns)
@@ -76,15 +66,6 @@ def certify(model: PipelineModel, hint: Sequence[int], limits: Limits = Limits()
             found = min(found, program.answer(solver), key=lambda position: lower_bound_ns(model, position))
     bound = max(bound * unit, relaxation_bound_ns(model, path))
     return found, Optimality.of(lower_bound_ns(model, found), bound)
-
-
-def new_solver(limits: Limits) -> cp_model.CpSolver:
-    """Return a solver that gives the same answer every time, without a limit of time."""
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = limits.workers
-    solver.parameters.interleave_search = limits.workers > 1
-    solver.parameters.random_seed = limits.seed
-    return solver
 
 
 def proved_bound(solver: cp_model.CpSolver) -> int:

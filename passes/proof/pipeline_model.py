@@ -90,17 +90,9 @@ def model_of(evaluation: Evaluation) -> PipelineModel:
 
 
 def _block_costs(space: SearchSpace, rows: int, device_type: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (forward and backward, saved bytes) of each block; an op counts in the first block that has it."""
-    owner: dict[str, int] = {}
-    for i, block in enumerate(space.chain.blocks.ops):
-        for part in block.parts or (block.name,):
-            owner.setdefault(part, i)
-    times = [0] * space.chain.n
-    saved = [0] * space.chain.n
-    for op in space.chain.cost_model.graph(Size(rows), device_type).ops:
-        times[owner[op.name]] += op.cost.total_ns
-        saved[owner[op.name]] += op.cost.saved_bytes
-    return tuple(times), tuple(saved)
+    """Return (forward and backward, saved bytes) of each block."""
+    costs = [op.cost for op in space.chain.graph(Size(rows), device_type).ops]
+    return tuple(cost.total_ns for cost in costs), tuple(cost.saved_bytes for cost in costs)
 
 
 def _edges(blocks: Graph) -> dict[tuple[int, int], bool]:

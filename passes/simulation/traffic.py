@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 from autopart.ir.cluster import Cluster, Port
 from autopart.ir.decision import Stage
@@ -132,24 +133,14 @@ def _load(cluster: Cluster, hops: Sequence[_Hop], flows: Sequence[_Hop], rounds:
 
 
 class Loads:
-    """The loads of messages and sums on one cluster, each computed once."""
+    """The loads of messages and sums on one cluster, each computed once.
+
+    p2p, ring: `p2p_load` and `ring_load` on this cluster.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._known: dict[tuple[object, ...], PortLoad] = {}
-
-    def p2p(
-        self,
-        senders: tuple[int, ...],
-        receivers: tuple[int, ...],
-        sent: tuple[int, ...] = (),
-        received: tuple[int, ...] = (),
-    ) -> PortLoad:
-        """Return `p2p_load` on this cluster."""
-        key = senders, receivers, sent, received
-        if key not in self._known:
-            self._known[key] = p2p_load(self._cluster, *key)
-        return self._known[key]
+        self.p2p = cache(partial(p2p_load, cluster))
+        self.ring = cache(partial(ring_load, cluster))
 
     def between(self, src: Stage, dst: Stage) -> tuple[PortLoad, ...]:
         """Return the loads of a message between two stages, by micro-batch until they repeat."""
@@ -158,10 +149,3 @@ class Loads:
             self.p2p(src.ranks, dst.ranks, ours.cuts(micro), theirs.cuts(micro))
             for micro in range(common_period(ours, theirs))
         )
-
-    def ring(self, ranks: tuple[int, ...], turns: int) -> PortLoad:
-        """Return `ring_load` on this cluster."""
-        key = ranks, turns
-        if key not in self._known:
-            self._known[key] = ring_load(self._cluster, ranks, turns)
-        return self._known[key]

@@ -7,7 +7,7 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planners.exact_placement import place
+from planners.exact_placement import Limits, place
 from planners.placement import (
     NEVER,
     Machine,
@@ -22,7 +22,6 @@ from planners.placement import (
 
 from autopart.ir.errors import InfeasibleError, UsageError
 from autopart.ir.outlook import Optimality
-from autopart.passes.proof.exact import Limits
 
 FAST = Limits(seconds=20)
 

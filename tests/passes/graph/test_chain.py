@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from support.oracles.planner_oracle import Problem, problems
 
-from autopart.capture import CaptureCache
-from autopart.capture.batch.batch import flatten
-from autopart.ir.cluster import Device
 from autopart.ir.size import Size
-from autopart.passes.graph import chain as line_module
-from autopart.passes.graph.atoms import atoms
-from autopart.passes.graph.chain import BlockChain
-from autopart.passes.graph.coarsen import coarsen
-from autopart.passes.ops.analytic_costs import analytic_costs
-from autopart.passes.ops.cost_model import CostModel
 
 
 def ranges(n: int) -> list[tuple[int, int]]:
@@ -54,26 +44,3 @@ def test_line_as_a_graph_has_the_costs_of_its_blocks(p: Problem) -> None:
         assert sum(op.cost.total_ns for op in graph.ops) == sum(op.cost.total_ns for op in p.costs_at(rows, 0).ops)
         sizes = {v.name: v.size_bytes for v in p.costs_at(rows, 0).values}
         assert all(v.size_bytes == sizes[v.name] for v in graph.values)
-
-
-def test_between_powers_of_two_costs_lie_on_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPT-2: at most 2 % off in time, exact in bytes."""
-    from support.models.zoo import CASES
-
-    case = CASES["gpt2"]
-    capturer, batch = CaptureCache(case.model()), flatten(case.data(16))
-    device = Device("cpu", 1 << 34, 10**11, 10**10)
-    first, other = capturer(batch, Size(2)).graph, capturer(batch, Size(4)).graph
-    graph = analytic_costs(first, device)
-    cost_model = CostModel(graph, other, (device,))
-    blocks = coarsen(atoms(graph), blocks=64)
-    exact = BlockChain(blocks, graph, cost_model, 16)
-    monkeypatch.setattr(line_module, "EXACT_OPS", 0)
-    between = BlockChain(blocks, graph, cost_model, 16)
-    for rows in (3, 5, 6, 7, 9, 11, 13, 15):
-        one, two = exact.range_costs(Size(rows)), between.range_costs(Size(rows))
-        assert (one.sizes == two.sizes).all() and (one.enters == two.enters).all()
-        for field in ("fwd_ns", "bwd_ns"):
-            total = one.sums(field)[-1]
-            assert abs(int(two.sums(field)[-1]) - int(total)) <= 0.02 * total
-        assert two.sums("saved_bytes")[-1] == pytest.approx(one.sums("saved_bytes")[-1], rel=0.001)

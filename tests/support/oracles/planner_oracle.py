@@ -78,8 +78,7 @@ class Problem:
         fine = atoms(captured)
         ends = {place for paths in self.request.keep_together() for place in module_span(fine, paths)} - {len(fine.ops)}
         blocks = coarsen(fine, blocks=64, cuts=self.request.cuts, also=tuple(sorted(ends)))
-        most = max(max(rows) for rows in self.request.micro_rows)
-        chain = BlockChain(blocks, captured, self.cost_model, most)
+        chain = BlockChain(blocks, captured, self.cost_model)
         costs = Estimator(self.cluster, chain, self.request.state_factor, overlap=True)
         cuts = forced_bounds(blocks, fine, self.request.cuts)
         return SearchSpace(chain, costs, self.request.normalized(), fine, cuts)

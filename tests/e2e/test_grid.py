@@ -11,9 +11,9 @@ import pytest
 import torch
 from support.jobs.step_jobs import compare
 from support.models.zoo import CASES
+from support.workers import Workers
 
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
-from autopart.runtime.launch.local import Workers
 
 STAGES, MICROS = (1, 2, 4), (1, 3, 4)
 GRID = list(itertools.product(CASES, STAGES, SCHEDULES, MICROS))

@@ -19,7 +19,7 @@ from autopart.ir.errors import ClusterError
 from autopart.launcher import launcher_variables, torchrun_line
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.breaking import break_group
-from autopart.runtime.group.carriers import CARRIERS, Carrier
+from autopart.runtime.group.carriers import CARRIERS, NcclCarrier
 from autopart.runtime.group.rendezvous import UNWATCHED
 from autopart.runtime.group.shared_group import default_timeout_s, shared_group
 from autopart.runtime.watch.slow_phase import watch_slow_phases
@@ -113,7 +113,7 @@ class World:
         torch.cuda.set_device(device)
         return device
 
-    def _carrier(self) -> Carrier | None:
+    def _carrier(self) -> NcclCarrier | None:
         """Make what posts messages at their places in the program; None if receives may be posted ahead."""
         if self.transport not in CARRIERS or self.size == 1:
             return None

@@ -85,9 +85,8 @@ def shared_stand_in(world: World, batch: Batch | None, source: int, signature: f
             ) from error
         return own
 
-    content = from_rank(world, source, "describing the batch", described)
+    known = from_rank(world, source, "describing the batch", described)
     with together(world, "describing the batch"):
-        known = emptied(batch) if batch is not None else content
         if digest_of(repr(known.signature())) != signature:
             raise BatchError(
                 "the batch cannot be described to the ranks that were given none",

@@ -244,5 +244,5 @@ def _report(rank: int, error: BaseException, *, known: bool) -> dict[str, Any]:
     if not known:
         name, what = type(error).__name__, parts["what"]
         what = f"rank {rank} failed first: {name}" + (f": {what}" if what else "")
-        parts |= {"what": what, "why": "", "fix": f"see the error of rank {rank}; this one only follows from it"}
+        parts |= {"what": what, "fix": f"see the error of rank {rank}; this one only follows from it"}
     return {"rank": rank, "error": parts}

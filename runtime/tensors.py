@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -132,9 +133,9 @@ def broadcast_weights_if_different(world: World, tensors: Mapping[str, torch.Ten
 def _differing(world: World, hashes: Sequence[str]) -> list[int]:
     """Return the places where some rank's hash differs from rank 0's.  Collective; sends one hash if all are equal."""
     whole = hashlib.blake2b("".join(hashes).encode(), digest_size=16).hexdigest()
-    if len(set(world.gather_text(whole))) == 1:
+    if len(set(world.gather_objects(whole))) == 1:
         return []
-    everyone = [text.split() for text in world.gather_text(" ".join(hashes))]
+    everyone = world.gather_objects(hashes)
     return [index for index, mine in enumerate(everyone[0]) if any(other[index] != mine for other in everyone)]
 
 
@@ -170,9 +171,7 @@ def gather_tensors(
     Sparse tensors become dense.  Bytes sent: the size of all tensors, to every rank.
     """
     present = {name: local(name) is not None for name, rank in owners.items() if rank == world.rank}
-    everyone: dict[str, bool] = {}
-    for rank in range(world.size):
-        everyone.update(world.broadcast_object(present if rank == world.rank else None, rank))
+    everyone = dict(ChainMap(*world.gather_objects(present)))
     result: dict[str, torch.Tensor | None] = {}
     for name, rank in owners.items():
         if not everyone[name]:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
-from autopart.runtime.launch.local import Workers
+from support.workers import Workers
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,15 +13,13 @@ where messages and computation compete for the same cores.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,8 +83,7 @@ def probe(kind: str, sizes: tuple[int, ...]) -> Cluster:
         local = world.gather_numbers([float(os.environ.get("LOCAL_WORLD_SIZE", "1"))])
         if any(row != local[0] for row in local):
             raise world.known(ClusterError("the hosts run different numbers of ranks", where="LOCAL_WORLD_SIZE"))
-        mine = measure_device(world.device, sizes[0])
-        devices = [_device(json.loads(text)) for text in world.gather_text(json.dumps(asdict(mine)))]
+        devices = world.gather_objects(measure_device(world.device, sizes[0]))
         levels = [Level(size, _measure_level(world, sizes, index)) for index, size in enumerate(sizes) if size > 1]
         unknown = Level(1, NVLINK if kind == "cuda" else LOOPBACK)
         return check(Cluster(merge_devices(devices), tuple(levels) or (unknown,)))
@@ -172,10 +169,6 @@ def _cpu_name() -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
-def _device(fields: Mapping[str, Any]) -> Device:
-    return Device(**{**fields, "rates": tuple((name, rate) for name, rate in fields["rates"])})
-
-
 def pairs_of(sizes: Sequence[int], index: int) -> list[list[Pair]]:
     """Return the pairs that measure a level: the ranks of each two neighbouring groups that it joins, one to one."""
     inner, size, world = sizes[index - 1] if index else 1, sizes[index], sizes[-1]
@@ -218,7 +211,7 @@ def _ping_pong(world: World, pairs: Sequence[Pair], sizes: Sequence[int]) -> lis
     for (a, b), group in groups.items():
         if world.rank in (a, b):
             samples = _play(a + b - world.rank, group, sizes, world.device, first=world.rank == a)
-    return [[(int(n), ns) for n, ns in json.loads(text)] for text in world.gather_text(json.dumps(samples))]
+    return world.gather_objects(samples)
 
 
 def _play(

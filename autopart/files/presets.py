@@ -13,7 +13,7 @@ two of the six links, a third of the port.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopart.ir.cluster import Cluster, Device, Level, Link
 
@@ -25,14 +25,13 @@ TERA = 10**12
 class Node:
     """A node of `count` equal devices.
 
-    inside: the port of one device to the others.  network: the port of the node, which consists of `cards` equal cards.
+    inside: the port of one device to the others.  network: the port of the node.
     """
 
     device: Device
     count: int
     inside: Link
     network: Link
-    cards: int = 1
 
 
 REACHED, MEMORY_REACHED = 0.55, 0.85
@@ -72,19 +71,21 @@ DEVICES = {
 }
 
 NODES = {
-    "h200x8": Node(DEVICES["H200"], 8, Link(10_000, 450 * GB), Link(20_000, 400 * GB), 8),  # DGX/HGX: 8 x 400 Gb/s
-    "h100x8": Node(DEVICES["H100"], 8, Link(10_000, 450 * GB), Link(20_000, 400 * GB), 8),  # DGX H100: 8 x 400 Gb/s
-    "a100x8": Node(DEVICES["A100"], 8, Link(10_000, 300 * GB), Link(20_000, 200 * GB), 8),  # DGX A100: 8 x 200 Gb/s
-    "v100x8": Node(DEVICES["V100"], 8, Link(10_000, 150 * GB), Link(20_000, 50 * GB), 4),  # DGX-1: 4 x 100 Gb/s
+    "h200x8": Node(DEVICES["H200"], 8, Link(10_000, 450 * GB), Link(20_000, 400 * GB, 50 * GB)),  # DGX: 8 x 400 Gb/s
+    "h100x8": Node(
+        DEVICES["H100"], 8, Link(10_000, 450 * GB), Link(20_000, 400 * GB, 50 * GB)
+    ),  # DGX H100: 8 x 400 Gb/s
+    "a100x8": Node(
+        DEVICES["A100"], 8, Link(10_000, 300 * GB), Link(20_000, 200 * GB, 25 * GB)
+    ),  # DGX A100: 8 x 200 Gb/s
+    "v100x8": Node(
+        DEVICES["V100"], 8, Link(10_000, 150 * GB), Link(20_000, 50 * GB, 50 * GB // 4)
+    ),  # DGX-1: 4 x 100 Gb/s
     "p3.16xlarge": Node(DEVICES["V100-16GB"], 8, Link(10_000, 150 * GB), Link(50_000, 25 * GB // 8)),  # TCP, 25 Gb/s
 }
 
 
 def several(node: Node, count: int) -> Cluster:
     """Return a cluster of `count` nodes in one network."""
-    inner = Level(node.count, node.inside)
-    port = node.network
-    if node.cards > 1:
-        port = replace(port, flow_bytes_per_s=port.bytes_per_s // node.cards)
-    outer = (Level(node.count * count, port),) if count > 1 else ()
-    return Cluster((node.device,) * (node.count * count), (inner, *outer))
+    outer = (Level(node.count * count, node.network),) if count > 1 else ()
+    return Cluster((node.device,) * (node.count * count), (Level(node.count, node.inside), *outer))

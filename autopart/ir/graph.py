@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from autopart.ir.cost import Cost
 from autopart.ir.errors import GraphError
@@ -95,14 +94,6 @@ class LossReduction:
     classes: str | None = None
     smoothed: bool = False
     adjusted: tuple[Adjusted, ...] = ()
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> LossReduction:
-        """Return the inverse of `dataclasses.asdict`."""
-        adjusted = tuple(
-            Adjusted(item["value"], cls.from_json(item["weight"]), item["reader"]) for item in content["adjusted"]
-        )
-        return cls(**content | {"adjusted": adjusted})
 
     def counted(self) -> Iterator[str]:
         """Yield the values that must be known of each micro-batch before the step."""

@@ -186,11 +186,6 @@ def parse_action(text: str) -> Action:
     return Action(name, slot, None if peer is None else int(peer))
 
 
-def parse_actions(text: str) -> tuple[Action, ...]:
-    """Parse actions separated by blanks or lines, as `str(program)` writes them."""
-    return tuple(parse_action(word) for word in text.split())
-
-
 @dataclass(frozen=True, slots=True)
 class Edge:
     """The values that flow from one stage to a later one for each slot, as one message.

@@ -140,7 +140,7 @@ class Division:
         """Return the rows of each replica, in order; with few rows, some replicas have none.
 
         Cuts are at cut * rows / whole, rounded up.  So two ranks of two stages have rows in common only if their cuts
-        overlap (`crossings`), for any number of rows: one channel for each of these pairs is enough.
+        overlap (`split_rows`), for any number of rows: one channel for each of these pairs is enough.
         """
         cuts = self.cuts(micro)
         ends = [-(-cut * rows // cuts[-1]) for cut in cuts]
@@ -190,24 +190,6 @@ def copies_of(divisions: Sequence[Division]) -> int:
 
 
 @lru_cache(maxsize=4096)
-def crossings(sent: tuple[int, ...], received: tuple[int, ...]) -> tuple[tuple[int, int, int, int], ...]:
-    """Return (sender, receiver, start, end) of the rows in common, in order; the whole is the product of the last cuts.
-
-    O(senders + receivers).
-    """
-    found = []
-    start, sender, receiver = 0, 0, 0
-    while start < sent[-1] * received[-1]:
-        sender_end, receiver_end = sent[sender + 1] * received[-1], received[receiver + 1] * sent[-1]
-        end = min(sender_end, receiver_end)
-        if end > start:
-            found.append((sender, receiver, start, end))
-        sender, receiver = sender + (end == sender_end), receiver + (end == receiver_end)
-        start = end
-    return tuple(found)
-
-
-@lru_cache(maxsize=4096)
 def split_rows(
     senders: tuple[int, ...], receivers: tuple[int, ...], sent: tuple[int, ...] = (), received: tuple[int, ...] = ()
 ) -> tuple[Transfer, ...]:
@@ -216,8 +198,16 @@ def split_rows(
     sent, received: the cuts of both sides (`Division.cuts`), empty for equal shares.  O(senders + receivers).
     """
     sent, received = sent or tuple(range(len(senders) + 1)), received or tuple(range(len(receivers) + 1))
-    whole, found = sent[-1] * received[-1], crossings(sent, received)
-    return tuple(Transfer(senders[i], receivers[j], (start, end), whole) for i, j, start, end in found)
+    found = []
+    start, sender, receiver, whole = 0, 0, 0, sent[-1] * received[-1]
+    while start < whole:
+        sender_end, receiver_end = sent[sender + 1] * received[-1], received[receiver + 1] * sent[-1]
+        end = min(sender_end, receiver_end)
+        if end > start:
+            found.append(Transfer(senders[sender], receivers[receiver], (start, end), whole))
+        sender, receiver = sender + (end == sender_end), receiver + (end == receiver_end)
+        start = end
+    return tuple(found)
 
 
 def passages(

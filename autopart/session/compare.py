@@ -17,11 +17,10 @@ import contextlib
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from torch import nn
 
 from autopart.capture import CaptureCache
@@ -163,17 +162,16 @@ def verify_step(
         else:
             reference, micro_rows, shares = PLAIN, (batch.rows or 1,), None
 
-        def content() -> dict[str, Any]:
+        def content() -> Verification:
             with autocast.region() if autocast is not None else contextlib.nullcontext():
                 given = (model, batch, options.loss_fn, micro_rows, shares or [1.0])
                 plain = expected or plain_outcome(*given, device=session.world.device)
             stages, ops = reversed([*enumerate(decision.stages)]), graph.op_map()
             first = {name: number for number, stage in stages for op in stage.ops for name in ops[op].params}
-            return asdict(compared(found, plain, first, precision_of(graph), tolerance, reference))
+            return compared(found, plain, first, precision_of(graph), tolerance, reference)
 
         home = decision.stages[0].ranks[0]
-        shared = from_rank(session.world, home, "running the model in one process", content)
-        return TypeAdapter(Verification).validate_python(shared)
+        return from_rank(session.world, home, "running the model in one process", content)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -136,7 +137,7 @@ class Executor:
         total = sum(everyone[rank][0] for rank in self._decision.stages[last].ranks)
         if not any(row[1] for row in everyone):
             return total, ""
-        names = self._world.gather_text(first or "")
+        names = self._world.gather_objects(first)
         return total, next(f"{name} on rank {rank}" for rank, name in enumerate(names) if name)
 
     def predict(self, batch: Batch, plan: BatchPlan) -> Any:
@@ -243,10 +244,8 @@ class Executor:
         """Make the code for this batch, and return the counts of all ranks.  Collective; raises on all ranks what any
         rank finds wrong."""
         if self._given_rule is None:
-            content = from_rank(
-                self._world, self._first_rank, "preparing the batch", lambda: self._derived(batch, rows)
-            )
-            self._given_rule = BatchRule.from_json(content)
+            derived = partial(self._derived, batch, rows)
+            self._given_rule = from_rank(self._world, self._first_rank, "preparing the batch", derived)
         mine: list[float] = []
         failure: BaseException | None = None
         try:
@@ -266,7 +265,7 @@ class Executor:
             self._agreed[rows] = None if width else loss_shares(self._rule.reduction, rows, self._divisions)
         return [row[1:] for row in counts]
 
-    def _derived(self, batch: Batch, rows: Sequence[int]) -> dict[str, Any]:
+    def _derived(self, batch: Batch, rows: Sequence[int]) -> BatchRule:
         """Return how such batches are cut: a Python value or a length in the batch may choose another loss than the one
         that was planned for."""
         with patient("preparing the batch"):
@@ -274,7 +273,7 @@ class Executor:
             family = family_of_batch(self._context.captures, batch, several)
             reduction = loss_reduction(family, (several,), self._context.options.loss_reduction)
             divided = divided_values(self._decision, self._graph, self._code.prologue_of(batch))
-            return BatchRule(reduction, row_layouts(family, reduction, *divided)).to_json()
+            return BatchRule(reduction, row_layouts(family, reduction, *divided))
 
     def prepare(self, batch: Batch, rows: Sequence[int], *, sharded: bool = False) -> None:
         """Make the code for every number of rows.  Local; raises RefusedError when the model runs another program at

@@ -6,6 +6,7 @@ Methods that move data between ranks are collective: call them on all ranks, in 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from autopart.capture import CaptureCache
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan
-from autopart.ir.program import Program, parse_action
+from autopart.ir.program import Program
 from autopart.ir.timeline import Span, Timeline
 from autopart.options import Options
 from autopart.report.plan_table import stage_table
@@ -229,7 +230,5 @@ class Pipe(PipeState):
 def _gathered(world: World, mine: list[Span]) -> Timeline:
     """Return the spans of all ranks, in order of start.  Collective, O(spans).  Each rank counts from its own start of
     the step, right after the ranks have compared their batches, so times of ranks differ by at most one exchange."""
-    lines = [f"{span.rank} {span.start_ns} {span.end_ns} {span.action}" for span in mine]
-    rows = [line.split() for text in world.gather_text("\n".join(lines)) for line in text.splitlines()]
-    spans = [Span(int(rank), parse_action(action), int(start), int(end)) for rank, start, end, action in rows]
+    spans = itertools.chain.from_iterable(world.gather_objects(mine))
     return Timeline(tuple(sorted(spans, key=lambda span: (span.start_ns, span.rank))))

@@ -111,5 +111,5 @@ def _routes(owners: Mapping[str, int], before: Ranks, after: Ranks) -> Iterator[
 
 def _existing(world: World, routes: list[Route], mine: Collection[str]) -> list[Route]:
     """Return the routes of tensors that exist on their owner.  mine: those of this rank.  Collective."""
-    present = {name for text in world.gather_text("\n".join(mine)) for name in text.split("\n")}
+    present = set[str]().union(*world.gather_objects(list(mine)))
     return [route for route in routes if route[0] in present]

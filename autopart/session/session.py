@@ -16,7 +16,6 @@ from autopart.capture.batch.stand_in import with_rows
 from autopart.capture.derive.reduction import BatchRule
 from autopart.capture.guards import check_autocast, tied_names
 from autopart.capture.trained import refuse_meta
-from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import BatchError
 from autopart.ir.graph import Graph
@@ -128,19 +127,18 @@ class Session:
         ranks."""
         mine: Planned | None = None
 
-        def made() -> dict[str, Any]:
+        def made() -> tuple[Plan, BatchRule]:
             nonlocal mine
             with patient("planning"):
                 mine = make_plan(self.captures, self._batch, self._cluster, options)
-            return {"plan": plan_to_json(mine.plan), "rule": mine.rule.to_json()}
+            return mine.plan, mine.rule
 
-        content = from_rank(self.world, 0, "planning", made)
+        plan, rule = from_rank(self.world, 0, "planning", made)
         with together(self.world, "capturing the model"), patient("capturing the model"):
             if mine is None:
-                plan = plan_from_json(content["plan"], "plan of rank 0")
                 self.captures.run_in(plan.provenance.precision, self._cluster.kind)
                 captured = self.captures(self._batch, Size(max(plan.micro_rows)))
-                mine = Planned(plan, captured, BatchRule.from_json(content["rule"]))
+                mine = Planned(plan, captured, rule)
             self._batch = self.captures.judged(self._batch)
             fingerprint = (
                 f"{mine.captured.graph.shape_digest()} {mine.plan.digest()} {options.seed} {options.master_weights}"

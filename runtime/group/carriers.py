@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,36 +20,6 @@ from autopart.runtime.watch.launcher import end_process
 
 SPARE_S = 15.0
 """Seconds after the time limit in which the watch over the ranks may still end an opening."""
-
-
-class Posted(Protocol):
-    """Messages that were posted together."""
-
-    @property
-    def received(self) -> tuple[torch.Tensor, ...]:
-        """The receive buffers, filled when `wait` has returned or, on a device, for what is issued after it."""
-
-    def wait(self) -> None:
-        """Make what is issued from now on wait for these messages: it finds what was received, and may overwrite what
-        was sent."""
-
-
-class Carrier(Protocol):
-    """Carries messages between this rank and others."""
-
-    def open_pair(self, low: int, high: int) -> None:
-        """Prepare messages between two ranks.  Collective over all ranks, with nothing else on its way; the two return
-        when both can send."""
-
-    def open_group(self, group: dist.ProcessGroup) -> None:
-        """Prepare sums over a group.  Collective over its members, with nothing else on its way."""
-
-    def post(
-        self, peer: int, sends: Sequence[tuple[Action, torch.Tensor]], receives: Sequence[tuple[Action, int]]
-    ) -> Posted:
-        """Post bytes to send, and numbers of bytes to receive, together; the peer posts the counterparts.
-
-        Actions name the messages, by their send."""
 
 
 class NcclCarrier:
@@ -70,7 +39,9 @@ class NcclCarrier:
         self._posting = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def open_pair(self, low: int, high: int) -> None:
-        """Make the communicator of a pair, and send a byte in both directions."""
+        """Make the communicator of a pair, and send a byte in both directions.
+
+        Collective over all ranks, with nothing else on its way; the two return when both can send."""
         group = self._pair_group(low, high)
         if self._rank not in (low, high):
             return
@@ -83,7 +54,7 @@ class NcclCarrier:
             torch.cuda.synchronize(self._device)
 
     def open_group(self, group: dist.ProcessGroup) -> None:
-        """Make the communicator by a sum."""
+        """Make the communicator by a sum.  Collective over the group, with nothing else on its way."""
         ranks = dist.get_process_group_ranks(group)
         with _deadline(f"opening the group of ranks {', '.join(map(str, ranks))}"), waiting():
             dist.all_reduce(torch.zeros(1, device=self._device), group=group)
@@ -92,7 +63,8 @@ class NcclCarrier:
     def post(
         self, peer: int, sends: Sequence[tuple[Action, torch.Tensor]], receives: Sequence[tuple[Action, int]]
     ) -> NcclPosted:
-        """Post them as one batch, without waiting."""
+        """Post bytes to send, and numbers of bytes to receive, as one batch, without waiting; the peer posts the
+        counterparts.  Actions name the messages, by their send."""
         computing = torch.cuda.current_stream(self._device)
         stream = computing if sends else self._posting
         with torch.cuda.stream(stream):
@@ -109,7 +81,10 @@ class NcclCarrier:
 
 
 class NcclPosted:
-    """A batch.  foreign: whether its buffers belong to another stream than that of the computes."""
+    """Messages that were posted together.
+
+    received: the receive buffers, filled for what is issued after `wait`.  foreign: whether they belong to another
+    stream than that of the computes."""
 
     def __init__(self, works: list[dist.Work], received: tuple[torch.Tensor, ...], *, foreign: bool) -> None:
         self._works = works
@@ -117,7 +92,7 @@ class NcclPosted:
         self.received = received
 
     def wait(self) -> None:
-        """Make the current stream wait; a second call does nothing."""
+        """Make the current stream wait, so that what was sent may be overwritten; a second call does nothing."""
         for work in self._works:
             work.wait()
         if self._works and self._foreign:
@@ -126,9 +101,7 @@ class NcclPosted:
         self._works = []
 
 
-CARRIERS: dict[str, Callable[[int, torch.device, Callable[[int, int], dist.ProcessGroup]], Carrier]] = {
-    "nccl": NcclCarrier
-}
+CARRIERS = {"nccl": NcclCarrier}
 """By the name of the transport; made from this rank, its device and a function that opens the group of a pair."""
 
 

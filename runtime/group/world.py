@@ -19,12 +19,13 @@ from autopart.ir.errors import ClusterError
 from autopart.launcher import launcher_variables, torchrun_line
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.breaking import break_group
-from autopart.runtime.group.carriers import CARRIERS, Carrier
+from autopart.runtime.group.carriers import CARRIERS, NcclCarrier
 from autopart.runtime.group.rendezvous import UNWATCHED
 from autopart.runtime.group.shared_group import default_timeout_s, shared_group
 from autopart.runtime.watch.slow_phase import watch_slow_phases
 
 E = TypeVar("E", bound=BaseException)
+T = TypeVar("T")
 
 AUTO, NCCL, GLOO = "auto", "nccl", "gloo"
 PLANNING_TIMES = 10
@@ -112,7 +113,7 @@ class World:
         torch.cuda.set_device(device)
         return device
 
-    def _carrier(self) -> Carrier | None:
+    def _carrier(self) -> NcclCarrier | None:
         """Make what posts messages at their places in the program; None if receives may be posted ahead."""
         if self.transport not in CARRIERS or self.size == 1:
             return None
@@ -240,12 +241,12 @@ class World:
             dist.all_gather(everyone, mine, group=shared_group.group)
         return [row.tolist() for row in everyone]
 
-    def gather_text(self, text: str) -> list[str]:
-        """Return a text of every rank, by rank.  Collective."""
-        found = [text] * self.size
+    def gather_objects(self, content: T) -> list[T]:
+        """Return what every rank gives, pickled on its way, by rank.  Collective."""
+        found = [content] * self.size
         if self.size > 1:
             with self._waiting:
-                dist.all_gather_object(found, text, group=shared_group.group)
+                dist.all_gather_object(found, content, group=shared_group.group)
         return found
 
     def broadcast_object(self, content: Any, source: int = 0) -> Any:

@@ -39,14 +39,6 @@ def first_cause(answers: Collection[object]) -> Failure | Death | None:
     return min(failures, key=lambda a: (a.priority, a.at), default=None)
 
 
-def raised_alike(answers: Collection[object]) -> Failure | None:
-    """Return the failure of the first rank if every rank raised the same exception, so all stand at the same point."""
-    failures = [a for a in answers if isinstance(a, Failure)]
-    if len(failures) == len(answers) and len({(f.kind, f.message) for f in failures}) == 1:
-        return min(failures, key=lambda f: f.rank)
-    return None
-
-
 def error_for(cause: Failure | Death, status: SharedStatus, doing: str = "") -> AutopartError:
     """Return the error to raise for a cause.  status: of its rank; doing: what the ranks were asked to do."""
     state = state_of_rank(cause.rank, status)

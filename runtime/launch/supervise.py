@@ -8,7 +8,6 @@ kernel chose, and workers join it as torchrun's workers do.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import multiprocessing
 import os
 import pickle
@@ -25,8 +24,8 @@ from typing import Any, NoReturn
 from autopart.ir.errors import UsageError
 from autopart.runtime.activity import PATIENT, SharedStatus
 from autopart.runtime.launch import worker
-from autopart.runtime.launch.reasons import GUARD, UNGUARDED, Death, error_for, first_cause, raised_alike
-from autopart.runtime.launch.worker import READY, Run, Success, WorkerInit
+from autopart.runtime.launch.reasons import GUARD, UNGUARDED, Death, error_for, first_cause
+from autopart.runtime.launch.worker import READY, Success
 from autopart.runtime.watch.launcher import STOPPED_S
 from autopart.runtime.watch.states import no_answer, state_of_rank
 
@@ -56,14 +55,12 @@ class Fleet:
         Raises UsageError if the main script lacks its guard, WorkerError if a process does not come up.
         """
         spawn = multiprocessing.get_context("spawn")
-        self._statuses: ctypes.Array[SharedStatus] = spawn.RawArray(SharedStatus, world)
+        self._statuses = [spawn.RawValue(SharedStatus) for _ in range(world)]
         self.members: list[Member] = []
         self._store: Any = None
-        self._env: dict[str, str] = {}
         atexit.register(self.kill)
         try:
-            self._renew_store()
-            self._start(world)
+            self._start(world, self.open_store())
             ups = self._collect(deadline)
             if any(ups.get(rank) != READY for rank in range(world)):
                 self._fail(ups, "starting")
@@ -71,8 +68,8 @@ class Fleet:
             self.kill()
             raise
 
-    def _renew_store(self) -> None:
-        """Open a new rendezvous store, and note the variables that lead workers to it."""
+    def open_store(self) -> dict[str, str]:
+        """Open a new rendezvous store, and return the variables that lead workers to it."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         listener = socket.create_server(("127.0.0.1", 0))
@@ -80,42 +77,38 @@ class Fleet:
         self._store = TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        self._env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
-    def _start(self, world: int) -> None:
+    def _start(self, world: int, env: dict[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
         main_thread = threading.current_thread() is threading.main_thread()
         for rank in range(world):
             conn, theirs = context.Pipe()
-            init = WorkerInit(rank, theirs, self._statuses, os.getpid(), main_thread)
-            process = context.Process(target=worker.main, args=(init,), name=f"autopart-rank-{rank}")
-            with _environment(self._env | _local_env(rank, world)):
+            given = rank, theirs, self._statuses[rank], main_thread
+            process = context.Process(target=worker.main, args=given, name=f"autopart-rank-{rank}")
+            with _environment(env | _local_env(rank, world)):
                 process.start()
             theirs.close()
             self.members.append(Member(rank, process, conn))
 
     def run(self, call: bytes, name: str, deadline: float | None) -> list[Any]:
-        """Run a pickled call on every rank and return the results by rank.
-
-        Raises after killing the processes, except if every rank raised the same exception.
-        """
+        """Run a pickled call on every rank and return the results by rank; raise after killing the processes."""
         try:
-            for member in self.members:
-                with suppress(OSError):  # `_collect` notices that it is gone
-                    member.conn.send(Run(call, name, self._env))
-            answers = self._collect(deadline)
-            good = [answer for answer in answers.values() if isinstance(answer, Success)]
-            alike = raised_alike(answers.values()) if len(answers) == len(self.members) else None
-            if len(good) < len(self.members) and alike is None:
+            answers = self.answers(call, name, deadline)
+            good = [answer for _, answer in sorted(answers.items()) if isinstance(answer, Success)]
+            if len(good) < len(self.members):
                 self._fail(answers, f"running {name}")
         except BaseException:
             self.kill()
             raise
-        if not any(answer.in_group for answer in answers.values()):
-            self._renew_store()  # without the keys of a group that was left
-        if alike is not None:
-            raise error_for(alike, self._statuses[alike.rank])
-        return [_load_result(answer) for answer in sorted(good, key=lambda answer: answer.rank)]
+        return [load_result(answer) for answer in good]
+
+    def answers(self, call: bytes, name: str, deadline: float | None) -> dict[int, Any]:
+        """Return what each rank answers to a pickled call, of the ranks that answer in time."""
+        for member in self.members:
+            with suppress(OSError):  # `_collect` notices that it is gone
+                member.conn.send((call, name))
+        return self._collect(deadline)
 
     def _collect(self, deadline: float | None) -> dict[int, Any]:
         """Wait for one message of every rank; stop a moment after a failure, or at the deadline."""
@@ -191,7 +184,8 @@ def name_of(fn: object) -> str:
     return str(getattr(fn, "__qualname__", None) or type(fn).__name__)
 
 
-def _load_result(answer: Success) -> Any:
+def load_result(answer: Success) -> Any:
+    """Return what a function returned; raise UsageError if it cannot be loaded in this process."""
     try:
         return pickle.loads(answer.result)
     except Exception as error:

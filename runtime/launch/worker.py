@@ -1,6 +1,6 @@
 """The child's side of a local launch: it runs one function after another and reports, and ends with its parent.
 
-The parent (`supervise`) starts `main` in a spawned process and sends it `Run`s; each is answered by a `Success` or a
+The parent (`supervise`) starts `main` in a spawned process and sends it calls; each is answered by a `Success` or a
 `Failure`.  The rank's status lies in memory shared with the parent (`SharedStatus`), which can read it after the
 process was killed.
 """
@@ -29,36 +29,11 @@ READY = "ready"
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerInit:
-    """What a process is given when it starts.
-
-    statuses: of every rank, shared with the parent; parent: its process id; by_main_thread: whether the parent's main
-    thread starts the process.
-    """
-
-    rank: int
-    conn: Connection
-    statuses: ctypes.Array[SharedStatus]
-    parent: int
-    by_main_thread: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One call.  call: pickled (function, arguments); name: of the function; env: variables to set."""
-
-    call: bytes
-    name: str
-    env: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
 class Success:
-    """result: pickled; in_group: whether the process is still in a torch.distributed group."""
+    """The pickled result of a function on one rank."""
 
     rank: int
     result: bytes
-    in_group: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,36 +51,36 @@ class Failure:
     error: bytes
     priority: int
     at: float
-    in_group: bool
 
 
-def main(init: WorkerInit) -> None:
-    """Answer every `Run` until the parent sends None or is gone."""
-    _tie_to_parent(init)
+def main(rank: int, conn: Connection, status: SharedStatus, by_main_thread: bool) -> None:
+    """Answer calls until the parent sends None or is gone: a pickled (function, arguments), and the function's name.
+
+    status: of this rank, shared with the parent.  by_main_thread: whether the parent's main thread starts the process.
+    """
+    _tie_to_parent(by_main_thread)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal: the parent handles it
-    status = init.statuses[init.rank]
     publish_to(status)
     try:
-        init.conn.send(READY)
-        while (run := init.conn.recv()) is not None:
+        conn.send(READY)
+        while (call := conn.recv()) is not None:
             status.label, status.waits = b"", NOBODY
             set_activity("")
-            os.environ.update(run.env)
-            answer = _answer(init.rank, run)
+            answer = _answer(rank, *call)
             leave()
             _flush()
-            init.conn.send(answer)
+            conn.send(answer)
     except (EOFError, OSError):  # the parent is gone
         os._exit(1)
 
 
-def _answer(rank: int, run: Run) -> Success | Failure:
+def _answer(rank: int, call: bytes, name: str) -> Success | Failure:
     pid = os.getpid()
     try:
-        fn, args = _load_call(run)
+        fn, args = _load_call(call, name)
         result = fn(*args)
         _end_forked_child(pid)
-        return Success(rank, _dump_result(rank, run.name, result), _in_group())
+        return Success(rank, _dump_result(rank, name, result))
     except BaseException as error:
         _end_forked_child(pid, error)
         return _failure(rank, error)
@@ -128,12 +103,12 @@ def _end_forked_child(pid: int, error: BaseException | None = None) -> None:
     os._exit(status)
 
 
-def _load_call(run: Run) -> tuple[Any, tuple[Any, ...]]:
+def _load_call(call: bytes, name: str) -> tuple[Any, tuple[Any, ...]]:
     try:
-        fn, args = pickle.loads(run.call)
+        fn, args = pickle.loads(call)
     except Exception as error:
         raise UsageError(
-            f"a worker process cannot load {run.name} and its arguments",
+            f"a worker process cannot load {name} and its arguments",
             why=f"{type(error).__name__}: {error}",
             fix="define the function, and the classes of its arguments, at the top level of a file that workers import",
         ) from error
@@ -158,9 +133,7 @@ def _failure(rank: int, error: BaseException) -> Failure:
     trace = "".join(traceback.format_exception(error)).rstrip()
     priority = 2 if is_effect(error) else 0
     message = str(error) or repr(error)
-    return Failure(
-        rank, type(error).__name__, message, trace, _dump_error(error), priority, time.monotonic(), _in_group()
-    )
+    return Failure(rank, type(error).__name__, message, trace, _dump_error(error), priority, time.monotonic())
 
 
 def _dump_error(error: BaseException) -> bytes:
@@ -173,18 +146,13 @@ def _dump_error(error: BaseException) -> bytes:
         return b""
 
 
-def _in_group() -> bool:
-    dist = sys.modules.get("torch.distributed")
-    return bool(dist and dist.is_available() and dist.is_initialized())
-
-
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
 
 
-def _tie_to_parent(init: WorkerInit) -> None:
+def _tie_to_parent(by_main_thread: bool) -> None:
     """End this process when the parent ends, in any way.
 
     A thread waits for the parent's pipe to close.  On Linux the kernel also sends SIGKILL, in case this process does
@@ -198,8 +166,8 @@ def _tie_to_parent(init: WorkerInit) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="autopart-parent-watch", daemon=True).start()
-    if sys.platform == "linux" and init.by_main_thread:
+    if sys.platform == "linux" and by_main_thread:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != init.parent:  # it ended before prctl
+        if os.getppid() != parent.pid:  # it ended before prctl
             os._exit(1)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from autopart.ir.program import Action, Program
-from autopart.runtime.group.carriers import Posted
+from autopart.runtime.group.carriers import NcclPosted
 from autopart.runtime.group.world import World
 from autopart.runtime.messages.transport import Specs, offsets, pack, unpack
 
@@ -33,8 +33,8 @@ class Posting:
         self._next = self._done = 0
         self._expected: dict[_Message, Specs] = {}
         self._given: dict[_Message, torch.Tensor] = {}
-        self._posted: dict[_Message, tuple[Posted, int]] = {}
-        self._sent: dict[int, Posted] = {}
+        self._posted: dict[_Message, tuple[NcclPosted, int]] = {}
+        self._sent: dict[int, NcclPosted] = {}
 
     def begin(self) -> None:
         """Begin a step, whose messages were announced by `expect`."""

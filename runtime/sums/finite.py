@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import torch
 
@@ -15,8 +14,8 @@ from autopart.runtime.tensors import dense
 def unscale(
     parameters: Mapping[str, torch.nn.Parameter],
     scale: float,
-    masters: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
-    before: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    masters: Mapping[str, torch.nn.Parameter],
+    before: Mapping[str, torch.Tensor],
 ) -> str | None:
     """Divide all gradients by `scale`, in place; return the name of the first that is not finite, or None.
 

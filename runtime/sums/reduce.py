@@ -7,7 +7,6 @@ keeps the copies' gradients equal to the bit, so equal optimizers keep the copie
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -56,7 +55,7 @@ class GradientsAside:
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
-        masters: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
+        masters: Mapping[str, torch.nn.Parameter],
     ) -> None:
         """masters: the parameters whose master weight gets the gradient, not rounded."""
         self._kept = [(p, masters.get(name, p)) for name, p in parameters.items()]

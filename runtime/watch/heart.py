@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,10 +162,3 @@ class Heart:
     def silent_s(self, rank: int) -> float:
         """Return for how long a rank has sent no heartbeat."""
         return max(0.0, self._read_at - self.seen[rank].beat_at)
-
-
-def quietly(stop: Heart | None) -> None:
-    """Stop a heart, ignoring errors of its store."""
-    if stop is not None:
-        with suppress(Exception):
-            stop.stop()

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -22,7 +23,7 @@ from autopart.ir.errors import AutopartError, WorkerError
 from autopart.runtime import activity
 from autopart.runtime.activity import AWAY, JOINING, NOBODY, PATIENT
 from autopart.runtime.effects import first_line, is_effect
-from autopart.runtime.watch.heart import Heart, quietly
+from autopart.runtime.watch.heart import Heart
 from autopart.runtime.watch.launcher import STOPPED_S, end_process, watch_launcher
 from autopart.runtime.watch.processes import sibling, state_of, this_machine
 from autopart.runtime.watch.states import RankState, held_up_by, state_of_rank, verdict
@@ -99,7 +100,7 @@ class Monitor:
                 self._heart.hurry()
                 cause = self._heart.cause
                 if cause is not None and cause["rank"] != self.rank:
-                    self.verdict = _error_of(cause)
+                    self.verdict = WorkerError(**cause["error"])
                     break
             ended = [s for s in self._states(time.monotonic()).values() if s.dead]
             if ended:
@@ -116,7 +117,9 @@ class Monitor:
         self._ending.set()
         activity.leave()
         heart, self._heart = self._heart, None
-        quietly(heart)
+        if heart is not None:
+            with suppress(Exception):  # of its store
+                heart.stop()
 
     # -- in its own thread -----------------------------------------------------------------------------------------
 
@@ -132,7 +135,7 @@ class Monitor:
         self._looked_at = now
         heart, status = self._heart, activity.current()
         if heart is not None and heart.cause is not None and heart.cause["rank"] != self.rank:
-            self._decide(_error_of(heart.cause), now)
+            self._decide(WorkerError(**heart.cause["error"]), now)
         key = (status.changes, status.waits)
         if key != self._wait_key:
             self._wait_key, self._wait_from, self._note_s = key, now, NOTE_S
@@ -238,13 +241,8 @@ def _report(rank: int, error: BaseException, *, known: bool) -> dict[str, Any]:
     parts = {"what": first_line(error), "where": "", "why": "", "fix": ""}
     if isinstance(error, AutopartError):
         parts = {"what": error.what, "where": error.where, "why": error.why, "fix": error.fix}
-    return {"rank": rank, "name": type(error).__name__, "known": known, **parts}
-
-
-def _error_of(cause: Mapping[str, Any]) -> WorkerError:
-    """Return the error that this rank raises for the failure of another."""
-    if cause["known"]:
-        return WorkerError(cause["what"], where=cause["where"], why=cause["why"], fix=cause["fix"])
-    what = f"rank {cause['rank']} failed first: {cause['name']}" + (f": {cause['what']}" if cause["what"] else "")
-    fix = f"see the error of rank {cause['rank']}; this one only follows from it"
-    return WorkerError(what, where=cause["where"], why=cause["why"], fix=fix)
+    if not known:
+        name, what = type(error).__name__, parts["what"]
+        what = f"rank {rank} failed first: {name}" + (f": {what}" if what else "")
+        parts |= {"what": what, "fix": f"see the error of rank {rank}; this one only follows from it"}
+    return {"rank": rank, "error": parts}

@@ -9,9 +9,10 @@ from support.jobs.replica_jobs import replicated
 from support.jobs.step_jobs import compare
 from support.languages.nccl_programs import CASES, FINE, HANG, WRONG
 from support.oracles.fake_nccl import NAME
+from support.workers import Workers
 
 from autopart.ir.errors import WorkerError
-from autopart.runtime.launch.local import Workers, launch
+from autopart.runtime.launch.local import launch
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from support.jobs import misleading_jobs as jobs
 from support.models.misleading_models import SCRIPTS
+from support.workers import Workers
 
 from autopart.ir.errors import AutopartError, RefusedError, UsageError
-from autopart.runtime.launch.local import Workers
 
 REFUSED: dict[str, tuple[type[AutopartError], str]] = {
     "an axis": (RefusedError, "softmax along the rows"),

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from support.jobs.failing_jobs import WORLD, exit_in_step, healthy_step, train_until_failure
+from support.workers import Workers
 
 from autopart.ir.errors import RunError, StageError, WorkerError
-from autopart.runtime.launch.local import Workers
 
 pytestmark = pytest.mark.timeout(120)
 LIMIT_S = 5.0

@@ -12,9 +12,9 @@ import torch
 from support.grids import with_rotated
 from support.jobs.step_jobs import compare
 from support.models.zoo import CASES
+from support.workers import Workers
 
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
-from autopart.runtime.launch.local import Workers
 
 STAGES, MICROS = (1, 2, 4), (1, 3, 4)
 GRID = with_rotated((CASES, STAGES, SCHEDULES), MICROS)

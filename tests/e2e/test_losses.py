@@ -8,8 +8,7 @@ from support.jobs import learned_loss_jobs as learned
 from support.jobs import misleading_jobs as jobs
 from support.models.loss_models import LOSSES
 from support.models.mask_models import MASKED
-
-from autopart.runtime.launch.local import Workers
+from support.workers import Workers
 
 SLOW = ("class weights", "a transformer with masks", "packed sequences")
 NAMES = [name if name not in SLOW else pytest.param(name, marks=pytest.mark.slow) for name in [*LOSSES, *MASKED]]

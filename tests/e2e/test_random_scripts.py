@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import pytest
 from support.jobs.random_scripts import Outcome, drawn, played, smaller
-
-from autopart.runtime.launch.local import Workers
+from support.workers import Workers
 
 CHUNK, SCRIPTS = 25, 2000
 ALONE, PAIRED = range(4), range(2000, 2002)

@@ -11,8 +11,7 @@ from support.grids import with_rotated
 from support.jobs import random_plan_jobs, replica_jobs
 from support.jobs.sparse_jobs import alone
 from support.models.zoo import CASES
-
-from autopart.runtime.launch.local import Workers
+from support.workers import Workers
 
 
 @pytest.fixture(scope="session")

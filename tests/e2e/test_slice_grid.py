@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import pytest
 from support.jobs.slice_jobs import half_precision, kept, shorter_sequences, sliced, trained, trained_whole
 from support.models.causal_zoo import BY_HAND, REFUSED
-
-from autopart.runtime.launch.local import Workers
+from support.workers import Workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 OF_16, OF_12 = (7, 5, 3, 1), (5, 4, 2, 1)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from support.jobs.sliced_plan_jobs import compare_with_whole
 from support.models.decoder import Shape
+from support.workers import Workers
 
 from autopart.ir.plan import Decision
-from autopart.runtime.launch.local import Workers
 
 UNEVEN = (7, 5, 3, 1)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from support.jobs.slice_jobs import sliced
 from support.models.zoo import CASES
+from support.workers import Workers
 
 import autopart
 from autopart.ir.errors import RefusedError, UsageError
-from autopart.runtime.launch.local import Workers
 
 UNEVEN = (7, 5, 3, 1)
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.jobs.soak_jobs import soaked
-
-from autopart.runtime.launch.local import Workers
+from support.workers import Workers
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/statm").exists(), reason="needs /proc to read the resources of a process"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.jobs import sparse_jobs as jobs
-
-from autopart.runtime.launch.local import Workers
+from support.workers import Workers
 
 
 @pytest.mark.parametrize("tied", [False, True])

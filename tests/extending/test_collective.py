@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from support.languages import own_collective
 from support.languages.programs import program
+from support.workers import Workers
 
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import ALL, COLLECTIVE, FORWARD, LOCAL, ActionKind, parse_action, register_action
@@ -14,7 +15,6 @@ from autopart.passes.program.messages import check_messages
 from autopart.passes.program.verify import check_program
 from autopart.passes.simulation.simulate import Work, simulate
 from autopart.passes.simulation.traffic import PortLoad
-from autopart.runtime.launch.local import Workers
 
 
 @pytest.fixture

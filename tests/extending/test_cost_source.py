@@ -10,11 +10,11 @@ import pytest
 import torch
 from support.languages import own_cost_source
 from support.languages.own_cost_source import MODULE_NS, by_module
+from support.workers import Workers
 from torch import nn
 
 import autopart
 from autopart.report.plan_table import stage_table
-from autopart.runtime.launch.local import Workers
 
 MOST_LINES = 25
 

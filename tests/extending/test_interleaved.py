@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.languages.own_interleaving import in_groups, trained, two_stages_a_rank
-
-from autopart.runtime.launch.local import Workers
+from support.workers import Workers
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.languages import own_op
+from support.workers import Workers
 
 import autopart
 from autopart.capture import Captured, capture
@@ -16,7 +17,6 @@ from autopart.ir.size import Size
 from autopart.passes.loss.derive import UnprovenRows, derive_loss_weight
 from autopart.passes.ops.analytic_costs import saved_values
 from autopart.passes.ops.flops import flops
-from autopart.runtime.launch.local import Workers
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ from support.languages import own_schedule
 from support.languages.graphs import cluster, graph, plan_of
 from support.languages.own_schedule import eager_first_stage
 from support.oracles.strict import hangs, issued
+from support.workers import Workers
 
 from autopart.ir.errors import ProgramError, UsageError
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import register
 from autopart.passes.program.verify import check_program
-from autopart.runtime.launch.local import Workers
 
 MODEL = graph("a:3 +w #4 <- x; b:3 +v #4 <- a; c:3 +u #4 <- b; d:3 +t #4 <- c")
 

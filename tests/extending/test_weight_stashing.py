@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from support.languages import own_pipedream
+from support.workers import Workers
 
 import autopart
 from autopart.ir.errors import RefusedError
-from autopart.runtime.launch.local import Workers
 
 
 def test_weights_are_stashed_and_updated_after_each_micro_batch(pair: Workers) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.jobs.engine_jobs import step
-
-from autopart.runtime.launch.local import Workers
+from support.workers import Workers
 
 MICROS = 3
 

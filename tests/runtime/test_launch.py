@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 from support.jobs import launch_jobs as jobs
+from support.workers import Workers
 
 from autopart.ir.errors import AutopartError, BatchError, ClusterError, StageError, UsageError, WorkerError
 from autopart.runtime.activity import LABEL_BYTES, NOTE_BYTES, SharedStatus, publish_to, set_activity, set_rank_label
 from autopart.runtime.launch import worker
-from autopart.runtime.launch.local import Workers, launch
+from autopart.runtime.launch.local import launch
 from autopart.runtime.launch.reasons import Death, first_cause
 from autopart.runtime.launch.worker import Failure
 
@@ -148,7 +149,7 @@ def test_the_cause_wins_over_its_effects(workers: Workers) -> None:
 
 def test_the_first_cause() -> None:
     def failure(rank: int, priority: int, at: float) -> Failure:
-        return Failure(rank, "ValueError", "", "", b"", priority, at, False)
+        return Failure(rank, "ValueError", "", "", b"", priority, at)
 
     killed, aborted = Death(3, -signal.SIGKILL, 5.0), Death(4, -signal.SIGABRT, 4.0)
     effect, early, late = failure(0, 2, 1.0), failure(1, 0, 2.0), failure(2, 0, 3.0)
@@ -235,7 +236,7 @@ def test_results_that_cannot_be_sent(workers: Workers) -> None:
 @pytest.mark.parametrize("world", [0, -1, 1.5, True, "2"])
 def test_world_must_be_a_count(world: object) -> None:
     with pytest.raises(UsageError, match="the number of ranks"):
-        Workers(world)  # type: ignore[arg-type]
+        launch(jobs.double, world, 1)  # type: ignore[arg-type]
 
 
 def test_under_torchrun_the_function_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:

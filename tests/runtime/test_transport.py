@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.jobs.message_jobs import COUNT, taken_in_order
+from support.workers import Workers
 
-from autopart.runtime.launch.local import Workers
 from autopart.runtime.messages.transport import offsets, pack, unpack
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.jobs.detect_jobs import probe_uneven
+from support.workers import Workers
 
 from autopart.cli.main import main
 from autopart.costs.detect import SIZES, detect, fit_link, merge_devices, pairs_of, probe, rounded
@@ -16,7 +17,6 @@ from autopart.files.clusters import LOOPBACK, cluster_to_yaml, parse_cluster, th
 from autopart.ir.cluster import Cluster, Device, Level, Link, check
 from autopart.ir.errors import ClusterError
 from autopart.report.cluster_table import cluster_table
-from autopart.runtime.launch.local import Workers
 
 
 @pytest.fixture(autouse=True)

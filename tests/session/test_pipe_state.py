@@ -10,11 +10,11 @@ import pytest
 import torch
 from support.jobs import state_jobs as jobs
 from support.models.zoo import CASES
+from support.workers import Workers
 from torch import nn
 
 import autopart
 from autopart.ir.errors import NonFiniteError, RunError, UsageError
-from autopart.runtime.launch.local import Workers
 
 
 class Normed(nn.Module):

@@ -12,10 +12,10 @@ from support.jobs import session_jobs as jobs
 from support.jobs.failing_jobs import CASE as TROUBLED
 from support.jobs.failing_jobs import arm
 from support.jobs.step_jobs import ALL
+from support.workers import Workers
 
 import autopart
 from autopart.ir.errors import BatchError, CaptureError, PlanError, RunError, StageError, WorkerError
-from autopart.runtime.launch.local import Workers
 
 pytestmark = pytest.mark.timeout(200)
 WORLD = 3

@@ -11,11 +11,11 @@ import pytest
 import torch
 from support.jobs import misleading_jobs as jobs
 from support.models.misleading_models import ROWS, WIDTH, Net, Normed
+from support.workers import Workers
 from torch import nn
 
 import autopart
 from autopart.ir.errors import AutopartError, RefusedError, UsageError
-from autopart.runtime.launch.local import Workers
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from autopart.capture.batch.batch import Batch
 from autopart.capture.cache import CaptureCache
@@ -31,16 +30,6 @@ class BatchRule:
 
     reduction: LossReduction
     layouts: Layouts = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain lists and dictionaries, to be sent."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> BatchRule:
-        """Return the rule that `to_json` described."""
-        layouts = {name: None if row is None else RowLayout(**row) for name, row in content["layouts"].items()}
-        return cls(LossReduction.from_json(content["reduction"]), layouts)
 
 
 def couples_rows(graph: Graph, *, synced: bool = False) -> bool:

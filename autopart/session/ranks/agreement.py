@@ -5,15 +5,17 @@ Otherwise the other ranks would wait in their next collective until a timeout.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
-from autopart.ir import errors
 from autopart.ir.errors import AutopartError, PlanError, WorkerError
+from autopart.runtime.effects import first_line
 from autopart.runtime.group.world import World
 
+T = TypeVar("T")
+_Told = AutopartError | tuple[str, str]
+"""A failure as it is sent: an error of autopart, or the name of another one and the first line of its message."""
 FAILURES = (Exception, SystemExit)
 """Errors that ranks exchange in a collective.  KeyboardInterrupt is told to the other ranks by `World.fail` instead, so
 that Ctrl-C waits for no collective."""
@@ -43,25 +45,24 @@ def raise_first(world: World, failure: BaseException | None, doing: str) -> None
         if failure is not None:
             raise world.known(failure)
         return
-    mine = json.dumps(_described(failure)) if failure is not None else ""
-    reports: list[Any] = [json.loads(text) if text else None for text in world.gather_text(mine)]
-    failed = [rank for rank, report in enumerate(reports) if report is not None]
+    reports = world.gather_objects(_told(failure) if failure is not None else None)
+    failed = [(rank, told) for rank, told in enumerate(reports) if told is not None]
     if not failed:
         return
-    first = failed[0]
-    alike = all(report == reports[0] for report in reports)
+    first, told = failed[0]
+    alike = len(set(map(repr, reports))) == 1
     own = world.rank == first and not isinstance(failure, AutopartError)
     if failure is not None and (own or alike):
         raise world.known(failure)
-    raise world.known(_rebuilt(reports[first], first, doing)) from failure
+    raise world.known(_rebuilt(told, first, doing)) from failure
 
 
-def from_rank(world: World, source: int, doing: str, make: Callable[[], Any]) -> Any:
-    """Call `make` on rank `source` and return its result, which JSON can hold, on every rank.  Collective.
+def from_rank(world: World, source: int, doing: str, make: Callable[[], T]) -> T:
+    """Call `make` on rank `source` and return its result, which is pickled, on every rank.  Collective.
 
     A failure of `make` is raised on all ranks.  An AutopartError does not name the rank, which decides for all.
     """
-    content: Any = None
+    content: T | None = None
     failure: BaseException | None = None
     if world.rank == source:
         try:
@@ -70,18 +71,17 @@ def from_rank(world: World, source: int, doing: str, make: Callable[[], Any]) ->
             failure = error
     if world.size == 1 and failure is not None:
         raise world.known(failure)
-    mine = {"failure": _described(failure) if failure is not None else None, "content": content}
-    answer = world.broadcast_object(mine, source)
-    if answer["failure"] is None:
-        return answer["content"]
+    told, content = world.broadcast_object((_told(failure) if failure is not None else None, content), source)
+    if told is None:
+        return content
     if failure is not None:
         raise world.known(failure)
-    raise world.known(_rebuilt(answer["failure"], source, doing, named=False))
+    raise world.known(_rebuilt(told, source, doing, named=False))
 
 
 def require_same_everywhere(world: World, fingerprint: str) -> None:
     """Raise PlanError on all ranks when they have captured different programs.  Collective."""
-    fingerprints = world.gather_text(fingerprint)
+    fingerprints = world.gather_objects(fingerprint)
     for rank, other in enumerate(fingerprints):
         if other != fingerprints[0]:
             error = PlanError(
@@ -92,24 +92,17 @@ def require_same_everywhere(world: World, fingerprint: str) -> None:
             raise world.known(error)
 
 
-def _described(failure: BaseException) -> dict[str, str]:
-    """Return a failure as text that another rank can rebuild."""
-    if isinstance(failure, AutopartError):
-        kind = type(failure).__name__
-        return {"kind": kind, "what": failure.what, "where": failure.where, "why": failure.why, "fix": failure.fix}
-    return {"name": type(failure).__name__, "message": (str(failure).splitlines() or [""])[0]}
+def _told(failure: BaseException) -> _Told:
+    return failure if isinstance(failure, AutopartError) else (type(failure).__name__, first_line(failure))
 
 
-def _rebuilt(report: dict[str, str], rank: int, doing: str, *, named: bool = True) -> AutopartError:
+def _rebuilt(told: _Told, rank: int, doing: str, *, named: bool = True) -> AutopartError:
     """Return the failure of a rank as another rank raises it.  named: whether an AutopartError names the rank."""
-    if "kind" not in report:
+    if not isinstance(told, AutopartError):
         return WorkerError(
-            f"rank {rank} failed while {doing}: {report['name']}",
-            why=report["message"],
+            f"rank {rank} failed while {doing}: {told[0]}",
+            why=told[1],
             fix=f"see the traceback of rank {rank}; this error only follows from it",
         )
-    kind = getattr(errors, report["kind"], AutopartError)
-    where = ", ".join(part for part in (f"rank {rank}" if named else "", report["where"]) if part)
-    found = kind(report["what"], where=where, why=report["why"], fix=report["fix"])
-    assert isinstance(found, AutopartError)
-    return found
+    where = ", ".join(part for part in (f"rank {rank}" if named else "", told.where) if part)
+    return type(told)(told.what, where=where, why=told.why, fix=told.fix)

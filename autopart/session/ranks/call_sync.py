@@ -76,7 +76,7 @@ class Calls:
         for rank, row in enumerate(found):
             compared = [*_ALIKE, *((3,) if rank in holders else ()), *(() if sharded or not row[3] else (5,))]
             if any(row[place] != found[first][place] for place in compared):
-                changes = self._world.gather_text(version) if found[first][4] != row[4] else []
+                changes = self._world.gather_objects(version) if found[first][4] != row[4] else []
                 raise self._world.known(_different_given(first, rank, found[first], row, changes))
         all_counts = [row[_HEAD:] for row in found] if all(row[8] for row in found) else ()
         return found[first][3], tuple(int(row[5]) for row in found), len(holders) < len(found), all_counts

@@ -8,6 +8,7 @@ replicas (`rows_of_shards`).
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,10 +16,11 @@ import torch
 
 from autopart.capture import Captured
 from autopart.capture.batch.batch import Batch, split_rows
-from autopart.capture.batch.stand_in import describe, emptied, stand_in
+from autopart.capture.batch.stand_in import emptied
 from autopart.ir.errors import BatchError, RefusedError, UsageError
 from autopart.ir.plan import Decision
 from autopart.ir.shares import Division, parts
+from autopart.runtime.effects import first_line
 from autopart.runtime.group.world import World
 from autopart.session.ranks.agreement import from_rank, together
 from autopart.session.ranks.call_sync import digest_of
@@ -70,13 +72,21 @@ def shared_stand_in(world: World, batch: Batch | None, source: int, signature: f
     cannot be described.
     """
 
-    def described() -> dict[str, Any]:
+    def described() -> Batch:
         assert batch is not None
-        return describe(batch)
+        own = emptied(batch)
+        try:
+            pickle.dumps(own)
+        except Exception as error:
+            raise BatchError(
+                "the batch cannot be described to the ranks that were given none",
+                why=first_line(error),
+                fix="pass tensors in tuples, lists and dicts, or give every rank the batch",
+            ) from error
+        return own
 
-    content = from_rank(world, source, "describing the batch", described)
+    known = from_rank(world, source, "describing the batch", described)
     with together(world, "describing the batch"):
-        known = emptied(batch) if batch is not None else stand_in(content)
         if digest_of(repr(known.signature())) != signature:
             raise BatchError(
                 "the batch cannot be described to the ranks that were given none",

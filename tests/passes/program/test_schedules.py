@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.languages.parts import parse_actions
 
 from autopart.ir.errors import ProgramError, UsageError
-from autopart.ir.program import parse_actions
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.schedules import (
     Order,

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.languages.graphs import graph
+from support.languages.parts import parse_actions
 from support.languages.programs import program
 from support.oracles.strict import hangs, issued
 
 from autopart.ir.errors import ProgramError
 from autopart.ir.plan import Decision, Stage
-from autopart.ir.program import Edge, parse_actions
+from autopart.ir.program import Edge
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import edges, route
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES

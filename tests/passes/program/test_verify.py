@@ -10,12 +10,13 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 from support.languages.graphs import graph
+from support.languages.parts import parse_actions
 from support.languages.programs import program
 from support.oracles.strict import hangs, issued, received_late
 
 from autopart.ir.errors import ProgramError
 from autopart.ir.plan import Decision, Stage
-from autopart.ir.program import Action, Program, Slot, parse_action, parse_actions
+from autopart.ir.program import Action, Program, Slot, parse_action
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.schedules import find, register

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.languages.graphs import cluster, clusters, graph, graphs, plan_of, source
+from support.languages.parts import parse_actions
 from support.oracles.simulated import chain, check_path, drawn, ending, memory, play, work_of
 
 from autopart.ir.cluster import Cluster, Level, Link
 from autopart.ir.errors import ProgramError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
-from autopart.ir.program import BACKWARD, BUCKET_BYTES, FORWARD, SEND, SENDS, Action, Program, parse_actions
+from autopart.ir.program import BACKWARD, BUCKET_BYTES, FORWARD, SEND, SENDS, Action, Program
 from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
 from autopart.passes.program.routing import route

@@ -46,7 +46,7 @@ def played(name: str) -> str:
         found = HANG
     except Wrong:
         found = WRONG
-    everyone = world.gather_text(found)
+    everyone = world.gather_objects(found)
     with suppress(ValueError, AssertionError):
         dist.destroy_process_group(group)
     world.close()

@@ -217,7 +217,7 @@ def texts() -> bool:
     mine = ["", "é" * rank(), "x" * (rank() * 2**20)]
     expected = [["" for _ in range(world.size)]]
     expected += [[letter * (r * factor) for r in range(world.size)] for letter, factor in (("é", 1), ("x", 2**20))]
-    good = [world.gather_text(text) for text in mine] == expected
+    good = [world.gather_objects(text) for text in mine] == expected
     content = {"long": "ü" * 2**20, "none": None, "number": 1.5}
     good &= world.broadcast_object(content if rank() == 1 else None, 1) == content
     world.close()

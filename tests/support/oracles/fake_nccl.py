@@ -174,4 +174,4 @@ class FakePosted:
         self._carrier.settle(self._peer)
 
 
-CARRIERS.setdefault(NAME, FakeCarrier)
+CARRIERS.setdefault(NAME, FakeCarrier)  # type: ignore[arg-type]

@@ -9,12 +9,13 @@ from itertools import pairwise
 
 from autopart.ir.cluster import Cluster
 from autopart.ir.plan import Decision, Stage
-from autopart.ir.program import COLLECTIVE, COMPUTE, RECEIVE, SEND, SENDS, Program, parse_actions
+from autopart.ir.program import COLLECTIVE, COMPUTE, RECEIVE, SEND, SENDS, Program
 from autopart.ir.timeline import Span, Timeline
 from autopart.passes.program.routing import route
 from autopart.passes.simulation.simulate import Work, simulate
 from autopart.passes.simulation.traffic import p2p_load, ring_load
 from support.languages.graphs import cluster, graph
+from support.languages.parts import parse_actions
 
 
 def chain(stages: int, micros: int, schedule: str, slices: int = 1) -> Program:

@@ -123,6 +123,7 @@ BY_HAND = {
         _by_hand("outer_products", EXACT["outer_products"]),
         _by_hand("relative_bias", EXACT["relative_bias"]),
         _by_hand("complex_rotation", EXACT["complex_rotation"]),
+        Case("mask_buffer", lambda p: small.MaskBuffer(small.SEQ, 2), small.token_batch, double=True),
     )
 }
 CAUSAL = {name: Case(name, make, language_batch) for name, make in _MAKE.items()} | {

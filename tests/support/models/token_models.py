@@ -59,6 +59,21 @@ def tril_softmax(x, model):
     return _joined(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v)
 
 
+class MaskBuffer(Model):
+    """Attention written out, under a mask and with places in tables of `length` tokens."""
+
+    def __init__(self, length: int, layers: int = 1) -> None:
+        super().__init__(self.attend, layers)
+        self.places = nn.Parameter(self.places[:length].detach().clone())
+        self.register_buffer("seen", torch.ones(length, length).tril().view(1, 1, length, length))
+
+    @staticmethod
+    def attend(x: torch.Tensor, model: Model) -> torch.Tensor:
+        (q, k, v), count = _heads(x, model), x.shape[1]
+        hidden = model.seen[:, :, :count, :count] == 0
+        return _joined((q @ k.transpose(-2, -1) / 2).masked_fill(hidden, float("-inf")).softmax(-1) @ v)
+
+
 def softmax_by_hand(x, model):
     q, k, v = _heads(x, model)
     hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)

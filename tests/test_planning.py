@@ -240,6 +240,13 @@ def test_master_weights_have_no_effect_in_fp32_and_the_plan_says_so(given):
     assert not any("has no effect" in line for line in half.notes)
 
 
+@pytest.mark.parametrize("options", [{"master_weights": True}, {"replicas": 2, "zero": 1}, {"stages": 2, "prove": 1}])
+def test_a_plan_that_is_planned_again_is_the_same_plan(options):
+    plan = _planned_net(**options)
+    assert _planned_net(plan=plan) == plan
+    assert _planned_net(plan=plan, master_weights="master_weights" in options) == plan
+
+
 def _planned_net(dtype: torch.dtype = torch.float32, **options: Any) -> autopart.Plan:
     x, y = batch()
     return autopart.plan(

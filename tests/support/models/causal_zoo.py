@@ -117,6 +117,7 @@ BY_HAND = {
     for case in (
         _by_hand("tril_softmax", small.tril_softmax),
         _by_hand("is_causal", small.is_causal),
+        _by_hand("exp_of_scores", small.exp_of_scores),
         _by_hand("convolved_and_shifted", convolved_and_shifted),
         _by_hand("with_padding", small.with_padding, "padding"),
         _by_hand("documents", small.packed, "documents"),

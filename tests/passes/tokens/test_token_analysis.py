@@ -32,7 +32,14 @@ from autopart.ir.errors import RefusedError
 from autopart.rng import micro_key
 
 LENGTHS = ((5, 4, 2, 1), (1,) * SEQ, (3, 9))
-FAST = ("tril_softmax", "softmax_by_hand", "exp_of_scores", "causal_convolution", "running_mean", "shift_by_padding_the_rest")
+FAST = (
+    "tril_softmax",
+    "softmax_by_hand",
+    "exp_of_scores",
+    "causal_convolution",
+    "running_mean",
+    "shift_by_padding_the_rest",
+)
 QUICK_LEAKS = ("all_tokens", "one_cell", "flipped", "pooled", "norm_of_tokens", "prefix_mask", "exp_of_later_scores")
 
 

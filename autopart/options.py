@@ -341,6 +341,7 @@ _PLANNED = (
     "bucket_bytes", "together", "pins", "prove",
 )  # fmt: skip
 """The options that a plan decides."""
+_DEFAULTS = Options()
 
 
 def read_options(**given: Any) -> Options:
@@ -354,6 +355,6 @@ def read_options(**given: Any) -> Options:
     options = Options(**{name: read_value(name, value) for name, value in given.items() if value is not None})
     if options.plan is not None:
         for name in _PLANNED:
-            if getattr(options, name) not in (None, (), "auto", {}, 0.0):
+            if getattr(options, name) != getattr(_DEFAULTS, name):
                 raise UsageError(f"both plan= and {name}= are given", why="the plan decides it", fix=f"drop {name}=")
     return options

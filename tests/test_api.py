@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import traceback
 import typing
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 import autopart
 from autopart.cli.flags import documented
-from autopart.ir.errors import PlanError, UsageError
+from autopart.ir.errors import AutopartError, PlanError, UsageError
 from autopart.options import Options, OptionsDict, read_options
 from autopart.runtime.group.shared_group import default_timeout_s
 
@@ -123,6 +124,17 @@ def test_a_missing_sample_is_refused():
             function(net(), "cpu:1", sample=None, loss_fn=F.cross_entropy)
         with pytest.raises(TypeError, match="sample"):
             function(net(), "cpu:1", loss_fn=F.cross_entropy)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_an_error_of_ours_ends_in_the_users_line(function):
+    for model, sample in ((net(), batch()), (object(), batch()), (net(), "text")):  # without a loss; no model; no batch
+        with pytest.raises(AutopartError) as caught:
+            function(model, "cpu:1", sample=sample, costs="analytic")
+        frames = traceback.extract_tb(caught.value.__traceback__)
+        assert frames[0].filename == __file__
+        assert all(frame.name == "call" and frame.filename.endswith("ir/errors.py") for frame in frames[1:])
+        assert len(frames) <= 2
 
 
 def test_the_simulated_step_equals_that_of_the_plan():

@@ -118,6 +118,17 @@ def test_requested_micro_batches_of_one_row_are_planned() -> None:
     assert made.plan.micro_rows == (1,) * 8 and made.captured.graph.rows == 1 and rows[0] == 2
 
 
+def test_micro_batches_of_one_row_are_planned_where_torch_copies_only_the_rows_of_larger_ones() -> None:
+    def shifted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output[:, :-1].reshape(-1, 16), target[:, 1:].reshape(-1))
+
+    data = torch.ones(8, 4, 16), torch.ones(8, 4, dtype=torch.long)
+    plan = autopart.plan(
+        nn.Linear(16, 16), "cpu:1", sample=data, loss_fn=shifted, micro_batches=8, costs="analytic", cache=False
+    )
+    assert plan.micro_rows == (1,) * 8
+
+
 def test_a_batch_of_one_row_is_captured_at_one_row_only() -> None:
     made, rows = planned(expanding, rows=1)
     assert made.plan.micro_rows == (1,) and set(rows) == {1}
@@ -238,6 +249,13 @@ def test_master_weights_have_no_effect_in_fp32_and_the_plan_says_so(given):
     assert note in _planned_net(master_weights=True, **plan).notes
     half = _planned_net(torch.bfloat16, replicas=1, master_weights=True)
     assert not any("has no effect" in line for line in half.notes)
+
+
+@pytest.mark.parametrize("options", [{"master_weights": True}, {"replicas": 2, "zero": 1}, {"stages": 2, "prove": 1}])
+def test_a_plan_that_is_planned_again_is_the_same_plan(options):
+    plan = _planned_net(**options)
+    assert _planned_net(plan=plan) == plan
+    assert _planned_net(plan=plan, master_weights="master_weights" in options) == plan
 
 
 def _planned_net(dtype: torch.dtype = torch.float32, **options: Any) -> autopart.Plan:

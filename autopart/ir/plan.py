@@ -97,8 +97,8 @@ class Plan:
         return explain(self.decision, self.report, self.provenance.costs)
 
     def with_notes(self, *notes: str) -> Plan:
-        """Return the plan with these notes after its own."""
-        return replace(self, report=replace(self.report, notes=self.report.notes + notes))
+        """Return the plan with these notes after its own, each once."""
+        return replace(self, report=replace(self.report, notes=tuple(dict.fromkeys(self.report.notes + notes))))
 
 
 def check(plan: Plan, graph: Graph | None = None) -> Plan:

@@ -34,6 +34,7 @@ from autopart.ir.errors import UsageError
 from autopart.ir.explain import table_lines
 from autopart.ir.graph import Graph
 from autopart.options import Options
+from autopart.passes.program.schedules import find
 from autopart.runtime.tensors import dense
 from autopart.session.pipe import Pipe
 from autopart.session.ranks.agreement import from_rank
@@ -136,6 +137,13 @@ def verify_step(
     check_model(model)  # a copy no longer shows which tensors share memory
     batch = flatten(sample, with_target=options.loss_fn is not None)
     with _pipe_of_copy(model, cluster, sample, options) as pipe:
+        if not find(pipe.plan.schedule).synchronous:
+            asynchronous = UsageError(
+                f"a step of schedule {pipe.plan.schedule!r} cannot be compared with one process",
+                why="it updates weights within the step, so that its gradients are taken at other weights",
+                fix="verify with a synchronous schedule, such as schedule='1f1b'; or compare losses over several steps",
+            )
+            raise pipe.session.world.known(asynchronous)
         found, session = _outcome(pipe, sample), pipe.session
         graph, decision = session.graph, pipe.plan.decision
         micro_rows, weights = session.last_shares

@@ -47,6 +47,7 @@ def _check(
         ("tied", (2, 1), 2, (7, 7)),  # a tied parameter; all labels ignored on one replica
         ("shared_by_all", (1, 3), 2, (7, 2)),  # then fewer rows than replicas
         ("skips", (2, 2), 3, (10,)),
+        ("exp_of_scores", (2, 2), 2, (8,)),
         pytest.param("unused_grad", (3, 1), 2, (7, 1), marks=pytest.mark.slow),
         pytest.param("transposed", (1, 2), 2, (8,), marks=pytest.mark.slow),
     ],

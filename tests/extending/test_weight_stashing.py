@@ -8,7 +8,7 @@ from support.languages import own_pipedream
 from support.workers import Workers
 
 import autopart
-from autopart.ir.errors import RefusedError
+from autopart.ir.errors import RefusedError, UsageError
 
 
 def test_weights_are_stashed_and_updated_after_each_micro_batch(pair: Workers) -> None:
@@ -36,6 +36,13 @@ def test_half_precision_parameters_are_refused() -> None:
         pytest.raises(RefusedError, match="half-precision parameters"),
     ):
         pipe.step(_half())
+
+
+def test_verify_refuses_a_schedule_that_updates_within_the_step() -> None:
+    options = own_pipedream.OPTIONS | {"stages": 1, "cuts": (), "schedule": own_pipedream.registered().name}
+    with pytest.raises(UsageError, match="'own_pipedream' cannot be compared with one process") as caught:
+        autopart.verify(own_pipedream.net(), "cpu:1", sample=own_pipedream.batch(0), **options)
+    assert "updates weights within the step" in caught.value.why and "1f1b" in caught.value.fix
 
 
 def _half() -> tuple[torch.Tensor, torch.Tensor]:

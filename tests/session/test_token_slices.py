@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.models.causal_zoo import CAUSAL
-from support.models.token_models import SEQ, VOCAB, Model, token_batch, tril_softmax
-from support.models.token_models import _heads as heads
-from support.models.token_models import _joined as joined
+from support.models.token_models import SEQ, VOCAB, MaskBuffer, Model, token_batch, tril_softmax
 from support.models.zoo import CASES
 from support.oracles.sliced import CPU, analysed, future_shows, inputs_of, run_sliced, unsliced, worst_error
 from torch.nn import functional as F
@@ -140,24 +138,22 @@ def test_a_loss_of_the_router_over_all_tokens_is_refused():
     assert isinstance(refusal, RefusedError) and "slice by slice" in refusal.what
 
 
-class _MaskInBuffer(Model):
-    def __init__(self) -> None:
-        super().__init__(self.attend)
-        self.register_buffer("seen", torch.ones(2 * SEQ, 2 * SEQ, dtype=torch.bool).tril())
-
-    @staticmethod
-    def attend(x: torch.Tensor, model: Model) -> torch.Tensor:
-        (q, k, v), count = heads(x, model), x.shape[1]
-        return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=model.seen[:count, :count]))
+def test_a_mask_buffer_of_just_the_sequence_length_is_sliced_exactly():
+    found = analysed(MaskBuffer(SEQ).double(), token_batch())
+    inputs = inputs_of(found)
+    expected_loss, expected = unsliced(found, inputs)
+    loss, gradients = run_sliced(found, inputs, (7, 4, 1))
+    torch.testing.assert_close(loss, expected_loss)
+    assert worst_error(gradients, expected) <= 1e-10
 
 
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_mask_that_was_changed_after_it_was_proven_causal_is_refused(loaded):
-    model, batch = _MaskInBuffer(), token_batch()
+    model, batch = MaskBuffer(2 * SEQ), token_batch()
     with autopart.compile(model, "cpu:1", sample=batch, token_slices=2, costs="analytic", cache=False) as pipe:
         pipe.step(batch)
         changed = model.seen.clone()
-        changed[:, :2] = True
+        changed[..., :2] = 1.0
         if loaded:
             pipe.load_state_dict({**pipe.state_dict(), "seen": changed})
         else:

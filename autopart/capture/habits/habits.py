@@ -23,6 +23,7 @@ from autopart.capture.habits import (
     noop_conversions,
     randomness,
     rejoined,
+    whole_slices,
 )
 
 
@@ -115,5 +116,12 @@ HABITS = (
         does="replaces the join by the tensor",
         test="capture/test_questions.py::test_what_is_asked_of_the_batch_is_exact_for_every_batch",
         rewrite=rejoined.rejoined,
+    ),
+    Habit(
+        "whole_slices",
+        sees="mask[:, :T] of a parameter or buffer of T elements; torch makes no op of it, but does of a longer one's",
+        does="records the slice, so that all sequence lengths have the same program",
+        test="session/test_token_slices.py::test_a_mask_buffer_of_just_the_sequence_length_is_sliced_exactly",
+        around=whole_slices.KeptSlices,
     ),
 )

@@ -4,7 +4,7 @@
 2. In-place ops are made functional; composite ops (attention, linear, cross entropy) stay whole.
 3. Assertions about tensor metadata, aliases and copies are removed: in a functional graph a copy equals its original,
    and whether forward() makes one can depend on the number of rows (`.contiguous()` on a single row).  `view` becomes
-   `reshape`, since the strides of the real kernel can differ from the traced ones.
+   `reshape` to the whole shape, since the strides of the real kernel can differ from the traced ones.
 4. Random ops are called by key, so that their numbers do not depend on the stage that runs them.
 """
 
@@ -177,7 +177,8 @@ def _lower_node(graph: fx.Graph, node: fx.Node) -> None:
     elif target in _SCATTERS and node.meta["val"].is_complex():
         _lower_complex_scatter(graph, node)
     elif target in _VIEWS:
-        node.target = _aten.reshape.default
+        node.target, node.args = _aten.reshape.default, (node.args[0], list(node.meta["val"].shape))
+        node._rename("reshape")
 
 
 def _lower_copy(graph: fx.Graph, node: fx.Node) -> None:

@@ -117,12 +117,14 @@ BY_HAND = {
     for case in (
         _by_hand("tril_softmax", small.tril_softmax),
         _by_hand("is_causal", small.is_causal),
+        _by_hand("exp_of_scores", small.exp_of_scores),
         _by_hand("convolved_and_shifted", convolved_and_shifted),
         _by_hand("with_padding", small.with_padding, "padding"),
         _by_hand("documents", small.packed, "documents"),
         _by_hand("outer_products", EXACT["outer_products"]),
         _by_hand("relative_bias", EXACT["relative_bias"]),
         _by_hand("complex_rotation", EXACT["complex_rotation"]),
+        Case("mask_buffer", lambda p: small.MaskBuffer(small.SEQ, 2), small.token_batch, double=True),
     )
 }
 CAUSAL = {name: Case(name, make, language_batch) for name, make in _MAKE.items()} | {

@@ -59,12 +59,43 @@ def tril_softmax(x, model):
     return _joined(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v)
 
 
+class MaskBuffer(Model):
+    """Attention written out, under a mask and with places in tables of `length` tokens."""
+
+    def __init__(self, length: int, layers: int = 1) -> None:
+        super().__init__(self.attend, layers)
+        self.places = nn.Parameter(self.places[:length].detach().clone())
+        self.register_buffer("seen", torch.ones(length, length).tril().view(1, 1, length, length))
+
+    @staticmethod
+    def attend(x: torch.Tensor, model: Model) -> torch.Tensor:
+        (q, k, v), count = _heads(x, model), x.shape[1]
+        hidden = model.seen[:, :, :count, :count] == 0
+        return _joined((q @ k.transpose(-2, -1) / 2).masked_fill(hidden, float("-inf")).softmax(-1) @ v)
+
+
 def softmax_by_hand(x, model):
     q, k, v = _heads(x, model)
     hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
     scores = (q @ k.transpose(-2, -1) / 2).masked_fill(hidden, float("-inf"))
     weights = (scores - scores.amax(-1, keepdim=True).detach()).exp()
     return _joined(weights / weights.sum(-1, keepdim=True) @ v)
+
+
+def _exp_of_scores(x, model, ahead):
+    """Attention as exp of masked scores divided by their sum, which shows `ahead` later tokens."""
+    q, k, v = _heads(x, model)
+    hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1 + ahead)
+    weights = torch.exp((q @ k.transpose(-2, -1) / 2).masked_fill(hidden, float("-inf")))
+    return _joined(weights / weights.sum(-1, keepdim=True) @ v)
+
+
+def exp_of_scores(x, model):
+    return _exp_of_scores(x, model, 0)
+
+
+def exp_of_later_scores(x, model):
+    return _exp_of_scores(x, model, 1)
 
 
 def is_causal(x, model):
@@ -142,7 +173,7 @@ def packed(x, model, mask):
 CAUSAL = {
     f.__name__: f
     for f in (
-        tril_softmax, softmax_by_hand, is_causal, einsum_attention, linear_attention, causal_convolution,
+        tril_softmax, softmax_by_hand, exp_of_scores, is_causal, einsum_attention, linear_attention, causal_convolution,
         padded_convolution, shift_by_padding, shift_by_cat, shift_by_slice, shift_by_padding_the_rest, running_mean,
         mixing_weights, forgetting,
     )
@@ -233,6 +264,7 @@ LEAKS = {
     for f in (
         all_tokens, one_later, one_cell, little_bias, softmax_of_queries, late_mask, flipped, pooled, largest,
         next_token, rolled, centred_convolution, norm_of_tokens, sorted_tokens, first_token, global_state,
+        exp_of_later_scores,
     )
 }  # fmt: skip
 MASKED_LEAKS = {"prefix_mask": prefix_mask}

@@ -71,17 +71,12 @@ DEVICES = {
 }
 
 NODES = {
-    "h200x8": Node(DEVICES["H200"], 8, Link(10_000, 450 * GB), Link(20_000, 400 * GB, 50 * GB)),  # DGX: 8 x 400 Gb/s
-    "h100x8": Node(
-        DEVICES["H100"], 8, Link(10_000, 450 * GB), Link(20_000, 400 * GB, 50 * GB)
-    ),  # DGX H100: 8 x 400 Gb/s
-    "a100x8": Node(
-        DEVICES["A100"], 8, Link(10_000, 300 * GB), Link(20_000, 200 * GB, 25 * GB)
-    ),  # DGX A100: 8 x 200 Gb/s
-    "v100x8": Node(
-        DEVICES["V100"], 8, Link(10_000, 150 * GB), Link(20_000, 50 * GB, 50 * GB // 4)
-    ),  # DGX-1: 4 x 100 Gb/s
-    "p3.16xlarge": Node(DEVICES["V100-16GB"], 8, Link(10_000, 150 * GB), Link(50_000, 25 * GB // 8)),  # TCP, 25 Gb/s
+    # network cards: 8 x 400 Gb/s (DGX H200, H100), 8 x 200 Gb/s (DGX A100), 4 x 100 Gb/s (DGX-1), 25 Gb/s over TCP
+    "h200x8": Node(DEVICES["H200"], 8, Link(10_000, 450 * GB), Link(20_000, 400 * GB, 50 * GB)),
+    "h100x8": Node(DEVICES["H100"], 8, Link(10_000, 450 * GB), Link(20_000, 400 * GB, 50 * GB)),
+    "a100x8": Node(DEVICES["A100"], 8, Link(10_000, 300 * GB), Link(20_000, 200 * GB, 25 * GB)),
+    "v100x8": Node(DEVICES["V100"], 8, Link(10_000, 150 * GB), Link(20_000, 50 * GB, 50 * GB // 4)),
+    "p3.16xlarge": Node(DEVICES["V100-16GB"], 8, Link(10_000, 150 * GB), Link(50_000, 25 * GB // 8)),
 }
 
 

@@ -29,7 +29,7 @@ PARTS = {
         "session",
     ],
     "slice-grid": ["e2e/test_slice_grid.py"],
-    "sliced-plans": ["e2e/test_sliced_plans.py", "passes/tokens"],
+    "sliced-plans": ["e2e/test_slices.py", "e2e/test_sliced_plans.py", "passes/tokens"],
     "failures": ["e2e/test_faults.py", "e2e/test_failures.py", "e2e/test_soak.py", "runtime"],
     "constants": ["capture/test_silent_constants.py"],
     "rest": [
@@ -44,6 +44,7 @@ PARTS = {
         "passes/proof",
         "passes/search",
         "e2e/test_advice.py",
+        "e2e/test_exact_or_refused.py",
         "e2e/test_losses.py",
         "e2e/test_random_scripts.py",
         "e2e/test_training.py",
@@ -58,7 +59,12 @@ PARTS = {
 def slow_files() -> set[str]:
     """Return the test files that hold slow tests, relative to `tests/`."""
     tests = ROOT / "tests"
-    return {str(path.relative_to(tests)) for path in tests.rglob("test_*.py") if "pytest.mark.slow" in path.read_text()}
+    marks = ("pytest.mark.slow", "sampled(")
+    return {
+        str(path.relative_to(tests))
+        for path in tests.rglob("test_*.py")
+        if any(mark in path.read_text() for mark in marks)
+    }
 
 
 def parts_of(file: str) -> list[str]:

@@ -23,7 +23,7 @@ def telling(model: nn.Module, batch: Batch) -> Captured:
     return capture(model, batch, size=Size(rows))
 
 
-FEW = ("gpt2", "resnet")
+FEW = ("resnet",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FEW else pytest.mark.slow) for n in CASES])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.grids import sampled
 from support.jobs.engine_jobs import step
 from support.jobs.fake_nccl_jobs import played, receives_first
 from support.jobs.replica_jobs import replicated
@@ -15,7 +16,7 @@ from autopart.ir.errors import WorkerError
 from autopart.runtime.launch.local import launch
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, 3))
 def test_the_fake_transport_behaves_like_nccl(workers: Workers, name: str) -> None:
     found = workers.run(played, name)
     assert (WRONG if WRONG in found else HANG if HANG in found else FINE) == CASES[name].outcome, found

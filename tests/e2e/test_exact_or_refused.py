@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.grids import sampled
 from support.jobs import misleading_jobs as jobs
 from support.models.misleading_models import SCRIPTS
 from support.workers import Workers
@@ -32,7 +33,7 @@ REFUSED: dict[str, tuple[type[AutopartError], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in REFUSED])
+@pytest.mark.parametrize("name", sampled(name for name in SCRIPTS if name not in REFUSED))
 def test_a_script_trains_as_in_one_process(pair: Workers, name: str) -> None:
     losses, gradients, error = pair.run(jobs.piped, name)[0]
     expected, plain = jobs.alone(name)
@@ -42,7 +43,7 @@ def test_a_script_trains_as_in_one_process(pair: Workers, name: str) -> None:
         assert_gradients(found, wanted)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", sampled(REFUSED))
 def test_a_script_that_cannot_be_exact_is_refused_with_the_reason(pair: Workers, name: str) -> None:
     losses, gradients, error = pair.run(jobs.piped, name)[0]
     kind, words = REFUSED[name]

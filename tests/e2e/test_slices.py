@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.grids import sampled
 from support.jobs.slice_jobs import sliced
 from support.models.zoo import CASES
 from support.workers import Workers
@@ -24,7 +25,7 @@ def check(workers: Workers, *what: object, played: str = "", tolerance: float = 
 
 @pytest.mark.parametrize(
     ("name", "schedule", "micros", "played"),
-    [("llama", "1f1b", 2, "1B0.3"), ("gpt2", "gpipe", 1, "0F0.3 0SF0.3>1")],
+    sampled([("llama", "1f1b", 2, "1B0.3"), ("gpt2", "gpipe", 1, "0F0.3 0SF0.3>1")]),
 )
 def test_slices_on_two_stages_are_exact(pair: Workers, name: str, schedule: str, micros: int, played: str) -> None:
     check(pair, name, UNEVEN, 2, schedule, micros, 2 * micros, played=played)

@@ -130,6 +130,7 @@ def _steps(workers: Workers, leave_open: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_process_groups_end_with_the_last_that_uses_them(clean: Workers) -> None:
     assert clean.run(jobs.refused) == [True] * WORLD
     for before, after, gone in clean.run(jobs.two_at_once):
@@ -139,6 +140,7 @@ def test_process_groups_end_with_the_last_that_uses_them(clean: Workers) -> None
     assert [total for _, total in found] == [3.0] * WORLD
 
 
+@pytest.mark.slow
 def test_ranks_find_each_other_after_one_did_not_come(clean: Workers) -> None:
     said = clean.run(jobs.open_after_absence, 1, 3)
     assert "rank 1 did not come" in said[0][0] and "rank 0 did not come" in said[2][0]

@@ -74,7 +74,7 @@ def test_wishes_are_kept_or_refused(p: Problem) -> None:
     event("planned")
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(wishes())
 def test_what_is_left_open_is_chosen_as_exhaustive_search_would(p: Problem) -> None:
     try:

@@ -59,7 +59,7 @@ PARTS = {
 def slow_files() -> set[str]:
     """Return the test files that hold slow tests, relative to `tests/`."""
     tests = ROOT / "tests"
-    marks = ("pytest.mark.slow", "sampled(")
+    marks = ("pytest.mark.slow", "import sampled")
     return {
         str(path.relative_to(tests))
         for path in tests.rglob("test_*.py")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.grids import sampled
 from support.languages.refusals import batch, net
 from torch import nn
 from torch.nn import functional as F
@@ -94,7 +95,7 @@ def test_one_row_is_captured_last(meta: bool) -> None:
     assert 1 not in rows[: 1 if meta else 2] and 1 in rows  # without weights one other capture suffices
 
 
-@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("meta", sampled([False, True]))
 @pytest.mark.parametrize("extra", [expanding, refusing])
 def test_one_row_with_another_program_is_left_out_with_a_note(extra: Any, meta: bool) -> None:
     made, rows = planned(extra, meta=meta)
@@ -107,7 +108,7 @@ def test_uneven_micro_batches_with_one_row_are_left_out() -> None:
     assert made.plan.micro_rows == (3,) and LEFT_OUT in " ".join(made.plan.notes)
 
 
-@pytest.mark.parametrize("extra", [expanding, refusing])
+@pytest.mark.parametrize("extra", sampled([expanding, refusing]))
 def test_requested_micro_batches_of_one_row_with_another_program_are_refused(extra: Any) -> None:
     with pytest.raises((RefusedError, autopart.CaptureError)):
         planned(extra, micro_batches=8)
@@ -151,7 +152,7 @@ def test_at_one_size_keeps_the_captured_size_or_the_only_one() -> None:
     assert at_one_size(((1,) * 8,), Size(2)) == ((1,) * 8,)
 
 
-@pytest.mark.parametrize("extra", [expanding, refusing])
+@pytest.mark.parametrize("extra", sampled([expanding, refusing]))
 def test_replicas_get_two_rows_each_if_one_row_has_another_program(extra: Any) -> None:
     plan = planned(extra, rows=4, runtime=False, micro_batches=1)[0].plan
     assert max(len(stage.ranks) for stage in plan.stages) == 2

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.grids import sampled
 from support.jobs.step_jobs import EVERY
 from support.oracles.one_process import gradients_of, plain_loss
 from torch import nn
@@ -51,7 +52,7 @@ NAMES = ["basic", "shared_by_all", "layer_norm", "buffer2", "in_place", "batch_n
 
 
 @pytest.mark.parametrize("name", [*NAMES, pytest.param("llama", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", sampled(["bf16", "fp16"]))
 def test_gradients_are_those_of_plain_autocast(name: str, precision: Any) -> None:
     case, autocast = EVERY[name], autocast_for(precision, "cpu")
     batch = flatten(case.data(4), with_target=case.loss_fn is not None)
@@ -104,7 +105,7 @@ def test_what_torch_cannot_trace_under_autocast_is_refused_by_name() -> None:
         capture(model, flatten((torch.randn(4, 5, 8),)), autocast=autocast_for("bf16", "cpu"))
 
 
-@pytest.mark.parametrize("name", ["rotary", "batch_norm", "in_place"])
+@pytest.mark.parametrize("name", sampled(["rotary", "batch_norm", "in_place"], 3))
 def test_ops_keep_their_place_in_the_users_code(name: str) -> None:
     case = EVERY[name]
     batch = flatten(case.data(4), with_target=case.loss_fn is not None)

@@ -201,9 +201,10 @@ def test_verify_runs_a_pipeline_and_fails_when_out_of_tolerance(command):
     assert code == 1 and "OUT OF tolerance 0" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "reference"),
-    [pytest.param(DROPOUT, "random keys", marks=pytest.mark.slow), (BATCH_NORM, "same micro-batches")],
+    [(DROPOUT, "random keys"), (BATCH_NORM, "same micro-batches")],
 )
 def test_verify_chooses_its_reference_by_the_model(command, tmp_path, source, reference):
     path = tmp_path / "subject.py"

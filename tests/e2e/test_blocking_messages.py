@@ -60,6 +60,7 @@ def test_several_stages_on_a_rank_run_where_every_message_blocks(pair: Workers) 
     assert max(f["gradients"] for f in found) < 1e-5, [f["worst"] for f in found]
 
 
+@pytest.mark.slow
 def test_receives_posted_before_the_first_action_hang_and_are_reported() -> None:
     with pytest.raises(WorkerError, match=r"hangs at: receive \dS[FB]\d>\d"):
         launch(receives_first, 2, timeout=120)

@@ -21,8 +21,8 @@ GRID = with_rotated((CASES, STAGES, SCHEDULES), MICROS)
 _SPREAD = list(itertools.product(SCHEDULES, (3, 4)))
 SUBSET = [(name, *_SPREAD[i % len(_SPREAD)]) for i, name in enumerate(CASES)]
 FOUR = ("resnet",)
-TWO = ("t5", "mixtral")
-"""Default models in two stages: an encoder-decoder, and experts."""
+TWO = ("mixtral",)
+"""Default model in two stages, with experts."""
 RECOMPUTED = ("mixtral",)
 """Default models that recompute all activations."""
 DOUBLE = [name for name, case in CASES.items() if case.double]

@@ -23,6 +23,7 @@ def check(workers: Workers, shape: Shape, rows: int, **options: Any) -> Decision
     return decision
 
 
+@pytest.mark.slow
 def test_recomputed_slices_with_dropout_and_two_losses_are_exact(pair: Workers) -> None:
     decision = check(pair, Shape(dropout=0.2, term=True), 4, recompute="all")
     assert all(stage.recompute for stage in decision.stages)

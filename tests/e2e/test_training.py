@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from support.grids import sampled
 from support.jobs.step_jobs import ALL
 from support.jobs.training_jobs import (
     clipped,
@@ -75,7 +76,7 @@ def test_clipping_counts_every_parameter_once_as_torch_does(workers, kind):
 
 @pytest.mark.parametrize(
     ("name", "stages"),
-    [("dropped", 4), ("batch_norm", 2), pytest.param("tied", 4, marks=pytest.mark.slow), ("late_inputs", 3)],
+    sampled([("dropped", 4), ("batch_norm", 2), ("tied", 4), ("late_inputs", 3)]),
 )
 def test_evaluation_equals_one_process_and_changes_nothing(workers, name, stages):
     for result in workers.run(evaluated, name, stages):
@@ -93,7 +94,7 @@ def test_predict_returns_what_the_model_returns(workers, name):
         assert result["loss"][0] == pytest.approx(result["loss"][1], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["batch_norm", "tied", "root_parameters"])
+@pytest.mark.parametrize("name", sampled(["batch_norm", "tied", "root_parameters"], 3))
 def test_a_state_is_loaded_into_a_running_pipe_and_an_invalid_one_is_refused(workers, name):
     results = workers.run(reloaded, name)
     for result in results:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.grids import sampled
 from support.models.finite_mask_models import BEYOND_THRESHOLD, CANCELLED_BY_BATCH, CANCELLED_BY_CONSTANTS
 from support.models.token_models import (
     CAUSAL,
@@ -123,13 +124,13 @@ def test_a_batch_that_undoes_a_mask_is_refused_and_others_are_exact(name):
     assert not checks_hold(found, inputs_of(found))
 
 
-@pytest.mark.parametrize("name", CANCELLED_BY_CONSTANTS)
+@pytest.mark.parametrize("name", sampled(CANCELLED_BY_CONSTANTS))
 def test_a_large_number_among_masked_scores_is_refused(name):
     refusal = analysed(Model(CANCELLED_BY_CONSTANTS[name]), token_batch(mask="padding")).recipe
     assert isinstance(refusal, RefusedError) and "so large that it may undo" in refusal.why
 
 
-@pytest.mark.parametrize("name", BEYOND_THRESHOLD)
+@pytest.mark.parametrize("name", sampled(BEYOND_THRESHOLD, 3))
 def test_tokens_that_meet_beyond_a_threshold_are_refused(name):
     refusal = analysed(Model(BEYOND_THRESHOLD[name]), token_batch()).recipe
     assert isinstance(refusal, RefusedError) and refusal.why == "no rule says how it treats tokens"

@@ -21,6 +21,9 @@ from autopart.ir.program import MESSAGES_AHEAD
 from autopart.runtime.activity import waiting
 
 _ALIGN = 64
+_SMALL_BYTES = 1 << 18
+"""Bytes of receives that a channel posts ahead in any case.  Posting takes as long as a small stage computes, so small
+messages are posted before the first of them is needed; the memory of a plan does not count these bytes."""
 
 Specs = tuple[torch.Tensor, ...]
 """Shapes and dtypes of the tensors of a message, as tensors on the meta device."""
@@ -94,7 +97,8 @@ class Outbox:
 
 
 class Inbox:
-    """Receives on one channel, posted in the order in which the peer sends, up to `ahead` more than were taken.
+    """Receives on one channel, posted in the order in which the peer sends, up to `ahead` more than were taken, or more
+    while they are small together.
 
     A message may be taken before one that was sent earlier: then more are posted, and the earlier one is kept.
     staged: messages go to a CUDA device.
@@ -114,6 +118,7 @@ class Inbox:
         self._ahead = ahead
         self._expected: deque[tuple[Hashable, Specs]] = deque()
         self._posted: dict[Hashable, tuple[dist.Work | None, torch.Tensor, Specs]] = {}
+        self._posted_bytes = 0
 
     def expect(self, messages: Iterable[tuple[Hashable, Specs]]) -> None:
         """Announce messages to come, in order, by key; the first of them are posted."""
@@ -125,6 +130,7 @@ class Inbox:
         while key not in self._posted:
             self._post()
         work, buffer, specs = self._posted.pop(key)
+        self._posted_bytes -= buffer.numel()
         if work is not None:
             with self._errors:
                 work.wait()
@@ -134,7 +140,10 @@ class Inbox:
         return unpack(buffer, specs)
 
     def _post_ahead(self) -> None:
-        while self._expected and len(self._posted) < self._ahead:
+        while self._expected:
+            _, following = offsets(self._expected[0][1])
+            if len(self._posted) >= self._ahead and self._posted_bytes + following > _SMALL_BYTES:
+                return
             self._post()
 
     def _post(self) -> None:
@@ -146,6 +155,7 @@ class Inbox:
             with self._errors:
                 work = dist.irecv(buffer, self._peer, group=self._group)
         self._posted[key] = work, buffer, specs
+        self._posted_bytes += total
 
 
 class _PeerErrors:

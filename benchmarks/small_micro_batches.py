@@ -3,7 +3,7 @@
 Seven linear layers of 64 features, cut in the middle; 8 to 64 micro-batches of two rows, 1F1B, fp32, 2 Gloo ranks with
 1 thread each. autopart and torch.distributed.pipelining alternate in one run; ratios are taken pair by pair.
 
-    python benchmarks/small_micro_batches.py            about 1 minute on 2 cores; writes results/small_micro_batches.json
+    python benchmarks/small_micro_batches.py    1 minute on 2 cores; writes results/small_micro_batches.json
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ def _cause_fault(how: str, whom: str, folder: str) -> None:
 
 def main() -> None:
     """Launch the ranks, or run as a rank of torchrun."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     Path(sys.argv[4], f"main{os.getpid()}").touch()
     autopart.launch(train, f"cpu:{WORLD}", *sys.argv[1:])
 

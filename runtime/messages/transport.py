@@ -116,13 +116,13 @@ class Inbox:
         self._peer, self._group, self._device, self._staged = peer, group, device, staged
         self._errors = _PeerErrors(peer)
         self._ahead = ahead
-        self._expected: deque[tuple[Hashable, Specs]] = deque()
+        self._expected: deque[tuple[Hashable, Specs, int]] = deque()  # with the bytes of each
         self._posted: dict[Hashable, tuple[dist.Work | None, torch.Tensor, Specs]] = {}
         self._posted_bytes = 0
 
     def expect(self, messages: Iterable[tuple[Hashable, Specs]]) -> None:
         """Announce messages to come, in order, by key; the first of them are posted."""
-        self._expected.extend(messages)
+        self._expected.extend((key, specs, offsets(specs)[1]) for key, specs in messages)
         self._post_ahead()
 
     def receive(self, key: Hashable = None) -> list[torch.Tensor]:
@@ -140,15 +140,13 @@ class Inbox:
         return unpack(buffer, specs)
 
     def _post_ahead(self) -> None:
-        while self._expected:
-            _, following = offsets(self._expected[0][1])
-            if len(self._posted) >= self._ahead and self._posted_bytes + following > _SMALL_BYTES:
-                return
+        while self._expected and (
+            len(self._posted) < self._ahead or self._posted_bytes + self._expected[0][2] <= _SMALL_BYTES
+        ):
             self._post()
 
     def _post(self) -> None:
-        key, specs = self._expected.popleft()
-        _, total = offsets(specs)
+        key, specs, total = self._expected.popleft()
         buffer = _pinned(total) if self._staged else torch.empty(total, dtype=torch.uint8, device=self._device)
         work = None
         if total:

@@ -9,6 +9,7 @@ import torch
 
 from autopart.capture import Captured
 from autopart.capture.batch.batch import Batch
+from autopart.capture.trace.to_graph import dtype_name
 from autopart.ir.errors import BatchError, RefusedError
 from autopart.passes.tokens.recipe import FALSE, NEGATIVE, MaskGuard, QueryKeyAxes, Recipe
 from autopart.passes.tokens.scores import hiding_limit
@@ -115,7 +116,7 @@ def every_query_sees(guard: MaskGuard, values: Mapping[str, torch.Tensor], token
     seen: torch.Tensor | None = None
     for at, hides in guard.masks:
         value = values[at.value]
-        limit = hiding_limit(str(value.dtype).removeprefix("torch."))
+        limit = hiding_limit(dtype_name(value.dtype))
         visible = _queries_and_keys_last(value > limit if hides == NEGATIVE else (value != 0) == (hides == FALSE), at)
         if hides == NEGATIVE and bool((visible & ~_not_later(visible, tokens)).any()):
             return False

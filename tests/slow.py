@@ -36,6 +36,7 @@ PARTS = {
         "capture/test_asking_models.py",
         "capture/test_autocast.py",
         "capture/test_capture.py",
+        "capture/test_checkpointing.py",
         "capture/test_infer_size.py",
         "capture/test_questions.py",
         "capture/test_stated.py",

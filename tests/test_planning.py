@@ -224,12 +224,14 @@ def test_an_asynchronous_schedule_can_be_planned_but_not_run() -> None:
 
 @pytest.mark.parametrize(
     ("option", "name"),
-    [
-        ({"zero": 1}, "zero=1"),
-        ({"bucket_bytes": 4096}, "bucket_bytes="),
-        ({"replica_policy": "split"}, "replica_policy="),
-        ({"sync_batchnorm": True}, "sync_batchnorm=True"),
-    ],
+    sampled(
+        [
+            ({"zero": 1}, "zero=1"),
+            ({"bucket_bytes": 4096}, "bucket_bytes="),
+            ({"replica_policy": "split"}, "replica_policy="),
+            ({"sync_batchnorm": True}, "sync_batchnorm=True"),
+        ]
+    ),
 )
 def test_an_option_for_replicas_has_no_effect_without_them_and_the_plan_says_so(option, name):
     note = f"{name} has no effect: no stage of this plan has replicas"

@@ -16,7 +16,7 @@ from autopart.ir.errors import WorkerError
 from autopart.runtime.launch.local import launch
 
 
-@pytest.mark.parametrize("name", sampled(CASES, 3))
+@pytest.mark.parametrize("name", sampled(CASES, 5))
 def test_the_fake_transport_behaves_like_nccl(workers: Workers, name: str) -> None:
     found = workers.run(played, name)
     assert (WRONG if WRONG in found else HANG if HANG in found else FINE) == CASES[name].outcome, found

@@ -10,7 +10,7 @@ from support.models.loss_models import LOSSES
 from support.models.mask_models import MASKED
 from support.workers import Workers
 
-SLOW = ("class weights", "a transformer with masks", "packed sequences")
+SLOW = ("class weights", "a detector", "spans", "a transformer with masks", "packed sequences")
 NAMES = [name if name not in SLOW else pytest.param(name, marks=pytest.mark.slow) for name in [*LOSSES, *MASKED]]
 
 

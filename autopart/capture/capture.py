@@ -41,7 +41,8 @@ class Captured:
     module: the flat fx graph.  graph: the same program as data.  names: which node is which.  outputs: makes of the
     results of a `predict` program what the model returns; None for a loss.  observed: what forward() read of Python.
     questions: what it asked about the numbers of the whole batch, with the answers that this program is for.
-    checkpointed: groups of ops that the model itself wants to recompute in the backward.
+    masks: what its attention masks hide.  checkpointed: groups of ops that the model itself wants to recompute in the
+    backward.
     """
 
     module: fx.GraphModule
@@ -50,6 +51,7 @@ class Captured:
     outputs: Callable[[Sequence[torch.Tensor]], Any] | None
     observed: Observed
     questions: Questions | None
+    masks: tuple[str, ...]
     checkpointed: tuple[tuple[str, ...], ...]
 
     @property
@@ -134,7 +136,8 @@ def _capture(
             raise wrapper.asker.refusal or fallback from None
     module.recompile()
     groups = tuple(group for habit in HABITS if habit.groups is not None for group in habit.groups(module.graph))
-    return Captured(module, graph, names, wrapper.outputs, wrapper.observed, wrapper.asker.questions, groups)
+    masks = tuple(wrapper.asker.masks.found)
+    return Captured(module, graph, names, wrapper.outputs, wrapper.observed, wrapper.asker.questions, masks, groups)
 
 
 def _lowered(

@@ -285,7 +285,9 @@ class Session:
         try:
             batch = self._read(arguments, mode)
             self._follow_model(training=mode == "step")
-            if batch is not None and not sharded:
+            if batch is not None and sharded:
+                batch = self._training.as_shard(batch)
+            elif batch is not None:
                 with patient("capturing the model"):
                     batch = self.captures.settled(batch, largest_part(batch, mode, self.plan.decision), mode)
             signature, version = repr(batch.signature()) if batch is not None else "", self.captures.version

@@ -156,11 +156,11 @@ def _products() -> Iterator[OpRow]:
     yield OpRow(
         "scaled_dot_product_attention",
         MATMUL,
-        "...qe, ...ke, ...kv, +...qk -> ...qv",
-        may_mix="qkev",
+        "enable_gqa: ...hqe, ...gke, ...gkv, +...hqk -> ...hqv | ...qe, ...ke, ...kv, +...qk -> ...qv",
+        may_mix="hgqkev",
         saves="both",
         hidden="attention",
-        flops="...qke + ...qkv",
+        flops="...hqke + ...hqkv",
         draws_unless_zero=("dropout_p",),
         off=(("dropout_p", 0.0),),
     )

@@ -29,6 +29,7 @@ class Batch:
     tensor that is cut along axis 0.  spec: how to put (args, kwargs, target) together.  rows: the common size of axis 0
     of the cut tensors, None if there are none.  answers: the op, line and value of each question that the model's
     Python asks about the numbers of the batch; None if unknown.  stands_in: whether another rank has the numbers.
+    masks: what the first attention masks hide (`reads.masks`), if the batch is not to be asked; None to ask it.
     """
 
     leaves: tuple[Any, ...]
@@ -39,6 +40,7 @@ class Batch:
     rows: int | None
     answers: tuple[tuple[str, str, Any], ...] | None = None
     stands_in: bool = False
+    masks: tuple[str, ...] | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -55,6 +57,7 @@ class Batch:
         """Return everything but the number of rows that a captured program depends on; equal on every rank."""
         leaves = zip(self.leaves, self.splits, strict=True)
         plain = (str(self.spec), tuple(_leaf_signature(leaf, split) for leaf, split in leaves))
+        plain = plain if self.masks is None else (*plain, self.masks)
         return plain if not self.answers else (*plain, tuple(repr(value) for _, _, value in self.answers))
 
     def changed(self, change: Callable[[torch.Tensor, bool], torch.Tensor], rows: int | None) -> Batch:

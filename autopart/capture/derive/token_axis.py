@@ -43,7 +43,8 @@ def token_recipe(captures: CaptureCache, batch: Batch, size: Size) -> Recipe | R
         )
     fewer = fewer_tokens(tokens)
     try:
-        shorter = _shorter(captures, batch, size, tokens, fewer)
+        # The parts of masks that shorter sequences have may hide nothing: they are taken as in the whole ones.
+        shorter = _shorter(captures, replace(batch, masks=captured.masks), size, tokens, fewer)
     except (CaptureError, RefusedError) as error:
         return RefusedError(
             f"the model cannot be captured with sequences of {fewer} tokens",

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autopart.capture.batch.batch import Batch
 from autopart.capture.reads.ctc import Selections
 from autopart.capture.reads.data_dependent_errors import is_data_dependent, unanswered
+from autopart.capture.reads.masks import ASKED, Masks
 from autopart.capture.reads.questions import Origins, Question, Reader
 from autopart.capture.reads.sizes import MADE_OF_SIZED, Sizes, mark_by_rows, scatters_by_rows
 from autopart.capture.source_location import place_of_caller
@@ -50,6 +51,11 @@ class Questions:
     def answers(self) -> tuple[tuple[str, str, Any], ...]:
         """The op, the user's line and the answer of each question."""
         return tuple((q.op, q.where, value) for q, value in zip(self.asked, self.values, strict=True))
+
+    @property
+    def asked_by_python(self) -> tuple[Question, ...]:
+        """The questions of the model's Python, without those about attention masks."""
+        return tuple(question for question in self.asked if question.op != ASKED)
 
     @property
     def inputs(self) -> frozenset[int]:
@@ -93,6 +99,7 @@ class Asker:
         self._values: list[Any] = []
         self._origins: Origins | None = None
         self._selections = Selections()
+        self.masks = Masks(self._batch.masks)
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
@@ -140,6 +147,8 @@ class Asker:
             answer = self._asked_for(mode.tracer, func, args, kwargs)
             if answer is not None:
                 return answer[0]
+        if func is _aten.scaled_dot_product_attention.default:
+            args, kwargs = self._without_mask(mode.tracer, args, kwargs)
         if torch.Tag.dynamic_output_shape in func.tags or func in MADE_OF_SIZED:
             sized = self.sizes.traced(mode, func, args, kwargs)
             if sized is not None:
@@ -183,6 +192,26 @@ class Asker:
         where = place_of_caller(self._model)
         question = self._of(mode.tracer).question(read, (proxy.proxy.node,), op, where)
         return None if isinstance(question, str) else self._answer(question)
+
+    def _without_mask(self, tracer: Any, args: Any, kwargs: Any) -> Any:
+        """Return the arguments of attention, without a mask that inputs and constants show to be unnecessary."""
+        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+        proxy = proxy_tensor.get_proxy_slot(mask, tracer, None) if isinstance(mask, torch.Tensor) else None
+        if proxy is None:
+            return args, kwargs
+        origins, where = self._of(tracer), place_of_caller(self._model)
+
+        def ask(read: Callable[..., bool], nodes: Sequence[torch.fx.Node]) -> bool | None:
+            question = origins.question(read, tuple(nodes), ASKED, where)
+            if isinstance(question, str) or (question.inputs and not self._can_ask(question)):
+                return None
+            return bool(self._answer(question))
+
+        return self.masks.without(proxy.proxy.node, args, kwargs, ask, origins.is_written)
+
+    def _can_ask(self, question: Question) -> bool:
+        """Return whether the batch tells what it does to an attention mask."""
+        return self._batch.masks is None and not any(self._batch.tensors[i].is_meta for i in question.inputs)
 
     def _answer(self, question: Question) -> Any:
         """Return the answer to a question.  Raises WholeBatchAsked, RefusedError, BatchError."""

@@ -109,6 +109,11 @@ class Origins:
         nodes = [value for value in pytree.tree_leaves(written) if isinstance(value, fx.Node)]
         self._writers.append((node, frozenset().union(*map(_memory, nodes))))
 
+    def is_written(self, node: fx.Node) -> bool:
+        """Return whether ops change the memory of a node's results in place."""
+        own = _memory(node)
+        return any(written & own for _, written in self._writers)
+
     def question(self, read: Callable[..., Any], args: Any, op: str, where: str) -> Question | str:
         """Return the question that `read` asks of the values of nodes in `args`.
 

@@ -5,7 +5,8 @@
 3. Assertions about tensor metadata, aliases and copies are removed: in a functional graph a copy equals its original,
    and whether forward() makes one can depend on the number of rows (`.contiguous()` on a single row).  `view` becomes
    `reshape` to the whole shape, since the strides of the real kernel can differ from the traced ones.
-4. Random ops are called by key, so that their numbers do not depend on the stage that runs them.
+4. Attention without mask takes keys that are only repeated as they were (`grouped_queries`).
+5. Random ops are called by key, so that their numbers do not depend on the stage that runs them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from autopart.capture.habits.habits import HABITS
 from autopart.capture.source_location import user_line_of_text
 from autopart.capture.trace.autocast_regions import replace_region, spread_autocast
 from autopart.capture.trace.functional import functional_graph
+from autopart.capture.trace.grouped_queries import group_queries
 from autopart.ir.errors import RefusedError
 from autopart.passes.ops.row import ASSERTION
 from autopart.passes.ops.table import row_of
@@ -49,6 +51,7 @@ def lower(program: ExportedProgram) -> tuple[ExportedProgram, fx.GraphModule]:
     for node in list(graph.nodes):
         if node.op == "call_function":
             _lower_node(graph, node)
+    group_queries(graph)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     for habit in HABITS:
         if habit.rewrite is not None:

@@ -143,10 +143,10 @@ def _listed(numbers: Sequence[int]) -> str:
 
 def require_no_questions(captured: Captured) -> None:
     """Raise RefusedError if the model's Python reads numbers of its batch, which a shard does not have."""
-    if captured.questions is not None:
+    if captured.questions is not None and captured.questions.asked_by_python:
         raise RefusedError(
             "the model's Python reads numbers of the whole batch, and each replica was given its own rows",
-            where=captured.questions.asked[0].where,
+            where=captured.questions.asked_by_python[0].where,
             why="replicas would take different branches, and not those of the whole batch",
             fix="give the ranks where pipe.needs_data is True the whole batch, or compute with the tensor instead",
         )

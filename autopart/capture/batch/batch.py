@@ -56,8 +56,9 @@ class Batch:
     def signature(self) -> tuple[Any, ...]:
         """Return everything but the number of rows that a captured program depends on; equal on every rank."""
         leaves = zip(self.leaves, self.splits, strict=True)
-        plain = (str(self.spec), tuple(_leaf_signature(leaf, split) for leaf, split in leaves))
-        plain = plain if self.masks is None else (*plain, self.masks)
+        plain: tuple[Any, ...] = (str(self.spec), tuple(_leaf_signature(leaf, split) for leaf, split in leaves))
+        if self.masks is not None:
+            plain = (*plain, self.masks)
         return plain if not self.answers else (*plain, tuple(repr(value) for _, _, value in self.answers))
 
     def changed(self, change: Callable[[torch.Tensor, bool], torch.Tensor], rows: int | None) -> Batch:

@@ -96,7 +96,7 @@ REASONS = {
 @pytest.mark.parametrize("name", [n if n in QUICK_LEAKS else pytest.param(n, marks=pytest.mark.slow) for n in REASONS])
 def test_what_shows_a_later_token_is_refused_by_name(name):
     mixer = (LEAKS | MASKED_LEAKS)[name]
-    refusal = analysed(Model(mixer).train(), token_batch(mask="padding" if name in MASKED_LEAKS else "")).recipe
+    refusal = analysed(Model(mixer).train(), token_batch(mask="documents" if name in MASKED_LEAKS else "")).recipe
     assert isinstance(refusal, RefusedError)
     op, why = REASONS[name]
     assert refusal.what.startswith(f"{op} ") and why in refusal.why

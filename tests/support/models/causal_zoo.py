@@ -153,7 +153,7 @@ REFUSED = {
         _by_hand("norm_of_tokens", small.norm_of_tokens, coupled=True),
         _by_hand("flipped", small.flipped),
         _by_hand("one_cell", small.one_cell),
-        _by_hand("prefix_mask", small.prefix_mask, "padding"),
+        _by_hand("prefix_mask", small.prefix_mask, "documents"),
     )
 }
 """Requesting token slices for these is an error that names the reason; with token_slices="auto" they train on whole

@@ -55,7 +55,8 @@ def judged(model: nn.Module, batch: Any) -> tuple[Analysed, list[Recipe | Refuse
     assert tokens is not None
     fewer = fewer_tokens(tokens)
     captured = captures(flat, size)
-    whole, short = captured.graph, captures(shortened(flat, tokens, fewer), size).graph
+    known = replace(flat, masks=captured.masks)
+    whole, short = captured.graph, captures(shortened(known, tokens, fewer), size).graph
     stack = next(op for op in reversed(whole.ops) if "stack" in op.target)
     numbers = Probed(captured)
     each = [analyse(_only(whole, loss), _only(short, loss), tokens, fewer, numbers) for loss in stack.reads]

@@ -178,12 +178,6 @@ class Executor:
 
     # -- from a batch to its plan ----------------------------------------------------------------------------------
 
-    def as_shard(self, batch: Batch) -> Batch:
-        """Return the batch as one replica's rows, which do not tell what attention masks hide in the whole batch."""
-        questions = self._planned.questions
-        asked = questions is not None and len(questions.asked) > len(questions.asked_by_python)
-        return replace(batch, masks=()) if asked else batch
-
     def count(self, batch: Batch) -> list[float] | None:
         """Return what this rank counts of a whole batch (`_counted`), None if its code is not made yet on all ranks.
         Local; raises BatchError and RefusedError."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autopart.capture import CaptureCache
+from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch.batch import Batch, BatchReader
 from autopart.capture.batch.stand_in import with_rows
 from autopart.capture.derive.reduction import BatchRule
@@ -36,6 +36,7 @@ from autopart.session.ranks.agreement import FAILURES, from_rank, require_same_e
 from autopart.session.ranks.call_sync import Calls, digest_of
 from autopart.session.step.data import (
     Arguments,
+    as_shard,
     first_batch,
     one_batch,
     refuse_target,
@@ -64,6 +65,7 @@ class Session:
     plan: Plan
     graph: Graph
     context: RankContext
+    _captured: Captured
     _training: Executor
     _batch: Batch
 
@@ -164,7 +166,7 @@ class Session:
 
     def _install(self, planned: Planned, context: RankContext, executor: Executor) -> None:
         context.tensors.forget_earlier()
-        self.plan, self.graph = planned.plan, planned.captured.graph
+        self.plan, self.graph, self._captured = planned.plan, planned.captured.graph, planned.captured
         self.context = context
         context.values.drop_foreign_gradients()
         signature = digest_of(repr(self._batch.signature()))
@@ -286,7 +288,7 @@ class Session:
             batch = self._read(arguments, mode)
             self._follow_model(training=mode == "step")
             if batch is not None and sharded:
-                batch = self._training.as_shard(batch)
+                batch = as_shard(batch, self._captured)
             elif batch is not None:
                 with patient("capturing the model"):
                     batch = self.captures.settled(batch, largest_part(batch, mode, self.plan.decision), mode)

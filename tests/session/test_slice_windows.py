@@ -30,7 +30,8 @@ def check_exact(model: Analysed) -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 4])
 def test_a_slice_reads_what_its_window_shows(window: int | None) -> None:
-    model = found(Shape(layers=1, window=window))
+    shape = Shape(layers=1, window=window)
+    model = found(shape)
     recipe = model.recipe
     assert isinstance(recipe, Recipe)
     ((_, slices),) = sliced_stages(model.captured, recipe, LENGTHS, ())
@@ -38,8 +39,8 @@ def test_a_slice_reads_what_its_window_shows(window: int | None) -> None:
     for code, start, end in zip(slices, starts, starts[1:], strict=False):
         assert len(code.buffers) == 2 and not code.past
         first = 0 if window is None else max(0, start - (window - 1))
-        for at in code.buffers:  # of all heads, as attention reads them
-            assert at.shape == (2, HEADS, SEQ, WIDTH // HEADS)
+        for at in code.buffers:  # as attention reads them: a mask needs keys of all heads
+            assert at.shape == (2, shape.groups if window is None else HEADS, SEQ, WIDTH // HEADS)
             assert (at.low, at.start, at.end) == (first, start, end)
     check_exact(model)
 

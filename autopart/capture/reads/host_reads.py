@@ -203,20 +203,21 @@ class Asker:
 
         def ask(read: Callable[..., bool], nodes: Sequence[torch.fx.Node]) -> bool | None:
             question = origins.question(read, tuple(nodes), ASKED, where)
-            if isinstance(question, str) or (question.inputs and not self._can_ask(question)):
+            if isinstance(question, str) or not self._has_numbers(question):
                 return None
             return bool(self._answer(question))
 
         return self.masks.without(proxy.proxy.node, args, kwargs, ask, origins.is_written)
 
-    def _can_ask(self, question: Question) -> bool:
-        """Return whether the batch tells what it does to an attention mask."""
-        return self._batch.masks is None and not any(self._batch.tensors[i].is_meta for i in question.inputs)
+    def _has_numbers(self, question: Question) -> bool:
+        """Return whether the numbers that decide about an attention mask are those of the whole batch, and known."""
+        read = (*question.constants, *(self._batch.tensors[i] for i in question.inputs))
+        return not any(tensor.is_meta for tensor in read) and (self._batch.masks is None or not question.inputs)
 
     def _answer(self, question: Question) -> Any:
         """Return the answer to a question.  Raises WholeBatchAsked, RefusedError, BatchError."""
         if not question.inputs:
-            self.constants_asked = True
+            self.constants_asked |= bool(question.constants)
             with _untraced():
                 return self._reader.answer(question)  # constants: no batch changes them
         place = len(self._asked)

@@ -53,6 +53,11 @@ class Question:
         """The indices, among the tensors of a batch, of those that it reads."""
         return frozenset(step.args[0] for step in self.steps if step.call is None)
 
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that it reads and that are neither inputs nor results."""
+        return tuple(step.args[0] for step in self.steps if step.call is torch.clone and torch.is_tensor(step.args[0]))
+
 
 class Reader:
     """Answers questions about one batch and runs each op once."""

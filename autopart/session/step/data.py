@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -139,6 +140,16 @@ def _sizes(micro_rows: Sequence[int], divided: Division) -> tuple[int, ...]:
 def _listed(numbers: Sequence[int]) -> str:
     *others, last = map(str, numbers)
     return f"{', '.join(others)} and {last}" if others else last
+
+
+def as_shard(batch: Batch, captured: Captured) -> Batch:
+    """Return the batch as one replica's rows, which do not tell what attention masks hide in the whole batch.
+
+    captured: what the pipeline was planned for.
+    """
+    questions = captured.questions
+    asked = questions is not None and len(questions.asked) > len(questions.asked_by_python)
+    return replace(batch, masks=()) if asked else batch
 
 
 def require_no_questions(captured: Captured) -> None:

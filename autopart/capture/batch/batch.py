@@ -56,7 +56,7 @@ class Batch:
     def signature(self) -> tuple[Any, ...]:
         """Return everything but the number of rows that a captured program depends on; equal on every rank."""
         leaves = zip(self.leaves, self.splits, strict=True)
-        plain = (str(self.spec), tuple(_leaf_signature(leaf, split) for leaf, split in leaves))
+        plain: tuple[Any, ...] = (str(self.spec), tuple(_leaf_signature(leaf, split) for leaf, split in leaves))
         plain = plain if self.masks is None else (*plain, self.masks)
         return plain if not self.answers else (*plain, tuple(repr(value) for _, _, value in self.answers))
 

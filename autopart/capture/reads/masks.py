@@ -20,6 +20,7 @@ ASKED = "attention mask"
 _HIDES = -1e30
 """A number that hides a key if it is added to a score, whatever the score: exp() of the sum is zero."""
 _BOTH = {_aten.__and__.Tensor, _aten.bitwise_and.Tensor, _aten.logical_and.default}
+_CASTS = {_aten.to.dtype, _aten.to.device, _aten.to.dtype_layout, _aten._to_copy.default}
 _SAME_NUMBERS = {
     *(_aten.expand.default, _aten.unsqueeze.default, _aten.alias.default, _aten.detach.default, _aten.clone.default),
     *(_aten.slice.Tensor, _aten.contiguous.default, _aten.view.default, _aten.reshape.default),
@@ -81,9 +82,9 @@ def _effect(node: fx.Node, pair: tuple[int, int], ask: Ask, written: Callable[[f
     others = [factor for factor in factors if factor not in constants]
     square = pair[0] == pair[1] > 1
     known = Effect.NONE
-    if constants and not ask(_all_shown, [_source(factor, written) for factor in constants]):
+    if constants and not ask(_all_shown, [_source(factor, ask, written) for factor in constants]):
         known = Effect.CAUSAL if square and ask(_Triangle(pair[0]), constants) else Effect.OTHER
-    shown = ask(_all_shown, [_source(factor, written) for factor in others]) if others else True
+    shown = ask(_all_shown, [_source(factor, ask, written) for factor in others]) if others else True
     if shown or shown is None:
         return known if shown else Effect.OTHER
     if not square or all(_of_keys_alone(factor) for factor in others):
@@ -94,6 +95,21 @@ def _effect(node: fx.Node, pair: tuple[int, int], ask: Ask, written: Callable[[f
 def _all_shown(*masks: torch.Tensor) -> bool:
     """Return whether masks hide nothing."""
     return all(bool((mask if mask.dtype is torch.bool else mask == 0).all()) for mask in masks)
+
+
+class _ReadsAll:
+    """Whether indices read every entry of a tensor of this shape.  given: which axes have an index."""
+
+    def __init__(self, shape: tuple[int, ...], given: tuple[bool, ...]) -> None:
+        self._shape, self._given = shape, given
+
+    def __call__(self, *indices: torch.Tensor) -> bool:
+        """Return it.  indices: of the axes that have one, in order."""
+        of_axis = iter(indices)
+        places = tuple(next(of_axis) if given else slice(None) for given in self._given)
+        read = torch.zeros(self._shape, dtype=torch.bool, device=indices[0].device)
+        read[places] = True
+        return bool(read.all())
 
 
 class _Triangle:
@@ -135,19 +151,35 @@ def _whole(node: fx.Node, written: Callable[[fx.Node], bool]) -> fx.Node:
     return node
 
 
-def _source(node: fx.Node, written: Callable[[fx.Node], bool]) -> fx.Node:
-    """Return the smallest node with the same numbers, broadcast or in another shape."""
-    while (source := _before(node, written)) is not None:
+def _source(node: fx.Node, ask: Ask, written: Callable[[fx.Node], bool]) -> fx.Node:
+    """Return the smallest node with the same numbers, broadcast, in another shape or read at constant places."""
+    while (source := _before(node, written) or _indexed(node, ask, written)) is not None:
         node = source
     return node
 
 
+def _indexed(node: fx.Node, ask: Ask, written: Callable[[fx.Node], bool]) -> fx.Node | None:
+    """Return what a node reads at constant places, each at least once; None for any other op."""
+    if node.target is not _aten.index.Tensor or written(node):
+        return None
+    source: Any = node.args[0]
+    places: Any = node.args[1]
+    indices = [place for place in places if place is not None]
+    if "val" not in source.meta or written(source):
+        return None
+    if not all(_is_constant(place) and not written(place) for place in indices):
+        return None
+    return source if ask(_ReadsAll(_shape(source), tuple(p is not None for p in places)), indices) else None
+
+
 def _before(node: fx.Node, written: Callable[[fx.Node], bool]) -> fx.Node | None:
     """Return what a node shows in another shape, None if it makes its numbers or does not show all of them."""
-    if node.target not in _SAME_NUMBERS or written(node):
+    if node.target not in _SAME_NUMBERS | _CASTS or written(node):
         return None
     source = node.args[0]
     if not isinstance(source, fx.Node) or "val" not in source.meta or written(source):
+        return None
+    if node.target in _CASTS and source.meta["val"].dtype is not node.meta["val"].dtype:
         return None
     return source if node.target is not _aten.slice.Tensor or _shape(node) == _shape(source) else None
 

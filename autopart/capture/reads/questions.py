@@ -53,12 +53,21 @@ class Question:
         """The indices, among the tensors of a batch, of those that it reads."""
         return frozenset(step.args[0] for step in self.steps if step.call is None)
 
+    @property
+    def writes(self) -> bool:
+        """Whether an op on the way to it writes to memory in place."""
+        calls = (step.call for step in self.steps)
+        return any(isinstance(call, torch._ops.OpOverload) and call._schema.is_mutable for call in calls)
+
 
 class Reader:
-    """Answers questions about one batch and runs each op once."""
+    """Answers questions about one batch and runs each op once.
 
-    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-        self._tensors, self._device = tensors, device
+    copies: whether inputs are copied, since an op may write to them.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device, *, copies: bool = True) -> None:
+        self._tensors, self._device, self._copies = tensors, device, copies
         self._results: dict[int, Any] = {}
 
     def answer(self, question: Question) -> Any:
@@ -70,8 +79,8 @@ class Reader:
             return question.read(*self._filled(question.args))
 
     def _run(self, step: _Step) -> Any:
-        if step.call is None:  # a copy, since an op may write to it
-            return self._tensors[step.args[0]].detach().to(self._device, copy=True)
+        if step.call is None:
+            return self._tensors[step.args[0]].detach().to(self._device, copy=self._copies)
         return step.call(*self._filled(step.args), **self._filled(dict(step.kwargs)))
 
     def _filled(self, value: Any) -> Any:

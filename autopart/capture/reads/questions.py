@@ -54,6 +54,21 @@ class Question:
         return frozenset(step.args[0] for step in self.steps if step.call is None)
 
     @property
+    def form(self) -> str:
+        """A text that is equal for questions with the same answer, such as those of layers that build equal masks."""
+        numbers = {step.number: place for place, step in enumerate(self.steps)}
+
+        def renumbered(value: Any) -> Any:
+            def renumber(leaf: Any) -> Any:
+                return Operand(numbers[leaf.number]) if isinstance(leaf, Operand) else leaf
+
+            return pytree.tree_map(renumber, value, is_leaf=lambda leaf: isinstance(leaf, Operand))
+
+        constants = {id(arg): arg for step in self.steps for arg in step.args if isinstance(arg, torch.Tensor)}
+        steps = [(step.call, renumbered((step.args, dict(step.kwargs)))) for step in self.steps]
+        return repr((steps, renumbered(self.args), self.read, list(constants)))
+
+    @property
     def writes(self) -> bool:
         """Whether an op on the way to it writes to memory in place."""
         calls = (step.call for step in self.steps)
@@ -118,10 +133,10 @@ class Origins:
         nodes = [value for value in pytree.tree_leaves(written) if isinstance(value, fx.Node)]
         self._writers.append((node, frozenset().union(*map(_memory, nodes))))
 
-    def is_written(self, node: fx.Node) -> bool:
-        """Return whether ops change the memory of a node's results in place."""
+    def is_written(self, node: fx.Node, without: fx.Node | None = None) -> bool:
+        """Return whether ops, other than `without`, change the memory of a node's results in place."""
         own = _memory(node)
-        return any(written & own for _, written in self._writers)
+        return any(written & own for writer, written in self._writers if writer is not without)
 
     def question(self, read: Callable[..., Any], args: Any, op: str, where: str) -> Question | str:
         """Return the question that `read` asks of the values of nodes in `args`.

@@ -110,8 +110,9 @@ class CaptureCache:
 
     def settled(self, batch: Batch, size: Size, mode: str) -> Batch:
         """Return the batch with its answers, after a capture for micro-batches of `size` if there is none yet."""
-        self(batch, size, mode)
-        return self.judged(batch, mode)
+        batch = self.judged(batch, mode)
+        questions = self(batch, size, mode).questions
+        return batch if questions is None or batch.answers is not None else replace(batch, answers=questions.answers)
 
     def _note_questions(self, batch: Batch, mode: str, answers: _Answers, hold: Callable[..., bool]) -> None:
         known = self._asked.setdefault((mode, batch.rows, replace(batch, answers=None).signature()), [])

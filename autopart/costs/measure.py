@@ -24,6 +24,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autopart.capture import Captured
+from autopart.capture.trace.grouped_products import kernel_of
 from autopart.files.cost_cache import OpTimes, keep_times, read_times
 from autopart.ir.cluster import Device
 from autopart.ir.cost import Cost
@@ -163,7 +164,7 @@ def _samples(captured: Captured, graph: Graph, device: torch.device) -> list[_Sa
         key = hashlib.sha256(text.encode()).hexdigest()[:24]
         before = samples.get(key)
         weight = op.cost.total_ns + (before.analytic_ns if before else 0)
-        target: Any = node.target
+        target: Any = kernel_of(node.target)
         samples[key] = _Sample(key, target, args, kwargs, grad, (*(before.ops if before else ()), op.name), weight)
     return list(samples.values())
 

@@ -23,6 +23,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autopart.capture import Captured
+from autopart.capture.trace.grouped_products import kernel_of
 from autopart.costs.measure import clocked, environment, made_up, wait_for
 from autopart.files.cost_cache import OpTimes, keep_times, read_times
 from autopart.ir.cluster import Device
@@ -157,7 +158,7 @@ class _TimedRun(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op, timed."""
-        self._took, result = clocked(partial(target, *args, **kwargs), self._device)
+        self._took, result = clocked(partial(kernel_of(target), *args, **kwargs), self._device)
         return result
 
     def _adopt(self, name: str, result: Any) -> None:

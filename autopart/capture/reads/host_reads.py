@@ -64,7 +64,7 @@ class Questions:
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether a batch of as many rows gives the same answers.  Stops at the first one that differs."""
-        reader = Reader(tensors, self.device)
+        reader = Reader(tensors, self.device, copies=any(question.writes for question in self.asked))
         return all(_same_answer(value, reader.answer(q)) for q, value in zip(self.asked, self.values, strict=True))
 
 
@@ -100,6 +100,7 @@ class Asker:
         self._origins: Origins | None = None
         self._selections = Selections()
         self.masks = Masks(self._batch.masks)
+        self._about_masks: dict[str, bool] = {}
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
@@ -162,13 +163,19 @@ class Asker:
         result = trace(args, kwargs)
         if by_rows:
             mark_by_rows(mode.tracer)
-        elif func is _aten.masked_select.default:
-            self._selections.note(result, args)
-        elif func._schema.is_mutable:
-            node = next(iter(reversed(mode.tracer.graph.nodes)))
-            if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-                self._of(mode.tracer).wrote(node)
+        else:
+            self._note(mode, func, args, result)
         return result
+
+    def _note(self, mode: Any, func: Any, args: Any, result: Any) -> None:
+        """Note an op that was traced, if later ops have to know it."""
+        node = next(iter(reversed(mode.tracer.graph.nodes)))
+        if func is _aten.masked_select.default:
+            self._selections.note(result, args)
+        elif func is _aten.where.ScalarOther and node.target is func:
+            self.masks.note(node, args)
+        elif func._schema.is_mutable and node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            self._of(mode.tracer).wrote(node)
 
     def _asked_for(self, tracer: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
         """Return the answer to an op that makes a Python value of tensors, None where torch has to answer."""
@@ -205,7 +212,10 @@ class Asker:
             question = origins.question(read, tuple(nodes), ASKED, where)
             if isinstance(question, str) or not self._has_numbers(question):
                 return None
-            return bool(self._answer(question))
+            form = question.form
+            if form not in self._about_masks:
+                self._about_masks[form] = bool(self._answer(question))
+            return self._about_masks[form]
 
         return self.masks.without(proxy.proxy.node, args, kwargs, ask, origins.is_written)
 

@@ -2,31 +2,35 @@
 
 While a model is traced it builds a mask even where none is needed, and attention with a mask runs on slower kernels.
 What a mask hides is asked of the whole batch, like all that the model's Python asks: a batch with another answer is
-another kind of batch.  A mask that depends on parameters or buffers stays.
+another kind of batch.  A mask that depends on parameters or buffers stays; a bias stays without what hides nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import fx
 
-_aten = torch.ops.aten
+from autopart.capture.reads.mask_parts import (
+    HIDES,
+    Ask,
+    Part,
+    Written,
+    bias_and_condition,
+    is_constant,
+    is_hiding,
+    of_keys_alone,
+    parts_of,
+    sources_of,
+    whole,
+)
+
 ASKED = "attention mask"
 """What questions about masks give as the op that asks."""
-_HIDES = -1e30
-"""A number that hides a key if it is added to a score, whatever the score: exp() of the sum is zero."""
-_BOTH = {_aten.__and__.Tensor, _aten.bitwise_and.Tensor, _aten.logical_and.default}
-_SAME_NUMBERS = {
-    *(_aten.expand.default, _aten.unsqueeze.default, _aten.alias.default, _aten.detach.default, _aten.clone.default),
-    *(_aten.slice.Tensor, _aten.contiguous.default, _aten.view.default, _aten.reshape.default),
-}
-
-Ask = Callable[[Callable[..., bool], Sequence[fx.Node]], bool | None]
-"""Asks whether something holds for the values of nodes; None if they depend on more than inputs and constants."""
 
 
 class Effect(StrEnum):
@@ -34,6 +38,7 @@ class Effect(StrEnum):
 
     NONE = "hides nothing"
     CAUSAL = "hides later tokens"
+    BIAS = "adds a bias and hides nothing"
     OTHER = "stays"
 
 
@@ -48,8 +53,14 @@ class Masks:
         self._given = given or ()
         self.found: list[str] = []
         self._known: dict[fx.Node, Effect] = {}
+        self._biases: dict[fx.Node, torch.Tensor] = {}
 
-    def without(self, node: fx.Node, args: Any, kwargs: Any, ask: Ask, written: Callable[[fx.Node], bool]) -> Any:
+    def note(self, node: fx.Node, args: Sequence[Any]) -> None:
+        """Note a choice between numbers and one number, which may be a bias with a mask."""
+        if len(args) == 3 and is_hiding(args[2]) and isinstance(args[1], torch.Tensor):
+            self._biases[node] = args[1]
+
+    def without(self, node: fx.Node, args: Any, kwargs: Any, ask: Ask, written: Written) -> Any:
         """Return the arguments of attention, without a mask that is not needed.
 
         node: the mask.  written: whether ops write to the memory of a node in place.
@@ -58,119 +69,96 @@ class Masks:
         pair = given["query"].shape[-2], given["key"].shape[-2]
         if given.get("is_causal") or given["query"].dim() < 3:
             return args, kwargs
-        node = _whole(node, written)
+        node = whole(node, written)
         if node not in self._known:
             place = len(self.found)
             known = self._given[place] if place < len(self._given) else None
-            self._known[node] = Effect(known) if known else _effect(node, pair, ask, written)
+            self._known[node] = Effect(known) if known else self._effect(node, pair, ask, written)
             self.found.append(self._known[node])
-        if self._known[node] is Effect.OTHER:
+        effect = self._known[node]
+        if effect is Effect.OTHER:
             return args, kwargs
-        given |= {"attn_mask": None, "is_causal": self._known[node] is Effect.CAUSAL}
-        return (), given
+        given |= {"attn_mask": self._biases.get(node) if effect is Effect.BIAS else None}
+        return (), given | {"is_causal": effect is Effect.CAUSAL}
+
+    def _effect(self, node: fx.Node, pair: tuple[int, int], ask: Ask, written: Written) -> Effect:
+        """Return what a mask does."""
+        found = _effect(node, pair, ask, written)
+        split = bias_and_condition(node)
+        if found is not Effect.OTHER or split is None or node not in self._biases or written(node):
+            return found
+        bias = self._biases[node]
+        if bias.dtype is not node.meta["val"].dtype or bias.dim() < 2 or written(split[0]):
+            return found
+        return Effect.BIAS if _effect(split[1], pair, ask, written) is Effect.NONE else Effect.OTHER
 
 
-def _effect(node: fx.Node, pair: tuple[int, int], ask: Ask, written: Callable[[fx.Node], bool]) -> Effect:
+def _effect(node: fx.Node, pair: tuple[int, int], ask: Ask, written: Written) -> Effect:
     """Return what a mask does, by the cheapest questions that settle it.
 
-    A mask of bools may be a conjunction: of constants, answered while tracing, and of what depends on inputs, such as
-    the padding of keys, which is small.
+    Its parts are constants, answered while tracing, and what depends on inputs, such as the padding of keys, which is
+    small.
     """
-    factors = list(_factors(node, written))
-    constants = [factor for factor in factors if _is_constant(factor)]
-    others = [factor for factor in factors if factor not in constants]
+    parts = list(parts_of(Part(node), written))
+    constants = [part for part in parts if is_constant(part.node)]
+    others = [part for part in parts if part not in constants]
     square = pair[0] == pair[1] > 1
     known = Effect.NONE
-    if constants and not ask(_all_shown, [_source(factor, written) for factor in constants]):
-        known = Effect.CAUSAL if square and ask(_Triangle(pair[0]), constants) else Effect.OTHER
-    shown = ask(_all_shown, [_source(factor, written) for factor in others]) if others else True
+    if constants and not _shown(constants, ask, written):
+        flags = tuple(part.hides for part in constants)
+        if not (square and ask(_Triangle(pair[0], flags), [part.node for part in constants])):
+            return Effect.OTHER
+        known = Effect.CAUSAL
+    shown = _shown(others, ask, written) if others else True
     if shown or shown is None:
         return known if shown else Effect.OTHER
-    if not square or all(_of_keys_alone(factor) for factor in others):
+    if not square or all(of_keys_alone(part.node) for part in others):
         return Effect.OTHER  # a key is hidden from its own query
-    return Effect.CAUSAL if ask(_Triangle(pair[0]), [node]) else Effect.OTHER
+    return Effect.CAUSAL if ask(_Triangle(pair[0], (False,)), [node]) else Effect.OTHER
 
 
-def _all_shown(*masks: torch.Tensor) -> bool:
-    """Return whether masks hide nothing."""
-    return all(bool((mask if mask.dtype is torch.bool else mask == 0).all()) for mask in masks)
+def _shown(parts: Sequence[Part], ask: Ask, written: Written) -> bool | None:
+    """Return whether masks hide nothing, None if that depends on more than inputs and constants."""
+    sources = dict.fromkeys(source for part in parts for source in sources_of(part, ask, written))
+    return ask(_AllShown(tuple(source.hides for source in sources)), [source.node for source in sources])
 
 
+@dataclass(frozen=True)
+class _AllShown:
+    """Whether masks hide nothing.  hides: of each, whether True hides a key."""
+
+    hides: tuple[bool, ...]
+
+    def __call__(self, *masks: torch.Tensor) -> bool:
+        """Return it.  Waits for the device once."""
+        pairs = list(zip(masks, self.hides, strict=True))
+        if len(pairs) == 1:
+            return not bool(masks[0].any()) if self.hides[0] else bool(_shows(masks[0], hides=False).all())
+        return bool(torch.stack([_shows(mask, hides=hides).all() for mask, hides in pairs]).all())
+
+
+@dataclass(frozen=True)
 class _Triangle:
-    """Whether the conjunction of masks hides exactly what comes later in sequences of this length."""
+    """Whether masks together hide exactly what comes later in sequences of this length.  hides: as of `_AllShown`."""
 
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
+    tokens: int
+    hides: tuple[bool, ...]
 
     def __call__(self, *masks: torch.Tensor) -> bool:
         """Return it.  masks: broadcast against each other, (..., queries, keys)."""
-        pair = self._tokens, self._tokens
+        pair = self.tokens, self.tokens
         earlier = torch.ones(pair, dtype=torch.bool, device=masks[0].device).tril()
-        if masks[0].dtype is torch.bool:
-            shown = masks[0]
-            for mask in masks[1:]:
-                shown = shown & mask
-            return bool((shown == earlier).all())
-        (mask,) = masks
-        return bool(torch.where(earlier, mask == 0, mask <= _HIDES).all())
+        shown = torch.ones((), dtype=torch.bool, device=masks[0].device)
+        known = shown  # whether each number shows or hides
+        for mask, hides in zip(masks, self.hides, strict=True):
+            shown = shown & _shows(mask, hides=hides)
+            if mask.dtype is not torch.bool:
+                known = known & ((mask == 0) | (mask <= HIDES)).all()
+        return bool((shown == earlier).all() & known)
 
 
-def _factors(node: fx.Node, written: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
-    """Yield the masks of bools whose conjunction a mask is; the mask itself if it is no conjunction."""
-    if node.target in _BOTH and node.meta["val"].dtype is torch.bool and not written(node):
-        for arg in node.args:
-            if not isinstance(arg, fx.Node) or arg.meta["val"].dtype is not torch.bool:
-                yield node
-                return
-        for arg in node.all_input_nodes:
-            yield from _factors(arg, written)
-    else:
-        yield node
-
-
-def _whole(node: fx.Node, written: Callable[[fx.Node], bool]) -> fx.Node:
-    """Return the earliest node with the same numbers for each pair of query and key: layers share it."""
-    while (source := _before(node, written)) is not None and _shape(source)[-2:] == _shape(node)[-2:]:
-        node = source
-    return node
-
-
-def _source(node: fx.Node, written: Callable[[fx.Node], bool]) -> fx.Node:
-    """Return the smallest node with the same numbers, broadcast or in another shape."""
-    while (source := _before(node, written)) is not None:
-        node = source
-    return node
-
-
-def _before(node: fx.Node, written: Callable[[fx.Node], bool]) -> fx.Node | None:
-    """Return what a node shows in another shape, None if it makes its numbers or does not show all of them."""
-    if node.target not in _SAME_NUMBERS or written(node):
-        return None
-    source = node.args[0]
-    if not isinstance(source, fx.Node) or "val" not in source.meta or written(source):
-        return None
-    return source if node.target is not _aten.slice.Tensor or _shape(node) == _shape(source) else None
-
-
-def _of_keys_alone(node: fx.Node) -> bool:
-    """Return whether a mask is the same for every query."""
-    while node.target is _aten.expand.default and "val" in node.all_input_nodes[0].meta:
-        node = node.all_input_nodes[0]
-    return len(_shape(node)) < 2 or _shape(node)[-2] == 1
-
-
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    return tuple(node.meta["val"].shape)
-
-
-def _is_constant(node: fx.Node) -> bool:
-    """Return whether a node depends on no input and no parameter."""
-    seen, todo = set(), [node]
-    while todo:
-        node = todo.pop()
-        if node.op == "placeholder":
-            return False
-        if node not in seen:
-            seen.add(node)
-            todo.extend(node.all_input_nodes)
-    return True
+def _shows(mask: torch.Tensor, *, hides: bool) -> torch.Tensor:
+    """Return where a mask shows keys."""
+    if mask.dtype is not torch.bool:
+        return mask == 0
+    return ~mask if hides else mask

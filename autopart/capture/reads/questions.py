@@ -58,12 +58,36 @@ class Question:
         """The tensors that it reads and that are neither inputs nor results."""
         return tuple(step.args[0] for step in self.steps if step.call is torch.clone and torch.is_tensor(step.args[0]))
 
+    @property
+    def form(self) -> str:
+        """A text that is equal for questions with the same answer, such as those of layers that build equal masks."""
+        numbers = {step.number: place for place, step in enumerate(self.steps)}
+
+        def renumbered(value: Any) -> Any:
+            def renumber(leaf: Any) -> Any:
+                return Operand(numbers[leaf.number]) if isinstance(leaf, Operand) else leaf
+
+            return pytree.tree_map(renumber, value, is_leaf=lambda leaf: isinstance(leaf, Operand))
+
+        constants = {id(arg): arg for step in self.steps for arg in step.args if isinstance(arg, torch.Tensor)}
+        steps = [(step.call, renumbered((step.args, dict(step.kwargs)))) for step in self.steps]
+        return repr((steps, renumbered(self.args), self.read, list(constants)))
+
+    @property
+    def writes(self) -> bool:
+        """Whether an op on the way to it writes to memory in place."""
+        calls = (step.call for step in self.steps)
+        return any(isinstance(call, torch._ops.OpOverload) and call._schema.is_mutable for call in calls)
+
 
 class Reader:
-    """Answers questions about one batch and runs each op once."""
+    """Answers questions about one batch and runs each op once.
 
-    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-        self._tensors, self._device = tensors, device
+    copies: whether inputs are copied, since an op may write to them.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device, *, copies: bool = True) -> None:
+        self._tensors, self._device, self._copies = tensors, device, copies
         self._results: dict[int, Any] = {}
 
     def answer(self, question: Question) -> Any:
@@ -75,8 +99,8 @@ class Reader:
             return question.read(*self._filled(question.args))
 
     def _run(self, step: _Step) -> Any:
-        if step.call is None:  # a copy, since an op may write to it
-            return self._tensors[step.args[0]].detach().to(self._device, copy=True)
+        if step.call is None:
+            return self._tensors[step.args[0]].detach().to(self._device, copy=self._copies)
         return step.call(*self._filled(step.args), **self._filled(dict(step.kwargs)))
 
     def _filled(self, value: Any) -> Any:
@@ -114,10 +138,10 @@ class Origins:
         nodes = [value for value in pytree.tree_leaves(written) if isinstance(value, fx.Node)]
         self._writers.append((node, frozenset().union(*map(_memory, nodes))))
 
-    def is_written(self, node: fx.Node) -> bool:
-        """Return whether ops change the memory of a node's results in place."""
+    def is_written(self, node: fx.Node, without: fx.Node | None = None) -> bool:
+        """Return whether ops, other than `without`, change the memory of a node's results in place."""
         own = _memory(node)
-        return any(written & own for _, written in self._writers)
+        return any(written & own for writer, written in self._writers if writer is not without)
 
     def question(self, read: Callable[..., Any], args: Any, op: str, where: str) -> Question | str:
         """Return the question that `read` asks of the values of nodes in `args`.

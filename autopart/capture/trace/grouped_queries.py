@@ -24,10 +24,31 @@ def group_queries(graph: fx.Graph) -> None:
         mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
         if mask is not None or node.kwargs.get("enable_gqa") or not _has_kernel(query):
             continue
-        keys, values = _repeated(key), _repeated(value)
+        (keys, key_cast), (values, value_cast) = _uncast(key), _uncast(value)
+        keys, values = _repeated(keys), _repeated(values)
         if keys is not None and values is not None and _heads(keys) == _heads(values):
-            node.args = (query, keys, values, *node.args[3:])
+            with graph.inserting_before(node):
+                node.args = (query, _cast(keys, key_cast), _cast(values, value_cast), *node.args[3:])
             node.kwargs = {**node.kwargs, "enable_gqa": True}
+
+
+def _uncast(node: Any) -> tuple[Any, fx.Node | None]:
+    """Return what a cast was made of, and the cast; the node itself and None if it is no cast.
+
+    Under autocast the keys are cast after they were repeated; cast before, they are the same numbers.
+    """
+    if isinstance(node, fx.Node) and node.target is _aten._to_copy.default and set(node.kwargs) == {"dtype"}:
+        return node.args[0], node
+    return node, None
+
+
+def _cast(node: fx.Node, like: fx.Node | None) -> fx.Node:
+    """Return a node cast as another was; the node itself if that is None."""
+    if like is None:
+        return node
+    made = node.graph.call_function(like.target, (node,), dict(like.kwargs))  # type: ignore[arg-type]
+    made.meta.update(like.meta, val=node.meta["val"].to(like.meta["val"].dtype))
+    return made
 
 
 def _has_kernel(query: Any) -> bool:

@@ -10,6 +10,7 @@ import networkx as nx  # type: ignore[import-untyped, unused-ignore]
 import torch
 from torch import fx, nn
 
+from autopart.capture.trace.grouped_products import kernel_of
 from autopart.rng import keyed_rows
 from autopart.runtime.stages.recompute import RecomputedGroup
 from autopart.runtime.stages.slice_functions import Rows
@@ -153,6 +154,7 @@ def _copy(
         return device if isinstance(arg, torch.device) else arg
 
     copy = env[node] = graph.node_copy(node, read)
+    copy.target = kernel_of(node.target)
     if node in drawn:
         draw_for_all(copy, drawn[node])
     copy.args = fx.node.map_aggregate(copy.args, moved)  # type: ignore[arg-type]

@@ -24,7 +24,8 @@ def weighted_loss(losses: Mapping[int, torch.Tensor], shares: Sequence[float]) -
     if not counted:
         return 0.0
     with waiting():
-        found: list[float] = torch.stack([losses[micro] for micro in counted]).double().tolist()
+        given = [losses[micro] for micro in counted]
+        found: list[float] = torch.stack(given).tolist() if len(given) > 1 else [given[0].item()]
     total = 0.0
     for loss, share in zip(found, counted.values(), strict=True):  # `sum` would round otherwise
         total += loss * share

@@ -20,6 +20,7 @@ from torch import fx
 from autopart.capture.batch.batch import Batch
 from autopart.capture.cache import CaptureCache
 from autopart.capture.capture import Captured
+from autopart.capture.reads.masks import with_masks
 from autopart.ir.errors import CaptureError, RefusedError, UsageError
 from autopart.ir.size import Size
 from autopart.passes.tokens.analysis import analyse
@@ -44,7 +45,7 @@ def token_recipe(captures: CaptureCache, batch: Batch, size: Size) -> Recipe | R
     fewer = fewer_tokens(tokens)
     try:
         # The parts of masks that shorter sequences have may hide nothing: they are taken as in the whole ones.
-        shorter = _shorter(captures, replace(batch, masks=captured.masks), size, tokens, fewer)
+        shorter = _shorter(captures, with_masks(batch, captured.masks), size, tokens, fewer)
     except (CaptureError, RefusedError) as error:
         return RefusedError(
             f"the model cannot be captured with sequences of {fewer} tokens",

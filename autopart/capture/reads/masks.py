@@ -8,13 +8,14 @@ another kind of batch.  A mask that depends on parameters or buffers stays; a bi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import fx
 
+from autopart.capture.batch.batch import Batch
 from autopart.capture.reads.mask_parts import (
     HIDES,
     Ask,
@@ -31,6 +32,12 @@ from autopart.capture.reads.mask_parts import (
 
 ASKED = "attention mask"
 """What questions about masks give as the op that asks."""
+
+
+def with_masks(batch: Batch, masks: tuple[str, ...]) -> Batch:
+    """Return a batch that is not asked what its attention masks hide.  masks: what the first ones hide; others stay."""
+    answers = batch.answers and tuple(answer for answer in batch.answers if answer[0] != ASKED)
+    return replace(batch, masks=masks, answers=answers)
 
 
 class Effect(StrEnum):

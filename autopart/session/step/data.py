@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch
 from autopart.capture import Captured
 from autopart.capture.batch.batch import Batch, split_rows
 from autopart.capture.batch.stand_in import emptied
+from autopart.capture.reads.masks import with_masks
 from autopart.ir.errors import BatchError, RefusedError, UsageError
 from autopart.ir.plan import Decision
 from autopart.ir.shares import Division, parts
@@ -149,7 +149,7 @@ def as_shard(batch: Batch, captured: Captured) -> Batch:
     """
     questions = captured.questions
     asked = questions is not None and len(questions.asked) > len(questions.asked_by_python)
-    return replace(batch, masks=()) if asked else batch
+    return with_masks(batch, ()) if asked else batch
 
 
 def require_no_questions(captured: Captured) -> None:

@@ -116,3 +116,9 @@ class Masters:
 def needs_master(tensor: torch.Tensor) -> TypeGuard[nn.Parameter]:
     """Whether this is a trained parameter in half precision."""
     return isinstance(tensor, nn.Parameter) and tensor.dtype in HALF and tensor.requires_grad
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradient: in a step fp32 for half precision (`sums.reduce.GradientsAside`)."""
+    found: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return found or parameter.dtype

@@ -16,7 +16,7 @@ from autopart.ir.shares import Window
 from autopart.rng import micro_key
 from autopart.runtime.stages.batch_statistics import without_rows
 from autopart.runtime.stages.sequence import SlicedMicroBatch
-from autopart.runtime.stages.stage_module import Cast, StageSlices
+from autopart.runtime.stages.stage_module import Cast, StageSlices, awaited
 
 _Tensors = dict[str, torch.Tensor]
 
@@ -155,7 +155,7 @@ class StageRunner:
         given = {name: _anything(specs[rows][name], device) for name in code.inputs}
         leaves = {name: tensor.requires_grad_() for name, tensor in given.items() if name in self._grad_inputs}
         with without_rows(), micro_key(*key, slot.micro):
-            args = code.arguments(self._tensors, self._copies)
+            args = [_stand_in(arg) for arg in code.arguments(self._tensors, self._copies)]
             trained = [arg for arg in args if arg.requires_grad]
             results = code.module(*args, *given.values(), *(1.0 for _ in code.numbers))
         outputs = dict(zip(code.outputs, results, strict=False))
@@ -199,6 +199,11 @@ def _versions(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> _Ten
     used = {id(tensors[name]): tensors[name] for name in names if tensors[name].requires_grad}
     copies = {key: tensor.detach().clone().requires_grad_() for key, tensor in used.items()}
     return {name: copies[id(tensors[name])] for name in names if id(tensors[name]) in copies}
+
+
+def _stand_in(arg: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same memory whose gradient is nobody's, for one that is trained."""
+    return awaited(arg).detach().requires_grad_() if arg.requires_grad else arg
 
 
 def _anything(spec: torch.Tensor, device: torch.device) -> torch.Tensor:

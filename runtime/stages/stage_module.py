@@ -156,12 +156,25 @@ class _UseCast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, copy: tuple[torch.Tensor]) -> torch.Tensor:
-        ctx.dtype = parameter.dtype
+        ctx.parameter = parameter
+        ctx.set_materialize_grads(False)
         return copy[0].detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0].to(ctx.dtype), None
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        (grad,) = grads  # None if all its uses add to `.grad` themselves
+        return None if grad is None else grad.to(ctx.parameter.dtype), None
+
+
+def trained_leaf(weight: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor whose `.grad` the gradient of `weight` goes to: itself, or the parameter that it is a cast of.
+    None if it gets no gradient, or through other ops."""
+    if not (weight.requires_grad and torch.is_grad_enabled()):
+        return None
+    made_by: Any = weight.grad_fn
+    if made_by is None:
+        return weight
+    return made_by.parameter if isinstance(made_by, _UseCast._backward_cls) else None  # type: ignore[attr-defined]
 
 
 def awaited(parameter: torch.Tensor) -> torch.Tensor:

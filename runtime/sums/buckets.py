@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from autopart.ir.program import FIRST_BUCKET_BYTES
-from autopart.runtime.sums.reduce import gradient_dtype, wide_dtype
+from autopart.runtime.masters import gradient_dtype
+from autopart.runtime.sums.reduce import wide_dtype
 from autopart.runtime.tensors import dense
 
 Owned = tuple[torch.nn.Parameter, int | None]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from autopart.ir.program import TIED, Action, Program
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.world import World
-from autopart.runtime.masters import CAN_WIDEN, HALF
+from autopart.runtime.masters import CAN_WIDEN, HALF, gradient_dtype
 from autopart.runtime.tensors import dense
 
 
@@ -140,9 +140,3 @@ def _no_entries(parameter: torch.nn.Parameter) -> torch.Tensor:
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients of this dtype are summed over ranks."""
     return torch.float32 if dtype in HALF else dtype
-
-
-def gradient_dtype(parameter: torch.nn.Parameter) -> torch.dtype:
-    """Return the dtype of a parameter's gradient: in a step fp32 for half precision (`GradientsAside`)."""
-    found: torch.dtype | None = getattr(parameter, "grad_dtype", None)
-    return found or parameter.dtype

@@ -19,6 +19,7 @@ from autopart.passes.ops.casts import cast_parameter
 from autopart.runtime.stages.stage_module import Cast, StageModule, awaited, of_whole_batch, weighed
 from autopart.session.code.random_rows import draws_of
 from autopart.session.code.stage_graph import Draws, Reads, numbers_of, stage_graph
+from autopart.session.code.weight_products import accumulate_in_place
 
 
 def stage_module(
@@ -41,10 +42,11 @@ def stage_module(
     updates = own_updates(graph, chosen)
     casts = casts_of(graph, chosen, {*outputs, *(value for _, value in graph.updates)})
     drawn = draws_of(captured, chosen, layouts) if planned.division.splits else {}
-    return cut(
+    code = cut(
         captured, chosen, outputs, device, updates=updates, groups=planned.recompute, adjusted=adjusted, casts=casts,
         drawn=drawn,
     )  # fmt: skip
+    return accumulate_in_place(code, captured.tensors)
 
 
 def leaving(graph: Graph, links: Iterable[Edge], stage: int, ops: Collection[str]) -> list[str]:

@@ -31,6 +31,7 @@ from autopart.session.code.random_rows import draws_of
 from autopart.session.code.slice_graph import SliceGraph, SliceNeeds
 from autopart.session.code.split import ancestors, casts_of, cut
 from autopart.session.code.stage_graph import draw_for_all, stage_graph
+from autopart.session.code.weight_products import accumulate_in_place
 
 _aten = torch.ops.aten
 
@@ -62,7 +63,10 @@ def slice_stage(
     drawn = draws_of(captured, set(planned.ops), layouts) if planned.division.splits else {}
     needs = SliceNeeds(captured, recipe, planned, leaving, adjusted, casts, drawn)
     parts = recipe.slices(lengths)
-    slices = tuple(_slice_module(SliceGraph(needs, parts, number, device), len(parts)) for number in range(len(parts)))
+    slices = tuple(
+        accumulate_in_place(_slice_module(SliceGraph(needs, parts, number, device), len(parts)), captured.tensors)
+        for number in range(len(parts))
+    )
     before = ancestors(captured.graph, needs.prologue, among=recipe.prologue)
     prologue = cut(captured, before, needs.prologue, device, adjusted=adjusted) if needs.prologue else None
     return prologue, slices

@@ -1,0 +1,89 @@
+"""Products with a weight that add the weight's gradient into `.grad` by themselves.
+
+Autograd makes the gradient of every micro-batch as a new tensor and adds it to `.grad` afterwards.  A matrix product
+can add to what is there already, which saves a pass over memory as large as the weight.  Autograd still knows that the
+weight is used, though its gradient does not flow: when all uses in a backward have had their turn, it runs the hooks
+of the weight, which tell the buckets of replicas that its gradient is complete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from autopart.runtime.masters import gradient_dtype
+from autopart.runtime.stages.stage_module import trained_leaf
+
+
+@dataclass(slots=True)
+class WeightGradient:
+    """What one use of a weight contributes to its gradient, before it is computed: left^T @ right.
+
+    It holds all that the product needs, so the product may run at any time after the backward of its use.  parameter:
+    whose `.grad` gets it; it may be in another precision than the factors.  left: (rows of the micro-batch, rows of the
+    weight).  right: (rows of the micro-batch, columns of the weight).
+    """
+
+    parameter: torch.Tensor
+    left: torch.Tensor
+    right: torch.Tensor
+
+    def add(self) -> None:
+        """Compute the product and add it to the parameter's `.grad`; without one it becomes the `.grad`."""
+        parameter, left = self.parameter, self.left.t()
+        total = parameter.grad
+        if total is not None and total.layout == torch.strided:
+            if total.dtype == left.dtype:
+                total.addmm_(left, self.right)
+            else:  # half precision: rounded as autograd would, and added in fp32
+                total.add_(left.mm(self.right))
+            return
+        made = left.mm(self.right).to(gradient_dtype(parameter))
+        parameter.grad = made if total is None else made + total  # a sparse one is that of an embedding
+
+
+class _Product(torch.autograd.Function):
+    """A product whose backward adds the weight's gradient to `.grad`.  The tuple hides the parameter from autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        parameter: tuple[torch.Tensor],
+        transposed: bool,
+    ) -> torch.Tensor:
+        ctx.parameter, ctx.transposed = parameter[0], transposed
+        ctx.bias_shape = None if bias is None else bias.shape
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        return linear(x, weight if transposed else weight.t(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        assert not torch.is_grad_enabled()  # what is added has no derivative; a wrapper that says so costs 5 us a call
+        (grad,) = grads
+        if grad is None:
+            return None, None, None, None, None
+        x, weight = ctx.saved_tensors
+        shape, needed = x.shape, ctx.needs_input_grad
+        rows, grad = x.reshape(-1, shape[-1]), grad.reshape(-1, grad.shape[-1])
+        WeightGradient(ctx.parameter, *((grad, rows) if ctx.transposed else (rows, grad))).add()
+        back = grad.mm(weight if ctx.transposed else weight.t()).view(shape) if needed[0] else None
+        return back, None, grad.sum_to_size(ctx.bias_shape) if needed[2] else None, None, None
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> torch.Tensor:
+    """Return x @ weight + bias, or with the weight transposed as in `torch.nn.Linear`.  weight: 2-D.
+
+    Where the weight is trained, the backward adds its gradient to the `.grad` of the parameter.
+    """
+    leaf = trained_leaf(weight)
+    if leaf is None or (bias is not None and bias.dim() > 1):
+        return linear(x, weight if transposed else weight.t(), bias)
+    made: torch.Tensor = _Product.apply(x, weight, bias, (leaf,), transposed)  # type: ignore[no-untyped-call]
+    return made

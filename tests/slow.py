@@ -32,6 +32,7 @@ PARTS = {
     "sliced-plans": ["e2e/test_slices.py", "e2e/test_sliced_plans.py", "passes/tokens"],
     "failures": ["e2e/test_faults.py", "e2e/test_failures.py", "e2e/test_soak.py", "runtime"],
     "constants": ["capture/test_silent_constants.py"],
+    "scripts": ["e2e/test_random_scripts.py"],
     "rest": [
         "capture/test_asking_models.py",
         "capture/test_autocast.py",
@@ -50,7 +51,6 @@ PARTS = {
         "e2e/test_advice.py",
         "e2e/test_exact_or_refused.py",
         "e2e/test_losses.py",
-        "e2e/test_random_scripts.py",
         "e2e/test_training.py",
         "test_examples.py",
         "test_planning.py",

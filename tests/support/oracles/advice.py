@@ -177,7 +177,7 @@ ADVICE: dict[str, Advice] = {
         *(lambda a, b: (a, RefusedError, "micro_batches=1", b))(
             *_whole(lambda m, x: torch.fft.fft(m.run(x), dim=0).abs().mean()))),
     "unknown op, rewritten": Advice(
-        Trial(lambda m, x: torch.fft.fft(m.run(x), dim=0).abs().mean()), RefusedError, "other operations",
+        Trial(lambda m, x: torch.fft.fft(m.run(x), dim=0).abs().mean()), RefusedError, "operations that autopart knows",
         Trial(lambda m, x: torch.fft.fft(m.run(x), dim=1).abs().mean())),
     "opaque loss": Advice(
         Trial(_opaque), RefusedError, 'loss_reduction="mean"', Trial(_opaque, options={"loss_reduction": "sum"})),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import traceback
 from dataclasses import dataclass, replace
@@ -77,7 +78,7 @@ def step(name: str, *, processes: bool = False) -> Row:
         cause_of_error = {
             "cause": f"{type(error).__name__}: {error.what}",
             "why": error.why,
-            "where": error.where,
+            "where": _without_folders(error.where),
             "fix": error.fix,
         }
         verdict = replace(row, verdict=REFUSED, **cause_of_error)
@@ -90,10 +91,15 @@ def _ended(row: Row, began: float) -> Row:
     return replace(row, seconds=round(time.perf_counter() - began, 2))
 
 
+def _without_folders(where: str) -> str:
+    """Return a place in a package without the folders of this machine."""
+    return re.sub(r"\S*/site-packages/", "", where)
+
+
 def _cause_of(error: BaseException) -> dict[str, str]:
     first = (str(error).splitlines() or [""])[0]
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return {"cause": f"{type(error).__name__}: {first}", "where": f"{place.filename}:{place.lineno}"}
+    return {"cause": f"{type(error).__name__}: {first}", "where": _without_folders(f"{place.filename}:{place.lineno}")}
 
 
 def precision_is_single(model: nn.Module) -> bool:

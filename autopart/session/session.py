@@ -55,15 +55,13 @@ _KEEP = 32  # kinds of batches whose executor is kept
 class Session:
     """One rank of a running pipeline; every rank has one, and calls its methods in the same order.
 
-    captures: captures of the model.  world: the process group.  calls: the collective calls of this rank.  plan, graph:
-    the plan that runs, and the captured graph that was planned.  context: what this rank holds under the plan.  tied:
-    first name of each tied tensor, by its other names.  spans: gets what this rank does in training steps, if it is a
-    list.  last_shares: rows of each micro-batch of the last batch, and their shares in its loss.  Ready after
-    `bring_up`.
+    captures: captures of the model.  world: the process group.  calls: the collective calls of this rank.  plan: the
+    plan that runs.  context: what this rank holds under the plan.  tied: first name of each tied tensor, by its other
+    names.  spans: gets what this rank does in training steps, if it is a list.  last_shares: rows of each micro-batch
+    of the last batch, and their shares in its loss.  Ready after `bring_up`.
     """
 
     plan: Plan
-    graph: Graph
     context: RankContext
     _captured: Captured
     _training: Executor
@@ -166,7 +164,7 @@ class Session:
 
     def _install(self, planned: Planned, context: RankContext, executor: Executor) -> None:
         context.tensors.forget_earlier()
-        self.plan, self.graph, self._captured = planned.plan, planned.captured.graph, planned.captured
+        self.plan, self._captured = planned.plan, planned.captured
         self.context = context
         context.values.drop_foreign_gradients()
         signature = digest_of(repr(self._batch.signature()))
@@ -176,6 +174,11 @@ class Session:
         set_rank_label(f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" if stages else "idle")
 
     # -- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def graph(self) -> Graph:
+        """The captured graph that was planned."""
+        return self._captured.graph
 
     @property
     def needing(self) -> tuple[int, ...]:

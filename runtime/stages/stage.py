@@ -202,7 +202,7 @@ def _versions(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> _Ten
 
 
 def _stand_in(arg: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same memory whose gradient is nobody's, for one that is trained."""
+    """Return a leaf over the memory of a trained tensor, whose gradient is dropped; any other tensor as it is."""
     return awaited(arg).detach().requires_grad_() if arg.requires_grad else arg
 
 

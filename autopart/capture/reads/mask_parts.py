@@ -132,13 +132,13 @@ def _dtype(node: fx.Node) -> Any:
 
 @dataclass(frozen=True)
 class _ReadsAll:
-    """Whether indices read every entry of a tensor of this shape.  given: which axes have an index."""
+    """Asks whether indices read every entry of a tensor of this shape.  given: which axes have an index."""
 
     shape: tuple[int, ...]
     given: tuple[bool, ...]
 
     def __call__(self, *indices: torch.Tensor) -> bool:
-        """Return it.  indices: of the axes that have one, in order."""
+        """Return whether these indices, one for each axis that has one, read every entry."""
         of_axis = iter(indices)
         places = tuple(next(of_axis) if given else slice(None) for given in self.given)
         read = torch.zeros(self.shape, dtype=torch.bool, device=indices[0].device)

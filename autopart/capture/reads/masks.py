@@ -132,12 +132,12 @@ def _shown(parts: Sequence[Part], ask: Ask, written: Written) -> bool | None:
 
 @dataclass(frozen=True)
 class _AllShown:
-    """Whether masks hide nothing.  hides: of each, whether True hides a key."""
+    """Asks whether masks hide nothing.  hides: for each mask, whether True hides a key."""
 
     hides: tuple[bool, ...]
 
     def __call__(self, *masks: torch.Tensor) -> bool:
-        """Return it.  Waits for the device once."""
+        """Return whether the masks hide nothing.  Waits for the device once."""
         pairs = list(zip(masks, self.hides, strict=True))
         if len(pairs) == 1:
             return not bool(masks[0].any()) if self.hides[0] else bool(_shows(masks[0], hides=False).all())
@@ -146,13 +146,16 @@ class _AllShown:
 
 @dataclass(frozen=True)
 class _Triangle:
-    """Whether masks together hide exactly what comes later in sequences of this length.  hides: as of `_AllShown`."""
+    """Asks whether masks, (..., queries, keys), together hide exactly the later tokens of a sequence.
+
+    tokens: its length.  hides: for each mask, whether True hides a key.
+    """
 
     tokens: int
     hides: tuple[bool, ...]
 
     def __call__(self, *masks: torch.Tensor) -> bool:
-        """Return it.  masks: broadcast against each other, (..., queries, keys)."""
+        """Return whether the masks together hide just that; they are broadcast against each other."""
         pair = self.tokens, self.tokens
         earlier = torch.ones(pair, dtype=torch.bool, device=masks[0].device).tril()
         shown = torch.ones((), dtype=torch.bool, device=masks[0].device)

@@ -77,7 +77,7 @@ def _replace(node: fx.Node, weights: Collection[fx.Node]) -> None:
 
 
 def _transposes(node: fx.Node) -> bool:
-    """Whether this op swaps the axes of a matrix."""
+    """Return whether this op swaps the axes of a matrix."""
     if node.target is _aten.t.default:
         return True
     if node.target is _aten.transpose.int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 import weakref
 from typing import Any
 
@@ -167,17 +167,16 @@ def kept_gradients() -> dict[str, bool]:
         apart = {g.untyped_storage().data_ptr() for g in kept}.isdisjoint(
             g.untyped_storage().data_ptr() for g in fresh_ones
         )
-        whole = weakref.ref(fresh_ones[0].untyped_storage())
+        freed = threading.Event()
+        weakref.finalize(fresh_ones[0].untyped_storage(), freed.set)
         for parameter in pipe.parameters():
             if parameter.grad is not None:
                 parameter.grad.detach_().zero_()
             parameter.grad = None
         fresh_ones.clear()
         same = all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
-        deadline = time.monotonic() + 5  # the thread that sums them may hold them for a moment longer
-        while whole() is not None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return {"same": same, "apart": apart, "freed": whole() is None}
+        # The thread that sums them may hold them for a moment longer.
+        return {"same": same, "apart": apart, "freed": freed.wait(5)}
 
 
 def different_batches() -> str:

@@ -20,7 +20,7 @@ _PRODUCTS: Mapping[Any, tuple[int, int, int | None, bool]] = {
     _aten.matmul.default: (0, 1, None, False),
 }
 """By op, the places of (x, weight, bias) among its arguments, and whether it takes the weight transposed."""
-LEAST_ELEMENTS = 1 << 17
+LEAST_ELEMENTS = 1 << 19
 """Of a weight; with smaller ones the calls from autograd into Python take longer than the additions that they save."""
 
 

@@ -26,6 +26,7 @@ import autopart
 from autopart.api import planned
 from autopart.costs.detect import detect
 from autopart.ir.graph import Graph
+from autopart.options import read_options
 
 MICROS, STAGES = 4, 4
 BY_HAND = ("equal layers", "equal parameters", "equal operations")
@@ -97,14 +98,18 @@ def simulated(name: str) -> dict[str, float]:
     model = MODELS[name]
     if model.count < STAGES + 1:
         return {}
-    common: dict[str, Any] = {
-        "sample": model.batch(), "stages": STAGES, "micro_batches": 8, "costs": "analytic", "replicas": 1,
-        "recompute": "off", "optimizer": "adamw", "schedule": "1f1b",
-    }  # fmt: skip
-    made = planned(model.model(), "cpu:4", **common)
-    found = {"planned": made.plan.step_ns * 1e-9}
-    for way, cuts in by_hand(made.captured.graph, model, STAGES).items():
-        found[way] = planned(model.model(), "cpu:4", cuts=cuts, **common).plan.step_ns * 1e-9
+
+    def plan(**more: Any) -> tuple[autopart.Plan, Graph]:
+        options = read_options(
+            stages=STAGES, micro_batches=8, costs="analytic", replicas=1, recompute="off", optimizer="adamw",
+            schedule="1f1b", **more,
+        )  # fmt: skip
+        return planned(model.model(), "cpu:4", model.batch(), options)
+
+    best, graph = plan()
+    found = {"planned": best.step_ns * 1e-9}
+    for way, cuts in by_hand(graph, model, STAGES).items():
+        found[way] = plan(cuts=cuts)[0].step_ns * 1e-9
     return found
 
 

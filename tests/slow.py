@@ -39,6 +39,7 @@ PARTS = {
         "capture/test_capture.py",
         "capture/test_checkpointing.py",
         "capture/test_infer_size.py",
+        "capture/test_mask_parts.py",
         "capture/test_masks.py",
         "capture/test_questions.py",
         "capture/test_stated.py",

@@ -20,6 +20,7 @@ BAD = Difference("layer.bias", "gradient", 1, 1.0, 0.5, False, False)
 TINY = Setting(stages=1, steps=4, compared=3, every=2, layers=1, width=16, rows=8, seq=16)
 
 
+@pytest.mark.slow
 def test_the_demo_in_one_stage_equals_one_process(capsys):
     pipeline, alone = over_ranks(TINY), in_one_process(TINY)
     outcome = Outcome(pipeline, alone)

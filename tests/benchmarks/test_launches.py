@@ -30,7 +30,9 @@ def test_an_op_written_in_python_counts_as_what_it_calls() -> None:
     assert found.ops["mm"] == 2
 
 
-@pytest.mark.parametrize(("name", "mask"), [("bert", "ones"), ("llama", "none"), ("mixtral", "none")])
+@pytest.mark.parametrize(
+    ("name", "mask"), [("bert", "ones"), ("llama", "none"), pytest.param("mixtral", "none", marks=pytest.mark.slow)]
+)
 def test_a_step_launches_no_more_than_the_plain_model(name: str, mask: str) -> None:
     found = launches.row(name, "fp32", mask)
     assert found.ours <= found.plain and found.waits_above <= 0, found

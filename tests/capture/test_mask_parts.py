@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.grids import sampled
 from torch import nn
 
 import autopart
@@ -81,22 +82,23 @@ def batch(*, padded: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(ROWS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(4)), shown
 
 
+CASES = [
+    (summed, False, "hides later tokens"),
+    (summed, True, "stays"),
+    (negated, False, "hides later tokens"),
+    (negated, True, "stays"),
+    (chosen, False, "hides nothing"),
+    (chosen, True, "stays"),
+    (biased, False, "adds a bias and hides nothing"),
+    (biased, True, "stays"),
+    (raised, False, "stays"),
+    (refilled, False, "stays"),
+]
+
+
 @pytest.mark.parametrize(
-    ("mask", "padded", "effect"),
-    [
-        (summed, False, "hides later tokens"),
-        (summed, True, "stays"),
-        (negated, False, "hides later tokens"),
-        (negated, True, "stays"),
-        (chosen, False, "hides nothing"),
-        (chosen, True, "stays"),
-        (biased, False, "adds a bias and hides nothing"),
-        (biased, True, "stays"),
-        (raised, False, "stays"),
-        (refilled, False, "stays"),
-    ],
+    ("mask", "padded", "effect", "micro_batches"), sampled([(*case, micros) for case in CASES for micros in (1, 2)], 3)
 )
-@pytest.mark.parametrize("micro_batches", [1, 2])
 def test_masks_are_judged_once_for_all_layers_and_gradients_are_exact(
     mask: Mask, padded: bool, effect: str, micro_batches: int
 ) -> None:

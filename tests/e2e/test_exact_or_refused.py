@@ -33,7 +33,7 @@ REFUSED: dict[str, tuple[type[AutopartError], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", sampled((name for name in SCRIPTS if name not in REFUSED), 3))
+@pytest.mark.parametrize("name", sampled((name for name in SCRIPTS if name not in REFUSED), 5))
 def test_a_script_trains_as_in_one_process(pair: Workers, name: str) -> None:
     losses, gradients, error = pair.run(jobs.piped, name)[0]
     expected, plain = jobs.alone(name)

@@ -33,7 +33,7 @@ def check(workers, name, stages=4, schedule="1f1b", micros=4, rows=12, cuts=()):
 
 
 SUBSET = [(name, SCHEDULES[i % 3]) for i, name in enumerate(EXACT) if name not in CUTS][::2]
-QUICK_CUTS = ("skips", "in_place", "late_inputs", "tied")
+QUICK_CUTS = ("in_place", "tied")
 
 
 @pytest.mark.parametrize(("name", "schedule"), SUBSET)

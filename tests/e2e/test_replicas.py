@@ -47,7 +47,7 @@ def _check(
         ("tied", (2, 1), 2, (7, 7)),  # a tied parameter; all labels ignored on one replica
         ("shared_by_all", (1, 3), 2, (7, 2)),  # then fewer rows than replicas
         ("skips", (2, 2), 3, (10,)),
-        ("exp_of_scores", (2, 2), 2, (8,)),
+        pytest.param("exp_of_scores", (2, 2), 2, (8,), marks=pytest.mark.slow),
         pytest.param("unused_grad", (3, 1), 2, (7, 1), marks=pytest.mark.slow),
         pytest.param("transposed", (1, 2), 2, (8,), marks=pytest.mark.slow),
     ],
@@ -60,8 +60,8 @@ def test_replicas_equal_one_process(workers, name, counts, micros, rows):
     ("name", "counts", "micros", "transport"),
     [
         ("shared_by_all", (1, 3), 4, "auto"),  # tied over stages whose ranks take different micro-batches
-        ("skips", (2, 2), 3, "auto"),
-        ("skips", (4,), 5, "auto"),
+        pytest.param("skips", (2, 2), 3, "auto", marks=pytest.mark.slow),
+        pytest.param("skips", (4,), 5, "auto", marks=pytest.mark.slow),
         ("tied", (3, 1), 5, "fake-nccl"),
     ],
 )

@@ -28,12 +28,12 @@ def check(workers, name, stages, schedule, micros):
 SUBSET = [(name, SCHEDULES[i % 3], (4, 3)[i // 3 % 2]) for i, name in enumerate(SMALL)]
 
 
-@pytest.mark.parametrize(("name", "schedule", "micros"), SUBSET[::6])
+@pytest.mark.parametrize(("name", "schedule", "micros"), SUBSET[::12])
 def test_a_small_model_in_four_stages_trains_as_in_one_process(workers, name, schedule, micros):
     check(workers, name, 4, schedule, micros)
 
 
-@pytest.mark.parametrize(("name", "schedule", "micros"), SUBSET[1::6])
+@pytest.mark.parametrize(("name", "schedule", "micros"), SUBSET[1::12])
 def test_a_small_model_in_two_stages_trains_as_in_one_process(pair, name, schedule, micros):
     check(pair, name, 2, schedule, micros)
 

@@ -87,6 +87,7 @@ def test_two_hosts_are_two_levels(workers: Workers) -> None:
     assert_plausible(results[0], 4, [2, 4])
 
 
+@pytest.mark.slow
 def test_hosts_with_one_rank_each_are_one_level(workers: Workers) -> None:
     assert_plausible(workers.run(probe, "cpu", (1, 4))[0], 4, [4])
 

@@ -100,7 +100,7 @@ def tight(random: Random) -> Problem:
     return replace(p, cluster=replace(p.cluster, devices=devices))
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(st.randoms(use_true_random=True))
 def test_proposed_change_fits(random: Random) -> None:
     event(re.sub(r"[\d.]+", "N", check(tight(random))))

@@ -69,7 +69,7 @@ def test_a_step_with_shared_state_takes_two_turns_of_the_ring_and_a_share_of_the
     assert abs(all_keep.step_ns - own.step_ns - saved) <= 2  # both turns are rounded up
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(problems(Kind(least=2, most=6, devices=4, replicas=True)))
 def test_whatever_fits_without_shared_state_fits_with_it(p: Problem) -> None:
     def ask(zero: int | str) -> Plan | None:

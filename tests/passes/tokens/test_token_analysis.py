@@ -33,8 +33,8 @@ from autopart.ir.errors import RefusedError
 from autopart.rng import micro_key
 
 LENGTHS = ((5, 4, 2, 1), (1,) * SEQ, (3, 9))
-FAST = ("tril_softmax", "exp_of_scores", "causal_convolution", "shift_by_padding_the_rest")
-QUICK_LEAKS = ("one_cell", "pooled", "prefix_mask", "exp_of_later_scores")
+FAST = ("exp_of_scores", "causal_convolution")
+QUICK_LEAKS = ("pooled", "exp_of_later_scores")
 
 
 def check_equal(mixer, batch, layers: int = 1, loss=None, make=Model) -> None:

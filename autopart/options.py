@@ -61,6 +61,7 @@ class OptionsDict(TypedDict, total=False):
     seed: int
     timeout: float | None
     transport: Literal["auto", "nccl", "gloo"] | None
+    backend: Literal["eager", "inductor"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,8 @@ class Options:
                         planning do not count; None is AUTOPART_TIMEOUT_S, else 600
         transport       what carries messages: "nccl" (a CUDA device for each rank), "gloo" (CPUs, and CUDA devices
                         that ranks may share), "auto" (NCCL for CUDA devices)
+        backend         what runs the ops of a stage: "eager", or "inductor", which compiles them first (needs a C++
+                        compiler for CPUs, Triton for CUDA); what cannot be compiled runs eagerly, with a warning
     """
 
     loss_fn: LossFn | None = None
@@ -148,6 +151,7 @@ class Options:
     seed: int = 0
     timeout: float | None = None
     transport: str = "auto"
+    backend: str = "eager"
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -165,6 +169,7 @@ def choices(name: str) -> tuple[str, ...]:
         "loss_reduction": ("auto", "mean", "sum", "token-mean"),
         "non_finite": ("auto", "skip", "raise"),
         "transport": transports(),
+        "backend": ("eager", "inductor"),
     }
     return tuple(known.get(name, ()))
 
@@ -321,7 +326,6 @@ _OTHER_NAMES = {
     "activation_checkpointing gradient_checkpointing checkpoint remat": 'recompute= takes "auto", "off" or "all"',
     "zero_stage zero_optimization sharding_strategy": 'zero= takes 0, 1 or "auto"',
     "bucket_cap_mb": "bucket_bytes= is the size of a bucket in bytes",
-    "backend": 'transport= takes "auto", "nccl" or "gloo"',
     "compress": "gradients are always summed exactly; drop it",
 }
 """What to use instead of options of torch, DeepSpeed, Megatron, Lightning and Accelerate."""

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.workers import Workers
+from xdist.scheduler import LoadScopeScheduling
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-golden", action="store_true", help="store the plans of this run as the golden plans")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give each file to one of pytest's processes; by default all files that use pools go to the same one, since each
-    pool takes ten seconds to start.
+class FilesTogether(LoadScopeScheduling):  # type: ignore[misc]
+    """Gives each file to one of pytest's processes; by default all files that use pools of worker processes go to the
+    same one, since each pool takes ten seconds to start.
     """
-    together = config.option.markexpr == "not slow"
-    pooled = {item.path for item in items if {"workers", "pair"}.intersection(getattr(item, "fixturenames", ()))}
-    for item in items:
-        group = "pools" if together and item.path in pooled else item.nodeid.split("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.split("::")[0]
+        return "pools" if self.config.option.markexpr == "not slow" and _uses_pools(path) else path
+
+
+@functools.cache
+def _uses_pools(path: str) -> bool:
+    text = (Path(__file__).parent.parent / path).read_text()
+    return re.search(r"\b(workers|pair)(: Workers)?[,)]", text) is not None
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether:
+    return FilesTogether(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

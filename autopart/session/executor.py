@@ -16,7 +16,6 @@ from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch.batch import Batch
 from autopart.capture.derive.reduction import WHOLE, BatchRule, family_of_batch, loss_reduction, row_layouts
 from autopart.capture.derive.rows import require_same_program
-from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.program import Program
 from autopart.ir.shares import parts
@@ -24,7 +23,6 @@ from autopart.ir.size import Size
 from autopart.ir.timeline import Span
 from autopart.options import Options
 from autopart.passes.program.messages import check_messages
-from autopart.passes.program.projection import check_gradients_stay, project_plan
 from autopart.passes.program.routing import divided_values, route
 from autopart.passes.program.schedules import find
 from autopart.passes.program.verify import check_program, forward_program
@@ -91,13 +89,14 @@ class Executor:
         self._divisions = tuple(dict.fromkeys(stage.division for stage in decision.stages))
         self._first_rank = decision.stages[0].ranks[0]
         whole = len(decision.micro_rows) == 1 and not any(each.splits for each in self._divisions)
-        self._given_rule = BatchRule(WHOLE) if whole or not self._train else rule
+        self._given_rule = BatchRule(WHOLE) if whole else rule
         synced = context.options.sync_batchnorm and self._train
         self._synced = synced_stages(self._world, self._graph, decision) if synced else ()
         statistics = statistics_of(self._world, decision, self._synced)
         self._code = StageCode(
-            context.captures, decision, context.tensors, self._world.device, context.values.owners, statistics
-        )
+            context.captures, decision, context.tensors, self._world.device, context.values.owners, statistics,
+            compiled=self._train and context.options.backend == "inductor",
+        )  # fmt: skip
         self._counts = BatchCounts(context.tensors, self._world.device)
         self._agreed: dict[tuple[int, ...], Shares | None] = {}
         self._engines: dict[int, Engine] = {}
@@ -164,7 +163,7 @@ class Executor:
     def _play(self, plan: BatchPlan, spans: list[Span] | None = None) -> StepOutcome:
         engine = self.engine(len(plan.rows))
         engine.spans = spans
-        if not self._train:  # only first replicas run: gather while the others have values to give
+        if not self._train:  # some replicas may not run: gather while they have values to give
             self._context.values.gather()
         return engine.step(plan, self._parameters(), train=self._train, masters=self._tensors.masters.by_name)
 
@@ -345,7 +344,8 @@ class Executor:
             apart = tuple(replace(stage, ranks=(number,)) for number, stage in enumerate(decision.stages))
             program = forward_program(route(replace(decision, stages=apart, world=len(apart)), self._graph))
             ranks = tuple(stage.ranks for stage in decision.stages)
-            program = replace(program, world=decision.world, stage_ranks=ranks)
+            divisions = tuple(stage.division for stage in decision.stages)
+            program = replace(program, world=decision.world, stage_ranks=ranks, divisions=divisions)
         return program if self._world.carrier is None else check_messages(program)
 
     def engine(self, micros: int) -> Engine:
@@ -371,29 +371,3 @@ class Executor:
         return StageRunner(
             self._code.modules[stage], held, back, out, synced=stage in self._synced, update=self._update
         )
-
-
-def largest_part(batch: Batch, mode: str, decision: Decision, shards: Sequence[int] = ()) -> Size:
-    """Return the size of the largest part of this batch that is run at once.  decision: of the training plan."""
-    return Size(max(micro_rows(batch, shards, decision)) if mode == "step" else batch.rows or 1)
-
-
-def new_executor(
-    mode: str, context: RankContext, batch: Batch, shards: Sequence[int], planned: Graph, decision: Decision
-) -> Executor:
-    """Return what runs batches like this one; a changed model may run another program than the one that was planned.
-
-    planned, decision: the graph and the decision of the training plan.  Local; raises RefusedError.
-    """
-    captured = context.captures(batch, largest_part(batch, mode, decision, shards), mode)
-    same = [(op.name, op.target) for op in captured.graph.ops] == [(op.name, op.target) for op in planned.ops]
-    train = mode == "step"
-    stages = decision.stages if same and train else project_plan(captured.graph, planned, decision)
-    if train:
-        check_gradients_stay(captured.graph, stages, planned, decision)
-        return Executor(mode, context, captured, replace(decision, stages=stages))
-    # A batch is evaluated whole, on first replicas, which is exact for any model.  A user's schedule may have no order
-    # for a single micro-batch.
-    first = tuple(replace(stage, ranks=stage.ranks[:1], shares=(), policy="split") for stage in stages)
-    whole = replace(decision, stages=first, token_slices=(), micro_rows=(1,), schedule="gpipe")
-    return Executor(mode, context, captured, whole)

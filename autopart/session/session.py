@@ -30,7 +30,9 @@ from autopart.runtime.engine import BatchPlan
 from autopart.runtime.group.world import World
 from autopart.runtime.sums.shared_values import SharedValues
 from autopart.runtime.tensors import LocalTensors, broadcast_weights_if_different
-from autopart.session.executor import Executor, RankContext, largest_part, new_executor
+from autopart.session.evaluation import evaluated_rows, evaluation_rule
+from autopart.session.executor import Executor, RankContext
+from autopart.session.kinds import largest_part, new_executor
 from autopart.session.placement import Placement, placement_of, relocate
 from autopart.session.ranks.agreement import FAILURES, from_rank, require_same_everywhere, together
 from autopart.session.ranks.call_sync import Calls, digest_of
@@ -335,12 +337,25 @@ class Session:
         """
         executor = self._kinds.pop(kind, None)
         if executor is None:
+            rule = self._evaluation_rule(batch) if kind[0] == "loss" else None
             with together(self.world, "capturing the model"), patient("capturing the model"):
-                executor = new_executor(kind[0], self.context, batch, shards, self.graph, self.plan.decision)
+                executor = new_executor(kind[0], self.context, batch, shards, self.graph, self.plan.decision, rule)
         self._kinds[kind] = executor  # the last one to be forgotten
         if len(self._kinds) > _KEEP:
             del self._kinds[next(iter(self._kinds))]
         return executor
+
+    def _evaluation_rule(self, batch: Batch) -> BatchRule | None:
+        """Return how an evaluated batch is cut, as the first rank finds it; None if it stays whole.  Collective."""
+        decision, stated = self.plan.decision, self.options.loss_reduction
+        if len(evaluated_rows("loss", batch, decision)) == 1:
+            return None
+
+        def derived() -> BatchRule | None:
+            with patient("preparing the batch"):
+                return evaluation_rule(self.captures, batch, self.graph, decision, stated)
+
+        return from_rank(self.world, decision.stages[0].ranks[0], "preparing the batch", derived)
 
     def close(self) -> None:
         """Leave the process group.  The model keeps the weights that this rank holds."""

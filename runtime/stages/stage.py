@@ -179,9 +179,12 @@ class StageRunner:
 
     def finish(self) -> None:
         """Write the new values of the buffers at the end of a step, in place."""
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name, tensor in self._new_buffers.items():
+            by_dtype.setdefault(tensor.dtype, []).append(name)
         with torch.no_grad():
-            for name, tensor in self._new_buffers.items():
-                self._tensors[name].copy_(tensor)
+            for names in by_dtype.values():  # one kernel for all of a dtype
+                torch._foreach_copy_([self._tensors[n] for n in names], [self._new_buffers[n] for n in names])
         self.clear()
 
     def clear(self) -> None:

@@ -191,6 +191,7 @@ def test_names_lead_to_functions(tmp_path, monkeypatch):
     assert not torch.equal(load_model("subjects:make", seed=1).model[0].weight, first.model[0].weight)
 
 
+@pytest.mark.slow
 def test_verify_runs_a_pipeline_and_fails_when_out_of_tolerance(command):
     code, out, _ = command("verify", "mlp", "--costs", "analytic", "--limit", "3")
     assert code == 0, out

@@ -57,6 +57,7 @@ def test_statistics_are_shared_when_other_stages_take_micro_batches_in_turn(work
             assert difference.within(torch.float64), difference
 
 
+@pytest.mark.slow
 def test_replicas_that_take_turns_do_not_share_statistics(pair):
     for message in pair.run(jobs.refused_in_turn):
         assert "cannot share batch statistics: its replicas take turns" in message and 'policy "split"' in message

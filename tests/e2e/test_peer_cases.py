@@ -106,6 +106,7 @@ def test_frozen_parameters_get_no_gradient_and_the_others_do(workers):
     assert {name for name, (needs, _) in held.items() if needs} == trainable
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_inside_the_model_gives_no_warning(workers):
     assert workers.run(warned, "checkpointed")[0] == []
     assert workers.run(warned, "stack")[0] == []

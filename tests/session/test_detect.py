@@ -129,6 +129,7 @@ def run(*words: str) -> int:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_what_detect_writes_is_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.yaml"
     assert run("cluster", "detect", "--ranks", "2", "--out", str(path)) == 0

@@ -174,6 +174,7 @@ def test_clipping_by_the_norm_of_one_rank_is_refused_and_by_value_is_not(pair: W
         assert torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1e9) > 0
 
 
+@pytest.mark.slow
 def test_training_goes_on_after_rank_0_saved_the_model_with_transformers(pair: Workers, tmp_path: Path) -> None:
     results = pair.run(jobs.saved_pretrained, str(tmp_path))
     state, losses = results[0]

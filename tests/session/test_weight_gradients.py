@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.grids import sampled
 from support.oracles.stages_in_process import inputs_of, plan_for, replay
 from torch import fx, nn
 from torch.nn import functional as F
@@ -96,8 +97,9 @@ def check(model: Used, ops: list[list[str]], captured: Captured, **options: Any)
             assert torch.allclose(made, parameter.grad, rtol=1e-12, atol=1e-12), name
 
 
-@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "recomputed"), sampled([(way, recomputed) for recomputed in (False, True) for way in WAYS])
+)
 def test_gradients_are_those_of_autograd(way: str, recomputed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     used, expected = WAYS[way]
     model, codes = Used(used), []

@@ -7,7 +7,7 @@ capture may be enough: at a prime number of rows, from which the second program 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from autopart.capture.batch.batch import Batch
@@ -20,6 +20,9 @@ from autopart.ir.graph import Graph
 from autopart.ir.size import Size
 from autopart.passes.ops.resize import resizable_to, resize
 
+Captures = Callable[[Batch, Size], Captured]
+"""Captures one model in one mode: a `CaptureCache`, or one with a mode bound to it."""
+
 
 class ProgramFamily:
     """The programs of one model for micro-batches of batches like `batch`.
@@ -30,7 +33,7 @@ class ProgramFamily:
 
     def __init__(
         self,
-        captures: CaptureCache,
+        captures: Captures,
         batch: Batch,
         base: Captured,
         other: Captured | None,

@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopart.capture.batch.batch import Batch
-from autopart.capture.cache import CaptureCache
-from autopart.capture.derive.family import ProgramFamily, another_size
+from autopart.capture.derive.family import Captures, ProgramFamily, another_size
 from autopart.capture.derive.probe import prove_rows
 from autopart.capture.derive.rows import mark_rows
 from autopart.capture.derive.stated import refuted
@@ -50,7 +49,7 @@ def coupling_ops(graph: Graph, *, synced: bool = False) -> set[str]:
     return {op.name for op in updating if op.reads} - norms
 
 
-def family_of_batch(captures: CaptureCache, batch: Batch, micro_rows: Sequence[int]) -> ProgramFamily:
+def family_of_batch(captures: Captures, batch: Batch, micro_rows: Sequence[int]) -> ProgramFamily:
     """Return the program at two sizes that tell how micro-batches of these rows combine for batches like `batch`.
 
     A Python value, a length or a dtype may choose another loss than in the batch that was planned for.  Both sizes have

@@ -238,9 +238,14 @@ def _lower_complex_scatter(graph: fx.Graph, node: fx.Node) -> None:
 def _is_plain_copy(node: fx.Node) -> bool:
     """Return whether a copy is only read by ordinary ops and not made for its memory format.
 
-    Kernels of oneDNN ignore strides.
+    Kernels of oneDNN ignore strides.  One dense copy that several ops read (packed queries, keys and values) stays,
+    since each of them would otherwise make its own.
     """
-    plain = node.kwargs.get("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
+    given = node.kwargs.get("memory_format")
+    (source,) = node.all_input_nodes
+    if given is torch.contiguous_format and len(node.users) > 1 and not source.meta["val"].is_contiguous():
+        return False
+    plain = given in (None, torch.contiguous_format, torch.preserve_format)
     return plain and all(u.op == "call_function" and not _name(u.target).startswith("mkldnn") for u in node.users)
 
 

@@ -30,10 +30,13 @@ def stage_module(
     device: torch.device,
     adjusted: Sequence[Adjusted] = (),
     layouts: Layouts = MappingProxyType({}),
+    *,
+    in_place: bool = True,
 ) -> StageModule:
     """Return the code of `stage`, which runs the ops of `planned` and exchanges values along these edges.
 
     adjusted: values that ops read with a factor of the micro-batch.  layouts: how values of random ops hold rows.
+    in_place: whether products add the gradients of large weights themselves.
     Raises RefusedError for a random op that replicas cannot run.  O(nodes * (1 + recomputed groups)).
     """
     graph = captured.graph
@@ -46,7 +49,7 @@ def stage_module(
         captured, chosen, outputs, device, updates=updates, groups=planned.recompute, adjusted=adjusted, casts=casts,
         drawn=drawn,
     )  # fmt: skip
-    return accumulate_in_place(code, captured.tensors)
+    return accumulate_in_place(code, captured.tensors) if in_place else code
 
 
 def leaving(graph: Graph, links: Iterable[Edge], stage: int, ops: Collection[str]) -> list[str]:

@@ -14,15 +14,16 @@ from autopart.capture.derive.reduction import BatchRule, Layouts
 from autopart.capture.derive.token_axis import token_recipe
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
-from autopart.ir.plan import Decision
+from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import Edge
-from autopart.ir.shares import RowLayout
+from autopart.ir.shares import RowLayout, parts
 from autopart.ir.size import Size
 from autopart.passes.program.routing import edges
 from autopart.passes.tokens.recipe import Recipe
 from autopart.runtime.stages.batch_statistics import share_statistics
-from autopart.runtime.stages.stage_module import StageSlices
+from autopart.runtime.stages.stage_module import StageModule, StageSlices
 from autopart.runtime.tensors import LocalTensors
+from autopart.session.code.inductor import Inductor, arguments_of
 from autopart.session.code.slicing import SliceChecks
 from autopart.session.code.split import leaving, stage_module, wait_for
 from autopart.session.code.token_slices import slice_stage
@@ -44,11 +45,14 @@ class StageCode:
         device: torch.device,
         awaited: Collection[str],
         statistics: Mapping[int, nn.Module],
+        *,
+        compiled: bool = False,
     ) -> None:
         """awaited: parameters whose values may be under way when the code begins.  statistics: shared batch statistics,
-        by stage; other stages use their own rows."""
+        by stage; other stages use their own rows.  compiled: whether code for the usual number of rows is compiled."""
         self._captures, self._decision, self._tensors, self._device = captures, decision, tensors, device
-        self._awaited, self._statistics = awaited, statistics
+        self._awaited, self._statistics, self._compiles = awaited, statistics, compiled
+        self._inductor: Inductor | None = None
         self.checks = SliceChecks(tensors, device)
         self.modules: dict[int, dict[int, StageSlices]] = defaultdict(dict)
         self.specs: dict[int | tuple[int, int], Mapping[str, torch.Tensor]] = {}
@@ -108,9 +112,25 @@ class StageCode:
         """Cut a stage out of `captured`, with a recipe once for each slice."""
         planned, adjusted = self._decision.stages[stage], rule.reduction.adjusted
         if recipe is None:
-            return None, (stage_module(captured, links, stage, planned, self._device, adjusted, rule.layouts),)
+            compiled = self._compiles and stage not in self._statistics and self._is_usual(captured.graph.rows, planned)
+            code = stage_module(
+                captured, links, stage, planned, self._device, adjusted, rule.layouts, in_place=not compiled
+            )
+            return None, (self._compiled(captured, links, stage, code) if compiled else code,)
         outputs, lengths = leaving(captured.graph, links, stage, set(planned.ops)), self._decision.token_slices
         return slice_stage(captured, recipe, planned, outputs, lengths, self._device, adjusted, rule.layouts)
+
+    def _is_usual(self, rows: int, planned: Stage) -> bool:
+        """Return whether the largest planned micro-batch gives a rank of this stage this number of rows."""
+        return rows in parts(planned.division, 0, max(self._decision.micro_rows))
+
+    def _compiled(self, captured: Captured, links: Sequence[Edge], stage: int, code: StageModule) -> StageModule:
+        """Compile the code of a stage for the tensors of a training step."""
+        if self._inductor is None:
+            self._inductor = Inductor(captured.graph.op_map())
+        specs = {value.name: _on_meta(value.shape, value.dtype) for value in captured.graph.values}
+        trained = {name for edge in links if edge.dst == stage for name in edge.grads}
+        return self._inductor.compile(code, arguments_of(code, captured.tensors, specs, trained), self._device)
 
 
 def _on_meta(shape: tuple[int, ...], dtype: str) -> torch.Tensor:

@@ -136,7 +136,7 @@ def test_a_vector_is_no_loss() -> None:
         derive_loss_weight(*(replace(g, outputs=(rows,)) for g in (mark_rows(first, second), second)))
 
 
-FAST = ("bert", "mixtral")
+FAST = ("bert",)
 
 
 @cache
@@ -152,6 +152,7 @@ def test_an_architecture_gets_its_weight(name: str) -> None:
     assert weight.kind == "tokens" and weight.ignore == -100
 
 
+@pytest.mark.slow
 def test_only_experts_and_constants_need_the_numeric_test() -> None:
     first, second, _ = captures("mixtral")
     with pytest.raises(UnprovenRows, match="sort"):

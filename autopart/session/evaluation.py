@@ -1,0 +1,66 @@
+"""How a batch is evaluated: in micro-batches that overlap on the stages where that is exact, else whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from autopart.capture import CaptureCache
+from autopart.capture.batch.batch import Batch
+from autopart.capture.derive.reduction import BatchRule, couples_rows, family_of_batch, loss_reduction, row_layouts
+from autopart.ir.errors import CaptureError, RefusedError
+from autopart.ir.graph import Graph
+from autopart.ir.plan import Decision
+from autopart.ir.size import Size
+from autopart.passes.program.projection import project_plan
+from autopart.passes.program.routing import divided_values
+from autopart.session.step.parts import micro_cut
+
+
+def evaluated_rows(mode: str, batch: Batch, decision: Decision) -> tuple[int, ...]:
+    """Return the rows of the micro-batches in which a batch may be evaluated, one if it cannot gain from several.
+
+    decision: of the training plan, whose number of micro-batches counts.
+    """
+    ranks = {rank for stage in decision.stages for rank in stage.ranks}
+    if mode != "loss" or len(ranks) == 1 or batch.rows is None:
+        return (batch.rows or 1,)
+    return micro_cut(batch.rows, decision.micro_rows)
+
+
+def evaluation_decision(graph: Graph, planned: Graph, decision: Decision, rows: Sequence[int]) -> Decision:
+    """Return how a batch is evaluated in micro-batches of these rows.
+
+    graph: in eval mode.  planned, decision: the graph and the decision of the training plan.  A batch that stays whole
+    runs on first replicas, which is exact for any model.  One that is cut is shared by all replicas, but of the first
+    stage, since only its first rank is given the batch.  A user's schedule may have no order for forwards alone.
+    """
+    stages = project_plan(graph, planned, decision)
+    single = tuple(replace(stage, ranks=stage.ranks[:1], shares=(), policy="split") for stage in stages)
+    if len(rows) > 1:
+        cut = replace(decision, stages=(single[0], *stages[1:]), micro_rows=tuple(rows))
+    else:
+        cut = replace(decision, stages=single, micro_rows=(1,))
+    return replace(cut, token_slices=(), schedule="gpipe")
+
+
+def evaluation_rule(
+    captures: CaptureCache, batch: Batch, planned: Graph, decision: Decision, stated: str
+) -> BatchRule | None:
+    """Return how the losses of the micro-batches of `evaluated_rows` combine in eval mode, None if a batch stays whole:
+    nothing proves that they give the same loss, or the model draws random numbers or changes buffers.
+
+    planned, decision: of the training plan.  stated: what the user states about the loss.
+    """
+    rows = evaluated_rows("loss", batch, decision)
+    try:
+        graph = captures(batch, Size(max(rows)), "loss").graph
+        if couples_rows(graph) or any(op.random for op in graph.ops):
+            return None
+        family = family_of_batch(partial(captures, mode="loss"), batch, rows)
+        reduction = loss_reduction(family, (rows,), stated)
+        cut = evaluation_decision(graph, planned, decision, rows)
+        return BatchRule(reduction, row_layouts(family, reduction, *divided_values(cut, graph)))
+    except (CaptureError, RefusedError):
+        return None

@@ -1,0 +1,46 @@
+"""Compiled stages: gradients within rounding of eager stages, and the same random numbers.  Compiling takes minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support.jobs.compiled_jobs import beside_eager
+from support.workers import Workers
+
+TOLERANCE = 1e-5
+"""Relative to the norm of each tensor, in fp32."""
+
+
+@pytest.fixture(scope="module")
+def patient_pair(own_cache: None) -> Iterator[Workers]:
+    """A pool of two processes that may compile for a while."""
+    with Workers(2, timeout=1200) as pool:
+        yield pool
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "counts", "options"),
+    [
+        ("gpt2", (1, 1), {}),
+        ("llama_tied", (1, 1), {}),
+        ("bert", (1, 1), {}),
+        ("vit", (2,), {}),
+        ("resnet", (1, 1), {}),
+        ("mixtral", (1, 1), {}),
+        ("t5", (1, 1), {}),
+        ("dropped", (1, 1), {"recompute": "all"}),
+        ("dropped", (2,), {}),
+        ("gpt2", (1, 1), {"recompute": "all"}),
+        ("tied", (2,), {"zero": 1}),
+        ("gpt2", (1, 1), {"precision": "bf16"}),
+    ],
+)
+def test_compiled_stages_give_the_gradients_of_eager_ones(
+    patient_pair: Workers, name: str, counts: tuple[int, ...], options: dict[str, object]
+) -> None:
+    tolerance = 2e-2 if "precision" in options else TOLERANCE
+    for found in patient_pair.run(beside_eager, name, counts, 2, (8, 6), options):
+        assert not found["warnings"], found["warnings"]
+        assert max(found["loss"], found["gradient"], found["state"]) <= tolerance, found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -29,8 +28,8 @@ def evaluated_rows(mode: str, batch: Batch, decision: Decision) -> tuple[int, ..
     return micro_cut(batch.rows, decision.micro_rows)
 
 
-def evaluation_decision(graph: Graph, planned: Graph, decision: Decision, rows: Sequence[int]) -> Decision:
-    """Return how a batch is evaluated in micro-batches of these rows.
+def evaluation_decision(graph: Graph, planned: Graph, decision: Decision, *, cut: bool) -> Decision:
+    """Return how batches are evaluated.  cut: whether in as many micro-batches as in training; else each stays whole.
 
     graph: in eval mode.  planned, decision: the graph and the decision of the training plan.  A batch that stays whole
     runs on first replicas, which is exact for any model.  One that is cut is shared by all replicas, but of the first
@@ -38,11 +37,9 @@ def evaluation_decision(graph: Graph, planned: Graph, decision: Decision, rows: 
     """
     stages = project_plan(graph, planned, decision)
     single = tuple(replace(stage, ranks=stage.ranks[:1], shares=(), policy="split") for stage in stages)
-    if len(rows) > 1:
-        cut = replace(decision, stages=(single[0], *stages[1:]), micro_rows=tuple(rows))
-    else:
-        cut = replace(decision, stages=single, micro_rows=(1,))
-    return replace(cut, token_slices=(), schedule="gpipe")
+    if cut:
+        return replace(decision, stages=(single[0], *stages[1:]), token_slices=(), schedule="gpipe")
+    return replace(decision, stages=single, token_slices=(), schedule="gpipe", micro_rows=(1,))
 
 
 def evaluation_rule(
@@ -60,7 +57,7 @@ def evaluation_rule(
             return None
         family = family_of_batch(partial(captures, mode="loss"), batch, rows)
         reduction = loss_reduction(family, (rows,), stated)
-        cut = evaluation_decision(graph, planned, decision, rows)
-        return BatchRule(reduction, row_layouts(family, reduction, *divided_values(cut, graph)))
+        evaluated = evaluation_decision(graph, planned, decision, cut=True)
+        return BatchRule(reduction, row_layouts(family, reduction, *divided_values(evaluated, graph)))
     except (CaptureError, RefusedError):
         return None

@@ -38,7 +38,7 @@ def new_executor(
     if mode != "step":
         rows = evaluated_rows(mode, batch, decision) if rule is not None else (batch.rows or 1,)
         captured = context.captures(batch, Size(max(rows)), mode)
-        evaluated = evaluation_decision(captured.graph, planned, decision, rows)
+        evaluated = evaluation_decision(captured.graph, planned, decision, cut=rule is not None)
         return Executor(mode, context, captured, evaluated, rule)
     captured = context.captures(batch, largest_part(batch, mode, decision, shards), mode)
     same = [(op.name, op.target) for op in captured.graph.ops] == [(op.name, op.target) for op in planned.ops]

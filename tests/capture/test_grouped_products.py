@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as hf
+from support.grids import sampled
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopart
@@ -69,7 +70,7 @@ def test_other_ops_are_left_alone() -> None:
     assert kernel_of(torch.ops.transformers.grouped_mm_fallback.default) is grouped_product
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", sampled([2, 1]))
 def test_a_mixture_of_experts_runs_the_kernel_of_the_plain_model(micro_batches: int) -> None:
     config = hf.MixtralConfig(
         vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,

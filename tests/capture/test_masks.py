@@ -67,14 +67,13 @@ def check_random(seed: int) -> None:
     compare(model, batch(given), micro_batches=2)
 
 
-@pytest.mark.parametrize("first", [0])
-def test_random_masks_are_left_dropped_or_made_causal_rightly(first: int) -> None:
-    for seed in range(first, first + 8):
-        check_random(seed)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_masks_are_left_dropped_or_made_causal_rightly(seed: int) -> None:
+    check_random(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(8, 308, 30))
+@pytest.mark.parametrize("first", range(4, 304, 30))
 def test_many_random_masks_are_left_dropped_or_made_causal_rightly(first: int) -> None:
     for seed in range(first, first + 30):
         check_random(seed)

@@ -21,8 +21,8 @@ GRID = with_rotated((CASES, STAGES, SCHEDULES), MICROS)
 _SPREAD = list(itertools.product(SCHEDULES, (3, 4)))
 SUBSET = [(name, *_SPREAD[i % len(_SPREAD)]) for i, name in enumerate(CASES)]
 FOUR = ("resnet",)
-TWO = ("mixtral",)
-"""Default model in two stages, with experts."""
+TWO = ("vit",)
+"""Default model in two stages."""
 RECOMPUTED = ("mixtral",)
 """Default models that recompute all activations."""
 DOUBLE = [name for name, case in CASES.items() if case.double]

@@ -194,6 +194,7 @@ def _check_random_plans(workers: Workers, seeds: range) -> None:
     assert sum(good is None for _, good in found) <= 0.6 * len(found)  # most cuts leave every stage something to train
 
 
+@pytest.mark.slow
 def test_random_models_under_random_plans_equal_one_process(workers):
     _check_random_plans(workers, range(2))
 

@@ -35,6 +35,7 @@ def test_slices_under_a_mask_buffer_of_just_the_sequence_length_are_exact(pair: 
     check(pair, "mask_buffer", (6, 6), 2, "1f1b", 2, 4, played="0F0.1")
 
 
+@pytest.mark.slow
 def test_models_and_lengths_that_cannot_be_sliced_are_refused() -> None:
     case = CASES["bert"]
     with pytest.raises(RefusedError):

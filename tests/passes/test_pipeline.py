@@ -51,6 +51,7 @@ def test_same_request_gives_the_same_plan() -> None:
     assert plan_of(layers(6), cluster(4)).digest() == plan_of(layers(6), cluster(4)).digest()
 
 
+@pytest.mark.slow
 def test_tables_do_not_grow_with_devices_beyond_any_number_of_stages() -> None:
     g, many = layers(1200), cluster(2048)
     request = PlanRequest(((1,) * 4,)).normalized()

@@ -63,6 +63,7 @@ def test_results_come_back_by_rank_from_the_environment_that_torchrun_sets(monke
     assert dict(os.environ) == before
 
 
+@pytest.mark.slow
 def test_threads_are_shared_out_and_close_ends_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     pool = Workers(2, timeout=100)
@@ -135,6 +136,7 @@ def test_one_of_our_errors_ends_all_and_keeps_its_parts(workers: Workers, tmp_pa
     assert "_fail" in error.__notes__[0]
 
 
+@pytest.mark.slow
 def test_another_error_ends_all_and_carries_its_traceback(workers: Workers, tmp_path: Path) -> None:
     error = fail(workers, tmp_path, "value", "spin")  # nothing but a signal ends the other rank
     assert type(error) is WorkerError
@@ -361,6 +363,7 @@ def _assert_closed_within(lines: list[socket.socket], seconds: float) -> None:
             assert line.recv(1) == b""
 
 
+@pytest.mark.slow
 def test_a_script_without_guard_is_told_so_once(tmp_path: Path) -> None:
     script = IMPORTS + "launch(jobs.double, 2, 1)\n"
     process = start_script(tmp_path / "unguarded.py", script)
@@ -370,6 +373,7 @@ def test_a_script_without_guard_is_told_so_once(tmp_path: Path) -> None:
     assert 'if __name__ == "__main__"' in errors
 
 
+@pytest.mark.slow
 def test_a_script_that_workers_cannot_import(tmp_path: Path) -> None:
     script = (
         IMPORTS + 'if __name__ == "__main__":\n    launch(jobs.double, 1, 1)\nelse:\n    raise OSError("not twice")\n'

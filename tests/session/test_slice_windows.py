@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from support.grids import sampled
 from support.models.decoder import HEADS, SEQ, WIDTH, Shape, decoder
 from support.oracles.sliced import Analysed, analysed, inputs_of, run_sliced, sliced_stages, unsliced, worst_error
 
@@ -45,6 +46,8 @@ def test_a_slice_reads_what_its_window_shows(window: int | None) -> None:
     check_exact(model)
 
 
-@pytest.mark.parametrize("shape", [Shape(window=4, written_out=True), Shape(window=6, groups=1, written_out=True)])
+@pytest.mark.parametrize(
+    "shape", sampled([Shape(window=4, written_out=True), Shape(window=6, groups=1, written_out=True)])
+)
 def test_windows_of_attention_that_is_written_out_are_exact(shape: Shape) -> None:
     check_exact(found(shape))

@@ -138,6 +138,7 @@ def test_many_scattered_programs(data, program):
 
 @quiet(3)
 @given(data=st.data(), program=steps(random=True))
+@pytest.mark.slow
 def test_random_numbers_do_not_depend_on_the_cuts(data, program):
     captured = captured_model(program)
     assume(any(op.random for op in captured.graph.ops) and any(v.grad for v in captured.graph.values))

@@ -43,6 +43,7 @@ def check_equal(
         assert not future_shows(found, inputs, token, tolerance)
 
 
+@pytest.mark.slow
 def test_slices_of_llama_on_two_stages_with_padding():
     check_equal("llama", None, padded=True, stages=2, tolerance=1e-10)
 

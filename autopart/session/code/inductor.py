@@ -45,9 +45,13 @@ class Inductor:
         """
         paths = {name: op.module for name, op in self._ops.items()}
         module = segmented(code.module, paths, lambda body: CompiledSegment(body, self._code))
-        with torch.enable_grad(), FakeTensorMode() as mode:
-            given = [_fake(mode, arg, device) if isinstance(arg, torch.Tensor) else arg for arg in arguments]
-            _Preparing(module).run(*given)
+        met: list[tuple[CompiledSegment, Sequence[torch.Tensor]]] = []
+        with torch.enable_grad():
+            with FakeTensorMode() as mode:
+                given = [_fake(mode, arg, device) if isinstance(arg, torch.Tensor) else arg for arg in arguments]
+                _Meeting(module, met).run(*given)
+            for segment, inputs in met:
+                segment.prepare(inputs)
         return replace(code, module=module)
 
     def _code(self, body: fx.GraphModule, inputs: Sequence[torch.Tensor], form: Form) -> Code | None:
@@ -113,8 +117,12 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> t
     return made.requires_grad_(tensor.requires_grad)
 
 
-class _Preparing(fx.Interpreter):
-    """Runs code on fake tensors, and lets each compiled segment make its code for what reaches it."""
+class _Meeting(fx.Interpreter):
+    """Runs code on fake tensors, and notes what reaches each compiled segment."""
+
+    def __init__(self, module: fx.GraphModule, met: list[tuple[CompiledSegment, Sequence[torch.Tensor]]]) -> None:
+        super().__init__(module)
+        self._met = met
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is keyed:
@@ -126,9 +134,8 @@ class _Preparing(fx.Interpreter):
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         called = self.fetch_attr(target)
         if isinstance(called, CompiledSegment):
-            called.prepare(args)
-            return _Preparing(called.body).run(*args)
+            self._met.append((called, args))
         body = getattr(called, "body", None)
-        if isinstance(body, fx.GraphModule):  # a recomputed group
-            return _Preparing(body).run(*args)
+        if isinstance(body, fx.GraphModule):  # of a segment or a recomputed group
+            return _Meeting(body, self._met).run(*args)
         return called(*args, **kwargs)

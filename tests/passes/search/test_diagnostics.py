@@ -122,6 +122,7 @@ def test_message_names_modules_and_all_kinds_of_memory() -> None:
         assert part in error.why
 
 
+@pytest.mark.slow
 def test_message_names_the_modules_of_its_stage_whatever_blocks_it_was_searched_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from autopart.capture import CaptureCache
 from autopart.capture.batch.batch import Batch
 from autopart.capture.derive.reduction import BatchRule, couples_rows, family_of_batch, loss_reduction, row_layouts
-from autopart.ir.errors import CaptureError, RefusedError
+from autopart.ir.errors import CaptureError, RefusedError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
 from autopart.ir.size import Size
@@ -59,5 +59,5 @@ def evaluation_rule(
         reduction = loss_reduction(family, (rows,), stated)
         evaluated = evaluation_decision(graph, planned, decision, cut=True)
         return BatchRule(reduction, row_layouts(family, reduction, *divided_values(evaluated, graph)))
-    except (CaptureError, RefusedError):
+    except (CaptureError, RefusedError, UsageError):
         return None

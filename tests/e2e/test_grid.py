@@ -20,9 +20,8 @@ STAGES, MICROS = (1, 2, 4), (1, 3, 4)
 GRID = with_rotated((CASES, STAGES, SCHEDULES), MICROS)
 _SPREAD = list(itertools.product(SCHEDULES, (3, 4)))
 SUBSET = [(name, *_SPREAD[i % len(_SPREAD)]) for i, name in enumerate(CASES)]
-FOUR = ("resnet",)
-TWO = ("vit",)
-"""Default model in two stages."""
+TWO = ("vit", "resnet")
+"""Default models, on the pool of two processes alone: importing transformers takes each process seconds."""
 RECOMPUTED = ("mixtral",)
 """Default models that recompute all activations."""
 DOUBLE = [name for name, case in CASES.items() if case.double]
@@ -34,11 +33,6 @@ def _check(workers: Workers, *case: object, dtype: str = "float32", recompute: s
     assert ran == stages
     assert difference.parameters > 5
     assert difference.within(getattr(torch, dtype)), difference
-
-
-@pytest.mark.parametrize(("name", "schedule", "micros"), [case for case in SUBSET if case[0] in FOUR])
-def test_a_real_model_in_four_stages_trains_as_in_one_process(workers, name, schedule, micros):
-    _check(workers, name, 4, schedule, micros)
 
 
 @pytest.mark.parametrize(("name", "schedule", "micros"), [case for case in SUBSET if case[0] in TWO])

@@ -89,8 +89,8 @@ def test_evaluation_equals_one_process_and_changes_nothing(workers, name, stages
 
 
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "resnet"))])
-def test_predict_returns_what_the_model_returns(workers, name):
-    for result in workers.run(predicted, name):
+def test_predict_returns_what_the_model_returns(pair, name):
+    for result in pair.run(predicted, name):
         assert result["kind"][0] == result["kind"][1]
         assert result["error"] <= 1e-5
         assert result["loss"][0] == pytest.approx(result["loss"][1], rel=1e-5)

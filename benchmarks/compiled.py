@@ -4,7 +4,7 @@ Two stages of GPT-2, Llama and BERT shapes under one plan, 4 micro-batches, 1F1B
 eager and compiled steps alternate in one run, ratios are taken pair by pair. The seconds of `compile` are those of the
 first start, with an empty cache of TorchInductor, and of a second one; they contain capturing and planning.
 
-    python benchmarks/compiled.py                20 minutes on 2 cores; writes results/compiled.json
+    python benchmarks/compiled.py                6 minutes on 2 cores; writes results/compiled.json
     python benchmarks/compiled.py --only gpt2    one model
 """
 

@@ -15,8 +15,8 @@ from torch import fx, nn
 Code = Callable[..., Sequence[torch.Tensor]]
 Form = tuple[Any, ...]
 """What code is made for: whether gradients are enabled, and shape, strides, dtype, device and flag of each tensor."""
-Compiler = Callable[[fx.GraphModule, Sequence[torch.Tensor], Form], Code | None]
-"""(ops, tensors like the arguments, their form) -> code, None if there is none for these ops."""
+Compiler = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Code | None]
+"""(ops, tensors like the arguments) -> code, kept by the form of the tensors; None if there is none for these ops."""
 
 
 def form_of(tensors: Sequence[torch.Tensor]) -> Form:
@@ -31,26 +31,18 @@ class CompiledSegment(nn.Module):
         super().__init__()
         self.body = body
         self._compiler = compiler
-        self._codes: dict[Form, Code | None] = {}
 
     def prepare(self, inputs: Sequence[torch.Tensor]) -> None:
         """Make the code for tensors like these, unless it is made; they may be fake."""
-        form = form_of(inputs)
-        if form not in self._codes:
-            self._codes[form] = self._compiler(self.body, inputs, form)
+        self._compiler(self.body, inputs)
 
     def forward(self, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return what `body` returns.  An error is raised as `body` raises it, since that names the op."""
-        form = form_of(inputs)
-        if form not in self._codes:
-            self._codes[form] = self._compiler(self.body, inputs, form)
-        code = self._codes[form]
+        """Return what `body` returns.  An error of a kernel is raised as `body` raises it, since that names the op."""
+        code = self._compiler(self.body, inputs)
         if code is None:
             return self.body(*inputs)  # type: ignore[no-any-return]
         try:
             return code(*inputs)
-        except (
-            RuntimeError
-        ):  # other exceptions, such as the one that ends a recomputation early, are not of the kernels
+        except RuntimeError:  # what ends a recomputation early is an exception of another type, and goes through
             self.body(*inputs)
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from support.jobs.compiled_jobs import beside_eager
 from support.workers import Workers
 
@@ -40,7 +41,9 @@ def patient_pair(own_cache: None) -> Iterator[Workers]:
 def test_compiled_stages_give_the_gradients_of_eager_ones(
     patient_pair: Workers, name: str, counts: tuple[int, ...], options: dict[str, object]
 ) -> None:
+    dtype = torch.float64 if name == "resnet" else torch.float32  # batch norms amplify the rounding of fp32
     tolerance = 2e-2 if "precision" in options else TOLERANCE
-    for found in patient_pair.run(beside_eager, name, counts, 2, (8, 6), options):
-        assert not found["warnings"], found["warnings"]
-        assert max(found["loss"], found["gradient"], found["state"]) <= tolerance, found
+    for differences, warned in patient_pair.run(beside_eager, name, counts, 2, (8, 6), options, dtype):
+        assert not warned
+        for found in differences:
+            assert max(abs(found.loss), found.gradient, found.buffer) <= tolerance, found

@@ -88,9 +88,18 @@ def test_evaluation_equals_one_process_and_changes_nothing(workers, name, stages
         assert result["training"]
 
 
-@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "resnet"))])
-def test_predict_returns_what_the_model_returns(pair, name):
-    for result in pair.run(predicted, name):
+def test_predict_returns_what_the_model_returns(pair):
+    _check_prediction(pair, "gpt2", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "bert", "resnet"])
+def test_predict_on_four_stages_returns_what_the_model_returns(workers, name):
+    _check_prediction(workers, name, 4)
+
+
+def _check_prediction(pool, name, stages):
+    for result in pool.run(predicted, name, stages):
         assert result["kind"][0] == result["kind"][1]
         assert result["error"] <= 1e-5
         assert result["loss"][0] == pytest.approx(result["loss"][1], rel=1e-5)

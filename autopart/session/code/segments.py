@@ -18,6 +18,8 @@ from torch import fx, nn
 
 from autopart.capture.trace.lower import is_random
 from autopart.ir.errors import RefusedError
+from autopart.passes.ops.row import VIEW
+from autopart.passes.ops.table import row_of
 from autopart.runtime.stages.recompute import RecomputedGroup
 
 LEAST_KERNELS = 2
@@ -100,10 +102,7 @@ def _is_suited(node: fx.Node) -> bool:
 
 
 def _is_kernel(node: fx.Node) -> bool:
-    op = node.target
-    if not isinstance(op, torch._ops.OpOverload):
-        return False
-    return not any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
+    return isinstance(node.target, torch._ops.OpOverload) and row_of(str(node.target)).family != VIEW
 
 
 def _body(nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:

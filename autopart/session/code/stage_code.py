@@ -23,7 +23,7 @@ from autopart.passes.tokens.recipe import Recipe
 from autopart.runtime.stages.batch_statistics import share_statistics
 from autopart.runtime.stages.stage_module import StageModule, StageSlices
 from autopart.runtime.tensors import LocalTensors
-from autopart.session.code.inductor import Inductor, arguments_of
+from autopart.session.code.inductor import Inductor
 from autopart.session.code.slicing import SliceChecks
 from autopart.session.code.split import leaving, stage_module, wait_for
 from autopart.session.code.token_slices import slice_stage
@@ -85,6 +85,7 @@ class StageCode:
         """
         graph = captured.graph
         recipe = self._recipe(batch, graph.rows)
+        self.specs[graph.rows] = {value.name: _on_meta(value.shape, value.dtype) for value in graph.values}
         self.layouts.update({name: layout for name, layout in rule.layouts.items() if layout is not None})
         if recipe is not None:
             self.prologue = recipe.prologue
@@ -104,7 +105,6 @@ class StageCode:
                 wait_for(code, self._awaited)
                 if stage in self._statistics:
                     share_statistics(code.module, self._statistics[stage])
-        self.specs[graph.rows] = {value.name: _on_meta(value.shape, value.dtype) for value in graph.values}
 
     def _made(
         self, captured: Captured, recipe: Recipe | None, links: Sequence[Edge], stage: int, rule: BatchRule
@@ -128,9 +128,9 @@ class StageCode:
         """Compile the code of a stage for the tensors of a training step."""
         if self._inductor is None:
             self._inductor = Inductor(captured.graph.op_map())
-        specs = {value.name: _on_meta(value.shape, value.dtype) for value in captured.graph.values}
+        specs = self.specs[captured.graph.rows]
         trained = {name for edge in links if edge.dst == stage for name in edge.grads}
-        return self._inductor.compile(code, arguments_of(code, captured.tensors, specs, trained), self._device)
+        return self._inductor.compile(code, captured.tensors, specs, trained, self._device)
 
 
 def _on_meta(shape: tuple[int, ...], dtype: str) -> torch.Tensor:

@@ -93,13 +93,13 @@ def evaluated(name: str, stages: int) -> dict[str, Any]:
     return {"loss": (found, expected), "unchanged": unchanged, "again": again, "training": captures.model.training}
 
 
-def predicted(name: str) -> dict[str, Any]:
+def predicted(name: str, stages: int) -> dict[str, Any]:
     """Compare `predict` with the model in eval mode in one process."""
     torch.manual_seed(0)
     case = CASES[name]
     model, reference = case.model(dropout=0.1), case.model(dropout=0.1).eval()
     batch = case.data(6)
-    pipe = autopart.compile(model, cluster(), sample=batch, micro_batches=3, stages=2, costs="analytic")
+    pipe = autopart.compile(model, cluster(), sample=batch, micro_batches=3, stages=stages, costs="analytic")
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     with torch.no_grad():
         expected = reference(**inputs)

@@ -19,13 +19,17 @@ Owned = tuple[torch.nn.Parameter, int | None]
 Part = tuple[list[torch.nn.Parameter], int | None]
 """The parameters of a bucket, and the rank that owns them."""
 
+ALIGNED_BYTES = 64
+"""Each gradient begins at a multiple of this, as in memory of its own: matrix products round by the alignment of what
+they add to, and gradients must not depend on which parameters share a bucket."""
+
 
 @dataclass
 class Bucket:
     """The gradients of some parameters, side by side in one tensor, so that one all-reduce sums them all.
 
-    flat: the gradients, in a dtype wide enough to accumulate half precision, followed by one flag for each parameter: 1
-    if this replica has a gradient.  views: the place of each gradient in `flat`.  owner: the rank that receives the
+    flat: the gradients, each at an aligned place, in a dtype wide enough to accumulate half precision; then one flag for
+    each parameter: 1 if this replica has a gradient.  views: the place of each gradient in `flat`.  owner: the rank that receives the
     sums, None if all ranks do.  waiting_for: parameters whose gradient is not complete yet; missing: parameters
     without a gradient on this rank so far.  work: the collective in flight.
     """
@@ -43,8 +47,11 @@ class Bucket:
         """Allocate a bucket."""
         sizes = [parameter.numel() for parameter in parameters]
         first = parameters[0]
-        flat = torch.empty(sum(sizes) + len(sizes), dtype=wide_dtype(first.dtype), device=first.device)
-        pieces = torch.split(flat, [*sizes, len(sizes)])[:-1]
+        dtype = wide_dtype(first.dtype)
+        unit = ALIGNED_BYTES // dtype.itemsize
+        rooms = [-(-size // unit) * unit for size in sizes]
+        flat = torch.zeros(sum(rooms) + len(sizes), dtype=dtype, device=first.device)
+        pieces = [room[:size] for room, size in zip(torch.split(flat, [*rooms, len(sizes)]), sizes, strict=False)]
         # By `.data` they are no views to autograd: nobody could change a view's history in place, and what one user of
         # a gradient writes would count as a change of all others.
         views = [piece.view(p.shape).data for piece, p in zip(pieces, parameters, strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from autopart.runtime.sums.buckets import Bucket, parts_of
+from autopart.runtime.sums.buckets import ALIGNED_BYTES, Bucket, parts_of
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -52,3 +52,14 @@ def test_a_bucket_is_cut_by_owners_and_not_by_the_order_of_release() -> None:
     assert [(owner, [p.numel() for p in inside]) for inside, owner in found] == [
         (5, [1, 3]), (7, [2]), (None, [4]),
     ]  # fmt: skip
+
+
+def test_products_round_alike_whatever_lies_before_in_the_bucket() -> None:
+    left, right = torch.randn(8, 9), torch.randn(9, 8)
+    sums = []
+    for before in range(20):
+        (part,) = parts_of(kept_by_all(parameters(before, 64)), 1 << 20)
+        place = Bucket.of(*part).views[1].view(8, 8).fill_(1 / 3)
+        assert place.data_ptr() % ALIGNED_BYTES == 0
+        sums.append(place.addmm_(left, right))
+    assert all(torch.equal(each, sums[0]) for each in sums)

@@ -58,9 +58,11 @@ def set_rank_label(text: str) -> None:
     _status.label = _truncated(text, LABEL_BYTES)
 
 
-def set_activity(text: str, phase: int = BUSY) -> None:
-    """Set what this rank does, such as "1F0: forward of micro-batch 0", for errors about it.  Takes less than 2 µs."""
-    _status.note = _truncated(text, NOTE_BYTES)
+def set_activity(text: str | bytes, phase: int = BUSY) -> None:
+    """Set what this rank does, such as "1F0: forward of micro-batch 0", for errors about it.  Takes less than 2 µs.
+
+    text: bytes are taken as they are (`encoded`)."""
+    _status.note = text if isinstance(text, bytes) else encoded(text)
     _status.phase = phase
     _status.changes += 1
 
@@ -97,6 +99,11 @@ class _Waiting:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         _status.waits = NOBODY
+
+
+def encoded(text: str) -> bytes:
+    """Return an activity as `set_activity` keeps it."""
+    return _truncated(text, NOTE_BYTES)
 
 
 def text_of(raw: bytes) -> str:

@@ -18,7 +18,7 @@ from autopart.ir.graph import Op
 from autopart.ir.program import BACKWARD, FORWARD, SEND, Action, Program, Slot
 from autopart.ir.shares import RowLayout, Window
 from autopart.ir.timeline import Span
-from autopart.runtime.activity import set_activity
+from autopart.runtime.activity import encoded, set_activity
 from autopart.runtime.group.world import World
 from autopart.runtime.messages.mailbox import Mailbox
 from autopart.runtime.stages.failing_op import failing_op
@@ -144,7 +144,7 @@ class Engine:
         self._loss = loss
         self._specs = specs
         self._part = program.part(world.rank)
-        self._labels = [_activity(action) for action in self._part]
+        self._labels = [encoded(_activity(action)) for action in self._part]
         self._sends = Counter((a.slot, a.is_a.way) for a in self._part if a.is_a.role == SEND)
         self._mailbox = Mailbox(world, program, specs, layouts)
         kinds = dict.fromkeys(action.kind for action in program.order)

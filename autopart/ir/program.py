@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopart.ir.errors import ProgramError
 from autopart.ir.shares import Division, Transfer, common_period, division, split_rows
@@ -109,11 +110,11 @@ MAX_BUCKET_BYTES = 1 << 40
 _TEXT = re.compile(r"(\d+)([A-Z]+)(?:(\d+)(?:\.(\d+))?)?(?:([<>])(\d+))?$")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Slot:
+class Slot(NamedTuple):
     """One micro-batch, or one slice of its sequences, on one stage: the key of all state during a step.
 
-    micro: -1 for actions that happen once a step.
+    micro: -1 for actions that happen once a step.  A tuple, since every action looks slots up several times, and
+    hashing a dataclass takes five times as long.
     """
 
     stage: int
@@ -131,8 +132,7 @@ class Slot:
         return Slot(stage, self.micro, self.slice)
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One action of the ranks of a stage.  peer: the other stage of a message, else None."""
 
     kind: str

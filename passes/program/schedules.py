@@ -203,7 +203,7 @@ def _own_turns(schedule: Schedule, stage: int, replica: int, shape: Shape) -> tu
 
 def _turn(item: Action | str | Turn, worker: int, schedule: Schedule, shape: Shape) -> Turn:
     stages, micros = shape.stages, shape.micros
-    if isinstance(item, tuple):
+    if not isinstance(item, Action | str):
         kind, stage, micro = item
     else:
         action = parse_action(item) if isinstance(item, str) else item

@@ -12,7 +12,7 @@ from autopart.ir.shares import RowLayout, parts
 from autopart.runtime.group.world import World
 from autopart.runtime.messages.posting import Posting
 from autopart.runtime.messages.row_routes import RowRoutes
-from autopart.runtime.messages.transport import Inbox, Outbox, Specs
+from autopart.runtime.messages.transport import Announced, Inbox, Outbox, Specs, offsets
 
 
 class Mailbox:
@@ -51,19 +51,27 @@ class Mailbox:
         self._pending: dict[int, set[Action]] = {peer: set() for peer in self._outboxes}
         self._rows: tuple[int, ...] = ()
         self._own: dict[tuple[Action, int], Mapping[str, torch.Tensor]] = {}
+        self._sends = {a: a.other_end for a in program.part(world.rank) if a.is_a.role == RECEIVE}
+        self._announced: list[tuple[int, list[Announced]]] = []  # of the last step, by peer
 
     def begin(self, rows: tuple[int, ...]) -> None:
         """Begin a step with micro-batches of these rows: the first receives are posted."""
-        self._rows = rows
-        for peer, sends in self._coming.items():
-            messages = [(send, specs) for send in sends for specs in self._expected(send, peer)]
+        if rows != self._rows:
+            self._rows = rows
+            self._announced = [(peer, self._messages(peer)) for peer in self._coming]
+        for peer, messages in self._announced:
             if self._posting is None:
                 self._inboxes[peer].expect(messages)
                 continue
-            for send, specs in messages:
+            for send, specs, _ in messages:
                 self._posting.expect(peer, send, specs)
         if self._posting is not None:
             self._posting.begin()
+
+    def _messages(self, peer: int) -> list[Announced]:
+        """Return what comes from one rank in a step with these rows, in order."""
+        found = [(send, specs) for send in self._coming[peer] for specs in self._expected(send, peer)]
+        return [(send, specs, offsets(specs)[1]) for send, specs in found]
 
     def passed(self, action: Action) -> None:
         """Note that an action of this rank is over: messages whose place is here are posted."""
@@ -101,7 +109,7 @@ class Mailbox:
         coming = self._routes.parts(action, self._rows[action.micro])
         if not coming:
             return {}
-        found = [self._received(action.other_end, part.peer) for part in coming]
+        found = [self._received(self._sends[action], part.peer) for part in coming]
         return self._routes.joined(action.is_a.way, coming, found, self._own_specs(action))
 
     def _received(self, send: Action, peer: int) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,9 @@ messages are posted before the first of them is needed; the memory of a plan doe
 
 Specs = tuple[torch.Tensor, ...]
 """Shapes and dtypes of the tensors of a message, as tensors on the meta device."""
+
+Announced = tuple[Any, Specs, int]
+"""A message to come: its key, its tensors and its bytes (`offsets`)."""
 
 
 def offsets(specs: Sequence[torch.Tensor]) -> tuple[list[int], int]:
@@ -68,7 +72,8 @@ class Outbox:
     """Sends on one channel, in order; each message has a key.  staged: messages lie on a CUDA device."""
 
     def __init__(self, peer: int, group: dist.ProcessGroup, *, staged: bool = False) -> None:
-        self._peer, self._group, self._staged = peer, group, staged
+        self._group, self._staged = group, staged
+        self._peer = dist.get_group_rank(group, peer)
         self._errors = _PeerErrors(peer)
         self._pending: dict[Hashable, tuple[dist.Work | None, torch.Tensor]] = {}
 
@@ -80,7 +85,7 @@ class Outbox:
             buffer = _pinned(buffer.numel()).copy_(buffer)  # returns when the bytes are there
         if buffer.numel():
             with self._errors:
-                work = dist.isend(buffer, self._peer, group=self._group)
+                work = self._group.send([buffer], self._peer, 0)  # as `dist.isend`, which checks more than it sends
         self._pending[key] = work, buffer
 
     def acknowledge(self, keys: Iterable[Hashable]) -> None:
@@ -113,16 +118,17 @@ class Inbox:
         *,
         staged: bool = False,
     ) -> None:
-        self._peer, self._group, self._device, self._staged = peer, group, device, staged
+        self._group, self._device, self._staged = group, device, staged
+        self._peer = dist.get_group_rank(group, peer)
         self._errors = _PeerErrors(peer)
         self._ahead = ahead
-        self._expected: deque[tuple[Hashable, Specs, int]] = deque()  # with the bytes of each
+        self._expected: deque[Announced] = deque()
         self._posted: dict[Hashable, tuple[dist.Work | None, torch.Tensor, Specs]] = {}
         self._posted_bytes = 0
 
-    def expect(self, messages: Iterable[tuple[Hashable, Specs]]) -> None:
-        """Announce messages to come, in order, by key; the first of them are posted."""
-        self._expected.extend((key, specs, offsets(specs)[1]) for key, specs in messages)
+    def expect(self, messages: Iterable[Announced]) -> None:
+        """Announce messages to come, in order; the first of them are posted."""
+        self._expected.extend(messages)
         self._post_ahead()
 
     def receive(self, key: Hashable = None) -> list[torch.Tensor]:
@@ -151,7 +157,7 @@ class Inbox:
         work = None
         if total:
             with self._errors:
-                work = dist.irecv(buffer, self._peer, group=self._group)
+                work = self._group.recv([buffer], self._peer, 0)
         self._posted[key] = work, buffer, specs
         self._posted_bytes += total
 

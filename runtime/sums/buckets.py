@@ -28,10 +28,10 @@ they add to, and gradients must not depend on which parameters share a bucket.""
 class Bucket:
     """The gradients of some parameters, side by side in one tensor, so that one all-reduce sums them all.
 
-    flat: the gradients, each at an aligned place, in a dtype wide enough to accumulate half precision; then one flag for
-    each parameter: 1 if this replica has a gradient.  views: the place of each gradient in `flat`.  owner: the rank that receives the
-    sums, None if all ranks do.  waiting_for: parameters whose gradient is not complete yet; missing: parameters
-    without a gradient on this rank so far.  work: the collective in flight.
+    flat: the gradients, each at an aligned place, in a dtype wide enough to accumulate half precision; then one flag
+    for each parameter: 1 if this replica has a gradient.  views: the place of each gradient in `flat`.  owner: the rank
+    that receives the sums, None if all ranks do.  waiting_for: parameters whose gradient is not complete yet; missing:
+    parameters without a gradient on this rank so far.  work: the collective in flight.
     """
 
     parameters: list[torch.nn.Parameter]
@@ -51,7 +51,8 @@ class Bucket:
         unit = ALIGNED_BYTES // dtype.itemsize
         rooms = [-(-size // unit) * unit for size in sizes]
         flat = torch.zeros(sum(rooms) + len(sizes), dtype=dtype, device=first.device)
-        pieces = [room[:size] for room, size in zip(torch.split(flat, [*rooms, len(sizes)]), sizes, strict=False)]
+        cuts = [cut for size, room in zip(sizes, rooms, strict=True) for cut in (size, room - size)]
+        pieces = torch.split(flat, [*cuts, len(sizes)])[:-1:2]
         # By `.data` they are no views to autograd: nobody could change a view's history in place, and what one user of
         # a gradient writes would count as a change of all others.
         views = [piece.view(p.shape).data for piece, p in zip(pieces, parameters, strict=True)]
@@ -60,19 +61,39 @@ class Bucket:
     def store(self, place: int) -> None:
         """Copy a gradient into the bucket; if dtypes agree, that place of the bucket becomes the `.grad`."""
         parameter, view = self.parameters[place], self.views[place]
-        if parameter.grad is not None and parameter.grad is not view:
-            view.copy_(dense(parameter.grad))
+        own = parameter.grad
+        if own is not None and own is not view:
+            view.copy_(dense(own))
             if view.dtype == gradient_dtype(parameter):
                 parameter.grad = view
 
-    def complete(self, place: int) -> None:
-        """Store a parameter's final gradient of this step, zeros if it has none."""
+    def complete(self, place: int) -> set[int]:
+        """Store a parameter's final gradient of this step, zeros if it has none; return which are still missing."""
         if self.parameters[place].grad is None:
             self.views[place].zero_()
         else:
             self.store(place)
             self.missing.discard(place)
         self.waiting_for.discard(place)
+        return self.waiting_for
+
+    def complete_rest(self) -> None:
+        """Store the gradients of all parameters that wait, as `complete` does, those of one dtype in one kernel."""
+        places, views, grads = [], [], []
+        for place in sorted(self.waiting_for):
+            own, view = self.parameters[place].grad, self.views[place]
+            if own is None or own is view or own.layout != torch.strided or own.dtype != view.dtype:
+                self.complete(place)
+            else:
+                places.append(place)
+                views.append(view)
+                grads.append(own)
+        if places:
+            torch._foreach_copy_(views, grads)
+        for place, view in zip(places, views, strict=True):
+            self.parameters[place].grad = view
+        self.missing.difference_update(places)
+        self.waiting_for.clear()
 
     def write_flags(self) -> None:
         """Write the flags that tell the other replicas which gradients this one has."""

@@ -3,8 +3,9 @@
 Parameters lie in flat buckets in the order in which the last backward releases their gradients.  The first gradient of
 a step moves into its place in the bucket and the others are added there, so a step holds gradients once; afterwards
 parameters keep them in place, and the next step allocates other buckets.  During the last backward a bucket that is
-full is summed at once, without waiting, in the order of buckets, which is the same on all replicas.  The rest (a
-replica may have no rows in the last micro-batch) follows at the end.  All replicas get the same sums, equal to the
+full is summed at once, without waiting, in the order of buckets, which is the same on all replicas.  The last bucket,
+and what else is missing (a replica may have no rows in the last micro-batch), follows at the end; its gradients move
+there then, all at once.  All replicas get the same sums, equal to the
 bit.  Only what this step contributed is summed; it is weighted already (`BatchPlan.shares`).
 
 With ZeRO a bucket is cut by owners, and each part is summed at its owner alone (a reduce, not a reduce-scatter, since
@@ -16,7 +17,8 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -69,7 +71,7 @@ class ReplicaSums:
         self._buckets: list[Bucket] = []
         self._launched = 0
         self._armed = False
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._watched: list[torch.nn.Parameter] = []
 
     def begin(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Begin a step: gradients collect in new buckets."""
@@ -79,10 +81,13 @@ class ReplicaSums:
             self._parts = parts_of(owned, self._kept.bucket_bytes)
         self._launched = 0
         self._buckets = [Bucket.of(*part) for part in self._parts]
-        for bucket in self._buckets:  # for this step alone: other captures of the model refuse hooks
+        owners = len({bucket.owner for bucket in self._buckets})
+        for number, bucket in enumerate(self._buckets):  # for this step alone: other captures of the model refuse hooks
+            if number >= len(self._buckets) - owners and bucket.flat.nbytes <= BUCKET_BYTES:
+                continue  # full when the backward ends, and small enough to be there twice for a moment
             for place, parameter in enumerate(bucket.parameters):
-                hook = partial(self._released, bucket, place)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                _gradient_hooks(parameter)[self] = partial(self._released, bucket, place)
+            self._watched += bucket.parameters
 
     def arm(self) -> None:
         """Sum what the backward that begins releases, as it comes, if sums may overlap with messages."""
@@ -94,17 +99,16 @@ class ReplicaSums:
         self._buckets = []
 
     def _disarm(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for parameter in self._watched:
+            _gradient_hooks(parameter).pop(self, None)
+        self._watched.clear()
         self._armed = False
 
     def _released(self, bucket: Bucket, place: int, _: torch.Tensor) -> None:
-        if self._armed:
-            bucket.complete(place)
-            self._launch_full()
-        else:
+        if not self._armed:
             bucket.store(place)
+        elif not bucket.complete(place):
+            self._launch_full()
 
     def _launch_full(self) -> None:
         while self._launched < len(self._buckets) and not self._buckets[self._launched].waiting_for:
@@ -131,8 +135,7 @@ class ReplicaSums:
         buckets = self._buckets
         self._disarm()
         for bucket in buckets:
-            for place in sorted(bucket.waiting_for):
-                bucket.complete(place)
+            bucket.complete_rest()
         self._launch_full()
         with waiting():
             for bucket in buckets:
@@ -154,3 +157,15 @@ class ReplicaSums:
             dist.broadcast(flat, self._first, group=self._group)
             for tensor, piece in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
                 tensor.copy_(piece.view(tensor.shape))
+
+
+def _gradient_hooks(parameter: torch.nn.Parameter) -> dict[object, Callable[[torch.Tensor], None]]:
+    """Return the hooks that run when a gradient was added, as `register_post_accumulate_grad_hook` keeps them.
+
+    Its handles are counted (`RemovableHandle.next_id`), and a count that changes makes the next step look for hooks of
+    the user in the whole model, which takes milliseconds.
+    """
+    found: dict[object, Callable[[torch.Tensor], None]] | None = parameter._post_accumulate_grad_hooks
+    if found is None:
+        found = parameter._post_accumulate_grad_hooks = OrderedDict()
+    return found

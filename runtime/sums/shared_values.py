@@ -65,15 +65,16 @@ class _Part:
         if not self.mine and self.flat.data_ptr() != self.parameters[0].data_ptr():
             pieces = torch.split(self.flat, [parameter.numel() for parameter in self.parameters])
             with torch.no_grad():
-                for parameter, piece in zip(self.parameters, pieces, strict=True):
-                    parameter.copy_(piece.view(parameter.shape))
+                torch._foreach_copy_(
+                    self.parameters, [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
+                )
         self.forget()
 
     def forget(self) -> None:
-        """Wait no more, and free the memory."""
+        """Wait no more, and free the memory.  Safe to call twice."""
         for parameter in self.parameters:
             ON_THE_WAY.pop(id(parameter), None)
-        self.work, self.flat = None, self.flat.new_empty(0)
+        self.parameters, self.work, self.flat = [], None, self.flat.new_empty(0)
 
 
 class SharedValues:
@@ -93,6 +94,7 @@ class SharedValues:
                 if world.rank in stage.ranks:
                     self._stages.append((number, stage, group))
         self.owners = {name: owner for _, stage, _ in self._stages for name, owner in stage.owners.items()}
+        self._dealt: dict[int, list[list[str]]] = {}
 
     def drop_foreign_gradients(self) -> None:
         """Drop the gradients of parameters that other ranks own."""
@@ -123,9 +125,13 @@ class SharedValues:
     def begin(self, only: int | None = None) -> None:
         """Send the values of one stage, or of all stages of this rank.  Collective over the stage's replicas."""
         for number, stage, group in self._stages:
-            own = {name: owner for name, owner in stage.owners.items() if self.owners[name] == owner}
-            for names in parts_of(own, self._tensors, stage.bucket_bytes) if only in (None, number) else ():
-                owner = own[names[0]]
+            if only not in (None, number):
+                continue
+            if number not in self._dealt:
+                own = {name: owner for name, owner in stage.owners.items() if self.owners[name] == owner}
+                self._dealt[number] = list(parts_of(own, self._tensors, stage.bucket_bytes))
+            for names in self._dealt[number]:
+                owner = stage.owners[names[0]]
                 part = _Part.of([self._tensors[name] for name in names], owner, mine=owner == self._world.rank)
                 self._parts.append(part)
                 if self._world.overlaps:

@@ -141,6 +141,7 @@ class BatchReader:
     def __init__(self) -> None:
         self._splits: dict[str, bool] = {}
         self._order: Any = None
+        self._named: tuple[Any, tuple[str, ...], tuple[str, ...]] = (None, (), ())  # a structure: its keys and names
 
     def read(self, batch: Any, *, with_target: bool = False) -> Batch:
         """Flatten a batch of any accepted form.  Raises BatchError for what cannot be cut or captured."""
@@ -154,10 +155,12 @@ class BatchReader:
             batch, target = _pair(batch)
         args, kwargs = _arguments(batch)
         tree = _in_order_of((args, kwargs, _plain_containers(target)), self._order)
-        paths, spec = pytree.tree_flatten_with_path(tree)
-        leaves = tuple(leaf for _, leaf in paths)
-        keys = tuple(pytree.keystr(path) for path, _ in paths)
-        names = tuple(_name(path) for path, _ in paths)
+        found, spec = pytree.tree_flatten(tree)
+        leaves = tuple(found)
+        if spec != self._named[0]:
+            paths = [path for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+            self._named = spec, tuple(map(pytree.keystr, paths)), tuple(map(_name, paths))
+        _, keys, names = self._named
         for name, leaf in zip(names, leaves, strict=True):
             _check_leaf(name, leaf)
         _check_lists(names, leaves, tree)

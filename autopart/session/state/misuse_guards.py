@@ -128,8 +128,13 @@ def watch_optimizers(world_size: int, tensors: Callable[[], LocalTensors]) -> Ca
     parameters that have an fp32 master weight.  tensors: returns what this rank holds, which changes with the plan.
     Returns a function that removes the check."""
 
+    needing: dict[type, bool] = {}
+
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        held, together = tensors(), world_size > 1 and needs_closure(type(optimizer))
+        kind = type(optimizer)
+        if kind not in needing:
+            needing[kind] = needs_closure(kind)
+        held, together = tensors(), world_size > 1 and needing[kind]
         rounded = held.masters.rounded
         if not together and not rounded:
             return

@@ -70,18 +70,18 @@ class BatchCounts:
         needs no count.
         """
         weights = [reduction, *(item.weight for item in reduction.adjusted)]
-        found = []
+        found: list[list[torch.Tensor | float]] = []
         for count, given in zip(rows, inputs, strict=True):
-            counts = [
+            counts: list[torch.Tensor | float] = [
                 0.0 if alone or weight.value is None or weight.kind == "sum" else self._count(weight, count, given)
                 for weight in weights
             ]
             whole = [
-                0.0 if item.reader is not None else float(self._value(item.value, count, given))
+                0.0 if item.reader is not None else self._value(item.value, count, given).double().reshape(())
                 for item in reduction.adjusted
             ]
             found.append([*counts, *whole])
-        return found
+        return _numbers(found)
 
     def _value(self, name: str, rows: int, inputs: Inputs) -> torch.Tensor:
         """Return a value of one piece."""
@@ -96,14 +96,14 @@ class BatchCounts:
             found: torch.Tensor = module.module(*arguments, *(inputs[value] for value in module.inputs))[0]
         return found
 
-    def _count(self, weight: LossReduction, rows: int, inputs: Inputs) -> float:
-        """Return the count of one piece."""
+    def _count(self, weight: LossReduction, rows: int, inputs: Inputs) -> torch.Tensor:
+        """Return the count of one piece, 0-dim in fp64."""
         assert weight.value is not None
         result = self._value(weight.value, rows, inputs)
         if weight.ignore is not None:
             counted = result != weight.ignore
             if weight.classes is None:
-                return float(counted.sum(dtype=torch.float64))
+                return counted.sum(dtype=torch.float64)
             result = self._value(weight.classes, rows, inputs).detach()[result[counted]]
             if weight.smoothed and result.numel() and not result.any():
                 raise BatchError(
@@ -111,4 +111,12 @@ class BatchCounts:
                     why="with label smoothing the loss of such targets is not 0, and there is no mean of it",
                     fix="use fewer micro_batches, or ignore_index in place of a weight of 0",
                 )
-        return float(result.sum(dtype=torch.float64))
+        return result.sum(dtype=torch.float64)
+
+
+def _numbers(rows: Sequence[Sequence[torch.Tensor | float]]) -> list[list[float]]:
+    """Read the numbers on a device, all at once: each reading waits for the device."""
+    given = [number for row in rows for number in row if isinstance(number, torch.Tensor)]
+    with waiting():
+        read = iter(torch.stack(given).tolist() if given else ())
+    return [[next(read) if isinstance(number, torch.Tensor) else number for number in row] for row in rows]

@@ -149,7 +149,7 @@ def test_verdict_on_mutated_programs_is_that_of_the_definition(schedule: str, mi
         slot = actions[one].slot
         match data.draw(st.sampled_from(["swap", "near", "move", "micro", "slice", "stage", "peer", "drop", "double"])):
             case "slice":
-                actions[one] = replace(actions[one], slot=replace(slot, slice=data.draw(st.integers(0, p.slices))))
+                actions[one] = actions[one]._replace(slot=slot._replace(slice=data.draw(st.integers(0, p.slices))))
             case "swap":
                 actions[one], actions[two] = actions[two], actions[one]
             case "near":
@@ -157,13 +157,13 @@ def test_verdict_on_mutated_programs_is_that_of_the_definition(schedule: str, mi
             case "move":
                 actions.insert(two, actions.pop(one))
             case "micro":
-                moved = replace(slot, micro=data.draw(st.integers(-1, micros)))
-                actions[one] = replace(actions[one], slot=moved)
+                moved = slot._replace(micro=data.draw(st.integers(-1, micros)))
+                actions[one] = actions[one]._replace(slot=moved)
             case "stage":
-                moved = replace(slot, stage=data.draw(st.integers(0, len(p.stage_ranks))))
-                actions[one] = replace(actions[one], slot=moved)
+                moved = slot._replace(stage=data.draw(st.integers(0, len(p.stage_ranks))))
+                actions[one] = actions[one]._replace(slot=moved)
             case "peer":
-                actions[one] = replace(actions[one], peer=data.draw(st.none() | st.integers(0, len(p.stage_ranks))))
+                actions[one] = actions[one]._replace(peer=data.draw(st.none() | st.integers(0, len(p.stage_ranks))))
             case "drop" if len(actions) > 1:
                 actions.pop(one)
             case "double":

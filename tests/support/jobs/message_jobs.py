@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from autopart.runtime.group.world import World
-from autopart.runtime.messages.transport import Inbox, Outbox
+from autopart.runtime.messages.transport import Inbox, Outbox, offsets
 
 COUNT = 6
 SPECS = tuple(
@@ -33,7 +33,7 @@ def taken_in_order(keys: Sequence[int]) -> list[list[float]]:
         outbox.flush()
     else:
         inbox = Inbox(0, channel, world.device)
-        inbox.expect([(number, SPECS) for number in range(COUNT)])
+        inbox.expect([(number, SPECS, offsets(SPECS)[1]) for number in range(COUNT)])
         found = [[float(tensor.flatten()[0]) for tensor in inbox.receive(key)] for key in keys]
     world.close()
     return found

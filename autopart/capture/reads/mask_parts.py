@@ -121,9 +121,15 @@ def _before(node: fx.Node, written: Written) -> fx.Node | None:
         return None
     if node.target is _aten.slice.Tensor and shape(node) != shape(source):
         return None
-    # What one op filled in place may be looked at in another shape afterwards.
-    filled = source if source.target in _FILLS else None
+    filled = _filling(source)
     return source if not written(node, filled) and not written(source, filled) else None
+
+
+def _filling(node: fx.Node) -> fx.Node | None:
+    """Return the op that filled in place what a node looks at in another shape afterwards, None for another op."""
+    while node.target in _SAME_NUMBERS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node if node.target in _FILLS else None
 
 
 def _dtype(node: fx.Node) -> Any:

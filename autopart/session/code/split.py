@@ -17,6 +17,7 @@ from autopart.ir.plan import Stage
 from autopart.ir.program import Edge
 from autopart.passes.ops.casts import cast_parameter
 from autopart.runtime.stages.stage_module import Cast, StageModule, awaited, of_whole_batch, weighed
+from autopart.session.code.fewer_ops import merge_ops
 from autopart.session.code.random_rows import draws_of
 from autopart.session.code.stage_graph import Draws, Reads, numbers_of, stage_graph
 from autopart.session.code.weight_products import accumulate_in_place
@@ -31,12 +32,13 @@ def stage_module(
     adjusted: Sequence[Adjusted] = (),
     layouts: Layouts = MappingProxyType({}),
     *,
-    in_place: bool = True,
+    eager: bool = True,
 ) -> StageModule:
     """Return the code of `stage`, which runs the ops of `planned` and exchanges values along these edges.
 
     adjusted: values that ops read with a factor of the micro-batch.  layouts: how values of random ops hold rows.
-    in_place: whether products add the gradients of large weights themselves.
+    eager: whether the ops run one by one: then products add the gradients of large weights themselves, and some ops are
+    merged.
     Raises RefusedError for a random op that replicas cannot run.  O(nodes * (1 + recomputed groups)).
     """
     graph = captured.graph
@@ -49,7 +51,7 @@ def stage_module(
         captured, chosen, outputs, device, updates=updates, groups=planned.recompute, adjusted=adjusted, casts=casts,
         drawn=drawn,
     )  # fmt: skip
-    return accumulate_in_place(code, captured.tensors) if in_place else code
+    return accumulate_in_place(merge_ops(code, graph.inputs), captured.tensors) if eager else code
 
 
 def leaving(graph: Graph, links: Iterable[Edge], stage: int, ops: Collection[str]) -> list[str]:

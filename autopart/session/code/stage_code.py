@@ -114,7 +114,7 @@ class StageCode:
         if recipe is None:
             compiled = self._compiles and stage not in self._statistics and self._is_usual(captured.graph.rows, planned)
             code = stage_module(
-                captured, links, stage, planned, self._device, adjusted, rule.layouts, in_place=not compiled
+                captured, links, stage, planned, self._device, adjusted, rule.layouts, eager=not compiled
             )
             return None, (self._compiled(captured, links, stage, code) if compiled else code,)
         outputs, lengths = leaving(captured.graph, links, stage, set(planned.ops)), self._decision.token_slices

@@ -25,6 +25,8 @@ def merge_ops(code: StageModule, inputs: Collection[str]) -> StageModule:
     inputs: names of the batch's inputs, which need no gradient, like constants.  O(nodes).
     """
     graph = code.module.graph
+    if any(_writes(node.target) for node in graph.nodes):  # perhaps to memory that equal ops would share
+        return code
     given = zip(graph.find_nodes(op="placeholder"), (*code.params, *code.inputs), strict=False)
     _merge_equal(graph, {node for node, name in given if name in inputs or name in code.constants})
     _merge_counters(graph)
@@ -47,6 +49,10 @@ def _merge_equal(graph: fx.Graph, plain: set[fx.Node]) -> None:
             plain.discard(node)
 
 
+def _writes(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
 def _is_pure(target: Any) -> bool:
     """Return whether an op computes the same from the same arguments each time, and changes none of them."""
     if target is operator.getitem:
@@ -54,7 +60,7 @@ def _is_pure(target: Any) -> bool:
     return (
         isinstance(target, torch._ops.OpOverload)
         and target.namespace == "aten"
-        and not target._schema.is_mutable
+        and not _writes(target)
         and torch.Tag.nondeterministic_seeded not in target.tags
     )
 

@@ -25,7 +25,7 @@ SENT, RECEIVED = 1, -1
 
 
 def _spelled(message: Hashable) -> str:
-    if isinstance(message, Action) or not isinstance(message, tuple):
+    if not isinstance(message, tuple):
         return str(message)
     micro, kind, stage, peer, piece = message
     return str(Action(kind, Slot(stage, micro, piece), peer))

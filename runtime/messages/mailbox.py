@@ -51,7 +51,7 @@ class Mailbox:
         self._pending: dict[int, set[Action]] = {peer: set() for peer in self._outboxes}
         self._rows: tuple[int, ...] = ()
         self._own: dict[tuple[Action, int], Mapping[str, torch.Tensor]] = {}
-        self._sends = {a: a.other_end for a in program.part(world.rank) if a.is_a.role == RECEIVE}
+        self._send_of = {a: a.other_end for a in program.part(world.rank) if a.is_a.role == RECEIVE}
         self._announced: list[tuple[int, list[Announced]]] = []  # of the last step, by peer
 
     def begin(self, rows: tuple[int, ...]) -> None:
@@ -109,7 +109,7 @@ class Mailbox:
         coming = self._routes.parts(action, self._rows[action.micro])
         if not coming:
             return {}
-        found = [self._received(self._sends[action], part.peer) for part in coming]
+        found = [self._received(self._send_of[action], part.peer) for part in coming]
         return self._routes.joined(action.is_a.way, coming, found, self._own_specs(action))
 
     def _received(self, send: Action, peer: int) -> list[torch.Tensor]:

@@ -29,9 +29,10 @@ class Bucket:
     """The gradients of some parameters, side by side in one tensor, so that one all-reduce sums them all.
 
     flat: the gradients, each at an aligned place, in a dtype wide enough to accumulate half precision; then one flag
-    for each parameter: 1 if this replica has a gradient.  views: the place of each gradient in `flat`.  owner: the rank
-    that receives the sums, None if all ranks do.  waiting_for: parameters whose gradient is not complete yet; missing:
-    parameters without a gradient on this rank so far.  work: the collective in flight.
+    for each parameter: 1 if this replica has a gradient.  What lies between them is summed too, and never read.
+    views: the place of each gradient in `flat`.  owner: the rank that receives the sums, None if all ranks do.
+    waiting_for: parameters whose gradient is not complete yet; missing: parameters without a gradient on this rank so
+    far.  work: the collective in flight.
     """
 
     parameters: list[torch.nn.Parameter]
@@ -50,7 +51,7 @@ class Bucket:
         dtype = wide_dtype(first.dtype)
         unit = ALIGNED_BYTES // dtype.itemsize
         rooms = [-(-size // unit) * unit for size in sizes]
-        flat = torch.zeros(sum(rooms) + len(sizes), dtype=dtype, device=first.device)
+        flat = torch.empty(sum(rooms) + len(sizes), dtype=dtype, device=first.device)
         cuts = [cut for size, room in zip(sizes, rooms, strict=True) for cut in (size, room - size)]
         pieces = torch.split(flat, [*cuts, len(sizes)])[:-1:2]
         # By `.data` they are no views to autograd: nobody could change a view's history in place, and what one user of
@@ -67,15 +68,14 @@ class Bucket:
             if view.dtype == gradient_dtype(parameter):
                 parameter.grad = view
 
-    def complete(self, place: int) -> set[int]:
-        """Store a parameter's final gradient of this step, zeros if it has none; return which are still missing."""
+    def complete(self, place: int) -> None:
+        """Store a parameter's final gradient of this step, zeros if it has none."""
         if self.parameters[place].grad is None:
             self.views[place].zero_()
         else:
             self.store(place)
             self.missing.discard(place)
         self.waiting_for.discard(place)
-        return self.waiting_for
 
     def complete_rest(self) -> None:
         """Store the gradients of all parameters that wait, as `complete` does, those of one dtype in one kernel."""

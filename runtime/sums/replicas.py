@@ -105,10 +105,11 @@ class ReplicaSums:
         self._armed = False
 
     def _released(self, bucket: Bucket, place: int, _: torch.Tensor) -> None:
-        if not self._armed:
-            bucket.store(place)
-        elif not bucket.complete(place):
+        if self._armed:
+            bucket.complete(place)
             self._launch_full()
+        else:
+            bucket.store(place)
 
     def _launch_full(self) -> None:
         while self._launched < len(self._buckets) and not self._buckets[self._launched].waiting_for:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import autopart
 from autopart.capture import Captured, capture
 from autopart.capture.batch.batch import flatten
+from autopart.passes.program.routing import edges
 from autopart.session.code.split import stage_module
 
 WIDTH = 6
@@ -86,3 +87,22 @@ def test_only_buffers_that_leave_the_stage_at_once_are_merged() -> None:
 
     captured = capture(Read(), flatten((batch()[0],)))
     assert not ops_of(captured, eager=True)["_foreach_add"]
+
+
+def test_sums_that_go_to_another_stage_are_not_merged() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, second = self.first + 1, self.second + 1
+            return (x * first).sum() + (x * second).sum()
+
+    captured = capture(Shifted(), flatten((batch()[0],)))
+    names = [op.name for op in captured.graph.ops]
+    plan = plan_for(captured.graph, [names[:2], names[2:]])
+    links = edges(plan.decision, captured.graph)
+    code = stage_module(captured, links, 0, plan.stages[0], torch.device("cpu"))
+    assert code.outputs == tuple(names[:2])
+    assert [node.name for node in code.module.graph.nodes if node.op == "call_function"] == names[:2]

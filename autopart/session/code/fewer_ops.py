@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import fx
 
+from autopart.capture.trace.lower import is_random
 from autopart.runtime.stages.stage_module import StageModule
 
 _aten = torch.ops.aten
@@ -25,11 +26,11 @@ def merge_ops(code: StageModule, inputs: Collection[str]) -> StageModule:
     inputs: names of the batch's inputs, which need no gradient, like constants.  O(nodes).
     """
     graph = code.module.graph
-    if any(_writes(node.target) for node in graph.nodes):  # perhaps to memory that equal ops would share
+    if any(_writes(node) for node in graph.nodes):  # perhaps to memory that equal ops would share
         return code
     given = zip(graph.find_nodes(op="placeholder"), (*code.params, *code.inputs), strict=False)
     _merge_equal(graph, {node for node, name in given if name in inputs or name in code.constants})
-    _merge_counters(graph)
+    _merge_counters(graph, len(code.updates))
     code.module.recompile()
     return code
 
@@ -38,43 +39,41 @@ def _merge_equal(graph: fx.Graph, plain: set[fx.Node]) -> None:
     """Let ops without gradients that are equal run once.  plain: gets the nodes that depend on plain ones alone."""
     known: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or not _is_pure(node.target) or not plain.issuperset(node.all_input_nodes):
+        if not _is_pure(node) or not plain.issuperset(node.all_input_nodes):
             continue
-        plain.add(node)
-        key = node.target, repr(node.args), repr(node.kwargs)
-        first = known.setdefault(key, node)
-        if first is not node:
+        first = known.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+        if first is node:
+            plain.add(node)
+        else:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
-            plain.discard(node)
 
 
-def _writes(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _is_pure(target: Any) -> bool:
-    """Return whether an op computes the same from the same arguments each time, and changes none of them."""
-    if target is operator.getitem:
-        return True
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.namespace == "aten"
-        and not _writes(target)
-        and torch.Tag.nondeterministic_seeded not in target.tags
-    )
+def _is_pure(node: fx.Node) -> bool:
+    """Return whether an op computes the same from the same arguments each time; none of them writes."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace == "aten" and not is_random(node)
+    return target is operator.getitem
 
 
-def _merge_counters(graph: fx.Graph) -> None:
-    """Add to all counters at once: integer buffers whose sums with one number only leave the stage."""
-    counters: dict[Any, list[fx.Node]] = defaultdict(list)
-    for node in graph.find_nodes(op="placeholder"):
-        for user in node.users:
-            if user.target in _COUNTS and not user.kwargs and _only_leaves(user.users) and user.args[0] is node:
-                step = user.args[1]
-                if type(step) is int and len(node.users) == 1:
-                    counters[step].append(user)
+def _merge_counters(graph: fx.Graph, updates: int) -> None:
+    """Add to all counters at once: buffers whose new value is their sum with a number.
+
+    updates: number of buffers that the code returns new values of, after its other results.
+    """
     end = graph.output_node()
+    results: Any = end.args[0]
+    counters: dict[int, list[fx.Node]] = defaultdict(list)
+    for result in dict.fromkeys(results[len(results) - updates :]):
+        if result.target in _COUNTS and set(result.users) == {end} and not result.kwargs:
+            buffer, step = result.args
+            if type(step) is int and buffer.op == "placeholder":
+                counters[step].append(result)
     for step, sums in counters.items():
         if len(sums) < 2:
             continue
@@ -83,7 +82,3 @@ def _merge_counters(graph: fx.Graph) -> None:
             for place, each in enumerate(sums):
                 each.replace_all_uses_with(graph.call_function(operator.getitem, (together, place)))
                 graph.erase_node(each)
-
-
-def _only_leaves(users: Iterable[fx.Node]) -> bool:
-    return all(user.op == "output" for user in users)

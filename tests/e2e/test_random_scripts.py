@@ -45,7 +45,7 @@ def test_small_errors_of_a_loss_are_found_in_scripts(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Piped, "step", lambda self: step(self) * (1 + 1e-8))
     found = [played(drawn(seed)) for seed in ALONE]
     assert all("loss  is" in outcome.text for outcome in found if outcome.kind == "wrong")
-    assert sum(outcome.kind == "wrong" for outcome in found) > 1
+    assert any(outcome.kind == "wrong" for outcome in found)
 
 
 @pytest.mark.slow

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import torch
-import transformers as hf
+from architectures import RecurrentModel, Sizes, built, seeded, sizes
+from torch import nn
 
 Batch = dict[str, torch.Tensor]
 Result = TypeVar("Result")
@@ -27,9 +25,7 @@ class BenchModel:
 
     def model(self) -> torch.nn.Module:
         """Return the model with the same weights every time, in training mode."""
-        hf.logging.set_verbosity_error()
-        torch.manual_seed(0)
-        return self.make().train()
+        return seeded(self.make, seed=0)
 
 
 def tokens(vocab: int, rows: int, length: int) -> Callable[[], Batch]:
@@ -49,50 +45,31 @@ def _images(rows: int, size: int) -> Callable[[], Batch]:
     return make
 
 
-def gpt2(vocab: int, hidden: int, layers: int) -> Callable[[], torch.nn.Module]:
-    config = hf.GPT2Config(
-        vocab_size=vocab, n_positions=128, n_embd=hidden, n_layer=layers, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    return lambda: hf.GPT2LMHeadModel(config)
+def _sizes(hidden: int, layers: int, vocab: int = 2048, **roles: int) -> Sizes:
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "num_hidden_layers": layers}
+    common = {"inside": 4 * hidden, "heads": 4, "groups": 2, "head": hidden // 4, "experts": 4, "chosen": 2}
+    return sizes(**{"hidden": hidden, "layers": layers, "vocab": vocab, "tokens": 128, **common, **roles}) | special
 
 
-def _llama(vocab: int, hidden: int, layers: int) -> Callable[[], torch.nn.Module]:
-    config = hf.LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
-    )  # fmt: skip
-    return lambda: hf.LlamaForCausalLM(config)
+def gpt2(vocab: int, hidden: int, layers: int) -> Callable[[], nn.Module]:
+    return lambda: built("GPT2LMHeadModel", _sizes(hidden, layers, vocab))
 
 
-def _bert() -> torch.nn.Module:
-    config = hf.BertConfig(
-        vocab_size=8192, hidden_size=256, num_hidden_layers=8, num_attention_heads=4, intermediate_size=1024,
-        max_position_embeddings=128, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return hf.BertForMaskedLM(config)
+def _llama(vocab: int, hidden: int, layers: int) -> Callable[[], nn.Module]:
+    return lambda: built("LlamaForCausalLM", _sizes(hidden, layers, vocab, inside=3 * hidden))
 
 
-def _vit() -> torch.nn.Module:
-    config = hf.ViTConfig(
-        image_size=96, patch_size=8, num_labels=10, hidden_size=192, intermediate_size=768, num_hidden_layers=8,
-        num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return hf.ViTForImageClassification(config)
+def _vision(model: str, **own: Any) -> Callable[[], nn.Module]:
+    return lambda: built(model, _sizes(192, 8, classes=10), {"image_size": 96, **own})
 
 
-def _opt() -> torch.nn.Module:
-    config = hf.OPTConfig(
-        vocab_size=16384, hidden_size=256, ffn_dim=1024, num_hidden_layers=7, num_attention_heads=4, dropout=0.0,
-        attention_dropout=0.0, max_position_embeddings=128, word_embed_proj_dim=256,
-    )  # fmt: skip
-    return hf.OPTForCausalLM(config)
+def _translation(model: str) -> BenchModel:
+    """Return an encoder-decoder of 4 and 4 layers."""
 
+    def make() -> nn.Module:
+        return built(model, _sizes(256, 4), {"decoder_start_token_id": 0})
 
-def _convnext() -> torch.nn.Module:
-    return hf.ConvNextForImageClassification(
-        hf.ConvNextConfig(hidden_sizes=[32, 64, 128, 256], depths=[2, 2, 6, 2], num_labels=10, drop_path_rate=0.0)
-    )
+    return BenchModel(make, tokens(2048, 16, 64), {"T5": "decoder.block"}.get(model[:2], "model.decoder.layers"), 4)
 
 
 MODELS: dict[str, BenchModel] = {
@@ -100,11 +77,34 @@ MODELS: dict[str, BenchModel] = {
     "gpt2, vocabulary 50257": BenchModel(gpt2(50257, 192, 8), tokens(50257, 16, 48), "transformer.h", 8),
     "llama, vocabulary 32000": BenchModel(_llama(32000, 256, 6), tokens(32000, 16, 48), "model.layers", 6),
     "llama": BenchModel(_llama(2048, 256, 9), tokens(2048, 16, 96), "model.layers", 9),
-    "bert": BenchModel(_bert, tokens(8192, 16, 96), "bert.encoder.layer", 8),
-    "opt": BenchModel(_opt, tokens(16384, 16, 64), "model.decoder.layers", 7),
-    "vit": BenchModel(_vit, _images(16, 96), "vit.layers", 8),
-    "convnext": BenchModel(_convnext, _images(16, 96), "convnext.encoder.stages", 4),
-}
+    "mistral": BenchModel(
+        lambda: built("MistralForCausalLM", _sizes(256, 6), {"sliding_window": 32}),
+        tokens(2048, 16, 96), "model.layers", 6,
+    ),
+    "mixtral": BenchModel(
+        lambda: built("MixtralForCausalLM", _sizes(256, 4, inside=512)), tokens(2048, 16, 64), "model.layers", 4
+    ),
+    "bert": BenchModel(
+        lambda: built("BertForMaskedLM", _sizes(256, 8, 8192)), tokens(8192, 16, 96), "bert.encoder.layer", 8
+    ),
+    "opt": BenchModel(
+        lambda: built("OPTForCausalLM", _sizes(256, 7, 16384), {"word_embed_proj_dim": 256}),
+        tokens(16384, 16, 64), "model.decoder.layers", 7,
+    ),
+    "t5": _translation("T5ForConditionalGeneration"),
+    "bart": _translation("BartForConditionalGeneration"),
+    "lstm": BenchModel(lambda: RecurrentModel(2048, 384, 6), tokens(2048, 16, 64), "layers", 6),
+    "vit": BenchModel(_vision("ViTForImageClassification", patch_size=8), _images(16, 96), "vit.layers", 8),
+    "convnext": BenchModel(
+        _vision("ConvNextForImageClassification", hidden_sizes=[32, 64, 128, 256], depths=[2, 2, 6, 2]),
+        _images(16, 96), "convnext.encoder.stages", 4,
+    ),
+    "resnet": BenchModel(
+        _vision("ResNetForImageClassification", embedding_size=32, hidden_sizes=[64, 128, 256, 512],
+                depths=[2, 2, 2, 2]),
+        _images(16, 96), "resnet.encoder.stages", 4,
+    ),
+}  # fmt: skip
 
 
 def training_step(compute: Callable[[], Result], parameters: Iterable[torch.nn.Parameter]) -> Callable[[], Result]:

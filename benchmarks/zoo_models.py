@@ -9,51 +9,24 @@ with one that needs packages that are not installed (detection matches boxes wit
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import torch
-import transformers as hf
 import zoo_batches as b
+from architectures import Sizes, built, seeded, sizes
 from torch import nn
 from zoo_media_models import MEDIA_MODELS
 
-Sizes = dict[str, Any]
-
-_SAME: dict[int, str] = {
-    32: "hidden_size d_model n_embd embedding_size projection_dim lru_width",
-    48: """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim dff d_inner d_ff n_inner ffn_hidden_size
-        feed_forward_size""",
-    2: """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers
-        num_decoder_layers num_key_value_heads num_experts_per_tok bos_token_id""",
-    4: """num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads num_experts
-        decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads num_local_experts rotary_dim""",
-    8: "head_dim d_head d_kv patch_size sliding_window state_size",
-    16: "moe_intermediate_size shared_expert_intermediate_size",
-    64: "max_position_embeddings n_positions n_ctx max_seq_len max_2d_position_embeddings",
-    1: "decoder_start_token_id",
-    3: "eos_token_id sep_token_id",
-    0: "pad_token_id",
-    b.VOCAB: "vocab_size",
-    b.CLASSES: "num_labels",
+SIZES: Sizes = {
+    **sizes(hidden=32, inside=48, layers=2, heads=4, groups=2, head=8, experts=4, chosen=2, tokens=64),
+    **sizes(vocab=b.VOCAB, classes=b.CLASSES),
+    **{"rotary_dim": 4, "patch_size": 8, "sliding_window": 8, "state_size": 8, "moe_intermediate_size": 16},
+    **{"shared_expert_intermediate_size": 16, "decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 2},
+    **{"eos_token_id": 3, "sep_token_id": 3},
 }
-SIZES: Sizes = {name: size for size, names in _SAME.items() for name in names.split()} | {"bos_token_id": 2}
 """Values of these names in any configuration that has them."""
-_DRAWN = (
-    "dropout",
-    "drop_connect_rate",
-    "pdrop",
-    "layerdrop",
-    "drop_path_rate",
-    "drop_rate",
-    "dropout_prob",
-    "dropout_rate",
-)
-_OFF: Sizes = {"router_jitter_noise": 0.0, "apply_spec_augment": False}
 
 
 @dataclass(frozen=True)
@@ -71,28 +44,7 @@ class Architecture:
 
     def make(self) -> nn.Module:
         """Return the model with the same weights every time, in training mode."""
-        hf.logging.set_verbosity_error()
-        cls = getattr(hf, self.model)
-        torch.manual_seed(7)
-        return cls(configuration(cls.config_class, self.sizes)).train()
-
-
-def configuration(cls: Any, own: Sizes) -> Any:
-    """Return a small configuration of this class. own: sizes beyond `SIZES`; a dictionary configures a part."""
-    fields = {name for c in cls.__mro__ for name in vars(c).get("__annotations__", ())} | {"num_labels"}
-    given = {name: size for name, size in {**SIZES, **_OFF}.items() if name in fields}
-    given |= {name: type(getattr(cls, name))() for name in fields if name.endswith(_DRAWN) and _is_rate(cls, name)}
-    for name, part in (cls.sub_configs or {}).items():
-        wanted = own.get(name, {})
-        if part is hf.AutoConfig and not wanted:
-            continue
-        kind = hf.CONFIG_MAPPING[wanted["model_type"]] if "model_type" in wanted else part
-        given[name] = configuration(kind, wanted).to_dict()
-    return cls(**{**given, **{name: value for name, value in own.items() if name not in given or name in SIZES}})
-
-
-def _is_rate(cls: Any, name: str) -> bool:
-    return type(getattr(cls, name, None)) in (int, float)
+        return seeded(lambda: built(self.model, SIZES, self.sizes), seed=7)
 
 
 def find(name: str) -> Architecture:

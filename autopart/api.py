@@ -13,7 +13,7 @@ from torch import nn
 from autopart.capture import CaptureCache
 from autopart.capture.batch.batch import flatten
 from autopart.capture.trace.export import LossFn
-from autopart.costs.sources import CostSource
+from autopart.costs.sources import CostSource, register_cost_source
 from autopart.files.clusters import parse_cluster
 from autopart.ir.cluster import Cluster
 from autopart.ir.errors import UsageError, short_errors
@@ -24,12 +24,14 @@ from autopart.options import OptimizerLike, Options, OptionsDict, PlanLike, read
 from autopart.planning.make import make_plan
 from autopart.planning.simulated import simulate_plan
 from autopart.runtime.launch.local import launch as _launch
+from autopart.session.code.compiled_costs import compiled_costs
 from autopart.session.compare import Verification, verify_step
 from autopart.session.pipe import Pipe
 
 ClusterLike = Cluster | str | os.PathLike[str] | None
 """A cluster, a YAML, TOML or JSON file, a text such as "cpu:2", or None: from the launcher and the visible devices."""
 F = TypeVar("F", bound=Callable[..., Any])
+register_cost_source("compiled", compiled_costs)
 
 
 def _with_options(function: F) -> F:

@@ -106,7 +106,8 @@ class Options:
     Search:
         plan            a Plan or the path of a plan file, instead of the options that it decides
         costs           times of ops: "measured" on this machine, "analytic" from FLOPs and bytes, "auto" (measured
-                        where the device is present and the model has weights), or a function of your own
+                        where the device is present and the model has weights), "compiled" (as backend="inductor" runs
+                        them, which it uses unasked), or a function of your own
         prove           seconds for CP-SAT to bound the step of the chosen stages; 0 for none
         cache           reuse the plan that answered the same question before; False searches again
         watch           watch(phase, best step in ns or 0, lower bound in ns or 0), called during the search

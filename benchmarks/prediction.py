@@ -5,7 +5,8 @@ schedule x cut x micro-batches) is compiled, simulated with measured costs as wi
 count. The optimizer is left out of both. Memory: bytes of storage that autograd keeps or the rank received for the
 backward pass, without parameters, at the worst moment of a step, compared with live * activations of the estimate.
 
-    python benchmarks/prediction.py           about 10 minutes on 2 cores; writes results/prediction.json
+    python benchmarks/prediction.py                    about 25 minutes on 2 cores; writes results/prediction.json
+    python benchmarks/prediction.py --models t5 lstm   some models
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 from unittest import mock
 
@@ -29,8 +31,8 @@ from common import spread, write
 import autopart
 from autopart.capture.batch.batch import flatten
 from autopart.costs.detect import detect
-from autopart.costs.profiler import profile_costs
 from autopart.costs.sources import GROUP_NS
+from autopart.costs.sources import measured as measured_costs
 from autopart.ir.graph import Graph
 from autopart.ir.program import Slot
 from autopart.ir.size import Size
@@ -38,13 +40,15 @@ from autopart.passes.simulation.estimate import stage_estimates, work_of
 from autopart.passes.simulation.simulate import step_ns
 from autopart.passes.simulation.stage_costs import Estimator
 from autopart.runtime.stages.stage import StageRunner
+from autopart.session.code.compiled_costs import compiled_costs
 
 
 @dataclass(frozen=True)
 class Case:
     """A plan to measure.
 
-    cut: None for the planner's choice, otherwise the layer at which the second stage begins; replicas: of each stage.
+    cut: None for the planner's choice, otherwise the layer at which the second stage begins; replicas: of each stage;
+    backend: "eager", or "inductor" for compiled stages.
     """
 
     model: str
@@ -53,6 +57,7 @@ class Case:
     cut: int | None = None
     recompute: str = "off"
     replicas: int = 1
+    backend: str = "eager"
 
     @property
     def stages(self) -> int:
@@ -64,7 +69,8 @@ class Case:
         if self.replicas > 1:
             where = f"{self.replicas} replicas"
         again = ", all recomputed" if self.recompute == "all" else ""
-        return f"{self.model}, {self.schedule}, {self.micros} micro-batches, {where}{again}"
+        code = ", compiled" if self.backend == "inductor" else ""
+        return f"{self.model}, {self.schedule}, {self.micros} micro-batches, {where}{again}{code}"
 
 
 CASES = (
@@ -76,6 +82,18 @@ CASES = (
         ("gpt2", 1), ("gpt2", 4), ("gpt2, vocabulary 50257", 2), ("llama", 1), ("llama", 4), ("bert", 2), ("vit", 2),
     )),
     Case("gpt2", "1f1b", 4, None, "all", 2),
+    *(
+        Case(name, "1f1b", micros, replicas=replicas)
+        for name in ("mistral", "mixtral", "t5", "bart", "lstm", "convnext", "resnet")
+        for micros, replicas in ((4, 1), (2, 2))
+        if (name, replicas) != ("convnext", 1)
+    ),
+    Case("t5", "gpipe", 4, None, "all"), Case("resnet", "gpipe", 2),
+    *(
+        Case(name, "1f1b", micros, replicas=replicas, backend="inductor")
+        for name in ("gpt2", "llama", "bert")
+        for micros, replicas in ((4, 1), (2, 2))
+    ),
 )  # fmt: skip
 
 
@@ -150,7 +168,7 @@ def measured(case: Case, cluster: autopart.Cluster, rounds: int) -> dict[str, An
                 seconds.append(time.perf_counter() - began)
         forecasts.append(predicted(pipe, batch))
     found = {
-        "case": case, "seconds": seconds, "predicted": statistics.median(forecasts), "held": held,
+        "case": case, "seconds": seconds, "forecasts": forecasts, "held": held,
         "estimated": estimated(pipe),
     }  # fmt: skip
     return found
@@ -162,7 +180,7 @@ def compiled(case: Case, cluster: autopart.Cluster) -> autopart.Pipe:
     return autopart.compile(
         model.model(), cluster, sample=model.batch(), stages=case.stages, replicas=case.replicas,
         micro_batches=case.micros, schedule=case.schedule, cuts=cuts, recompute=case.recompute, costs="measured",
-        optimizer="sgd",
+        optimizer="sgd", backend=case.backend,
     )  # fmt: skip
 
 
@@ -187,9 +205,10 @@ def predicted(pipe: autopart.Pipe, batch: Any) -> float:
         for own in sorted({-(-rows // len(stage.ranks)) for stage in pipe.plan.stages}):
             captured = pipe.session.captures(flat, Size(own))
             with mock.patch.dict(os.environ, AUTOPART_CACHE=folder):
-                found = profile_costs(captured, pipe.cluster.devices[0], budget_s=5)
-            assert found is not None
-            graphs[Size(own)] = found[0]
+                source = compiled_costs if pipe.session.options.backend == "inductor" else measured_costs
+                found = source(captured, pipe.cluster.devices[0])
+            assert found.source != "analytic"
+            graphs[Size(own)] = found.graph
     estimator = Estimator(pipe.cluster, _Graphs(graphs), overlap=True, group_ns=GROUP_NS["cpu"])  # as `compile` plans
     decision, links, tied = pipe.plan.decision, pipe.program.edges, pipe.program.tied
     work = work_of(decision, stage_estimates(decision, links, estimator), links, tied, estimator)
@@ -225,39 +244,40 @@ def report(ranks: list[list[dict[str, Any]]], cluster: autopart.Cluster) -> None
     rows = []
     for both in zip(*ranks, strict=True):
         took = spread(both[0]["seconds"])
-        error = both[0]["predicted"] / took.median - 1
+        predicted_s = statistics.median(both[0]["forecasts"])
+        error = predicted_s / took.median - 1
         memory = [entry["estimated"] / max(1, entry["held"]) - 1 for entry in both]
         rows.append(
             {
-                "plan": str(both[0]["case"]), "measured": took, "predicted_seconds": both[0]["predicted"],
-                "error": error, "held_bytes": [e["held"] for e in both],
+                "plan": str(both[0]["case"]), "model": both[0]["case"].model, "measured": took,
+                "predicted_seconds": predicted_s, "forecasts": both[0]["forecasts"], "error": error,
+                "held_bytes": [e["held"] for e in both],
                 "estimated_bytes": [e["estimated"] for e in both], "memory_error": memory,
             }
         )  # fmt: skip
-        print(
-            f"{rows[-1]['plan']:62s} {took.median:.4f} s  predicted {both[0]['predicted']:.4f} s  {error:+6.1%}", end=""
-        )
+        print(f"{rows[-1]['plan']:62s} {took.median:.4f} s  predicted {predicted_s:.4f} s  {error:+6.1%}", end="")
         print("   memory " + " ".join(f"{e:+6.1%}" for e in memory))
-    mean = statistics.mean(abs(row["error"]) for row in rows)
+    errors = [abs(row["error"]) for row in rows]
+    mean, most = statistics.mean(errors), max(errors)
     memory = statistics.mean(abs(e) for row in rows for e in row["memory_error"])
     worst = max(abs(e) for row in rows for e in row["memory_error"])
-    ranking = agreement([r["predicted_seconds"] for r in rows], [r["measured"].median for r in rows])
-    print(f"mean error of the step {mean:.1%}; pairs of plans in the same order {ranking:.1%}")
+    ranking = agreement(rows)
+    print(f"error of the step: mean {mean:.1%}, largest {most:.1%}; pairs of plans of one model in order {ranking:.1%}")
     print(f"error of the memory: mean {memory:.1%}, largest {worst:.1%}")
     content = {
-        "cluster": cluster, "plans": rows, "mean_error": mean, "pairs_in_order": ranking,
+        "cluster": cluster, "plans": rows, "mean_error": mean, "largest_error": most, "pairs_in_order": ranking,
         "mean_memory_error": memory, "largest_memory_error": worst,
     }  # fmt: skip
-    print("written to", write("prediction", content).name)
+    if len(rows) == len(CASES):
+        print("written to", write("prediction", content).name)
 
 
-def agreement(predicted_s: list[float], measured_s: list[float], close: float = 0.05) -> float:
-    """Return the share of pairs of plans, measured at least 5 % apart, that are predicted in the right order."""
+def agreement(rows: list[dict[str, Any]], close: float = 0.05) -> float:
+    """Return the share of pairs of plans of one model, measured at least 5 % apart, that are predicted in order."""
     pairs = [
-        (predicted_s[i] < predicted_s[j]) == (measured_s[i] < measured_s[j])
-        for i in range(len(predicted_s))
-        for j in range(i)
-        if abs(measured_s[i] / measured_s[j] - 1) > close
+        (one["predicted_seconds"] < other["predicted_seconds"]) == (one["measured"].median < other["measured"].median)
+        for one, other in combinations(rows, 2)
+        if one["model"] == other["model"] and abs(one["measured"].median / other["measured"].median - 1) > close
     ]
     return sum(pairs) / max(1, len(pairs))
 

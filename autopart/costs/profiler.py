@@ -14,7 +14,8 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,21 +45,32 @@ def profile_costs(captured: Captured, device: Device, *, budget_s: float = 3.0) 
     """
     graph = analytic_costs(captured.graph, device)
     kept = read_times(environment(device))
-    keys = {op.name: f"{graph.shape_digest()[:16]} {i}" for i, op in enumerate(graph.ops)}
+    keys = keys_of(graph)
     times = {name: kept[key] for name, key in keys.items() if key in kept}
     if len(times) < len(keys):
-        if not _affordable(graph, device, budget_s):
+        if not affordable(graph, device, budget_s):
             return None
         profiled = _profiled(captured, torch.device(device.kind), budget_s)
         if profiled is None or len(profiled) < len(keys):
             return None
         times = {name: profiled[name] for name in keys}
         keep_times(environment(device), {key: times[name] for name, key in keys.items()})
+    return with_times(graph, times), (f"costs: measured in the running program, {len(times)} ops",)
+
+
+def keys_of(graph: Graph, kind: str = "") -> dict[str, str]:
+    """Return the key under which the times of each op in this graph are kept.  kind: of the code that was measured."""
+    return {op.name: f"{kind}{graph.shape_digest()[:16]} {i}" for i, op in enumerate(graph.ops)}
+
+
+def with_times(graph: Graph, times: Mapping[str, OpTimes]) -> Graph:
+    """Return the graph with these times of its ops."""
     ops = (replace(op, cost=replace(op.cost, fwd_ns=times[op.name][0], bwd_ns=times[op.name][1])) for op in graph.ops)
-    return replace(graph, ops=tuple(ops)), (f"costs: measured in the running program, {len(times)} ops",)
+    return replace(graph, ops=tuple(ops))
 
 
-def _affordable(graph: Graph, device: Device, budget_s: float) -> bool:
+def affordable(graph: Graph, device: Device, budget_s: float) -> bool:
+    """Return whether a program of these costs may run in this process."""
     held_bytes = sum(p.size_bytes for p in graph.params) * 2 + sum(op.cost.saved_bytes for op in graph.ops)
     expected_s = sum(op.cost.total_ns for op in graph.ops) * 1e-9
     return held_bytes * _MEMORY_SHARE <= device.memory_bytes and expected_s <= budget_s / 4
@@ -66,18 +78,44 @@ def _affordable(graph: Graph, device: Device, budget_s: float) -> bool:
 
 def _profiled(captured: Captured, where: torch.device, budget_s: float) -> dict[str, OpTimes] | None:
     """Return the times of each op, or None if the program does not run with made-up inputs."""
-    deadline = time.monotonic() + budget_s
-    by_op, whole = [], []
     try:
-        program = _Program(captured, where)
-        for run in range(_RUNS + 1):
-            whole.append(program.run())
-            by_op.append(program.run_timed())
-            if run and time.monotonic() > deadline:
-                break
+        made = made_up_inputs(captured, where)
+        inputs = [made[node.name] for node in captured.module.graph.find_nodes(op="placeholder")]
+        loss_at = len(captured.names.updates)  # new values of buffers come first
+        return profile_code(Program(_on(captured.module, where), inputs, loss_at, where), budget_s)
     except Exception:  # an op may reject made-up inputs
         return None
-    names = [node.name for node in captured.module.graph.nodes if node.op == "call_function"]
+
+
+def made_up_inputs(captured: Captured, where: torch.device) -> dict[str, torch.Tensor]:
+    """Return what the program takes, by name of its node: inputs made up, and leaf tensors that share the memory of the
+    model's parameters."""
+    names = captured.names
+    found = {}
+    for node in captured.module.graph.find_nodes(op="placeholder"):
+        if node.name not in names.params:
+            found[node.name] = made_up(node.meta["val"], where)
+            continue
+        name = names.params[node.name]
+        tensor = names.tensors[name]
+        leaf = tensor.detach().to(where)  # the model may be on another device
+        found[node.name] = leaf.requires_grad_(names.kinds[name] == "param" and tensor.requires_grad)
+    return found
+
+
+def profile_code(program: Program, budget_s: float) -> dict[str, OpTimes]:
+    """Return the times of each call in the code of a program, which add up to the time of the whole.
+
+    budget_s: seconds after which no other run is begun.  Raises what the code raises.
+    """
+    deadline = time.monotonic() + budget_s
+    by_op, whole = [], []
+    for run in range(_RUNS + 1):
+        whole.append(program.run())
+        by_op.append(program.run_timed())
+        if run and time.monotonic() > deadline:
+            break
+    names = [node.name for node in program.module.graph.nodes if node.op in ("call_function", "call_module")]
     times = [
         {name: statistics.median(run[phase].get(name, 0) for run in by_op[1:]) for name in names} for phase in (0, 1)
     ]
@@ -87,38 +125,27 @@ def _profiled(captured: Captured, where: torch.device, budget_s: float) -> dict[
     return {name: (max(1, forward[name]), backward[name]) for name in names}  # every op takes time
 
 
-class _Program:
-    """The captured module with made-up inputs, and leaf tensors that share the model's parameters."""
+@dataclass(frozen=True)
+class Program:
+    """Code that computes a loss, and what it takes.  loss_at: place of the loss among its results."""
 
-    def __init__(self, captured: Captured, where: torch.device) -> None:
-        self._module, self._where = _on(captured.module, where), where
-        self._loss_at = len(captured.names.updates)  # new values of buffers come first
-        self._inputs: list[torch.Tensor] = []
-        for node in captured.module.graph.nodes:
-            if node.op == "placeholder":
-                self._inputs.append(self._input(captured, node))
-
-    def _input(self, captured: Captured, node: fx.Node) -> torch.Tensor:
-        names = captured.names
-        if node.name not in names.params:
-            return made_up(node.meta["val"], self._where)
-        name = names.params[node.name]
-        tensor = names.tensors[name]
-        leaf = tensor.detach().to(self._where)  # the model may be on another device
-        return leaf.requires_grad_(names.kinds[name] == "param" and tensor.requires_grad)
+    module: fx.GraphModule
+    inputs: Sequence[torch.Tensor]
+    loss_at: int
+    where: torch.device
 
     def run(self) -> OpTimes:
         """Return the nanoseconds of the whole forward and of the whole backward."""
-        forward, results = clocked(partial(self._module, *self._inputs), self._where)
-        backward, _ = clocked(results[self._loss_at].backward, self._where)
+        forward, results = clocked(partial(self.module, *self.inputs), self.where)
+        backward, _ = clocked(results[self.loss_at].backward, self.where)
         return forward, backward
 
     def run_timed(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the nanoseconds of each op, of its forward and of its backward."""
-        timed = _TimedRun(self._module, self._where)
+        """Return the nanoseconds of each call, of its forward and of its backward."""
+        timed = _TimedRun(self.module, self.where)
         try:
-            results = timed.run(*self._inputs)
-            results[self._loss_at].backward()
+            results = timed.run(*self.inputs)
+            results[self.loss_at].backward()
         finally:
             timed.release()
         return timed.forward, timed.backward
@@ -152,13 +179,18 @@ class _TimedRun(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Run a node; the autograd nodes of an op are those that its operands do not have."""
         result = super().run_node(n)
-        if n.op == "call_function":
+        if n.op in ("call_function", "call_module"):
             self._adopt(n.name, result)
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op, timed."""
         self._took, result = clocked(partial(kernel_of(target), *args, **kwargs), self._device)
+        return result
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a compiled segment, timed."""
+        self._took, result = clocked(partial(self.fetch_attr(target), *args, **kwargs), self._device)
         return result
 
     def _adopt(self, name: str, result: Any) -> None:

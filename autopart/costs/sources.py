@@ -71,6 +71,11 @@ def register_cost_source(name: str, source: CostSource) -> None:
         raise UsageError(f"there is a cost source {name!r} already", fix="register yours under another name")
 
 
+def source_for(source: str | CostSource, backend: str) -> str | CostSource:
+    """Return the source whose times are those of the backend: compiled stages are measured as they run."""
+    return "compiled" if backend == "inductor" and source in ("auto", "measured") else source
+
+
 def costed(captured: Captured, device: Device, source: str | CostSource) -> CostedGraph:
     """Return the captured graph with costs from a source.
 

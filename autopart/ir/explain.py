@@ -14,6 +14,7 @@ from autopart.ir.program import BUCKET_BYTES
 COST_DESCRIPTIONS = {
     "analytic": "op costs are analytic: FLOPs and bytes against rates assumed to be reached",
     "measured": "op costs were measured on the device",
+    "compiled": "op costs were measured on the device in compiled code",
 }
 WORDS = ("stage", "ranks", "modules")
 """Columns of words; the others are numbers."""

@@ -22,7 +22,7 @@ from autopart.capture.gc_pause import gc_paused
 from autopart.capture.trace.autocast import is_stand_in
 from autopart.capture.trace.gradients import require_something_to_train
 from autopart.costs.optimizer_state import narrowest_bytes, state_factor
-from autopart.costs.sources import GROUP_NS, CostedGraph, costed
+from autopart.costs.sources import GROUP_NS, CostedGraph, costed, source_for
 from autopart.files.plan_cache import find_plan, keep_plan, planner_digest
 from autopart.files.plans import VERSION, load_plan, match_plan
 from autopart.ir.cluster import Cluster
@@ -132,7 +132,8 @@ def _require_runnable(given: Plan | None, options: Options) -> None:
 
 @_phase("taking the costs of its ops")
 def _costs(task: PlanningTask) -> CostedGraph:
-    return costed(task.family.base, task.cluster.devices[0], task.options.costs)
+    source = source_for(task.options.costs, task.options.backend)
+    return costed(task.family.base, task.cluster.devices[0], source)
 
 
 @_phase("searching a plan")

@@ -79,7 +79,7 @@ def test_time_is_charged_to_the_op_that_takes_it(path: Path) -> None:
 
 def test_costs_add_up_to_the_unwatched_program(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = (7_000_000_000, 11_000_000_000)
-    monkeypatch.setattr(profiler._Program, "run", lambda self: whole)
+    monkeypatch.setattr(profiler.Program, "run", lambda self: whole)
     graph, _ = profiled(heavy(), path)
     for phase, total in zip(("fwd_ns", "bwd_ns"), whole, strict=True):
         assert sum(getattr(op.cost, phase) for op in graph.ops) == pytest.approx(total, rel=1e-6)
@@ -127,8 +127,8 @@ def test_a_program_that_rejects_made_up_inputs_is_left_to_others(path: Path) -> 
 
 def test_the_budget_ends_the_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    monkeypatch.setattr(profiler, "_affordable", lambda *_: True)
-    monkeypatch.setattr(profiler._Program, "run", lambda self: runs.append(1) or (10, 10))
+    monkeypatch.setattr(profiler, "affordable", lambda *_: True)
+    monkeypatch.setattr(profiler.Program, "run", lambda self: runs.append(1) or (10, 10))
     profiled(heavy(), path, budget_s=0)
     assert len(runs) == 2  # one to warm up, one that counts
 

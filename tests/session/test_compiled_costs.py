@@ -1,0 +1,126 @@
+"""Costs in compiled code: of every op, adding up to the segments; and when they are taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import autopart
+from autopart.capture import Captured, capture
+from autopart.capture.batch.batch import flatten
+from autopart.costs.profiler import Program
+from autopart.costs.sources import measured, source_for
+from autopart.ir.cluster import Device
+from autopart.ir.graph import Graph
+from autopart.runtime.stages.compiled_segment import CompiledSegment
+from autopart.runtime.stages.stage_module import StageModule
+from autopart.session.code import compiled_costs as module
+from autopart.session.code.compiled_costs import compiled_costs
+from autopart.session.code.inductor import Inductor
+from autopart.session.code.segments import segmented
+
+DEVICE = Device("cpu", 1 << 34, 100_000_000_000, 20_000_000_000)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOPART_CACHE", str(tmp_path))
+
+
+class Net(nn.Module):
+    """Two layers, and ops that no segment holds: dropout, and one that makes numbers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.dropout(torch.tanh(layer(x)) * 2 + 1, 0.1)
+        return x.square().mean()
+
+
+def net(rows: int = 64) -> Captured:
+    return capture(Net(), flatten(torch.ones(rows, 32)))
+
+
+def times(graph: Graph) -> list[tuple[int, int]]:
+    return [(op.cost.fwd_ns, op.cost.bwd_ns) for op in graph.ops]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, while its compiler is imported
+def test_compiled_code_of_every_op_has_times_that_are_kept() -> None:
+    found = compiled_costs(net(), DEVICE)
+    assert found.source == "compiled", found.notes
+    assert all(op.cost.fwd_ns > 0 for op in found.graph.ops)
+    assert times(found.graph) != times(measured(net(), DEVICE).graph)
+    assert times(compiled_costs(net(), DEVICE).graph) == times(found.graph)
+
+
+def test_a_program_that_cannot_be_compiled_has_its_eager_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> object:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(module, "_measured", fails)
+    found, plain = compiled_costs(net(), DEVICE), measured(net(), DEVICE)
+    assert (found.graph, found.source) == (plain.graph, "measured")
+    assert "cannot be measured, RuntimeError: no compiler" in found.notes[-1]
+
+
+def test_a_model_without_weights_is_not_compiled_for_its_costs() -> None:
+    with torch.device("meta"):
+        model = Net()
+    captured = capture(model, flatten(torch.ones(4, 32)))
+    assert compiled_costs(captured, DEVICE).source == "analytic"
+
+
+def test_the_time_of_a_segment_is_divided_among_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_segments(inductor: Inductor, code: StageModule, *_: object) -> StageModule:
+        paths = {name: op.module for name, op in inductor._ops.items()}
+        return replace(code, module=segmented(code.module, paths, lambda body: CompiledSegment(body, lambda *_: None)))
+
+    def of_all(program: Program, budget_s: float) -> dict[str, tuple[int, int]]:
+        return {node.name: (900_000, 1_800_000) for node in program.module.graph.nodes}
+
+    captured = net()
+    plain = measured(captured, DEVICE).graph
+    monkeypatch.setattr(Inductor, "compile", in_segments)
+    monkeypatch.setattr(module, "profile_code", of_all)
+    found = module._measured(captured, plain, torch.device("cpu"))
+    assert found.keys() == plain.op_map().keys()
+    assert found["native_dropout"] == (900_000, 1_800_000)  # random ops stay outside of segments
+    assert found["linear"] == (900_000, 1_800_000)  # alone in its module
+    first = ["tanh", "mul", "add"]
+    costs = plain.op_map()
+    for phase, whole in enumerate((900_000, 1_800_000)):
+        assert sum(found[name][phase] for name in first) == pytest.approx(whole, rel=1e-3)
+    share = found["mul"][0] / found["tanh"][0]
+    assert share == pytest.approx(costs["mul"].cost.fwd_ns / costs["tanh"].cost.fwd_ns, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("source", "backend", "taken"),
+    [
+        ("auto", "inductor", "compiled"),
+        ("measured", "inductor", "compiled"),
+        ("analytic", "inductor", "analytic"),
+        ("auto", "eager", "auto"),
+        (compiled_costs, "inductor", compiled_costs),
+    ],
+)
+def test_compiled_stages_are_planned_with_costs_of_compiled_code(source: object, backend: str, taken: object) -> None:
+    assert source_for(source, backend) == taken  # type: ignore[arg-type]
+
+
+def test_the_source_has_a_name_for_plans_and_the_command_line() -> None:
+    model, batch = Net(), torch.ones(8, 32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_measured", lambda _, graph, where: dict.fromkeys(graph.op_map(), (7, 8)))
+        planned = autopart.plan(model, "cpu:2", sample=batch, backend="inductor", cache=False)
+    assert planned.provenance.costs == "compiled"
+    assert "in compiled code" in planned.explain()

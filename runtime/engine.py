@@ -15,7 +15,7 @@ import torch
 
 from autopart.ir.errors import AutopartError, StageError
 from autopart.ir.graph import Op
-from autopart.ir.program import BACKWARD, FORWARD, SEND, Action, Program, Slot
+from autopart.ir.program import BACKWARD, COMPUTE, FORWARD, SEND, Action, Program, Slot
 from autopart.ir.shares import RowLayout, Window
 from autopart.ir.timeline import Span
 from autopart.runtime.activity import encoded, set_activity
@@ -46,7 +46,8 @@ class BatchPlan:
     value name for each micro-batch, elsewhere empty.  key: (seed, step).  shares: for each stage of this rank and each
     micro-batch its weight in the whole loss, then the numbers that stage code takes (`StageModule.numbers`).  idle: by
     stage and micro-batch, values without weight in the loss, as if every target is ignored: they get no gradient.
-    uneven: whether a replica has no weight somewhere.  scale: of the loss, for its backward.
+    uneven: whether a replica has no weight somewhere.  scale: of the loss, for its backward.  agree: called before this
+    rank needs another one, to wait until all ranks make this step; None if they have agreed.
     """
 
     rows: tuple[int, ...]
@@ -56,6 +57,7 @@ class BatchPlan:
     idle: Mapping[tuple[int, int], frozenset[str]] = field(default_factory=dict)
     uneven: bool = False
     scale: float = 1.0
+    agree: Callable[[], None] | None = None
 
 
 class StepOutcome:
@@ -156,6 +158,7 @@ class Engine:
         }
         self._windows: dict[tuple[int, int, int], Window] = {}
         self._last_backward = {a.stage: a for a in self._part if a.kind == "B"}
+        self._alone = self._count_alone(world)
         self._joins = {a for a in self._part if a.kind in self._collectives and program.joins(world.rank, a)}
         self._do: dict[str, Callable[[Action, _State], None]] = {
             "F": self._run_forward,
@@ -223,21 +226,40 @@ class Engine:
 
     def _play(self, state: _State) -> None:
         trace = self._trace = StepTrace(self._rank, self._device) if self.spans is not None else None
-        self._mailbox.begin(state.given.rows)
         try:
-            for action, label in zip(self._part, self._labels, strict=True):
+            for number, (action, label) in enumerate(zip(self._part, self._labels, strict=True)):
+                if number == self._alone:
+                    self._begin_messages(state.given)
                 set_activity(label)
                 start = trace.now() if trace is not None else None
                 self._do[action.kind](action, state)
                 if trace is not None and start is not None:
                     trace.add(action, start)
                 self._mailbox.passed(action)
+            if self._alone == len(self._part):
+                self._begin_messages(state.given)
             self._mailbox.flush()
             if self._values is not None:
                 self._values.arrive()
         finally:
             if self._values is not None:
                 self._values.forget()
+
+    def _count_alone(self, world: World) -> int:
+        """Return how many of the first actions need no other rank."""
+        if world.carrier is not None or self._program.statistics:
+            return 0
+        summing = {self._last_backward[stage] for stage in self._sums if stage in self._last_backward}
+        for number, action in enumerate(self._part):
+            if action.is_a.role != COMPUTE or action in summing:
+                return number
+        return len(self._part)
+
+    def _begin_messages(self, given: BatchPlan) -> None:
+        """Agree with the other ranks on this step, and post the first receives."""
+        if given.agree is not None:
+            given.agree()
+        self._mailbox.begin(given.rows)
 
     # -- computes ------------------------------------------------------------------------------------------------
 

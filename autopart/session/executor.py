@@ -186,27 +186,37 @@ class Executor:
         self._code.checks.check_constants()
         return self._counted(batch, rows, sharded=False)
 
-    def plan(
-        self,
-        batch: Batch,
-        counts: Sequence[Sequence[float]],
-        key: tuple[int, int],
-        scale: float = 1.0,
-        shards: Sequence[int] = (),
-    ) -> BatchPlan:
-        """Return what this rank's stages take of a batch.  Collective; raises BatchError on all ranks.
+    def can_begin(self, batch: Batch) -> bool:
+        """Return whether a step with this batch may begin before the ranks have agreed on it: its shares follow from
+        its rows alone, and nothing is left to make, to send or to update before they have.  Local."""
+        rows = micro_rows(batch, (), self._decision)
+        known = self._agreed.get(rows) is not None and len(rows) in self._engines
+        return known and self._train and not self._synced and self._update is None
 
-        counts: of each rank, () to make the code and count now.  key: of random numbers, (seed, step).  scale: of the
-        loss.  shards: rows that each replica of the first stage was given, () if each was given the whole batch.
+    def agree(self, batch: Batch, counts: Sequence[Sequence[float]], shards: Sequence[int] = ()) -> None:
+        """Find the shares of a batch in its loss together with all ranks.  Collective; raises BatchError on all ranks.
+
+        counts: of each rank, () to make the code and count now.  shards: rows that each replica of the first stage was
+        given, () if each was given the whole batch.
         """
-        if self._update is not None:
-            require_updatable(self._decision, self._graph, scale)
         rows = micro_rows(batch, shards, self._decision)
         sharded = bool(shards)
         counts = counts or self._prepare_together(batch, rows, sharded=sharded)
         self.shares = self._shares(rows, counts, sharded=sharded)
         if self._synced and (weightless := require_weights(rows, self.shares)) is not None:
             raise self._world.known(weightless)
+
+    def plan(self, batch: Batch, key: tuple[int, int], scale: float = 1.0, shards: Sequence[int] = ()) -> BatchPlan:
+        """Return what this rank's stages take of a batch whose shares are known (`agree`, `can_begin`).  Local.
+
+        key: of random numbers, (seed, step).  scale: of the loss.  shards: as for `agree`.
+        """
+        if self._update is not None:
+            require_updatable(self._decision, self._graph, scale)
+        rows = micro_rows(batch, shards, self._decision)
+        sharded = bool(shards)
+        if not sharded and (agreed := self._agreed.get(rows)) is not None:
+            self.shares = agreed
         inputs = self._inputs(batch, rows, sharded=sharded) if 0 in self._stages else ()
         own = {
             number: [replicas[stage.ranks.index(self._rank)] for replicas in self.shares[stage.division]]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from autopart.session.executor import Executor, RankContext
 from autopart.session.kinds import largest_part, new_executor
 from autopart.session.placement import Placement, placement_of, relocate
 from autopart.session.ranks.agreement import FAILURES, from_rank, require_same_everywhere, together
-from autopart.session.ranks.call_sync import Calls, digest_of
+from autopart.session.ranks.call_sync import Calls, Given, digest_of
 from autopart.session.step.data import (
     Arguments,
     as_shard,
@@ -91,7 +92,7 @@ class Session:
         rank's stages.  Collective; a request that cannot be met is refused here, on all ranks at once."""
         try:
             with self.calls.collective("compiling"):
-                self.calls.enter("compile")
+                self.calls.enter("compile")()
                 with together(self.world, "reading the model and the plan"):
                     # Kept: another plan captures the model at other sizes.
                     self._batch = first_batch(self._read(arguments), sharded=sharded)
@@ -222,7 +223,7 @@ class Session:
         except FAILURES as error:
             failure = error
         with self.calls.collective(name):
-            self.calls.enter(name, failure)
+            self.calls.enter(name, failure)()
             yield self
         set_activity("between calls")
 
@@ -306,10 +307,17 @@ class Session:
         except FAILURES as error:
             failure = error
         needed = self.needing if mode == "step" else self.needing[:1]
-        known_signature, rows, missing, all_counts = self.calls.enter(
+        settle = self.calls.enter(
             _CALLS[mode], failure, needed=needed, signature=signature, version=version,
             rows=(batch.rows or 0) if batch is not None else 0, scale=scale, sharded=sharded, counts=counts,
         )  # fmt: skip
+        key = self.options.seed, step
+        if failure is None and batch is not None and known is not None and not sharded and known.can_begin(batch):
+            kind = mode, digest_of(version), digest_of(signature)
+            plan = replace(known.plan(batch, key, scale), agree=partial(self._agree, settle, kind, batch, needed[0]))
+            self.last_shares = plan.rows, known.shares
+            return known, batch, plan
+        known_signature, rows, missing, all_counts = settle()
         kind = mode, digest_of(version), known_signature
         known = self._kinds.get(kind)
         stand_in = known.stand_in if known is not None else None
@@ -326,9 +334,19 @@ class Session:
             batch = with_rows(stand_in, sum(shards) if sharded else rows[needed[0]])
         executor = self._executor(kind, batch, shards)
         executor.stand_in = stand_in
-        plan = executor.plan(batch, all_counts, (self.options.seed, step), scale, shards)
+        executor.agree(batch, all_counts, shards)
+        plan = executor.plan(batch, key, scale, shards)
         self.last_shares = plan.rows, executor.shares
         return executor, batch, plan
+
+    def _agree(self, settle: Callable[[], Given], kind: _Kind, batch: Batch, first: int) -> None:
+        """Wait until every rank makes this step with a batch like this rank's, which has begun with it.  Collective;
+        raises on all ranks what any rank finds wrong."""
+        signature, _, missing, counts = settle()
+        executor = self._executor(kind, batch, ())
+        if missing and executor.stand_in is None:
+            executor.stand_in = shared_stand_in(self.world, batch, first, signature)
+        executor.agree(batch, counts)
 
     def _executor(self, kind: _Kind, batch: Batch, shards: tuple[int, ...]) -> Executor:
         """Return the executor of a kind of batch, made at first use along the stages of the training plan.  Collective.

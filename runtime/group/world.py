@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -240,6 +240,21 @@ class World:
         with self._waiting:
             dist.all_gather(everyone, mine, group=shared_group.group)
         return [row.tolist() for row in everyone]
+
+    def largest_numbers(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
+        """Begin to find the largest of each number over all ranks; return a function that waits for them.  Each rank
+        gives the same count.  Collective."""
+        if self.size == 1:
+            return lambda: list(numbers)
+        largest = torch.tensor(numbers, dtype=torch.float64)
+        work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=shared_group.group, async_op=True)
+
+        def found() -> list[float]:
+            with self._waiting:
+                work.wait()
+            return largest.tolist()
+
+        return found
 
     def gather_objects(self, content: T) -> list[T]:
         """Return what every rank gives, pickled on its way, by rank.  Collective."""

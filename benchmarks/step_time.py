@@ -39,7 +39,12 @@ from autopart.passes.simulation.simulate import Work, step_ns
 
 LAYERS, HIDDEN, VOCAB, SEQ, BATCH, MICROS = 8, 256, 1024, 128, 8, 8
 PEER = {"torch 1F1B": Schedule1F1B, "torch GPipe": ScheduleGPipe}
-OURS = {"autopart 1F1B": "1f1b", "autopart GPipe": "gpipe"}
+OURS: dict[str, dict[str, Any]] = {
+    "autopart 1F1B": {"schedule": "1f1b"},
+    "autopart GPipe": {"schedule": "gpipe"},
+    "autopart 1F1B, compiled": {"schedule": "1f1b", "backend": "inductor"},
+}
+PAIRS = {"autopart 1F1B": "torch 1F1B", "autopart GPipe": "torch GPipe", "autopart 1F1B, compiled": "torch 1F1B"}
 
 
 def gpt2(use_cache: bool = True) -> torch.nn.Module:
@@ -65,10 +70,10 @@ def one_process(ids: torch.Tensor) -> Callable[[], None]:
     return training_step(lambda: model(input_ids=ids, labels=ids).loss.backward(), model.parameters())
 
 
-def ours(schedule: str, ids: torch.Tensor, cut: str) -> tuple[Callable[[], Any], autopart.Pipe]:
+def ours(options: dict[str, Any], ids: torch.Tensor, cut: str) -> tuple[Callable[[], Any], autopart.Pipe]:
     batch = {"input_ids": ids, "labels": ids}
     pipe = autopart.compile(
-        gpt2(), "cpu:2", sample=batch, micro_batches=MICROS, schedule=schedule, cuts=(cut,), costs="analytic"
+        gpt2(), "cpu:2", sample=batch, micro_batches=MICROS, cuts=(cut,), costs="analytic", **options
     )
     return training_step(partial(pipe.step, batch), pipe.parameters()), pipe
 
@@ -86,8 +91,8 @@ def measure(rounds: int, warmup: int, cut: str) -> dict[str, Any]:
     ids = torch.randint(0, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(1))
     steps: dict[str, Callable[[], Any]] = {}
     pipes: dict[str, autopart.Pipe] = {}
-    for name, schedule in OURS.items():
-        steps[name], pipes[name] = ours(schedule, ids, cut)
+    for name, options in OURS.items():
+        steps[name], pipes[name] = ours(options, ids, cut)
     for name, schedule in PEER.items():
         steps[name] = peer(schedule, ids, cut)
     alone = one_process(ids)
@@ -127,16 +132,16 @@ def allowed(pipe: autopart.Pipe, parts: list[tuple[int, int, int]], seconds: lis
 def report(seconds: dict[str, list[float]], limits: dict[str, Any], cut: str) -> None:
     print(f"\nGPT-2 {LAYERS} layers, hidden {HIDDEN}, cut at {cut}; {MICROS} micro-batches, 2 ranks x 1 thread")
     for name, values in seconds.items():
-        print(f"  {name:16s} {spread(values)}")
-    ratios = {f"{other} / {mine}": ratio(seconds[other], seconds[mine]) for other, mine in zip(PEER, OURS, strict=True)}
+        print(f"  {name:24s} {spread(values)}")
+    ratios = {f"{other} / {mine}": ratio(seconds[other], seconds[mine]) for mine, other in PAIRS.items()}
     ratios |= {f"one process / {mine}": ratio(seconds["one process"], seconds[mine]) for mine in OURS}
     for name, value in ratios.items():
-        print(f"  {name:30s} {value.median:.3f}x  [{value.low:.3f}, {value.high:.3f}]")
+        print(f"  {name:38s} {value.median:.3f}x  [{value.low:.3f}, {value.high:.3f}]")
     shares = {name: spread(limit["share"]) for name, limit in limits.items()}
     for name, share in shares.items():
         ideal = statistics.median(limits[name]["ideal"])
         limits_text = f"[{share.low:.1%}, {share.high:.1%}]  ({ideal:.4f} s)"
-        print(f"  {name:16s} reaches {share.median:.1%} of what its stage times allow  {limits_text}")
+        print(f"  {name:24s} reaches {share.median:.1%} of what its stage times allow  {limits_text}")
     allowed_s = {name: spread(limit["ideal"]) for name, limit in limits.items()}
     content = {"seconds": {k: spread(v) for k, v in seconds.items()}, "ratios": ratios, "allowed_seconds": allowed_s}
     print("written to", write("step_time", {**content, "share_of_allowed": shares}).name)

@@ -1,8 +1,8 @@
 """Step time compared with torch.distributed.pipelining, and with the limit set by the stage times.
 
 GPT-2, 8 layers, hidden 256, vocabulary 1024, sequence 128, batch 8, 8 micro-batches, fp32, dropout off, fused AdamW in
-the step; 2 Gloo ranks with 1 thread each. autopart 1F1B and GPipe, torch's 1F1B and GPipe with the same cut, and one
-process with one thread alternate in one run; ratios are taken pair by pair.
+the step; 2 Gloo ranks with 1 thread each. autopart 1F1B, also compiled, and GPipe, torch's 1F1B and GPipe with the same
+cut, and one process with one thread alternate in one run; ratios are taken pair by pair.
 
 "Allowed": for each measured step, the simulator runs the same program with the mean forward and backward times that
 the stages had in that step and with free messages. The share reached is that time, plus the optimizer's, over the

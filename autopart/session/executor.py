@@ -186,12 +186,20 @@ class Executor:
         self._code.checks.check_constants()
         return self._counted(batch, rows, sharded=False)
 
-    def can_begin(self, batch: Batch) -> bool:
-        """Return whether a step with this batch may begin before the ranks have agreed on it: its shares follow from
-        its rows alone, and nothing is left to make, to send or to update before they have.  Local."""
+    def begin(self, batch: Batch, counts: Sequence[float]) -> bool:
+        """Return whether a step with this batch may begin before the ranks have agreed on it: this rank knows the
+        shares, and nothing is left to make, to send or to update before they have.  Local.
+
+        counts: of this rank (`count`), which are those of all pieces on the first rank.
+        """
         rows = micro_rows(batch, (), self._decision)
-        known = self._agreed.get(rows) is not None and len(rows) in self._engines
-        return known and self._train and not self._synced and self._update is None
+        made = rows in self._agreed and len(rows) in self._engines
+        if not (made and self._train) or self._synced or self._update is not None:
+            return False
+        if self._agreed[rows] is None and self._rank != self._first_rank:
+            return False
+        self.shares = self._shares(rows, {self._rank: counts}, sharded=False)
+        return True
 
     def agree(self, batch: Batch, counts: Sequence[Sequence[float]], shards: Sequence[int] = ()) -> None:
         """Find the shares of a batch in its loss together with all ranks.  Collective; raises BatchError on all ranks.
@@ -202,12 +210,15 @@ class Executor:
         rows = micro_rows(batch, shards, self._decision)
         sharded = bool(shards)
         counts = counts or self._prepare_together(batch, rows, sharded=sharded)
-        self.shares = self._shares(rows, counts, sharded=sharded)
+        different = require_same_batch([row[0] for row in counts], self._decision.stages[0].ranks)
+        if different is not None:
+            raise self._world.known(different)
+        self.shares = self._shares(rows, dict(enumerate(counts)), sharded=sharded)
         if self._synced and (weightless := require_weights(rows, self.shares)) is not None:
             raise self._world.known(weightless)
 
     def plan(self, batch: Batch, key: tuple[int, int], scale: float = 1.0, shards: Sequence[int] = ()) -> BatchPlan:
-        """Return what this rank's stages take of a batch whose shares are known (`agree`, `can_begin`).  Local.
+        """Return what this rank's stages take of a batch whose shares are known (`agree`, `begin`).  Local.
 
         key: of random numbers, (seed, step).  scale: of the loss.  shards: as for `agree`.
         """
@@ -215,8 +226,6 @@ class Executor:
             require_updatable(self._decision, self._graph, scale)
         rows = micro_rows(batch, shards, self._decision)
         sharded = bool(shards)
-        if not sharded and (agreed := self._agreed.get(rows)) is not None:
-            self.shares = agreed
         inputs = self._inputs(batch, rows, sharded=sharded) if 0 in self._stages else ()
         own = {
             number: [replicas[stage.ranks.index(self._rank)] for replicas in self.shares[stage.division]]
@@ -327,13 +336,9 @@ class Executor:
         measured = self._counts.measured(self._rule.reduction, sizes, list(inputs.values()), alone=alone)
         return [seen, *(number for numbers in measured for number in numbers)]
 
-    def _shares(self, rows: tuple[int, ...], counts: Sequence[Sequence[float]], *, sharded: bool) -> Shares:
-        """Return the shares of replicas in the loss of a batch, from the counts of each rank.  Raises BatchError on all
-        ranks when replicas were given different batches."""
+    def _shares(self, rows: tuple[int, ...], counts: Mapping[int, Sequence[float]], *, sharded: bool) -> Shares:
+        """Return the shares of replicas in the loss of a batch.  counts: of each rank that counts."""
         ranks = self._decision.stages[0].ranks
-        different = require_same_batch([row[0] for row in counts], ranks)
-        if different is not None:
-            raise self._world.known(different)
         if not sharded and (known := self._agreed[rows]) is not None:
             return known
         width = count_width(self._rule.reduction)

@@ -278,6 +278,27 @@ class Session:
             self.tensors.follow_flags(self.captures.trained.named_parameters())
         self.tensors.masters.write()
 
+    def _own_batch(
+        self, mode: str, arguments: Arguments, *, sharded: bool
+    ) -> tuple[Batch | None, Sequence[float] | None, BaseException | None]:
+        """Return this rank's batch of a call, what it counts of it (None: not yet, or a shard), and what is wrong with
+        it, which all ranks will raise.  Local."""
+        batch: Batch | None = None
+        try:
+            batch = self._read(arguments, mode)
+            self._follow_model(training=mode == "step")
+            if batch is None:  # the counts of others are enough, unless buffers have to be compared here
+                return None, None if self.plan.decision.token_slices else (), None
+            if sharded:
+                return as_shard(batch, self._captured), None, None
+            with patient("capturing the model"):
+                batch = self.captures.settled(batch, largest_part(batch, mode, self.plan.decision), mode)
+            signature = digest_of(repr(batch.signature()))
+            known = self._kinds.get((mode, digest_of(self.captures.version), signature))
+            return batch, known.count(batch) if known is not None else None, None
+        except FAILURES as error:
+            return batch, None, error
+
     def _planned_batch(
         self, mode: str, arguments: Arguments, step: int = 0, scale: float = 1.0, *, sharded: bool = False
     ) -> tuple[Executor, Batch, BatchPlan]:
@@ -286,37 +307,23 @@ class Session:
 
         A batch of a kind that came before takes one exchange, and another if shards are given.
         """
-        batch: Batch | None = None
-        failure: BaseException | None = None
-        counts: Sequence[float] | None = None
-        signature, version = "", ""
-        try:
-            batch = self._read(arguments, mode)
-            self._follow_model(training=mode == "step")
-            if batch is not None and sharded:
-                batch = as_shard(batch, self._captured)
-            elif batch is not None:
-                with patient("capturing the model"):
-                    batch = self.captures.settled(batch, largest_part(batch, mode, self.plan.decision), mode)
-            signature, version = repr(batch.signature()) if batch is not None else "", self.captures.version
-            known = self._kinds.get((mode, digest_of(version), digest_of(signature)))
-            if batch is None:  # the counts of others are enough, unless buffers have to be compared here
-                counts = None if self.plan.decision.token_slices else ()
-            elif known is not None and not sharded:
-                counts = known.count(batch)
-        except FAILURES as error:
-            failure = error
-        needed = self.needing if mode == "step" else self.needing[:1]
+        batch, counts, failure = self._own_batch(mode, arguments, sharded=sharded)
+        signature, version = "", self.captures.version
+        if batch is not None and failure is None:
+            signature = repr(batch.signature())
+        needed, key = self.needing if mode == "step" else self.needing[:1], (self.options.seed, step)
         settle = self.calls.enter(
             _CALLS[mode], failure, needed=needed, signature=signature, version=version,
             rows=(batch.rows or 0) if batch is not None else 0, scale=scale, sharded=sharded, counts=counts,
         )  # fmt: skip
-        key = self.options.seed, step
-        if failure is None and batch is not None and known is not None and not sharded and known.can_begin(batch):
+        if batch is not None and counts is not None and failure is None:
             kind = mode, digest_of(version), digest_of(signature)
-            plan = replace(known.plan(batch, key, scale), agree=partial(self._agree, settle, kind, batch, needed[0]))
-            self.last_shares = plan.rows, known.shares
-            return known, batch, plan
+            executor = self._kinds[kind]
+            if executor.begin(batch, counts):
+                agree = partial(self._agree, settle, kind, batch, needed[0])
+                plan = replace(executor.plan(batch, key, scale), agree=agree)
+                self.last_shares = plan.rows, executor.shares
+                return executor, batch, plan
         known_signature, rows, missing, all_counts = settle()
         kind = mode, digest_of(version), known_signature
         known = self._kinds.get(kind)

@@ -233,28 +233,23 @@ class World:
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of every rank, by rank; each gives the same count.  Collective."""
+        return self.begin_gathering(numbers)()
+
+    def begin_gathering(self, numbers: Sequence[float]) -> Callable[[], list[list[float]]]:
+        """Send numbers to every rank, as many as each of them does; return a function that waits for those of all, by
+        rank.  Collective."""
         if self.size == 1:
-            return [list(numbers)]
+            return lambda: [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        with self._waiting:
-            dist.all_gather(everyone, mine, group=shared_group.group)
-        return [row.tolist() for row in everyone]
+        work = dist.all_gather(everyone, mine, group=shared_group.group, async_op=True)
 
-    def largest_numbers(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
-        """Begin to find the largest of each number over all ranks; return a function that waits for them.  Each rank
-        gives the same count.  Collective."""
-        if self.size == 1:
-            return lambda: list(numbers)
-        largest = torch.tensor(numbers, dtype=torch.float64)
-        work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=shared_group.group, async_op=True)
-
-        def found() -> list[float]:
+        def gathered() -> list[list[float]]:
             with self._waiting:
                 work.wait()
-            return largest.tolist()
+            return [row.tolist() for row in everyone]
 
-        return found
+        return gathered
 
     def gather_objects(self, content: T) -> list[T]:
         """Return what every rank gives, pickled on its way, by rank.  Collective."""

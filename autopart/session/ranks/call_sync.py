@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -21,7 +20,6 @@ NAMES = (
 _ROOM = 128  # counts of a batch that fit into the exchange of a call
 _HEAD = 9  # numbers that every rank sends with every call
 _ALIKE = (4, 6, 7)  # places of those that must be equal on all ranks: model version, loss scale, sharded
-_NONE = -math.inf
 
 
 class Given(NamedTuple):
@@ -64,14 +62,10 @@ class Calls:
         failure: error of this rank, which all ranks then raise.  needed: ranks that need a batch; of shards the first
         of them at least.  signature, rows: of this rank's batch, "" and 0 if it has none.  version: of its model
         (`CaptureCache.version`).  scale: of the loss.  sharded: whether ranks have rows of their own.  counts: of this
-        rank's batch, () if it counts nothing, None if not counted yet.
+        rank's batch, None if not counted yet.
 
         The function raises on all ranks: UsageError for different calls, BatchError for different batches, different
         changes of the model, or a batch that is missing.
-
-        Ranks agree by one all-reduce of 1.2 KB, whatever their number: each number and its negative, of which the
-        largest are taken, so all are equal if the two add up to 0.  Only if they do not, or a rank asks for it, every
-        rank sends its numbers to all.
         """
         if counts is not None and len(counts) > _ROOM:
             counts = None
@@ -80,34 +74,26 @@ class Calls:
         mine = [
             float(NAMES.index(name)), float(self._count), float(failure is not None), digest_of(signature),
             digest_of(version), float(rows), scale, float(sharded), float(counts is not None),
+            *(counts or ()), *[0.0] * (_ROOM - len(counts or ())),
         ]  # fmt: skip
-        absent = not signature and self._world.rank in needed
-        told = self._world.largest_numbers(_told(mine, counts or (), apart=absent))
-
-        def settled() -> Given:
-            given = _agreed(told(), self._world.size)
-            if given is None:
-                given = self._compared(mine, counts or (), failure, needed, version)
-            return given
-
-        return settled
+        gathered = self._world.begin_gathering(mine)
+        return lambda: self._compared(gathered(), failure, needed, version, sharded=sharded)
 
     def _compared(
         self,
-        mine: list[float],
-        counts: Sequence[float],
+        found: list[list[float]],
         failure: BaseException | None,
         needed: Sequence[int],
         version: str,
+        *,
+        sharded: bool,
     ) -> Given:
-        """Return what the ranks were given from the numbers of each of them, or raise how they differ.  Collective."""
-        found = self._world.gather_numbers([*mine, *counts, *[0.0] * (_ROOM - len(counts))])
+        """Return what the ranks were given, or raise how they differ.  found: what each rank sent.  Collective."""
         for rank, row in enumerate(found):
             if row[:2] != found[0][:2]:
                 raise self._world.known(_different_calls(rank, found[0], row))
         if any(row[2] for row in found):
             raise_first(self._world, failure, "preparing the batch")
-        sharded = bool(mine[7])
         holders = [rank for rank, row in enumerate(found) if row[3]]
         absent = [rank for rank in (needed[:1] if sharded else needed) if rank not in holders]
         if absent:
@@ -172,32 +158,6 @@ class Calls:
         if self._world.size > 1 and self.healthy and not self._world.is_known(error):
             self.note_failure("the script", error)
             self._world.fail(error)
-
-
-def _told(mine: Sequence[float], counts: Sequence[float], *, apart: bool) -> list[float]:
-    """Return the numbers of which the largest over all ranks are taken; `_agreed` reads them.
-
-    mine: what every rank sends (`Calls.enter`).  apart: whether the ranks have to send their numbers to all.
-    """
-    name, count, failed, signature, version, rows, scale, sharded, counted = mine
-    seen, own = (counts[0], counts[1:]) if counts else (0.0, ())
-    held = [signature, rows] if signature else [_NONE] * 2
-    compared = [name, count, version, scale, sharded, *held, seen or _NONE]
-    apart = apart or bool(failed or sharded) or not all(map(math.isfinite, counts))
-    flags = [float(apart), float(not signature), float(not counted)]
-    opposite = [-number if number != _NONE else _NONE for number in compared]
-    return [*compared, *opposite, *flags, *own, *[_NONE] * (_ROOM - len(own))]
-
-
-def _agreed(largest: Sequence[float], size: int) -> Given | None:
-    """Return what all ranks were given; None if they were given different things, or have to send them to all."""
-    pairs = list(zip(largest[:8], largest[8:16], strict=True))
-    apart, missing, uncounted = largest[16:19]
-    if apart or any(high != -low and (high, low) != (_NONE, _NONE) for high, low in pairs):
-        return None
-    signature, rows, seen = (max(high, 0.0) for high, _ in pairs[5:])
-    counts = [seen, *(number for number in largest[19:] if number != _NONE)]
-    return Given(signature, (int(rows),) * size, bool(missing), () if uncounted else [counts] * size)
 
 
 def digest_of(text: str) -> float:

@@ -217,7 +217,7 @@ def predicted(pipe: autopart.Pipe, batch: Any) -> float:
 
 def held_bytes(pipe: autopart.Pipe, batch: Any) -> int:
     """Return the most bytes that this rank keeps for the backward pass in one step: saved by autograd or received."""
-    held = Held(pipe.parameters())
+    held = Held(pipe.session.tensors.held.values())  # with ZeRO, `parameters()` are those of this rank's optimizer
     plain = StageRunner.forward
 
     def watched(runner: StageRunner, slot: Slot, *args: Any, **kwargs: Any) -> Any:

@@ -208,9 +208,18 @@ def _hidden_bytes(op: Op, values: Mapping[str, Value], params: Mapping[str, Para
             return math.prod(logits) * _item_bytes(out) if logits else 0
         case "attention":
             return _attention_bytes(op, attrs, values, params, device)
+        case "lstm" | "gru" | "rnn" as cell:
+            layers = int(str(attrs.get("num_layers", 1)))
+            reversed_input = 0.5 if attrs.get("bidirectional") else 0.0
+            return int(out.size_bytes * (layers * (_STATES[cell] + reversed_input) + layers - 1))
         case "statistics":
             return 2 * (math.prod(out.shape) // max(1, out.shape[-1])) * 4 if out.shape else 0
     return 0
+
+
+_STATES = {"lstm": 16.5, "gru": 7.0, "rnn": 1.0}
+"""Tensors of the size of the hidden state that a recurrent layer keeps for each token: gates, states and their copies,
+as counted on CPUs."""
 
 
 def _attention_bytes(

@@ -170,8 +170,9 @@ def _products() -> Iterator[OpRow]:
         "may_mix": "tiolh", "saves": "factors", "flops": "weights", "off": (("dropout", 0.0),),
         "draws_unless_zero": ("dropout", "train"),
     }  # fmt: skip
-    yield OpRow("lstm", MATMUL, lstm, **facts)
-    yield from _rows("gru rnn_tanh rnn_relu", MATMUL, cell, **facts)
+    yield OpRow("lstm", MATMUL, lstm, hidden="lstm", **facts)
+    yield OpRow("gru", MATMUL, cell, hidden="gru", **facts)
+    yield from _rows("rnn_tanh rnn_relu", MATMUL, cell, hidden="rnn", **facts)
     yield from _convolutions()
 
 

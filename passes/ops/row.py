@@ -55,8 +55,8 @@ class OpRow:
         of another is multiplied by; "quotient": the divisor, and both operands for the gradient of the divisor;
         "indices": operands and results that are not floating point; "mask": its second result.
     hidden: what it keeps in tensors that are not values of the graph.  "mask": a byte per element unless the mask is a
-        value; "log_softmax": of its first operand; "attention": normalisers or scores; "statistics": two per vector; "lstm",
-        "gru", "rnn": gates and states of every token.
+        value; "log_softmax": of its first operand; "attention": normalisers or scores; "statistics": two per vector;
+        "lstm", "gru", "rnn": gates and states of every token.
     flops: floating point operations of the forward.  "none"; "written", "read": one per element; "equation",
         "weights": read from the arguments (einsum, recurrent cells); else letters of the axes whose sizes multiply
         ("...mnk", terms separated by "+"), each counting two.

@@ -70,14 +70,20 @@ class Calls:
         if counts is not None and len(counts) > _ROOM:
             counts = None
         self._count += 1
-        set_activity(f"call {self._count}: {name}")
+        doing = f"call {self._count}: {name}"
+        set_activity(doing)
         mine = [
             float(NAMES.index(name)), float(self._count), float(failure is not None), digest_of(signature),
             digest_of(version), float(rows), scale, float(sharded), float(counts is not None),
             *(counts or ()), *[0.0] * (_ROOM - len(counts or ())),
         ]  # fmt: skip
         gathered = self._world.begin_gathering(mine)
-        return lambda: self._compared(gathered(), failure, needed, version, sharded=sharded)
+
+        def settled() -> Given:
+            set_activity(doing)  # a step may have begun meanwhile
+            return self._compared(gathered(), failure, needed, version, sharded=sharded)
+
+        return settled
 
     def _compared(
         self,

@@ -46,7 +46,7 @@ def _images(rows: int, size: int) -> Callable[[], Batch]:
 
 
 def _sizes(hidden: int, layers: int, vocab: int = 2048, **roles: int) -> Sizes:
-    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "num_hidden_layers": layers}
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     common = {"inside": 4 * hidden, "heads": 4, "groups": 2, "head": hidden // 4, "experts": 4, "chosen": 2}
     return sizes(**{"hidden": hidden, "layers": layers, "vocab": vocab, "tokens": 128, **common, **roles}) | special
 

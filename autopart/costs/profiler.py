@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -43,24 +43,33 @@ def profile_costs(captured: Captured, device: Device, *, budget_s: float = 3.0) 
     budget_s: seconds to spend; a program expected to take a quarter of it for one micro-batch is not run.  The model's
     parameters are read, never changed, and get no gradients.
     """
-    graph = analytic_costs(captured.graph, device)
-    kept = read_times(environment(device))
-    keys = keys_of(graph)
-    times = {name: kept[key] for name, key in keys.items() if key in kept}
-    if len(times) < len(keys):
-        if not affordable(graph, device, budget_s):
-            return None
-        profiled = _profiled(captured, torch.device(device.kind), budget_s)
-        if profiled is None or len(profiled) < len(keys):
-            return None
-        times = {name: profiled[name] for name in keys}
-        keep_times(environment(device), {key: times[name] for name, key in keys.items()})
+    graph, where = analytic_costs(captured.graph, device), torch.device(device.kind)
+    times = kept_times(graph, device, budget_s, lambda: _profiled(captured, where, budget_s))
+    if times is None:
+        return None
     return with_times(graph, times), (f"costs: measured in the running program, {len(times)} ops",)
 
 
-def keys_of(graph: Graph, kind: str = "") -> dict[str, str]:
-    """Return the key under which the times of each op in this graph are kept.  kind: of the code that was measured."""
-    return {op.name: f"{kind}{graph.shape_digest()[:16]} {i}" for i, op in enumerate(graph.ops)}
+def kept_times(
+    graph: Graph, device: Device, budget_s: float, measure: Callable[[], dict[str, OpTimes] | None], kind: str = ""
+) -> dict[str, OpTimes] | None:
+    """Return the times of each op from an earlier run, else from `measure`, which are kept on disk.
+
+    kind: of the code that is measured.  None for a program that may not run in this process (`profile_costs`), or if
+    `measure` does not find the times of all ops.  Raises what it raises.
+    """
+    kept = read_times(environment(device))
+    keys = {op.name: f"{kind}{graph.shape_digest()[:16]} {i}" for i, op in enumerate(graph.ops)}
+    times = {name: kept[key] for name, key in keys.items() if key in kept}
+    if len(times) < len(keys):
+        if not _affordable(graph, device, budget_s):
+            return None
+        found = measure()
+        if found is None or not keys.keys() <= found.keys():
+            return None
+        times = {name: found[name] for name in keys}
+        keep_times(environment(device), {key: times[name] for name, key in keys.items()})
+    return times
 
 
 def with_times(graph: Graph, times: Mapping[str, OpTimes]) -> Graph:
@@ -69,8 +78,7 @@ def with_times(graph: Graph, times: Mapping[str, OpTimes]) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
-def affordable(graph: Graph, device: Device, budget_s: float) -> bool:
-    """Return whether a program of these costs may run in this process."""
+def _affordable(graph: Graph, device: Device, budget_s: float) -> bool:
     held_bytes = sum(p.size_bytes for p in graph.params) * 2 + sum(op.cost.saved_bytes for op in graph.ops)
     expected_s = sum(op.cost.total_ns for op in graph.ops) * 1e-9
     return held_bytes * _MEMORY_SHARE <= device.memory_bytes and expected_s <= budget_s / 4
@@ -185,12 +193,14 @@ class _TimedRun(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op, timed."""
-        self._took, result = clocked(partial(kernel_of(target), *args, **kwargs), self._device)
-        return result
+        return self._clocked(kernel_of(target), args, kwargs)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a compiled segment, timed."""
-        self._took, result = clocked(partial(self.fetch_attr(target), *args, **kwargs), self._device)
+        return self._clocked(self.fetch_attr(target), args, kwargs)
+
+    def _clocked(self, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._took, result = clocked(partial(code, *args, **kwargs), self._device)
         return result
 
     def _adopt(self, name: str, result: Any) -> None:

@@ -280,24 +280,25 @@ class Session:
 
     def _own_batch(
         self, mode: str, arguments: Arguments, *, sharded: bool
-    ) -> tuple[Batch | None, Sequence[float] | None, BaseException | None]:
-        """Return this rank's batch of a call, what it counts of it (None: not yet, or a shard), and what is wrong with
-        it, which all ranks will raise.  Local."""
+    ) -> tuple[Batch | None, str, Sequence[float] | None, BaseException | None]:
+        """Return this rank's batch of a call, its signature, what it counts of it (None: not yet, or a shard), and what
+        is wrong with it, which all ranks will raise.  Local."""
         batch: Batch | None = None
         try:
             batch = self._read(arguments, mode)
             self._follow_model(training=mode == "step")
             if batch is None:  # the counts of others are enough, unless buffers have to be compared here
-                return None, None if self.plan.decision.token_slices else (), None
+                return None, "", None if self.plan.decision.token_slices else (), None
             if sharded:
-                return as_shard(batch, self._captured), None, None
+                batch = as_shard(batch, self._captured)
+                return batch, repr(batch.signature()), None, None
             with patient("capturing the model"):
                 batch = self.captures.settled(batch, largest_part(batch, mode, self.plan.decision), mode)
-            signature = digest_of(repr(batch.signature()))
-            known = self._kinds.get((mode, digest_of(self.captures.version), signature))
-            return batch, known.count(batch) if known is not None else None, None
+            signature = repr(batch.signature())
+            known = self._kinds.get((mode, digest_of(self.captures.version), digest_of(signature)))
+            return batch, signature, known.count(batch) if known is not None else None, None
         except FAILURES as error:
-            return batch, None, error
+            return batch, "", None, error
 
     def _planned_batch(
         self, mode: str, arguments: Arguments, step: int = 0, scale: float = 1.0, *, sharded: bool = False
@@ -307,10 +308,8 @@ class Session:
 
         A batch of a kind that came before takes one exchange, and another if shards are given.
         """
-        batch, counts, failure = self._own_batch(mode, arguments, sharded=sharded)
-        signature, version = "", self.captures.version
-        if batch is not None and failure is None:
-            signature = repr(batch.signature())
+        batch, signature, counts, failure = self._own_batch(mode, arguments, sharded=sharded)
+        version = self.captures.version
         needed, key = self.needing if mode == "step" else self.needing[:1], (self.options.seed, step)
         settle = self.calls.enter(
             _CALLS[mode], failure, needed=needed, signature=signature, version=version,

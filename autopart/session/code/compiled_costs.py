@@ -13,10 +13,9 @@ import torch
 from torch import fx
 
 from autopart.capture import Captured
-from autopart.costs.measure import environment
-from autopart.costs.profiler import Program, affordable, keys_of, made_up_inputs, profile_code, with_times
+from autopart.costs.profiler import Program, kept_times, made_up_inputs, profile_code, with_times
 from autopart.costs.sources import CostedGraph, auto
-from autopart.files.cost_cache import OpTimes, keep_times, read_times
+from autopart.files.cost_cache import OpTimes
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Stage
@@ -25,7 +24,7 @@ from autopart.runtime.effects import first_line
 from autopart.runtime.stages.compiled_segment import CompiledSegment
 from autopart.session.code.inductor import Inductor
 from autopart.session.code.split import stage_module
-from autopart.session.code.stage_code import on_meta
+from autopart.session.code.stage_code import specs_of
 
 BUDGET_S = 3.0
 """Seconds of the runs, without compiling."""
@@ -40,18 +39,14 @@ def compiled_costs(captured: Captured, device: Device) -> CostedGraph:
     plain = auto(captured, device)
     if plain.source != "measured":
         return plain
-    graph, place = plain.graph, environment(device)
-    kept, keys = read_times(place), keys_of(plain.graph, "compiled ")
-    times = {name: kept[key] for name, key in keys.items() if key in kept}
-    if len(times) < len(keys):
-        if not affordable(graph, device, BUDGET_S):
-            return plain
-        try:
-            times = _measured(captured, graph, torch.device(device.kind))
-        except Exception as error:  # an op may reject made-up inputs
-            why = f"costs: compiled code cannot be measured, {type(error).__name__}: {first_line(error)}"
-            return replace(plain, notes=(*plain.notes, why))
-        keep_times(place, {keys[name]: found for name, found in times.items()})
+    graph, where = plain.graph, torch.device(device.kind)
+    try:
+        times = kept_times(graph, device, BUDGET_S, lambda: _measured(captured, graph, where), "compiled ")
+    except Exception as error:  # an op may reject made-up inputs
+        why = f"costs: compiled code cannot be measured, {type(error).__name__}: {first_line(error)}"
+        return replace(plain, notes=(*plain.notes, why))
+    if times is None:
+        return plain
     note = f"costs: measured in compiled code, {len(times)} ops"
     return CostedGraph(without_casts(with_times(graph, times)), "compiled", (note,))
 
@@ -60,8 +55,7 @@ def _measured(captured: Captured, graph: Graph, where: torch.device) -> dict[str
     """Return the times of each op in compiled code.  graph: with the times of the ops by themselves."""
     everything = Stage(tuple(op.name for op in graph.ops), (0,))
     code = stage_module(captured, (), 0, everything, where, eager=False)
-    specs = {value.name: on_meta(value.shape, value.dtype) for value in graph.values}
-    code = Inductor(graph.op_map()).compile(code, captured.tensors, specs, (), where)
+    code = Inductor(graph.op_map()).compile(code, captured.tensors, specs_of(graph), (), where)
     made, names = made_up_inputs(captured, where), captured.names
     nodes = captured.module.graph.find_nodes(op="placeholder")
     leaves = {names.params[node.name]: made[node.name] for node in nodes if node.name in names.params}

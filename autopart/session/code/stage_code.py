@@ -85,7 +85,7 @@ class StageCode:
         """
         graph = captured.graph
         recipe = self._recipe(batch, graph.rows)
-        self.specs[graph.rows] = {value.name: on_meta(value.shape, value.dtype) for value in graph.values}
+        self.specs[graph.rows] = specs_of(graph)
         self.layouts.update({name: layout for name, layout in rule.layouts.items() if layout is not None})
         if recipe is not None:
             self.prologue = recipe.prologue
@@ -94,7 +94,7 @@ class StageCode:
             self.layouts.update(sliced_layouts(graph, recipe, lengths, rule.layouts))
             for number, part in enumerate(recipe.slices(lengths)):
                 self.specs[graph.rows, number] = {
-                    value.name: on_meta(recipe.form(value.name).shape(value.shape, part), value.dtype)
+                    value.name: _on_meta(recipe.form(value.name).shape(value.shape, part), value.dtype)
                     for value in graph.values
                 }
         links = edges(self._decision, graph, self.prologue) if stages else ()
@@ -133,8 +133,12 @@ class StageCode:
         return self._inductor.compile(code, captured.tensors, specs, trained, self._device)
 
 
-def on_meta(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    """Return a tensor without memory, of this shape and dtype."""
+def specs_of(graph: Graph) -> dict[str, torch.Tensor]:
+    """Return every value of a graph as a tensor on the meta device, by name."""
+    return {value.name: _on_meta(value.shape, value.dtype) for value in graph.values}
+
+
+def _on_meta(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 

@@ -18,9 +18,10 @@ from autopart.capture.batch.batch import Batch, flatten
 from autopart.capture.derive.reduction import couples_rows
 from autopart.capture.guards import check_model
 from autopart.files.clusters import parse_cluster
+from autopart.ir.actions import Slot
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.plan import Plan
-from autopart.ir.program import Program, Slot
+from autopart.ir.program import Program
 from autopart.ir.shares import Division, Window
 from autopart.options import Options
 from autopart.passes.program.routing import route

@@ -33,8 +33,8 @@ from autopart.capture.batch.batch import flatten
 from autopart.costs.detect import detect
 from autopart.costs.sources import GROUP_NS
 from autopart.costs.sources import measured as measured_costs
+from autopart.ir.actions import Slot
 from autopart.ir.graph import Graph
-from autopart.ir.program import Slot
 from autopart.ir.size import Size
 from autopart.passes.simulation.estimate import stage_estimates, work_of
 from autopart.passes.simulation.simulate import step_ns

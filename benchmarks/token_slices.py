@@ -35,7 +35,8 @@ from bench_models import BenchModel, adamw, tokens
 from common import ratio, spread, write
 
 import autopart
-from autopart.ir.program import BACKWARD, COMPUTE, FORWARD, Program, Slot
+from autopart.ir.actions import BACKWARD, COMPUTE, FORWARD, Slot
+from autopart.ir.program import Program
 from autopart.ir.timeline import Span, Timeline
 
 LAYERS, HIDDEN, VOCAB, STAGES = 8, 256, 2048, 2

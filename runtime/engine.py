@@ -13,9 +13,10 @@ from types import MappingProxyType
 
 import torch
 
+from autopart.ir.actions import BACKWARD, COMPUTE, FORWARD, SEND, Action, Slot
 from autopart.ir.errors import AutopartError, StageError
 from autopart.ir.graph import Op
-from autopart.ir.program import BACKWARD, COMPUTE, FORWARD, SEND, Action, Program, Slot
+from autopart.ir.program import Program
 from autopart.ir.shares import RowLayout, Window
 from autopart.ir.timeline import Span
 from autopart.runtime.activity import encoded, set_activity

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from autopart.ir.program import Action
+from autopart.ir.actions import Action
 from autopart.ir.timeline import Span
 
 Moment = int | torch.cuda.Event

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopart.ir.program import COMPUTE, Action
+from autopart.ir.actions import COMPUTE, Action
 
 
 @dataclass(frozen=True, slots=True)

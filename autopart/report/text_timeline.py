@@ -6,7 +6,7 @@ rank 1 |....F0--B0======F1--B1======F2--B2======....|
 
 from __future__ import annotations
 
-from autopart.ir.program import BACKWARD, COMPUTE, FORWARD, Action
+from autopart.ir.actions import BACKWARD, COMPUTE, FORWARD, Action
 from autopart.ir.timeline import Timeline
 
 IDLE, ONCE_A_STEP = ".", "+"

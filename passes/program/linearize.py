@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
+from autopart.ir.actions import ACTIONS, BACKWARD, COMPUTE, COMPUTES, FORWARD, SENDS, Action, Slot, hands_on
 from autopart.ir.errors import ProgramError
-from autopart.ir.program import ACTIONS, BACKWARD, COMPUTE, FORWARD, SENDS, Action, Edge, Program, Slot
+from autopart.ir.program import Edge, Program
 from autopart.passes.program.schedules import Turn
 
-DURATION = {FORWARD: 1, BACKWARD: 2}
-"""Virtual time of a compute: a backward is about two forwards."""
+DURATION = {"F": 1, "B": 2, "I": 1, "W": 1}
+"""Virtual time of a compute: a backward is about two forwards, and each of its parts one."""
 
 
 def receivers(links: Sequence[Edge], slice: int = 0) -> dict[tuple[str, int], list[int]]:
@@ -118,12 +119,14 @@ class _Merge:
         while self._ready:
             start, _, worker = heappop(self._ready)
             turn = self._orders[worker][self._at[worker]]
-            end = start + DURATION[ACTIONS[turn[0]].way]
+            end = start + DURATION[turn[0]]
             done.append(turn)
             self._at[worker] += 1
-            self._clock[worker] = self._ended[turn] = end
-            for waiter in self._waiting.pop(turn, ()):
-                self._consider(waiter)
+            self._clock[worker] = end
+            for over in dict.fromkeys((turn, _handed_on(turn))):
+                self._ended[over] = end
+                for waiter in self._waiting.pop(over, ()):
+                    self._consider(waiter)
             self._consider(worker)
         return done
 
@@ -147,7 +150,8 @@ class _Merge:
         blocked = {worker: need for need, workers in self._waiting.items() for worker in workers}
         if not blocked:
             return
-        home = {turn: worker for worker, turns in enumerate(self._orders) for turn in turns[self._at[worker] :]}
+        left = [(worker, turn) for worker, turns in enumerate(self._orders) for turn in turns[self._at[worker] :]]
+        home = {over: worker for worker, turn in left for over in (turn, _handed_on(turn))}
         first = worker = min(blocked)
         chain: list[str] = []
         seen: set[int] = set()
@@ -182,6 +186,11 @@ class _Merge:
         return " ".join(f"[{self._text(turns[i])}]" if i == at else self._text(turns[i]) for i in near)
 
 
+def _handed_on(turn: Turn) -> Turn:
+    """Return the whole compute whose messages may follow this one; the compute itself if none may."""
+    return (hands_on(turn[0]) or turn[0]), *turn[1:]
+
+
 def _needs(links: Sequence[Edge], stages: int, slice: int) -> dict[tuple[str, int], list[tuple[str, int]]]:
     """Return by (kind, stage) of a compute the (kind, stage) of those that it needs on the same slot."""
     found: dict[tuple[str, int], list[tuple[str, int]]] = {}
@@ -189,5 +198,5 @@ def _needs(links: Sequence[Edge], stages: int, slice: int) -> dict[tuple[str, in
     for name, kind in ACTIONS.items():
         for stage in range(stages) if kind.role == COMPUTE else ():
             own = [(kind.needs, stage)] if kind.needs else []
-            found[name, stage] = own + [(name, source) for source in sources.get((kind.way, stage), ())]
+            found[name, stage] = own + [(COMPUTES[kind.way], source) for source in sources.get((kind.way, stage), ())]
     return found

@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopart.ir.actions import ALL, COLLECTIVE, COMPUTE, RECEIVE, TIED, Action
 from autopart.ir.errors import ProgramError
-from autopart.ir.program import ALL, COLLECTIVE, COMPUTE, RECEIVE, TIED, Action, Program
+from autopart.ir.program import Program
 from autopart.ir.shares import copies_of
 from autopart.passes.program.nccl_rules import RECEIVED, SENT, Collective, Comm, Item, MessageEnd, Post, Wait, play
 from autopart.passes.program.posting import with_posting

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopart.ir.program import Action, Slot
+from autopart.ir.actions import Action, Slot
 
 Comm = Hashable
 SENT, RECEIVED = 1, -1

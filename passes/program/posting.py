@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import groupby
 
-from autopart.ir.program import SEND, Action, Exchange, Program
+from autopart.ir.actions import SEND, Action
+from autopart.ir.program import Exchange, Program
 
 
 def with_posting(program: Program) -> Program:

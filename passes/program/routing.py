@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from autopart.ir.actions import begins_step
 from autopart.ir.decision import Decision, stage_of_ops
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
-from autopart.ir.program import Edge, Program, begins_step
+from autopart.ir.program import Edge, Program
 from autopart.ir.shares import division, same_windows
 from autopart.passes.program.linearize import linear_order
 from autopart.passes.program.schedules import Shape, find, worker_orders

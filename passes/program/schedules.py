@@ -32,10 +32,10 @@ from itertools import accumulate
 from math import lcm
 from typing import Any
 
+from autopart.ir.actions import ACTIONS, BACKWARD, COMPUTE, COMPUTES, FORWARD, IN_FLIGHT, Action, hands_on, parse_action
 from autopart.ir.errors import ProgramError, UsageError
 from autopart.ir.plan import Decision
 from autopart.ir.printable import shortened
-from autopart.ir.program import ACTIONS, BACKWARD, COMPUTE, COMPUTES, FORWARD, Action, parse_action
 
 Turn = tuple[str, int, int]
 """One compute: its kind, its stage and its unit: the micro-batch, or with s slices s * micro-batch + slice."""
@@ -240,7 +240,7 @@ def most_tokens(schedule: Schedule, stage: int, shape: Shape, lengths: tuple[int
     most = 0
     for order in pattern(schedule, shape).workers:
         units = [(kind, unit) for kind, at, unit in order if at == stage]
-        held = ((1 if kind == _F else -1) * lengths[unit % len(lengths)] for kind, unit in units)
+        held = (IN_FLIGHT[kind] * lengths[unit % len(lengths)] for kind, unit in units)
         most = max(most, *accumulate(held, initial=0))
     return most
 
@@ -271,10 +271,10 @@ def _in_one_order(orders: Iterable[Iterable[Turn]], stages: int) -> bool:
     micros: dict[tuple[str, int], list[int]] = {}
     for turns in orders:
         for kind, stage, micro in turns:
-            micros.setdefault((kind, stage), []).append(micro)
+            micros.setdefault((hands_on(kind), stage), []).append(micro)
     return all(
         micros.get((kind, stage), []) == micros.get((kind, 0), [])
-        for kind in _COMPUTE_KINDS
+        for kind in COMPUTES.values()
         for stage in range(1, stages)
     )
 

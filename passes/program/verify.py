@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from autopart.ir.errors import ProgramError
-from autopart.ir.program import (
+from autopart.ir.actions import (
     ACTIONS,
     ALL,
     COMPUTE,
     COMPUTES,
     FORWARD,
+    IN_FLIGHT,
     OPTIMIZER,
     OWNERS,
     RECEIVE,
@@ -30,10 +30,13 @@ from autopart.ir.program import (
     SENDS,
     TIED,
     Action,
-    Program,
     Slot,
     begins_step,
+    completes,
+    hands_on,
 )
+from autopart.ir.errors import ProgramError
+from autopart.ir.program import Program
 from autopart.passes.program.linearize import receivers, senders
 from autopart.passes.program.schedules import Shape, find, most_held
 
@@ -43,11 +46,12 @@ def check_program(program: Program, schedule: str | None = None, *, backward: bo
 
     1. Every stage runs on ranks that exist; edges are single and point to later stages; actions name stages and
        micro-batches that exist, and messages have an edge.
-    2. Every action stands behind all that it needs (`ir.program.ACTIONS`): a backward behind its forward, a message
-       behind the compute that makes it, a compute behind all messages to it and behind the actions that begin the step
-       of its stage, an action that ends a step behind all backwards of the stages that meet in it.
-    3. Every action stands in the order once: F and B of every stage and slot, every message, and the actions once a
-       step (`Program.once_a_step`).
+    2. Every action stands behind all that it needs (`ir.actions.ACTIONS`): a backward behind its forward, the backward
+       of weights behind that of inputs, a message behind the compute that makes it, a compute behind all messages to it
+       and behind the actions that begin the step of its stage, an action that ends a step behind all backwards of the
+       stages that meet in it.
+    3. Every action stands in the order once: F and B, or F, I and W, of every stage and slot, every message, and the
+       actions once a step (`Program.once_a_step`).
     4. The actions of stages that meet stand side by side.
     5. No action of a stage stands behind its optimizer.
     6. F done and B not yet: never more slots on a rank than the limit of the schedule, if it has one.
@@ -60,7 +64,7 @@ def check_program(program: Program, schedule: str | None = None, *, backward: bo
         if problem:
             what, why = problem
             raise ProgramError(what, where=_where(program, place), why=why)
-    missing = next((action for action in _owed(program, backward) if not walk.is_over(action)), None)
+    missing = next((action for action in _owed(program, backward) if not walk.is_over(action)), None) or walk.half_done
     if missing is not None:
         raise ProgramError(
             f"{missing} is missing",
@@ -108,10 +112,9 @@ def _where(program: Program, place: int) -> str:
 
 
 def _owed(program: Program, backward: bool) -> Iterator[Action]:
-    """Yield every action of a complete program."""
+    """Yield every action of a complete program; computes as wholes."""
     stages = range(len(program.stage_ranks))
-    ways = [(kind.way, name) for name, kind in ACTIONS.items() if kind.role == COMPUTE]
-    for way, name in ways:
+    for way, name in COMPUTES.items():
         if way == FORWARD or backward:
             for stage in stages:
                 for micro, piece in product(range(program.micros), range(program.slices)):
@@ -129,6 +132,9 @@ Key = tuple[str, int, int, int, int | None]
 Problem = tuple[str, str]
 """(problem, reason)."""
 
+_REST = {kind.needs: name for name, kind in ACTIONS.items() if kind.part_of and kind.frees}
+"""By the first part of a compute, the part that has to follow."""
+
 NO_GROUP = {
     TIED: "stage {} shares no trainable parameter",
     REPLICAS: "stage {} has no replicas",
@@ -141,9 +147,11 @@ NO_GROUP = {
 class _Walk:
     """The state at one place of the order.
 
-    over: finished actions.  computed: by kind and stage, the number of finished slots.  live: those in flight, by stage
-    and, where micro-batches are whole on one replica, by replica.  ended: stages whose optimizer has stepped.  meeting:
-    the actions that still have to follow in a meeting.  to_begin: by stage, the actions that its computes wait for.
+    over: finished actions; a whole compute counts as finished here when its messages may follow.  computed: by whole
+    compute and stage, the number of slots for which all of it is finished.  halves: parts of computes that have to
+    follow.  live: slots in flight, by stage and, where micro-batches are whole on one replica, by replica.  ended:
+    stages whose optimizer has stepped.  meeting: the actions that still have to follow in a meeting.  to_begin: by
+    stage, the actions that its computes wait for.
     """
 
     def __init__(self, program: Program, schedule: str | None, backward: bool) -> None:
@@ -154,6 +162,7 @@ class _Walk:
         self._shape = Shape(len(stages), program.micros, program.slices, in_turn)
         self._over: set[Key] = set()
         self._computed: dict[tuple[str, int], int] = {}
+        self._halves: dict[Key, None] = {}
         self._live: dict[tuple[int, int | None], int] = {}
         self._units = "micro-batches" if program.slices == 1 else "slices"
         self._ended: set[int] = set()
@@ -171,6 +180,12 @@ class _Walk:
         """Return whether an action has been played."""
         return (action.kind, action.stage, action.micro, action.slot.slice, action.peer) in self._over
 
+    @property
+    def half_done(self) -> Action | None:
+        """The first compute of the rest of a slot that is missing, None if there is none."""
+        key = next(iter(self._halves), None)
+        return None if key is None else Action(key[0], Slot(*key[1:4]))
+
     def step(self, action: Action) -> Problem | None:
         """Play one action; return what is wrong with it, or None."""
         kind = ACTIONS.get(action.kind)
@@ -179,7 +194,7 @@ class _Walk:
         if kind is None or kind.role == RECEIVE:
             return f"{action.kind!r} is not an action of an order", "a receive is derived from its send"
         problem = self._misplaced(action)
-        if problem is None and key in self._over:
+        if problem is None and (key in self._over or (hands_on(action.kind), *slot, None) in self._over):
             problem = f"{action} stands twice", "everything happens once in a step"
         if problem is None and kind.role == COMPUTE:
             problem = self._compute(action)
@@ -217,8 +232,10 @@ class _Walk:
         kind, stage, micro, piece = ACTIONS[action.kind], action.stage, action.micro, action.slot.slice
         if kind.needs and (kind.needs, stage, micro, piece, None) not in self._over:
             return f"{action} runs before its {ACTIONS[kind.needs].label}", ""
+        whole = hands_on(action.kind)
         neighbour = piece - 1 if kind.way == FORWARD else piece + 1
-        if 0 <= neighbour < self._program.slices and (action.kind, stage, micro, neighbour, None) not in self._over:
+        behind = whole and 0 <= neighbour < self._program.slices
+        if behind and (whole, stage, micro, neighbour, None) not in self._over:
             return f"{action} runs before slice {neighbour}", f"its {kind.label} needs what that one leaves behind"
         if self._to_begin[stage]:
             begin = min(self._to_begin[stage])
@@ -226,9 +243,9 @@ class _Walk:
         for source in self._sources[piece].get((kind.way, stage), ()):
             if (SENDS[kind.way], source, micro, piece, stage) not in self._over:
                 return f"{action} runs before it can have received from stage {source}", ""
-        self._computed[action.kind, stage] = self._computed.get((action.kind, stage), 0) + 1
+        self._finish(action, whole)
         where = stage, self._program.division(stage).player(micro)
-        live = self._live[where] = self._live.get(where, 0) + (-1 if kind.frees else 1)
+        live = self._live[where] = self._live.get(where, 0) + IN_FLIGHT[action.kind]
         if self._schedule is None:
             return None
         allowed = most_held(self._schedule, stage, self._shape)
@@ -238,6 +255,17 @@ class _Walk:
             f"{action} puts {live} {self._units} in flight on stage {stage}",
             f"schedule {self._schedule.name} allows {allowed}",
         )
+
+    def _finish(self, action: Action, whole: str) -> None:
+        """Note that a compute, or a part of one, is over.  whole: what its messages need."""
+        slot = action.slot
+        if whole:
+            self._over.add((whole, *slot, None))
+        if finished := completes(action.kind):
+            self._computed[finished, slot.stage] = self._computed.get((finished, slot.stage), 0) + 1
+            self._halves.pop((action.kind, *slot, None), None)
+        else:
+            self._halves[_REST[action.kind], *slot, None] = None
 
     def _send(self, action: Action) -> Problem | None:
         kind, stage = ACTIONS[action.kind], action.stage

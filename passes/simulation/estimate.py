@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopart.ir.actions import BACKWARD, FORWARD
 from autopart.ir.plan import Decision, Estimate, Report
-from autopart.ir.program import BACKWARD, FORWARD, Edge, Program
+from autopart.ir.program import Edge, Program
 from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
 from autopart.passes.program.routing import Tied

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from autopart.ir.actions import Action
 from autopart.ir.errors import ProgramError
-from autopart.ir.program import Action
 from autopart.ir.timeline import Span
 
 RUNS, RUNS_BACK, SENDS, RECEIVES, UPDATES, MEETS = range(6)

@@ -6,22 +6,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 
+from autopart.ir.actions import ACTIONS, COMPUTE, OPTIMIZER, RECEIVE, SEND, TIED, Action
 from autopart.ir.errors import ProgramError
-from autopart.ir.program import (
-    ACTIONS,
-    BACKWARD,
-    BUCKET_BYTES,
-    COMPUTE,
-    FIRST_BUCKET_BYTES,
-    FORWARD,
-    OPTIMIZER,
-    RECEIVE,
-    SEND,
-    TIED,
-    Action,
-    Edge,
-    Program,
-)
+from autopart.ir.program import BUCKET_BYTES, FIRST_BUCKET_BYTES, Edge, Program
 from autopart.ir.timeline import Span, Timeline
 from autopart.passes.program.linearize import receivers, senders
 from autopart.passes.program.routing import Tied
@@ -55,13 +42,15 @@ optimizer; the agreement of all ranks is a few numbers, and takes none."""
 class SliceWork:
     """The work of one slice of a micro-batch's sequences.
 
-    fwd_ns, bwd_ns, held_bytes: of each stage.  sizes: bytes of its messages.
+    fwd_ns, bwd_ns, held_bytes: of each stage.  sizes: bytes of its messages.  weight_ns, weight_bytes: as in `Work`.
     """
 
     fwd_ns: tuple[int, ...]
     bwd_ns: tuple[int, ...]
     held_bytes: tuple[int, ...]
     sizes: Mapping[Message, int]
+    weight_ns: tuple[int, ...] = ()
+    weight_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +64,8 @@ class Work:
     backward, bucket by bucket (`ir.program`), instead of after it.  gather: with ZeRO-1, bytes and load of new values
     of parameters, behind the optimizer step.  bucket_bytes: summed at once (`Decision`).  summing_ns: what sums take
     from the cores that compute, on CPUs; empty: nothing.  slices: of each slice in order, with slices of tokens; times
-    and sizes of whole micro-batches are not used then.
+    and sizes of whole micro-batches are not used then.  weight_ns: the part of bwd_ns that W takes where the backward
+    has two parts; weight_bytes: what is kept from I to W; empty: nothing.
     """
 
     fwd_ns: tuple[int, ...]
@@ -90,6 +80,8 @@ class Work:
     slices: tuple[SliceWork, ...] = ()
     bucket_bytes: int = BUCKET_BYTES
     summing_ns: tuple[int, ...] = ()
+    weight_ns: tuple[int, ...] = ()
+    weight_bytes: tuple[int, ...] = ()
 
 
 def simulate(program: Program, work: Work) -> Timeline:
@@ -190,10 +182,26 @@ def _most_held(actions: Sequence[Action], work: Work) -> int:
     for action in actions:
         kind = ACTIONS[action.kind]
         if kind.role == COMPUTE:
-            own = (work.slices[action.slot.slice] if work.slices else work).held_bytes[action.stage]
-            held += -own if kind.frees else own
+            part = work.slices[action.slot.slice] if work.slices else work
+            held += _held_change(action.kind, part.held_bytes[action.stage], _of(part.weight_bytes, action.stage))
             most = max(most, held)
     return most
+
+
+def _held_change(kind: str, held: int, kept: int) -> int:
+    """Return by how much a compute changes what is held.  held: by a whole slot; kept: of that, from I to W."""
+    return {"F": held, "B": -held, "I": kept - held, "W": -kept}[kind]
+
+
+def _of(amounts: Sequence[int], stage: int) -> int:
+    return amounts[stage] if amounts else 0
+
+
+def _compute_ns(work: Work | SliceWork) -> dict[str, Sequence[int]]:
+    """Return by kind of compute its nanoseconds on each stage."""
+    weights = work.weight_ns or (0,) * len(work.bwd_ns)
+    inputs = tuple(whole - own for whole, own in zip(work.bwd_ns, weights, strict=True))
+    return {"F": work.fwd_ns, "B": work.bwd_ns, "I": inputs, "W": weights}
 
 
 class _StepCode:
@@ -224,7 +232,7 @@ class _StepCode:
                 meeting.summing_ns = summing_ns[stage]
             self.meetings.append(meeting)
         self._channels: dict[tuple[int, int, Hashable], int] = {}
-        self._times = [{FORWARD: part.fwd_ns, BACKWARD: part.bwd_ns} for part in work.slices or (work,)]
+        self._times = [_compute_ns(part) for part in work.slices or (work,)]
 
     def step(self, action: Action, *, leads: bool) -> WorkerStep:
         """Return the step of an action.  leads: as for `local`."""
@@ -242,8 +250,7 @@ class _StepCode:
         leads: whether the rank is the first replica, whose optimizer step stands for the gather of all replicas.
         """
         if ACTIONS[kind].role == COMPUTE:
-            way = ACTIONS[kind].way
-            return WorkerStep(RUNS_BACK if way == BACKWARD else RUNS, self._times[piece][way][stage])
+            return WorkerStep(RUNS if kind == "F" else RUNS_BACK, self._times[piece][kind][stage])
         if kind == OPTIMIZER:
             taken = self._work.optimizer_ns[stage] if self._work.optimizer_ns else 0
             return WorkerStep(UPDATES, taken, self._wires.get((kind, stage), NO_WIRE) if leads else NO_WIRE)

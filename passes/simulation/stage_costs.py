@@ -33,10 +33,11 @@ from copy import copy
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 
+from autopart.ir.actions import BACKWARD, FORWARD
 from autopart.ir.cluster import Cluster, Device
 from autopart.ir.graph import Graph, Param
 from autopart.ir.plan import Decision, Estimate, Stage
-from autopart.ir.program import BACKWARD, FORWARD, MESSAGES_AHEAD, Edge
+from autopart.ir.program import MESSAGES_AHEAD, Edge
 from autopart.ir.shares import largest_share
 from autopart.ir.size import Size
 from autopart.passes.ops.cost_model import GraphCosts

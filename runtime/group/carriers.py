@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from autopart.ir.program import Action
+from autopart.ir.actions import Action
 from autopart.runtime.activity import set_activity, waiting
 from autopart.runtime.group.shared_group import shared_group
 from autopart.runtime.watch.launcher import end_process

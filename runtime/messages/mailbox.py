@@ -7,7 +7,8 @@ from types import MappingProxyType
 
 import torch
 
-from autopart.ir.program import RECEIVE, SEND, Action, Program
+from autopart.ir.actions import RECEIVE, SEND, Action
+from autopart.ir.program import Program
 from autopart.ir.shares import RowLayout, parts
 from autopart.runtime.group.world import World
 from autopart.runtime.messages.posting import Posting

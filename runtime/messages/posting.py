@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from autopart.ir.program import Action, Program
+from autopart.ir.actions import Action
+from autopart.ir.program import Program
 from autopart.runtime.group.carriers import NcclPosted
 from autopart.runtime.group.world import World
 from autopart.runtime.messages.transport import Specs, offsets, pack, unpack

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from autopart.ir.program import BACKWARD, Action, Program
+from autopart.ir.actions import BACKWARD, Action
+from autopart.ir.program import Program
 from autopart.ir.shares import RowLayout, common_period, passages
 
 

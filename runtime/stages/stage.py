@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autopart.ir.program import Slot
+from autopart.ir.actions import Slot
 from autopart.ir.shares import Window
 from autopart.rng import micro_key
 from autopart.runtime.stages.batch_statistics import without_rows

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from autopart.ir.program import TIED, Action, Program
+from autopart.ir.actions import TIED, Action
+from autopart.ir.program import Program
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.world import World
 from autopart.runtime.masters import CAN_WIDEN, HALF, gradient_dtype

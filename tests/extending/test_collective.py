@@ -9,8 +9,8 @@ from support.languages import own_collective
 from support.languages.programs import program
 from support.workers import Workers
 
+from autopart.ir.actions import ALL, COLLECTIVE, FORWARD, LOCAL, ActionKind, parse_action, register_action
 from autopart.ir.errors import ProgramError
-from autopart.ir.program import ALL, COLLECTIVE, FORWARD, LOCAL, ActionKind, parse_action, register_action
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.verify import check_program
 from autopart.passes.simulation.simulate import Work, simulate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.languages.graphs import cluster
 from support.oracles.simulated import chain, check_path, critical_path, ending, memory, play
 
-from autopart.ir.program import Action, Slot
+from autopart.ir.actions import Action, Slot
 from autopart.ir.timeline import Span, Timeline
 
 

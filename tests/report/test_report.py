@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.languages.plans import changed
 
+from autopart.ir.actions import parse_action
 from autopart.ir.graph import Graph, Op, Param
 from autopart.ir.outlook import Alternative, Optimality
 from autopart.ir.plan import Decision, Estimate, Plan, Provenance, Report, Stage
-from autopart.ir.program import parse_action
 from autopart.ir.size import Size
 from autopart.ir.timeline import Span, Timeline
 from autopart.report.chrome_trace import chrome_trace

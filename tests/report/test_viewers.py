@@ -6,8 +6,8 @@ import json
 
 from support.languages.graphs import cluster, graph, source
 
+from autopart.ir.actions import ACTIONS
 from autopart.ir.plan import Decision, Stage
-from autopart.ir.program import ACTIONS
 from autopart.ir.timeline import Timeline
 from autopart.passes.program.routing import route
 from autopart.passes.simulation.estimate import timeline_of

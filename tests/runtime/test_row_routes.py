@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopart.ir.program import BACKWARD, FORWARD, Action, Edge, Program, Slot
+from autopart.ir.actions import BACKWARD, FORWARD, Action, Slot
+from autopart.ir.program import Edge, Program
 from autopart.ir.shares import RowLayout, division
 from autopart.runtime.messages.row_routes import RowRoutes, rows_of
 

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from support.languages.graphs import cluster, graph, graphs, plan_of
 from support.languages.parts import parse_actions, parts_text
 
+from autopart.ir.actions import SEND, TIED, Action
 from autopart.ir.errors import PlanError, ProgramError, UsageError
 from autopart.ir.graph import Graph, Op
 from autopart.ir.plan import Decision, Stage
-from autopart.ir.program import SEND, TIED, Action, Edge, Program
+from autopart.ir.program import Edge, Program
 from autopart.passes.program.routing import edges, route, tied
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.schedules import Shape, find, register, worker_orders

@@ -14,9 +14,10 @@ from support.languages.parts import parse_actions
 from support.languages.programs import program
 from support.oracles.strict import hangs, issued, received_late
 
+from autopart.ir.actions import Action, Slot, parse_action
 from autopart.ir.errors import ProgramError
 from autopart.ir.plan import Decision, Stage
-from autopart.ir.program import Action, Program, Slot, parse_action
+from autopart.ir.program import Program
 from autopart.passes.program.routing import route
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.schedules import find, register

@@ -12,11 +12,12 @@ from support.languages.graphs import cluster, clusters, graph, graphs, plan_of, 
 from support.languages.parts import parse_actions
 from support.oracles.simulated import chain, check_path, drawn, ending, memory, play, work_of
 
+from autopart.ir.actions import BACKWARD, FORWARD, SEND, SENDS, Action
 from autopart.ir.cluster import Cluster, Level, Link
 from autopart.ir.errors import ProgramError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
-from autopart.ir.program import BACKWARD, BUCKET_BYTES, FORWARD, SEND, SENDS, Action, Program
+from autopart.ir.program import BUCKET_BYTES, Program
 from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
 from autopart.passes.program.routing import route

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import autopart
-from autopart.ir.program import Action, Slot
+from autopart.ir.actions import Action, Slot
 from autopart.runtime.engine import Engine
 from autopart.runtime.group.carriers import NcclCarrier, NcclPosted
 from autopart.runtime.group.world import World

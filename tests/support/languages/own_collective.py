@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from autopart.ir.program import ACTIONS, ALL, BACKWARD, COLLECTIVE, Action, ActionKind, Program, register_action
+from autopart.ir.actions import ACTIONS, ALL, BACKWARD, COLLECTIVE, Action, ActionKind, register_action
+from autopart.ir.program import Program
 from autopart.runtime.group.world import World
 from autopart.runtime.sums.reduce import COLLECTIVES, Doing
 from support.jobs.engine_jobs import step

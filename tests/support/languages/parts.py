@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autopart.ir.program import Action, Program, parse_action
+from autopart.ir.actions import Action, parse_action
+from autopart.ir.program import Program
 
 
 def parts_text(program: Program) -> str:

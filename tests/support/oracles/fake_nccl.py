@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopart.ir.program import Action
+from autopart.ir.actions import Action
 from autopart.runtime.group.carriers import CARRIERS
 
 NAME = "fake-nccl"

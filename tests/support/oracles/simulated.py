@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from autopart.ir.actions import COLLECTIVE, COMPUTE, RECEIVE, SEND, SENDS
 from autopart.ir.cluster import Cluster
 from autopart.ir.plan import Decision, Stage
-from autopart.ir.program import COLLECTIVE, COMPUTE, RECEIVE, SEND, SENDS, Program
+from autopart.ir.program import Program
 from autopart.ir.timeline import Span, Timeline
 from autopart.passes.program.routing import route
 from autopart.passes.simulation.simulate import Work, simulate

@@ -13,10 +13,10 @@ from autopart.capture import Captured
 from autopart.capture.batch.batch import flatten
 from autopart.capture.cache import CaptureCache
 from autopart.capture.derive.token_axis import Probed, fewer_tokens, sequence_length, shortened, token_recipe
+from autopart.ir.actions import Slot
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Stage
-from autopart.ir.program import Slot
 from autopart.ir.shares import Window
 from autopart.ir.size import Size
 from autopart.passes.tokens.analysis import analyse

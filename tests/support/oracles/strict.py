@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopart.ir.program import ALL, COLLECTIVE, COMPUTE, LOCAL, RECEIVE, SEND, TIED, Action, Program
+from autopart.ir.actions import ALL, COLLECTIVE, COMPUTE, LOCAL, RECEIVE, SEND, TIED, Action
+from autopart.ir.program import Program
 
 Item = tuple[str, tuple[int, ...]]
 """(operation, ranks that must reach it at the same time)."""

@@ -18,6 +18,7 @@ import torch
 
 from autopart.capture.habits.habits import HABITS
 from autopart.capture.reads import host_reads
+from autopart.capture.trace.composite_ops import kept_whole, known_composite_ops
 from autopart.capture.watch.observed import Observer
 
 _PRIVATE = "2.11 to 2.13"
@@ -38,22 +39,11 @@ class Patch:
     torch: str = "2.11+"
 
 
-_composite_ops: dict[frozenset[str], set[Any]] = {}
-"""torch's list of composite ops, by the composite ops that are registered: a library may register more at any time."""
-
-
-def _known_composite_ops(original: Callable[[], set[Any]]) -> set[Any]:
-    registered = frozenset(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
-    if registered not in _composite_ops:
-        _composite_ops.clear()
-        _composite_ops[registered] = set(original())
-    return set(_composite_ops[registered])
-
-
 def _bf16_supported(original: Callable[..., bool], *args: Any) -> bool:
     return not torch.cuda.is_available() or original(*args)
 
 
+_COMPOSITE = "torch prepares all of its composite ops for each decomposition, half of the capture of a small model"
 _ASKED = "questions about the numbers of the batch are answered"
 _NO_CUDA = "torch would switch off autocast for CUDA without a device; tracing needs only its rules"
 PATCHES = (
@@ -68,12 +58,8 @@ PATCHES = (
     Patch("(classes that forward() reaches).__getattribute__", Observer.read, "what forward() reads is compared later"),
     Patch("(classes that forward() reaches).__setattr__", Observer.write, "what forward() changes is refused"),
     Patch("torch.export._trace.print", lambda *_, **__: None, "export prints a half-made graph", _PRIVATE),
-    Patch(
-        "torch.export.exported_program._collect_all_valid_cia_ops",
-        _known_composite_ops,
-        "torch goes through all of its ops for each decomposition, a quarter of the capture of a small model",
-        _PRIVATE,
-    ),
+    Patch("torch.export.exported_program._collect_all_valid_cia_ops", known_composite_ops, _COMPOSITE, _PRIVATE),
+    Patch("torch.export.exported_program._override_composite_implicit_decomp", kept_whole, _COMPOSITE, _PRIVATE),
     Patch("torch.cuda.amp.common.amp_definitely_not_available", lambda original: False, _NO_CUDA, _PRIVATE),
     Patch("torch.cuda.is_bf16_supported", _bf16_supported, _NO_CUDA),
 )

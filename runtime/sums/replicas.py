@@ -89,9 +89,23 @@ class ReplicaSums:
                 _gradient_hooks(parameter)[self] = partial(self._released, bucket, place)
             self._watched += bucket.parameters
 
-    def arm(self) -> None:
-        """Sum what the backward that begins releases, as it comes, if sums may overlap with messages."""
+    def arm(self, later: Iterable[torch.Tensor] | None = None) -> None:
+        """Sum what the last backward, which begins now, releases, as it comes, if sums may overlap with messages.
+
+        later: the parameters that a backward of weights adds to; the gradients of all others are complete then.
+        """
         self._armed = self._world.overlaps
+        if later is not None:
+            waiting_for = {id(parameter) for parameter in later}
+            for parameter in self._watched:
+                if id(parameter) not in waiting_for:
+                    self.complete(parameter)
+
+    def complete(self, parameter: torch.Tensor) -> None:
+        """Take the gradient of a parameter to which a backward of weights adds no more."""
+        hook = _gradient_hooks(parameter).get(self)
+        if hook is not None:
+            hook(parameter)
 
     def release(self) -> None:
         """End the step, which may have failed: parameters keep the gradients that lie in the buckets."""
@@ -160,7 +174,7 @@ class ReplicaSums:
                 tensor.copy_(piece.view(tensor.shape))
 
 
-def _gradient_hooks(parameter: torch.nn.Parameter) -> dict[object, Callable[[torch.Tensor], None]]:
+def _gradient_hooks(parameter: torch.Tensor) -> dict[object, Callable[[torch.Tensor], None]]:
     """Return the hooks that run when a gradient was added, as `register_post_accumulate_grad_hook` keeps them.
 
     Its handles are counted (`RemovableHandle.next_id`), and a count that changes makes the next step look for hooks of

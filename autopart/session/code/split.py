@@ -33,12 +33,13 @@ def stage_module(
     layouts: Layouts = MappingProxyType({}),
     *,
     eager: bool = True,
+    deferrable: bool = False,
 ) -> StageModule:
     """Return the code of `stage`, which runs the ops of `planned` and exchanges values along these edges.
 
     adjusted: values that ops read with a factor of the micro-batch.  layouts: how values of random ops hold rows.
     eager: whether the ops run one by one: then products add the gradients of large weights themselves, and some ops are
-    merged.
+    merged.  deferrable: whether the gradients of small weights are added like this too, so that they can wait.
     Raises RefusedError for a random op that replicas cannot run.  O(nodes * (1 + recomputed groups)).
     """
     graph = captured.graph
@@ -51,7 +52,9 @@ def stage_module(
         captured, chosen, outputs, device, updates=updates, groups=planned.recompute, adjusted=adjusted, casts=casts,
         drawn=drawn,
     )  # fmt: skip
-    return accumulate_in_place(merge_ops(code, graph.inputs), captured.tensors) if eager else code
+    if not eager:
+        return code
+    return accumulate_in_place(merge_ops(code, graph.inputs), captured.tensors, deferrable=deferrable)
 
 
 def leaving(graph: Graph, links: Iterable[Edge], stage: int, ops: Collection[str]) -> list[str]:

@@ -1,0 +1,148 @@
+"""Steps under plans made by hand: several stages on a rank, split backwards, any order of computes; each compared with
+one process, or, for models that draw random numbers or round, with one device that runs whole backwards."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from autopart.capture import CaptureCache
+from autopart.capture.batch.batch import flatten, split_rows
+from autopart.files.clusters import parse_cluster
+from autopart.ir.errors import PlanError
+from autopart.ir.graph import Graph
+from autopart.ir.plan import Decision, Plan, Provenance, Stage, check
+from autopart.ir.program import BUCKET_BYTES, Program
+from autopart.ir.shares import Policy
+from autopart.ir.size import Size
+from autopart.passes.program.messages import check_messages
+from autopart.passes.program.routing import route
+from autopart.passes.program.verify import check_program
+from support.jobs.step_jobs import EVERY, cluster, compiled, expected_of, fresh
+from support.languages.own_orders import LOOP, homes_of, registered
+from support.oracles.one_process import Difference, Expected, difference
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A plan to be made by hand for all ranks of a pool.
+
+    per_rank: stages of each rank.  schedule: a built-in one; "" draws an order (`own_orders`), in which a backward is
+    split with the probability `split`.  replicas: of every stage.  recompute: the part of each stage's ops that is
+    recomputed.  seed: of the order, and of how much the cuts are off from equal numbers of ops.
+    """
+
+    per_rank: int = 2
+    placement: str = LOOP
+    schedule: str = ""
+    split: float = 1.0
+    seed: int = 0
+    micros: int = 4
+    replicas: int = 1
+    policy: Policy = "split"
+    zero: int = 0
+    recompute: float = 0.0
+    slices: tuple[int, ...] = ()
+    bucket_bytes: int = BUCKET_BYTES
+    precision: Any = "fp32"
+
+    def schedule_on(self, workers: int) -> str:
+        """Return the name of the schedule, registered in this process."""
+        return self.schedule or registered(self.placement, workers, self.split, self.seed)
+
+
+WHOLE = Placed(per_rank=1, schedule="gpipe")
+"""Whole backwards; with `alone`, on one device."""
+
+
+def plan_of(graph: Graph, placed: Placed, rows: int, world: int, *, alone: bool = False) -> Plan:
+    """Return the plan for a graph, cut near equal numbers of ops where a cut is allowed.  alone: one stage on rank 0;
+    the other ranks idle."""
+    workers = 1 if alone else world // placed.replicas
+    count = 1 if alone else workers * placed.per_rank
+    homes, draw = homes_of(placed.placement, count, workers), random.Random(placed.seed)
+    schedule = placed.schedule_on(workers)
+    provenance = Provenance(
+        graph.shape_digest(), graph.structure_digest(), torch.__version__, precision=placed.precision
+    )
+    for _ in range(200):
+        stages = []
+        for stage, (first, end) in enumerate(pairwise(_ends(len(graph.ops), count, draw))):
+            ops = tuple(op.name for op in graph.ops[first:end])
+            again = ops[: round(placed.recompute * len(ops))]
+            home = homes[stage]
+            ranks = (0,) if alone else tuple(range(home * placed.replicas, (home + 1) * placed.replicas))
+            stages.append(Stage(ops, ranks, (again,) if again else (), policy=placed.policy))
+        decision = Decision(
+            world, tuple(stages), split_rows(rows, placed.micros), schedule, placed.zero,
+            token_slices=placed.slices, bucket_bytes=placed.bucket_bytes,
+        )  # fmt: skip
+        try:
+            return check(Plan(provenance, decision), graph)
+        except PlanError:  # a buffer on two stages
+            continue
+    raise AssertionError(f"{count} stages of {len(graph.ops)} ops cannot be cut")
+
+
+def _ends(ops: int, count: int, draw: random.Random) -> list[int]:
+    """Return where stages end, each somewhere near an equal part; the last ops mostly sum up the loss."""
+    free = max(count, ops - 7)
+    near = [round(free * (k + draw.uniform(-0.3, 0.3)) / count) for k in range(1, count)]
+    inner = list(itertools.accumulate(near, lambda last, end: max(last + 1, end), initial=0))[1:]
+    return [0, *inner, ops]
+
+
+def proven(decision: Decision, graph: Graph) -> Program:
+    """Return the program of a decision, proven under the rules of Gloo and of NCCL."""
+    return check_messages(check_program(route(decision, graph), decision.schedule))
+
+
+def _graph(captures: CaptureCache, case: Any, batch: Any, placed: Placed, rows: int) -> Graph:
+    captures.run_in(placed.precision, "cpu")
+    return captures(
+        flatten(batch, with_target=case.loss_fn is not None), Size(max(split_rows(rows, placed.micros)))
+    ).graph
+
+
+def stepped(
+    name: str, placed: Placed, rows: int, dtype: torch.dtype, *, alone: bool = False, transport: str = "auto"
+) -> tuple[Expected, list[str], bool]:
+    """Take a step and return what it left, the kinds of computes that this rank ran, and whether this is rank 0."""
+    case, captures = EVERY[name], fresh(name, dtype, placed.precision)
+    batch = case.data(rows, dtype)
+    world = parse_cluster(cluster()).world
+    graph = _graph(captures, case, batch, placed, rows)
+    plan = plan_of(graph, placed, rows, world, alone=alone)
+    if not placed.slices:
+        proven(plan.decision, graph)
+    with compiled(case, captures, batch, plan=plan, seed=5, transport=transport) as pipe:
+        loss = pipe.step(batch).item()
+        found = Expected(loss, pipe.gradients(), dict(pipe.state_dict()))
+        kinds = [action.kind for action in pipe.session.program().part(pipe.rank)]
+        return found, kinds, pipe.rank == 0
+
+
+def compare_placed(
+    name: str, placed: Placed, rows: int = 12, dtype: str = "float32", against: str = "one process"
+) -> tuple[Difference | None, list[str]]:
+    """Compare a step with one process, or with whole backwards on "one device"; the difference is on rank 0."""
+    chosen = getattr(torch, dtype)
+    found, kinds, leads = stepped(name, placed, rows, chosen)
+    if against == "one process":
+        case = EVERY[name]
+        expected = expected_of(name, chosen, rows, placed.micros if case.coupled else 1)
+    else:
+        plain = replace(WHOLE, micros=placed.micros, precision=placed.precision)
+        expected, _, _ = stepped(name, plain, rows, chosen, alone=True)
+    state = found.buffers
+    return difference(found.loss, found.gradients, state, expected, chosen) if leads else None, kinds
+
+
+def compare_all(cases: list[tuple[Any, ...]]) -> list[tuple[Difference | None, list[str]]]:
+    """Return `compare_placed` of each case, in one call of a pool."""
+    return [compare_placed(*case) for case in cases]

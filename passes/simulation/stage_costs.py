@@ -306,6 +306,8 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
         reduce_ns=estimator.loads.ring(stage.ranks, 2).alone_ns(summed)
         + summing_ns(summed, stage.ranks, estimator.cluster),
         optimizer_ns=max(optimizer_ns(stepped, estimator.state_factor, d) + casting_ns(copies, d) for d in devices),
+        weight_ns=max(sum([cost.weight_ns for cost in costs]) for costs in costed),
+        weight_bytes=sum([cost.weight_bytes for cost in costed[0]]),
     )
 
 

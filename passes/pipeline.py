@@ -63,7 +63,7 @@ class PlannerInput:
 
 def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: Watch | None = None) -> Plan:
     """Return the plan with the shortest simulated step, or one about as fast with fewer stages
-    (`evaluation.preference`), with a bound on its distance from the best one.
+    (`candidate.preference`), with a bound on its distance from the best one.
 
     Before: the graph is checked and has costs.  After: the plan's decision is checked and its program is verified; the
     plan's digests are those of `graph`, whatever its number of rows.  Raises UsageError, InfeasibleError; GraphError

@@ -14,7 +14,8 @@ class Cost:
     fwd_ns, bwd_ns: nanoseconds of the forward and of the whole backward (input and weight part).
     saved_bytes: bytes kept from forward to backward.  scratch_bytes: bytes needed only while it runs.
     flops: floating point operations of the forward.  tail_ns: nanoseconds at the end of the forward of a block of ops
-    whose results its backward does not need; 0 for a single op.
+    whose results its backward does not need; 0 for a single op.  weight_ns: the part of bwd_ns that only makes gradients
+    of weights, and can wait.  weight_bytes: bytes kept until it runs, where the backward has two parts.
     """
 
     fwd_ns: int = 0
@@ -23,6 +24,8 @@ class Cost:
     scratch_bytes: int = 0
     flops: int = 0
     tail_ns: int = 0
+    weight_ns: int = 0
+    weight_bytes: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         """Return the cost of running both, one after the other."""
@@ -33,6 +36,8 @@ class Cost:
             max(self.scratch_bytes, other.scratch_bytes),
             self.flops + other.flops,
             other.tail_ns,
+            self.weight_ns + other.weight_ns,
+            self.weight_bytes + other.weight_bytes,
         )
 
     @property

@@ -16,7 +16,8 @@ class Estimate:
     are at most `live`.  workspace_bytes: temporary memory of gradients and recomputation.  buffer_bytes: messages under
     way, and sums of gradients over replicas.  in_bytes, out_bytes: received and sent by the whole stage in one forward.
     reduce_ns: sum of gradients over the replicas.  optimizer_ns: the optimizer step.  peak_bytes: the most memory that
-    is needed at once.
+    is needed at once by this stage.  weight_ns: the part of bwd_ns that W takes where the backward has two parts.
+    weight_bytes: kept from I to W, for each micro-batch.
     """
 
     fwd_ns: int
@@ -35,6 +36,8 @@ class Estimate:
     recompute_ns: int = 0
     reduce_ns: int = 0
     optimizer_ns: int = 0
+    weight_ns: int = 0
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from autopart.passes.ops.op_classes import first_of, op_classes
 from autopart.passes.ops.resize import resize
 from autopart.passes.ops.row import CREATION, VIEW, OpRow
 from autopart.passes.ops.table import row_of
+from autopart.passes.ops.weight_parts import WeightPart, weight_parts
 
 LAUNCH_NS = {"cpu": 3_000, "cuda": 6_000}
 """Nanoseconds to dispatch one op from Python: measured order of magnitude of eager PyTorch."""
@@ -45,17 +46,19 @@ def analytic_costs(graph: Graph, device: Device) -> Graph:
 class Pricing:
     """Analytic costs of one model at any size, computed once for each class of equal ops (`op_classes`).
 
-    classes: the number of the class of each op.
+    classes: the number of the class of each op.  weight_parts: of each op.
     """
 
     def __init__(self, graph: Graph, other: Graph) -> None:
         """other: another capture of the model, or `graph` itself.  O(size of the graph)."""
         self._roots = storage(graph)
         keeps = _kept(graph, self._roots)
-        also = [_also(op, self._roots, keeps[op.name]) for op in graph.ops]
+        self.weight_parts = weight_parts(graph, self._roots)
+        pairs = zip(graph.ops, self.weight_parts, strict=True)
+        also = [_also(op, self._roots, (*keeps[op.name], "", *part.kept)) for op, part in pairs]
         self.classes = op_classes(graph, other, also)
         first = first_of(self.classes)
-        self._keeps = [keeps[graph.ops[i].name] for i in first]
+        self._keeps = [(keeps[graph.ops[i].name], self.weight_parts[i]) for i in first]
         wanted = {name for i in first for op in [graph.ops[i]] for name in (*op.reads, *op.writes, *also[i])}
         places = [i for i, value in enumerate(graph.values) if value.name in wanted]
         self._few, self._twins = (
@@ -69,7 +72,9 @@ class Pricing:
         few = resize(self._few, self._twins, size)
         values = few.value_map()
         pairs = zip(few.ops, self._keeps, strict=True)
-        return [_cost(op, values, self._params, self._roots, kept, device) for op, kept in pairs]
+        return [
+            part.of(_cost(op, values, self._params, self._roots, kept, device), values) for op, (kept, part) in pairs
+        ]
 
     def put(self, costs: list[Cost], ops: tuple[Op, ...]) -> tuple[Op, ...]:
         """Return the ops of the model with the costs of their classes."""
@@ -77,7 +82,7 @@ class Pricing:
 
 
 def _also(op: Op, roots: Mapping[str, str], kept: tuple[str, ...]) -> tuple[str, ...]:
-    """What the cost of an op depends on besides its operands: their storage, and what it saves."""
+    """What the cost of an op depends on besides its operands: their storage, what it saves, and keeps for W."""
     return (*(roots.get(name, name) for name in op.reads + op.writes), *kept)
 
 

@@ -20,9 +20,11 @@ from autopart.ir.graph import Graph
 from autopart.ir.size import Size
 from autopart.passes.ops.analytic_costs import Pricing
 from autopart.passes.ops.resize import resize
+from autopart.passes.ops.weight_parts import with_weight_parts
 
-FIELDS = ("fwd_ns", "bwd_ns", "saved_bytes", "scratch_bytes", "flops", "tail_ns")
+FIELDS = ("fwd_ns", "bwd_ns", "saved_bytes", "scratch_bytes", "flops", "tail_ns", "weight_ns", "weight_bytes")
 """The rows of a `CostTable`: fields of `Cost`."""
+_WEIGHT_NS = FIELDS.index("weight_ns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,9 @@ class CostModel:
 
     def __init__(self, graph: Graph, other: Graph | None, device_types: tuple[Device, ...]) -> None:
         """other: the program at another number of rows, which shows how it grows (`resize`).  O(size of the graph)."""
-        self._graph, self._other, self._device_types = graph, other, device_types
+        self._other, self._device_types = other, device_types
         self._pricing = Pricing(graph, other or graph)
+        self._graph = graph = with_weight_parts(graph, self._pricing.weight_parts)
         self._classes = np.array(self._pricing.classes, dtype=np.int64)
         analytic = self._pricing.costs(graph.size, device_types[0])
         self._factors = [
@@ -80,7 +83,9 @@ class CostModel:
             return table_of(self._graph)
         columns = _columns(self._pricing.costs(size, self._device_types[device_type]))[:, self._classes]
         if not self._as_analytic:
-            columns[:2] = np.floor(columns[:2] * np.array(self._factors).T)
+            factors = np.array(self._factors).T
+            columns[:2] = np.floor(columns[:2] * factors)
+            columns[_WEIGHT_NS] = np.floor(columns[_WEIGHT_NS] * factors[1])
         twin = None if self._other is None else replace(self._other, ops=())
         values = resize(replace(self._graph, ops=()), twin, size).values
         return CostTable(columns, {value.name: value.size_bytes for value in values})
@@ -100,4 +105,5 @@ def _ratio(known_ns: int, analytic_ns: int) -> float:
 
 
 def _scaled(cost: Cost, factor: tuple[float, float]) -> Cost:
-    return replace(cost, fwd_ns=int(cost.fwd_ns * factor[0]), bwd_ns=int(cost.bwd_ns * factor[1]))
+    bwd_ns, weight_ns = (int(taken * factor[1]) for taken in (cost.bwd_ns, cost.weight_ns))
+    return replace(cost, fwd_ns=int(cost.fwd_ns * factor[0]), bwd_ns=bwd_ns, weight_ns=weight_ns)

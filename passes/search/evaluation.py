@@ -8,67 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from math import log2
+from itertools import pairwise
 
 from autopart.ir.decision import Decision, Stage
 from autopart.ir.plan import Estimate
 from autopart.ir.program import Edge
 from autopart.passes.program.routing import edges, tied
-from autopart.passes.search.layout import Layout, in_proportion
+from autopart.passes.search.candidate import Candidate, preference
+from autopart.passes.search.layout import in_proportion
 from autopart.passes.search.recomputation import recomputed_stage
 from autopart.passes.search.space import SearchSpace, Watch
 from autopart.passes.simulation.estimate import excess_of, simulated_ns, stage_estimates
-from autopart.passes.simulation.stage_costs import stage_contexts
-
-DOUBLING = 0.02
-"""A plan with twice the stages is chosen if it makes the step shorter by at least this part: predicted steps are off by
-more than that from measured ones (benchmarks/results/prediction.json), while each stage is one more hop for every
-micro-batch, and one more device that all others wait for.  For 15 stages instead of 16 it is 0.2 %."""
+from autopart.passes.simulation.rank_memory import stages_together
+from autopart.passes.simulation.stage_costs import Estimator, stage_contexts
 
 
-def preference(step_ns: int, stages: int) -> float:
-    """Return the criterion by which plans are chosen, less is better: the step, and a penalty for each doubling of the
-    stages."""
-    return float(step_ns * (1 + DOUBLING) ** log2(stages))
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """The choices of the search; memory decides the rest.
-
-    bounds, widths, latency_ns, first: those of a `Partition`.
-    """
-
-    bounds: tuple[int, ...]
-    widths: tuple[int, ...]
-    latency_ns: int
-    first: int
-    layout: Layout
-    micro_rows: tuple[int, ...]
-    schedule: str
-    token_slices: tuple[int, ...] = ()
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal for candidates that are the same plan."""
-        return self.bounds, self.ranks, self.micro_rows, self.schedule, self.token_slices
-
-    @property
-    def stages(self) -> int:
-        """Number of stages."""
-        return len(self.widths)
-
-    @property
-    def most_replicas(self) -> int:
-        """The devices of the stage that has most."""
-        return self.layout.pipeline_replicas * max(self.widths)
-
-    @property
-    def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each stage."""
-        starts = accumulate(self.widths, initial=self.first)
-        return tuple(self.layout.ranks(start, width) for start, width in zip(starts, self.widths, strict=False))
+FITTED = 4
+"""Rounds of recomputation for ranks with several stages."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +56,7 @@ class Evaluation:
     @property
     def preference(self) -> float:
         """The criterion by which it is chosen, less is better."""
-        return preference(self.step_ns, self.stages)
+        return preference(self.step_ns, self.stages, self.candidate.schedule)
 
     @property
     def fits(self) -> bool:
@@ -181,21 +137,49 @@ def _fit(space: SearchSpace, decision: Decision, spare_bytes: Sequence[int]) -> 
         estimates = stage_estimates(decision, links, estimator)
         return Fitted(decision, links, estimates, excess_of(decision, links, estimator, spare_bytes))
 
-    def recomputing(decision: Decision, stages: Sequence[int]) -> Decision:
+    def recomputing(decision: Decision, stages: Sequence[int], spare: Sequence[int]) -> Decision:
         contexts = stage_contexts(decision, links, estimator)
         chosen = [context.stage for context in contexts]
         for s in stages:
-            chosen[s] = recomputed_stage(space, contexts[s], spare_bytes[s] if spare_bytes else 0)
+            chosen[s] = recomputed_stage(space, contexts[s], spare[s] if spare else 0)
         return replace(decision, stages=tuple(chosen))
 
     everything = request.recompute == "all"
-    found = measured(recomputing(decision, range(len(decision.stages))) if everything else decision)
+    every_stage = range(len(decision.stages))
+    found = measured(recomputing(decision, every_stage, spare_bytes) if everything else decision)
     replicated = any(len(stage.ranks) > 1 for stage in decision.stages)
     if max(found.excess) > 0 and request.may_shard and replicated and not decision.zero:
         found = measured(replace(found.decision, zero=1))
     if max(found.excess) > 0 and request.may_recompute and not everything:  # before the simulation, whose times differ
-        found = measured(recomputing(found.decision, [s for s, excess in enumerate(found.excess) if excess > 0]))
+        if len(stages_together(decision)) == len(decision.stages):
+            over = [s for s in every_stage if found.excess[s] > 0]
+            return measured(recomputing(found.decision, over, spare_bytes))
+        whole, excess = found, list(found.excess)
+        for _ in range(FITTED):  # a rank's stages are seldom all at their fullest at once
+            over = [s for s in every_stage if excess[s] > 0]
+            spare = spare_together(replace(whole, excess=excess), estimator)
+            found = measured(recomputing(whole.decision, over, spare))
+            if max(found.excess) <= 0:
+                break
+            excess = [before + max(0, left) for before, left in zip(excess, found.excess, strict=True)]
     return found
+
+
+def spare_together(found: Fitted, estimator: Estimator) -> list[int]:
+    """Return for each stage the memory to leave free so that all stages of its rank fit together.
+
+    What a rank needs too much is taken from its stages in proportion to what they hold for backwards.
+    """
+    contexts = stage_contexts(found.decision, found.links, estimator)
+    spare = [0] * len(contexts)
+    for stages in stages_together(found.decision):
+        limit = estimator.cluster.least_memory_bytes(found.decision.stages[stages[0]].ranks)
+        known = [found.estimates[s] for s in stages]
+        held = [contexts[s].in_flight_bytes(e.activation_bytes, e.weight_bytes) for s, e in zip(stages, known, strict=True)]
+        for s, e, own in zip(stages, known, held, strict=True):
+            freed = -(-max(0, found.excess[s]) * own // max(1, sum(held)))
+            spare[s] = limit - (e.peak_bytes - freed)
+    return spare
 
 
 # ---- the search ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 Only over captured ops are clones and recomputed groups counted exactly.  A plan that then needs more memory than over
 blocks is evaluated once more with the difference left free, which costs it some recomputation, and queues again.
 
-Of plans that are about as fast the one with fewer stages is chosen (`evaluation.preference`): what the simulator leaves
+Of plans that are about as fast the one with fewer stages is chosen (`candidate.preference`): what the simulator leaves
 out (ranks that slow each other down, variation between micro-batches, a rank that fails) grows with the devices that a
 micro-batch passes.
 """
@@ -21,8 +21,9 @@ from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import edges, route
 from autopart.passes.program.schedules import find
 from autopart.passes.program.verify import check_program
+from autopart.passes.search.candidate import preference
 from autopart.passes.search.diagnostics import alternatives
-from autopart.passes.search.evaluation import Evaluation, evaluate, preference
+from autopart.passes.search.evaluation import Evaluation, evaluate
 from autopart.passes.search.space import PlanRequest, SearchSpace
 from autopart.passes.simulation.estimate import estimate, excess_of, stage_estimates
 from autopart.passes.simulation.stage_costs import Estimator
@@ -54,7 +55,7 @@ class Finalized:
     @property
     def preference(self) -> float:
         """The criterion by which it is chosen, less is better."""
-        return preference(self.step_ns, len(self.decision.stages))
+        return preference(self.step_ns, len(self.decision.stages), self.decision.schedule)
 
 
 def finalize(
@@ -77,7 +78,7 @@ def finalize(
         step_ns, i, spare, turn, evaluation = heappop(queue)
         if proven and (
             step_ns >= min(each.step_ns for each in proven)
-            and preference(step_ns, evaluation.stages) >= min(each.preference for each in proven)
+            and replace(evaluation, step_ns=step_ns).preference >= min(each.preference for each in proven)
         ):
             continue
         over_blocks = evaluation.decision

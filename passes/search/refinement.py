@@ -19,7 +19,8 @@ from itertools import chain, pairwise, permutations, product
 from typing import NamedTuple
 
 from autopart.ir.size import Size
-from autopart.passes.search.evaluation import Candidate, Evaluation, Fitted, Search, fitted
+from autopart.passes.search.candidate import Candidate
+from autopart.passes.search.evaluation import Evaluation, Fitted, Search, fitted
 from autopart.passes.search.space import SearchSpace
 from autopart.passes.simulation.estimate import played
 

@@ -14,16 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import accumulate
 
-import numpy as np
-
-from autopart.ir.size import Size
-from autopart.passes.search.evaluation import Candidate, Evaluation, Search
+from autopart.passes.search.candidate import Candidate
+from autopart.passes.search.evaluation import Evaluation, Search
+from autopart.passes.search.even_cuts import even_bounds
 from autopart.passes.search.layout import layouts
 from autopart.passes.search.proposals import HOPELESS, Proposal, enumerate_all, with_equal_stages
 from autopart.passes.search.refinement import actions_of, balanced, finer, refined
-from autopart.passes.search.space import SearchSpace, fastest_sums
+from autopart.passes.search.space import SearchSpace
 
 PROMISING = 12
 """Proposals that are evaluated, besides the best one of each number of pipelines."""
@@ -37,8 +35,6 @@ HOPEFUL, CLOSE = 1.04, 1.005
 """How far above the best a candidate may be to be refined, and to be refined once more over finer blocks."""
 FAR_FEWER = 0.75
 """The most stages, as a part of the preferred plan's, of a candidate that is refined to become the preferred one."""
-EVEN = 8
-"""Even cuts may be off by one in so many of a device's share of the work, where fewer bytes cross."""
 FEW = 4
 """Micro-batches per stage up to which equal stages are tried too, since the pipeline latency misjudges them."""
 EFFORT = 250_000
@@ -151,25 +147,15 @@ def with_even_cuts(candidate: Candidate, space: SearchSpace) -> Candidate | None
     widths = candidate.widths
     if space.request.pins or len(widths) > space.chain.n:
         return None
-    rows = max(candidate.micro_rows)
-    sums, crossing = fastest_sums(space, rows), space.chain.range_costs(Size(rows)).crossing
-    devices, bounds = sum(widths), [0]
-    for done in accumulate(widths[:-1]):
-        first = bounds[-1] + 1  # the boundaries that are left
-        off = np.abs(sums[first:-1] - sums[-1] * done / devices)
-        if not len(off):
-            return None
-        near = np.flatnonzero(off <= max(off.min(), sums[-1] / devices / EVEN))
-        bounds.append(first + int(min(near, key=lambda i: (crossing[first + i], off[i]))))
-    ends = (*bounds, space.chain.n)
-    return replace(candidate, bounds=ends) if space.allows(ends) else None
+    ends = even_bounds(space, max(candidate.micro_rows), widths)
+    return replace(candidate, bounds=ends) if ends is not None and space.allows(ends) else None
 
 
 # ---- refinement ----------------------------------------------------------------------------------------------------
 
 
 def refine_best(search: Search) -> None:
-    """Refine the fastest, and those that may be preferred to them (`evaluation.preference`), best first."""
+    """Refine the fastest, and those that may be preferred to them (`candidate.preference`), best first."""
     done = set()
     for evaluation in search.finalists(REFINED):
         done.add(evaluation.stages)

@@ -14,7 +14,15 @@ from autopart.passes.program.routing import Tied
 from autopart.passes.program.schedules import Shape, find, pattern
 from autopart.passes.simulation.simulate import Message, SliceWork, Work, ordered_ns, simulate, step_ns
 from autopart.passes.simulation.slices import contexts_of, share_of
-from autopart.passes.simulation.stage_costs import Estimator, excess_bytes, message_bytes, stage_contexts, summing_ns
+from autopart.passes.simulation.rank_memory import rank_peaks, stages_together
+from autopart.passes.simulation.stage_costs import (
+    Estimator,
+    counts_for,
+    excess_bytes,
+    message_bytes,
+    stage_contexts,
+    summing_ns,
+)
 
 Estimates = tuple[Estimate, ...]
 """The estimate of each stage, in order."""
@@ -95,11 +103,20 @@ def excess_of(
 ) -> list[int]:
     """Return the bytes that each stage needs beyond the memory of its devices; negative where it fits.
 
-    spare_bytes: of each stage, memory to leave free on its devices.  O(uses).
+    With several stages a rank it is the need of all stages of its rank.  spare_bytes: of each stage, memory to leave
+    free on its devices.  O(uses).
     """
     contexts = stage_contexts(decision, links, estimator)
     spare = spare_bytes or (0,) * len(contexts)
-    return [excess_bytes(context, estimator, free) for context, free in zip(contexts, spare, strict=True)]
+    found = [excess_bytes(context, estimator, free) for context, free in zip(contexts, spare, strict=True)]
+    counts = counts_for(decision) if len(stages_together(decision)) < len(contexts) else None
+    if counts is not None:
+        estimates = [estimator.stage(context) for context in contexts]
+        for stages, peak_bytes in rank_peaks(decision, contexts, estimates, counts).items():
+            limit = estimator.cluster.least_memory_bytes(decision.stages[stages[0]].ranks)
+            for s in stages:
+                found[s] = peak_bytes + sum([spare[other] for other in stages]) - limit
+    return found
 
 
 def work_of(
@@ -136,6 +153,8 @@ def work_of(
         overlap=estimator.overlap,
         bucket_bytes=decision.bucket_bytes,
         slices=_slice_works(decision, estimates, links, estimator) if decision.token_slices else (),
+        weight_ns=tuple(e.weight_ns for e in estimates),
+        weight_bytes=tuple(e.weight_bytes for e in estimates),
     )
 
 
@@ -157,6 +176,11 @@ def _slice_works(
             tuple(own[j] for own in times[True]),
             tuple(share_of(known.activation_bytes, length, tokens) for known in estimates),
             _slice_sizes(links, index.values, j, length, tokens),
+            tuple(
+                min(own[j], share_of(known.weight_ns, length, tokens))
+                for own, known in zip(times[True], estimates, strict=True)
+            ),
+            tuple(share_of(known.weight_bytes, length, tokens) for known in estimates),
         )
         for j, length in enumerate(lengths)
     )

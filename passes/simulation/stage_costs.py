@@ -42,7 +42,8 @@ from autopart.ir.shares import largest_share
 from autopart.ir.size import Size
 from autopart.passes.ops.cost_model import GraphCosts
 from autopart.passes.ops.table import keeps
-from autopart.passes.program.schedules import Shape, find, in_flight, most_tokens
+from autopart.passes.program.schedules import BUILT_IN, Shape, find, in_flight, most_tokens
+from autopart.passes.simulation.held import Counts, counts_of, of_stage
 from autopart.passes.simulation.slices import SliceShares, share_of
 from autopart.passes.simulation.traffic import Loads
 
@@ -182,7 +183,8 @@ class StageContext:
     rows: of the largest micro-batch.  live: micro-batches in flight.  first: whether it holds the whole batch.
     versions: copies of its weights.  in_bytes, out_bytes: received and sent in the forward of a whole micro-batch.
     back_bytes: of gradients, received and sent.  zero: whether replicas share the optimizer state.  held: with slices
-    of tokens, (tokens in flight at most, tokens of a micro-batch).
+    of tokens, (tokens in flight at most, tokens of a micro-batch).  counts: where a backward has two parts or a rank
+    several stages, what the stage holds at its fullest times (`held.of_stage`), in micro-batches or tokens.
     """
 
     stage: Stage
@@ -196,6 +198,17 @@ class StageContext:
     back_bytes: int
     zero: bool = False
     held: tuple[int, int] | None = None
+    counts: tuple[tuple[int, int], ...] = ()
+
+    def in_flight_bytes(self, held_bytes: int, kept_bytes: int) -> int:
+        """Return the most bytes that are held for backwards.
+
+        held_bytes, kept_bytes: for a micro-batch, from its forward on, and from I to W.
+        """
+        tokens, of_tokens = self.held or (self.live, 1)
+        if not self.counts:
+            return share_of(held_bytes, tokens, of_tokens)
+        return max(-(-(held * held_bytes + kept * kept_bytes) // of_tokens) for held, kept in self.counts)
 
 
 def message_bytes(links: tuple[Edge, ...], sizes: dict[str, int]) -> dict[tuple[int, int, str], int]:
@@ -216,16 +229,25 @@ def stage_contexts(decision: Decision, links: tuple[Edge, ...], estimator: Estim
             back[src] += size
             back[dst] += size
     schedule, shape, lengths = find(decision.schedule), Shape.of(decision), decision.token_slices
-    found = []
+    counts, found = counts_for(decision), []
     for s, stage in enumerate(decision.stages):
         live, held = in_flight(schedule, s, replace(shape, slices=1)), None
         if lengths:
             held = most_tokens(schedule, s, shape, lengths), sum(lengths)
             live = -(-held[0] // held[1])
+        own = of_stage(counts, s) if counts is not None else ()
         versions = 1 if schedule.synchronous else live
         sizes = into[s], out[s], back[s]
-        found.append(StageContext(stage, rows, micros, live, s == 0, versions, *sizes, decision.zero > 0, held))
+        found.append(StageContext(stage, rows, micros, live, s == 0, versions, *sizes, decision.zero > 0, held, own))
     return found
+
+
+def counts_for(decision: Decision) -> Counts | None:
+    """Return what the workers hold under a decision's order; None where each stage just holds `in_flight` slots."""
+    schedule, shape = find(decision.schedule), Shape.of(decision)
+    if schedule in BUILT_IN:
+        return None
+    return counts_of(schedule, shape, decision.token_slices)
 
 
 def alike(stage: Stage) -> tuple[tuple[int, ...], ...]:
@@ -277,8 +299,8 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
     activation_bytes = kept + received
     workspace = max([cost.scratch_bytes for cost in costed[0]], default=0) + group_bytes
     buffers = MESSAGES_AHEAD * (received + sent)
-    tokens, of_tokens = context.held or (context.live, 1)
-    in_flight_bytes = share_of(activation_bytes, tokens, of_tokens)
+    weight_bytes = sum([cost.weight_bytes for cost in costed[0]])
+    in_flight_bytes = context.in_flight_bytes(activation_bytes, weight_bytes)
     if len(stage.ranks) > 1:  # activations, workspace and messages are gone by then and make room
         rounded = (summed - trained) * stepped // max(1, trained)
         buffers += max(0, rounded - in_flight_bytes - workspace - buffers)
@@ -306,6 +328,8 @@ def _estimate(context: StageContext, estimator: Estimator, ranks: Sequence[int])
         reduce_ns=estimator.loads.ring(stage.ranks, 2).alone_ns(summed)
         + summing_ns(summed, stage.ranks, estimator.cluster),
         optimizer_ns=max(optimizer_ns(stepped, estimator.state_factor, d) + casting_ns(copies, d) for d in devices),
+        weight_ns=max(sum([cost.weight_ns for cost in costs]) for costs in costed),
+        weight_bytes=weight_bytes,
     )
 
 

@@ -1,0 +1,82 @@
+"""The part of an op's backward that makes gradients of weights alone, and can wait (`W` in `ir.actions`).
+
+It is the weight's product of a matrix product with a trainable matrix, or with a cast or a transposed view of one: the
+backward has another product as large for the gradient of x, if that is needed.  From I to W it keeps x and the
+gradient of its result.  Everything else (norms, biases, embeddings, convolutions) runs whole in I.
+
+Assumed, and wrong where: the two products take equally long.  An x that several products share (queries, keys, values)
+counts for the first of them, also if a cut parts them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from autopart.ir.cost import Cost
+from autopart.ir.graph import Graph, Op, Param, Value
+from autopart.passes.ops.flops import operands
+
+_PRODUCTS: Mapping[str, tuple[int, int]] = {
+    "aten.linear.default": (0, 1),
+    "aten.addmm.default": (1, 2),
+    "aten.mm.default": (0, 1),
+    "aten.matmul.default": (0, 1),
+}
+"""By op, the places of x and of the weight among its tensor operands."""
+
+
+class WeightPart(NamedTuple):
+    """halves: of the backward that can wait, 0 to 2.  kept: names of values whose sizes are kept until then."""
+
+    halves: int = 0
+    kept: tuple[str, ...] = ()
+
+    def of(self, cost: Cost, values: Mapping[str, Value]) -> Cost:
+        """Return the cost with its weight part, in nanoseconds and bytes."""
+        if not self.halves:
+            return cost
+        kept_bytes = sum([values[name].size_bytes for name in self.kept])
+        return replace(cost, weight_ns=cost.bwd_ns * self.halves // 2, weight_bytes=kept_bytes)
+
+
+def weight_parts(graph: Graph, roots: Mapping[str, str]) -> list[WeightPart]:
+    """Return the weight part of each op.  roots: the storage of each value (`analytic_costs.storage`).  O(ops)."""
+    values, params = graph.value_map(), graph.param_map()
+    counted: set[str] = set()
+    found = []
+    for op in graph.ops:
+        x = _input_of_product(op, values, params, roots)
+        fresh = () if x is None or x in counted or x not in values else (x,)
+        counted.update(fresh)
+        halves = 0 if x is None else 1 if x in values and values[x].grad else 2
+        found.append(WeightPart(halves, (*fresh, op.writes[0])) if halves else WeightPart())
+    return found
+
+
+def with_weight_parts(graph: Graph, parts: list[WeightPart]) -> Graph:
+    """Return the graph with the weight part of each op in its cost, whatever the source of its times.  O(ops)."""
+    values = graph.value_map()
+    pairs = zip(graph.ops, parts, strict=True)
+    return replace(graph, ops=tuple([replace(op, cost=part.of(op.cost, values)) for op, part in pairs]))
+
+
+def _input_of_product(
+    op: Op, values: Mapping[str, Value], params: Mapping[str, Param], roots: Mapping[str, str]
+) -> str | None:
+    """Return the storage of x of a product whose weight's gradient can wait, else None."""
+    if op.target not in _PRODUCTS or not values[op.writes[0]].grad:
+        return None
+    x, place = _PRODUCTS[op.target]
+    names = [ref[1:] for ref in operands(op)]
+    if len(names) <= place:
+        return None
+    weight = params.get(roots.get(names[place], names[place]))
+    read = values.get(names[place])
+    if weight is None or not weight.trainable or len(weight.shape) != 2:
+        return None
+    if read is not None and math.prod(read.shape) != math.prod(weight.shape):
+        return None
+    return roots.get(names[x], names[x])

@@ -46,6 +46,11 @@ def test_replicas_sum_gradients_that_are_complete_after_the_last_backward_of_wei
     check(pair, "tied", Placed(replicas=2, seed=1, zero=zero, bucket_bytes=bucket_bytes), 10)
 
 
+def test_replicas_without_rows_sum_the_gradients_of_each_stage_in_an_order_of_their_own(pair: Workers) -> None:
+    """One replica completes stage 0 in a micro-batch of which the other has no rows, and so sums it at the end."""
+    check(pair, "tied", Placed(replicas=2, micros=3, schedule="weights last", bucket_bytes=64), 4)
+
+
 def test_dropout_draws_the_same_numbers_in_recomputed_groups(pair: Workers) -> None:
     check(pair, "dropped", Placed(seed=2, recompute=0.6), 12, against="one device")
 

@@ -21,11 +21,12 @@ from autopart.ir.shares import Policy
 from autopart.ir.size import Size
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import route
+from autopart.passes.program.schedules import register
 from autopart.passes.program.verify import check_program
 from autopart.session.pipe import Pipe
 from support.jobs import precision_jobs
 from support.jobs.step_jobs import EVERY, cluster, compiled, expected_of, fresh
-from support.languages.own_orders import LOOP, homes_of, registered
+from support.languages.own_orders import LOOP, homes_of, registered, weights_last
 from support.oracles.one_process import Difference, Expected, difference, gradients_of, plain_loss, plain_step
 
 
@@ -54,6 +55,8 @@ class Placed:
 
     def schedule_on(self, workers: int) -> str:
         """Return the name of the schedule, registered in this process."""
+        if self.schedule == "weights last":
+            return register(weights_last, self.schedule).name
         return self.schedule or registered(self.placement, workers, self.split, self.seed)
 
 

@@ -78,3 +78,12 @@ def registered(placement: str, workers: int, split: float = 1.0, seed: int = 0) 
         return drawn_order(homes_of(placement, stages, workers), micros, split, seed)
 
     return register(order, f"drawn {placement} {workers} {split} {seed}").name
+
+
+def weights_last(stages: int, micros: int) -> Order:
+    """Return an order for one worker that runs all stages: all backwards of weights at the end, stage by stage, and
+    micro-batches the other way round in every other stage."""
+    forward = [f"{stage}F{micro}" for micro in range(micros) for stage in range(stages)]
+    inputs = [f"{stage}I{micro}" for micro in range(micros) for stage in reversed(range(stages))]
+    weights = [f"{stage}W{micro}" for stage in range(stages) for micro in range(micros)[:: -1 if stage % 2 else 1]]
+    return [[*forward, *inputs, *weights]]

@@ -32,14 +32,13 @@ class WeightGradient:
 
     It holds all that the product needs, so the product may run at any time after the backward of its use.  parameter:
     whose `.grad` gets it; it may be in another precision than the factors.  left: (rows of the micro-batch, rows of the
-    weight).  right: (rows of the micro-batch, columns of the weight).  whole: the gradient that a factor is a view of:
-    while someone holds it, autograd does not take its memory for a gradient that it adds to.
+    weight).  right: (rows of the micro-batch, columns of the weight).  A factor that is a view of a
+    gradient holds that gradient, so that autograd does not take its memory for another one that it adds to.
     """
 
     parameter: torch.Tensor
     left: torch.Tensor
     right: torch.Tensor
-    whole: torch.Tensor | None = None
 
     def add(self) -> None:
         """Compute the product and add it to the parameter's `.grad`; without one it becomes the `.grad`."""
@@ -111,12 +110,11 @@ class _Product(torch.autograd.Function):
         if grad is None:
             return None, None, None, None, None
         x, weight = ctx.saved_tensors
-        shape, needed, whole = x.shape, ctx.needs_input_grad, grad
+        shape, needed = x.shape, ctx.needs_input_grad
         if _later is not None:
             x = x.detach()  # it would keep what it was made by
         rows, grad = x.reshape(-1, shape[-1]), grad.reshape(-1, grad.shape[-1])
-        left, right = (grad, rows) if ctx.transposed else (rows, grad)
-        gradient = WeightGradient(ctx.parameter, left, right, whole)
+        gradient = WeightGradient(ctx.parameter, *((grad, rows) if ctx.transposed else (rows, grad)))
         if _later is not None:
             _later.append(gradient)
         else:

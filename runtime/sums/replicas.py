@@ -17,7 +17,7 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,11 +51,16 @@ class Replicated:
 def open_sums(world: World, program: Program, of: Mapping[int, Replicated]) -> dict[int, ReplicaSums]:
     """Open the sums of the stages that this rank trains with other replicas.  Collective: all ranks open all groups.
 
-    of: what is kept equal, for the stages of this rank."""
+    Stages of the same ranks have groups of their own: which of them is ready first may differ between replicas, as one
+    may have no rows in the last micro-batch.  of: what is kept equal, for the stages of this rank.
+    """
     found = {}
+    opened: Counter[tuple[int, ...]] = Counter()
     for stage in dict.fromkeys(action.stage for action in program.order if action.kind == "R"):
         ranks = program.stage_ranks[stage]
-        group = world.group(ranks, purpose="replicas" if world.overlaps else "")
+        members = tuple(sorted(ranks))
+        group = world.group(members, purpose=f"replicas{opened[members] or ''}" if world.overlaps else "")
+        opened[members] += 1
         if world.rank in ranks:
             found[stage] = ReplicaSums(world, ranks[0], group, of[stage])
     return found

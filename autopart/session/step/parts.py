@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from autopart.capture.batch.batch import Batch, split_rows
-from autopart.ir.errors import BatchError
+from autopart.ir.actions import COMPUTES, FORWARD, Slot
+from autopart.ir.errors import BatchError, RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
+from autopart.ir.program import Program
 from autopart.ir.shares import parts
 from autopart.passes.program.routing import tied
 from autopart.runtime.sums.replicas import Replicated
@@ -69,6 +71,28 @@ def require_same_batch(digests: Sequence[float], ranks: Sequence[int]) -> BatchE
         fix="pass every rank the same batch (no DistributedSampler; the same seed for the data loader everywhere), or "
         "each its own rows, with pipe.step(batch, sharded=True)",
     )
+
+
+def require_buffers_in_order(program: Program, decision: Decision, graph: Graph) -> None:
+    """Raise RefusedError if a rank of a stage that updates buffers does not run its micro-batches in order.
+
+    O(computes).
+    """
+    updating = {s: own for s, stage in enumerate(decision.stages) if (own := own_updates(graph, set(stage.ops)))}
+    last: dict[tuple[int, int], Slot] = {}
+    for action in program.order if updating else ():
+        slot = action.slot
+        if action.kind != COMPUTES[FORWARD] or slot.stage not in updating:
+            continue
+        rank = slot.stage, slot.micro % program.division(slot.stage).period
+        if slot < last.setdefault(rank, slot):
+            raise RefusedError(
+                f"schedule {decision.schedule} runs micro-batch {slot.micro} behind {last[rank].micro}",
+                where=f"stage {slot.stage}, which updates buffer {updating[slot.stage][0]}",
+                why="each micro-batch sees the buffers that the one before it left, as in one process",
+                fix="use a schedule whose forwards run in order on every stage",
+            )
+        last[rank] = slot
 
 
 def replicated_of(graph: Graph, decision: Decision, stage: int, owners: Mapping[str, int]) -> Replicated:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from autopart.capture import CaptureCache
 from autopart.capture.batch.batch import flatten, split_rows
 from autopart.files.clusters import parse_cluster
 from autopart.ir.errors import PlanError
@@ -22,10 +21,13 @@ from autopart.ir.shares import Policy
 from autopart.ir.size import Size
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import route
+from autopart.passes.program.schedules import register
 from autopart.passes.program.verify import check_program
+from autopart.session.pipe import Pipe
+from support.jobs import precision_jobs
 from support.jobs.step_jobs import EVERY, cluster, compiled, expected_of, fresh
-from support.languages.own_orders import LOOP, homes_of, registered
-from support.oracles.one_process import Difference, Expected, difference
+from support.languages.own_orders import LOOP, homes_of, registered, weights_last
+from support.oracles.one_process import Difference, Expected, difference, gradients_of, plain_loss, plain_step
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Placed:
 
     def schedule_on(self, workers: int) -> str:
         """Return the name of the schedule, registered in this process."""
+        if self.schedule == "weights last":
+            return register(weights_last, self.schedule).name
         return self.schedule or registered(self.placement, workers, self.split, self.seed)
 
 
@@ -102,29 +106,28 @@ def proven(decision: Decision, graph: Graph) -> Program:
     return check_messages(check_program(route(decision, graph), decision.schedule))
 
 
-def _graph(captures: CaptureCache, case: Any, batch: Any, placed: Placed, rows: int) -> Graph:
+def plan_for(name: str, placed: Placed, rows: int, dtype: torch.dtype = torch.float32, *, alone: bool = False) -> Plan:
+    """Return the plan for a model of the tests; its program is proven.  Needs the captures that a job has `fresh`."""
+    case, captures = EVERY[name], fresh(name, dtype, placed.precision)
     captures.run_in(placed.precision, "cpu")
-    return captures(
-        flatten(batch, with_target=case.loss_fn is not None), Size(max(split_rows(rows, placed.micros)))
-    ).graph
+    size = Size(max(split_rows(rows, placed.micros)))
+    graph = captures(flatten(case.data(rows, dtype), with_target=case.loss_fn is not None), size).graph
+    plan = plan_of(graph, placed, rows, parse_cluster(cluster()).world, alone=alone)
+    if not placed.slices:  # their prologue is known to the session alone, which proves the program too
+        proven(plan.decision, graph)
+    return plan
 
 
 def stepped(
     name: str, placed: Placed, rows: int, dtype: torch.dtype, *, alone: bool = False, transport: str = "auto"
 ) -> tuple[Expected, list[str], bool]:
     """Take a step and return what it left, the kinds of computes that this rank ran, and whether this is rank 0."""
-    case, captures = EVERY[name], fresh(name, dtype, placed.precision)
-    batch = case.data(rows, dtype)
-    world = parse_cluster(cluster()).world
-    graph = _graph(captures, case, batch, placed, rows)
-    plan = plan_of(graph, placed, rows, world, alone=alone)
-    if not placed.slices:
-        proven(plan.decision, graph)
+    plan, case = plan_for(name, placed, rows, dtype, alone=alone), EVERY[name]
+    captures, batch = fresh(name, dtype, placed.precision), case.data(rows, dtype)
     with compiled(case, captures, batch, plan=plan, seed=5, transport=transport) as pipe:
         loss = pipe.step(batch).item()
         found = Expected(loss, pipe.gradients(), dict(pipe.state_dict()))
-        kinds = [action.kind for action in pipe.session.program().part(pipe.rank)]
-        return found, kinds, pipe.rank == 0
+        return found, [action.kind for action in pipe.program.part(pipe.rank)], pipe.rank == 0
 
 
 def compare_placed(
@@ -139,10 +142,53 @@ def compare_placed(
     else:
         plain = replace(WHOLE, micros=placed.micros, precision=placed.precision)
         expected, _, _ = stepped(name, plain, rows, chosen, alone=True)
-    state = found.buffers
-    return difference(found.loss, found.gradients, state, expected, chosen) if leads else None, kinds
+    return difference(found.loss, found.gradients, found.buffers, expected, chosen) if leads else None, kinds
 
 
-def compare_all(cases: list[tuple[Any, ...]]) -> list[tuple[Difference | None, list[str]]]:
-    """Return `compare_placed` of each case, in one call of a pool."""
-    return [compare_placed(*case) for case in cases]
+def trained_in_half(name: str, placed: Placed, steps: int) -> dict[str, Any]:
+    """Return `precision_jobs.trained` under a plan."""
+    return precision_jobs.trained(name, placed.precision, steps, {"plan": plan_for(name, placed, 8)})
+
+
+def lived(name: str, plans: list[Placed], rows: int, steps: int = 2) -> dict[str, Any]:
+    """Train some steps under each plan in turn, and return losses, gradients, an evaluation loss and the state beside
+    those of one process."""
+    dtype, case = torch.float64, EVERY[name]
+    made = [plan_for(name, placed, rows, dtype) for placed in plans]
+    sizes = [rows, rows - 1]
+    with compiled(case, fresh(name, dtype), case.data(rows, dtype), plan=made[0]) as pipe:
+        ours = _trained(pipe, case, made, sizes, steps)
+        batch = case.data(rows, dtype)
+        ours["evaluated"] = pipe.eval_loss(batch).item()
+        ours["state"], leads = pipe.state_dict(), pipe.rank == 0
+    return {"ours": ours, "alone": _trained_alone(case, len(made), sizes, steps) if leads else None}
+
+
+def _trained(pipe: Pipe, case: Any, plans: list[Plan], sizes: list[int], steps: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"losses": [], "gradients": []}
+    for number, plan in enumerate(plans):
+        if number:
+            pipe.adopt(plan)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for step in range(steps):
+            found["losses"].append(pipe.step(case.data(sizes[step % 2], torch.float64)).item())
+            found["gradients"].append(pipe.gradients())
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def _trained_alone(case: Any, plans: int, sizes: list[int], steps: int) -> dict[str, Any]:
+    model = case.model(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: dict[str, Any] = {"losses": [], "gradients": []}
+    for _ in range(plans):
+        for step in range(steps):
+            found["losses"].append(plain_step(case, model, case.data(sizes[step % 2], torch.float64), 1).item())
+            found["gradients"].append(gradients_of(model))
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        found["evaluated"] = plain_loss(case, model, case.data(sizes[0], torch.float64)).item()
+    return found | {"state": model.state_dict()}

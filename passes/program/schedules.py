@@ -145,11 +145,19 @@ def takes_slices(schedule: Schedule) -> bool:
     return schedule in BUILT_IN and schedule.synchronous
 
 
+def streams(schedule: Schedule) -> bool:
+    """Return whether batches follow each other without a flush between them (`pipe.train`)."""
+    return not schedule.synchronous and schedule in BUILT_IN
+
+
 def most_held(schedule: Schedule, stage: int, shape: Shape) -> int | None:
     """Return the most micro-batches, or slices, that a rank of the stage may have in flight; None: no limit."""
     if schedule.limit is None:
         return None
     stages, micros, slices = shape.stages, shape.micros, shape.slices
+    if streams(schedule):  # the next batch follows at once
+        own = shape.replicas[stage]
+        return -(-sum(shape.replicas[stage:]) // own)
     if shape.alternates and schedule in BUILT_IN:
         held, own = schedule.limit(0, sum(shape.in_turn[stage:]), micros), shape.in_turn[stage]
         return slices * min(-(-micros // own), -(-held // own))
@@ -307,11 +315,15 @@ def _built_in(name: str, limit: Limit, warm_up: int = 1, *, synchronous: bool = 
     return schedule
 
 
+DELAYED = "pipedream-2bw"
+"""PipeDream with two versions of the weights (Narayanan et al., ICML 2021)."""
+
 BUILT_IN = (
     _built_in("1f1b", _depth),
     _built_in("1f1b-deep", _twice_the_depth, warm_up=2),
     _built_in("gpipe", _all),
     _built_in("pipedream", _depth, synchronous=False),
+    _built_in(DELAYED, _depth, synchronous=False),
 )
 AUTOMATIC = tuple(schedule.name for schedule in BUILT_IN if schedule.synchronous)
 """The schedules that the planner compares for "auto": an asynchronous one computes other gradients."""

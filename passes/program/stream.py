@@ -14,7 +14,8 @@ from autopart.ir.program import Edge, Program
 from autopart.ir.streaming import Streaming
 from autopart.passes.program.linearize import receivers
 from autopart.passes.program.routing import route
-from autopart.passes.program.schedules import DELAYED, Shape, find, most_held, streams
+from autopart.passes.program.schedules import DELAYED, Shape, find, most_held
+from autopart.passes.program.verify import check_program
 
 
 def streaming_of(decision: Decision) -> Streaming:
@@ -53,6 +54,22 @@ def stream_program(decision: Decision, graph: Graph, batches: int, prologue: Col
     bare = route(replace(decision, micro_rows=rows), graph, prologue)
     program = replace(bare, order=(), updates=rhythm.updates)
     return replace(program, order=tuple(_ticks(rhythm, program)))
+
+
+def ring_programs(
+    decision: Decision, graph: Graph, prologue: Collection[str] = ()
+) -> tuple[Streaming, Program, Program]:
+    """Return the rhythm of a plan, its program for the batches of one turn of the ring, and for those of three turns.
+
+    Both are proven.  What follows is proven with them: behind the warm-up, and before the drain, every tick does the
+    same as the one before, and leaving out micro-batches leaves an order in which everything stands behind its needs.
+    """
+    rhythm = streaming_of(decision)
+    once, thrice = (
+        check_program(stream_program(decision, graph, turns * rhythm.ring // rhythm.micros, prologue), decision.schedule)
+        for turns in (1, 3)
+    )
+    return rhythm, once, thrice
 
 
 def tick_of(rhythm: Streaming, action: Action) -> int:

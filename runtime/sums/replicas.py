@@ -25,6 +25,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from autopart.ir.actions import REPLICAS
 from autopart.ir.program import BUCKET_BYTES, Program
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.world import World
@@ -53,7 +54,8 @@ def open_sums(world: World, program: Program, of: Mapping[int, Replicated]) -> d
 
     of: what is kept equal, for the stages of this rank."""
     found = {}
-    for stage in dict.fromkeys(action.stage for action in program.order if action.kind == "R"):
+    stages = [stages[0] for stages in program.groups(REPLICAS)]
+    for stage in dict.fromkeys(a.stage for a in program.order if a.kind in ("R", "U") and a.stage in stages):
         ranks = program.stage_ranks[stage]
         group = world.group(ranks, purpose="replicas" if world.overlaps else "")
         if world.rank in ranks:

@@ -121,6 +121,8 @@ class Engine:
     the spans of steps are added, None if steps are not traced.
     """
 
+    mailbox: type[Mailbox] = Mailbox
+
     def __init__(
         self,
         world: World,
@@ -143,7 +145,7 @@ class Engine:
         self._part = program.part(world.rank)
         self._labels = [encoded(_activity(action)) for action in self._part]
         self._sends = Counter((a.slot, a.is_a.way) for a in self._part if a.is_a.role == SEND)
-        self._mailbox = Mailbox(world, program, specs, layouts)
+        self._mailbox = self.mailbox(world, program, specs, layouts)
         kinds = dict.fromkeys(action.kind for action in program.order)
         self._collectives = {kind: COLLECTIVES[kind](world, program) for kind in kinds if kind in COLLECTIVES}
         self._sums = sums

@@ -4,8 +4,9 @@ Actions print and parse:  2F0 forward of micro-batch 0 on stage 2;  2B0 its back
 gradients of what the stage received, and 2W0, those of its weights;  2SF0>3 send its activations to stage 3;  3RF0<2
 receive them;  3SB0>2 send their gradients back;  2RB0<3 receive those;  2R sum the gradients of a stage over its
 replicas;  2T sum the gradients of parameters that several stages use;  2G gather the new values of parameters from the
-replicas that updated them;  0A exchange losses and failures among all ranks;  2O the optimizer step.  A slice of a
-sequence follows the micro-batch: 2F0.1 is the second slice of micro-batch 0.
+replicas that updated them;  0A exchange losses and failures among all ranks;  2O the optimizer step.  In asynchronous
+training 2U3 sums the gradients of the micro-batches up to 3 over the replicas of stage 2, and updates its weights.  A
+slice of a sequence follows the micro-batch: 2F0.1 is the second slice of micro-batch 0.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 from autopart.ir.errors import ProgramError
 
-COMPUTE, SEND, RECEIVE, COLLECTIVE, LOCAL = "compute", "send", "receive", "collective", "local"
+COMPUTE, SEND, RECEIVE, COLLECTIVE, LOCAL, UPDATE = "compute", "send", "receive", "collective", "local", "update"
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
 
 
@@ -29,7 +30,7 @@ the optimizer state; the ranks of all stages that are linked by tied parameters;
 class ActionKind:
     """One kind of action.
 
-    role: compute, send, receive, collective or local.  way: forward or backward, or weights for a compute whose results
+    role: compute, send, receive, collective, local or update.  way: forward or backward, or weights for a compute whose results
     stay where they are; an action once a step is forward if programs without a backward have it too.  label: what it
     does, in words.  needs: the kind of action on the same slot that must be over first; for an action at the end of a
     step, on every slot of all stages that take part.  A collective that needs nothing begins a step.  frees: what the
@@ -54,7 +55,7 @@ class ActionKind:
     @property
     def is_per_slot(self) -> bool:
         """Whether it belongs to one micro-batch (and slice), and does not happen once a step."""
-        return self.role in (COMPUTE, SEND, RECEIVE)
+        return self.role in (COMPUTE, SEND, RECEIVE, UPDATE)
 
 
 ACTIONS: dict[str, ActionKind] = {
@@ -66,6 +67,7 @@ ACTIONS: dict[str, ActionKind] = {
     "RF": ActionKind(RECEIVE, FORWARD, "receiving activations", meets=PAIR),
     "SB": ActionKind(SEND, BACKWARD, "sending gradients", needs="B", frees="gradients", meets=PAIR),
     "RB": ActionKind(RECEIVE, BACKWARD, "receiving gradients", meets=PAIR),
+    "U": ActionKind(UPDATE, "", "summing gradients and updating weights", needs="B", meets=REPLICAS),
     "G": ActionKind(COLLECTIVE, FORWARD, "gathering new values of parameters", meets=OWNERS),
     "T": ActionKind(COLLECTIVE, BACKWARD, "summing tied gradients", needs="B", meets=TIED),
     "R": ActionKind(COLLECTIVE, BACKWARD, "summing gradients over replicas", needs="B", meets=REPLICAS),

@@ -16,6 +16,7 @@ from autopart.ir.actions import (
     REPLICAS,
     SEND,
     TIED,
+    UPDATE,
     Action,
     Slot,
 )
@@ -77,6 +78,8 @@ class Program:
     micro-batches; empty if all have equal shares of the rows.  owners: stages whose replicas share the optimizer state.
     statistics: stages whose replicas share batch statistics in every compute.  posting: for each rank its exchanges in
     the order in which it posts them; empty if the transport may post messages ahead (`passes.program.posting`).
+    updates: in asynchronous training the number of micro-batches, for each stage, whose gradients make an update of its
+    weights; nothing then happens once a step.
     """
 
     micros: int
@@ -90,6 +93,7 @@ class Program:
     owners: tuple[int, ...] = ()
     statistics: tuple[int, ...] = ()
     posting: tuple[tuple[Exchange, ...], ...] = ()
+    updates: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return " ".join(str(action) for action in self.order)
@@ -107,17 +111,23 @@ class Program:
 
     def once_a_step(self, *, backward: bool = True) -> Iterator[Action]:
         """Yield the actions that happen once a step, in the order of the table."""
-        for name, kind in ACTIONS.items():
+        for name, kind in ACTIONS.items() if not self.updates else ():
             if not kind.is_per_slot and (backward or kind.way == FORWARD):
                 for group in self.groups(kind.meets):
                     yield from (Action(name, Slot(stage)) for stage in (group[:1] if kind.meets == ALL else group))
+
+    def updating(self, stage: int, micro: int) -> Action:
+        """Return the update of a stage's weights that a micro-batch has a part in; it bears the last of its
+        micro-batches."""
+        every = self.updates[stage]
+        return Action("U", Slot(stage, min(self.micros, (micro // every + 1) * every) - 1))
 
     def group(self, action: Action) -> tuple[int, ...]:
         """Return the stages whose ranks take part in a collective, or in a compute that shares statistics; else ()."""
         kind, stage = ACTIONS[action.kind], action.stage
         if kind.role == COMPUTE:
             return (stage,) if stage in self.statistics else ()
-        groups = self.groups(kind.meets) if kind.role == COLLECTIVE else ()
+        groups = self.groups(kind.meets) if kind.role in (COLLECTIVE, UPDATE) else ()
         return next((group for group in groups if stage in group), ())
 
     def members(self, action: Action) -> tuple[int, ...]:
@@ -145,9 +155,12 @@ class Program:
 
         These are the ranks of its stage, or the one that has the whole micro-batch; all ranks for a collective of all.
         """
-        if ACTIONS[action.kind].meets == ALL:
+        kind = ACTIONS[action.kind]
+        if kind.meets == ALL:
             return tuple(range(self.world))
         ranks = self.stage_ranks[action.stage]
+        if kind.role == UPDATE:
+            return ranks
         alone = self.division(action.stage).player(action.micro) if self.divisions and action.micro >= 0 else None
         return ranks if alone is None else ranks[alone : alone + 1]
 

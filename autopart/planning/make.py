@@ -37,7 +37,7 @@ from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.ops.table import registered
 from autopart.passes.pipeline import PlannerInput, build
 from autopart.passes.program.routing import divided_values
-from autopart.passes.program.schedules import BUILT_IN, find, names
+from autopart.passes.program.schedules import BUILT_IN, find, names, streams
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
 from autopart.planning.no_effect import without_effect
@@ -119,7 +119,7 @@ def make_plan(
 def _require_runnable(given: Plan | None, options: Options) -> None:
     """Raise UsageError, or PlanError for a given plan, if its schedule is asynchronous and has no update function."""
     name = given.schedule if given else options.schedule
-    if name == "auto" or find(name).synchronous or find(name).update:
+    if name == "auto" or find(name).synchronous or find(name).update or streams(find(name)):
         return
     known = ("auto", *(known for known in names() if find(known).synchronous))
     raise (PlanError if given else UsageError)(

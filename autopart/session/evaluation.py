@@ -11,9 +11,11 @@ from autopart.capture.derive.reduction import BatchRule, couples_rows, family_of
 from autopart.ir.errors import CaptureError, RefusedError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision
+from autopart.ir.program import Program
 from autopart.ir.size import Size
 from autopart.passes.program.projection import project_plan
-from autopart.passes.program.routing import divided_values
+from autopart.passes.program.routing import divided_values, route
+from autopart.passes.program.verify import forward_program
 from autopart.session.step.parts import micro_cut
 
 
@@ -40,6 +42,18 @@ def evaluation_decision(graph: Graph, planned: Graph, decision: Decision, *, cut
     if cut:
         return replace(decision, stages=(single[0], *stages[1:]), token_slices=(), schedule="gpipe")
     return replace(decision, stages=single, token_slices=(), schedule="gpipe", micro_rows=(1,))
+
+
+def evaluation_program(decision: Decision, graph: Graph) -> Program:
+    """Return the program of an evaluation: forwards alone.  decision: of the evaluation.
+
+    It is made with each stage on a rank of its own, so that the schedule need not know which stages share a rank.
+    """
+    apart = tuple(replace(stage, ranks=(number,)) for number, stage in enumerate(decision.stages))
+    program = forward_program(route(replace(decision, stages=apart, world=len(apart)), graph))
+    ranks = tuple(stage.ranks for stage in decision.stages)
+    divisions = tuple(stage.division for stage in decision.stages)
+    return replace(program, world=decision.world, stage_ranks=ranks, divisions=divisions)
 
 
 def evaluation_rule(

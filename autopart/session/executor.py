@@ -25,16 +25,19 @@ from autopart.options import Options
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import divided_values, route
 from autopart.passes.program.schedules import find
-from autopart.passes.program.verify import check_program, forward_program
+from autopart.passes.program.stream import ring_programs, ring_ticks
+from autopart.passes.program.verify import check_program
 from autopart.runtime.activity import patient
 from autopart.runtime.engine import BatchPlan, Engine, StepOutcome
 from autopart.runtime.group.world import World
 from autopart.runtime.stages.stage import StageRunner
+from autopart.runtime.stream import StreamEngine, Update
 from autopart.runtime.sums.finite import unscale
-from autopart.runtime.sums.replicas import open_sums
+from autopart.runtime.sums.replicas import ReplicaSums, open_sums
 from autopart.runtime.sums.shared_values import SharedValues
 from autopart.runtime.tensors import LocalTensors
 from autopart.session.code.stage_code import StageCode
+from autopart.session.evaluation import evaluation_program
 from autopart.session.placement import Placement
 from autopart.session.ranks.agreement import FAILURES, from_rank, raise_first
 from autopart.session.step.asynchronous import require_updatable
@@ -135,7 +138,7 @@ class Executor:
 
     def _total_loss(self, plan: BatchPlan, outcome: StepOutcome, *, check_finite: bool) -> tuple[float, str]:
         """Return the loss, and where a gradient is not finite, once all ranks have done their part.  Collective."""
-        last = self._home(self._graph.outputs[0])
+        last = self.home(self._graph.outputs[0])
         mine = weighted_loss(outcome.losses, [share[0] for share in plan.shares.get(last, ())])
         given = (self._tensors.masters.by_name, outcome.before)
         first = unscale(self._parameters(), plan.scale, *given) if self._train and check_finite else None
@@ -159,7 +162,7 @@ class Executor:
 
     def _collect(self, name: str, outputs: Mapping[str, torch.Tensor], rows: int) -> torch.Tensor:
         """Return an output of the model from the rank that computed it."""
-        owner = self._decision.stages[self._home(name)].ranks[0]
+        owner = self._decision.stages[self.home(name)].ranks[0]
         if owner == self._rank:
             data = outputs[name].detach().cpu().contiguous()
         else:
@@ -177,7 +180,7 @@ class Executor:
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {name: t for name, t in self._tensors.held.items() if isinstance(t, nn.Parameter)}
 
-    def _home(self, value: str) -> int:
+    def home(self, value: str) -> int:
         """Return the first stage that computes a value."""
         writer = self._graph.writer()[value]
         return next(number for number, stage in enumerate(self._decision.stages) if writer in stage.ops)
@@ -363,12 +366,8 @@ class Executor:
             program = replace(route(decision, self._graph, self._code.prologue), statistics=self._synced)
             check_program(program, decision.schedule)
             require_buffers_in_order(program, decision, self._graph)
-        else:  # each stage on a rank of its own, so that the schedule need not know which stages share a rank
-            apart = tuple(replace(stage, ranks=(number,)) for number, stage in enumerate(decision.stages))
-            program = forward_program(route(replace(decision, stages=apart, world=len(apart)), self._graph))
-            ranks = tuple(stage.ranks for stage in decision.stages)
-            divisions = tuple(stage.division for stage in decision.stages)
-            program = replace(program, world=decision.world, stage_ranks=ranks, divisions=divisions)
+        else:
+            program = evaluation_program(decision, self._graph)
         return program if self._world.carrier is None else check_messages(program)
 
     def engine(self, micros: int) -> Engine:
@@ -380,12 +379,29 @@ class Executor:
                 self._runners = {stage: self._stage_runner(program, stage) for stage in self._stages}
             loss = None if self._mode == "predict" else self._graph.outputs[0]
             values = self._context.values
-            kept = {stage: replicated_of(self._graph, self._decision, stage, values.owners) for stage in self._stages}
             self._engines[micros] = Engine(
                 self._world, program, self._runners, self._code.specs, self._graph.op_map(), loss, self._code.layouts,
-                open_sums(self._world, program, kept), values,
+                self._open_sums(program), values,
             )  # fmt: skip
         return self._engines[micros]
+
+    def stream(self, micros: int, update: Update) -> StreamEngine:
+        """Return an engine for asynchronous training with batches of this number of micro-batches.  Collective.
+
+        update: steps the optimizer of this rank's parameters.  Raises PlanError (`streaming_of`)."""
+        decision = replace(self._decision, micro_rows=(1,) * micros)
+        rhythm, turn, turns = ring_programs(decision, self._graph, self._code.prologue)
+        runners = {stage: self._stage_runner(turn, stage) for stage in self._stages}
+        ops, loss = self._graph.op_map(), self._graph.outputs[0]
+        engine = StreamEngine(self._world, turn, runners, self._code.specs, ops, loss, self._code.layouts)
+        ticks = ring_ticks(rhythm, turns, self._rank)
+        engine.follow(rhythm, ticks, self._open_sums(turn), self._parameters(), update)
+        return engine
+
+    def _open_sums(self, program: Program) -> dict[int, ReplicaSums]:
+        owners = self._context.values.owners
+        kept = {stage: replicated_of(self._graph, self._decision, stage, owners) for stage in self._stages}
+        return open_sums(self._world, program, kept)
 
     def _stage_runner(self, program: Program, stage: int) -> StageRunner:
         back = frozenset(name for e in program.edges if e.dst == stage for name in e.grads)

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from autopart.ir.timeline import Span, Timeline
 from autopart.options import Options
 from autopart.report.plan_table import stage_table
 from autopart.runtime.group.world import World
+from autopart.session.asynchronous.limits import refuse_in_training, require_stream
+from autopart.session.asynchronous.training import Training
 from autopart.session.pipe_state import PipeState
 from autopart.session.session import Session
 from autopart.session.state.misuse_guards import short_tracebacks, watch_optimizers, without_backward
@@ -49,6 +52,7 @@ class Pipe(PipeState):
         self._options = options
         self._skipped_in_a_row = 0
         self._unwatch: Callable[[], None] = lambda: None
+        self._training: Training | None = None
         if sample is not None:
             self._bring_up(((sample,), {}))
 
@@ -77,6 +81,7 @@ class Pipe(PipeState):
         """
         self._require_open()
         session = self._session or self._bring_up((args, kwargs), sharded=sharded)
+        refuse_in_training(session.plan, "pipe.step(batch)")
         scaler, how = self.scaler, self._options.non_finite
         scale = 1.0 if scaler is None else scaler.scale
         check = scaler is not None or how != "auto"
@@ -93,6 +98,59 @@ class Pipe(PipeState):
         if self._skipped_in_a_row == WARN_AFTER:
             warn_skipped(overflow)
         return without_backward(loss)
+
+    def train(self, mode: Any = True, *, optimizer: Any = None, scheduler: Any = None) -> Any:
+        """Train asynchronously on the batches of an iterable; or set training flags, as a module does.
+
+        `train(batches, optimizer=lambda params: AdamW(params, ...))` returns an iterator of the losses of the batches,
+        in order, for plans with schedule="pipedream" or "pipedream-2bw".  Batch after batch enters the pipeline, which
+        stays full: each stage steps its optimizer as soon as a batch has come back to it, and each batch uses one
+        version of the weights of a stage in its forward and its backward.  So losses come some batches later.  A loop
+        over the losses is collective, and each rank is given as many batches; where `needs_data` is False they may be
+        None.  A few batches are taken ahead.
+
+        optimizer: called on every rank with the list of its parameters; it may return one that exists.  scheduler:
+        called with that optimizer; what it returns is stepped after every step of the optimizer.  Clipping by a norm
+        over all stages has no meaning here and is refused; a rank's optimizer may clip what it holds.
+
+        At the end of the batches, with `flush`, and before every other collective call what is in flight comes back;
+        all stages have then made the updates of all batches.
+
+        With r replicas that take batches in turn a stage makes one update for r batches, with the mean of their
+        gradients.  docs/guide.md has the versions that batches use.  Raises UsageError and RefusedError for what cannot
+        be trained like this, before the first batch; while running what `step` raises.
+
+        `train()` and `train(mode)` with a bool set the training flags of the model on this rank.
+        """
+        if optimizer is None and isinstance(mode, bool):
+            return super().train(mode)
+        if not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                "pipe.train(batches) was given no function that makes an optimizer",
+                why="the optimizer of each rank is stepped while batches are in flight",
+                fix="pipe.train(batches, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3))",
+            )
+        session = self.session
+        require_stream(session.plan, session.graph, self._options, blocking=session.world.carrier is not None)
+        if self._training is not None:
+            self._training.end("another call of pipe.train")
+        made = optimizer([parameter for _, parameter in self.named_parameters()])
+        following = scheduler(made) if scheduler is not None else None
+        self._training = Training(session, self._count_step, partial(_stepped, made, following))
+        session.flush = self._training.flush
+        return map(without_backward, self._training.losses(mode))
+
+    def flush(self) -> None:
+        """Let all batches that entered in `train` come back, so that all stages have made the updates of all of them.
+        Collective; it does nothing when nothing is in flight."""
+        with self.session.calls.collective("a flush failed"):
+            self.session.flush()
+
+    def _count_step(self) -> int:
+        """Return the number of the step that begins."""
+        self._steps += 1
+        self._mark_trained()
+        return self._steps - 1
 
     def eval_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss of a batch with the model in eval mode, without gradients.  Only the first rank of the first
@@ -113,8 +171,10 @@ class Pipe(PipeState):
         Call it between two steps, on every rank; rank 0's plan is used.  Weights, buffers and accumulated gradients
         move to the ranks that need them, and `parameters()` yields others afterwards: make a new optimizer from them,
         and set its state; the state of the old one does not move.  A plan that does not fit raises PlanError or
-        UsageError, and nothing has changed.
+        UsageError, and nothing has changed.  It ends a `train` that is going on, after a flush.
         """
+        if self._training is not None:
+            self._training.end("adopt")
         self.session.adopt(plan)
 
     # -- what it is ----------------------------------------------------------------------------------------------
@@ -225,6 +285,12 @@ class Pipe(PipeState):
         if error is not None and self._session is not None:
             self._session.calls.abandon(error)
         self.close(sync=kind is None)
+
+
+def _stepped(optimizer: Any, scheduler: Any) -> None:
+    optimizer.step()
+    if scheduler is not None:
+        scheduler.step()
 
 
 def _gathered(world: World, mine: list[Span]) -> Timeline:

@@ -60,7 +60,7 @@ class Session:
 
     captures: captures of the model.  world: the process group.  calls: the collective calls of this rank.  plan: the
     plan that runs.  context: what this rank holds under the plan.  tied: first name of each tied tensor, by its other
-    names.  spans: gets what this rank does in training steps, if it is a list.  last_shares: rows of each micro-batch
+    names.  flush: lets what asynchronous training has in flight come back, before any other call.  spans: gets what this rank does in training steps, if it is a list.  last_shares: rows of each micro-batch
     of the last batch, and their shares in its loss.  Ready after `bring_up`.
     """
 
@@ -81,6 +81,7 @@ class Session:
         self.spans: list[Span] | None = None
         self.tied: Mapping[str, str] = {}
         self.last_shares: tuple[tuple[int, ...], Shares] = ((), {})
+        self.flush: Callable[[], None] = lambda: None
         local, timeout_s = cluster.levels[0].size, options.timeout
         self.world = World(cluster.kind, cluster.world, local=local, timeout_s=timeout_s, transport=options.transport)
         self.calls = Calls(self.world)
@@ -223,6 +224,7 @@ class Session:
         except FAILURES as error:
             failure = error
         with self.calls.collective(name):
+            self.flush()
             self.calls.enter(name, failure)()
             yield self
         set_activity("between calls")
@@ -243,6 +245,7 @@ class Session:
         each replica of the first stage is given its own rows.  scale: of the loss, for its backward.  Collective.
         """
         with self.calls.collective(f"a {_CALLS[mode]} failed"):
+            self.flush()
             executor, _, plan = self._planned_batch(mode, arguments, step, scale, sharded=sharded)
             with self.calls.running("a step failed"):
                 return executor.loss(plan, self.spans if mode == "step" else None, check_finite=check_finite)
@@ -250,6 +253,7 @@ class Session:
     def predict(self, arguments: Arguments) -> Any:
         """Return what the model returns in eval mode, on every rank, on the CPU.  Collective."""
         with self.calls.collective("a prediction failed"):
+            self.flush()
             executor, batch, plan = self._planned_batch("predict", arguments)
             with self.calls.running("a prediction failed"):
                 return executor.predict(batch, plan)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopart.ir.actions import ALL, COLLECTIVE, COMPUTE, RECEIVE, TIED, Action
+from autopart.ir.actions import ALL, COLLECTIVE, COMPUTE, RECEIVE, TIED, UPDATE, Action
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import Program
 from autopart.ir.shares import copies_of
@@ -118,7 +118,7 @@ def _part(program: Program, rank: int, part: Sequence[Action]) -> list[Item]:
                 Wait(("pair", *sorted((rank, source))), source, _name(send)) for source in sources if source != rank
             ]
             continue
-        if role in (COLLECTIVE, COMPUTE) and program.joins(rank, action):
+        if role in (COLLECTIVE, COMPUTE, UPDATE) and program.joins(rank, action):
             comms = _collectives(program, action)
             found += [Collective(comm, name) for comm, name in comms if comm == HOST or rank in comm]
         done += 1

@@ -78,10 +78,18 @@ def takes_slices(schedule: Schedule) -> bool:
     return schedule.sliced
 
 
+def streams(schedule: Schedule) -> bool:
+    """Return whether batches follow each other without a flush between them (`pipe.train`)."""
+    return not schedule.synchronous and schedule in BUILT_IN
+
+
 def most_held(schedule: Schedule, stage: int, shape: Shape) -> int | None:
     """Return the most micro-batches, or slices, that a rank of the stage may have in flight; None: no limit."""
     if schedule.limit is None:
         return None
+    if streams(schedule):  # the next batch follows at once
+        own = shape.replicas[stage]
+        return -(-sum(shape.replicas[stage:]) // own)
     if shape.alternates and schedule.turns is not None:
         return None if schedule.splits else ahead_of(schedule.limit, stage, shape)  # what W frees depends on the order
     units = shape.micros * shape.slices

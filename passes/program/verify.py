@@ -18,6 +18,7 @@ from itertools import product
 from autopart.ir.actions import (
     ACTIONS,
     ALL,
+    BACKWARD,
     COMPUTE,
     COMPUTES,
     FORWARD,
@@ -29,6 +30,7 @@ from autopart.ir.actions import (
     SEND,
     SENDS,
     TIED,
+    UPDATE,
     Action,
     Slot,
     begins_step,
@@ -55,8 +57,10 @@ def check_program(program: Program, schedule: str | None = None, *, backward: bo
        actions once a step (`Program.once_a_step`).
     4. The actions of stages that meet stand side by side.
     5. No action of a stage stands behind its optimizer.
-    6. F done and B not yet: never more slots on a rank than the limit of the schedule, if it has one.
-    With backward=False the program is forward only, and rule 6 does not apply.  O(actions).
+    6. In asynchronous training the updates of a stage (U) stand in its order too: behind all backwards of their
+       micro-batches, and before the first backward of later ones.
+    7. F done and B not yet: never more slots on a rank than the limit of the schedule, if it has one.
+    With backward=False the program is forward only, and rule 7 does not apply.  O(actions).
     """
     _check_frame(program)
     walk = _Walk(program, schedule if backward else None, backward)
@@ -125,6 +129,8 @@ def _owed(program: Program, backward: bool) -> Iterator[Action]:
             if way == FORWARD or backward:
                 for micro in range(program.micros):
                     yield from (Action(SENDS[way], Slot(source, micro, piece), peer) for peer in peers)
+    for stage, every in enumerate(program.updates):
+        yield from (program.updating(stage, micro) for micro in range(0, program.micros, every))
     yield from program.once_a_step(backward=backward)
 
 
@@ -201,6 +207,8 @@ class _Walk:
             problem = self._compute(action)
         elif problem is None and kind.role == SEND:
             problem = self._send(action)
+        elif problem is None and kind.role == UPDATE:
+            problem = self._update(action)
         elif problem is None:
             problem = self._end(action)
         self._over.add(key)
@@ -244,6 +252,8 @@ class _Walk:
         for source in self._sources[piece].get((kind.way, stage), ()):
             if (SENDS[kind.way], source, micro, piece, stage) not in self._over:
                 return f"{action} runs before it can have received from stage {source}", ""
+        if (problem := self._overtakes(action)) is not None:
+            return problem
         self._finish(action, whole)
         where = stage, self._program.division(stage).player(micro)
         live = self._live[where] = self._live.get(where, 0) + IN_FLIGHT[action.kind]
@@ -274,6 +284,25 @@ class _Walk:
             return f"{action} sends what no edge carries", ""
         if (kind.needs, stage, action.micro, action.slot.slice, None) not in self._over:
             return f"{action} sends what is not computed yet", ""
+        return None
+
+    def _overtakes(self, action: Action) -> Problem | None:
+        """Check rule 6 for a backward: gradients of an earlier update are not mixed with its own."""
+        program, stage = self._program, action.stage
+        if not program.updates or completes(action.kind) != COMPUTES[BACKWARD]:
+            return None
+        first = action.micro // program.updates[stage] * program.updates[stage]
+        if first and not self.is_over(before := program.updating(stage, first - 1)):
+            return f"{action} runs before {before}", "its gradients would be added to those of an earlier update"
+        return None
+
+    def _update(self, action: Action) -> Problem | None:
+        stage, micro = action.stage, action.micro
+        if not self._program.updates or self._program.updating(stage, micro) != action:
+            return f"{action} is not an update of stage {stage}", ""
+        done, owed = self._computed.get((ACTIONS[action.kind].needs, stage), 0), (micro + 1) * self._program.slices
+        if done < owed:
+            return f"{action} stands before the last backward", f"stage {stage} has done {done} of {owed} {self._units}"
         return None
 
     def _end(self, action: Action) -> Problem | None:

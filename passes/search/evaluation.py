@@ -22,7 +22,6 @@ from autopart.passes.simulation.estimate import excess_of, simulated_ns, stage_e
 from autopart.passes.simulation.rank_memory import stages_together
 from autopart.passes.simulation.stage_costs import Estimator, stage_contexts
 
-
 FITTED = 4
 """Rounds of recomputation for ranks with several stages."""
 
@@ -175,7 +174,9 @@ def spare_together(found: Fitted, estimator: Estimator) -> list[int]:
     for stages in stages_together(found.decision):
         limit = estimator.cluster.least_memory_bytes(found.decision.stages[stages[0]].ranks)
         known = [found.estimates[s] for s in stages]
-        held = [contexts[s].in_flight_bytes(e.activation_bytes, e.weight_bytes) for s, e in zip(stages, known, strict=True)]
+        held = [
+            contexts[s].in_flight_bytes(e.activation_bytes, e.weight_bytes) for s, e in zip(stages, known, strict=True)
+        ]
         for s, e, own in zip(stages, known, held, strict=True):
             freed = -(-max(0, found.excess[s]) * own // max(1, sum(held)))
             spare[s] = limit - (e.peak_bytes - freed)

@@ -12,9 +12,9 @@ from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
 from autopart.passes.program.routing import Tied
 from autopart.passes.program.schedules import Shape, find, pattern
+from autopart.passes.simulation.rank_memory import rank_peaks, stages_together
 from autopart.passes.simulation.simulate import Message, SliceWork, Work, ordered_ns, simulate, step_ns
 from autopart.passes.simulation.slices import contexts_of, share_of
-from autopart.passes.simulation.rank_memory import rank_peaks, stages_together
 from autopart.passes.simulation.stage_costs import (
     Estimator,
     counts_for,

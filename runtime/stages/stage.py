@@ -20,6 +20,7 @@ from autopart.rng import micro_key
 from autopart.runtime.stages.batch_statistics import without_rows
 from autopart.runtime.stages.sequence import SlicedMicroBatch
 from autopart.runtime.stages.stage_module import Cast, StageSlices, awaited
+from autopart.runtime.stages.versions import WeightVersions
 from autopart.runtime.stages.weight_gradients import WeightGradient, add_all, deferring
 
 _Tensors = dict[str, torch.Tensor]
@@ -58,6 +59,14 @@ class StageRunner:
         self._joined: dict[Slot, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._new_buffers: _Tensors = {}
         self._copies: dict[Cast, torch.Tensor] = {}
+        self.versions: WeightVersions | None = None  # of the weights, in asynchronous training
+        self.micros = 0  # of a batch, where slots are numbered over several batches
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Names of the model's own tensors that its code uses."""
+        codes = [code for _, slices in self._codes.values() for code in slices]
+        return tuple(dict.fromkeys(name for code in codes for name in code.held))
 
     def forward(
         self,
@@ -92,9 +101,13 @@ class StageRunner:
         if train and self._update is not None:
             self._stashed[slot] = _versions(tensors, code.held)
             tensors, copies = {**tensors, **self._stashed[slot]}, {}
+        if train and self.versions is not None:
+            own, copies = self.versions.take(slot)
+            tensors = {**tensors, **own}
         weights = [numbers[place] for place in code.numbers]
+        micro_number = slot.micro % self.micros if self.micros else slot.micro
         past = micro.arguments(slot.slice) if micro is not None else ()
-        with torch.set_grad_enabled(train), micro_key(*key, slot.micro, window):
+        with torch.set_grad_enabled(train), micro_key(*key, micro_number, window):
             args = code.arguments(tensors, copies)
             args += [leaves.get(name, values[name]) for name in code.inputs]
             results = code.module.forward(*args, *weights, *past)  # a call of a GraphModule takes 10 us more
@@ -130,7 +143,8 @@ class StageRunner:
         if micro is not None:
             roots += micro.roots(slot.slice)
         later: list[WeightGradient] = []
-        with nullcontext() if whole else deferring(later):
+        collected = self.versions.collecting(slot) if self.versions is not None else nullcontext()
+        with collected, nullcontext() if whole else deferring(later):
             if roots:
                 torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
         if later:

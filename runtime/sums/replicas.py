@@ -25,6 +25,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from autopart.ir.actions import REPLICAS
 from autopart.ir.program import BUCKET_BYTES, Program
 from autopart.runtime.activity import waiting
 from autopart.runtime.group.world import World
@@ -56,7 +57,8 @@ def open_sums(world: World, program: Program, of: Mapping[int, Replicated]) -> d
     """
     found = {}
     opened: Counter[tuple[int, ...]] = Counter()
-    for stage in dict.fromkeys(action.stage for action in program.order if action.kind == "R"):
+    stages = [stages[0] for stages in program.groups(REPLICAS)]
+    for stage in dict.fromkeys(a.stage for a in program.order if a.kind in ("R", "U") and a.stage in stages):
         ranks = program.stage_ranks[stage]
         members = tuple(sorted(ranks))
         group = world.group(members, purpose=f"replicas{opened[members] or ''}" if world.overlaps else "")

@@ -15,7 +15,7 @@ from autopart.session.ranks.agreement import raise_first
 
 NAMES = (
     "step", "eval_loss", "predict", "gradients", "clip_grad_norm_", "state_dict", "sync_model", "adopt", "timeline",
-    "close", "compile",
+    "close", "compile", "train", "flush",
 )  # fmt: skip
 _ROOM = 128  # counts of a batch that fit into the exchange of a call
 _HEAD = 9  # numbers that every rank sends with every call

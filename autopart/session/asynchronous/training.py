@@ -1,0 +1,250 @@
+"""Asynchronous training on one rank: batch after batch enters the pipeline, which stays full until a flush.
+
+Every rank takes batches from its own iterable, a few ahead (`_LookAhead`), and tells the others with an exchange that
+nobody waits for before that batch enters: so ranks may be as many batches apart as the pipeline is deep.  The exchange
+also carries the loss of a batch that is through.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autopart.capture.batch.batch import Batch
+from autopart.capture.batch.stand_in import with_rows
+from autopart.ir.errors import UsageError
+from autopart.passes.program.stream import streaming_of
+from autopart.runtime.engine import BatchPlan
+from autopart.runtime.stream import StreamEngine
+from autopart.session.executor import Executor
+from autopart.session.ranks.agreement import FAILURES
+from autopart.session.ranks.call_sync import Given
+from autopart.session.session import Session
+from autopart.session.step.batch_counts import weighted_loss
+
+_END = "the end of the batches"
+"""Stands for the signature of a batch where a rank's batches have ended."""
+_ENDED, _LOSS, _COUNTED, _COUNTS = range(4)
+"""Places in what a rank tells with a batch."""
+_ROOM = 125  # counts of a batch that fit into an exchange
+
+
+@dataclass
+class _Fetched:
+    """A batch that was taken from this rank's iterable.
+
+    settle: waits for what all ranks were given.  about: number of the batch whose loss came with it, -1 if none did.
+    """
+
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    batch: Batch | None
+    signature: str
+    ended: bool
+    about: int
+    settle: Callable[[], Given]
+
+
+@dataclass
+class _Live:
+    """The batches that entered since the last flush.  kind: what all of them have in common.  first: number of the
+    first.  plans: of those whose loss is not taken yet, by number."""
+
+    executor: Executor
+    engine: StreamEngine
+    kind: tuple[float, int, str]
+    first: int
+    plans: dict[int, BatchPlan]
+
+
+class Training:
+    """One call of `pipe.train`.
+
+    step: counts a step and returns its number, for random numbers.  update: steps the optimizer of this rank.
+    """
+
+    def __init__(self, session: Session, step: Callable[[], int], update: Callable[[], None]) -> None:
+        self._session, self._step, self._update = session, step, update
+        self._ahead = len(session.plan.stages) + 1
+        self._home = session._training.home(session.graph.outputs[0])
+        rhythm = streaming_of(session.plan.decision)
+        self._behind = -(-rhythm.lags[self._home] // rhythm.micros)  # batches until the loss of one is complete
+        self._fetched: deque[_Fetched] = deque()
+        self._engines: dict[tuple[int, int], StreamEngine] = {}
+        self._live: _Live | None = None
+        self._entered = self._known = 0  # batches, and those of which all ranks know the loss
+        self._ready: deque[float] = deque()
+        self._own: dict[int, float] = {}
+        self._over = ""
+
+    # -- for the user's loop ---------------------------------------------------------------------------------------
+
+    def losses(self, batches: Iterable[Any]) -> Iterator[torch.Tensor]:
+        """Yield the loss of each batch, in order, when all ranks know it.  Collective."""
+        source, more = iter(batches), True
+        while more:
+            self._require_going_on()
+            with self._session.calls.collective("training failed"), self._session.calls.running("training failed"):
+                more = self._advance(source)
+            while self._ready:
+                yield self._loss_tensor(self._ready.popleft())
+
+    def _loss_tensor(self, loss: float) -> torch.Tensor:
+        output = self._session.graph.value_map()[self._session.graph.outputs[0]]
+        return torch.tensor(loss, dtype=getattr(torch, output.dtype))
+
+    def _require_going_on(self) -> None:
+        if self._over:
+            raise UsageError(
+                f"pipe.train was ended by {self._over}",
+                why="its optimizers drive the parameters that this rank had before",
+                fix="call pipe.train again, with the batches that are left",
+            )
+
+    def flush(self) -> None:
+        """Let all batches that have entered come back: all stages have then made the same updates.  Collective."""
+        if self._live is None:
+            return
+        with self._session.calls.running("a flush failed"):
+            self._session.calls.enter("flush")()
+            self._empty()
+
+    def end(self, reason: str) -> None:
+        """Flush, and let no further batch enter.  Collective."""
+        self.flush()
+        self._drop_fetched()
+        self._over = self._over or reason
+
+    # -- one round -------------------------------------------------------------------------------------------------
+
+    def _advance(self, source: Iterator[Any]) -> bool:
+        """Let one batch enter; return False when they have ended, and all that entered have come back.
+
+        Ahead of the first batch of a training nothing is fetched: only then every rank can count what is in them."""
+        wanted = self._ahead if self._entered else 1
+        while len(self._fetched) < wanted:
+            self._fetched.append(self._fetch(source))
+        given = self._fetched.popleft()
+        found = given.settle()
+        self._learn(given.about, found)
+        if given.ended:
+            if self._live is not None:
+                self._empty()
+            self._drop_fetched()
+            self._over = "the end of its batches"
+            return False
+        self._enter(given, found)
+        return True
+
+    def _fetch(self, source: Iterator[Any]) -> _Fetched:
+        """Take a batch, and tell all ranks of it without waiting."""
+        session, failure = self._session, None
+        batch, signature, counts = None, "", None
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((None,), {})
+        ended = bool(self._fetched) and self._fetched[-1].ended
+        try:
+            arguments = ((_END if ended else next(source, _END),), {})
+            ended = arguments[0][0] is _END
+            if not ended:
+                batch, signature, counts, failure = session._own_batch("step", arguments, sharded=False)
+        except FAILURES as error:
+            failure = error
+        about = self._entered - 1 - self._behind
+        told = [float(ended), self._own_loss(about), float(counts is not None and len(counts) <= _ROOM)]
+        settle = session.calls.enter(
+            "train", failure, needed=session.needing, signature=_END if ended else signature,
+            version=session.captures.version, rows=(batch.rows or 0) if batch is not None else 0,
+            counts=[*told, *(counts or ())[:_ROOM]],
+        )  # fmt: skip
+        return _Fetched(arguments, batch, signature, ended, about, settle)
+
+    def _enter(self, given: _Fetched, found: Given) -> None:
+        """Let a batch enter, behind those of its kind; others leave first."""
+        if any(row[_ENDED] for row in found.counts):
+            raise self._session.world.known(_ended_early([bool(row[_ENDED]) for row in found.counts]))
+        rows = max(found.rows)
+        kind = found.signature, rows, self._session.captures.version
+        step = self._step()
+        live = self._live
+        if live is not None and not (
+            kind == live.kind
+            and all(row[_COUNTED] for row in found.counts)
+            and not (found.missing and live.executor.stand_in is None)
+        ):
+            self._empty()
+            live = None
+        if live is None:
+            live = self._live = self._start(given, kind, step)
+        else:
+            batch = given.batch
+            if batch is None:
+                assert live.executor.stand_in is not None
+                batch = with_rows(live.executor.stand_in, rows)
+            live.executor.agree(batch, [row[_COUNTS:] for row in found.counts])
+            plan = live.executor.plan(batch, (self._session.options.seed, step))
+            live.plans[self._entered] = plan
+        plan = live.plans[self._entered]
+        live.plans[self._entered] = replace(plan, inputs=(), agree=None)
+        live.engine.enter(plan)
+        self._entered += 1
+
+    def _start(self, given: _Fetched, kind: tuple[float, int, str], step: int) -> _Live:
+        """Prepare for a kind of batch while nothing is in flight, as a step does."""
+        executor, _, plan = self._session._planned_batch("step", given.arguments, step)
+        if plan.agree is not None:
+            plan.agree()
+        key = id(executor), len(plan.rows)
+        if key not in self._engines:
+            self._engines[key] = executor.stream(len(plan.rows), self._update)
+        return _Live(executor, self._engines[key], kind, self._entered, {self._entered: plan})
+
+    # -- losses and the end ----------------------------------------------------------------------------------------
+
+    def _own_loss(self, number: int) -> float:
+        """Return this rank's part of the loss of a batch that has passed its last stage; 0 if it has none."""
+        live = self._live
+        if live is None or number < live.first:
+            return self._own.get(number, 0.0)
+        if number not in self._own:
+            found = live.engine.losses.pop(number - live.first, {})
+            shares = [share[0] for share in live.plans.pop(number).shares.get(self._home, ())]
+            self._own[number] = weighted_loss(found, shares)
+        return self._own[number]
+
+    def _learn(self, number: int, found: Given) -> None:
+        """Take the loss of a batch from what all ranks told."""
+        if number == self._known and found.counts:
+            self._take([row[_LOSS] for row in found.counts])
+
+    def _take(self, of_ranks: Sequence[float]) -> None:
+        self._ready.append(sum(of_ranks[rank] for rank in self._session.plan.stages[self._home].ranks))
+        self._own.pop(self._known, None)
+        self._known += 1
+
+    def _empty(self) -> None:
+        """Play until nothing is in flight, and let all ranks know the losses."""
+        live = self._live
+        assert live is not None
+        live.engine.flush()
+        mine = [self._own_loss(number) for number in range(self._known, self._entered)]
+        for of_ranks in zip(*self._session.world.gather_numbers(mine), strict=True) if mine else ():
+            self._take(of_ranks)
+        live.engine.losses.clear()
+        self._live = None
+
+    def _drop_fetched(self) -> None:
+        """Forget the batches that were taken ahead: all ranks have told of as many."""
+        while self._fetched:
+            self._fetched.popleft().settle()
+
+
+def _ended_early(ended: Sequence[bool]) -> UsageError:
+    rank = ended.index(True)
+    return UsageError(
+        f"the batches of rank {rank} ended before those of rank {ended.index(False)}",
+        why="every rank has to be given as many, also those that need no data",
+        fix="iterate over equally many on every rank; a rank where pipe.needs_data is False may yield None",
+    )

@@ -1,0 +1,94 @@
+"""Asynchronous training on ranks, with the weights after every update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import autopart
+
+ROWS, WIDTH = 4, 6
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def net(stages: int) -> nn.Sequential:
+    """A layer and its activation for each stage, in fp64, with the same numbers everywhere."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)]
+    return nn.Sequential(*layers).double()
+
+
+def batches(count: int, rows: int = ROWS) -> list[Batch]:
+    found = []
+    for seed in range(count):
+        generator = torch.Generator().manual_seed(seed)
+        x, y = (torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+        found.append((x, y))
+    return found
+
+
+def sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def adamw(params: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+
+
+class Recorder:
+    """In place of a scheduler of the learning rate: keeps the weights after every step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.seen: list[list[torch.Tensor]] = []
+
+    def step(self) -> None:
+        self.seen.append([p.detach().clone() for p in self.parameters])
+
+
+def options(stages: int, schedule: str, micros: int, **more: Any) -> dict[str, Any]:
+    return {
+        "loss_fn": nn.functional.mse_loss, "costs": "analytic", "recompute": "off", "replicas": 1, "stages": stages,
+        "cuts": tuple(str(n) for n in range(1, stages)), "micro_batches": micros, "schedule": schedule, **more,
+    }  # fmt: skip
+
+
+def trained(
+    count: int, schedule: str, micros: int, optimizer: str, replicas: Sequence[int], flushes: Sequence[int] = ()
+) -> dict[str, Any]:
+    """On every rank: losses, its stage, its weights after every update, versions held, and the state at the end.
+
+    flushes: numbers of losses after which the pipeline is flushed.
+    """
+    torch.set_num_threads(1)
+    stages, world, data = len(replicas), sum(replicas), batches(count)
+    asked = options(stages, schedule, micros)
+    if world > stages:
+        asked |= {"replicas": tuple(replicas), "replica_policy": "turn"}
+    recorders: list[Recorder] = []
+
+    def recorded(made: torch.optim.Optimizer) -> Recorder:
+        recorders.append(Recorder(made))
+        return recorders[0]
+
+    with autopart.compile(net(stages), f"cpu:{world}", sample=data[0], **asked) as pipe:
+        losses = []
+        training = pipe.train(data, optimizer=OPTIMIZERS[optimizer], scheduler=recorded)
+        for number, loss in enumerate(training):
+            losses.append(loss.item())
+            if number in flushes:
+                pipe.flush()
+        (stage,) = pipe.plan.decision.stages_of_rank(pipe.rank)
+        (engine,) = pipe._training._engines.values()
+        held = {s: versions.most_held for s, versions in engine.versions.items()}
+        names = [name for name, _ in pipe.named_parameters()]
+        return {
+            "losses": losses, "stage": stage, "names": names, "seen": recorders[0].seen, "held": held[stage],
+            "state": pipe.state_dict(), "steps": pipe.steps,
+        }  # fmt: skip

@@ -1,8 +1,8 @@
 """Costs at any size on any type of device, from costs at one.
 
 An op's analytic cost (`analytic_costs`) is computed for every size and type of device; a measurement at one size
-corrects it by a factor for each op, forward and backward.  Wrong where the error of the analytic cost depends on the
-size: the plan that is chosen is costed again at its own size (`planning`).
+corrects it by factors for each op: of the forward, the backward and the saved bytes.  Wrong where the error of the
+analytic cost depends on the size: the plan that is chosen is costed again at its own size (`planning`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from autopart.passes.ops.resize import resize
 
 FIELDS = ("fwd_ns", "bwd_ns", "saved_bytes", "scratch_bytes", "flops", "tail_ns")
 """The rows of a `CostTable`: fields of `Cost`."""
+_CORRECTED = FIELDS[:3]
+"""The fields that a measurement corrects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +55,10 @@ class CostModel:
         self._classes = np.array(self._pricing.classes, dtype=np.int64)
         analytic = self._pricing.costs(graph.size, device_types[0])
         self._factors = [
-            (_ratio(op.cost.fwd_ns, analytic[c].fwd_ns), _ratio(op.cost.bwd_ns, analytic[c].bwd_ns))
+            tuple([_ratio(getattr(op.cost, field), getattr(analytic[c], field)) for field in _CORRECTED])
             for op, c in zip(graph.ops, self._pricing.classes, strict=True)
         ]
-        self._as_analytic = all(factor == (1.0, 1.0) for factor in self._factors)
+        self._as_analytic = all(set(factor) == {1.0} for factor in self._factors)
         self._graphs = {(graph.size, 0): graph}
 
     def graph(self, size: Size, device_type: int) -> Graph:
@@ -80,7 +82,7 @@ class CostModel:
             return table_of(self._graph)
         columns = _columns(self._pricing.costs(size, self._device_types[device_type]))[:, self._classes]
         if not self._as_analytic:
-            columns[:2] = np.floor(columns[:2] * np.array(self._factors).T)
+            columns[: len(_CORRECTED)] = np.floor(columns[: len(_CORRECTED)] * np.array(self._factors).T)
         twin = None if self._other is None else replace(self._other, ops=())
         values = resize(replace(self._graph, ops=()), twin, size).values
         return CostTable(columns, {value.name: value.size_bytes for value in values})
@@ -95,9 +97,9 @@ def _columns(costs: Sequence[Cost]) -> npt.NDArray[np.float64]:
     return np.array([[getattr(cost, field) for cost in costs] for field in FIELDS], dtype=np.float64)
 
 
-def _ratio(known_ns: int, analytic_ns: int) -> float:
-    return known_ns / analytic_ns if analytic_ns else 1.0
+def _ratio(known: int, analytic: int) -> float:
+    return known / analytic if analytic else 1.0
 
 
-def _scaled(cost: Cost, factor: tuple[float, float]) -> Cost:
-    return replace(cost, fwd_ns=int(cost.fwd_ns * factor[0]), bwd_ns=int(cost.bwd_ns * factor[1]))
+def _scaled(cost: Cost, factors: Sequence[float]) -> Cost:
+    return replace(cost, **{f: int(getattr(cost, f) * factor) for f, factor in zip(_CORRECTED, factors, strict=True)})

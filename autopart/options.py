@@ -61,7 +61,8 @@ class OptionsDict(TypedDict, total=False):
     seed: int
     timeout: float | None
     transport: Literal["auto", "nccl", "gloo"] | None
-    backend: Literal["eager", "inductor"] | None
+    backend: Literal["eager", "inductor", "auto"] | None
+    steps: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +122,10 @@ class Options:
                         planning do not count; None is AUTOPART_TIMEOUT_S, else 600
         transport       what carries messages: "nccl" (a CUDA device for each rank), "gloo" (CPUs, and CUDA devices
                         that ranks may share), "auto" (NCCL for CUDA devices)
-        backend         what runs the ops of a stage: "eager", or "inductor", which compiles them first (needs a C++
-                        compiler for CPUs, Triton for CUDA); what cannot be compiled runs eagerly, with a warning
+        backend         what runs the ops of a stage: "eager"; "inductor", which compiles them first (needs a C++
+                        compiler for CPUs, Triton for CUDA), and what cannot be compiled runs eagerly, with a warning;
+                        "auto", which compiles where steps= pays for it
+        steps           number of optimizer steps that are to come, for backend="auto"; None is unknown: eager
     """
 
     loss_fn: LossFn | None = None
@@ -153,6 +156,7 @@ class Options:
     timeout: float | None = None
     transport: str = "auto"
     backend: str = "eager"
+    steps: int | None = None
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -170,7 +174,7 @@ def choices(name: str) -> tuple[str, ...]:
         "loss_reduction": ("auto", "mean", "sum", "token-mean"),
         "non_finite": ("auto", "skip", "raise"),
         "transport": transports(),
-        "backend": ("eager", "inductor"),
+        "backend": ("eager", "inductor", "auto"),
     }
     return tuple(known.get(name, ()))
 
@@ -289,6 +293,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "prove": (_is_seconds, "use a number of seconds, such as prove=10"),
     "cache": (_is_flag, _FLAG),
+    "steps": (_is_count, "use the number of optimizer steps that are to come, or None if it is not known"),
     "seed": (lambda value: isinstance(value, int), "use an integer"),
     "timeout": (lambda value: _is_seconds(value) and value > 0, "use a number of seconds above 0, such as timeout=600"),
 }

@@ -28,7 +28,7 @@ TraceFile = Annotated[
     typer.Option("--trace", help="Write the simulated step here: .json for a trace viewer, .txt as a picture in text"),
 ]
 
-_PYTHON_ONLY = ("loss_fn", "plan", "watch", "non_finite", "timeout", "transport", "backend")
+_PYTHON_ONLY = ("loss_fn", "plan", "watch", "non_finite", "timeout", "transport", "backend", "steps")
 """Options that a shell cannot write, that only a training run needs, or that commands declare themselves."""
 _METAVARS = {
     "replicas": "N|N,N,...",

@@ -44,25 +44,25 @@ def profile_costs(captured: Captured, device: Device, *, budget_s: float = 3.0) 
     parameters are read, never changed, and get no gradients.
     """
     graph, where = analytic_costs(captured.graph, device), torch.device(device.kind)
-    times = kept_times(graph, device, budget_s, lambda: _profiled(captured, where, budget_s))
+    times = _kept_times(graph, device, budget_s, lambda: _profiled(captured, where, budget_s))
     if times is None:
         return None
-    return with_times(graph, times), (f"costs: measured in the running program, {len(times)} ops",)
+    return _with_times(graph, times), (f"costs: measured in the running program, {len(times)} ops",)
 
 
-def kept_times(
-    graph: Graph, device: Device, budget_s: float, measure: Callable[[], dict[str, OpTimes] | None], kind: str = ""
+def _kept_times(
+    graph: Graph, device: Device, budget_s: float, measure: Callable[[], dict[str, OpTimes] | None]
 ) -> dict[str, OpTimes] | None:
     """Return the times of each op from an earlier run, else from `measure`, which are kept on disk.
 
-    kind: of the code that is measured.  None for a program that may not run in this process (`profile_costs`), or if
-    `measure` does not find the times of all ops.  Raises what it raises.
+    None for a program that may not run in this process (`profile_costs`), or if `measure` does not find the times of
+    all ops.
     """
     kept = read_times(environment(device))
-    keys = {op.name: f"{kind}{graph.shape_digest()[:16]} {i}" for i, op in enumerate(graph.ops)}
+    keys = {op.name: f"{graph.shape_digest()[:16]} {i}" for i, op in enumerate(graph.ops)}
     times = {name: kept[key] for name, key in keys.items() if key in kept}
     if len(times) < len(keys):
-        if not _affordable(graph, device, budget_s):
+        if not affordable(graph, device, budget_s):
             return None
         found = measure()
         if found is None or not keys.keys() <= found.keys():
@@ -72,13 +72,14 @@ def kept_times(
     return times
 
 
-def with_times(graph: Graph, times: Mapping[str, OpTimes]) -> Graph:
+def _with_times(graph: Graph, times: Mapping[str, OpTimes]) -> Graph:
     """Return the graph with these times of its ops."""
     ops = (replace(op, cost=replace(op.cost, fwd_ns=times[op.name][0], bwd_ns=times[op.name][1])) for op in graph.ops)
     return replace(graph, ops=tuple(ops))
 
 
-def _affordable(graph: Graph, device: Device, budget_s: float) -> bool:
+def affordable(graph: Graph, device: Device, budget_s: float) -> bool:
+    """Return whether a program is small and fast enough to be run in this process (`profile_costs`)."""
     held_bytes = sum(p.size_bytes for p in graph.params) * 2 + sum(op.cost.saved_bytes for op in graph.ops)
     expected_s = sum(op.cost.total_ns for op in graph.ops) * 1e-9
     return held_bytes * _MEMORY_SHARE <= device.memory_bytes and expected_s <= budget_s / 4

@@ -11,6 +11,7 @@ import os
 import stat
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -63,6 +64,17 @@ def make_private(folder: Path) -> None:
     missing = [above for above in (folder, *folder.parents) if not above.exists()]
     for above in reversed(missing):
         above.mkdir(_PRIVATE_FOLDER, exist_ok=True)
+
+
+def remove_oldest(folder: Path, most: int) -> None:
+    """Remove the oldest JSON files of a folder above `most`; another process may do so at the same time."""
+    aged = []
+    for path in folder.glob("*.json"):
+        with suppress(OSError):
+            aged.append((path.stat().st_mtime_ns, path))
+    for _, path in sorted(aged)[: max(0, len(aged) - most)]:
+        with suppress(OSError):
+            os.unlink(path)
 
 
 def _folders(path: Path) -> list[Path]:

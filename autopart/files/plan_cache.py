@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from autopart.files.kept import read_kept, write_kept
+from autopart.files.kept import read_kept, remove_oldest, write_kept
 from autopart.files.limits import MOST_PLANS
 from autopart.files.plans import plan_from_json, plan_to_json
 from autopart.files.storage import cache_folder
@@ -38,7 +38,7 @@ def keep_plan(key: str, plan: Plan) -> None:
     path = plan_path(key)
     with suppress(AutopartError, OSError):
         write_kept(path, plan_to_json(plan))
-        _remove_oldest(path.parent)
+        remove_oldest(path.parent, MOST_PLANS)
 
 
 @lru_cache(maxsize=1)
@@ -58,14 +58,3 @@ def digest_of_sources(*folders: Path) -> str:
             digest.update(f"{folder.name}/{path.relative_to(root).as_posix()} {len(source)}\n".encode())
             digest.update(source)
     return digest.hexdigest()
-
-
-def _remove_oldest(folder: Path) -> None:
-    """Remove the oldest files above the limit; another process may do so at the same time."""
-    aged = []
-    for path in folder.glob("*.json"):
-        with suppress(OSError):
-            aged.append((path.stat().st_mtime_ns, path))
-    for _, path in sorted(aged)[: max(0, len(aged) - MOST_PLANS)]:
-        with suppress(OSError):
-            os.unlink(path)

@@ -40,6 +40,7 @@ from autopart.passes.program.routing import divided_values
 from autopart.passes.program.schedules import BUILT_IN, find, names, streams
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
+from autopart.planning.backend import cannot_pay, pays
 from autopart.planning.no_effect import without_effect
 from autopart.planning.restrictions import (
     PlanningTask,
@@ -71,11 +72,13 @@ class Planned:
     """A plan, the captured program that it was made from, and how batches are cut under it.
 
     captured: at the size of the plan's largest micro-batch; for a model on the meta device maybe at another size.
+    compile_ns: nanoseconds that compiling takes, if the plan was made with costs of compiled code.
     """
 
     plan: Plan
     captured: Captured
     rule: BatchRule
+    compile_ns: int = 0
 
 
 def make_plan(
@@ -91,6 +94,8 @@ def make_plan(
     captures.run_in(precision_of(options, given), cluster.kind)
     if given:
         return _given(given, captures, batch, cluster, options)
+    if options.backend == "auto":
+        return _with_backend(captures, batch, cluster, options, to_run=to_run)
     # The program at every size that micro-batches may have, from captures at two sizes.
     splits = ways_to_split(batch, options.micro_batches)
     first = _first_size(splits, batch, cluster, options)
@@ -114,6 +119,20 @@ def make_plan(
         except (RefusedError, InfeasibleError) as failure:
             failures.append(failure)
     raise failures[-1]
+
+
+def _with_backend(captures: CaptureCache, batch: Batch, cluster: Cluster, options: Options, *, to_run: bool) -> Planned:
+    """Return the plan for compiled stages if the steps to come pay for compiling them, else that for eager ones."""
+    if options.costs == "compiled":  # measured both ways
+        options = replace(options, costs="measured")
+    eager = make_plan(captures, batch, cluster, replace(options, backend="eager"), to_run=to_run)
+    note, best = cannot_pay(options, eager.plan), eager
+    if not note:
+        assert options.steps is not None
+        compiled = make_plan(captures, batch, cluster, replace(options, backend="inductor"), to_run=to_run)
+        compiling, note = pays(options.steps, eager.plan, compiled.plan, compiled.compile_ns)
+        best = compiled if compiling else eager
+    return replace(best, plan=best.plan.with_notes(note))
 
 
 def _require_runnable(given: Plan | None, options: Options) -> None:
@@ -208,14 +227,15 @@ def _settled(task: PlanningTask, costs: CostedGraph, plan: Plan, reduction: Loss
             own = replace(task, family=family.based_at(size), splits=(plan.micro_rows,))
             measured = _costs(own)
             task, plan = _with_enough_rows(own, measured, _built(own, measured))
-            captured = own.family.base
+            captured, costs = own.family.base, measured
         elif size.rows > 1:
             plan = _made_for(plan, family.at(size))
         else:
             captured = family.captured(size)
             plan = _made_for(plan, captured.graph)
     notes = (*task.notes, *without_effect(task.options, plan, captured.graph))
-    return Planned(plan.with_notes(*notes), captured, _rule(plan, captured, family, reduction, task.slices))
+    rule = _rule(plan, captured, family, reduction, task.slices)
+    return Planned(plan.with_notes(*notes), captured, rule, costs.compile_ns)
 
 
 def _with_enough_rows(task: PlanningTask, costs: CostedGraph, plan: Plan) -> tuple[PlanningTask, Plan]:

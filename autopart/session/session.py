@@ -25,6 +25,7 @@ from autopart.ir.program import Program
 from autopart.ir.size import Size
 from autopart.ir.timeline import Span
 from autopart.options import Options
+from autopart.planning.backend import runs_compiled
 from autopart.planning.make import Planned, make_plan, read_plan
 from autopart.runtime.activity import patient, set_activity, set_rank_label
 from autopart.runtime.engine import BatchPlan
@@ -34,7 +35,7 @@ from autopart.runtime.tensors import LocalTensors, broadcast_weights_if_differen
 from autopart.session.evaluation import evaluated_rows, evaluation_rule
 from autopart.session.executor import Executor, RankContext
 from autopart.session.kinds import largest_part, new_executor
-from autopart.session.placement import Placement, placement_of, relocate
+from autopart.session.placement import placement_of, relocate
 from autopart.session.ranks.agreement import FAILURES, from_rank, require_same_everywhere, together
 from autopart.session.ranks.call_sync import Calls, Given, digest_of
 from autopart.session.step.data import (
@@ -103,7 +104,7 @@ class Session:
                 planned = self._plan_together(self.options)
                 set_activity("comparing weights")
                 broadcast_weights_if_different(self.world, planned.captured.tensors)
-                context = self._context_of(placement_of(planned.captured.graph, planned.plan.decision))
+                context = self._context_of(planned)
                 self._install(planned, context, self._executor_of(planned, context))
         except BaseException:
             self.close()
@@ -117,13 +118,12 @@ class Session:
         refused on all ranks, and the session goes on under the old one."""
         with self.call("adopt"):
             planned = self._plan_together(replace(self.options, plan=plan))
-            placement = placement_of(planned.captured.graph, planned.plan.decision)
-            context = self._context_of(placement, self.tensors)
+            context = self._context_of(planned, self.tensors)
             executor = self._executor_of(planned, context)
             with self.calls.running("moving the weights to another plan"):
                 self.tensors.masters.write()
                 self.context.values.gather()
-                relocate(self.world, self.context.placement, placement, self.tensors, context.tensors)
+                relocate(self.world, self.context.placement, context.placement, self.tensors, context.tensors)
             self._install(planned, context, executor)
 
     def _plan_together(self, options: Options) -> Planned:
@@ -150,12 +150,15 @@ class Session:
         require_same_everywhere(self.world, fingerprint)
         return mine
 
-    def _context_of(self, placement: Placement, earlier: LocalTensors | None = None) -> RankContext:
+    def _context_of(self, planned: Planned, earlier: LocalTensors | None = None) -> RankContext:
         """Return what executors share under a plan.  earlier: tensors that this rank held before.  Collective."""
+        placement = placement_of(planned.captured.graph, planned.plan.decision)
         rank, wanted = self.world.rank, self.options.master_weights
         tensors = LocalTensors(self.world.device, earlier, lambda name: wanted and placement.keeps(rank, name))
         values = SharedValues(self.world, placement.sharing, tensors.held)
-        return RankContext(self.world, self.captures, tensors, placement, values, self.options)
+        backend = "inductor" if runs_compiled(self.options, planned.plan) else "eager"
+        options = replace(self.options, backend=backend)
+        return RankContext(self.world, self.captures, tensors, placement, values, options)
 
     def _executor_of(self, planned: Planned, context: RankContext) -> Executor:
         """Return the executor of the batches that a plan is for.  Collective."""

@@ -1,8 +1,8 @@
 """Costs at any size on any type of device, from costs at one.
 
 An op's analytic cost (`analytic_costs`) is computed for every size and type of device; a measurement at one size
-corrects it by a factor for each op, forward and backward.  Wrong where the error of the analytic cost depends on the
-size: the plan that is chosen is costed again at its own size (`planning`).
+corrects it by factors for each op: of the forward, the backward and the saved bytes.  Wrong where the error of the
+analytic cost depends on the size: the plan that is chosen is costed again at its own size (`planning`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from autopart.passes.ops.weight_parts import with_weight_parts
 
 FIELDS = ("fwd_ns", "bwd_ns", "saved_bytes", "scratch_bytes", "flops", "tail_ns", "weight_ns", "weight_bytes")
 """The rows of a `CostTable`: fields of `Cost`."""
-_WEIGHT_NS = FIELDS.index("weight_ns")
+_CORRECTED = FIELDS[:3]
+"""The fields that a measurement corrects; `weight_ns` is corrected as `bwd_ns`, which it is a part of."""
+_BWD_NS, _WEIGHT_NS = FIELDS.index("bwd_ns"), FIELDS.index("weight_ns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,10 @@ class CostModel:
         self._classes = np.array(self._pricing.classes, dtype=np.int64)
         analytic = self._pricing.costs(graph.size, device_types[0])
         self._factors = [
-            (_ratio(op.cost.fwd_ns, analytic[c].fwd_ns), _ratio(op.cost.bwd_ns, analytic[c].bwd_ns))
+            tuple([_ratio(getattr(op.cost, field), getattr(analytic[c], field)) for field in _CORRECTED])
             for op, c in zip(graph.ops, self._pricing.classes, strict=True)
         ]
-        self._as_analytic = all(factor == (1.0, 1.0) for factor in self._factors)
+        self._as_analytic = all(set(factor) == {1.0} for factor in self._factors)
         self._graphs = {(graph.size, 0): graph}
 
     def graph(self, size: Size, device_type: int) -> Graph:
@@ -84,8 +86,8 @@ class CostModel:
         columns = _columns(self._pricing.costs(size, self._device_types[device_type]))[:, self._classes]
         if not self._as_analytic:
             factors = np.array(self._factors).T
-            columns[:2] = np.floor(columns[:2] * factors)
-            columns[_WEIGHT_NS] = np.floor(columns[_WEIGHT_NS] * factors[1])
+            columns[: len(_CORRECTED)] = np.floor(columns[: len(_CORRECTED)] * factors)
+            columns[_WEIGHT_NS] = np.floor(columns[_WEIGHT_NS] * factors[_BWD_NS])
         twin = None if self._other is None else replace(self._other, ops=())
         values = resize(replace(self._graph, ops=()), twin, size).values
         return CostTable(columns, {value.name: value.size_bytes for value in values})
@@ -100,10 +102,10 @@ def _columns(costs: Sequence[Cost]) -> npt.NDArray[np.float64]:
     return np.array([[getattr(cost, field) for cost in costs] for field in FIELDS], dtype=np.float64)
 
 
-def _ratio(known_ns: int, analytic_ns: int) -> float:
-    return known_ns / analytic_ns if analytic_ns else 1.0
+def _ratio(known: int, analytic: int) -> float:
+    return known / analytic if analytic else 1.0
 
 
-def _scaled(cost: Cost, factor: tuple[float, float]) -> Cost:
-    bwd_ns, weight_ns = (int(taken * factor[1]) for taken in (cost.bwd_ns, cost.weight_ns))
-    return replace(cost, fwd_ns=int(cost.fwd_ns * factor[0]), bwd_ns=bwd_ns, weight_ns=weight_ns)
+def _scaled(cost: Cost, factors: Sequence[float]) -> Cost:
+    corrected = {f: int(getattr(cost, f) * factor) for f, factor in zip(_CORRECTED, factors, strict=True)}
+    return replace(cost, **corrected, weight_ns=int(cost.weight_ns * factors[_BWD_NS]))

@@ -127,7 +127,7 @@ def test_a_program_that_rejects_made_up_inputs_is_left_to_others(path: Path) -> 
 
 def test_the_budget_ends_the_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    monkeypatch.setattr(profiler, "_affordable", lambda *_: True)
+    monkeypatch.setattr(profiler, "affordable", lambda *_: True)
     monkeypatch.setattr(profiler.Program, "run", lambda self: runs.append(1) or (10, 10))
     profiled(heavy(), path, budget_s=0)
     assert len(runs) == 2  # one to warm up, one that counts

@@ -7,20 +7,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import autopart
 from autopart.capture import Captured, capture
 from autopart.capture.batch.batch import flatten
 from autopart.costs.profiler import Program
 from autopart.costs.sources import measured, source_for
+from autopart.files.compiled_cache import CompiledProgram
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph
+from autopart.ir.size import Size
+from autopart.passes.ops.analytic_costs import analytic_costs
+from autopart.passes.ops.cost_model import CostModel
 from autopart.runtime.stages.compiled_segment import CompiledSegment
 from autopart.runtime.stages.stage_module import StageModule
 from autopart.session.code import compiled_costs as module
 from autopart.session.code.compiled_costs import compiled_costs
 from autopart.session.code.inductor import Inductor
+from autopart.session.code.saved_bytes import saved_by_call
 from autopart.session.code.segments import segmented
 
 DEVICE = Device("cpu", 1 << 34, 100_000_000_000, 20_000_000_000)
@@ -52,6 +57,10 @@ def times(graph: Graph) -> list[tuple[int, int]]:
     return [(op.cost.fwd_ns, op.cost.bwd_ns) for op in graph.ops]
 
 
+def made_up_costs(graph: Graph, forward: int = 7, backward: int = 8, saved: int = 9) -> CompiledProgram:
+    return CompiledProgram(10**9, ((forward, backward, saved),) * len(graph.ops))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, while its compiler is imported
 def test_compiled_code_of_every_op_has_times_that_are_kept() -> None:
@@ -59,7 +68,8 @@ def test_compiled_code_of_every_op_has_times_that_are_kept() -> None:
     assert found.source == "compiled", found.notes
     assert all(op.cost.fwd_ns > 0 for op in found.graph.ops)
     assert times(found.graph) != times(measured(net(), DEVICE).graph)
-    assert times(compiled_costs(net(), DEVICE).graph) == times(found.graph)
+    again = compiled_costs(net(), DEVICE)
+    assert (again.graph, again.compile_ns) == (found.graph, found.compile_ns)
 
 
 def test_a_program_that_cannot_be_compiled_has_its_eager_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,20 +97,57 @@ def test_the_time_of_a_segment_is_divided_among_its_ops(monkeypatch: pytest.Monk
     def of_all(program: Program, budget_s: float) -> dict[str, tuple[int, int]]:
         return {node.name: (900_000, 1_800_000) for node in program.module.graph.nodes}
 
+    def kept(module: fx.GraphModule, inputs: object) -> dict[str, int]:
+        return {node.name: 30_000 for node in module.graph.nodes}
+
     captured = net()
     plain = measured(captured, DEVICE).graph
     monkeypatch.setattr(Inductor, "compile", in_segments)
     monkeypatch.setattr(module, "profile_code", of_all)
-    found = module._measured(captured, plain, torch.device("cpu"))
-    assert found.keys() == plain.op_map().keys()
-    assert found["native_dropout"] == (900_000, 1_800_000)  # random ops stay outside of segments
-    assert found["linear"] == (900_000, 1_800_000)  # alone in its module
+    monkeypatch.setattr(module, "saved_by_call", kept)
+    measured_costs = module._measured(captured, plain, torch.device("cpu"))
+    found = dict(zip(plain.op_map(), measured_costs.ops, strict=True))
+    assert found["native_dropout"] == (900_000, 1_800_000, 30_000)  # random ops stay outside of segments
+    assert found["linear"] == (900_000, 1_800_000, 30_000)  # alone in its module
     first = ["tanh", "mul", "add"]
     costs = plain.op_map()
-    for phase, whole in enumerate((900_000, 1_800_000)):
+    for phase, whole in enumerate((900_000, 1_800_000, 30_000)):
         assert sum(found[name][phase] for name in first) == pytest.approx(whole, rel=1e-3)
     share = found["mul"][0] / found["tanh"][0]
     assert share == pytest.approx(costs["mul"].cost.fwd_ns / costs["tanh"].cost.fwd_ns, rel=1e-2)
+    keeps = {name: costs[name].cost.saved_bytes for name in first}
+    assert [name for name in first if found[name][2]] == [name for name in first if keeps[name]] != []
+
+
+def test_what_is_known_of_a_program_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_measured", lambda _, graph, where: made_up_costs(graph))
+    first = compiled_costs(net(), DEVICE)
+    monkeypatch.setattr(module, "_measured", lambda *_: pytest.fail("it was measured again"))
+    again = compiled_costs(net(), DEVICE)
+    assert (again.graph, again.compile_ns) == (first.graph, 10**9)
+    assert {op.cost.saved_bytes for op in again.graph.ops} == {9}
+
+
+def test_saved_bytes_that_were_measured_hold_at_other_sizes() -> None:
+    captured = net(64)
+    plain = analytic_costs(captured.graph, DEVICE)
+    half = [replace(op, cost=replace(op.cost, saved_bytes=op.cost.saved_bytes // 2)) for op in plain.ops]
+    model = CostModel(replace(plain, ops=tuple(half)), net(32).graph, (DEVICE,))
+    other = analytic_costs(net(32).graph, DEVICE)
+    found, table = model.graph(Size(32), 0), model.table(Size(32), 0)
+    for place, (op, own) in enumerate(zip(found.ops, other.ops, strict=True)):
+        assert op.cost.saved_bytes == own.cost.saved_bytes // 2 == table.columns[2, place]
+
+
+def test_each_storage_that_autograd_keeps_counts_once() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = torch.ops.aten.tanh(x)  # keeps y
+        z = torch.ops.aten.mul(y, w)  # keeps y, which is counted, and w, which is given
+        return torch.ops.aten.exp(z)  # keeps its result
+
+    traced = fx.symbolic_trace(program)
+    inputs = torch.ones(10, requires_grad=True), torch.ones(10, requires_grad=True)
+    assert saved_by_call(traced, inputs) == {"tanh": 40, "exp": 40}
 
 
 @pytest.mark.parametrize(
@@ -120,7 +167,7 @@ def test_compiled_stages_are_planned_with_costs_of_compiled_code(source: object,
 def test_the_source_has_a_name_for_plans_and_the_command_line() -> None:
     model, batch = Net(), torch.ones(8, 32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_measured", lambda _, graph, where: dict.fromkeys(graph.op_map(), (7, 8)))
+        patch.setattr(module, "_measured", lambda _, graph, where: made_up_costs(graph))
         planned = autopart.plan(model, "cpu:2", sample=batch, backend="inductor", cache=False)
     assert planned.provenance.costs == "compiled"
     assert "in compiled code" in planned.explain()

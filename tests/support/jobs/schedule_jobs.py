@@ -21,12 +21,13 @@ from autopart.ir.shares import Policy
 from autopart.ir.size import Size
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import route
-from autopart.passes.program.schedules import register
+from autopart.passes.program.schedules import LOOP, register
+from autopart.passes.program.schedules import placed as placed_on
 from autopart.passes.program.verify import check_program
 from autopart.session.pipe import Pipe
 from support.jobs import precision_jobs
 from support.jobs.step_jobs import EVERY, cluster, compiled, expected_of, fresh
-from support.languages.own_orders import LOOP, homes_of, registered, weights_last
+from support.languages.own_orders import registered, weights_last
 from support.oracles.one_process import Difference, Expected, difference, gradients_of, plain_loss, plain_step
 
 
@@ -69,7 +70,7 @@ def plan_of(graph: Graph, placed: Placed, rows: int, world: int, *, alone: bool 
     the other ranks idle."""
     workers = 1 if alone else world // placed.replicas
     count = 1 if alone else workers * placed.per_rank
-    homes, draw = homes_of(placed.placement, count, workers), random.Random(placed.seed)
+    homes, draw = placed_on(placed.placement, count, workers) or range(count), random.Random(placed.seed)
     schedule = placed.schedule_on(workers)
     provenance = Provenance(
         graph.shape_digest(), graph.structure_digest(), torch.__version__, precision=placed.precision

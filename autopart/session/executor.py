@@ -56,6 +56,7 @@ from autopart.session.step.parts import (
     code_sizes,
     digest,
     inputs_of,
+    of_micros,
     replicated_of,
     require_buffers_in_order,
     require_same_batch,
@@ -361,7 +362,7 @@ class Executor:
 
     def program(self, micros: int) -> Program:
         """Return the verified program for this number of micro-batches."""
-        decision = replace(self._decision, micro_rows=(1,) * micros)
+        decision = of_micros(self._decision, micros)
         if self._train:
             program = replace(route(decision, self._graph, self._code.prologue), statistics=self._synced)
             check_program(program, decision.schedule)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from support.jobs import schedule_jobs
 from support.jobs.schedule_jobs import Placed, compare_placed
-from support.languages.own_orders import FOLDED
 from support.workers import Workers
+
+from autopart.passes.program.schedules import V
 
 SLOW = pytest.mark.slow
 EPS = {"bf16": 2**-7, "fp16": 2**-10}
@@ -29,7 +30,7 @@ def check(workers: Workers, name: str, placed: Placed, rows: int, dtype: str = "
     ("name", "placed", "rows"),
     [
         ("tied", Placed(per_rank=1), 12),
-        ("tied", Placed(placement=FOLDED, split=0.5, seed=3), 11),
+        ("tied", Placed(placement=V, split=0.5, seed=3), 11),
         ("skips", Placed(seed=1, micros=3, recompute=1.0), 12),
     ],
     ids=["one stage a rank", "some backwards whole", "recomputed"],

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from support.jobs.schedule_jobs import Placed, lived
-from support.languages.own_orders import FOLDED
 from support.workers import Workers
+
+from autopart.passes.program.schedules import V
 
 
 def check(workers: Workers, name: str, plans: list[Placed], rows: int) -> None:
@@ -41,12 +42,12 @@ PLAIN = Placed(per_rank=1, schedule="1f1b")
 
 def test_a_pipe_changes_between_placements_and_orders(pair: Workers) -> None:
     """Tied weights lie on stages of one rank, then of two; micro-batches become fewer with the last batch."""
-    plans = [Placed(seed=1), PLAIN, Placed(per_rank=4, placement=FOLDED, split=0.0, micros=3), replace(PLAIN, micros=2)]
+    plans = [Placed(seed=1), PLAIN, Placed(per_rank=4, placement=V, split=0.0, micros=3), replace(PLAIN, micros=2)]
     check(pair, "tied", plans, 9)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placed", [Placed(zero=1), Placed(per_rank=3, placement=FOLDED, zero=1, seed=2)])
+@pytest.mark.parametrize("placed", [Placed(zero=1), Placed(per_rank=3, placement=V, zero=1, seed=2)])
 @pytest.mark.parametrize("name", ["tied", "skips", "shared_by_all", "aliases", "frozen", "late_inputs", "unused_grad"])
 def test_replicas_of_several_stages_share_optimizers(workers: Workers, name: str, placed: Placed) -> None:
     check(workers, name, [replace(placed, replicas=2), replace(placed, per_rank=1, split=0.5)], 9)

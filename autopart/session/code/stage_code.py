@@ -142,7 +142,10 @@ class StageCode:
 
 def split_stages(decision: Decision) -> frozenset[int]:
     """Return the stages whose backwards the schedule splits into those of inputs and of weights.  O(computes)."""
-    workers = pattern(find(decision.schedule), Shape.of(decision)).workers
+    schedule = find(decision.schedule)
+    if schedule.turns is not None and not schedule.splits:
+        return frozenset()
+    workers = pattern(schedule, Shape.of(decision)).workers
     return frozenset(stage for turns in workers for kind, stage, _ in turns if ACTIONS[kind].part_of)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from autopart.capture.batch.batch import Batch, split_rows
-from autopart.ir.actions import COMPUTES, FORWARD, Slot
+from autopart.ir.actions import COMPUTES, FORWARD, Slot, parse_action
 from autopart.ir.errors import BatchError, RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
@@ -23,6 +24,17 @@ def micro_cut(rows: int, planned: Sequence[int]) -> tuple[int, ...]:
     """Return the rows of each micro-batch of a whole batch: as many micro-batches as planned, or fewer of the planned
     size for a batch with fewer rows than micro-batches, such as the last of an epoch."""
     return split_rows(rows, len(planned) if rows >= len(planned) else -(-rows // max(planned)))
+
+
+def of_micros(decision: Decision, micros: int) -> Decision:
+    """Return a decision for this number of micro-batches, at most as many as planned.  An order that the plan fixes
+    (`Decision.order`) loses the computes of those that are missing, which nothing else waits for.  O(computes)."""
+    order = decision.order
+    if micros < len(decision.micro_rows):
+        order = tuple(
+            " ".join(word for word in text.split() if parse_action(word).micro < micros) for text in decision.order
+        )
+    return replace(decision, micro_rows=(1,) * micros, order=order)
 
 
 def code_sizes(planned: Stage, rank: int, micro_rows: Sequence[int]) -> list[int]:

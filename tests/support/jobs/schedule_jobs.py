@@ -16,17 +16,17 @@ from autopart.files.clusters import parse_cluster
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Plan, Provenance, Stage, check
-from autopart.ir.program import BUCKET_BYTES, Program
+from autopart.ir.program import BUCKET_BYTES
 from autopart.ir.shares import Policy
 from autopart.ir.size import Size
 from autopart.passes.program.messages import check_messages
-from autopart.passes.program.routing import route
-from autopart.passes.program.schedules import register
+from autopart.passes.program.schedules import LOOP, SEARCHED, register
+from autopart.passes.program.schedules import placed as placed_on
 from autopart.passes.program.verify import check_program
 from autopart.session.pipe import Pipe
 from support.jobs import precision_jobs
 from support.jobs.step_jobs import EVERY, cluster, compiled, expected_of, fresh
-from support.languages.own_orders import LOOP, homes_of, registered, weights_last
+from support.languages.own_orders import drawn_order, registered, weights_last
 from support.oracles.one_process import Difference, Expected, difference, gradients_of, plain_loss, plain_step
 
 
@@ -34,12 +34,15 @@ from support.oracles.one_process import Difference, Expected, difference, gradie
 class Placed:
     """A plan to be made by hand for all ranks of a pool.
 
-    per_rank: stages of each rank.  schedule: a built-in one; "" draws an order (`own_orders`), in which a backward is
-    split with the probability `split`.  replicas: of every stage.  recompute: the part of each stage's ops that is
-    recomputed.  seed: of the order, and of how much the cuts are off from equal numbers of ops.
+    per_rank: stages of each rank.  workers: of replicas of the same stages, 0 for as many as there are ranks for; other
+    ranks idle.  schedule: a built-in one; "" draws an order (`own_orders`), in which a backward is split with the
+    probability `split`; so does "searched", where the plan has the order.  replicas: of every stage.  recompute: the
+    part of each stage's ops that is recomputed.  seed: of the order, and of how much the cuts are off from equal
+    numbers of ops.
     """
 
     per_rank: int = 2
+    workers: int = 0
     placement: str = LOOP
     schedule: str = ""
     split: float = 1.0
@@ -67,10 +70,12 @@ WHOLE = Placed(per_rank=1, schedule="gpipe")
 def plan_of(graph: Graph, placed: Placed, rows: int, world: int, *, alone: bool = False) -> Plan:
     """Return the plan for a graph, cut near equal numbers of ops where a cut is allowed.  alone: one stage on rank 0;
     the other ranks idle."""
-    workers = 1 if alone else world // placed.replicas
+    workers = 1 if alone else placed.workers or world // placed.replicas
     count = 1 if alone else workers * placed.per_rank
-    homes, draw = homes_of(placed.placement, count, workers), random.Random(placed.seed)
-    schedule = placed.schedule_on(workers)
+    homes, draw = placed_on(placed.placement, count, workers) or range(count), random.Random(placed.seed)
+    schedule, order = placed.schedule_on(workers), ()
+    if schedule == SEARCHED:
+        order = tuple(map(" ".join, drawn_order(tuple(homes), placed.micros, placed.split, placed.seed)))
     provenance = Provenance(
         graph.shape_digest(), graph.structure_digest(), torch.__version__, precision=placed.precision
     )
@@ -84,7 +89,7 @@ def plan_of(graph: Graph, placed: Placed, rows: int, world: int, *, alone: bool 
             stages.append(Stage(ops, ranks, (again,) if again else (), policy=placed.policy))
         decision = Decision(
             world, tuple(stages), split_rows(rows, placed.micros), schedule, placed.zero,
-            token_slices=placed.slices, bucket_bytes=placed.bucket_bytes,
+            token_slices=placed.slices, bucket_bytes=placed.bucket_bytes, order=order,
         )  # fmt: skip
         try:
             return check(Plan(provenance, decision), graph)
@@ -101,30 +106,26 @@ def _ends(ops: int, count: int, draw: random.Random) -> list[int]:
     return [0, *inner, ops]
 
 
-def proven(decision: Decision, graph: Graph) -> Program:
-    """Return the program of a decision, proven under the rules of Gloo and of NCCL."""
-    return check_messages(check_program(route(decision, graph), decision.schedule))
-
-
 def plan_for(name: str, placed: Placed, rows: int, dtype: torch.dtype = torch.float32, *, alone: bool = False) -> Plan:
-    """Return the plan for a model of the tests; its program is proven.  Needs the captures that a job has `fresh`."""
+    """Return the plan for a model of the tests."""
     case, captures = EVERY[name], fresh(name, dtype, placed.precision)
     captures.run_in(placed.precision, "cpu")
     size = Size(max(split_rows(rows, placed.micros)))
     graph = captures(flatten(case.data(rows, dtype), with_target=case.loss_fn is not None), size).graph
-    plan = plan_of(graph, placed, rows, parse_cluster(cluster()).world, alone=alone)
-    if not placed.slices:  # their prologue is known to the session alone, which proves the program too
-        proven(plan.decision, graph)
-    return plan
+    return plan_of(graph, placed, rows, parse_cluster(cluster()).world, alone=alone)
 
 
 def stepped(
     name: str, placed: Placed, rows: int, dtype: torch.dtype, *, alone: bool = False, transport: str = "auto"
 ) -> tuple[Expected, list[str], bool]:
-    """Take a step and return what it left, the kinds of computes that this rank ran, and whether this is rank 0."""
+    """Take a step and return what it left, the kinds of computes that this rank ran, and whether this is rank 0.
+
+    The program is proven under the rules of Gloo and of NCCL.
+    """
     plan, case = plan_for(name, placed, rows, dtype, alone=alone), EVERY[name]
     captures, batch = fresh(name, dtype, placed.precision), case.data(rows, dtype)
     with compiled(case, captures, batch, plan=plan, seed=5, transport=transport) as pipe:
+        check_messages(check_program(pipe.program, pipe.plan.schedule))
         loss = pipe.step(batch).item()
         found = Expected(loss, pipe.gradients(), dict(pipe.state_dict()))
         return found, [action.kind for action in pipe.program.part(pipe.rank)], pipe.rank == 0

@@ -8,21 +8,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopart.passes.program.schedules import register
-
-LOOP, FOLDED = "loop", "folded"
-"""Placements: every worker gets each of its stages after as many others as there are workers; or the stages go from the
-first worker to the last and back, like a V."""
+from autopart.passes.program.schedules import placed, register
 
 Order = list[list[str]]
-
-
-def homes_of(placement: str, stages: int, workers: int) -> list[int]:
-    """Return the worker of each stage."""
-    return [
-        workers - 1 - stage % workers if placement == FOLDED and stage // workers % 2 else stage % workers
-        for stage in range(stages)
-    ]
 
 
 @dataclass
@@ -75,7 +63,7 @@ def registered(placement: str, workers: int, split: float = 1.0, seed: int = 0) 
     """Register the orders that are drawn with this seed, and return the name of their schedule."""
 
     def order(stages: int, micros: int) -> Order:
-        return drawn_order(homes_of(placement, stages, workers), micros, split, seed)
+        return drawn_order(placed(placement, stages, workers) or range(stages), micros, split, seed)
 
     return register(order, f"drawn {placement} {workers} {split} {seed}").name
 

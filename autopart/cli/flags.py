@@ -37,6 +37,7 @@ _METAVARS = {
     "pins": "MODULE=STAGE",
     "token_slices": "auto|K|LENGTHS",
     "recompute": "auto|off|all|PATTERN",
+    "schedule": "|".join((*choices("schedule"), "FILE.csv")),
     "bucket_bytes": "BYTES",
     "prove": "SECONDS",
 }

@@ -1,4 +1,4 @@
-"""The commands that run in this process alone: plan, explain, diff."""
+"""The commands that run in this process alone: plan, explain, schedule, diff."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from autopart.cli.flags import ClusterName, Json, ModelName, Seed, TraceFile, ta
 from autopart.cli.model_loader import Subject, load_model
 from autopart.cli.output import Progress, print_json, prints_results
 from autopart.files.plans import diff_plans, load_plan, plan_to_json, save_plan
+from autopart.files.schedule_csv import save_schedule_csv
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Timeline
 from autopart.options import Options, read_options
 from autopart.passes.program.schedules import find
+from autopart.planning.schedule_files import schedule_text
 from autopart.report.plan_facts import plan_facts
 from autopart.report.plan_table import stage_table
 from autopart.report.traces import save_trace
@@ -85,6 +87,22 @@ def explain(
     else:
         typer.echo(stage_table(found, graph))
     _write_trace(step, found, trace)
+
+
+def schedule(
+    plan: PlanPath,
+    csv: Annotated[Path | None, typer.Option(help="Write it here; without it the lines go to stdout")] = None,
+    messages: Annotated[bool, typer.Option("--messages", help="Write sends and receives too")] = False,
+) -> None:
+    """Write the schedule of a plan file as CSV that torch.distributed.pipelining loads: a line for each rank."""
+    if not prints_results():
+        return
+    text = schedule_text(load_plan(plan), messages=messages)
+    if csv is None:
+        typer.echo(text, nl=False)
+    else:
+        save_schedule_csv(text, csv)
+        typer.echo(f"schedule written to {csv}", err=True)
 
 
 def diff(before: PlanPath, after: Annotated[Path, typer.Argument(help="Another one")]) -> None:

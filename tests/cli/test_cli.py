@@ -96,6 +96,20 @@ def test_the_simulated_step_of_a_plan_is_written(command, tmp_path):
     assert code == 2 and "add --model" in err
 
 
+def test_the_schedule_of_a_plan_is_written_and_read(command, tmp_path):
+    plan, saved = str(tmp_path / "plan.json"), str(tmp_path / "saved.csv")
+    sizes = ("--stages", "2", "--micro-batches", "2", "--replicas", "1", "--costs", "analytic", "--out", plan)
+    command("plan", "mlp", "--cluster", "cuda:2", "--schedule", "gpipe", *sizes)
+    lines = "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"
+    assert command("schedule", plan) == (0, lines, "")
+    assert command("schedule", plan, "--csv", saved) == (0, "", f"schedule written to {saved}\n")
+    assert (tmp_path / "saved.csv").read_text() == lines
+    assert "0SEND_F0" in command("schedule", plan, "--messages")[1]
+    code, _, _ = command("plan", "mlp", "--cluster", "cuda:2", "--schedule", saved, *sizes)
+    assert code == 0 and autopart.load_plan(plan).schedule == "saved"
+    assert command("schedule", plan) == (0, lines, "")
+
+
 def test_a_plan_is_json_on_stdout_and_a_table_beside_it(command):
     code, out, err = command("plan", "mlp", "--costs", "analytic", "--micro-batches", "4")
     assert code == 0

@@ -38,6 +38,8 @@ def test_schedules_of_torch_are_proven_here_and_return_unchanged(
     theirs, ours = tmp_path / "theirs.csv", tmp_path / "ours.csv"
     dump(name, ranks, 2, micros, theirs, form)
     schedule = autopart.register_schedule(theirs, name=name)
+    assert schedule.placement == ("v" if name in V_SHAPED else "loop")
+    assert schedule.splits == (name not in ("ScheduleLoopedBFS", "ScheduleInterleaved1F1B"))
     plan, program = planned(name, ranks, 2, micros, schedule.name)
     assert hangs(issued(program)) == []
     if form == FORMS[1]:

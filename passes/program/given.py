@@ -10,7 +10,8 @@ from autopart.ir.errors import ProgramError
 from autopart.ir.plan import Decision
 from autopart.ir.program import Edge, Program
 from autopart.passes.program.linearize import linear_order
-from autopart.passes.program.schedules import LOOP, ONE, Schedule, Shape, Turn, V, find, placed, worker_orders
+from autopart.passes.program.orders import LOOP, ONE, Schedule, Shape, Turn, V, homes_of, placed
+from autopart.passes.program.schedules import find, worker_orders
 
 
 def given_schedule(name: str, orders: Sequence[Sequence[Action]]) -> Schedule:
@@ -35,13 +36,10 @@ def given_schedule(name: str, orders: Sequence[Sequence[Action]]) -> Schedule:
             )
         return orders
 
-    numbers = {worker: number for number, worker in enumerate(dict.fromkeys(home[stage] for stage in range(size[0])))}
-    homes = tuple(numbers[home[stage]] for stage in range(size[0]))
-    several = [
-        kind for kind in (LOOP, V) if len(numbers) < len(homes) and homes == placed(kind, len(homes), len(numbers))
-    ]
+    homes, workers = homes_of([(home[stage],) for stage in range(size[0])]), len(set(home.values()))
+    placement = next((kind for kind in (LOOP, V) if homes and homes == placed(kind, size[0], workers)), ONE)
     splits = any(kind == "I" for worker in turns for kind, _, _ in worker)
-    return Schedule(name, order, placement=several[0] if several else ONE, splits=splits)
+    return Schedule(name, order, placement=placement, splits=splits)
 
 
 def chain_program(decision: Decision) -> Program:

@@ -21,7 +21,8 @@ from autopart.options import Options, read_options
 from autopart.passes.program.schedules import find
 from autopart.planning.schedule_files import schedule_text
 from autopart.report.plan_facts import plan_facts
-from autopart.report.plan_table import stage_table
+from autopart.report.plan_table import stage_table, terminal_width
+from autopart.report.text_timeline import timeline_text
 from autopart.report.traces import save_trace
 
 PlanPath = Annotated[Path, typer.Argument(help="A plan file")]
@@ -125,6 +126,10 @@ def _planned(
 def _write_trace(step: Timeline | None, plan: Plan, path: Path | None) -> None:
     """Write the simulated step, and note when its time differs from the time in the plan."""
     if step is None or path is None:
+        return
+    if str(path) == "-":
+        ranks = len(f"rank {plan.decision.world} ||")
+        typer.echo(timeline_text(step, max(20, terminal_width() - ranks)), nl=False)
         return
     save_trace(step, path, name="simulated")
     typer.echo(f"simulated step written to {path}", err=True)

@@ -87,6 +87,9 @@ def test_the_simulated_step_of_a_plan_is_written(command, tmp_path):
     plan = ("plan", "mlp", "--costs", "analytic", "--stages", "2", "--cluster", "cuda:2", "--out", str(path))
     assert command(*plan, "--trace", str(tmp_path / "step.txt"))[0] == 0
     assert "rank 1 |" in (tmp_path / "step.txt").read_text()
+    assert command(*plan, "--trace", str(tmp_path / "step.svg"))[0] == 0
+    assert (tmp_path / "step.svg").read_text().startswith("<svg ")
+    assert command(*plan, "--trace", "-")[1].splitlines()[-1].startswith("rank 1 |")
     explain = ("explain", str(path), "--model", "mlp", "--trace", str(trace))
     code, _, err = command(*explain, "--cluster", "cuda:2")
     assert code == 0 and "note" not in err

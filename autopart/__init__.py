@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autopart.ir.plan import Plan
     from autopart.ir.timeline import Timeline
     from autopart.passes.ops.table import register as register_op
-    from autopart.passes.program.schedules import register as register_schedule
+    from autopart.planning.schedule_files import register_schedule, save_schedule
     from autopart.report.traces import save_trace
     from autopart.session.compare import Verification
     from autopart.session.pipe import Pipe
@@ -54,6 +54,7 @@ __all__ = [
     "register_op",
     "register_schedule",
     "save_plan",
+    "save_schedule",
     "save_trace",
     "simulate",
     "verify",
@@ -69,14 +70,14 @@ _HOMES = {
     "autopart.ir.plan": "Plan",
     "autopart.ir.timeline": "Timeline",
     "autopart.passes.ops.table": "register_op",
-    "autopart.passes.program.schedules": "register_schedule",
+    "autopart.planning.schedule_files": "register_schedule save_schedule",
     "autopart.report.traces": "save_trace",
     "autopart.session.compare": "Verification",
     "autopart.session.pipe": "Pipe",
     "autopart.session.state.scaler": "NonFiniteWarning",
 }
 """The public names by module.  A module is loaded at the first use of a name, so that `import autopart` is quick."""
-_ALIASES = {"register_op": "register", "register_schedule": "register"}
+_ALIASES = {"register_op": "register"}
 
 
 def __getattr__(name: str) -> object:

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -19,10 +20,12 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from autopart.capture.trace.export import LossFn
 from autopart.costs.sources import COST_SOURCES, CostSource
+from autopart.files.schedule_csv import read_schedule_csv
 from autopart.ir.errors import UsageError
 from autopart.ir.plan import Plan, Precision
 from autopart.ir.program import MAX_BUCKET_BYTES
 from autopart.ir.shares import POLICIES, Policy
+from autopart.passes.program.given import given_schedule
 from autopart.passes.program.schedules import Order, Schedule, names, register
 from autopart.passes.search.space import Watch
 from autopart.runtime.group.world import transports
@@ -192,6 +195,8 @@ def _precision(value: Any) -> Any:
 
 
 def _schedule(value: Any) -> Any:
+    if isinstance(value, str | os.PathLike) and os.fspath(value).endswith(".csv"):
+        value = given_schedule(Path(value).stem, read_schedule_csv(value))
     return register(value).name if callable(value) or isinstance(value, Schedule) else value
 
 

@@ -25,7 +25,10 @@ Seed = Annotated[int, typer.Option(help="Seed of the weights and of dropout")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")]
 TraceFile = Annotated[
     Path | None,
-    typer.Option("--trace", help="Write the simulated step here: .json for a trace viewer, .txt as a picture in text"),
+    typer.Option(
+        "--trace",
+        help="Write the simulated step here: .json for a trace viewer, .svg or .txt as a picture; - prints it",
+    ),
 ]
 
 _PYTHON_ONLY = ("loss_fn", "plan", "watch", "non_finite", "timeout", "transport", "backend", "steps")
@@ -37,6 +40,7 @@ _METAVARS = {
     "pins": "MODULE=STAGE",
     "token_slices": "auto|K|LENGTHS",
     "recompute": "auto|off|all|PATTERN",
+    "schedule": "|".join((*choices("schedule"), "FILE.csv")),
     "bucket_bytes": "BYTES",
     "prove": "SECONDS",
 }

@@ -1,4 +1,4 @@
-"""The command line: plan, explain, diff, verify, cluster, version.
+"""The command line: plan, explain, schedule, diff, verify, cluster, version.
 
 Exit codes: 0 success; 1 a check failed, or something failed while ranks ran; 2 the request cannot be met (a bad
 argument, a model that is refused, a plan that does not fit).  An AutopartError prints its message on stderr, with a
@@ -61,6 +61,7 @@ def _root(
 
 app.command()(plans.plan)
 app.command()(plans.explain)
+app.command()(plans.schedule)
 app.command()(plans.diff)
 
 

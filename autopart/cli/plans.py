@@ -1,4 +1,4 @@
-"""The commands that run in this process alone: plan, explain, diff."""
+"""The commands that run in this process alone: plan, explain, schedule, diff."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from autopart.cli.flags import ClusterName, Json, ModelName, Seed, TraceFile, ta
 from autopart.cli.model_loader import Subject, load_model
 from autopart.cli.output import Progress, print_json, prints_results
 from autopart.files.plans import diff_plans, load_plan, plan_to_json, save_plan
+from autopart.files.schedule_csv import save_schedule_csv
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.ir.timeline import Timeline
 from autopart.options import Options, read_options
 from autopart.passes.program.schedules import find
+from autopart.planning.schedule_files import schedule_text
 from autopart.report.plan_facts import plan_facts
-from autopart.report.plan_table import stage_table
+from autopart.report.plan_table import stage_table, terminal_width
+from autopart.report.text_timeline import timeline_text
 from autopart.report.traces import save_trace
 
 PlanPath = Annotated[Path, typer.Argument(help="A plan file")]
@@ -87,6 +90,22 @@ def explain(
     _write_trace(step, found, trace)
 
 
+def schedule(
+    plan: PlanPath,
+    csv: Annotated[Path | None, typer.Option(help="Write it here; without it the lines go to stdout")] = None,
+    messages: Annotated[bool, typer.Option("--messages", help="Write sends and receives too")] = False,
+) -> None:
+    """Write the schedule of a plan file as CSV that torch.distributed.pipelining loads: a line for each rank."""
+    if not prints_results():
+        return
+    text = schedule_text(load_plan(plan), messages=messages)
+    if csv is None:
+        typer.echo(text, nl=False)
+    else:
+        save_schedule_csv(text, csv)
+        typer.echo(f"schedule written to {csv}", err=True)
+
+
 def diff(before: PlanPath, after: Annotated[Path, typer.Argument(help="Another one")]) -> None:
     """Print what changes from one plan file to another.  Exit code 1 when they differ."""
     if not prints_results():
@@ -107,6 +126,10 @@ def _planned(
 def _write_trace(step: Timeline | None, plan: Plan, path: Path | None) -> None:
     """Write the simulated step, and note when its time differs from the time in the plan."""
     if step is None or path is None:
+        return
+    if str(path) == "-":
+        ranks = len(f"rank {plan.decision.world} ||")
+        typer.echo(timeline_text(step, max(20, terminal_width() - ranks)), nl=False)
         return
     save_trace(step, path, name="simulated")
     typer.echo(f"simulated step written to {path}", err=True)

@@ -23,11 +23,12 @@ def stage_table(plan: Plan, graph: Graph | None = None, *, width: int | None = N
     if graph is not None:
         rows = [_with_graph(row, plan, s, graph) for s, row in enumerate(rows)]
         total |= {"ops": str(len(graph.ops)), "params": _count(parameter_count(graph, {op.name for op in graph.ops}))}
-    lines = fitting_lines(stage_grid(rows, total), width or _terminal_width())
+    lines = fitting_lines(stage_grid(rows, total), width or terminal_width())
     return "\n".join([*lines, *footer(plan.decision, plan.report, plan.provenance.costs)]) + "\n"
 
 
-def _terminal_width() -> int:
+def terminal_width() -> int:
+    """Return the characters of a line of the terminal; `WIDTH` where there is none."""
     return shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH
 
 

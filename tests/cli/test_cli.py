@@ -87,6 +87,9 @@ def test_the_simulated_step_of_a_plan_is_written(command, tmp_path):
     plan = ("plan", "mlp", "--costs", "analytic", "--stages", "2", "--cluster", "cuda:2", "--out", str(path))
     assert command(*plan, "--trace", str(tmp_path / "step.txt"))[0] == 0
     assert "rank 1 |" in (tmp_path / "step.txt").read_text()
+    assert command(*plan, "--trace", str(tmp_path / "step.svg"))[0] == 0
+    assert (tmp_path / "step.svg").read_text().startswith("<svg ")
+    assert command(*plan, "--trace", "-")[1].splitlines()[-1].startswith("rank 1 |")
     explain = ("explain", str(path), "--model", "mlp", "--trace", str(trace))
     code, _, err = command(*explain, "--cluster", "cuda:2")
     assert code == 0 and "note" not in err
@@ -94,6 +97,20 @@ def test_the_simulated_step_of_a_plan_is_written(command, tmp_path):
     assert "made for another cluster" in command(*explain)[2]
     code, _, err = command("explain", str(path), "--trace", str(trace))
     assert code == 2 and "add --model" in err
+
+
+def test_the_schedule_of_a_plan_is_written_and_read(command, tmp_path):
+    plan, saved = str(tmp_path / "plan.json"), str(tmp_path / "saved.csv")
+    sizes = ("--stages", "2", "--micro-batches", "2", "--replicas", "1", "--costs", "analytic", "--out", plan)
+    command("plan", "mlp", "--cluster", "cuda:2", "--schedule", "gpipe", *sizes)
+    lines = "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"
+    assert command("schedule", plan) == (0, lines, "")
+    assert command("schedule", plan, "--csv", saved) == (0, "", f"schedule written to {saved}\n")
+    assert (tmp_path / "saved.csv").read_text() == lines
+    assert "0SEND_F0" in command("schedule", plan, "--messages")[1]
+    code, _, _ = command("plan", "mlp", "--cluster", "cuda:2", "--schedule", saved, *sizes)
+    assert code == 0 and autopart.load_plan(plan).schedule == "saved"
+    assert command("schedule", plan) == (0, lines, "")
 
 
 def test_a_plan_is_json_on_stdout_and_a_table_beside_it(command):

@@ -30,7 +30,8 @@ class Case:
     """A plan to measure.
 
     recompute: "each layer" recomputes each layer as a separate group; accumulates: the step adds to existing gradients;
-    adam: AdamW instead of SGD without state; masters: a bf16 model with fp32 master weights.
+    adam: AdamW instead of SGD without state; masters: a bf16 model with fp32 master weights; compiled: stages that run
+    compiled, planned with what compiled code keeps.
     """
 
     model: str
@@ -42,6 +43,7 @@ class Case:
     zero: int = 0
     adam: bool = False
     masters: bool = False
+    compiled: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -49,15 +51,16 @@ class Case:
         again: Any = (f"{MODELS[self.model].layers}.*",) if self.recompute == "each layer" else self.recompute
         return {
             "micro_batches": self.micros, "recompute": again, "stages": self.stages, "replicas": self.replicas,
-            "zero": self.zero, "optimizer": "adamw" if self.adam else "sgd", "costs": "analytic",
-            "master_weights": self.masters,
+            "zero": self.zero, "optimizer": "adamw" if self.adam else "sgd",
+            "costs": "measured" if self.compiled else "analytic",
+            "master_weights": self.masters, "backend": "inductor" if self.compiled else "eager",
         }  # fmt: skip
 
     def __str__(self) -> str:
         parts = [f"{self.model}, {self.micros} micro-batches, recompute {self.recompute}"]
         if self.stages * self.replicas > 1:
             parts.append(f"{self.stages} stages x {self.replicas} replicas")
-        parts += ["bf16 with masters"] * self.masters
+        parts += ["bf16 with masters"] * self.masters + ["compiled"] * self.compiled
         parts += ["ZeRO-1"] * self.zero + ["AdamW"] * self.adam + ["accumulating"] * self.accumulates
         return ", ".join(parts)
 
@@ -72,6 +75,7 @@ ALONE = (
     Case("gpt2", 4, adam=True),
     Case("gpt2", 4, adam=True, masters=True),
     Case("llama", 4, "each layer", adam=True, masters=True),
+    *(Case(name, 4, recompute, compiled=True) for name in ("gpt2", "llama") for recompute in ("off", "each layer")),
 )
 TOGETHER = (
     Case("gpt2", 4, stages=2, adam=True),

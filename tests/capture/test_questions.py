@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -230,3 +231,41 @@ def test_numbers_that_every_batch_has_anew_are_warned_of():
             cache(flatten((ids(rows=2), mask(1 + length // 2, length - length // 2))), Size(2))
     told = [str(warning.message) for warning in caught if warning.category is CaptureWarning]
     assert len(told) == 1 and "test_questions.py" in told[0]
+
+
+META = torch.device("meta")
+"""Stands for a device: its numbers cannot be read."""
+
+
+@pytest.mark.parametrize(
+    ("body", "batch"), [(checked, (ids(),)), (shortcut, (ids(), PADDED)), (counted, (ids(), PADDED))]
+)
+def test_whole_numbers_of_a_batch_in_host_memory_are_asked_without_the_device(body, batch):
+    questions = capture(Reader(body), flatten(batch)).questions
+    assert questions is not None and all(question.exact for question in questions.asked)
+    assert replace(questions, device=META).hold(batch)
+    others = (*batch[:-1], torch.full_like(batch[-1], 1))
+    assert replace(questions, device=META).hold(others) == questions.hold(others)
+
+
+def test_a_mask_is_asked_without_the_device_what_it_hides():
+    def attended(m: Reader, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        y = m.hidden(x)[:, None]
+        return F.scaled_dot_product_attention(y, y, y, attn_mask=(seen != 0)[:, None, None]).square().mean()
+
+    everything, padded = (ids(), mask(*[LENGTH] * ROWS)), (ids(), PADDED)
+    questions = capture(Reader(attended), flatten(everything)).questions
+    assert questions is not None
+    assert replace(questions, device=META).hold(everything)
+    assert not replace(questions, device=META).hold(padded)
+
+
+def test_fractions_are_asked_on_the_device_as_the_model_would():
+    def divided(m: Reader, x: torch.Tensor) -> torch.Tensor:
+        return m.hidden(x).mean() * (2 if (x.float() / 3).sum() > 7.3 else 1)
+
+    questions = capture(Reader(divided), flatten((ids(),))).questions
+    assert questions is not None and not any(question.exact for question in questions.asked)
+    assert questions.hold((ids(),))
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        replace(questions, device=META).hold((ids(),))

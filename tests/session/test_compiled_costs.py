@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,6 +139,26 @@ def test_saved_bytes_that_were_measured_hold_at_other_sizes() -> None:
     found, table = model.graph(Size(32), 0), model.table(Size(32), 0)
     for place, (op, own) in enumerate(zip(found.ops, other.ops, strict=True)):
         assert op.cost.saved_bytes == own.cost.saved_bytes // 2 == table.columns[2, place]
+
+
+def test_what_was_run_to_count_its_bytes_is_freed() -> None:
+    module = fx.symbolic_trace(lambda x: torch.ops.aten.exp(torch.ops.aten.tanh(x)))
+    x = torch.ones(10, requires_grad=True)
+    alive: list[weakref.ref[object]] = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            alive.append(weakref.ref(ctx))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            return grad
+
+    saved_by_call(module, [Watched.apply(x)])
+    gc.collect()
+    assert alive[0]() is None
 
 
 def test_each_storage_that_autograd_keeps_counts_once() -> None:

@@ -17,6 +17,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+_HOST = torch.device("cpu")
+_EXACT = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+"""Types whose arithmetic is the same on every device."""
+
 
 @dataclass(frozen=True)
 class Operand:
@@ -39,7 +43,8 @@ class _Step:
 class Question:
     """A Python value that forward() reads.
 
-    steps: all ops that lead to it, in order; read: computes the value from `args`; op, where: what asked.
+    steps: all ops that lead to it, in order; read: computes the value from `args`; op, where: what asked; exact:
+    whether every device computes the same value, since no number on the way is a fraction.
     """
 
     steps: tuple[_Step, ...]
@@ -47,6 +52,7 @@ class Question:
     args: tuple[Any, ...]
     op: str
     where: str
+    exact: bool = False
 
     @property
     def inputs(self) -> frozenset[int]:
@@ -83,31 +89,41 @@ class Question:
 class Reader:
     """Answers questions about one batch and runs each op once.
 
-    copies: whether inputs are copied, since an op may write to them.
+    A question is answered on the device of the model, as the model would.  One that is exact, about inputs that lie in
+    the host's memory, is answered there: then nothing waits for the device.  copies: whether inputs are copied, since
+    an op may write to them.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device, *, copies: bool = True) -> None:
         self._tensors, self._device, self._copies = tensors, device, copies
-        self._results: dict[int, Any] = {}
+        self._results: dict[tuple[torch.device, int], Any] = {}
+
+    def place(self, question: Question) -> torch.device:
+        """Return the device on which a question is answered."""
+        at_hand = question.exact and all(self._tensors[i].device.type == _HOST.type for i in question.inputs)
+        return _HOST if at_hand else self._device
 
     def answer(self, question: Question) -> Any:
         """Return the Python value that was asked for.  Earlier questions must have been answered first."""
+        place = self.place(question)
         with torch.no_grad():
             for step in question.steps:
-                if step.number not in self._results:
-                    self._results[step.number] = self._run(step)
-            return question.read(*self._filled(question.args))
+                if (place, step.number) not in self._results:
+                    self._results[place, step.number] = self._run(step, place)
+            return question.read(*self._filled(question.args, place))
 
-    def _run(self, step: _Step) -> Any:
+    def _run(self, step: _Step, place: torch.device) -> Any:
         if step.call is None:
-            return self._tensors[step.args[0]].detach().to(self._device, copy=self._copies)
-        return step.call(*self._filled(step.args), **self._filled(dict(step.kwargs)))
+            return self._tensors[step.args[0]].detach().to(place, copy=self._copies)
+        if step.call is torch.clone:
+            return step.args[0].to(place, copy=True)
+        return step.call(*self._filled(step.args, place), **self._filled(dict(step.kwargs), place))
 
-    def _filled(self, value: Any) -> Any:
+    def _filled(self, value: Any, place: torch.device) -> Any:
         def fill(leaf: Any) -> Any:
             if isinstance(leaf, Operand):
-                return self._results[leaf.number]
-            return self._device if isinstance(leaf, torch.device) else leaf
+                return self._results[place, leaf.number]
+            return place if isinstance(leaf, torch.device) else leaf
 
         return pytree.tree_map(fill, value, is_leaf=lambda leaf: isinstance(leaf, Operand))
 
@@ -162,7 +178,14 @@ class Origins:
             fresh = _memory(node) - memory
             memory |= fresh
             queue.extend(writer for writer, written in self._writers if written & fresh)
-        return Question(tuple(map(self._step, sorted(found))), read, tuple(self._operands(args)), op, where)
+        exact = all(map(self._is_exact, found))
+        return Question(tuple(map(self._step, sorted(found))), read, tuple(self._operands(args)), op, where, exact)
+
+    def _is_exact(self, node: fx.Node) -> bool:
+        """Return whether the results of a node are tensors of whole numbers and bools."""
+        held = getattr(self._root, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
+        leaves = pytree.tree_leaves(held)
+        return bool(leaves) and all(isinstance(leaf, torch.Tensor) and leaf.dtype in _EXACT for leaf in leaves)
 
     def _other_source(self, node: fx.Node) -> str:
         """Return what a node takes from elsewhere than the inputs; "" if nothing."""

@@ -50,6 +50,7 @@ PARTS = {
         "passes/loss",
         "passes/test_pipeline.py",
         "passes/ops",
+        "passes/ordering",
         "passes/proof",
         "passes/search",
         "e2e/test_advice.py",

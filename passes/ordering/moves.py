@@ -9,6 +9,7 @@ problem, Management Science 1996); backwards of weights may leave a block to fil
 from __future__ import annotations
 
 from collections.abc import Iterator
+from random import Random
 
 from autopart.passes.ordering.pipeline import Pipeline
 from autopart.passes.ordering.replay import Orders, Replay, durations, fits, replay, sources
@@ -18,16 +19,17 @@ Move = tuple[int, int, int]
 """Worker, place of a compute in its order, and its new place there."""
 Block = tuple[int, int, int]
 """Worker, and the places of the first and the last compute."""
+_LEAST_TRIES, _KICKS = 8, 4
 
 
-def improved(pipeline: Pipeline, orders: Orders, effort: int) -> Orders:
-    """Return orders whose step is at most as long, and which fit in memory if the given ones do.
+def improved(pipeline: Pipeline, orders: Orders, effort: int) -> tuple[Orders, int]:
+    """Return orders whose step is at most as long, which fit in memory if the given ones do, and the effort left.
 
-    effort: computes that may be replayed.  Takes the first move that makes the step shorter (or the workers end earlier
-    on average, in an equal step) until none does.  O(effort).
+    effort: computes that may be replayed; if that is a few times all of them, nothing is tried.  Takes the first move
+    that makes the step shorter (or the workers end earlier on average, in an equal step) until none does.  O(effort).
     """
-    now = replay(pipeline, orders)
     tries = effort // max(1, pipeline.computes)
+    now = replay(pipeline, orders) if tries >= _LEAST_TRIES else None
     while now is not None and tries > 0:
         better = None
         for move in _moves(orders, critical_blocks(pipeline, orders, now)):
@@ -42,6 +44,21 @@ def improved(pipeline: Pipeline, orders: Orders, effort: int) -> Orders:
             if tries <= 0:
                 break
         now = better
+    return orders, tries * pipeline.computes
+
+
+def kicked(pipeline: Pipeline, orders: Orders, draw: Random) -> Orders:
+    """Return orders with a few random pairs of neighbours exchanged, where that fits and can end.
+
+    A search that goes on from there may leave a place that no single move makes better.  O(computes).
+    """
+    for _ in range(_KICKS):
+        worker = draw.randrange(len(orders))
+        place = draw.randrange(len(orders[worker])) if orders[worker] else 0
+        for move in _legal(orders[worker], worker, place, place - 1) if place else ():
+            changed = _moved(orders, move)
+            if fits(pipeline, changed) and replay(pipeline, changed) is not None:
+                orders = changed
     return orders
 
 

@@ -45,7 +45,8 @@ def replay(pipeline: Pipeline, orders: Sequence[Sequence[Turn]]) -> Replay | Non
                 if sent < 0:
                     missing = (way, source, unit)
                     break
-                clock = max(clock, sent + after)
+                if sent + after > clock:
+                    clock = sent + after
             if missing is not None:
                 waiting.setdefault(missing, []).append(worker)
                 break
@@ -95,7 +96,8 @@ def peak_bytes(pipeline: Pipeline, orders: Sequence[Sequence[Turn]]) -> list[int
         held = most = 0
         for kind, stage, _ in order:
             held += change[kind][stage]
-            most = max(most, held)
+            if held > most:
+                most = held
         peaks.append(most)
     return peaks
 

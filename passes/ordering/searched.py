@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from random import Random
 
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import Edge
 from autopart.passes.ordering.bound import bound_ns
 from autopart.passes.ordering.lists import RULES, listed
-from autopart.passes.ordering.moves import improved
+from autopart.passes.ordering.moves import improved, kicked
 from autopart.passes.ordering.pipeline import Pipeline
 from autopart.passes.ordering.replay import Orders, fits, peak_bytes, replay
 from autopart.passes.program.orders import texts_of
@@ -25,6 +26,8 @@ from autopart.passes.simulation.simulate import Work, ordered_ns
 
 LIST_EFFORT, MOVE_EFFORT = 120_000, 200_000
 """Computes that are listed, and replayed to try moves; at least two rules are listed, however long the pipeline."""
+_ROUNDS, _ROUND_COST = 100, 6
+"""Times that the best order is kicked, and how many replays of all computes that takes besides the moves."""
 _SIMULATED = 2
 """Searched orders that the simulator judges, the shortest ones of the replays."""
 
@@ -73,8 +76,9 @@ def search_order(
     seeds = _shortest(pipeline, [*_listed(pipeline), *[orders for _, orders in named]])
     if not seeds:
         raise _nothing_fits(pipeline)
-    best = improved(pipeline, seeds[0], effort)
-    candidates = [*timed, *[(simulated(orders), "", orders) for orders in [best, *seeds][:_SIMULATED]]]
+    known = [orders for _, orders in named]
+    searched = [orders for orders in _improved(pipeline, seeds, effort) if orders not in known]
+    candidates = [*timed, *[(simulated(orders), "", orders) for orders in searched[:_SIMULATED]]]
     step, name, orders = min(candidates, key=lambda candidate: candidate[0])
     peaks = tuple(peak_bytes(pipeline, orders))
     return Found(texts_of(orders), step, name, bound_ns(pipeline), peaks, tuple([(n, ns) for ns, n, _ in timed]))
@@ -98,8 +102,34 @@ def _listed(pipeline: Pipeline) -> Iterator[Orders]:
             yield orders
 
 
+def _improved(pipeline: Pipeline, seeds: list[Orders], effort: int) -> list[Orders]:
+    """Return orders by the length of their step: what moves make of the seeds, and then of the best one, kicked."""
+    better: list[Orders] = []
+    for orders in seeds:
+        changed, effort = improved(pipeline, orders, effort)
+        better.append(changed)
+    better = _shortest(pipeline, better)
+    draw, floor = Random(0), bound_ns(pipeline)
+    best, step = better[0], _step_ns(pipeline, better[0])
+    for _ in range(_ROUNDS):
+        cost = _ROUND_COST * pipeline.computes
+        if step <= floor or effort < cost:
+            break
+        changed, effort = improved(pipeline, kicked(pipeline, best, draw), effort - cost)
+        if _step_ns(pipeline, changed) <= step:
+            best, step = changed, _step_ns(pipeline, changed)
+    return [best, *better] if best not in better else better
+
+
+def _step_ns(pipeline: Pipeline, orders: Orders) -> int:
+    played = replay(pipeline, orders)
+    assert played is not None  # it was played before
+    return played.step_ns
+
+
 def _shortest(pipeline: Pipeline, found: list[Orders]) -> list[Orders]:
-    """Return the orders by the length of their replayed step; of equal steps the earlier ones first."""
+    """Return different orders by the length of their replayed step; of equal steps the earlier ones first."""
+    found = [orders for place, orders in enumerate(found) if orders not in found[:place]]
     steps = [replay(pipeline, orders) for orders in found]
     places = sorted([(played.step_ns, place) for place, played in enumerate(steps) if played is not None])
     return [found[place] for _, place in places]

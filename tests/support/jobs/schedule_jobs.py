@@ -132,11 +132,16 @@ def stepped(
 
 
 def compare_placed(
-    name: str, placed: Placed, rows: int = 12, dtype: str = "float32", against: str = "one process"
+    name: str,
+    placed: Placed,
+    rows: int = 12,
+    dtype: str = "float32",
+    against: str = "one process",
+    transport: str = "auto",
 ) -> tuple[Difference | None, list[str]]:
     """Compare a step with one process, or with whole backwards on "one device"; the difference is on rank 0."""
     chosen = getattr(torch, dtype)
-    found, kinds, leads = stepped(name, placed, rows, chosen)
+    found, kinds, leads = stepped(name, placed, rows, chosen, transport=transport)
     if against == "one process":
         case = EVERY[name]
         expected = expected_of(name, chosen, rows, placed.micros if case.coupled else 1)

@@ -52,6 +52,14 @@ def test_replicas_without_rows_sum_the_gradients_of_each_stage_in_an_order_of_th
     check(pair, "tied", Placed(replicas=2, micros=3, schedule="weights last", bucket_bytes=64), 4)
 
 
+@pytest.mark.parametrize(("shares", "rows"), [((), 16), ((3, 1), 9)], ids=["equal", "without rows"])
+def test_replicas_share_batch_statistics_in_backwards_of_inputs(
+    pair: Workers, shares: tuple[int, ...], rows: int
+) -> None:
+    placed = Placed(replicas=2, micros=4, seed=6, split=0.8, shares=shares, synced=True, recompute=0.3)
+    check(pair, "batch_norm", placed, rows)
+
+
 def test_dropout_draws_the_same_numbers_in_recomputed_groups(pair: Workers) -> None:
     check(pair, "dropped", Placed(seed=2, recompute=0.6), 12, against="one device")
 

@@ -10,7 +10,7 @@ from autopart.ir.errors import RefusedError
 from autopart.ir.program import BUCKET_BYTES
 from autopart.passes.program.schedules import LOOP, SEARCHED, V
 from support.jobs.schedule_jobs import Placed, compare_placed
-from support.models.zoo import SEQ
+from support.models.token_models import SEQ
 
 WORLD = 4
 WHOLE = (

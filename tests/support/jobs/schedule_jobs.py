@@ -36,9 +36,9 @@ class Placed:
 
     per_rank: stages of each rank.  workers: of replicas of the same stages, 0 for as many as there are ranks for; other
     ranks idle.  schedule: a built-in one; "" draws an order (`own_orders`), in which a backward is split with the
-    probability `split`; so does "searched", where the plan has the order.  replicas: of every stage.  recompute: the
-    part of each stage's ops that is recomputed.  seed: of the order, and of how much the cuts are off from equal
-    numbers of ops.
+    probability `split`; so does "searched", where the plan has the order.  replicas: of every stage, with these shares
+    of the rows, () for equal ones.  synced: whether they share batch statistics.  recompute: the part of each stage's
+    ops that is recomputed.  seed: of the order, and of how much the cuts are off from equal numbers of ops.
     """
 
     per_rank: int = 2
@@ -55,6 +55,8 @@ class Placed:
     slices: tuple[int, ...] = ()
     bucket_bytes: int = BUCKET_BYTES
     precision: Any = "fp32"
+    shares: tuple[int, ...] = ()
+    synced: bool = False
 
     def schedule_on(self, workers: int) -> str:
         """Return the name of the schedule, registered in this process."""
@@ -86,7 +88,7 @@ def plan_of(graph: Graph, placed: Placed, rows: int, world: int, *, alone: bool 
             again = ops[: round(placed.recompute * len(ops))]
             home = homes[stage]
             ranks = (0,) if alone else tuple(range(home * placed.replicas, (home + 1) * placed.replicas))
-            stages.append(Stage(ops, ranks, (again,) if again else (), policy=placed.policy))
+            stages.append(Stage(ops, ranks, (again,) if again else (), placed.shares, placed.policy))
         decision = Decision(
             world, tuple(stages), split_rows(rows, placed.micros), schedule, placed.zero,
             token_slices=placed.slices, bucket_bytes=placed.bucket_bytes, order=order,
@@ -124,7 +126,8 @@ def stepped(
     """
     plan, case = plan_for(name, placed, rows, dtype, alone=alone), EVERY[name]
     captures, batch = fresh(name, dtype, placed.precision), case.data(rows, dtype)
-    with compiled(case, captures, batch, plan=plan, seed=5, transport=transport) as pipe:
+    asked = {"sync_batchnorm": True} if placed.synced else {}
+    with compiled(case, captures, batch, plan=plan, seed=5, transport=transport, **asked) as pipe:
         check_messages(check_program(pipe.program, pipe.plan.schedule))
         loss = pipe.step(batch).item()
         found = Expected(loss, pipe.gradients(), dict(pipe.state_dict()))

@@ -71,3 +71,15 @@ def test_half_precision_rounds_as_autocast_does(pair: Workers, precision: str) -
         if result["plain"] is not None:
             assert result["losses"] == pytest.approx(result["plain"]["losses"], rel=1e-6)
             assert result["scales"] == result["plain"]["scales"]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "words"),
+    [
+        ("batch_norm", "out of order", "runs micro-batch 1 behind 2"),
+        ("stack", "updating", "cannot train with a split backward"),
+    ],
+)
+def test_what_would_not_be_exact_is_refused_by_name(pair: Workers, name: str, schedule: str, words: str) -> None:
+    for text in pair.run(schedule_jobs.refusal, name, Placed(workers=1, micros=3, schedule=schedule), 9):
+        assert words in text and "fix:" in text

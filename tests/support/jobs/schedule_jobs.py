@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import autopart
 from autopart.capture.batch.batch import flatten, split_rows
 from autopart.files.clusters import parse_cluster
 from autopart.ir.errors import PlanError
@@ -25,8 +26,8 @@ from autopart.passes.program.schedules import placed as placed_on
 from autopart.passes.program.verify import check_program
 from autopart.session.pipe import Pipe
 from support.jobs import precision_jobs
-from support.jobs.step_jobs import EVERY, cluster, compiled, expected_of, fresh
-from support.languages.own_orders import drawn_order, registered, weights_last
+from support.jobs.step_jobs import EVERY, cluster, compiled, expected_of, fresh, refusal_of
+from support.languages.own_orders import OWN, drawn_order, registered
 from support.oracles.one_process import Difference, Expected, difference, gradients_of, plain_loss, plain_step
 
 
@@ -60,8 +61,8 @@ class Placed:
 
     def schedule_on(self, workers: int) -> str:
         """Return the name of the schedule, registered in this process."""
-        if self.schedule == "weights last":
-            return register(weights_last, self.schedule).name
+        if self.schedule in OWN:
+            return register(OWN[self.schedule]).name
         return self.schedule or registered(self.placement, workers, self.split, self.seed)
 
 
@@ -160,11 +161,11 @@ def trained_in_half(name: str, placed: Placed, steps: int) -> dict[str, Any]:
 
 
 def lived(name: str, plans: list[Placed], rows: int, steps: int = 2) -> dict[str, Any]:
-    """Train some steps under each plan in turn, and return losses, gradients, an evaluation loss and the state beside
-    those of one process."""
+    """Train some steps under each plan in turn, every other one with a small batch, and return losses, gradients, an
+    evaluation loss and the state beside those of one process."""
     dtype, case = torch.float64, EVERY[name]
     made = [plan_for(name, placed, rows, dtype) for placed in plans]
-    sizes = [rows, rows - 1]
+    sizes = [rows, 4]
     with compiled(case, fresh(name, dtype), case.data(rows, dtype), plan=made[0]) as pipe:
         ours = _trained(pipe, case, made, sizes, steps)
         batch = case.data(rows, dtype)
@@ -201,3 +202,16 @@ def _trained_alone(case: Any, plans: int, sizes: list[int], steps: int) -> dict[
     with torch.no_grad():
         found["evaluated"] = plain_loss(case, model, case.data(sizes[0], torch.float64)).item()
     return found | {"state": model.state_dict()}
+
+
+def refusal(name: str, placed: Placed, rows: int) -> str:
+    """Return the error of a step."""
+    return str(refusal_of(lambda: stepped(name, placed, rows, torch.float64)))
+
+
+def verified(name: str, placed: Placed, rows: int) -> tuple[bool, int]:
+    """Return whether `verify` finds a step exact, and the number of gradients that it compared."""
+    case = EVERY[name]
+    plan = plan_for(name, placed, rows)
+    found = autopart.verify(case.model(), cluster(), sample=case.data(rows), loss_fn=case.loss_fn, plan=plan)
+    return found.ok, len(found.gradients)

@@ -52,6 +52,14 @@ def test_replicas_without_rows_sum_the_gradients_of_each_stage_in_an_order_of_th
     check(pair, "tied", Placed(replicas=2, micros=3, schedule="weights last", bucket_bytes=64), 4)
 
 
+@pytest.mark.parametrize(("shares", "rows"), [((), 16), ((3, 1), 9)], ids=["equal", "without rows"])
+def test_replicas_share_batch_statistics_in_backwards_of_inputs(
+    pair: Workers, shares: tuple[int, ...], rows: int
+) -> None:
+    placed = Placed(replicas=2, micros=4, seed=6, split=0.8, shares=shares, synced=True, recompute=0.3)
+    check(pair, "batch_norm", placed, rows)
+
+
 def test_dropout_draws_the_same_numbers_in_recomputed_groups(pair: Workers) -> None:
     check(pair, "dropped", Placed(seed=2, recompute=0.6), 12, against="one device")
 
@@ -63,3 +71,15 @@ def test_half_precision_rounds_as_autocast_does(pair: Workers, precision: str) -
         if result["plain"] is not None:
             assert result["losses"] == pytest.approx(result["plain"]["losses"], rel=1e-6)
             assert result["scales"] == result["plain"]["scales"]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "words"),
+    [
+        ("batch_norm", "out of order", "runs micro-batch 1 behind 2"),
+        ("stack", "updating", "cannot train with a split backward"),
+    ],
+)
+def test_what_would_not_be_exact_is_refused_by_name(pair: Workers, name: str, schedule: str, words: str) -> None:
+    for text in pair.run(schedule_jobs.refusal, name, Placed(workers=1, micros=3, schedule=schedule), 9):
+        assert words in text and "fix:" in text

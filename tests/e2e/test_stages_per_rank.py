@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.jobs.schedule_jobs import Placed, lived
+from support.jobs.schedule_jobs import Placed, lived, verified
 from support.workers import Workers
 
 from autopart.passes.program.schedules import V
@@ -41,9 +41,23 @@ PLAIN = Placed(per_rank=1, schedule="1f1b")
 
 
 def test_a_pipe_changes_between_placements_and_orders(pair: Workers) -> None:
-    """Tied weights lie on stages of one rank, then of two; micro-batches become fewer with the last batch."""
-    plans = [Placed(seed=1), PLAIN, Placed(per_rank=4, placement=V, split=0.0, micros=3), replace(PLAIN, micros=2)]
-    check(pair, "tied", plans, 9)
+    """Tied weights lie on stages of one rank, then of two; a small batch has fewer micro-batches than the order."""
+    plans = [
+        Placed(schedule="searched", seed=1, micros=6),
+        PLAIN,
+        Placed(per_rank=4, placement=V, split=0.0, micros=3),
+        Placed(schedule="zb-v", placement=V, micros=2),
+    ]
+    check(pair, "tied", plans, 12)
+
+
+def test_stages_of_one_rank_that_share_a_weight_change_with_those_of_two(pair: Workers) -> None:
+    check(pair, "shared_by_all", [Placed(schedule="interleaved"), replace(PLAIN, schedule="zb-h1", micros=3)], 8)
+
+
+def test_verify_compares_a_plan_with_several_stages_a_rank(pair: Workers) -> None:
+    for exact, gradients in pair.run(verified, "tied", Placed(schedule="zb-v", placement=V), 8):
+        assert exact and gradients > 5
 
 
 @pytest.mark.slow

@@ -39,7 +39,8 @@ def stage_module(
 
     adjusted: values that ops read with a factor of the micro-batch.  layouts: how values of random ops hold rows.
     eager: whether the ops run one by one: then products add the gradients of large weights themselves, and some ops are
-    merged.  deferrable: whether the gradients of small weights are added like this too, so that they can wait.
+    merged.  deferrable: whether products with small weights do so too, and in code that will be compiled: they can
+    wait then, and a compiler does not see them.
     Raises RefusedError for a random op that replicas cannot run.  O(nodes * (1 + recomputed groups)).
     """
     graph = captured.graph
@@ -52,9 +53,11 @@ def stage_module(
         captured, chosen, outputs, device, updates=updates, groups=planned.recompute, adjusted=adjusted, casts=casts,
         drawn=drawn,
     )  # fmt: skip
-    if not eager:
-        return code
-    return accumulate_in_place(merge_ops(code, graph.inputs), captured.tensors, deferrable=deferrable)
+    if eager:
+        code = merge_ops(code, graph.inputs)
+    if eager or deferrable:
+        code = accumulate_in_place(code, captured.tensors, deferrable=deferrable)
+    return code
 
 
 def leaving(graph: Graph, links: Iterable[Edge], stage: int, ops: Collection[str]) -> list[str]:

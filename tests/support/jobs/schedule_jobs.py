@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import autopart
 from autopart.capture.batch.batch import flatten, split_rows
 from autopart.files.clusters import parse_cluster
 from autopart.ir.errors import PlanError
@@ -25,8 +26,8 @@ from autopart.passes.program.schedules import placed as placed_on
 from autopart.passes.program.verify import check_program
 from autopart.session.pipe import Pipe
 from support.jobs import precision_jobs
-from support.jobs.step_jobs import EVERY, cluster, compiled, expected_of, fresh
-from support.languages.own_orders import drawn_order, registered, weights_last
+from support.jobs.step_jobs import EVERY, cluster, compiled, expected_of, fresh, refusal_of
+from support.languages.own_orders import OWN, drawn_order, registered
 from support.oracles.one_process import Difference, Expected, difference, gradients_of, plain_loss, plain_step
 
 
@@ -36,9 +37,9 @@ class Placed:
 
     per_rank: stages of each rank.  workers: of replicas of the same stages, 0 for as many as there are ranks for; other
     ranks idle.  schedule: a built-in one; "" draws an order (`own_orders`), in which a backward is split with the
-    probability `split`; so does "searched", where the plan has the order.  replicas: of every stage.  recompute: the
-    part of each stage's ops that is recomputed.  seed: of the order, and of how much the cuts are off from equal
-    numbers of ops.
+    probability `split`; so does "searched", where the plan has the order.  replicas: of every stage, with these shares
+    of the rows, () for equal ones.  synced: whether they share batch statistics.  recompute: the part of each stage's
+    ops that is recomputed.  seed: of the order, and of how much the cuts are off from equal numbers of ops.
     """
 
     per_rank: int = 2
@@ -55,11 +56,13 @@ class Placed:
     slices: tuple[int, ...] = ()
     bucket_bytes: int = BUCKET_BYTES
     precision: Any = "fp32"
+    shares: tuple[int, ...] = ()
+    synced: bool = False
 
     def schedule_on(self, workers: int) -> str:
         """Return the name of the schedule, registered in this process."""
-        if self.schedule == "weights last":
-            return register(weights_last, self.schedule).name
+        if self.schedule in OWN:
+            return register(OWN[self.schedule]).name
         return self.schedule or registered(self.placement, workers, self.split, self.seed)
 
 
@@ -86,7 +89,7 @@ def plan_of(graph: Graph, placed: Placed, rows: int, world: int, *, alone: bool 
             again = ops[: round(placed.recompute * len(ops))]
             home = homes[stage]
             ranks = (0,) if alone else tuple(range(home * placed.replicas, (home + 1) * placed.replicas))
-            stages.append(Stage(ops, ranks, (again,) if again else (), policy=placed.policy))
+            stages.append(Stage(ops, ranks, (again,) if again else (), placed.shares, placed.policy))
         decision = Decision(
             world, tuple(stages), split_rows(rows, placed.micros), schedule, placed.zero,
             token_slices=placed.slices, bucket_bytes=placed.bucket_bytes, order=order,
@@ -124,7 +127,8 @@ def stepped(
     """
     plan, case = plan_for(name, placed, rows, dtype, alone=alone), EVERY[name]
     captures, batch = fresh(name, dtype, placed.precision), case.data(rows, dtype)
-    with compiled(case, captures, batch, plan=plan, seed=5, transport=transport) as pipe:
+    asked = {"sync_batchnorm": True} if placed.synced else {}
+    with compiled(case, captures, batch, plan=plan, seed=5, transport=transport, **asked) as pipe:
         check_messages(check_program(pipe.program, pipe.plan.schedule))
         loss = pipe.step(batch).item()
         found = Expected(loss, pipe.gradients(), dict(pipe.state_dict()))
@@ -132,11 +136,16 @@ def stepped(
 
 
 def compare_placed(
-    name: str, placed: Placed, rows: int = 12, dtype: str = "float32", against: str = "one process"
+    name: str,
+    placed: Placed,
+    rows: int = 12,
+    dtype: str = "float32",
+    against: str = "one process",
+    transport: str = "auto",
 ) -> tuple[Difference | None, list[str]]:
     """Compare a step with one process, or with whole backwards on "one device"; the difference is on rank 0."""
     chosen = getattr(torch, dtype)
-    found, kinds, leads = stepped(name, placed, rows, chosen)
+    found, kinds, leads = stepped(name, placed, rows, chosen, transport=transport)
     if against == "one process":
         case = EVERY[name]
         expected = expected_of(name, chosen, rows, placed.micros if case.coupled else 1)
@@ -152,11 +161,11 @@ def trained_in_half(name: str, placed: Placed, steps: int) -> dict[str, Any]:
 
 
 def lived(name: str, plans: list[Placed], rows: int, steps: int = 2) -> dict[str, Any]:
-    """Train some steps under each plan in turn, and return losses, gradients, an evaluation loss and the state beside
-    those of one process."""
+    """Train some steps under each plan in turn, every other one with a small batch, and return losses, gradients, an
+    evaluation loss and the state beside those of one process."""
     dtype, case = torch.float64, EVERY[name]
     made = [plan_for(name, placed, rows, dtype) for placed in plans]
-    sizes = [rows, rows - 1]
+    sizes = [rows, 4]
     with compiled(case, fresh(name, dtype), case.data(rows, dtype), plan=made[0]) as pipe:
         ours = _trained(pipe, case, made, sizes, steps)
         batch = case.data(rows, dtype)
@@ -193,3 +202,16 @@ def _trained_alone(case: Any, plans: int, sizes: list[int], steps: int) -> dict[
     with torch.no_grad():
         found["evaluated"] = plain_loss(case, model, case.data(sizes[0], torch.float64)).item()
     return found | {"state": model.state_dict()}
+
+
+def refusal(name: str, placed: Placed, rows: int) -> str:
+    """Return the error of a step."""
+    return str(refusal_of(lambda: stepped(name, placed, rows, torch.float64)))
+
+
+def verified(name: str, placed: Placed, rows: int) -> tuple[bool, int]:
+    """Return whether `verify` finds a step exact, and the number of gradients that it compared."""
+    case = EVERY[name]
+    plan = plan_for(name, placed, rows)
+    found = autopart.verify(case.model(), cluster(), sample=case.data(rows), loss_fn=case.loss_fn, plan=plan)
+    return found.ok, len(found.gradients)

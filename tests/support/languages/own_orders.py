@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopart.passes.program.schedules import placed, register
+from autopart.passes.program.schedules import Schedule, placed, register
 
 Order = list[list[str]]
 
@@ -75,3 +75,20 @@ def weights_last(stages: int, micros: int) -> Order:
     inputs = [f"{stage}I{micro}" for micro in range(micros) for stage in reversed(range(stages))]
     weights = [f"{stage}W{micro}" for stage in range(stages) for micro in range(micros)[:: -1 if stage % 2 else 1]]
     return [[*forward, *inputs, *weights]]
+
+
+def out_of_order(stages: int, micros: int) -> Order:
+    """Return an order for one worker that runs all stages on the last micro-batch first."""
+    slots = [(stage, micro) for micro in reversed(range(micros)) for stage in range(stages)]
+    return [[*(f"{stage}F{micro}" for stage, micro in slots), *(f"{s}B{m}" for s, m in reversed(slots))]]
+
+
+OWN = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule("weights last", weights_last),
+        Schedule("out of order", out_of_order),
+        Schedule("updating", weights_last, synchronous=False, update=lambda parameters: None),
+    )
+}
+"""Schedules for one worker."""

@@ -315,14 +315,15 @@ def _built_in(name: str, limit: Limit, warm_up: int = 1, *, synchronous: bool = 
     return schedule
 
 
-DELAYED = "pipedream-2bw"
-"""PipeDream with two versions of the weights (Narayanan et al., ICML 2021)."""
+STASHED, DELAYED = "pipedream", "pipedream-2bw"
+"""PipeDream with weight stashing (Harlap et al., SOSP 2019, section 3.3), and with two versions of the weights
+(Narayanan et al., ICML 2021)."""
 
 BUILT_IN = (
     _built_in("1f1b", _depth),
     _built_in("1f1b-deep", _twice_the_depth, warm_up=2),
     _built_in("gpipe", _all),
-    _built_in("pipedream", _depth, synchronous=False),
+    _built_in(STASHED, _depth, synchronous=False),
     _built_in(DELAYED, _depth, synchronous=False),
 )
 AUTOMATIC = tuple(schedule.name for schedule in BUILT_IN if schedule.synchronous)

@@ -1,7 +1,7 @@
 """One rank's part of asynchronous training: it plays tick after tick, without a flush between batches.
 
-Slots, and the state that the engine keeps for them, are numbered in a ring (`ir.program.Streaming`); a tick leaves out what does
-not exist, before the first batch and, in a flush, behind the last one.
+Slots, and the state that the engine keeps for them, are numbered in a ring (`ir.program.Streaming`); a tick leaves out
+what does not exist, before the first batch and, in a flush, behind the last one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class StreamEngine(Engine):
         parameters: Mapping[str, torch.nn.Parameter],
         update: Update,
     ) -> None:
-        """Take the actions of this rank in each tick of the ring, and what an update needs.  parameters: of this rank."""
+        """Take the actions of this rank in each tick of the ring, and what an update needs.
+
+        sums: of the stages that this rank trains with other replicas.  parameters: of this rank."""
         assert isinstance(self._mailbox, StreamMailbox)
         self._rhythm, self._ticks, self._update = rhythm, ticks, update
         self._messages = self._mailbox

@@ -39,8 +39,8 @@ def require_two_versions(decision: Decision) -> None:
     if rhythm.delayed and (most > rhythm.micros or rhythm.micros % unit):
         raise PlanError(
             f"{decision.schedule} cannot train with batches of {rhythm.micros} micro-batches on these stages",
-            why=f"with two versions of the weights, a batch has at least {max(1, most)} micro-batches, as many for each "
-            "of the replicas that take them in turn",
+            why=f"with two versions of the weights, a batch has at least {max(1, most)} micro-batches, as many for "
+            "each of the replicas that take them in turn",
             fix=f'use micro_batches={-(-max(1, most) // unit) * unit}, or schedule="pipedream"',
         )
 
@@ -68,11 +68,9 @@ def ring_programs(
     same as the one before, and leaving out micro-batches leaves an order in which everything stands behind its needs.
     """
     rhythm = streaming_of(decision)
+    batches = rhythm.ring // rhythm.micros
     once, thrice = (
-        check_program(
-            stream_program(decision, graph, turns * rhythm.ring // rhythm.micros, prologue), decision.schedule
-        )
-        for turns in (1, 3)
+        check_program(stream_program(decision, graph, turns * batches, prologue), decision.schedule) for turns in (1, 3)
     )
     return rhythm, once, thrice
 

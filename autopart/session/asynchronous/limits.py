@@ -25,8 +25,8 @@ def require_stream(plan: Plan, graph: Graph, options: Options, *, blocking: bool
         raise UsageError(
             f"pipe.train(batches) needs an asynchronous schedule, and the plan has {plan.schedule}",
             why="it steps the optimizer of every stage while other batches are in flight",
-            fix=f"compile with schedule={' or '.join(map(repr, STREAMED))}; with {plan.schedule} call pipe.step(batch), "
-            "then optimizer.step()",
+            fix=f"compile with schedule={' or '.join(map(repr, STREAMED))}; with {plan.schedule} call pipe.step(batch) "
+            "and optimizer.step()",
         )
     require_two_versions(plan.decision)
     decision, ranks = plan.decision, [rank for stage in plan.stages for rank in stage.ranks]

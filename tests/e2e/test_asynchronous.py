@@ -109,3 +109,54 @@ def _restart(rank: dict[str, Any], count: int) -> int | None:
 def test_four_ranks(workers: Workers, schedule: str, micros: int, replicas: tuple[int, ...], optimizer: str) -> None:
     found = workers.run(jobs.trained, 20, schedule, micros, optimizer, replicas)
     require_equal(found, 20, schedule, optimizer, replicas, micros=micros)
+
+
+def test_other_calls_flush_and_other_batches_follow_a_flush(pair: Workers) -> None:
+    first, other = pair.run(jobs.interrupted)
+    assert first["losses"] == other["losses"] and len(first["losses"]) == 8 and first["steps"] == 8
+    model, (x, y) = jobs.net(2), jobs.batches(1)[0]
+    for rank in (first, other):
+        model.load_state_dict(rank["state"])
+        assert rank["evaluated"] == pytest.approx(torch.nn.functional.mse_loss(model(x), y).item(), abs=1e-12)
+        torch.testing.assert_close(rank["predicted"], model(x), rtol=0, atol=1e-12)
+        assert rank["after"][0] == "UsageError" and "ended by adopt" in rank["after"][1]
+        for name, tensor in first["end"].items():
+            torch.testing.assert_close(rank["end"][name], tensor, rtol=0, atol=0)
+    model.load_state_dict(first["end"])
+    assert first["again"][0] == pytest.approx(torch.nn.functional.mse_loss(model(x), y).item(), abs=1e-12)
+
+
+def test_batches_that_end_early_or_fail_are_errors_on_all_ranks_and_training_can_go_on(pair: Workers) -> None:
+    first, other = pair.run(jobs.wrong_batches)
+    assert first["early"] == other["early"] and "ended before those of rank" in first["early"][1]
+    assert first["fails"][0] == "WorkerError" and "no fourth batch" in first["fails"][1]
+    assert other["fails"] == ("ValueError", "no fourth batch")
+    assert first["losses"] == other["losses"] and len(first["losses"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("schedule", "call", "words"),
+    [
+        ("pipedream", jobs.step, ("pipe.step(batch) has no meaning", "pipe.train(batches, optimizer=")),
+        ("pipedream", jobs.clip, ("clipping by the norm of all gradients has no meaning", "schedule='1f1b'")),
+        ("pipedream", jobs.train_without_optimizer, ("no function that makes an optimizer", "optimizer=lambda params")),
+        ("1f1b", jobs.train, ("needs an asynchronous schedule", "'pipedream' or 'pipedream-2bw'")),
+    ],
+)
+def test_what_has_no_meaning_is_refused_with_what_to_use_instead(
+    pair: Workers, schedule: str, call: Any, words: tuple[str, ...]
+) -> None:
+    for kind, text in pair.run(jobs.refused, jobs.net(2), jobs.options(2, schedule, 1), call):
+        assert kind == "UsageError" and all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"cuts": ("second",), "stages": 2}, ("first.weight, which several stages use", "keep its uses on one stage")),
+        ({"cuts": ("second",), "stages": 2, "non_finite": "raise"}, ("several stages use",)),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(pair: Workers, more: dict[str, Any], words: tuple[str, ...]) -> None:
+    for kind, text in pair.run(jobs.refused, jobs.Tied(), jobs.options(2, "pipedream", 1) | more, jobs.train):
+        assert kind == "RefusedError" and all(word in text for word in words), text

@@ -22,12 +22,10 @@ from autopart.runtime.engine import BatchPlan
 from autopart.runtime.stream import StreamEngine
 from autopart.session.executor import Executor
 from autopart.session.ranks.agreement import FAILURES
-from autopart.session.ranks.call_sync import Given
+from autopart.session.ranks.call_sync import END, Given, ended_early
 from autopart.session.session import Session
 from autopart.session.step.batch_counts import weighted_loss
 
-_END = "the end of the batches"
-"""Stands for the signature of a batch where a rank's batches have ended."""
 _ENDED, _LOSS, _COUNTED, _COUNTS = range(4)
 """Places in what a rank tells with a batch."""
 _ROOM = 125  # counts of a batch that fit into an exchange
@@ -130,7 +128,7 @@ class Training:
         given = self._fetched.popleft()
         found = given.settle()
         self._learn(given.about, found)
-        if given.ended:
+        if all(row[_ENDED] for row in found.counts):
             if self._live is not None:
                 self._empty()
             self._drop_fetched()
@@ -146,8 +144,8 @@ class Training:
         arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((None,), {})
         ended = bool(self._fetched) and self._fetched[-1].ended
         try:
-            arguments = ((_END if ended else next(source, _END),), {})
-            ended = arguments[0][0] is _END
+            arguments = ((END if ended else next(source, END),), {})
+            ended = arguments[0][0] is END
             if not ended:
                 batch, signature, counts, failure = session.own_batch("step", arguments, sharded=False)
         except FAILURES as error:
@@ -155,7 +153,7 @@ class Training:
         about = self._entered - 1 - self._behind
         told = [float(ended), self._own_loss(about), float(counts is not None and len(counts) <= _ROOM)]
         settle = session.calls.enter(
-            "train", failure, needed=session.needing, signature=_END if ended else signature,
+            "train", failure, needed=session.needing, signature=END if ended else signature,
             version=session.captures.version, rows=(batch.rows or 0) if batch is not None else 0,
             counts=[*told, *(counts or ())[:_ROOM]],
         )  # fmt: skip
@@ -163,8 +161,9 @@ class Training:
 
     def _enter(self, given: _Fetched, found: Given) -> None:
         """Let a batch enter, behind those of its kind; others leave first."""
-        if any(row[_ENDED] for row in found.counts):
-            raise self._session.world.known(_ended_early([bool(row[_ENDED]) for row in found.counts]))
+        ended = [bool(row[_ENDED]) for row in found.counts]
+        if any(ended):
+            raise self._session.world.known(ended_early(ended.index(True), ended.index(False)))
         kind = found.signature, max(found.rows), self._session.captures.version
         step = self._step()
         live = self._live
@@ -237,15 +236,10 @@ class Training:
         self._live = None
 
     def _drop_fetched(self) -> None:
-        """Forget the batches that were taken ahead: all ranks have told of as many."""
+        """Forget the batches that were taken ahead, and what is wrong with them: all ranks have told of as many."""
         while self._fetched:
-            self._fetched.popleft().settle()
-
-
-def _ended_early(ended: Sequence[bool]) -> UsageError:
-    rank = ended.index(True)
-    return UsageError(
-        f"the batches of rank {rank} ended before those of rank {ended.index(False)}",
-        why="every rank has to be given as many, also those that need no data",
-        fix="iterate over equally many on every rank; a rank where pipe.needs_data is False may yield None",
-    )
+            try:
+                self._fetched.popleft().settle()
+            except FAILURES as error:
+                if not self._session.world.is_known(error):
+                    raise

@@ -92,3 +92,89 @@ def trained(
             "losses": losses, "stage": stage, "names": names, "seen": recorders[0].seen, "held": held[stage],
             "state": pipe.state_dict(), "steps": pipe.steps,
         }  # fmt: skip
+
+
+def interrupted() -> dict[str, Any]:
+    """On every rank: training with calls in between, a smaller last batch, and batches on one rank alone."""
+    torch.set_num_threads(1)
+    data = [*batches(5), *batches(1, rows=2), *batches(2)]
+    with autopart.compile(net(2), "cpu:2", sample=data[0], **options(2, "pipedream", 1)) as pipe:
+        given = data if pipe.needs_data else [None] * len(data)
+        losses, seen = [], {}
+        for number, loss in enumerate(pipe.train(given, optimizer=sgd)):
+            losses.append(loss.item())
+            if number == 1:
+                seen["evaluated"] = pipe.eval_loss(data[0]).item()
+                seen["state"] = pipe.state_dict()
+                seen["predicted"] = pipe.predict(data[0][0])
+        seen |= {"losses": losses, "end": pipe.state_dict(), "steps": pipe.steps}
+        pipe.flush()  # nothing is in flight
+        again = [loss.item() for loss in pipe.train(data[:3], optimizer=sgd)]
+        unfinished = iter(pipe.train([*data[:5], *data[:5]], optimizer=sgd))
+        again.append(next(unfinished).item())
+        pipe.adopt(pipe.plan)
+        seen |= {"again": again, "after": error_of(lambda: list(unfinished))}
+        return seen
+
+
+def error_of(call: Any) -> tuple[str, str]:
+    """The kind and the text of the error that a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "nothing was raised"
+
+
+def wrong_batches() -> dict[str, Any]:
+    """On every rank: what is raised for batches that end early and for an iterator that fails, and what still works."""
+    torch.set_num_threads(1)
+    data = batches(6)
+
+    def failing() -> Any:
+        yield from data[:3]
+        if pipe.rank:
+            raise ValueError("no fourth batch")
+        yield from data[3:]
+
+    with autopart.compile(net(2), "cpu:2", sample=data[0], **options(2, "pipedream", 1)) as pipe:
+        early = error_of(lambda: list(pipe.train(data[: 5 - pipe.rank], optimizer=sgd)))
+        fails = error_of(lambda: list(pipe.train(failing(), optimizer=sgd)))
+        state = pipe.state_dict()
+        losses = [loss.item() for loss in pipe.train(data, optimizer=sgd)]
+        return {"early": early, "fails": fails, "losses": losses, "state": state, "steps": pipe.steps}
+
+
+def refused(given: nn.Module, asked: dict[str, Any], call: Any) -> tuple[str, str]:
+    """The error that a call of a pipe raises on two ranks."""
+    torch.set_num_threads(1)
+    with autopart.compile(given, "cpu:2", sample=batches(1)[0], **asked) as pipe:
+        return error_of(lambda: call(pipe))
+
+
+def step(pipe: Any) -> Any:
+    return pipe.step(batches(1)[0])
+
+
+def clip(pipe: Any) -> Any:
+    return pipe.clip_grad_norm_(1.0)
+
+
+def train(pipe: Any) -> Any:
+    return pipe.train(batches(2), optimizer=sgd)
+
+
+def train_without_optimizer(pipe: Any) -> Any:
+    return pipe.train(batches(2))
+
+
+class Tied(nn.Module):
+    """A layer whose weight is used on both stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(WIDTH, WIDTH).double() for _ in range(2))
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))

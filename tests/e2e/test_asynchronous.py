@@ -160,3 +160,16 @@ def test_what_has_no_meaning_is_refused_with_what_to_use_instead(
 def test_what_cannot_be_trained_is_refused_by_name(pair: Workers, more: dict[str, Any], words: tuple[str, ...]) -> None:
     for kind, text in pair.run(jobs.refused, jobs.Tied(), jobs.options(2, "pipedream", 1) | more, jobs.train):
         assert kind == "RefusedError" and all(word in text for word in words), text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vgg", "gpt"])
+def test_models_end_near_the_loss_of_synchronous_training(workers: Workers, name: str) -> None:
+    for schedule, micros in (("pipedream", 1), ("pipedream-2bw", 4)):
+        # Batch norm takes the statistics of a micro-batch.
+        (losses, synchronous), *_ = workers.run(jobs.learned, name, 4, "1f1b", micros, 300)
+        assert synchronous < 0.8 * losses[0]
+        (_, found), *others = workers.run(jobs.learned, name, 4, schedule, micros, 300)
+        print(f"{name}, {schedule}: {found:.4f}, synchronous {synchronous:.4f}")
+        assert all(loss == found for _, loss in others)
+        assert abs(found - synchronous) <= 0.03 * synchronous

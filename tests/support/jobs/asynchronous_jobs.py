@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import autopart
+from support.models.learners import LEARNERS
 
 ROWS, WIDTH = 4, 6
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -178,3 +179,33 @@ class Tied(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.tanh(self.first(x)))
+
+
+def learned(name: str, stages: int, schedule: str, micros: int, steps: int) -> tuple[list[float], float]:
+    """On every rank: the losses of some steps with AdamW and a falling learning rate, and the loss of other data after them."""
+    torch.set_num_threads(1)
+    make, given, loss_fn = LEARNERS[name]
+    rows, stream = 16, given(16)
+    data = [next(stream) for _ in range(steps)]
+    asked = options(stages, schedule, micros) | {"loss_fn": loss_fn, "cuts": ()}
+
+    def optimizer(params: list[torch.Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=3e-3)
+
+    def falling(made: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LinearLR(made, 1.0, 0.02, total_iters=steps)
+
+    with autopart.compile(make(), f"cpu:{stages}", sample=data[0], **asked) as pipe:
+        if schedule in ("pipedream", "pipedream-2bw"):
+            losses = [loss.item() for loss in pipe.train(data, optimizer=optimizer, scheduler=falling)]
+        else:
+            losses, made = [], optimizer(list(pipe.parameters()))
+            following = falling(made)
+            for batch in data:
+                made.zero_grad()
+                losses.append(pipe.step(batch).item())
+                made.step()
+                following.step()
+        held_out = given(rows, seed=2)
+        evaluated = [pipe.eval_loss(next(held_out)).item() for _ in range(20)]
+        return losses, sum(evaluated) / len(evaluated)

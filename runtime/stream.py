@@ -1,7 +1,7 @@
 """One rank's part of asynchronous training: it plays tick after tick, without a flush between batches.
 
-Slots, and the state that the engine keeps for them, are numbered in a ring (`ir.streaming`); a tick leaves out what does
-not exist, before the first batch and, in a flush, behind the last one.
+Slots, and the state that the engine keeps for them, are numbered in a ring (`ir.program.Streaming`); a tick leaves out
+what does not exist, before the first batch and, in a flush, behind the last one.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import lcm
 from typing import Any
 
 import torch
 
 from autopart.ir.actions import BACKWARD, COMPUTES, FORWARD, RECEIVE, UPDATE, Action, Slot
-from autopart.ir.streaming import Streaming
+from autopart.ir.program import Streaming
 from autopart.runtime.activity import encoded, set_activity
 from autopart.runtime.engine import BatchPlan, Engine, _activity, _State
 from autopart.runtime.messages.stream_mailbox import StreamMailbox
@@ -42,7 +43,9 @@ class StreamEngine(Engine):
         parameters: Mapping[str, torch.nn.Parameter],
         update: Update,
     ) -> None:
-        """Take the actions of this rank in each tick of the ring, and what an update needs.  parameters: of this rank."""
+        """Take the actions of this rank in each tick of the ring, and what an update needs.
+
+        sums: of the stages that this rank trains with other replicas.  parameters: of this rank."""
         assert isinstance(self._mailbox, StreamMailbox)
         self._rhythm, self._ticks, self._update = rhythm, ticks, update
         self._messages = self._mailbox
@@ -83,8 +86,16 @@ class StreamEngine(Engine):
 
     # -- playing -------------------------------------------------------------------------------------------------
 
+    @property
+    def turn(self) -> int:
+        """How many micro-batches lie between the first of the next batch and the last one that the first of several
+        replicas in turn has taken."""
+        return self._entered % lcm(*self._rhythm.periods)
+
     def enter(self, given: BatchPlan) -> None:
-        """Play the ticks in which the micro-batches of one more batch enter."""
+        """Play the ticks in which the micro-batches of one more batch enter.
+
+        given: with as many micro-batches without rows before its first as `turn` says."""
         if self._state is None:
             self._state = _State(given, True, self._sends.copy(), {})
             self._messages.open(given.rows)
@@ -92,7 +103,7 @@ class StreamEngine(Engine):
         kept = self._rhythm.ring // self._rhythm.micros
         while len(self._plans) > kept:
             self._plans.popleft()
-        self._entered += len(given.rows)
+        self._entered += len(given.rows) - self.turn
         while self._tick < self._entered:
             self._play_tick(self._state)
         self._plans[-1] = replace(self._plans[-1], inputs=())  # read by the forwards of these ticks
@@ -114,7 +125,7 @@ class StreamEngine(Engine):
 
     def _placed(self, given: BatchPlan) -> BatchPlan:
         """Return the plan of a batch with its micro-batches at their places in the ring."""
-        first = self._entered % self._rhythm.ring
+        first = self._entered % self._rhythm.ring - self.turn
         shares = {stage: [*[()] * first, *own] for stage, own in given.shares.items()}
         return replace(
             given,

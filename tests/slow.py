@@ -19,7 +19,7 @@ PARTS = {
     "grid": ["e2e/test_grid.py"],
     "peers": ["e2e/test_peer_cases.py"],
     "small-models": ["e2e/test_small_models.py"],
-    "replicas": ["e2e/test_replicas.py", "e2e/test_blocking_messages.py"],
+    "replicas": ["e2e/test_replicas.py", "e2e/test_asynchronous.py", "e2e/test_blocking_messages.py"],
     "state": [
         "e2e/test_zero.py",
         "e2e/test_precision.py",

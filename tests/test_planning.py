@@ -20,6 +20,7 @@ from autopart.ir.errors import RefusedError, UsageError
 from autopart.ir.shares import parts
 from autopart.ir.size import Size
 from autopart.options import read_options
+from autopart.passes.program.schedules import Schedule, find, register
 from autopart.planning.make import Planned, make_plan
 from autopart.planning.restrictions import at_one_size
 
@@ -215,11 +216,26 @@ def test_token_slices_are_suggested_when_devices_idle(asked: str | None) -> None
     assert any("token_slices=" in note for note in plan.notes) == (asked is None)
 
 
-def test_an_asynchronous_schedule_can_be_planned_but_not_run() -> None:
-    with pytest.raises(UsageError, match="schedule 'pipedream' cannot be run yet") as caught:
-        planned(schedule="pipedream")
+def test_an_asynchronous_schedule_of_a_user_needs_a_function_that_updates_weights() -> None:
+    name = register(Schedule("without_update", find("1f1b").order, synchronous=False)).name
+    with pytest.raises(UsageError, match="schedule 'without_update' cannot be run yet") as caught:
+        planned(schedule=name)
     assert "update=" in (caught.value.fix or "")
-    assert planned(runtime=False, schedule="pipedream")[0].plan.schedule == "pipedream"
+    assert planned(runtime=False, schedule=name)[0].plan.schedule == name
+
+
+@pytest.mark.parametrize(("schedule", "versions"), [("pipedream", "3, 2, 1"), ("pipedream-2bw", "2, 2, 2")])
+def test_a_plan_says_how_old_weights_are_and_how_many_versions_it_holds(schedule: str, versions: str) -> None:
+    micros = {"pipedream": 1, "pipedream-2bw": 2}[schedule]
+    plan = planned(schedule=schedule, stages=3, replicas=1, micro_batches=micros)[0].plan
+    assert f"note: versions of the weights that the stages hold: {versions};" in plan.explain()
+    assert "updates old" in plan.explain()
+    sizes, older = [e.param_bytes for e in plan.estimates], [int(number) - 1 for number in versions.split(", ")]
+    flushed = planned(schedule="1f1b", stages=3, replicas=1, micro_batches=micros)[0].plan
+    assert [e.live for e in plan.estimates] == [3, 2, 1]
+    if plan.stages == flushed.stages:
+        more = [a.state_bytes - b.state_bytes for a, b in zip(plan.estimates, flushed.estimates, strict=True)]
+        assert more == [count * size for count, size in zip(older, sizes, strict=True)]
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,11 @@ the optimizer state; the ranks of all stages that are linked by tied parameters;
 class ActionKind:
     """One kind of action.
 
-    role: compute, send, receive, collective, local or update.  way: forward or backward, or weights for a compute whose results
-    stay where they are; an action once a step is forward if programs without a backward have it too.  label: what it
-    does, in words.  needs: the kind of action on the same slot that must be over first; for an action at the end of a
-    step, on every slot of all stages that take part.  A collective that needs nothing begins a step.  frees: what the
-    slot no longer holds afterwards: "activations", "gradients" or "".  meets: the ranks that take part
+    role: compute, send, receive, collective, local or update.  way: forward or backward, or weights for a compute whose
+    results stay where they are; an action once a step is forward if programs without a backward have it too.  label:
+    what it does, in words.  needs: the kind of action on the same slot that must be over first; for an action at the
+    end of a step, on every slot of all stages that take part.  A collective that needs nothing begins a step.  frees:
+    what the slot no longer holds afterwards: "activations", "gradients" or "".  meets: the ranks that take part
     (`Program.groups`).  part_of: the compute that this one does a part of; what needs that compute on the same slot
     needs the part that goes the same way, and what needs it on every slot needs the part that frees what it frees.
     """

@@ -47,7 +47,7 @@ from autopart.session.step.loss_shares import (
     Shares,
     count_width,
     counting_ranks,
-    idle_values,
+    idle_by_slot,
     is_uneven,
     loss_shares,
     pieces_of,
@@ -212,13 +212,16 @@ class Executor:
         self.shares = self._shares(rows, {self._rank: counts}, sharded=False)
         return True
 
-    def agree(self, batch: Batch, counts: Sequence[Sequence[float]], shards: Sequence[int] = ()) -> None:
+    def agree(
+        self, batch: Batch, counts: Sequence[Sequence[float]], shards: Sequence[int] = (), before: int = 0
+    ) -> None:
         """Find the shares of a batch in its loss together with all ranks.  Collective; raises BatchError on all ranks.
 
         counts: of each rank, () to make the code and count now.  shards: rows that each replica of the first stage was
-        given, () if each was given the whole batch.
+        given, () if each was given the whole batch.  before: micro-batches before the first one of this batch, after
+        which replicas that take turns go on.
         """
-        rows = micro_rows(batch, shards, self._decision)
+        rows = (0,) * before + micro_rows(batch, shards, self._decision)
         sharded = bool(shards)
         counts = counts or self._prepare_together(batch, rows, sharded=sharded)
         different = require_same_batch([row[0] for row in counts], self._decision.stages[0].ranks)
@@ -228,14 +231,16 @@ class Executor:
         if self._synced and (weightless := require_weights(rows, self.shares)) is not None:
             raise self._world.known(weightless)
 
-    def plan(self, batch: Batch, key: tuple[int, int], scale: float = 1.0, shards: Sequence[int] = ()) -> BatchPlan:
+    def plan(
+        self, batch: Batch, key: tuple[int, int], scale: float = 1.0, shards: Sequence[int] = (), before: int = 0
+    ) -> BatchPlan:
         """Return what this rank's stages take of a batch whose shares are known (`agree`, `begin`).  Local.
 
-        key: of random numbers, (seed, step).  scale: of the loss.  shards: as for `agree`.
+        key: of random numbers, (seed, step).  scale: of the loss.  shards, before: as for `agree`.
         """
         if self._update is not None:
             require_updatable(self._decision, self._graph, scale)
-        rows = micro_rows(batch, shards, self._decision)
+        rows = (0,) * before + micro_rows(batch, shards, self._decision)
         sharded = bool(shards)
         inputs = self._inputs(batch, rows, sharded=sharded) if 0 in self._stages else ()
         own = {
@@ -243,7 +248,8 @@ class Executor:
             for number, stage in self._stages.items()
         }
         uneven = is_uneven(self.shares)
-        idle = self._idle(own) if self._train and uneven else {}
+        rowless = {name for name, layout in self._rule.layouts.items() if layout is None}
+        idle = idle_by_slot(self._graph, self._rule.reduction, own, rowless) if self._train and uneven else {}
         return BatchPlan(rows, inputs, key, own, idle, uneven, scale)
 
     def _inputs(self, batch: Batch, rows: Sequence[int], *, sharded: bool) -> list[Mapping[str, torch.Tensor]]:
@@ -257,17 +263,6 @@ class Executor:
         places = range(replica, len(sizes), len(every[0]))
         found = inputs_of(batch, self._graph.inputs, sizes, self._world.device, places)
         return [found.get(place, {}) for place in places]
-
-    def _idle(self, own: Mapping[int, Sequence[Sequence[float]]]) -> dict[tuple[int, int], frozenset[str]]:
-        """Return the values without weight in the loss, by stage and micro-batch; but not those whose gradients come
-        from a rank with other rows, which may have weight where this rank's have none."""
-        rowless = {name for name, layout in self._rule.layouts.items() if layout is None}
-        return {
-            (stage, micro): idle_values(self._graph, self._rule.reduction, tuple(share)) - rowless
-            for stage, shares in own.items()
-            for micro, share in enumerate(shares)
-            if 0.0 in share
-        }
 
     def _prepare_together(self, batch: Batch, rows: tuple[int, ...], *, sharded: bool) -> list[list[float]]:
         """Make the code for this batch, and return the counts of all ranks.  Collective; raises on all ranks what any
@@ -350,7 +345,7 @@ class Executor:
     def _shares(self, rows: tuple[int, ...], counts: Mapping[int, Sequence[float]], *, sharded: bool) -> Shares:
         """Return the shares of replicas in the loss of a batch.  counts: of each rank that counts."""
         ranks = self._decision.stages[0].ranks
-        if not sharded and (known := self._agreed[rows]) is not None:
+        if not sharded and (known := self._agreed.get(rows)) is not None:
             return known
         width = count_width(self._rule.reduction)
         owners = counting_ranks(rows, self._divisions, ranks, sharded=sharded) if width else ()

@@ -15,6 +15,7 @@ from autopart.capture import CaptureCache
 from autopart.ir.errors import UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
+from autopart.session.asynchronous.limits import refuse_in_training
 from autopart.session.session import Session
 from autopart.session.state.misuse_guards import NotAModule, refuse_clipping, short_tracebacks
 from autopart.session.state.scaler import LossScaler
@@ -173,6 +174,7 @@ class PipeState(NotAModule):
         once.  Returns the norm before, on every rank, like torch.nn.utils.clip_grad_norm_."""
         if norm_type <= 0:
             raise UsageError(f"norm_type is {norm_type}", fix="use a positive number or float('inf')")
+        refuse_in_training(self.plan, "clipping by the norm of all gradients")
         with self.session.call("clip_grad_norm_") as session:
             return clip_gradients(session, max_norm, norm_type)
 

@@ -61,8 +61,9 @@ class Session:
 
     captures: captures of the model.  world: the process group.  calls: the collective calls of this rank.  plan: the
     plan that runs.  context: what this rank holds under the plan.  tied: first name of each tied tensor, by its other
-    names.  flush: lets what asynchronous training has in flight come back, before any other call.  spans: gets what this rank does in training steps, if it is a list.  last_shares: rows of each micro-batch
-    of the last batch, and their shares in its loss.  Ready after `bring_up`.
+    names.  spans: gets what this rank does in training steps, if it is a list.  last_shares: rows of each micro-batch
+    of the last batch, and their shares in its loss.  flush: lets what asynchronous training has in flight come back,
+    before any other call.  Ready after `bring_up`.
     """
 
     plan: Plan
@@ -207,6 +208,10 @@ class Session:
         may, and the value here is the one of the last run."""
         return self.context.placement.keeps(self.world.rank, name)
 
+    def home(self, value: str) -> int:
+        """Return the first stage that computes a value of the graph."""
+        return self._training.home(value)
+
     def program(self) -> Program:
         """Return what every rank does in one training step."""
         return self._training.program(len(self.plan.micro_rows))
@@ -249,7 +254,7 @@ class Session:
         """
         with self.calls.collective(f"a {_CALLS[mode]} failed"):
             self.flush()
-            executor, _, plan = self._planned_batch(mode, arguments, step, scale, sharded=sharded)
+            executor, _, plan = self.planned_batch(mode, arguments, step, scale, sharded=sharded)
             with self.calls.running("a step failed"):
                 return executor.loss(plan, self.spans if mode == "step" else None, check_finite=check_finite)
 
@@ -257,7 +262,7 @@ class Session:
         """Return what the model returns in eval mode, on every rank, on the CPU.  Collective."""
         with self.calls.collective("a prediction failed"):
             self.flush()
-            executor, batch, plan = self._planned_batch("predict", arguments)
+            executor, batch, plan = self.planned_batch("predict", arguments)
             with self.calls.running("a prediction failed"):
                 return executor.predict(batch, plan)
 
@@ -285,7 +290,7 @@ class Session:
             self.tensors.follow_flags(self.captures.trained.named_parameters())
         self.tensors.masters.write()
 
-    def _own_batch(
+    def own_batch(
         self, mode: str, arguments: Arguments, *, sharded: bool
     ) -> tuple[Batch | None, str, Sequence[float] | None, BaseException | None]:
         """Return this rank's batch of a call, its signature, what it counts of it (None: not yet, or a shard), and what
@@ -307,7 +312,7 @@ class Session:
         except FAILURES as error:
             return batch, "", None, error
 
-    def _planned_batch(
+    def planned_batch(
         self, mode: str, arguments: Arguments, step: int = 0, scale: float = 1.0, *, sharded: bool = False
     ) -> tuple[Executor, Batch, BatchPlan]:
         """Return the executor of the batch of a call, the batch as this rank has it, and this rank's plan for it.
@@ -315,7 +320,7 @@ class Session:
 
         A batch of a kind that came before takes one exchange, and another if shards are given.
         """
-        batch, signature, counts, failure = self._own_batch(mode, arguments, sharded=sharded)
+        batch, signature, counts, failure = self.own_batch(mode, arguments, sharded=sharded)
         version = self.captures.version
         needed, key = self.needing if mode == "step" else self.needing[:1], (self.options.seed, step)
         settle = self.calls.enter(

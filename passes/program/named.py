@@ -273,8 +273,9 @@ def _fixed(shape: Shape) -> Iterator[tuple[Turn, ...]]:
     yield from turns_of(shape.order, shape.slices)
 
 
-DELAYED = "pipedream-2bw"
-"""PipeDream with two versions of the weights (Narayanan et al., ICML 2021)."""
+STASHED, DELAYED = "pipedream", "pipedream-2bw"
+"""PipeDream with weight stashing (Harlap et al., SOSP 2019, section 3.3), and with two versions of the weights
+(Narayanan et al., ICML 2021)."""
 
 
 def _built_in(
@@ -298,7 +299,7 @@ BUILT_IN = (
     _built_in("1f1b", _one_stage("1f1b", _depth), _depth, 1),
     _built_in("1f1b-deep", _one_stage("1f1b-deep", _twice_the_depth), _twice_the_depth, 2),
     _built_in("gpipe", _fill_drain, _all, 1),
-    _built_in("pipedream", _one_stage("pipedream", _depth), _depth, 1, synchronous=False, sliced=False),
+    _built_in(STASHED, _one_stage(STASHED, _depth), _depth, 1, synchronous=False, sliced=False),
     _built_in(DELAYED, _one_stage(DELAYED, _depth), _depth, 1, synchronous=False, sliced=False),
     _built_in("interleaved", _interleaved, placement=LOOP),
     _built_in("zb-h1", _zero_bubble("zb-h1", _depth, 1), _stages, splits=True),

@@ -17,7 +17,9 @@ from autopart.ir.actions import ACTIONS, COMPUTE, COMPUTES, IN_FLIGHT, Action, h
 from autopart.ir.errors import ProgramError, UsageError
 from autopart.ir.printable import shortened
 from autopart.passes.program.named import BUILT_IN as BUILT_IN
+from autopart.passes.program.named import DELAYED as DELAYED
 from autopart.passes.program.named import SEARCHED as SEARCHED
+from autopart.passes.program.named import STASHED as STASHED
 from autopart.passes.program.named import ahead_of
 from autopart.passes.program.orders import LOOP as LOOP
 from autopart.passes.program.orders import ONE as ONE

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from math import gcd, lcm
+from math import lcm
 
 from autopart.ir.actions import BACKWARD, COMPUTES, FORWARD, SENDS, Action, Slot
 from autopart.ir.decision import Decision
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
-from autopart.ir.program import Edge, Program
-from autopart.ir.streaming import Streaming
+from autopart.ir.program import Edge, Program, Streaming
 from autopart.passes.program.linearize import receivers
 from autopart.passes.program.named import DELAYED
 from autopart.passes.program.routing import route
@@ -20,27 +19,31 @@ from autopart.passes.program.verify import check_program
 
 
 def streaming_of(decision: Decision) -> Streaming:
-    """Return the rhythm of a plan's asynchronous training.
+    """Return the rhythm of a plan's asynchronous training.  Before: its schedule streams.
 
     A batch is cut into the plan's micro-batches.  A stage updates its weights with the gradient of every batch, once
     all its micro-batches have come back.  With r replicas that take m micro-batches of a batch in turn, it does so with
-    the mean over r / gcd(r, m) batches, so that each replica has as many of their micro-batches.  Raises PlanError for
-    pipedream-2bw with fewer micro-batches than are in flight, or with replicas whose number does not divide them.
+    the mean over r / gcd(r, m) batches, so that each replica has as many of their micro-batches.
     """
     schedule, shape = find(decision.schedule), Shape.of(decision)
-    micros, delayed = shape.micros, schedule.name == DELAYED
     held = [most_held(schedule, stage, shape) or 1 for stage in range(shape.stages)]
     lags = tuple(own * (count - 1) for own, count in zip(shape.replicas, held, strict=True))
-    groups = [own // gcd(own, micros) for own in shape.replicas]
-    unit = lcm(*shape.replicas)
-    if delayed and (max(lags) > micros or max(groups) > 1):
+    updates = tuple(lcm(own, shape.micros) for own in shape.replicas)
+    return Streaming(shape.micros, lags, updates, shape.replicas, schedule.name == DELAYED)
+
+
+def require_two_versions(decision: Decision) -> None:
+    """Raise PlanError for pipedream-2bw with fewer micro-batches than are in flight, or with replicas in turn whose
+    number does not divide them: two versions of the weights would not be enough."""
+    rhythm = streaming_of(decision)
+    most, unit = max(rhythm.lags), lcm(*rhythm.periods)
+    if rhythm.delayed and (most > rhythm.micros or rhythm.micros % unit):
         raise PlanError(
-            f"{schedule.name} cannot train with {micros} micro-batches on these stages",
-            why=f"two versions of the weights are enough for {max(lags)} micro-batches or more, as many for each of the "
-            "replicas that take them in turn",
-            fix=f'use micro_batches={-(-max(lags) // unit) * unit}, or schedule="pipedream"',
+            f"{decision.schedule} cannot train with batches of {rhythm.micros} micro-batches on these stages",
+            why=f"with two versions of the weights, a batch has at least {max(1, most)} micro-batches, as many for "
+            "each of the replicas that take them in turn",
+            fix=f'use micro_batches={-(-max(1, most) // unit) * unit}, or schedule="pipedream"',
         )
-    return Streaming(micros, lags, tuple(micros * count for count in groups), shape.replicas, delayed)
 
 
 def stream_program(decision: Decision, graph: Graph, batches: int, prologue: Collection[str] = ()) -> Program:
@@ -66,11 +69,9 @@ def ring_programs(
     same as the one before, and leaving out micro-batches leaves an order in which everything stands behind its needs.
     """
     rhythm = streaming_of(decision)
+    batches = rhythm.ring // rhythm.micros
     once, thrice = (
-        check_program(
-            stream_program(decision, graph, turns * rhythm.ring // rhythm.micros, prologue), decision.schedule
-        )
-        for turns in (1, 3)
+        check_program(stream_program(decision, graph, turns * batches, prologue), decision.schedule) for turns in (1, 3)
     )
     return rhythm, once, thrice
 

@@ -19,7 +19,8 @@ from autopart.ir.plan import Decision, Report, Stage, check_decision
 from autopart.ir.program import Program
 from autopart.passes.program.messages import check_messages
 from autopart.passes.program.routing import edges, route
-from autopart.passes.program.schedules import find
+from autopart.passes.program.schedules import find, streams
+from autopart.passes.program.stream import streaming_of
 from autopart.passes.program.verify import check_program
 from autopart.passes.search.candidate import preference
 from autopart.passes.search.diagnostics import alternatives
@@ -172,10 +173,33 @@ def notes_of(decision: Decision, blocks: int, request: PlanRequest, graph: Graph
         notes.append(
             f"statistics of BatchNorm are per replica, each of its own {own}; so is any buffer the step updates"
         )
-    if not find(decision.schedule).synchronous:
+    if streams(find(decision.schedule)):
+        notes += _versions(decision, graph)
+    elif not find(decision.schedule).synchronous:
         unable = "" if find(decision.schedule).update else "; it cannot be run without an update function"
         notes.append(f"asynchronous: gradients are of older weights; its step is the steady state{unable}")
     return tuple(notes)
+
+
+def _versions(decision: Decision, graph: Graph) -> list[str]:
+    """Return notes on the age of the weights that gradients are of, and on the versions of the weights."""
+    rhythm, sizes, ops = streaming_of(decision), {p.name: p.size_bytes for p in graph.params}, graph.op_map()
+    stages = range(len(decision.stages))
+    own = [{name for op in stage.ops for name in ops[op].params} for stage in decision.stages]
+    more = [(rhythm.versions(s) - 1) * sum(sizes[name] for name in own[s]) for s in stages]
+    late = ", ".join(str(rhythm.staleness(s)) for s in stages)
+    held = ", ".join(str(rhythm.versions(s)) for s in stages)
+    batches = [every // rhythm.micros for every in rhythm.updates]
+    found = [
+        f"asynchronous: the gradients of a batch are of weights that are up to {late} updates old, by stage; the step "
+        "is the steady state, without a flush",
+        f"versions of the weights that the stages hold: {held}; beside the newest they take "
+        f"{', '.join(f'{size / 2**20:.1f}' for size in more)} MiB",
+    ]
+    if max(batches) > 1:
+        each = ", ".join(map(str, batches))
+        found.append(f"batches in an update, by stage: {each}: replicas in turn use the mean of their gradients")
+    return found
 
 
 def _light_stages(decision: Decision, graph: Graph) -> list[str]:

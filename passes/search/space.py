@@ -7,6 +7,7 @@ They take each block on its fastest type of device and leave out messages.
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from autopart.ir.shares import Policy
 from autopart.ir.size import Size
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.cuts import Ints, module_span
-from autopart.passes.program.schedules import AUTOMATIC, find
+from autopart.passes.program.schedules import AUTOMATIC, STASHED, find
 from autopart.passes.simulation.stage_costs import Estimator, summed_bytes
 from autopart.passes.tokens.recipe import TokenAxis
 
@@ -112,8 +113,8 @@ class PlanRequest:
 
     def most_replicas(self, micro_rows: Sequence[int]) -> int:
         """Return the most replicas of a stage that all have work, and at least `least_rows` rows each."""
-        if self.policy == "turn":
-            return len(micro_rows)
+        if self.policy == "turn":  # without a flush, replicas also take whole batches in turn
+            return sys.maxsize if self.schedule == STASHED else len(micro_rows)
         return max(micro_rows) if self.least_rows == 1 else max(1, min(micro_rows) // self.least_rows)
 
     def replicas_of(self, stages: int) -> tuple[int, ...] | None:

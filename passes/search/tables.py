@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import lcm
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -26,7 +27,7 @@ from autopart.ir.size import Size
 from autopart.passes.graph.chain import RangeCosts, largest
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.ops.cost_model import FIELDS
-from autopart.passes.program.schedules import Shape, find, in_flight
+from autopart.passes.program.schedules import DELAYED, Shape, find, in_flight, streams
 from autopart.passes.search.layout import Layout, by_speed
 from autopart.passes.search.partition import INFEASIBLE, Table, by_length, ends_of
 from autopart.passes.search.space import Bools, SearchSpace
@@ -169,8 +170,7 @@ class StageCostTables:
         following = self._following(hides, replicas, place.ring, place.summing, place.device_types)
         if stage is not None:
             work = np.where(self._legal(self.space.legal_at(stage)), work, INFEASIBLE)
-        steps = 1 if synchronous else micros  # asynchronous schedules update the weights after every micro-batch
-        step = -(-micros // alternating) * work + steps * following
+        step = self._whole(work, following, alternating)
         busy = np.minimum(np.where(work < INFEASIBLE, step, INFEASIBLE), INFEASIBLE)
         latency = np.minimum(work + self._arriving(*place.arriving), INFEASIBLE)
         if self._waits is not None:  # then the wait for the first micro-batch to come back is unknown, too
@@ -179,6 +179,21 @@ class StageCostTables:
         if turns < 0 or alternating > 1 or not synchronous:
             return busy, latency
         return busy, latency, np.minimum(turns * work + following, INFEASIBLE)
+
+    def _whole(self, work: Ints, following: Ints, alternating: int) -> Ints:
+        """Return the nanoseconds that all micro-batches keep a stage busy, updates of the weights included."""
+        micros, schedule = len(self.micro_rows), find(self.schedule)
+        if streams(schedule):  # batch after batch, also if replicas take whole batches in turn
+            return -(-micros * work // alternating) + -(-micros * following // lcm(micros, alternating))
+        steps = 1 if schedule.synchronous else micros  # a user's updates the weights after every micro-batch
+        whole: Ints = -(-micros // alternating) * work + steps * following
+        return whole
+
+    def _older_versions(self, live: int) -> int:
+        """Return how many versions of its weights, beside the newest, an asynchronous stage holds."""
+        if self.schedule == DELAYED:
+            return 1
+        return -(-(live - 1) // len(self.micro_rows)) if streams(find(self.schedule)) else live - 1
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
@@ -269,7 +284,7 @@ class StageCostTables:
         memory = self._memory(share, place.device_types, replicas)
         static = memory.static
         if not find(self.schedule).synchronous:
-            static = static + (live - 1) * self._by_length(self.space.chain.weights)
+            static = static + self._older_versions(live) * self._by_length(self.space.chain.weights)
         over = static + live * memory.held - place.memory_bytes
         recompute_all = request.recompute == "all"
         if not recompute_all and not (over > 0).any():

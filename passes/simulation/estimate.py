@@ -11,7 +11,8 @@ from autopart.ir.program import Edge, Program
 from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
 from autopart.passes.program.routing import Tied
-from autopart.passes.program.schedules import Shape, find, pattern
+from autopart.passes.program.schedules import Shape, find, pattern, streams
+from autopart.passes.program.stream import streaming_of
 from autopart.passes.simulation.rank_memory import rank_peaks, stages_together
 from autopart.passes.simulation.simulate import Message, SliceWork, Work, ordered_ns, simulate, step_ns
 from autopart.passes.simulation.slices import contexts_of, share_of
@@ -85,6 +86,14 @@ def played(stages: int, micros: int, schedule: str) -> tuple[int, ...]:
 
 def steady_ns(decision: Decision, estimates: Estimates) -> int:
     """Return the nanoseconds of all micro-batches without a flush: the slowest stage sets the pace."""
+    if streams(find(decision.schedule)):
+        rhythm = streaming_of(decision)
+        rates = zip(estimates, rhythm.periods, rhythm.updates, strict=True)
+        return max(
+            -(-rhythm.micros * (e.fwd_ns + e.bwd_ns) // own)
+            + -(-rhythm.micros * (e.reduce_ns + e.optimizer_ns) // every)
+            for e, own, every in rates
+        )
     pairs = zip(estimates, Shape.of(decision).replicas, strict=True)
     return max(
         -(-len(decision.micro_rows) // replicas) * (e.fwd_ns + e.bwd_ns + e.reduce_ns + e.optimizer_ns)

@@ -9,7 +9,7 @@ Memory of a device of a stage with r equal replicas, where live is `schedules.in
     + MESSAGES_AHEAD * (received + sent)             messages under way, and receives posted ahead
     + half-precision gradients                       with replicas: they are summed in fp32 and rounded after the
                                                      step; only what exceeds activations, workspace and messages
-    + (live - 1) * weights                           asynchronous schedules: one version per micro-batch
+    + (versions - 1) * weights                       asynchronous schedules (`Streaming.versions`)
     + inputs of the whole batch                      first stage only
 
 With ZeRO-1 (`ir.shares.owners_of`) the optimizer state is that of the largest share.  Gradients then go to their owner
@@ -42,7 +42,8 @@ from autopart.ir.shares import largest_share
 from autopart.ir.size import Size
 from autopart.passes.ops.cost_model import GraphCosts
 from autopart.passes.ops.table import keeps
-from autopart.passes.program.schedules import BUILT_IN, Shape, find, in_flight, most_tokens
+from autopart.passes.program.schedules import BUILT_IN, Shape, find, in_flight, most_tokens, streams
+from autopart.passes.program.stream import streaming_of
 from autopart.passes.simulation.held import Counts, counts_of, of_stage
 from autopart.passes.simulation.slices import SliceShares, share_of
 from autopart.passes.simulation.traffic import Loads
@@ -236,7 +237,7 @@ def stage_contexts(decision: Decision, links: tuple[Edge, ...], estimator: Estim
             held = most_tokens(schedule, s, shape, lengths), sum(lengths)
             live = -(-held[0] // held[1])
         own = of_stage(counts, s) if counts is not None else ()
-        versions = 1 if schedule.synchronous else live
+        versions = streaming_of(decision).versions(s) if streams(schedule) else 1 if schedule.synchronous else live
         sizes = into[s], out[s], back[s]
         found.append(StageContext(stage, rows, micros, live, s == 0, versions, *sizes, decision.zero > 0, held, own))
     return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from autopart.ir.actions import FORWARD, SEND, Action
-from autopart.ir.streaming import Streaming
+from autopart.ir.program import Streaming
 from autopart.runtime.messages.mailbox import Mailbox
 from autopart.runtime.messages.transport import offsets
 
@@ -25,7 +25,7 @@ class _Channel:
 
 
 class StreamMailbox(Mailbox):
-    """Messages over Gloo whose actions bear numbers of the ring (`ir.streaming`); `follow` comes first.
+    """Messages over Gloo whose actions bear numbers of the ring (`ir.program.Streaming`); `follow` comes first.
 
     A message of the peer's tick shows that the peer has consumed what it needed in earlier ticks, so the buffers of
     those are released then, without waiting.  What a peer that sends nothing has taken is waited for half a turn of the

@@ -27,7 +27,10 @@ from autopart.ir.errors import (
     UsageError,
 )
 from autopart.options import read_options
+from autopart.passes.program.schedules import Schedule, find, register
 from autopart.planning.make import make_plan
+
+register(Schedule("no_update", find("1f1b").order, synchronous=False))
 
 # -- options -----------------------------------------------------------------------------------------------------
 
@@ -94,7 +97,7 @@ def for_the_runtime(cluster: str, **options: Any) -> autopart.Plan:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"schedule": "pipedream"}, ("schedule 'pipedream' cannot be run yet", "auto, 1f1b, 1f1b-deep, gpipe")),
+        ({"schedule": "no_update"}, ("schedule 'no_update' cannot be run yet", "auto, 1f1b, 1f1b-deep, gpipe")),
         ({"pins": {"2": 3}, "stages": 2}, ("2 is pinned to stage 3, which does not exist", "one of 0 to 1")),
         ({"pins": {"nowhere": 0}}, ("'nowhere'",)),
         ({"together": [("0", "nowhere")]}, ("'nowhere'",)),
@@ -109,8 +112,8 @@ def test_what_the_planner_or_the_runtime_cannot_do_is_refused(options, words):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda p: changed(p, schedule="pipedream"),
-        lambda p: changed(p, schedule="pipedream", stages=(replace(p.stages[0], ranks=(1, 0)),)),
+        lambda p: changed(p, schedule="no_update"),
+        lambda p: changed(p, schedule="no_update", stages=(replace(p.stages[0], ranks=(1, 0)),)),
     ],
 )
 def test_a_plan_that_cannot_be_run_yet_is_refused_with_what_it_lacks(tmp_path, change):
@@ -118,10 +121,10 @@ def test_a_plan_that_cannot_be_run_yet_is_refused_with_what_it_lacks(tmp_path, c
     path = tmp_path / "plan.json"
     autopart.save_plan(plan, path)
     for given in (plan, path):
-        with refused(PlanError, "schedule 'pipedream' cannot be run yet\n", "compile without plan="):
+        with refused(PlanError, "schedule 'no_update' cannot be run yet\n", "compile without plan="):
             for_the_runtime("cpu:2", plan=given)
     if len(plan.stages[0].ranks) == 1:
-        with refused(PlanError, "schedule 'pipedream' cannot be run yet\n"):
+        with refused(PlanError, "schedule 'no_update' cannot be run yet\n"):
             compiled(net(), batch(), plan=changed(plan, world=1), loss_fn=F.cross_entropy)
     assert autopart.plan(net(), "cpu:2", sample=batch(), loss_fn=F.cross_entropy, plan=path) == plan
 

@@ -10,6 +10,7 @@ from autopart.ir.plan import Plan
 from autopart.options import Options
 from autopart.passes.program.routing import tied
 from autopart.passes.program.schedules import BUILT_IN, find, streams
+from autopart.passes.program.stream import require_two_versions
 
 STREAMED = tuple(schedule.name for schedule in BUILT_IN if streams(schedule))
 """The schedules whose plans are trained by `pipe.train`."""
@@ -24,9 +25,10 @@ def require_stream(plan: Plan, graph: Graph, options: Options, *, blocking: bool
         raise UsageError(
             f"pipe.train(batches) needs an asynchronous schedule, and the plan has {plan.schedule}",
             why="it steps the optimizer of every stage while other batches are in flight",
-            fix=f"compile with schedule={' or '.join(map(repr, STREAMED))}; with {plan.schedule}, call pipe.step(batch) "
+            fix=f"compile with schedule={' or '.join(map(repr, STREAMED))}; with {plan.schedule} call pipe.step(batch) "
             "and optimizer.step()",
         )
+    require_two_versions(plan.decision)
     decision, ranks = plan.decision, [rank for stage in plan.stages for rank in stage.ranks]
     half = [p.name for p in graph.params if p.trainable and p.dtype in ("float16", "bfloat16")]
     shared = [name for name, _ in tied(decision, graph)]
@@ -46,7 +48,7 @@ def require_stream(plan: Plan, graph: Graph, options: Options, *, blocking: bool
         if found:
             raise RefusedError(
                 f"schedule {plan.schedule} cannot train with {what}",
-                why="every stage updates its weights as soon as a batch has come back to it, while others are in flight",
+                why="each stage updates its weights as soon as a batch has come back to it, while others are in flight",
                 fix=f"{instead}; or use a synchronous schedule, such as schedule='1f1b'",
             )
 

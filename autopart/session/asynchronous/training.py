@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,12 +22,10 @@ from autopart.runtime.engine import BatchPlan
 from autopart.runtime.stream import StreamEngine
 from autopart.session.executor import Executor
 from autopart.session.ranks.agreement import FAILURES
-from autopart.session.ranks.call_sync import Given
+from autopart.session.ranks.call_sync import END, Given, ended_early
 from autopart.session.session import Session
 from autopart.session.step.batch_counts import weighted_loss
 
-_END = "the end of the batches"
-"""Stands for the signature of a batch where a rank's batches have ended."""
 _ENDED, _LOSS, _COUNTED, _COUNTS = range(4)
 """Places in what a rank tells with a batch."""
 _ROOM = 125  # counts of a batch that fit into an exchange
@@ -51,13 +49,13 @@ class _Fetched:
 @dataclass
 class _Live:
     """The batches that entered since the last flush.  kind: what all of them have in common.  first: number of the
-    first.  plans: of those whose loss is not taken yet, by number."""
+    first.  shares: of this rank's micro-batches in the losses that are not taken yet, by batch."""
 
     executor: Executor
     engine: StreamEngine
     kind: tuple[float, int, str]
     first: int
-    plans: dict[int, BatchPlan]
+    shares: dict[int, Sequence[float]]
 
 
 class Training:
@@ -69,7 +67,7 @@ class Training:
     def __init__(self, session: Session, step: Callable[[], int], update: Callable[[], None]) -> None:
         self._session, self._step, self._update = session, step, update
         self._ahead = len(session.plan.stages) + 1
-        self._home = session._training.home(session.graph.outputs[0])
+        self._home = session.home(session.graph.outputs[0])
         rhythm = streaming_of(session.plan.decision)
         self._behind = -(-rhythm.lags[self._home] // rhythm.micros)  # batches until the loss of one is complete
         self._fetched: deque[_Fetched] = deque()
@@ -130,7 +128,7 @@ class Training:
         given = self._fetched.popleft()
         found = given.settle()
         self._learn(given.about, found)
-        if given.ended:
+        if all(row[_ENDED] for row in found.counts):
             if self._live is not None:
                 self._empty()
             self._drop_fetched()
@@ -146,16 +144,16 @@ class Training:
         arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((None,), {})
         ended = bool(self._fetched) and self._fetched[-1].ended
         try:
-            arguments = ((_END if ended else next(source, _END),), {})
-            ended = arguments[0][0] is _END
+            arguments = ((END if ended else next(source, END),), {})
+            ended = arguments[0][0] is END
             if not ended:
-                batch, signature, counts, failure = session._own_batch("step", arguments, sharded=False)
+                batch, signature, counts, failure = session.own_batch("step", arguments, sharded=False)
         except FAILURES as error:
             failure = error
         about = self._entered - 1 - self._behind
         told = [float(ended), self._own_loss(about), float(counts is not None and len(counts) <= _ROOM)]
         settle = session.calls.enter(
-            "train", failure, needed=session.needing, signature=_END if ended else signature,
+            "train", failure, needed=session.needing, signature=END if ended else signature,
             version=session.captures.version, rows=(batch.rows or 0) if batch is not None else 0,
             counts=[*told, *(counts or ())[:_ROOM]],
         )  # fmt: skip
@@ -163,10 +161,10 @@ class Training:
 
     def _enter(self, given: _Fetched, found: Given) -> None:
         """Let a batch enter, behind those of its kind; others leave first."""
-        if any(row[_ENDED] for row in found.counts):
-            raise self._session.world.known(_ended_early([bool(row[_ENDED]) for row in found.counts]))
-        rows = max(found.rows)
-        kind = found.signature, rows, self._session.captures.version
+        ended = [bool(row[_ENDED]) for row in found.counts]
+        if any(ended):
+            raise self._session.world.known(ended_early(ended.index(True), ended.index(False)))
+        kind = found.signature, max(found.rows), self._session.captures.version
         step = self._step()
         live = self._live
         if live is not None and not (
@@ -177,29 +175,32 @@ class Training:
             self._empty()
             live = None
         if live is None:
-            live = self._live = self._start(given, kind, step)
+            live, plan = self._start(given, kind, step)
+            self._live = live
         else:
-            batch = given.batch
-            if batch is None:
-                assert live.executor.stand_in is not None
-                batch = with_rows(live.executor.stand_in, rows)
-            live.executor.agree(batch, [row[_COUNTS:] for row in found.counts])
-            plan = live.executor.plan(batch, (self._session.options.seed, step))
-            live.plans[self._entered] = plan
-        plan = live.plans[self._entered]
-        live.plans[self._entered] = replace(plan, inputs=(), agree=None)
+            plan = self._next_plan(live, given.batch, found, step)
+        live.shares[self._entered] = [share[0] for share in plan.shares.get(self._home, ())][live.engine.turn :]
         live.engine.enter(plan)
         self._entered += 1
 
-    def _start(self, given: _Fetched, kind: tuple[float, int, str], step: int) -> _Live:
-        """Prepare for a kind of batch while nothing is in flight, as a step does."""
-        executor, _, plan = self._session._planned_batch("step", given.arguments, step)
+    def _start(self, given: _Fetched, kind: tuple[float, int, str], step: int) -> tuple[_Live, BatchPlan]:
+        """Prepare for a kind of batch while nothing is in flight, as a step does.  Collective."""
+        executor, _, plan = self._session.planned_batch("step", given.arguments, step)
         if plan.agree is not None:
             plan.agree()
         key = id(executor), len(plan.rows)
         if key not in self._engines:
             self._engines[key] = executor.stream(len(plan.rows), self._update)
-        return _Live(executor, self._engines[key], kind, self._entered, {self._entered: plan})
+        return _Live(executor, self._engines[key], kind, self._entered, {}), plan
+
+    def _next_plan(self, live: _Live, batch: Batch | None, found: Given, step: int) -> BatchPlan:
+        """Return the plan of a batch that follows others of its kind."""
+        if batch is None:
+            assert live.executor.stand_in is not None
+            batch = with_rows(live.executor.stand_in, live.kind[1])
+        before, key = live.engine.turn, (self._session.options.seed, step)
+        live.executor.agree(batch, [row[_COUNTS:] for row in found.counts], before=before)
+        return live.executor.plan(batch, key, before=before)
 
     # -- losses and the end ----------------------------------------------------------------------------------------
 
@@ -210,8 +211,7 @@ class Training:
             return self._own.get(number, 0.0)
         if number not in self._own:
             found = live.engine.losses.pop(number - live.first, {})
-            shares = [share[0] for share in live.plans.pop(number).shares.get(self._home, ())]
-            self._own[number] = weighted_loss(found, shares)
+            self._own[number] = weighted_loss(found, live.shares.pop(number))
         return self._own[number]
 
     def _learn(self, number: int, found: Given) -> None:
@@ -236,15 +236,10 @@ class Training:
         self._live = None
 
     def _drop_fetched(self) -> None:
-        """Forget the batches that were taken ahead: all ranks have told of as many."""
+        """Forget the batches that were taken ahead, and what is wrong with them: all ranks have told of as many."""
         while self._fetched:
-            self._fetched.popleft().settle()
-
-
-def _ended_early(ended: Sequence[bool]) -> UsageError:
-    rank = ended.index(True)
-    return UsageError(
-        f"the batches of rank {rank} ended before those of rank {ended.index(False)}",
-        why="every rank has to be given as many, also those that need no data",
-        fix="iterate over equally many on every rank; a rank where pipe.needs_data is False may yield None",
-    )
+            try:
+                self._fetched.popleft().settle()
+            except FAILURES as error:
+                if not self._session.world.is_known(error):
+                    raise

@@ -17,6 +17,8 @@ NAMES = (
     "step", "eval_loss", "predict", "gradients", "clip_grad_norm_", "state_dict", "sync_model", "adopt", "timeline",
     "close", "compile", "train", "flush",
 )  # fmt: skip
+END = "the end of the batches"
+"""Stands for the signature of a batch where the batches of a rank have ended."""
 _ROOM = 128  # counts of a batch that fit into the exchange of a call
 _HEAD = 9  # numbers that every rank sends with every call
 _ALIKE = (4, 6, 7)  # places of those that must be equal on all ranks: model version, loss scale, sharded
@@ -180,6 +182,15 @@ def _different_calls(rank: int, first: list[float], other: list[float]) -> Usage
     )
 
 
+def ended_early(rank: int, other: int) -> BatchError:
+    """Return the error for a rank whose batches end while another one's go on."""
+    return BatchError(
+        f"the batches of rank {rank} ended before those of rank {other}",
+        why="every rank has to be given as many, also those that need no data",
+        fix="iterate over equally many on every rank; a rank where pipe.needs_data is False may be given None",
+    )
+
+
 def _without_batch(absent: list[int], needed: Sequence[int]) -> BatchError:
     return BatchError(
         f"rank {absent[0]} was given no batch",
@@ -191,6 +202,9 @@ def _without_batch(absent: list[int], needed: Sequence[int]) -> BatchError:
 def _different_given(
     first: int, rank: int, one: list[float], other: list[float], versions: Sequence[str]
 ) -> BatchError:
+    ended = [rank for rank, row in ((first, one), (rank, other)) if row[3] == digest_of(END)]
+    if len(ended) == 1:
+        return ended_early(ended[0], rank if ended[0] == first else first)
     if one[4] != other[4]:
         changes = [f"rank {r}: {versions[r].partition(' ')[2] or 'no change'}" for r in (first, rank)]
         what = f"the models of ranks {first} and {rank} were changed in different ways since they were compiled"

@@ -6,7 +6,7 @@ cuts.  Every rank derives the same shares from the counts of all pieces.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -126,6 +126,21 @@ def _amounts(weight: LossReduction, pieces: Sequence[Piece], counted: Sequence[f
 def _of_each(weight: LossReduction, amounts: Sequence[float]) -> list[float]:
     total = sum(amounts)
     return [1.0 if weight.kind == "sum" else amount / total for amount in amounts]
+
+
+def idle_by_slot(
+    graph: Graph, reduction: LossReduction, own: Mapping[int, Sequence[Sequence[float]]], rowless: Collection[str]
+) -> dict[tuple[int, int], frozenset[str]]:
+    """Return the values without weight in the loss, by stage and micro-batch.  own: shares of this rank.
+
+    rowless: values whose gradients come from a rank with other rows, which may have weight where this rank's have none;
+    they are left out."""
+    return {
+        (stage, micro): idle_values(graph, reduction, tuple(share)) - frozenset(rowless)
+        for stage, shares in own.items()
+        for micro, share in enumerate(shares)
+        if 0.0 in share
+    }
 
 
 def idle_values(graph: Graph, reduction: LossReduction, share: Share) -> frozenset[str]:

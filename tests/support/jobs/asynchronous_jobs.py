@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import autopart
+from support.models.learners import LEARNERS
 
 ROWS, WIDTH = 4, 6
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -92,3 +93,119 @@ def trained(
             "losses": losses, "stage": stage, "names": names, "seen": recorders[0].seen, "held": held[stage],
             "state": pipe.state_dict(), "steps": pipe.steps,
         }  # fmt: skip
+
+
+def interrupted() -> dict[str, Any]:
+    """On every rank: training with calls in between, a smaller last batch, and batches on one rank alone."""
+    torch.set_num_threads(1)
+    data = [*batches(5), *batches(1, rows=2), *batches(2)]
+    with autopart.compile(net(2), "cpu:2", sample=data[0], **options(2, "pipedream", 1)) as pipe:
+        given = data if pipe.needs_data else [None] * len(data)
+        losses, seen = [], {}
+        for number, loss in enumerate(pipe.train(given, optimizer=sgd)):
+            losses.append(loss.item())
+            if number == 1:
+                seen["evaluated"] = pipe.eval_loss(data[0]).item()
+                seen["state"] = pipe.state_dict()
+                seen["predicted"] = pipe.predict(data[0][0])
+        seen |= {"losses": losses, "end": pipe.state_dict(), "steps": pipe.steps}
+        pipe.flush()  # nothing is in flight
+        again = [loss.item() for loss in pipe.train(data[:3], optimizer=sgd)]
+        unfinished = iter(pipe.train([*data[:5], *data[:5]], optimizer=sgd))
+        again.append(next(unfinished).item())
+        pipe.adopt(pipe.plan)
+        seen |= {"again": again, "after": error_of(lambda: list(unfinished))}
+        return seen
+
+
+def error_of(call: Any) -> tuple[str, str]:
+    """The kind and the text of the error that a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "nothing was raised"
+
+
+def wrong_batches() -> dict[str, Any]:
+    """On every rank: what is raised for batches that end early and for an iterator that fails, and what still works."""
+    torch.set_num_threads(1)
+    data = batches(6)
+
+    def failing() -> Any:
+        yield from data[:3]
+        if pipe.rank:
+            raise ValueError("no fourth batch")
+        yield from data[3:]
+
+    with autopart.compile(net(2), "cpu:2", sample=data[0], **options(2, "pipedream", 1)) as pipe:
+        early = error_of(lambda: list(pipe.train(data[: 5 - pipe.rank], optimizer=sgd)))
+        fails = error_of(lambda: list(pipe.train(failing(), optimizer=sgd)))
+        state = pipe.state_dict()
+        losses = [loss.item() for loss in pipe.train(data, optimizer=sgd)]
+        return {"early": early, "fails": fails, "losses": losses, "state": state, "steps": pipe.steps}
+
+
+def refused(given: nn.Module, asked: dict[str, Any], call: Any) -> tuple[str, str]:
+    """The error that a call of a pipe raises on two ranks."""
+    torch.set_num_threads(1)
+    with autopart.compile(given, "cpu:2", sample=batches(1)[0], **asked) as pipe:
+        return error_of(lambda: call(pipe))
+
+
+def step(pipe: Any) -> Any:
+    return pipe.step(batches(1)[0])
+
+
+def clip(pipe: Any) -> Any:
+    return pipe.clip_grad_norm_(1.0)
+
+
+def train(pipe: Any) -> Any:
+    return pipe.train(batches(2), optimizer=sgd)
+
+
+def train_without_optimizer(pipe: Any) -> Any:
+    return pipe.train(batches(2))
+
+
+class Tied(nn.Module):
+    """A layer whose weight is used on both stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(WIDTH, WIDTH).double() for _ in range(2))
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def learned(name: str, stages: int, schedule: str, micros: int, steps: int) -> tuple[list[float], float]:
+    """On every rank: the losses of some steps with AdamW and a falling learning rate, and the loss of other data after them."""
+    torch.set_num_threads(1)
+    make, given, loss_fn = LEARNERS[name]
+    rows, stream = 16, given(16)
+    data = [next(stream) for _ in range(steps)]
+    asked = options(stages, schedule, micros) | {"loss_fn": loss_fn, "cuts": ()}
+
+    def optimizer(params: list[torch.Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=3e-3)
+
+    def falling(made: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LinearLR(made, 1.0, 0.02, total_iters=steps)
+
+    with autopart.compile(make(), f"cpu:{stages}", sample=data[0], **asked) as pipe:
+        if schedule in ("pipedream", "pipedream-2bw"):
+            losses = [loss.item() for loss in pipe.train(data, optimizer=optimizer, scheduler=falling)]
+        else:
+            losses, made = [], optimizer(list(pipe.parameters()))
+            following = falling(made)
+            for batch in data:
+                made.zero_grad()
+                losses.append(pipe.step(batch).item())
+                made.step()
+                following.step()
+        held_out = given(rows, seed=2)
+        evaluated = [pipe.eval_loss(next(held_out)).item() for _ in range(20)]
+        return losses, sum(evaluated) / len(evaluated)

@@ -1,7 +1,7 @@
 """PipeDream and PipeDream-2BW by their definition, in one process: no pipeline, only versions of the weights.
 
-Batch t runs on stage s, forward and backward, with the weights after `version(s, t)` updates of that stage; its gradient
-goes into the stage's next update, alone or as a mean with those of the batches beside it.
+Batch t runs on stage s, forward and backward, with the weights after `version(s, t)` updates of that stage; its
+gradient goes into the stage's next update, alone or as a mean with those of the batches beside it.
 """
 
 from __future__ import annotations

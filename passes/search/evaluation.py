@@ -27,6 +27,12 @@ more than that from measured ones (benchmarks/results/prediction.json), while ea
 micro-batch, and one more device that all others wait for.  For 15 stages instead of 16 it is 0.2 %."""
 
 
+SHARING = 0.02
+"""Replicas share the optimizer state where memory does not demand it if the step gets shorter by at least this part, as
+predicted steps are not worth more; and its messages, one or more for each large parameter, are charged by their bytes
+alone."""
+
+
 def preference(step_ns: int, stages: int) -> float:
     """Return the criterion by which plans are chosen, less is better: the step, and a penalty for each doubling of the
     stages."""
@@ -126,7 +132,8 @@ def evaluate(space: SearchSpace, candidate: Candidate, spare_bytes: Sequence[int
     """Evaluate a candidate over the blocks of this space, with as much recomputed as the memory demands.
 
     Where it has replicas and the request leaves that open, they share the optimizer state if the candidate does not fit
-    otherwise, or if that makes it faster.  spare_bytes: of each stage, memory to leave free.  O(blocks + actions).
+    otherwise, or if that makes it faster by `SHARING`.  spare_bytes: of each stage, memory to leave free.
+    O(blocks + actions).
     """
     request, estimator = space.request, space.costs
     found = [fitted(space, candidate, int(request.zero == 1), spare_bytes)]
@@ -136,7 +143,9 @@ def evaluate(space: SearchSpace, candidate: Candidate, spare_bytes: Sequence[int
         found.append(replace(first, decision=sharing, estimates=stage_estimates(sharing, first.links, estimator)))
     shared = tied(first.decision, space.chain.blocks) if space.may_be_tied else ()
     steps = [simulated_ns(f.decision, f.estimates, f.links, shared, estimator) for f in found]
-    step_ns, best = min(zip(steps, found, strict=True), key=lambda pair: pair[0])
+    step_ns, best = min(
+        zip(steps, found, strict=True), key=lambda pair: pair[0] * (1 + SHARING * pair[1].decision.zero)
+    )
     worst = max(range(len(best.excess)), key=lambda s: best.excess[s])
     return Evaluation(space, candidate, best.decision, best.estimates, step_ns, max(0, best.excess[worst]), worst)
 

@@ -13,8 +13,7 @@ from types import MappingProxyType
 
 import torch
 
-from autopart.ir.actions import BACKWARD, COMPUTE, FORWARD, SEND, Action, Slot
-from autopart.ir.errors import AutopartError, StageError
+from autopart.ir.actions import BACKWARD, COMPUTE, COMPUTES, FORWARD, SEND, Action, Slot, completes
 from autopart.ir.graph import Op
 from autopart.ir.program import Program
 from autopart.ir.shares import RowLayout, Window
@@ -22,17 +21,12 @@ from autopart.ir.timeline import Span
 from autopart.runtime.activity import encoded, set_activity
 from autopart.runtime.group.world import World
 from autopart.runtime.messages.mailbox import Mailbox
-from autopart.runtime.stages.failing_op import failing_op
+from autopart.runtime.stages.failing_op import located
 from autopart.runtime.stages.stage import StageRunner
 from autopart.runtime.sums.reduce import COLLECTIVES, GradientsAside
 from autopart.runtime.sums.replicas import ReplicaSums
 from autopart.runtime.sums.shared_values import SharedValues
 from autopart.runtime.trace import StepTrace
-
-_IN_FP32 = (
-    "this device has no such op in half precision: call it on x.float() under torch.autocast(device_type, "
-    "enabled=False) in forward()"
-)
 
 Specs = Mapping[int | tuple[int, int], Mapping[str, torch.Tensor]]
 """Shape and dtype of every value, as tensors on the meta device: by rows that this rank has (or by rows and slice), and
@@ -158,12 +152,14 @@ class Engine:
             stage: (program.division(stage), program.stage_ranks[stage].index(world.rank)) for stage in runners
         }
         self._windows: dict[tuple[int, int, int], Window] = {}
-        self._last_backward = {a.stage: a for a in self._part if a.kind == "B"}
+        self._last_backward = {a.stage: a for a in self._part if completes(a.kind) == COMPUTES[BACKWARD]}
         self._alone = self._count_alone(world)
         self._joins = {a for a in self._part if a.kind in self._collectives and program.joins(world.rank, a)}
         self._do: dict[str, Callable[[Action, _State], None]] = {
             "F": self._run_forward,
             "B": self._run_backward,
+            "I": self._run_backward,
+            "W": self._run_weights,
             "SF": self._send,
             "SB": self._send,
             "RF": self._receive,
@@ -286,7 +282,7 @@ class Engine:
             numbers = given.shares[slot.stage][slot.micro][1:]
             outputs = runner.forward(slot, window, values, given.key, train=state.train, numbers=numbers)
         except Exception as error:
-            raise self._located(error, action) from error
+            raise located(error, action, self._rank, self._ops) from error
         if self._loss is not None and self._loss in outputs:
             state.loss_stage = slot.stage
             loss = outputs[self._loss].detach()  # slices have parts of one sum
@@ -315,11 +311,23 @@ class Engine:
         if slot.stage in self._sums and action == self._last_backward[slot.stage]:
             self._sums[slot.stage].arm()
         try:
-            back = runner.backward(slot, grads)
+            back = runner.backward(slot, grads, whole=bool(completes(action.kind)))
         except Exception as error:
-            raise self._located(error, action) from error
+            raise located(error, action, self._rank, self._ops) from error
         if state.sends_left[slot, BACKWARD]:
             state.back[slot] = back
+
+    def _run_weights(self, action: Action, state: _State) -> None:
+        slot, runner = action.slot, self._runners[action.stage]
+        if not self._window(slot, state).own:
+            return
+        sums = self._sums.get(slot.stage)
+        if sums is not None and action == self._last_backward[slot.stage]:
+            sums.arm(later=runner.deferred(slot))
+        try:
+            runner.backward_of_weights(slot, sums.complete if sums is not None else None)
+        except Exception as error:
+            raise located(error, action, self._rank, self._ops) from error
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -358,20 +366,6 @@ class Engine:
     def _leave_to_caller(self, action: Action, state: _State) -> None:
         """Do nothing: after the step the caller makes the ranks agree on its outcome, and the user's optimizer
         steps."""
-
-    def _located(self, error: Exception, action: Action) -> AutopartError:
-        """Return the error with stage, micro-batch, module and line."""
-        if isinstance(error, AutopartError):
-            return error
-        op = self._ops.get(failing_op(error) or "")
-        where = f"module {op.module}, {op.target} at {op.where}" if op else ""
-        why = (str(error).splitlines() or [""])[0]
-        return StageError(
-            f"{action.slot}, {action.is_a.label}: {type(error).__name__}",
-            where=", ".join(part for part in (f"rank {self._rank}", where) if part),
-            why=why,
-            fix=_IN_FP32 if "not implemented for 'Half'" in why or "not implemented for 'BFloat16'" in why else "",
-        )
 
 
 def _activity(action: Action) -> str:

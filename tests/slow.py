@@ -28,6 +28,7 @@ PARTS = {
         "e2e/test_data.py",
         "session",
     ],
+    "schedules": ["e2e/test_schedule_grid.py", "e2e/test_split_backward.py", "e2e/test_stages_per_rank.py"],
     "slice-grid": ["e2e/test_slice_grid.py"],
     "sliced-plans": ["e2e/test_slices.py", "e2e/test_sliced_plans.py", "passes/tokens"],
     "failures": ["e2e/test_faults.py", "e2e/test_failures.py", "e2e/test_soak.py", "runtime"],

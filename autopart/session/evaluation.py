@@ -38,8 +38,8 @@ def evaluation_decision(graph: Graph, planned: Graph, decision: Decision, *, cut
     stages = project_plan(graph, planned, decision)
     single = tuple(replace(stage, ranks=stage.ranks[:1], shares=(), policy="split") for stage in stages)
     if cut:
-        return replace(decision, stages=(single[0], *stages[1:]), token_slices=(), schedule="gpipe")
-    return replace(decision, stages=single, token_slices=(), schedule="gpipe", micro_rows=(1,))
+        return replace(decision, stages=(single[0], *stages[1:]), token_slices=(), schedule="gpipe", order=())
+    return replace(decision, stages=single, token_slices=(), schedule="gpipe", order=(), micro_rows=(1,))
 
 
 def evaluation_rule(

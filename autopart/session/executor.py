@@ -49,7 +49,15 @@ from autopart.session.step.loss_shares import (
     loss_shares,
     pieces_of,
 )
-from autopart.session.step.parts import code_sizes, digest, inputs_of, replicated_of, require_same_batch
+from autopart.session.step.parts import (
+    code_sizes,
+    digest,
+    inputs_of,
+    of_micros,
+    replicated_of,
+    require_buffers_in_order,
+    require_same_batch,
+)
 from autopart.session.step.synced import open_statistics, require_weights, statistics_of, synced_stages
 
 
@@ -351,10 +359,11 @@ class Executor:
 
     def program(self, micros: int) -> Program:
         """Return the verified program for this number of micro-batches."""
-        decision = replace(self._decision, micro_rows=(1,) * micros)
+        decision = of_micros(self._decision, micros)
         if self._train:
             program = replace(route(decision, self._graph, self._code.prologue), statistics=self._synced)
             check_program(program, decision.schedule)
+            require_buffers_in_order(program, decision, self._graph)
         else:  # each stage on a rank of its own, so that the schedule need not know which stages share a rank
             apart = tuple(replace(stage, ranks=(number,)) for number, stage in enumerate(decision.stages))
             program = forward_program(route(replace(decision, stages=apart, world=len(apart)), self._graph))

@@ -1,11 +1,20 @@
-"""Find the op of a stage that raised, by the line of generated code in the traceback."""
+"""Name what failed in a stage: the op of the model, found by the line of generated code in the traceback."""
 
 from __future__ import annotations
 
 import linecache
 import re
+from collections.abc import Mapping
+
+from autopart.ir.actions import Action
+from autopart.ir.errors import AutopartError, StageError
+from autopart.ir.graph import Op
 
 _ASSIGNED = re.compile(r"\s*(\w+) = ")
+_IN_FP32 = (
+    "this device has no such op in half precision: call it on x.float() under torch.autocast(device_type, "
+    "enabled=False) in forward()"
+)
 
 
 def failing_op(error: BaseException) -> str | None:
@@ -19,3 +28,18 @@ def failing_op(error: BaseException) -> str | None:
             name = found[1] if found else name
         trace = trace.tb_next
     return name
+
+
+def located(error: Exception, action: Action, rank: int, ops: Mapping[str, Op]) -> AutopartError:
+    """Return an error of a compute with rank, stage, micro-batch, module and line.  ops: of the captured graph."""
+    if isinstance(error, AutopartError):
+        return error
+    op = ops.get(failing_op(error) or "")
+    where = f"module {op.module}, {op.target} at {op.where}" if op else ""
+    why = (str(error).splitlines() or [""])[0]
+    return StageError(
+        f"{action.slot}, {action.is_a.label}: {type(error).__name__}",
+        where=", ".join(part for part in (f"rank {rank}", where) if part),
+        why=why,
+        fix=_IN_FP32 if "not implemented for 'Half'" in why or "not implemented for 'BFloat16'" in why else "",
+    )

@@ -1,12 +1,15 @@
 """Forward and backward of one stage for one micro-batch, or one slice of it.
 
 Between the two it keeps the leaves (received values that need a gradient) and the roots (results whose gradients come
-back); autograd holds the rest.  Both are dropped when the backward has run.
+back); autograd holds the rest.  Both are dropped when the backward has run.  A backward of inputs leaves products with
+weights for later (`weight_gradients`); all else, such as gradients of norms, biases, embeddings and convolutions, is
+computed in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from autopart.rng import micro_key
 from autopart.runtime.stages.batch_statistics import without_rows
 from autopart.runtime.stages.sequence import SlicedMicroBatch
 from autopart.runtime.stages.stage_module import Cast, StageSlices, awaited
+from autopart.runtime.stages.weight_gradients import WeightGradient, add_all, deferring
 
 _Tensors = dict[str, torch.Tensor]
 
@@ -49,6 +53,7 @@ class StageRunner:
         self._update = update
         self._kept: dict[Slot, tuple[_Tensors, _Tensors]] = {}  # leaves and roots
         self._stashed: dict[Slot, _Tensors] = {}  # weight versions
+        self._deferred: dict[Slot, list[WeightGradient]] = {}
         self._sliced: dict[int, SlicedMicroBatch] = {}
         self._joined: dict[Slot, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._new_buffers: _Tensors = {}
@@ -113,18 +118,23 @@ class StageRunner:
             full.update(zip(prologue.outputs, made, strict=True))
         return full
 
-    def backward(self, slot: Slot, grads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def backward(self, slot: Slot, grads: Mapping[str, torch.Tensor], *, whole: bool = True) -> dict[str, torch.Tensor]:
         """Return the gradients of the received values, given those of the results.  Parameters accumulate their own.
 
-        A value whose path to the loss has no derivative gets zeros, since the receiver waits for it.
+        A value whose path to the loss has no derivative gets zeros, since the receiver waits for it.  whole: whether
+        the gradients of all parameters are complete afterwards; else `backward_of_weights` completes them.
         """
         leaves, made = self._kept.pop(slot)
         roots = [(t, grads[name]) for name, t in made.items() if name in grads and t.requires_grad]
         micro = self._sliced.get(slot.micro)
         if micro is not None:
             roots += micro.roots(slot.slice)
-        if roots:
-            torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+        later: list[WeightGradient] = []
+        with nullcontext() if whole else deferring(later):
+            if roots:
+                torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+        if later:
+            self._deferred[slot] = later
         if self._update is not None:
             self._take_gradients(self._stashed.pop(slot))
         if micro is not None:
@@ -132,6 +142,15 @@ class StageRunner:
             if not slot.slice:  # backwards run from the last slice to the first
                 del self._sliced[slot.micro]
         return {n: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for n, leaf in leaves.items()}
+
+    def deferred(self, slot: Slot) -> list[torch.Tensor]:
+        """Return the parameters whose gradients `backward_of_weights` will add to."""
+        return [gradient.parameter for gradient in self._deferred.get(slot, ())]
+
+    def backward_of_weights(self, slot: Slot, complete: Callable[[torch.Tensor], None] | None = None) -> None:
+        """Compute what the backward of inputs of this slot has left.  complete: called with each parameter that it adds
+        to when nothing is left for it."""
+        add_all(self._deferred.pop(slot, []), complete)
 
     def _take_gradients(self, versions: _Tensors) -> None:
         """Give the parameters the gradients of these versions, and update them."""
@@ -190,6 +209,7 @@ class StageRunner:
         """Forget the step; buffers keep the values from before it."""
         self._kept.clear()
         self._stashed.clear()
+        self._deferred.clear()
         self._sliced.clear()
         self._joined.clear()
         self._new_buffers.clear()

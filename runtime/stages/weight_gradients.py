@@ -4,10 +4,18 @@ Autograd makes the gradient of every micro-batch as a new tensor and adds it to 
 can add to what is there already, which saves a pass over memory as large as the weight.  Autograd still knows that the
 weight is used, though its gradient does not flow: when all uses in a backward have had their turn, it runs the hooks
 of the weight, which tell the buckets of replicas that its gradient is complete.
+
+A product that makes the gradient of a weight needs nothing but two tensors, and nothing but the weight waits for it, so
+it can run later than the backward of its use (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2).
+Then the sum that a gradient is has the same addends in another order: what autograd adds in a backward comes before the
+products of that micro-batch, and they may come behind those of later micro-batches.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +32,8 @@ class WeightGradient:
 
     It holds all that the product needs, so the product may run at any time after the backward of its use.  parameter:
     whose `.grad` gets it; it may be in another precision than the factors.  left: (rows of the micro-batch, rows of the
-    weight).  right: (rows of the micro-batch, columns of the weight).
+    weight).  right: (rows of the micro-batch, columns of the weight).  A factor that is a view of a
+    gradient holds that gradient, so that autograd does not take its memory for another one that it adds to.
     """
 
     parameter: torch.Tensor
@@ -43,6 +52,37 @@ class WeightGradient:
             return
         made = left.mm(self.right).to(gradient_dtype(parameter))
         parameter.grad = made if total is None else made + total  # a sparse one is that of an embedding
+
+
+_later: list[WeightGradient] | None = None
+"""Where backwards put what they do not compute; not local to a thread, since autograd has threads of its own."""
+
+
+@contextmanager
+def deferring(into: list[WeightGradient]) -> Iterator[None]:
+    """Let the backwards inside put their products with weights into a list (`add_all`) instead of computing them."""
+    global _later
+    _later = into
+    try:
+        yield
+    finally:
+        _later = None
+
+
+def add_all(gradients: list[WeightGradient], complete: Callable[[torch.Tensor], None] | None = None) -> None:
+    """Compute products in the order in which they were deferred, and empty the list, so that each frees its memory.
+
+    complete: called with each parameter after its last product in the list.
+    """
+    left = Counter(id(gradient.parameter) for gradient in gradients)
+    gradients.reverse()
+    with torch.no_grad():
+        while gradients:
+            gradient = gradients.pop()
+            gradient.add()
+            left[id(gradient.parameter)] -= 1
+            if complete is not None and not left[id(gradient.parameter)]:
+                complete(gradient.parameter)
 
 
 class _Product(torch.autograd.Function):
@@ -71,8 +111,14 @@ class _Product(torch.autograd.Function):
             return None, None, None, None, None
         x, weight = ctx.saved_tensors
         shape, needed = x.shape, ctx.needs_input_grad
+        if _later is not None:
+            x = x.detach()  # it would keep what it was made by
         rows, grad = x.reshape(-1, shape[-1]), grad.reshape(-1, grad.shape[-1])
-        WeightGradient(ctx.parameter, *((grad, rows) if ctx.transposed else (rows, grad))).add()
+        gradient = WeightGradient(ctx.parameter, *((grad, rows) if ctx.transposed else (rows, grad)))
+        if _later is not None:
+            _later.append(gradient)
+        else:
+            gradient.add()
         back = grad.mm(weight if ctx.transposed else weight.t()).view(shape) if needed[0] else None
         return back, None, grad.sum_to_size(ctx.bias_shape) if needed[2] else None, None, None
 

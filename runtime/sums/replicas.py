@@ -17,7 +17,7 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,11 +51,16 @@ class Replicated:
 def open_sums(world: World, program: Program, of: Mapping[int, Replicated]) -> dict[int, ReplicaSums]:
     """Open the sums of the stages that this rank trains with other replicas.  Collective: all ranks open all groups.
 
-    of: what is kept equal, for the stages of this rank."""
+    Stages of the same ranks have groups of their own: which of them is ready first may differ between replicas, as one
+    may have no rows in the last micro-batch.  of: what is kept equal, for the stages of this rank.
+    """
     found = {}
+    opened: Counter[tuple[int, ...]] = Counter()
     for stage in dict.fromkeys(action.stage for action in program.order if action.kind == "R"):
         ranks = program.stage_ranks[stage]
-        group = world.group(ranks, purpose="replicas" if world.overlaps else "")
+        members = tuple(sorted(ranks))
+        group = world.group(members, purpose=f"replicas{opened[members] or ''}" if world.overlaps else "")
+        opened[members] += 1
         if world.rank in ranks:
             found[stage] = ReplicaSums(world, ranks[0], group, of[stage])
     return found
@@ -89,9 +94,23 @@ class ReplicaSums:
                 _gradient_hooks(parameter)[self] = partial(self._released, bucket, place)
             self._watched += bucket.parameters
 
-    def arm(self) -> None:
-        """Sum what the backward that begins releases, as it comes, if sums may overlap with messages."""
+    def arm(self, later: Iterable[torch.Tensor] | None = None) -> None:
+        """Sum what the last backward, which begins now, releases, as it comes, if sums may overlap with messages.
+
+        later: the parameters that a backward of weights adds to; the gradients of all others are complete then.
+        """
         self._armed = self._world.overlaps
+        if later is not None:
+            waiting_for = {id(parameter) for parameter in later}
+            for parameter in self._watched:
+                if id(parameter) not in waiting_for:
+                    self.complete(parameter)
+
+    def complete(self, parameter: torch.Tensor) -> None:
+        """Take the gradient of a parameter to which a backward of weights adds no more."""
+        hook = _gradient_hooks(parameter).get(self)
+        if hook is not None:
+            hook(parameter)
 
     def release(self) -> None:
         """End the step, which may have failed: parameters keep the gradients that lie in the buckets."""
@@ -160,7 +179,7 @@ class ReplicaSums:
                 tensor.copy_(piece.view(tensor.shape))
 
 
-def _gradient_hooks(parameter: torch.nn.Parameter) -> dict[object, Callable[[torch.Tensor], None]]:
+def _gradient_hooks(parameter: torch.Tensor) -> dict[object, Callable[[torch.Tensor], None]]:
     """Return the hooks that run when a gradient was added, as `register_post_accumulate_grad_hook` keeps them.
 
     Its handles are counted (`RemovableHandle.next_id`), and a count that changes makes the next step look for hooks of

@@ -36,6 +36,9 @@ def patient_pair(own_cache: None) -> Iterator[Workers]:
         ("gpt2", (1, 1), {"recompute": "all"}),
         ("tied", (2,), {"zero": 1}),
         ("gpt2", (1, 1), {"precision": "bf16"}),
+        ("gpt2", (1, 1), {"schedule": "zb-h1"}),
+        ("tied", (2,), {"schedule": "zb-h1", "zero": 1, "recompute": "all"}),
+        ("llama_tied", (1, 1), {"schedule": "zb-h1", "precision": "bf16"}),
     ],
 )
 def test_compiled_stages_give_the_gradients_of_eager_ones(

@@ -42,16 +42,20 @@ def fail(workers: Workers, job, *args) -> RunError:
 
 
 @pytest.mark.parametrize(
-    ("phase", "calls", "words"),
+    ("phase", "calls", "words", "schedule"),
     [
-        pytest.param("forward", 2, "2F1: forward of micro-batch 1", marks=pytest.mark.slow),
-        ("backward", 5, "2B0: backward of micro-batch 0"),
-        pytest.param("idle", 1, "between steps", marks=pytest.mark.slow),
+        pytest.param("forward", 2, "2F1: forward of micro-batch 1", "1f1b", marks=pytest.mark.slow),
+        ("backward", 5, "2B0: backward of micro-batch 0", "1f1b"),
+        pytest.param("backward", 5, "2I0: backward of inputs of micro-batch 0", "zb-h1", marks=pytest.mark.slow),
+        pytest.param("weights", 3, "2W1: backward of weights of micro-batch 1", "zb-h1", marks=pytest.mark.slow),
+        pytest.param("idle", 1, "between steps", "1f1b", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_worker_is_named_and_ends_all_others_in_seconds(workers, tmp_path, phase, calls, words, capfd):
+def test_a_killed_worker_is_named_and_ends_all_others_in_seconds(
+    workers, tmp_path, phase, calls, words, schedule, capfd
+):
     clock = tmp_path / "clock"
-    error = fail(workers, train_until_failure, phase, "kill", calls, str(clock))
+    error = fail(workers, train_until_failure, phase, "kill", calls, str(clock), schedule)
     assert time.monotonic() - float(clock.read_text()) <= LIMIT_S
     assert type(error) is WorkerError
     assert "rank 2 (stage 2) died" in str(error) and "SIGKILL" in str(error)
@@ -84,10 +88,18 @@ def test_an_op_that_raises_is_reported_once_with_stage_micro_batch_and_module(wo
 
 
 @pytest.mark.slow
-def test_an_op_that_raises_in_the_backward_is_reported_with_stage_and_micro_batch(workers):
-    error = fail(workers, train_until_failure, "backward", "raise", 2, "")
+@pytest.mark.parametrize(
+    ("phase", "calls", "schedule", "words"),
+    [
+        ("backward", 2, "1f1b", "backward"),
+        ("backward", 2, "zb-h1", "backward of inputs"),
+        ("weights", 3, "zb-h1", "backward of weights"),  # the stage has two weights
+    ],
+)
+def test_what_raises_in_the_backward_is_reported_with_stage_and_micro_batch(workers, phase, calls, schedule, words):
+    error = fail(workers, train_until_failure, phase, "raise", calls, "", schedule)
     assert type(error) is StageError
-    assert "stage 2, micro-batch 1, backward" in str(error)
+    assert f"stage 2, micro-batch 1, {words}:" in str(error)
     assert str(error).count("the op gave up") == 1
 
 

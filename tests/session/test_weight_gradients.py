@@ -104,7 +104,7 @@ def test_gradients_are_those_of_autograd(way: str, recomputed: bool, monkeypatch
     used, expected = WAYS[way]
     model, codes = Used(used), []
     made = split.accumulate_in_place
-    monkeypatch.setattr(split, "accumulate_in_place", lambda *args: codes.append(made(*args)) or codes[-1])
+    monkeypatch.setattr(split, "accumulate_in_place", lambda *a, **kw: codes.append(made(*a, **kw)) or codes[-1])
     captured = capture(model, flatten(model.batches()[0]))
     names = [op.name for op in captured.graph.ops]
     check(model, [names], captured, recompute={0: [set(names)]} if recomputed else {})
@@ -194,9 +194,8 @@ def test_a_sparse_gradient_and_that_of_a_product_add_up() -> None:
     assert weight.grad.tolist() == [[1, 1], [2, 3], [1, 1]]
 
 
-def test_small_weights_and_other_layouts_stay_with_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_products, "LEAST_ELEMENTS", 16)
-    assert weight_products._is_weight(nn.Parameter(torch.zeros(4, 4)))
+def test_small_weights_and_other_layouts_stay_with_autograd() -> None:
+    assert weight_products._is_weight(nn.Parameter(torch.zeros(4, 4)), 16)
     others = torch.zeros(4, 3), torch.zeros(4, 5).T, torch.zeros(2, 4, 4), torch.zeros(4, 4, dtype=torch.complex64)
-    assert not any(weight_products._is_weight(nn.Parameter(each)) for each in others)
-    assert not weight_products._is_weight(torch.zeros(4, 4))
+    assert not any(weight_products._is_weight(nn.Parameter(each), 16) for each in others)
+    assert not weight_products._is_weight(torch.zeros(4, 4), 16)

@@ -3,8 +3,8 @@
 Layers that are equal give equal segments, which share one compiled code, and the gradients of a layer's parameters are
 complete when the backward of its segments has run, so that sums over replicas overlap with earlier layers.  Ops that
 a compiler must not see stay between the segments, and run as without it: random ops, whose key is set from outside;
-waits; sums over replicas; weights of losses, which are Python numbers; ops that write to their arguments, or whose
-results' sizes depend on data; ops of other libraries.
+waits; sums over replicas; products whose weights get their gradients later; weights of losses, which are Python
+numbers; ops that write to their arguments, or whose results' sizes depend on data; ops of other libraries.
 """
 
 from __future__ import annotations

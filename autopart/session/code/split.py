@@ -33,12 +33,14 @@ def stage_module(
     layouts: Layouts = MappingProxyType({}),
     *,
     eager: bool = True,
+    deferrable: bool = False,
 ) -> StageModule:
     """Return the code of `stage`, which runs the ops of `planned` and exchanges values along these edges.
 
     adjusted: values that ops read with a factor of the micro-batch.  layouts: how values of random ops hold rows.
     eager: whether the ops run one by one: then products add the gradients of large weights themselves, and some ops are
-    merged.
+    merged.  deferrable: whether products with small weights do so too, and in code that will be compiled: they can
+    wait then, and a compiler does not see them.
     Raises RefusedError for a random op that replicas cannot run.  O(nodes * (1 + recomputed groups)).
     """
     graph = captured.graph
@@ -51,7 +53,11 @@ def stage_module(
         captured, chosen, outputs, device, updates=updates, groups=planned.recompute, adjusted=adjusted, casts=casts,
         drawn=drawn,
     )  # fmt: skip
-    return accumulate_in_place(merge_ops(code, graph.inputs), captured.tensors) if eager else code
+    if eager:
+        code = merge_ops(code, graph.inputs)
+    if eager or deferrable:
+        code = accumulate_in_place(code, captured.tensors, deferrable=deferrable)
+    return code
 
 
 def leaving(graph: Graph, links: Iterable[Edge], stage: int, ops: Collection[str]) -> list[str]:

@@ -12,6 +12,7 @@ from autopart.capture import CaptureCache, Captured
 from autopart.capture.batch.batch import Batch
 from autopart.capture.derive.reduction import BatchRule, Layouts
 from autopart.capture.derive.token_axis import token_recipe
+from autopart.ir.actions import ACTIONS
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
@@ -19,6 +20,7 @@ from autopart.ir.program import Edge
 from autopart.ir.shares import RowLayout, parts
 from autopart.ir.size import Size
 from autopart.passes.program.routing import edges
+from autopart.passes.program.schedules import Shape, find, pattern
 from autopart.passes.tokens.recipe import Recipe
 from autopart.runtime.stages.batch_statistics import share_statistics
 from autopart.runtime.stages.stage_module import StageModule, StageSlices
@@ -52,6 +54,7 @@ class StageCode:
         by stage; other stages use their own rows.  compiled: whether code for the usual number of rows is compiled."""
         self._captures, self._decision, self._tensors, self._device = captures, decision, tensors, device
         self._awaited, self._statistics, self._compiles = awaited, statistics, compiled
+        self._split = split_stages(decision)
         self._inductor: Inductor | None = None
         self.checks = SliceChecks(tensors, device)
         self.modules: dict[int, dict[int, StageSlices]] = defaultdict(dict)
@@ -111,14 +114,18 @@ class StageCode:
     ) -> StageSlices:
         """Cut a stage out of `captured`, with a recipe once for each slice."""
         planned, adjusted = self._decision.stages[stage], rule.reduction.adjusted
+        deferrable = stage in self._split
         if recipe is None:
             compiled = self._compiles and stage not in self._statistics and self._is_usual(captured.graph.rows, planned)
             code = stage_module(
-                captured, links, stage, planned, self._device, adjusted, rule.layouts, eager=not compiled
-            )
+                captured, links, stage, planned, self._device, adjusted, rule.layouts, eager=not compiled,
+                deferrable=deferrable,
+            )  # fmt: skip
             return None, (self._compiled(captured, links, stage, code) if compiled else code,)
         outputs, lengths = leaving(captured.graph, links, stage, set(planned.ops)), self._decision.token_slices
-        return slice_stage(captured, recipe, planned, outputs, lengths, self._device, adjusted, rule.layouts)
+        return slice_stage(
+            captured, recipe, planned, outputs, lengths, self._device, adjusted, rule.layouts, deferrable=deferrable
+        )
 
     def _is_usual(self, rows: int, planned: Stage) -> bool:
         """Return whether the largest planned micro-batch gives a rank of this stage this number of rows."""
@@ -131,6 +138,15 @@ class StageCode:
         specs = self.specs[captured.graph.rows]
         trained = {name for edge in links if edge.dst == stage for name in edge.grads}
         return self._inductor.compile(code, captured.tensors, specs, trained, self._device)
+
+
+def split_stages(decision: Decision) -> frozenset[int]:
+    """Return the stages whose backwards the schedule splits into those of inputs and of weights.  O(computes)."""
+    schedule = find(decision.schedule)
+    if schedule.turns is not None and not schedule.splits:
+        return frozenset()
+    workers = pattern(schedule, Shape.of(decision)).workers
+    return frozenset(stage for turns in workers for kind, stage, _ in turns if ACTIONS[kind].part_of)
 
 
 def specs_of(graph: Graph) -> dict[str, torch.Tensor]:

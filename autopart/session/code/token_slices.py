@@ -45,12 +45,14 @@ def slice_stage(
     device: torch.device,
     adjusted: Sequence[Adjusted] = (),
     layouts: Layouts = MappingProxyType({}),
+    *,
+    deferrable: bool = False,
 ) -> StageSlices:
     """Return the code of a stage for slices of these lengths.
 
     Each stage runs what it needs of the prologue itself.  outputs: values that leave the stage, or the loss.  adjusted,
-    layouts: as in `split.stage_module`.  What is recomputed runs again in the backward of each slice, but states are
-    kept.  Raises UsageError for lengths that do not make up the sequence, RefusedError as `draws_of`.
+    layouts, deferrable: as in `split.stage_module`.  What is recomputed runs again in the backward of each slice, but
+    states are kept.  Raises UsageError for lengths that do not make up the sequence, RefusedError as `draws_of`.
     O(slices * nodes).
     """
     if sum(lengths) != recipe.tokens or min(lengths, default=0) < 1:
@@ -64,8 +66,8 @@ def slice_stage(
     needs = SliceNeeds(captured, recipe, planned, leaving, adjusted, casts, drawn)
     parts = recipe.slices(lengths)
     slices = tuple(
-        accumulate_in_place(_slice_module(SliceGraph(needs, parts, number, device), len(parts)), captured.tensors)
-        for number in range(len(parts))
+        accumulate_in_place(_slice_module(graph, len(parts)), captured.tensors, deferrable=deferrable)
+        for graph in (SliceGraph(needs, parts, number, device) for number in range(len(parts)))
     )
     before = ancestors(captured.graph, needs.prologue, among=recipe.prologue)
     prologue = cut(captured, before, needs.prologue, device, adjusted=adjusted) if needs.prologue else None

@@ -24,29 +24,33 @@ LEAST_ELEMENTS = 1 << 19
 """Of a weight; with smaller ones the calls from autograd into Python take longer than the additions that they save."""
 
 
-def accumulate_in_place(code: StageModule, tensors: Mapping[str, torch.Tensor]) -> StageModule:
+def accumulate_in_place(
+    code: StageModule, tensors: Mapping[str, torch.Tensor], *, deferrable: bool = False
+) -> StageModule:
     """Let products with a large trainable parameter, or a cast of one, add its gradient into `.grad`; return the code.
 
     Other uses of a parameter, and parameters with another layout than that of their gradient, stay as they are.
-    tensors: the model's, by name.  O(nodes).
+    tensors: the model's, by name.  deferrable: whether a backward of weights is to compute these products: then small
+    parameters count too, since what is not rewritten runs in the backward of inputs.  O(nodes).
     """
+    least = 0 if deferrable else LEAST_ELEMENTS
     given = code.module.graph.find_nodes(op="placeholder")
     weights = {
         node
         for node, name in zip(given, code.params, strict=False)
-        if _is_weight(tensors[code.casts[name][0] if name in code.casts else name])
+        if _is_weight(tensors[code.casts[name][0] if name in code.casts else name], least)
     }
     _rewrite(code.module, weights)
     return code
 
 
-def _is_weight(tensor: torch.Tensor) -> bool:
+def _is_weight(tensor: torch.Tensor, least: int) -> bool:
     return (
         isinstance(tensor, torch.nn.Parameter)
         and tensor.dim() == 2
         and tensor.is_floating_point()
         and tensor.is_contiguous()
-        and tensor.numel() >= LEAST_ELEMENTS
+        and tensor.numel() >= least
     )
 
 

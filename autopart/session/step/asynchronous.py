@@ -6,6 +6,7 @@ from autopart.ir.decision import Decision
 from autopart.ir.errors import RefusedError
 from autopart.ir.graph import Graph
 from autopart.passes.program.routing import tied
+from autopart.session.code.stage_code import split_stages
 
 
 def require_updatable(decision: Decision, graph: Graph, scale: float) -> None:
@@ -19,6 +20,7 @@ def require_updatable(decision: Decision, graph: Graph, scale: float) -> None:
         "parameters that several stages share": bool(tied(decision, graph)),
         "half-precision parameters": any(p.trainable and p.dtype in ("float16", "bfloat16") for p in graph.params),
         "a loss scale": scale != 1,
+        "a split backward": bool(split_stages(decision)),
     }
     found = [name for name, is_there in problems.items() if is_there]
     if found:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from autopart.capture.batch.batch import Batch, split_rows
-from autopart.ir.errors import BatchError
+from autopart.ir.actions import COMPUTES, FORWARD, Slot, parse_action
+from autopart.ir.errors import BatchError, RefusedError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
+from autopart.ir.program import Program
 from autopart.ir.shares import parts
 from autopart.passes.program.routing import tied
 from autopart.runtime.sums.replicas import Replicated
@@ -21,6 +24,17 @@ def micro_cut(rows: int, planned: Sequence[int]) -> tuple[int, ...]:
     """Return the rows of each micro-batch of a whole batch: as many micro-batches as planned, or fewer of the planned
     size for a batch with fewer rows than micro-batches, such as the last of an epoch."""
     return split_rows(rows, len(planned) if rows >= len(planned) else -(-rows // max(planned)))
+
+
+def of_micros(decision: Decision, micros: int) -> Decision:
+    """Return a decision for this number of micro-batches, at most as many as planned.  An order that the plan fixes
+    (`Decision.order`) loses the computes of those that are missing, which nothing else waits for.  O(computes)."""
+    order = decision.order
+    if micros < len(decision.micro_rows):
+        order = tuple(
+            " ".join(word for word in text.split() if parse_action(word).micro < micros) for text in decision.order
+        )
+    return replace(decision, micro_rows=(1,) * micros, order=order)
 
 
 def code_sizes(planned: Stage, rank: int, micro_rows: Sequence[int]) -> list[int]:
@@ -69,6 +83,28 @@ def require_same_batch(digests: Sequence[float], ranks: Sequence[int]) -> BatchE
         fix="pass every rank the same batch (no DistributedSampler; the same seed for the data loader everywhere), or "
         "each its own rows, with pipe.step(batch, sharded=True)",
     )
+
+
+def require_buffers_in_order(program: Program, decision: Decision, graph: Graph) -> None:
+    """Raise RefusedError if a rank of a stage that updates buffers does not run its micro-batches in order.
+
+    O(computes).
+    """
+    updating = {s: own for s, stage in enumerate(decision.stages) if (own := own_updates(graph, set(stage.ops)))}
+    last: dict[tuple[int, int], Slot] = {}
+    for action in program.order if updating else ():
+        slot = action.slot
+        if action.kind != COMPUTES[FORWARD] or slot.stage not in updating:
+            continue
+        rank = slot.stage, slot.micro % program.division(slot.stage).period
+        if slot < last.setdefault(rank, slot):
+            raise RefusedError(
+                f"schedule {decision.schedule} runs micro-batch {slot.micro} behind {last[rank].micro}",
+                where=f"stage {slot.stage}, which updates buffer {updating[slot.stage][0]}",
+                why="each micro-batch sees the buffers that the one before it left, as in one process",
+                fix="use a schedule whose forwards run in order on every stage",
+            )
+        last[rank] = slot
 
 
 def replicated_of(graph: Graph, decision: Decision, stage: int, owners: Mapping[str, int]) -> Replicated:

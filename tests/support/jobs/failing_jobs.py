@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import autopart
+from autopart.runtime.stages.weight_gradients import WeightGradient
 from support.models.peer_models import WIDTH, Stack, pair
 from support.models.small_models import Small
 
@@ -34,8 +35,18 @@ def _fail_if_armed(phase: str) -> None:
         raise RuntimeError("the op gave up")
 
 
+def _add(gradient: WeightGradient) -> None:
+    """Add the gradient of a weight, unless the failure is armed for this call."""
+    _fail_if_armed("weights")
+    _plain_add(gradient)
+
+
+_plain_add = WeightGradient.add
+WeightGradient.add = _add  # type: ignore[method-assign]
+
+
 def arm(phase: str, how: str | Callable[[], None], calls: int, clock: str = "") -> None:
-    """Arm the op to fail at its n-th call in a phase.
+    """Arm the op to fail at its n-th call in a phase, or in "weights" a product with a weight at the n-th one.
 
     how: "kill" sends SIGKILL to the process, "raise" raises an error, and a function is called.
     """
@@ -93,7 +104,8 @@ def open_pipe(schedule: str = "1f1b") -> autopart.Pipe:
 def train_until_failure(phase: str, how: str, calls: int, clock: str, schedule: str = "1f1b") -> list[float]:
     """Train until the armed op fails on stage 2. In phase "idle", the process is killed between two steps instead."""
     pipe = open_pipe(schedule)
-    arm(phase, how, calls, clock)
+    if phase != "weights" or pipe.rank == 2:  # only stage 2 has the op
+        arm(phase, how, calls, clock)
     losses = []
     for _ in range(3):
         losses.append(pipe.step(CASE.batch(8)).item())

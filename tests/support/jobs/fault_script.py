@@ -20,7 +20,7 @@ from support.jobs import failing_jobs
 from support.jobs.failing_jobs import CASE
 
 HOW = ("kill", "stop", "raise")
-PHASES = ("start", "planning", "forward", "backward", "idle", "close")
+PHASES = ("start", "planning", "forward", "backward", "weights", "idle", "close")
 WHOM = ("worker", "parent")
 WORLD = 2
 LINGER_S = 90.0
@@ -38,9 +38,10 @@ def train(how: str, phase: str, whom: str, folder: str) -> None:
             _cause_fault(how, whom, folder)
 
     fault_at("start")
-    if phase in ("forward", "backward") and rank == victim:
+    if phase in ("forward", "backward", "weights") and rank == victim:
         failing_jobs.arm(phase, lambda: _cause_fault(how, whom, folder), 5)
     options = {"cuts": ["layers.2"], "micro_batches": 4, "loss_fn": CASE.loss_fn, "costs": "analytic", "cache": False}
+    options["schedule"] = "zb-h1" if phase == "weights" else "auto"
     with autopart.compile(
         CASE.model(), f"cpu:{WORLD}", sample=CASE.batch(8), watch=lambda *_: fault_at("planning"), **options
     ) as pipe:

@@ -109,10 +109,8 @@ def trained(name: str, precision: str, steps: int, options: dict[str, Any]) -> d
     """
     case = EVERY[name]
     batches = [case.data(8), case.data(12)]
-    pipe = compiled(
-        case, fresh(name, precision=precision), batches[0], micro_batches=4, precision=precision,
-        **{"replicas": 1, **options},
-    )  # fmt: skip
+    asked = options if "plan" in options else {"micro_batches": 4, "precision": precision, "replicas": 1, **options}
+    pipe = compiled(case, fresh(name, precision=precision), batches[0], **asked)
     losses, scales, first = [], [], {}
     with pipe:
         plain = Plain(case, pipe, precision) if pipe.rank == 0 else None

@@ -27,12 +27,6 @@ more than that from measured ones (benchmarks/results/prediction.json), while ea
 micro-batch, and one more device that all others wait for.  For 15 stages instead of 16 it is 0.2 %."""
 
 
-SHARING = 0.02
-"""Replicas share the optimizer state where memory does not demand it if the step gets shorter by at least this part, as
-predicted steps are not worth more; and its messages, one or more for each large parameter, are charged by their bytes
-alone."""
-
-
 def preference(step_ns: int, stages: int) -> float:
     """Return the criterion by which plans are chosen, less is better: the step, and a penalty for each doubling of the
     stages."""
@@ -126,6 +120,12 @@ class Fitted:
     links: tuple[Edge, ...]
     estimates: tuple[Estimate, ...]
     excess: Sequence[int]
+
+
+SHARING = 0.02
+"""Replicas share the optimizer state where memory does not demand it if the step gets shorter by at least this part, as
+predicted steps are not worth more; and its messages, one or more for each large parameter, are charged by their bytes
+alone."""
 
 
 def evaluate(space: SearchSpace, candidate: Candidate, spare_bytes: Sequence[int] = ()) -> Evaluation:

@@ -77,11 +77,18 @@ class Fitted:
     excess: Sequence[int]
 
 
+SHARING = 0.02
+"""Replicas share the optimizer state where memory does not demand it if the step gets shorter by at least this part, as
+predicted steps are not worth more; and its messages, one or more for each large parameter, are charged by their bytes
+alone."""
+
+
 def evaluate(space: SearchSpace, candidate: Candidate, spare_bytes: Sequence[int] = ()) -> Evaluation:
     """Evaluate a candidate over the blocks of this space, with as much recomputed as the memory demands.
 
     Where it has replicas and the request leaves that open, they share the optimizer state if the candidate does not fit
-    otherwise, or if that makes it faster.  spare_bytes: of each stage, memory to leave free.  O(blocks + actions).
+    otherwise, or if that makes it faster by `SHARING`.  spare_bytes: of each stage, memory to leave free.
+    O(blocks + actions).
     """
     request, estimator = space.request, space.costs
     found = [fitted(space, candidate, int(request.zero == 1), spare_bytes)]
@@ -91,7 +98,9 @@ def evaluate(space: SearchSpace, candidate: Candidate, spare_bytes: Sequence[int
         found.append(replace(first, decision=sharing, estimates=stage_estimates(sharing, first.links, estimator)))
     shared = tied(first.decision, space.chain.blocks) if space.may_be_tied else ()
     steps = [simulated_ns(f.decision, f.estimates, f.links, shared, estimator) for f in found]
-    step_ns, best = min(zip(steps, found, strict=True), key=lambda pair: pair[0])
+    step_ns, best = min(
+        zip(steps, found, strict=True), key=lambda pair: pair[0] * (1 + SHARING * pair[1].decision.zero)
+    )
     worst = max(range(len(best.excess)), key=lambda s: best.excess[s])
     return Evaluation(space, candidate, best.decision, best.estimates, step_ns, max(0, best.excess[worst]), worst)
 

@@ -152,7 +152,7 @@ def work_of(
             (users, index.summed[name], loads.ring(ranks, 2))
             for (name, users), ranks in zip(tied, tied_ranks, strict=True)
         ),
-        reduce=tuple((size, loads.ring(ranks, 1 if decision.zero else 2)) for size, ranks in sums),
+        reduce=tuple((size, loads.to_owners(ranks) if decision.zero else loads.ring(ranks, 2)) for size, ranks in sums),
         summing_ns=tuple(summing_ns(size, ranks, estimator.cluster) for size, ranks in sums),
         gather=tuple(
             (index.trained_bytes(used), loads.ring(stage.ranks, 1))

@@ -79,7 +79,16 @@ def p2p_load(
     return _load(cluster, hops, hops, 1)
 
 
-def ring_load(cluster: Cluster, ranks: tuple[int, ...], turns: int) -> PortLoad:
+def owners_load(cluster: Cluster, ranks: tuple[int, ...]) -> PortLoad:
+    """Return the load of sums of gradients of which each rank gets an equal part, by a reduce for each bucket.
+
+    NCCL passes a bucket once around the ring.  Gloo scatters its sums over all ranks first, and its owner gathers them:
+    1 + 1 / n turns of the ring (counted on the wire for 2 to 8 ranks).  O(ranks).
+    """
+    return ring_load(cluster, ranks, 1 + 1 / len(ranks) if cluster.kind == "cpu" else 1)
+
+
+def ring_load(cluster: Cluster, ranks: tuple[int, ...], turns: float) -> PortLoad:
     """Return the load of a ring over `ranks`: one turn is a reduce-scatter or an all-gather, two are an all-reduce.
 
     O(ranks).
@@ -90,7 +99,7 @@ def ring_load(cluster: Cluster, ranks: tuple[int, ...], turns: int) -> PortLoad:
     share = turns * (n - 1) / n
     order = sorted(ranks)
     hops = [(a, b, share) for a, b in zip(order, [*order[1:], order[0]], strict=True)]
-    return _load(cluster, hops, _over_all_cards(cluster, hops, order), turns * (n - 1))
+    return _load(cluster, hops, _over_all_cards(cluster, hops, order), round(turns * (n - 1)))
 
 
 def _over_all_cards(cluster: Cluster, hops: Sequence[_Hop], ranks: Sequence[int]) -> list[_Hop]:
@@ -135,12 +144,13 @@ def _load(cluster: Cluster, hops: Sequence[_Hop], flows: Sequence[_Hop], rounds:
 class Loads:
     """The loads of messages and sums on one cluster, each computed once.
 
-    p2p, ring: `p2p_load` and `ring_load` on this cluster.
+    p2p, ring, to_owners: `p2p_load`, `ring_load` and `owners_load` on this cluster.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self.p2p = cache(partial(p2p_load, cluster))
         self.ring = cache(partial(ring_load, cluster))
+        self.to_owners = cache(partial(owners_load, cluster))
 
     def between(self, src: Stage, dst: Stage) -> tuple[PortLoad, ...]:
         """Return the loads of a message between two stages, by micro-batch until they repeat."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -12,7 +13,7 @@ from support.languages.graphs import cluster
 from support.oracles.planner_oracle import FASTEST
 
 from autopart.ir.cluster import Cluster, Device, Level, Link, Port
-from autopart.passes.simulation.traffic import PortLoad, p2p_load, ring_load
+from autopart.passes.simulation.traffic import PortLoad, owners_load, p2p_load, ring_load
 
 Pairs = Counter[tuple[int, int]]
 
@@ -127,3 +128,13 @@ def test_pace_says_what_a_message_takes(c: Cluster, senders: tuple[int, ...], re
     else:
         assert taken == pytest.approx(latency + size * per_byte, abs=1.01)
         assert taken == latency + max(load.busy_ns(size))
+
+
+@given(nodes(), groups)
+def test_sums_at_owners_are_scattered_first_and_gathered_where_gloo_sums(c: Cluster, ranks: tuple[int, ...]) -> None:
+    n = len(ranks)
+    load, ring = owners_load(c, ranks), ring_load(c, ranks, 1)
+    assert load.ways == ring.ways
+    assert load.shares == pytest.approx([share * (1 + 1 / n) for share in ring.shares])
+    gpus = Cluster(tuple(replace(device, kind="cuda") for device in c.devices), c.levels)
+    assert owners_load(gpus, ranks) == ring

@@ -9,11 +9,11 @@ import typer
 
 from autopart.cli.flags import Json
 from autopart.cli.output import print_json, prints_results
-from autopart.costs.detect import detect as detect_cluster
 from autopart.files.clusters import cluster_to_dict, cluster_to_yaml, parse_cluster, require_yaml, save_cluster
 from autopart.files.presets import NODES
 from autopart.ir.cluster import Cluster
 from autopart.report.cluster_table import cluster_table
+from autopart.session.host_costs import detect_all
 
 app = typer.Typer(name="cluster", help="Machines: measure this one, or show a description.", no_args_is_help=True)
 
@@ -31,10 +31,10 @@ def detect(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Measure devices and links of this machine, or under torchrun of all; print a table and the cluster as YAML."""
+    """Measure devices, links and hosts of this machine, or under torchrun of all; print a table and the YAML."""
     if out is not None:
         require_yaml(out)
-    found = detect_cluster(ranks)
+    found = detect_all(ranks)
     if prints_results():
         _print_cluster(found, out, as_json)
 

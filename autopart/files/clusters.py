@@ -17,7 +17,10 @@ or a rate for each dtype; a dtype that is not listed gets the rate of `default`,
 port that a single device can use, if the port consists of several network cards.  efficiency, memory_efficiency: the
 shares of `flops` and of `memory_bandwidth` that kernels reach; 1 if the file gives these rates.  A device whose name
 `presets` knows has the numbers of its data sheet.  Everything else gets the defaults below, which are rough, of the
-order of a server CPU or a recent data-centre GPU.
+order of a server CPU or a recent data-centre GPU.  What hosts spend besides is nothing, unless a file says it
+(`ir.cluster.HostCosts`), in microseconds:
+
+    host: {compute_us: 40, message_us: 60, sum_us: 200, step_us: 900}
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from autopart.files.documents import PARSERS, parse_yaml, read_document
 from autopart.files.limits import MAX_INTEGER, MAX_LEVELS, MAX_RANKS, MAX_RATES
 from autopart.files.presets import DEVICES, NODES, several
 from autopart.files.reading import brief, malformed, named, problems_of
-from autopart.ir.cluster import Cluster, Device, Level, Link, check
+from autopart.ir.cluster import UNMEASURED, Cluster, Device, HostCosts, Level, Link, check
 from autopart.ir.errors import ClusterError
 from autopart.launcher import launcher_variables
 
@@ -184,6 +187,8 @@ def _many_rates(given: object) -> object:
     return given if isinstance(given, Mapping) else {}
 
 
+_HOST = ("compute", "message", "sum", "step")
+"""What a host spends time on."""
 _FLOPS_KEY = Field(alias="flops", max_length=MAX_RATES)
 Share = Annotated[float, Field(gt=0, le=1)]
 Amount = Annotated[int, BeforeValidator(_amount), Field(gt=0, le=MAX_INTEGER)]
@@ -212,9 +217,20 @@ class _LevelEntry(_Entry):
     flow: Amount | None = None
 
 
+Microseconds = Annotated[float, Field(ge=0, le=1e9)]
+
+
+class _HostEntry(_Entry):
+    compute_us: Microseconds = 0.0
+    message_us: Microseconds = 0.0
+    sum_us: Microseconds = 0.0
+    step_us: Microseconds = 0.0
+
+
 class _ClusterFile(_Entry):
     devices: Annotated[list[_DeviceEntry], Field(min_length=1, max_length=MAX_RANKS)]
     levels: Annotated[list[_LevelEntry] | None, Field(max_length=MAX_LEVELS)] = None
+    host: _HostEntry = _HostEntry()
 
 
 def _from_file(path: Path, host: Host) -> Cluster:
@@ -244,7 +260,8 @@ def _built(described: _ClusterFile, host: Host) -> Cluster:
         known = DEVICES.get(entry.name)
         base = known if known and known.kind == entry.kind else host.device(entry.kind, min(local, count))
         devices += [_device(entry, base)] * entry.count
-    return Cluster(tuple(devices), levels or _levels(kind, count, local))
+    host = HostCosts(**{f"{what}_ns": round(getattr(described.host, f"{what}_us") * 1000) for what in _HOST})
+    return Cluster(tuple(devices), levels or _levels(kind, count, local), host)
 
 
 def _device(entry: _DeviceEntry, base: Device) -> Device:
@@ -260,7 +277,7 @@ def _device(entry: _DeviceEntry, base: Device) -> Device:
     return Device(entry.kind, memory, other, bandwidth, entry.name, rates, reached, memory_reached)
 
 
-def cluster_to_dict(cluster: Cluster) -> dict[str, list[dict[str, Any]]]:
+def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
     """Return the content of a file that `parse_cluster` reads as this cluster."""
     devices = []
     for device, same in itertools.groupby(cluster.devices):
@@ -280,17 +297,22 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, list[dict[str, Any]]]:
         link = level.link
         flow = {"flow": link.flow_bytes_per_s} if link.flow_bytes_per_s else {}
         levels.append({"size": level.size, "latency_us": link.latency_ns / 1000, "bandwidth": link.bytes_per_s, **flow})
-    return {"devices": devices, "levels": levels}
+    host = {f"{what}_us": getattr(cluster.host, f"{what}_ns") / 1000 for what in _HOST}
+    return {"devices": devices, "levels": levels} | ({"host": host} if cluster.host != UNMEASURED else {})
 
 
 def cluster_to_yaml(cluster: Cluster) -> str:
     """Return the text of a file that `parse_cluster` reads as this cluster, with a device or a level a line."""
+
+    def line(entry: object) -> str:
+        return str(yaml.safe_dump(entry, default_flow_style=True, sort_keys=False, width=math.inf)).strip()
+
     lines = []
     for section, entries in cluster_to_dict(cluster).items():
-        lines.append(f"{section}:")
-        for entry in entries:
-            text = yaml.safe_dump(entry, default_flow_style=True, sort_keys=False, width=math.inf)
-            lines.append(f"  - {text.strip()}")
+        if isinstance(entries, list):
+            lines += [f"{section}:", *(f"  - {line(entry)}" for entry in entries)]
+        else:
+            lines.append(f"{section}: {line(entries)}")
     return "\n".join(lines) + "\n"
 
 
@@ -311,5 +333,6 @@ def require_yaml(path: str | os.PathLike[str]) -> None:
 
 _SCHEMA = (
     "devices: list of {kind, count, name, memory, flops, memory_bandwidth, efficiency, memory_efficiency}; "
-    "levels: list of {size, latency_us, bandwidth, flow}, innermost first"
+    "levels: list of {size, latency_us, bandwidth, flow}, innermost first; "
+    "host: {compute_us, message_us, sum_us, step_us}"
 )

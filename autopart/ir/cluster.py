@@ -82,6 +82,23 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
+class HostCosts:
+    """What the host of a rank spends on a step besides its ops, in nanoseconds; 0 where it was not measured.
+
+    compute_ns: on each forward or backward of a micro-batch.  message_ns: on each end of a message.  sum_ns: on each
+    bucket of gradients that replicas sum.  step_ns: once a step: the batch is read and compared, and all ranks agree.
+    """
+
+    compute_ns: int = 0
+    message_ns: int = 0
+    sum_ns: int = 0
+    step_ns: int = 0
+
+
+UNMEASURED = HostCosts()
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """Devices (index = rank) and nested levels, innermost first.
 
@@ -90,6 +107,7 @@ class Cluster:
 
     devices: tuple[Device, ...]
     levels: tuple[Level, ...]
+    host: HostCosts = UNMEASURED
 
     def level(self, a: int, b: int) -> int:
         """Return the index of the innermost level that holds both ranks."""
@@ -150,6 +168,9 @@ def check(cluster: Cluster) -> Cluster:
         size = level.size
     if not cluster.world <= size < 2 * cluster.world:  # the last group need not be full
         raise ClusterError(f"the outermost level has {size} devices, and the cluster has {cluster.world}")
+    _check_whole(cluster.host, **{each.name: getattr(cluster.host, each.name) for each in fields(cluster.host)})
+    if min(getattr(cluster.host, each.name) for each in fields(cluster.host)) < 0:
+        raise ClusterError("a host spends a negative time", where=repr(cluster.host))
     return cluster
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from autopart.ir.cluster import Cluster, Device, Level
+from autopart.ir.cluster import UNMEASURED, Cluster, Device, Level
 from autopart.ir.explain import table_lines
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -28,7 +28,11 @@ def cluster_table(cluster: Cluster) -> str:
     for index, level in enumerate(cluster.levels):
         links.append(_level_row(index, level, inner, cards))
         inner = level.size
-    return "\n".join([*table_lines(grid, (0, 1)), "", *table_lines(links, (0, 1))]) + "\n"
+    lines = [*table_lines(grid, (0, 1)), "", *table_lines(links, (0, 1))]
+    if (host := cluster.host) != UNMEASURED:
+        spent = {"compute": host.compute_ns, "message": host.message_ns, "sum": host.sum_ns, "step": host.step_ns}
+        lines += ["", " host: " + ", ".join(f"{ns / 1000:.4g} us a {what}" for what, ns in spent.items())]
+    return "\n".join(lines) + "\n"
 
 
 def _device_row(rank: int, count: int, device: Device, dtypes: list[str], reached: bool) -> list[str]:

@@ -160,6 +160,7 @@ def work_of(
         ),
         optimizer_ns=tuple(e.optimizer_ns for e in estimates),
         overlap=estimator.overlap,
+        host=estimator.cluster.host,
         bucket_bytes=decision.bucket_bytes,
         slices=_slice_works(decision, estimates, links, estimator) if decision.token_slices else (),
         weight_ns=tuple(e.weight_ns for e in estimates),

@@ -7,8 +7,9 @@ waits until all ports on its way are free, keeps each busy for its bytes there, 
 stage, and stages that share parameters, which are summed one after the other.  Ports serve in the order of posting.
 
 Assumed, and wrong where: computes take the same time for every micro-batch (slices have their own); a compute and a
-transfer do not slow each other down (on a CPU they share cores); replicas with unequal shares wait for the slowest;
-posting takes no time; collectives without a time (`simulate.CHARGED`) wait for nobody.
+transfer do not slow each other down (on a CPU they share cores); replicas with unequal shares wait for the slowest; a
+host spends the same on every compute and message (`HostCosts`); collectives without a time (`simulate.CHARGED`) wait
+for nobody.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from autopart.ir.actions import Action
+from autopart.ir.cluster import UNMEASURED, HostCosts
 from autopart.ir.errors import ProgramError
 from autopart.ir.timeline import Span
 
@@ -91,9 +93,17 @@ class Play:
     """The clocks of the workers, when each port is free, and when messages under way arrive."""
 
     def __init__(
-        self, lanes: list[Lane], meetings: list[Meeting], *, overlap: bool, spans: list[Span] | None = None
+        self,
+        lanes: list[Lane],
+        meetings: list[Meeting],
+        *,
+        overlap: bool,
+        spans: list[Span] | None = None,
+        host: HostCosts = UNMEASURED,
     ) -> None:
-        """overlap: whether gradients are summed while the last backward runs.  spans: where to note the spans."""
+        """overlap: whether gradients are summed while the last backward runs.  spans: where to note the spans.  host:
+        what a rank spends on each end of a message, and before its first step."""
+        self._host = host
         self._lanes = {lane.rank: lane for lane in lanes}
         self._meetings, self._overlap, self._spans = meetings, overlap, spans
         self._free: defaultdict[int, int] = defaultdict(int)
@@ -112,7 +122,8 @@ class Play:
         lanes, spans = self._lanes, self._spans
         arrivals: defaultdict[int, deque[int]] = defaultdict(deque)
         parked: dict[int, Lane] = {}  # by channel: the rank that waits for a message that is not sent yet
-        queue = [(0, rank) for rank in sorted(lanes)]
+        handing = self._host.message_ns
+        queue = [(self._host.step_ns, rank) for rank in sorted(lanes)]
         while queue:
             now, rank = heappop(queue)
             lane = lanes[rank]
@@ -121,6 +132,7 @@ class Play:
                 kind, what, wire = steps[at]
                 begin = now
                 if kind == SENDS:
+                    now += handing
                     begin, end = self._occupy(wire, now) if wire.ways else (now, now)
                     other = parked.pop(what, None)
                     if other is None:
@@ -131,7 +143,7 @@ class Play:
                     if not arrivals[what]:
                         parked[what] = lane
                         break
-                    end = now = max(now, arrivals[what].popleft())
+                    end = now = max(now, arrivals[what].popleft()) + handing
                 elif kind <= RUNS_BACK:
                     end = now = now + what
                     if kind == RUNS_BACK:
@@ -162,7 +174,7 @@ class Play:
 
     def _resumed(self, lane: Lane, when: int) -> int:
         """Let a rank that waited go on when its message arrives, and return its clock."""
-        begin, lane.clock = lane.clock, max(lane.clock, when)
+        begin, lane.clock = lane.clock, max(lane.clock, when) + self._host.message_ns
         self._note(lane, begin)
         return lane.clock
 

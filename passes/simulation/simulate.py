@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, product
 
 from autopart.ir.actions import ACTIONS, COMPUTE, OPTIMIZER, RECEIVE, SEND, TIED, Action
+from autopart.ir.cluster import UNMEASURED, HostCosts
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import BUCKET_BYTES, FIRST_BUCKET_BYTES, Edge, Program
 from autopart.ir.timeline import Span, Timeline
@@ -65,7 +66,7 @@ class Work:
     of parameters, behind the optimizer step.  bucket_bytes: summed at once (`Decision`).  summing_ns: what sums take
     from the cores that compute, on CPUs; empty: nothing.  slices: of each slice in order, with slices of tokens; times
     and sizes of whole micro-batches are not used then.  weight_ns: the part of bwd_ns that W takes where the backward
-    has two parts; weight_bytes: what is kept from I to W; empty: nothing.
+    has two parts; weight_bytes: what is kept from I to W; empty: nothing.  host: what hosts spend besides.
     """
 
     fwd_ns: tuple[int, ...]
@@ -82,6 +83,7 @@ class Work:
     summing_ns: tuple[int, ...] = ()
     weight_ns: tuple[int, ...] = ()
     weight_bytes: tuple[int, ...] = ()
+    host: HostCosts = UNMEASURED
 
 
 def simulate(program: Program, work: Work) -> Timeline:
@@ -94,7 +96,7 @@ def simulate(program: Program, work: Work) -> Timeline:
     """
     spans: list[Span] = []
     lanes, meetings = _program_lanes(program, work)
-    Play(lanes, meetings, overlap=work.overlap, spans=spans).run()
+    Play(lanes, meetings, overlap=work.overlap, spans=spans, host=work.host).run()
     peak = [0] * program.world
     for lane, (_, ranks) in zip(lanes, _workers(program), strict=True):
         most = _most_held(lane.actions, work)
@@ -106,7 +108,7 @@ def simulate(program: Program, work: Work) -> Timeline:
 def step_ns(program: Program, work: Work) -> int:
     """Return the nanoseconds of the step that `simulate` draws, without drawing it."""
     lanes, meetings = _program_lanes(program, work)
-    return Play(lanes, meetings, overlap=work.overlap).run()
+    return Play(lanes, meetings, overlap=work.overlap, host=work.host).run()
 
 
 def ordered_ns(
@@ -144,7 +146,7 @@ def ordered_ns(
         replica = turns[0][2] // slices % replicas[stages[0]]
         steps += [code.local(kind, stage, leads=not replica) for kind, stage in ends if stage in stages]
         lanes.append(Lane(stage_ranks[min(stages)][replica], stages, steps))
-    return Play(lanes, code.meetings, overlap=work.overlap).run()
+    return Play(lanes, code.meetings, overlap=work.overlap, host=work.host).run()
 
 
 def _program_lanes(program: Program, work: Work) -> tuple[list[Lane], list[Meeting]]:
@@ -197,11 +199,12 @@ def _of(amounts: Sequence[int], stage: int) -> int:
     return amounts[stage] if amounts else 0
 
 
-def _compute_ns(work: Work | SliceWork) -> dict[str, Sequence[int]]:
-    """Return by kind of compute its nanoseconds on each stage."""
+def _compute_ns(work: Work | SliceWork, host_ns: int) -> dict[str, Sequence[int]]:
+    """Return by kind of compute its nanoseconds on each stage.  host_ns: of the host, on each compute."""
     weights = work.weight_ns or (0,) * len(work.bwd_ns)
     inputs = tuple(whole - own for whole, own in zip(work.bwd_ns, weights, strict=True))
-    return {"F": work.fwd_ns, "B": work.bwd_ns, "I": inputs, "W": weights}
+    found = {"F": work.fwd_ns, "B": work.bwd_ns, "I": inputs, "W": weights}
+    return {kind: [own + host_ns for own in each] for kind, each in found.items()} if host_ns else found
 
 
 class _StepCode:
@@ -229,10 +232,10 @@ class _StepCode:
                 size, load = work.reduce[stage]
                 meeting.first = min(1.0, min(FIRST_BUCKET_BYTES, work.bucket_bytes) / size) if size else 0.0
                 meeting.last_ns = load.alone_ns(min(size, work.bucket_bytes))
-                meeting.summing_ns = summing_ns[stage]
+                meeting.summing_ns = summing_ns[stage] + work.host.sum_ns * -(-size // work.bucket_bytes)
             self.meetings.append(meeting)
         self._channels: dict[tuple[int, int, Hashable], int] = {}
-        self._times = [_compute_ns(part) for part in work.slices or (work,)]
+        self._times = [_compute_ns(part, work.host.compute_ns) for part in work.slices or (work,)]
 
     def step(self, action: Action, *, leads: bool) -> WorkerStep:
         """Return the step of an action.  leads: as for `local`."""

@@ -24,6 +24,7 @@ from autopart.files.compiled_cache import CompiledProgram, OpCost, find_program,
 from autopart.ir.cluster import Device
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Stage
+from autopart.passes.ops.analytic_costs import analytic_costs
 from autopart.passes.ops.casts import without_casts
 from autopart.runtime.effects import first_line
 from autopart.runtime.stages.compiled_segment import CompiledSegment
@@ -50,7 +51,7 @@ def compiled_costs(captured: Captured, device: Device) -> CostedGraph:
     graph, key = plain.graph, _key(plain.graph, device)
     found = find_program(key)
     if found is None or len(found.ops) != len(graph.ops):
-        if not affordable(graph, device, _LARGEST_S):
+        if not affordable(analytic_costs(captured.graph, device), device, _LARGEST_S):
             return replace(plain, notes=(*plain.notes, "costs: this program is too large to measure it compiled"))
         try:
             found = _measured(captured, graph, torch.device(device.kind))

@@ -21,6 +21,7 @@ from autopart.passes.search.diagnostics import check_times, infeasible_error
 from autopart.passes.search.evaluation import Evaluation, Search
 from autopart.passes.search.finalize import Finalized, finalize
 from autopart.passes.search.layout import SMALL
+from autopart.passes.search.orders import evaluate_orders, with_one_per_rank
 from autopart.passes.search.proposals import proposals_of
 from autopart.passes.search.requests import check_request, check_stages
 from autopart.passes.search.search import (
@@ -115,10 +116,11 @@ def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: W
 
 def search(spaces: Spaces, watch: Watch | None = None) -> Search:
     """Search for the fastest candidates (`search.search` describes the steps)."""
-    found = Search(*spaces, watch)
+    found = Search(*map(with_one_per_rank, spaces), watch)
     # Small spaces completely.
     if evaluate_all(found):
         evaluate_slices(found)
+        evaluate_orders(found, spaces[1])
         return found
     # Chains to partitions by dynamic programs, and the promising ones to simulated steps.
     proposals = proposals_of(found)
@@ -134,6 +136,8 @@ def search(spaces: Spaces, watch: Watch | None = None) -> Search:
     refine_best(found)
     # The best plans for whole sequences to plans with slices of them.
     evaluate_slices(found)
+    # The best of all to split backwards, several stages a rank, and searched orders.
+    evaluate_orders(found, spaces[1])
     return found
 
 

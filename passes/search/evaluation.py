@@ -242,13 +242,22 @@ class Search:
 
     @property
     def seen(self) -> list[Evaluation]:
-        """The fastest that fits of every (number of stages, replicas of the first stage), fastest first."""
-        return _first_of_each(self.ranked, lambda e: (e.stages, len(e.candidate.ranks[0])))
+        """The fastest that fits of every (number of stages, of those a rank, replicas of the first stage, schedule if it
+        is not of 1F1B's family), fastest first."""
+        return _first_of_each(
+            self.ranked, lambda e: (e.stages, e.candidate.per_rank, len(e.candidate.ranks[0]), e.candidate.other_order)
+        )
 
     @property
     def preferred(self) -> list[Evaluation]:
         """The fastest that fits of each number of stages, in the order of `preference`."""
         return sorted(_first_of_each(self.ranked, lambda e: e.stages), key=lambda e: e.preference)
+
+    def keep(self, allows: Callable[[Candidate], bool]) -> None:
+        """Drop results that are not allowed, which served to find others."""
+        self.fitting = {key: e for key, e in self.fitting.items() if allows(e.candidate)}
+        known = [e for e in self._known.values() if not e.fits and allows(e.candidate)]
+        self.nearest = min(known, key=lambda e: e.over_bytes, default=None)
 
     def finalists(self, most: int) -> list[Evaluation]:
         """Return the fastest with different numbers of stages, pipelines or rows; the nearest when none fits."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopart.ir.errors import PlanError
+from autopart.ir.actions import COMPUTE, parse_action
+from autopart.ir.errors import PlanError, ProgramError
 from autopart.ir.graph import Graph
 from autopart.ir.printable import shortened
 from autopart.ir.program import BUCKET_BYTES, MAX_BUCKET_BYTES
@@ -49,7 +50,10 @@ class Decision:
     most one.  zero: 1 if each replica of a stage keeps the optimizer state (and fp32 master weights) of only its share
     of the stage's parameters, and new values are gathered after the step (ZeRO, SC 2020); 0 if each keeps all of it.
     token_slices: lengths of the slices of every sequence, in order; (): sequences are whole.  bucket_bytes: size of the
-    buckets in which replicas sum gradients, filled in the order in which the last backward releases them.
+    buckets in which replicas sum gradients, filled in the order in which the last backward releases them.  order: the
+    computes of each worker in order, like "0F0 0F1 0I0 0W0", where the schedule leaves them to the plan ("searched");
+    a worker is the ranks that run the same stages, counted in the order of their first stages.  (): the schedule has
+    an order of its own.
     """
 
     world: int
@@ -59,6 +63,7 @@ class Decision:
     zero: int = 0
     token_slices: tuple[int, ...] = ()
     bucket_bytes: int = BUCKET_BYTES
+    order: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return one line; the plan file has all of it."""
@@ -122,8 +127,9 @@ def decision_problems(decision: Decision) -> Iterator[Problem]:
     """Yield everything that is wrong with a decision without its graph, as (path, message).
 
     The schedule has a name (`passes.program.schedules` checks whether it is known), sizes are positive, micro-batches
-    differ by at most one row, ranks exist, no stage lists a rank or an op twice, and recomputed ops are ops of the
-    stage, each listed once.
+    differ by at most one row, ranks exist, no stage lists a rank or an op twice, recomputed ops are ops of the stage,
+    each listed once, and a fixed order has each compute of the pipeline at most once (whether it has all and can end is
+    proven of the program).
     """
     if decision.world < 1:
         yield "world", f"at least 1 rank is needed, not {decision.world}"
@@ -139,6 +145,32 @@ def decision_problems(decision: Decision) -> Iterator[Problem]:
     yield from _rank_problems(decision)
     for s, stage in enumerate(decision.stages):
         yield from _op_problems(s, stage)
+    yield from _order_problems(decision)
+
+
+def _order_problems(decision: Decision) -> Iterator[Problem]:
+    seen: set[str] = set()
+    limits = len(decision.stages), len(decision.micro_rows), decision.slices
+    for i, text in enumerate(decision.order):
+        for word in text.split():
+            wrong = _not_a_compute(word, limits)
+            if wrong or word in seen:
+                yield f"order[{i}]", wrong or f"{word} stands twice"
+                break
+            seen.add(word)
+
+
+def _not_a_compute(word: str, limits: tuple[int, int, int]) -> str:
+    """Return what is wrong with a word of an order; limits: numbers of stages, micro-batches and slices."""
+    try:
+        action = parse_action(word)
+    except ProgramError:
+        return f"{shortened(repr(word))} is not a compute, which looks like 2F0, 2B0, 2I0 or 2W0"
+    if action.is_a.role != COMPUTE or str(action) != word:
+        return f"{shortened(word)} is not a compute; messages and sums follow from the computes"
+    if any(not number < limit for number, limit in zip(action.slot, limits, strict=True)):
+        return f"{shortened(word)}: there are {limits[0]} stages, {limits[1]} micro-batches and {limits[2]} slices"
+    return ""
 
 
 def _size_problems(decision: Decision) -> Iterator[Problem]:

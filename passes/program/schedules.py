@@ -2,106 +2,39 @@
 
 A schedule is a function of the numbers of stages and micro-batches that returns the order of computes of each worker.
 Everything else (messages, the order of all actions, micro-batches in flight, times, the proof that it ends) is derived
-from that order, so that a user's schedule needs nothing else.
-
-gpipe, 2 stages, 3 micro-batches        1f1b
-0F0 0F1 0F2 0B0 0B1 0B2                 0F0 0F1 0B0 0F2 0B1 0B2
-1F0 1F1 1F2 1B0 1B1 1B2                 1F0 1B0 1F1 1B1 1F2 1B2
-
-Sequences may be cut into slices (TeraPipe, ICML 2021, for fill-drain; Seq1F1B, NAACL 2025, for 1F1B).  A slice needs
-the keys and values of the slices before it, and gets gradients from those after it, so the slices of a micro-batch go
-back last in, first out; micro-batches go back first in, first out, as ever.  A stage holds s - 1 slices more than it
-would hold micro-batches, each an s-th as large: (s + p - 1) / s sequences under 1F1B instead of p.
-
-1f1b, 2 stages, 2 micro-batches of 2 slices
-0F0 0F0.1 0F1 0B0.1 0F1.1 0B0 0B1.1 0B1
-1F0 1F0.1 1B0.1 1F1 1B0 1F1.1 1B1.1 1B1
-
-Replicas that take micro-batches in turn are workers of their own.  A pipeline then holds as many micro-batches as one
-that has a stage for each of these replicas, and each replica its part of those of its stage: of r replicas, with R of
-them from this stage to the end, ceil(R / r) under 1F1B (PipeDream, SOSP 2019, section 3.2).  With slices it holds as
-many micro-batches, slice by slice.
+from that order, so that a user's schedule needs nothing else.  `named` has the built-in ones; `orders` says what an
+order is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from math import lcm
-from typing import Any
 
-from autopart.ir.actions import ACTIONS, BACKWARD, COMPUTE, COMPUTES, FORWARD, IN_FLIGHT, Action, hands_on, parse_action
+from autopart.ir.actions import ACTIONS, COMPUTE, COMPUTES, IN_FLIGHT, Action, hands_on, parse_action
 from autopart.ir.errors import ProgramError, UsageError
-from autopart.ir.plan import Decision
 from autopart.ir.printable import shortened
+from autopart.passes.program.named import BUILT_IN as BUILT_IN
+from autopart.passes.program.named import SEARCHED as SEARCHED
+from autopart.passes.program.named import ahead_of
+from autopart.passes.program.orders import LOOP as LOOP
+from autopart.passes.program.orders import ONE as ONE
+from autopart.passes.program.orders import Limit as Limit
+from autopart.passes.program.orders import Order as Order
+from autopart.passes.program.orders import Schedule as Schedule
+from autopart.passes.program.orders import Shape as Shape
+from autopart.passes.program.orders import Turn as Turn
+from autopart.passes.program.orders import Update as Update
+from autopart.passes.program.orders import V as V
+from autopart.passes.program.orders import placed as placed
 
-Turn = tuple[str, int, int]
-"""One compute: its kind, its stage and its unit: the micro-batch, or with s slices s * micro-batch + slice."""
-
-_F, _B = COMPUTES[FORWARD], COMPUTES[BACKWARD]
 _COMPUTE_KINDS = tuple(name for name, kind in ACTIONS.items() if kind.role == COMPUTE)
 
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The size of an order of computes.
-
-    slices: of each micro-batch.  in_turn: for each stage, the number of replicas that take micro-batches in turn, 1 if
-    none do; empty if no stage has any.
-    """
-
-    stages: int
-    micros: int
-    slices: int = 1
-    in_turn: tuple[int, ...] = ()
-
-    @staticmethod
-    def of(decision: Decision) -> Shape:
-        """Return the shape of a decision's order."""
-        periods = tuple(stage.division.period for stage in decision.stages)
-        return Shape(len(periods), len(decision.micro_rows), decision.slices, periods)
-
-    @property
-    def alternates(self) -> bool:
-        """Whether the replicas of any stage take micro-batches in turn."""
-        return max(self.in_turn, default=1) > 1
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """For each stage, the replicas that take micro-batches in turn, 1 if none do."""
-        return self.in_turn or (1,) * self.stages
-
-
-Order = Callable[[int, int], Iterable[Iterable[Action | str | Turn]]]
-"""From (stages, micro-batches) to the computes of each worker in order: texts like "2F0", actions or turns."""
-Limit = Callable[[int, int, int], int]
-"""From (stage, stages, micro-batches) to the most micro-batches that the stage may have in flight."""
-
-Update = Callable[[Mapping[str, Any]], None]
-"""Updates the parameters of a stage, given by name, from their gradients."""
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """A named order of computes.
-
-    synchronous: every step ends with the optimizer; else weights are updated while micro-batches are in flight, each
-    with a copy of the weights that it began with.  limit: the most micro-batches in flight, which the verifier checks;
-    None: no limit.  warm_up: micro-batches per stage after which the order repeats at an even pace; 0 if unknown.
-    update: of an asynchronous schedule, called after each backward of a stage with its parameters, whose gradients are
-    weighted as in the loss of the whole batch; without it the schedule can be planned but not run.  Updates of a step
-    that fails later are kept.
-    """
-
-    name: str
-    order: Order
-    synchronous: bool = True
-    limit: Limit | None = None
-    warm_up: int = 0
-    update: Update | None = None
-
+AUTOMATIC = ("1f1b", "1f1b-deep", "gpipe")
+"""The schedules with one stage on each rank and whole backwards that the planner compares for "auto": an asynchronous
+one computes other gradients."""
 
 _registered: dict[str, Schedule] = {}
 
@@ -142,19 +75,17 @@ def names() -> tuple[str, ...]:
 
 def takes_slices(schedule: Schedule) -> bool:
     """Return whether a schedule has an order over slices."""
-    return schedule in BUILT_IN and schedule.synchronous
+    return schedule.sliced
 
 
 def most_held(schedule: Schedule, stage: int, shape: Shape) -> int | None:
     """Return the most micro-batches, or slices, that a rank of the stage may have in flight; None: no limit."""
     if schedule.limit is None:
         return None
-    stages, micros, slices = shape.stages, shape.micros, shape.slices
-    if shape.alternates and schedule in BUILT_IN:
-        held, own = schedule.limit(0, sum(shape.in_turn[stage:]), micros), shape.in_turn[stage]
-        return slices * min(-(-micros // own), -(-held // own))
-    units = micros * slices
-    return min(units, schedule.limit(stage, stages, units) + slices - 1)
+    if shape.alternates and schedule.turns is not None:
+        return None if schedule.splits else ahead_of(schedule.limit, stage, shape)  # what W frees depends on the order
+    units = shape.micros * shape.slices
+    return min(units, schedule.limit(stage, shape.stages, units) + shape.slices - 1)
 
 
 def worker_orders(schedule: Schedule, shape: Shape) -> Iterator[tuple[Turn, ...]]:
@@ -169,10 +100,14 @@ def worker_orders(schedule: Schedule, shape: Shape) -> Iterator[tuple[Turn, ...]
             f"schedule {schedule.name} has no order over slices of sequences",
             fix=f"use one of {', '.join(AUTOMATIC)}, or token_slices=None",
         )
+    if shape.order and schedule.name != SEARCHED:
+        raise ProgramError(
+            f"schedule {schedule.name} has an order of its own, and the plan fixes another",
+            fix=f"leave the order of the plan empty, or name its schedule {SEARCHED!r}",
+        )
     of = shape.replicas
-    if schedule in BUILT_IN:
-        for stage, replicas in enumerate(of):
-            yield from (_own_turns(schedule, stage, replica, shape) for replica in range(replicas))
+    if schedule.turns is not None:
+        yield from schedule.turns(shape)
         return
     try:
         for worker, order in enumerate(schedule.order(shape.stages, shape.micros)):
@@ -186,19 +121,6 @@ def worker_orders(schedule: Schedule, shape: Shape) -> Iterator[tuple[Turn, ...]
             why=str(error),
             fix='return a list for each worker, as [["0F0", "0B0"], ["1F0", "1B0"]] for 2 stages and 1 micro-batch',
         ) from error
-
-
-def _own_turns(schedule: Schedule, stage: int, replica: int, shape: Shape) -> tuple[Turn, ...]:
-    """Return the computes of one replica of a stage under a built-in schedule; see the head of this module.
-
-    A backward runs as soon as the replica holds as many slots as it may.
-    """
-    slices, micros = shape.slices, range(replica, shape.micros, shape.replicas[stage])
-    forward = [(_F, stage, micro * slices + piece) for micro in micros for piece in range(slices)]
-    backward = [(_B, stage, micro * slices + piece) for micro in micros for piece in reversed(range(slices))]
-    ahead = min(most_held(schedule, stage, shape) or 0, len(forward))
-    steady = [turn for pair in zip(backward, forward[ahead:], strict=False) for turn in pair]
-    return (*forward[:ahead], *steady, *backward[len(forward) - ahead :])
 
 
 def _turn(item: Action | str | Turn, worker: int, schedule: Schedule, shape: Shape) -> Turn:
@@ -226,23 +148,27 @@ def in_flight(schedule: Schedule, stage: int, shape: Shape) -> int:
 
     Built-in schedules hold as many as they may; of others it is counted.  O(stages * micros).
     """
-    if schedule in BUILT_IN:
-        return most_held(schedule, stage, shape) or 0
-    return most_tokens(schedule, stage, shape, (1,) * shape.slices)
+    held = most_held(schedule, stage, shape) if schedule.turns is not None else None
+    return held if held is not None else most_tokens(schedule, stage, shape, (1,) * shape.slices)
 
 
-@lru_cache(maxsize=4096)
 def most_tokens(schedule: Schedule, stage: int, shape: Shape, lengths: tuple[int, ...]) -> int:
     """Return the most tokens whose activations a rank of a stage holds.  lengths: of the slices.
 
     O(stages * micros * slices).
     """
-    most = 0
+    return _tokens_of_stages(schedule, shape, lengths)[stage]
+
+
+@lru_cache(maxsize=64)
+def _tokens_of_stages(schedule: Schedule, shape: Shape, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    most = [0] * shape.stages
     for order in pattern(schedule, shape).workers:
-        units = [(kind, unit) for kind, at, unit in order if at == stage]
-        held = (IN_FLIGHT[kind] * lengths[unit % len(lengths)] for kind, unit in units)
-        most = max(most, *accumulate(held, initial=0))
-    return most
+        held = dict.fromkeys({stage for _, stage, _ in order}, 0)
+        for kind, stage, unit in order:
+            held[stage] += IN_FLIGHT[kind] * lengths[unit % len(lengths)]
+            most[stage] = max(most[stage], held[stage])
+    return tuple(most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,43 +204,6 @@ def _in_one_order(orders: Iterable[Iterable[Turn]], stages: int) -> bool:
         for stage in range(1, stages)
     )
 
-
-# ---- the built-in schedules ----------------------------------------------------------------------------------------
-
-
-def _all(stage: int, stages: int, micros: int) -> int:
-    """GPipe (NeurIPS 2019, section 2.3)."""
-    return micros
-
-
-def _depth(stage: int, stages: int, micros: int) -> int:
-    """1F1B (DAPPLE, PPoPP 2021, section 3.2; policy PA), which is PipeDream's order too (SOSP 2019)."""
-    return min(micros, stages - stage)
-
-
-def _twice_the_depth(stage: int, stages: int, micros: int) -> int:
-    """1F1B whose longer warm-up hides slow messages (DAPPLE, section 3.3, policy PB)."""
-    return min(micros, 2 * (stages - stage) - 1)
-
-
-def _built_in(name: str, limit: Limit, warm_up: int = 1, *, synchronous: bool = True) -> Schedule:
-    """Return the schedule with a limit of micro-batches in flight; all built-in schedules follow this rule."""
-
-    def order(stages: int, micros: int) -> list[tuple[Turn, ...]]:
-        return list(worker_orders(schedule, Shape(stages, micros)))
-
-    schedule = Schedule(name, order, synchronous, limit, warm_up)
-    return schedule
-
-
-BUILT_IN = (
-    _built_in("1f1b", _depth),
-    _built_in("1f1b-deep", _twice_the_depth, warm_up=2),
-    _built_in("gpipe", _all),
-    _built_in("pipedream", _depth, synchronous=False),
-)
-AUTOMATIC = tuple(schedule.name for schedule in BUILT_IN if schedule.synchronous)
-"""The schedules that the planner compares for "auto": an asynchronous one computes other gradients."""
 
 for _schedule in BUILT_IN:
     register(_schedule)

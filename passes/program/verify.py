@@ -38,7 +38,8 @@ from autopart.ir.actions import (
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import Program
 from autopart.passes.program.linearize import receivers, senders
-from autopart.passes.program.schedules import Shape, find, most_held
+from autopart.passes.program.orders import Shape, homes_of
+from autopart.passes.program.schedules import find, most_held
 
 
 def check_program(program: Program, schedule: str | None = None, *, backward: bool = True) -> Program:
@@ -159,7 +160,7 @@ class _Walk:
         self._schedule = find(schedule) if schedule is not None else None
         stages = range(len(program.stage_ranks))
         in_turn = tuple(program.division(stage).period for stage in stages)
-        self._shape = Shape(len(stages), program.micros, program.slices, in_turn)
+        self._shape = Shape(len(stages), program.micros, program.slices, in_turn, homes_of(program.stage_ranks))
         self._over: set[Key] = set()
         self._computed: dict[tuple[str, int], int] = {}
         self._halves: dict[Key, None] = {}

@@ -55,7 +55,7 @@ def test_replicas_run_where_every_message_blocks(
 
 
 def test_several_stages_on_a_rank_run_where_every_message_blocks(pair: Workers) -> None:
-    found = pair.run(step, (0, 1, 0, 1), "interleaved", 3, NAME)
+    found = pair.run(step, (0, 1, 0, 1), "in_loops", 3, NAME)
     assert sum(f["loss"] for f in found) == pytest.approx(found[0]["expected"], rel=1e-6)
     assert max(f["gradients"] for f in found) < 1e-5, [f["worst"] for f in found]
 

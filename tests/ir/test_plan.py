@@ -69,11 +69,15 @@ TWICE = (Stage(("a", "b", "a"), (0,)), Stage(("c",), (0, 7)))
         ({"micro_rows": (3, 1)}, ["micro_rows"]),
         ({"stages": (Stage(("a",), ()), Stage(("b",), (1,), (("c",),)))}, ["stages[0].ranks", "stages[1].recompute"]),
         ({"stages": TWICE}, ["stages[1].ranks[1]", "stages[0].ops[2]"]),
+        ({"order": ("0F0 0I0 0W0 0F1 0B1", "1F0 1F1 1B0 1B1")}, []),
+        ({"order": ("0F0 0F9", "1F0 1F0", "1SF0>0", "2F0", "0F0.1", "0F01", "0f0")}, [f"order[{i}]" for i in range(7)]),
     ],
 )
 def test_everything_wrong_with_a_decision_is_found_with_its_place(change: dict[str, Any], paths: list[str]) -> None:
     wrong = replace(example().decision, **change)
     assert [path for path, _ in decision_problems(wrong)] == paths
+    if not paths:
+        return
     with pytest.raises(PlanError, match="the plan is not valid: ") as caught:
         check_decision(wrong)
     assert caught.value.where == paths[0]

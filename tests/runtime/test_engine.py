@@ -11,7 +11,7 @@ MICROS = 3
 
 @pytest.mark.parametrize(
     ("stage_ranks", "schedule"),
-    [((0, 1, 0, 1), "interleaved"), ((1, 0, 1, 0), "interleaved")],
+    [((0, 1, 0, 1), "in_loops"), ((1, 0, 1, 0), "in_loops")],
     ids=["stages in turn", "the other way round"],
 )
 def test_several_stages_on_a_rank_give_the_gradients_of_one_process(

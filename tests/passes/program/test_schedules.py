@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.languages.parts import parse_actions
 
 from autopart.ir.errors import ProgramError, UsageError
+from autopart.ir.program import Edge, Program
+from autopart.passes.program.linearize import linear_order
+from autopart.passes.program.orders import LOOP, V, homes_of, placed, texts_of
 from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.schedules import (
     Order,
@@ -16,6 +22,7 @@ from autopart.passes.program.schedules import (
     find,
     in_flight,
     most_held,
+    most_tokens,
     names,
     pattern,
     register,
@@ -40,6 +47,13 @@ DRAWN = {
         3F0 3B0 3F1 3B1""",
     ("1f1b", 1, 3): "0F0 0B0 0F1 0B1 0F2 0B2",
     ("gpipe", 1, 2): "0F0 0F1 0B0 0B1",
+    ("zb-h1", 3, 4): """
+        0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+        1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+        2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3""",
+    ("zb-h2", 2, 4): """
+        0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+        1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3""",
 }
 
 
@@ -48,6 +62,97 @@ def test_schedule_is_as_drawn(case: tuple[str, int, int]) -> None:
     schedule, stages, micros = case
     drawn = [[(a.kind, a.stage, a.micro) for a in parse_actions(line)] for line in DRAWN[case].strip().splitlines()]
     assert list(map(list, worker_orders(find(schedule), Shape(stages, micros)))) == drawn
+
+
+SEVERAL = {
+    ("gpipe", LOOP, 2, 2, 2): """
+        0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+        1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1""",
+    ("interleaved", LOOP, 2, 2, 4): """
+        0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
+        1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3""",
+    ("zb-v", V, 2, 2, 3): """
+        0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
+        1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2""",
+}
+
+
+@pytest.mark.parametrize("case", SEVERAL, ids=str)
+def test_schedule_of_several_stages_a_worker_is_as_drawn(case: tuple[str, str, int, int, int]) -> None:
+    schedule, placement, workers, each, micros = case
+    shape = Shape(workers * each, micros, homes=placed(placement, workers * each, workers))
+    assert list(texts_of(worker_orders(find(schedule), shape))) == [
+        line.strip() for line in SEVERAL[case].split("\n")[1:]
+    ]
+
+
+def test_stages_are_placed_in_loops_or_as_a_v() -> None:
+    assert placed(LOOP, 6, 2) == (0, 1, 0, 1, 0, 1)
+    assert placed(V, 6, 2) == (0, 1, 1, 0, 0, 1)
+    assert placed(V, 3, 3) == ()
+    assert Shape(6, 1, homes=placed(V, 6, 2)).workers == ((0, 3, 4), (1, 2, 5))
+    assert homes_of([(4, 5), (1,), (1,), (5, 4)]) == (0, 1, 1, 0)
+    assert homes_of([(4,), (1,)]) == ()
+
+
+@given(
+    st.sampled_from(["gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v"]),
+    st.integers(1, 6), st.integers(1, 4), st.integers(1, 12), st.integers(1, 3),
+)  # fmt: skip
+def test_any_size_of_a_named_schedule_is_complete_and_ends(
+    name: str, workers: int, each: int, micros: int, slices: int
+) -> None:
+    schedule = find(name)
+    each = {"zb-h1": 1, "zb-h2": 1, "zb-v": 2}.get(name, each)
+    stages, slices = workers * each, slices if schedule.sliced else 1
+    homes = placed(schedule.placement if name != "gpipe" else LOOP, stages, workers)
+    shape = Shape(stages, micros, slices, homes=homes)
+    orders = list(worker_orders(schedule, shape))
+    assert Counter(turn for turns in orders for turn in turns) == Counter(
+        (kind, s, unit)
+        for kind in ("FIW" if schedule.splits else "FB")
+        for s in range(stages)
+        for unit in range(micros * slices)
+    )
+    ranks = tuple((home,) for home in homes or range(stages))
+    links = tuple(Edge(s, s + 1, ("v",), ("v",)) for s in range(stages - 1))
+    linear_order(name, orders, Program(micros, workers, ranks, (), links, slices=slices))
+    for s in range(stages):
+        limit = most_held(schedule, s, shape)
+        assert limit is None or limit >= most_tokens(schedule, s, shape, (1,) * slices)
+
+
+def test_zb_h1_holds_what_the_first_stage_of_1f1b_holds_and_zb_h2_almost_twice_that() -> None:
+    for s in range(4):
+        assert most_tokens(find("zb-h1"), s, Shape(4, 9), (1,)) == 4
+        assert most_tokens(find("zb-h2"), s, Shape(4, 9), (1,)) == 7
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape", "message"),
+    [
+        ("1f1b", Shape(4, 2, homes=(0, 1, 0, 1)), "1f1b has no order for several stages on a worker"),
+        ("zb-h1", Shape(4, 2, homes=(0, 1, 0, 1)), "zb-h1 has no order for several stages on a worker"),
+        ("interleaved", Shape(4, 2, homes=(0, 1, 1, 0)), "interleaved has no order for these stages on these workers"),
+        ("interleaved", Shape(3, 2, homes=(0, 1, 0)), "interleaved has no order for these stages on these workers"),
+        ("interleaved", Shape(4, 2, 1, (2, 2, 2, 2), (0, 1, 0, 1)), "no order for replicas that take"),
+        ("zb-v", Shape(4, 2, homes=(0, 1, 0, 1)), "zb-v has no order for these stages on these workers"),
+        ("zb-v", Shape(6, 2, homes=(0, 1, 1, 0, 0, 1)), "zb-v runs two stages on each worker"),
+        ("zb-v", Shape(4, 2, 2, homes=(0, 1, 1, 0)), "zb-v has no order over slices"),
+        ("searched", Shape(1, 1), "searched needs an order"),
+        ("searched", Shape(1, 1, order=("0F0 0SF0>1",)), "'0SF0>1' in the order of the plan is not a compute"),
+        ("1f1b", Shape(1, 1, order=("0F0 0B0",)), "1f1b has an order of its own, and the plan fixes another"),
+    ],
+)  # fmt: skip
+def test_shapes_that_a_schedule_has_no_order_for_are_refused(schedule: str, shape: Shape, message: str) -> None:
+    with pytest.raises(ProgramError, match=re.escape(message)):
+        list(worker_orders(find(schedule), shape))
+
+
+def test_an_order_in_the_plan_is_what_its_workers_run() -> None:
+    order = ("0F0 0F0.1 1F0 1F0.1 1I0.1 1B0 1W0.1 0B0.1 0B0",)
+    turns = [*worker_orders(find("searched"), Shape(2, 1, 2, homes=(0, 0), order=order))]
+    assert turns[0][:3] == (("F", 0, 0), ("F", 0, 1), ("F", 1, 0)) and texts_of(turns, 2) == order
 
 
 SLICED = {

@@ -240,7 +240,7 @@ def test_stages_of_a_rank_with_other_replicas_are_refused() -> None:
 # ---- several stages on a rank, and orders of a user ----------------------------------------------------------------
 
 
-def interleaved(stages: int, micros: int) -> list[list[str]]:
+def in_loops(stages: int, micros: int) -> list[list[str]]:
     """Two workers with every second stage each: all forwards, then all backwards."""
     return [
         [f"{s}F{i}" for i in range(micros) for s in range(worker, stages, 2)]
@@ -259,7 +259,7 @@ def crossed(stages: int, micros: int) -> list[list[str]]:
 
 @settings(max_examples=30)
 @given(
-    st.sampled_from([interleaved, crossed]),
+    st.sampled_from([in_loops, crossed]),
     st.integers(1, 4),
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=4, max_size=4),
     st.integers(0, 9),
@@ -269,7 +269,7 @@ def test_any_order_takes_as_long_made_into_a_program_as_not(
 ) -> None:
     schedule = register(order)
     g = graph("a:1 +w #4 <- x; b:1 #4 <- a; c:1 #4 <- b a; d:1 +w #4 <- c")
-    ranks = tuple((s % 2,) for s in range(4)) if order is interleaved else tuple((s,) for s in range(4))
+    ranks = tuple((s % 2,) for s in range(4)) if order is in_loops else tuple((s,) for s in range(4))
     placed = tuple(Stage((name,), own) for name, own in zip("abcd", ranks, strict=True))
     decision = Decision(4, placed, (1,) * micros, schedule.name)
     program, c = check_program(route(decision, g), schedule.name), cluster(4, latency_ns=2)

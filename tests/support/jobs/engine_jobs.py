@@ -50,7 +50,7 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(ROWS, WIDTH, generator=generator), "y": labels}
 
 
-def interleaved(stages: int, micros: int) -> list[list[str]]:
+def in_loops(stages: int, micros: int) -> list[list[str]]:
     """Return the orders of two workers that hold every other stage: all forwards by micro-batch, then all backwards."""
     orders: list[list[str]] = [[], []]
     for micro in range(micros):
@@ -86,7 +86,7 @@ def step(
 
     Gradients start at one and the step adds to them. prepare: called with the engine before the step.
     """
-    for order in (interleaved, alone):
+    for order in (in_loops, alone):
         register(order)
     torch.manual_seed(5)
     captured = capture(Skips(), flatten(batch(0)))

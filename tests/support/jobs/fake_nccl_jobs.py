@@ -68,4 +68,4 @@ def receives_first() -> None:
         mock.patch("support.jobs.engine_jobs.with_posting", all_receives_first),
         mock.patch("support.oracles.fake_nccl.DEADLINE_S", BRIEF_S),
     ):
-        step((0, 1, 0, 1), "interleaved", 2, NAME)
+        step((0, 1, 0, 1), "in_loops", 2, NAME)

@@ -43,7 +43,7 @@ def played() -> tuple[list[str], float, float]:
     """Return the actions of this rank, the norm it found, and the norm of the gradients in one process."""
     register_norm()
     try:
-        result = step((0, 1, 0, 1), "interleaved", 2)
+        result = step((0, 1, 0, 1), "in_loops", 2)
         return result["actions"], FOUND[-1], result["norm"]
     finally:
         forget_norm()

@@ -246,6 +246,7 @@ def parse_decision(text: str) -> Decision:
     if head is None:
         raise PlanError(f"{shortened((lines or [''])[0], _SHOWN)!r} does not begin a decision", fix=_LANGUAGE)
     stages: list[Stage] = []
+    order: list[str] = []
     for line in lines[1:]:
         found = _STAGE.match(line)
         word, *group = line.split()
@@ -253,6 +254,8 @@ def parse_decision(text: str) -> Decision:
             shares = _numbers(found[2] or "", line)
             ops, ranks = tuple(found[4].split()), _numbers(found[1], line)
             stages.append(Stage(ops, ranks, (), shares, "turn" if found[3] else "split"))
+        elif word == "order":
+            order.append(" ".join(group))
         elif word == "recompute" and stages:
             last = stages.pop()
             stages.append(replace(last, recompute=(*last.recompute, tuple(group))))
@@ -260,7 +263,7 @@ def parse_decision(text: str) -> Decision:
             raise PlanError(f"{shortened(line, _SHOWN)!r} is not a line of a decision", fix=_LANGUAGE)
     world, rows = _numbers(head[4], lines[0])[0], _numbers(head[2], lines[0])
     slices, bucket_bytes = _numbers(head[3] or "", lines[0]), int(head[6] or BUCKET_BYTES)
-    return Decision(world, tuple(stages), rows, head[1], int(head[5] or 0), slices, bucket_bytes)
+    return Decision(world, tuple(stages), rows, head[1], int(head[5] or 0), slices, bucket_bytes, tuple(order))
 
 
 def _numbers(text: str, line: str) -> tuple[int, ...]:

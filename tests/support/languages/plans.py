@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from autopart.ir.outlook import Alternative, Optimality
 from autopart.ir.plan import Decision, Estimate, Plan, Provenance, Report, Stage
 from autopart.ir.program import BUCKET_BYTES, MAX_BUCKET_BYTES
-from autopart.passes.program.schedules import BUILT_IN
+from autopart.passes.program.schedules import BUILT_IN, SEARCHED
 
 SIZES = st.integers(0, 2**62)
 WORDS = st.text(st.characters(codec="utf-8"), max_size=12)
@@ -54,15 +54,26 @@ def decisions(draw: st.DrawFn, words: st.SearchStrategy[str] = WORDS) -> Decisio
         draw(_stages(tuple(names[s::count]), (ranks[s], *ranks[count + s : count + s + 1]))) for s in range(count)
     )
     rows = draw(st.integers(1, 10**6))
+    schedule = draw(st.sampled_from([schedule.name for schedule in BUILT_IN]))
     return Decision(
         world=len(ranks),
         stages=stages,
         micro_rows=tuple(rows + extra for extra in draw(st.lists(st.integers(0, 1), min_size=1, max_size=5))),
-        schedule=draw(st.sampled_from([schedule.name for schedule in BUILT_IN])),
+        schedule=schedule,
         zero=draw(st.sampled_from([0, 0, 1])),
         token_slices=draw(st.just(()) | st.lists(st.integers(1, 10**6), min_size=2, max_size=5).map(tuple)),
         bucket_bytes=draw(st.just(BUCKET_BYTES) | st.integers(1, MAX_BUCKET_BYTES)),
+        order=draw(_orders(count)) if schedule == SEARCHED else (),
     )
+
+
+@st.composite
+def _orders(draw: st.DrawFn, stages: int) -> tuple[str, ...]:
+    """Draw some computes of micro-batch 0 on each of two workers."""
+    words = [f"{stage}{kind}0" for stage in range(stages) for kind in "FBIW"]
+    chosen = draw(st.lists(st.sampled_from(words), unique=True, min_size=1))
+    cut = draw(st.integers(0, len(chosen)))
+    return " ".join(chosen[:cut]), " ".join(chosen[cut:])
 
 
 @st.composite

@@ -181,4 +181,5 @@ def decision_text(decision: Decision) -> str:
         how += " in turn" if stage.policy == "turn" else ""
         lines.append(f"stage on {' '.join(map(str, stage.ranks))}{how}: {' '.join(stage.ops)}".rstrip())
         lines += [f"  recompute {' '.join(group)}".rstrip() for group in stage.recompute]
+    lines += [f"order {text}".rstrip() for text in decision.order]
     return "\n".join(lines)

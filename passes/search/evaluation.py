@@ -12,19 +12,15 @@ from itertools import pairwise
 
 from autopart.ir.decision import Decision, Stage
 from autopart.ir.plan import Estimate
-from autopart.ir.program import Edge
 from autopart.passes.program.routing import edges, tied
 from autopart.passes.search.candidate import Candidate, preference
 from autopart.passes.search.layout import in_proportion
 from autopart.passes.search.recomputation import recomputed_stage
 from autopart.passes.search.space import SearchSpace, Watch
+from autopart.passes.search.together import Fitted, fitted_together
 from autopart.passes.simulation.estimate import excess_of, simulated_ns, stage_estimates
 from autopart.passes.simulation.rank_memory import stages_together
-from autopart.passes.simulation.stage_costs import Estimator, stage_contexts
-
-
-FITTED = 4
-"""Rounds of recomputation for ranks with several stages."""
+from autopart.passes.simulation.stage_costs import stage_contexts
 
 
 @dataclass(frozen=True)
@@ -64,20 +60,6 @@ class Evaluation:
         return self.over_bytes == 0
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """A decision over blocks that is not simulated yet.
-
-    links: its edges.  estimates: of its stages.  excess: bytes that each stage needs beyond the memory that it may use,
-    negative where it fits.
-    """
-
-    decision: Decision
-    links: tuple[Edge, ...]
-    estimates: tuple[Estimate, ...]
-    excess: Sequence[int]
-
-
 def evaluate(space: SearchSpace, candidate: Candidate, spare_bytes: Sequence[int] = ()) -> Evaluation:
     """Evaluate a candidate over the blocks of this space, with as much recomputed as the memory demands.
 
@@ -104,6 +86,14 @@ def fitted(space: SearchSpace, candidate: Candidate, zero: int, spare_bytes: Seq
     zero: 1 if replicas share the optimizer state in any case.  O(blocks), and once for each stage the choice of what it
     recomputes.
     """
+    decision = staged(space, candidate, zero)
+    unequal = in_proportion(decision, space.costs, space.request.least_rows)
+    found = [_fit(space, each, spare_bytes) for each in dict.fromkeys((decision, unequal))]
+    return min(found, key=lambda f: (max(0, *f.excess), max(e.fwd_ns + e.bwd_ns for e in f.estimates)))
+
+
+def staged(space: SearchSpace, candidate: Candidate, zero: int) -> Decision:
+    """Return the decision of a candidate over blocks, without what memory demands.  O(blocks)."""
     request, names = space.request, [op.name for op in space.chain.blocks.ops]
     stages = tuple(
         Stage(
@@ -114,7 +104,7 @@ def fitted(space: SearchSpace, candidate: Candidate, zero: int, spare_bytes: Seq
         )
         for (a, b), ranks in zip(pairwise(candidate.bounds), candidate.ranks, strict=True)
     )
-    decision = Decision(
+    return Decision(
         space.costs.cluster.world,
         stages,
         candidate.micro_rows,
@@ -122,10 +112,8 @@ def fitted(space: SearchSpace, candidate: Candidate, zero: int, spare_bytes: Seq
         zero,
         candidate.token_slices or request.fixed_slices,
         bucket_bytes=request.bucket_bytes,
+        order=candidate.order,
     )
-    unequal = in_proportion(decision, space.costs, request.least_rows)
-    found = [_fit(space, each, spare_bytes) for each in dict.fromkeys((decision, unequal))]
-    return min(found, key=lambda f: (max(0, *f.excess), max(e.fwd_ns + e.bwd_ns for e in f.estimates)))
 
 
 def _fit(space: SearchSpace, decision: Decision, spare_bytes: Sequence[int]) -> Fitted:
@@ -154,32 +142,8 @@ def _fit(space: SearchSpace, decision: Decision, spare_bytes: Sequence[int]) -> 
         if len(stages_together(decision)) == len(decision.stages):
             over = [s for s in every_stage if found.excess[s] > 0]
             return measured(recomputing(found.decision, over, spare_bytes))
-        whole, excess = found, list(found.excess)
-        for _ in range(FITTED):  # a rank's stages are seldom all at their fullest at once
-            over = [s for s in every_stage if excess[s] > 0]
-            spare = spare_together(replace(whole, excess=excess), estimator)
-            found = measured(recomputing(whole.decision, over, spare))
-            if max(found.excess) <= 0:
-                break
-            excess = [before + max(0, left) for before, left in zip(excess, found.excess, strict=True)]
+        return fitted_together(found, recomputing, measured, estimator)
     return found
-
-
-def spare_together(found: Fitted, estimator: Estimator) -> list[int]:
-    """Return for each stage the memory to leave free so that all stages of its rank fit together.
-
-    What a rank needs too much is taken from its stages in proportion to what they hold for backwards.
-    """
-    contexts = stage_contexts(found.decision, found.links, estimator)
-    spare = [0] * len(contexts)
-    for stages in stages_together(found.decision):
-        limit = estimator.cluster.least_memory_bytes(found.decision.stages[stages[0]].ranks)
-        known = [found.estimates[s] for s in stages]
-        held = [contexts[s].in_flight_bytes(e.activation_bytes, e.weight_bytes) for s, e in zip(stages, known, strict=True)]
-        for s, e, own in zip(stages, known, held, strict=True):
-            freed = -(-max(0, found.excess[s]) * own // max(1, sum(held)))
-            spare[s] = limit - (e.peak_bytes - freed)
-    return spare
 
 
 # ---- the search ----------------------------------------------------------------------------------------------------
@@ -242,8 +206,8 @@ class Search:
 
     @property
     def seen(self) -> list[Evaluation]:
-        """The fastest that fits of every (number of stages, of those a rank, replicas of the first stage, schedule if it
-        is not of 1F1B's family), fastest first."""
+        """The fastest that fits of every (number of stages, of those a rank, replicas of the first stage, schedule
+        beside 1F1B's family), fastest first."""
         return _first_of_each(
             self.ranked, lambda e: (e.stages, e.candidate.per_rank, len(e.candidate.ranks[0]), e.candidate.other_order)
         )

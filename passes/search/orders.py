@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from autopart.passes.program.orders import LOOP, ONE, V, placed
-from autopart.passes.program.schedules import find
+from autopart.passes.program.schedules import find, takes_slices
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.evaluation import Evaluation, Search
 from autopart.passes.search.even_cuts import even_bounds, levelled, shortest_bounds
@@ -106,7 +106,10 @@ def _idle(found: Evaluation) -> float:
 
 def _under(way: Way, found: Evaluation, fine: SearchSpace) -> Iterator[Candidate]:
     """Yield the plan under another order; with several stages a rank once for each kind of cuts."""
-    plan = replace(found.candidate, schedule=way.schedule, token_slices=(), per_rank=way.per_rank, placement=way.placement)
+    slices = found.candidate.token_slices
+    if slices and not takes_slices(find(way.schedule)):
+        return
+    plan = replace(found.candidate, schedule=way.schedule, per_rank=way.per_rank, placement=way.placement)
     if way.per_rank == 1:
         yield plan
         return
@@ -115,6 +118,8 @@ def _under(way: Way, found: Evaluation, fine: SearchSpace) -> Iterator[Candidate
         return
     homes = placed(way.placement, stages, len(plan.widths))
     found_bounds = [even_bounds(fine, rows, (1,) * stages), shortest_bounds(fine, rows, stages)]
-    level = [levelled(fine, rows, bounds, homes) for bounds in found_bounds if bounds is not None and fine.allows(bounds)]
+    level = [
+        levelled(fine, rows, bounds, homes) for bounds in found_bounds if bounds is not None and fine.allows(bounds)
+    ]
     for bounds in dict.fromkeys(level):
         yield replace(plan, bounds=bounds)

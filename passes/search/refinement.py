@@ -61,7 +61,7 @@ def refined(search: Search, evaluation: Evaluation, effort: int) -> Evaluation:
 def actions_of(candidate: Candidate) -> int:
     """Return about the actions that evaluating a candidate simulates."""
     micros = played(candidate.stages, len(candidate.micro_rows), candidate.schedule)
-    return 6 * candidate.stages * sum(micros)
+    return 6 * candidate.stages * max(1, len(candidate.token_slices)) * sum(micros)
 
 
 def _merit(evaluation: Evaluation) -> tuple[int, int]:

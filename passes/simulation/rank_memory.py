@@ -45,9 +45,7 @@ def rank_peaks(
         if len(stages) > 1:
             own = [estimates[s] for s in stages]
             tokens = sum(decision.token_slices) or 1
-            held = most_bytes(
-                counts[stages], [e.activation_bytes for e in own], [e.weight_bytes for e in own], tokens
-            )
+            held = most_bytes(counts[stages], [e.activation_bytes for e in own], [e.weight_bytes for e in own], tokens)
             static = sum(own_bytes(contexts[s], estimates[s]) for s in stages)
             found[stages] = static + held + max(e.workspace_bytes for e in own)
     return found

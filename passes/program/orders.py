@@ -123,7 +123,7 @@ class Schedule:
 
 # ---- orders as text --------------------------------------------------------------------------------------------------
 
-_COMPUTE = re.compile(r"(\d+)([A-Z]+)(\d+)(?:\.(\d+))?$")
+_COMPUTE = re.compile(r"(?<!\S)(\d+)([A-Z]+)(\d+)(?:\.(\d+))?(?!\S)")
 
 
 def texts_of(orders: Iterable[Iterable[Turn]], slices: int = 1) -> tuple[str, ...]:
@@ -143,8 +143,8 @@ def turns_of(texts: Iterable[str], slices: int = 1) -> Iterator[tuple[Turn, ...]
     Raises ProgramError for a word that is not a compute.  O(computes).
     """
     for text in texts:
-        found = [(word, _COMPUTE.match(word)) for word in text.split()]
-        wrong = next((word for word, match in found if not match), None)
-        if wrong is not None:
+        found = _COMPUTE.findall(text)
+        if len(found) < len(words := text.split()):
+            wrong = next(word for word in words if not _COMPUTE.match(word))
             raise ProgramError(f"{shortened(wrong)!r} in the order of the plan is not a compute", why="2F0 is one")
-        yield tuple([(m[2], int(m[1]), int(m[3]) * slices + int(m[4] or 0)) for _, m in found if m])
+        yield tuple([(kind, int(stage), int(micro) * slices + int(piece or 0)) for stage, kind, micro, piece in found])

@@ -187,9 +187,14 @@ class Pattern:
 @lru_cache(maxsize=32)
 def pattern(schedule: Schedule, shape: Shape) -> Pattern:
     """Return the pattern of a schedule, cached: candidates of a search share few.  O(stages * micros * slices)."""
-    orders = tuple(turns for turns in worker_orders(schedule, shape) if turns)
+    return pattern_of(shape, worker_orders(schedule, shape))
+
+
+def pattern_of(shape: Shape, orders: Iterable[Iterable[Turn]]) -> Pattern:
+    """Return the pattern of these orders of the workers.  O(stages * micros * slices)."""
+    found = tuple([tuple(turns) for turns in orders if turns])
     whole = shape.slices == 1 and not shape.alternates
-    return Pattern(shape, orders, whole and _in_one_order(orders, shape.stages))
+    return Pattern(shape, found, whole and _in_one_order(found, shape.stages))
 
 
 def _in_one_order(orders: Iterable[Iterable[Turn]], stages: int) -> bool:

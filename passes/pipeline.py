@@ -64,7 +64,7 @@ class PlannerInput:
 
 def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: Watch | None = None) -> Plan:
     """Return the plan with the shortest simulated step, or one about as fast with fewer stages
-    (`candidate.preference`), with a bound on its distance from the best one.
+    (`Candidate.preference`), with a bound on its distance from the best one.
 
     Before: the graph is checked and has costs.  After: the plan's decision is checked and its program is verified; the
     plan's digests are those of `graph`, whatever its number of rows.  Raises UsageError, InfeasibleError; GraphError
@@ -109,14 +109,15 @@ def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: W
     if isinstance(final, Evaluation):
         raise infeasible_error(final, spaces[1], lambda other, machines: None)
     # The proof does not depend on the search, so that it cannot repeat its errors.
-    report = _with_bounds(final, spaces, watch)
+    report = _with_bounds(final, spaces, watch, orders=found.other_orders)
     digests = graph.shape_digest(), graph.structure_digest()
     return Plan(Provenance(*digests, source.torch_version, source.costs), final.decision, report)
 
 
 def search(spaces: Spaces, watch: Watch | None = None) -> Search:
     """Search for the fastest candidates (`search.search` describes the steps)."""
-    found = Search(*map(with_one_per_rank, spaces), watch)
+    coarse, fine = map(with_one_per_rank, spaces)
+    found = Search(coarse, fine, watch)
     # Small spaces completely.
     if evaluate_all(found):
         evaluate_slices(found)
@@ -141,11 +142,14 @@ def search(spaces: Spaces, watch: Watch | None = None) -> Search:
     return found
 
 
-def _with_bounds(final: Finalized, spaces: Spaces, watch: Watch | None) -> Report:
-    """Return the report with a lower bound on any plan, and with a certificate if one is requested."""
+def _with_bounds(final: Finalized, spaces: Spaces, watch: Watch | None, *, orders: bool) -> Report:
+    """Return the report with a lower bound on any plan, and with a certificate if one is requested.
+
+    orders: whether plans with split backwards or several stages a rank were allowed.
+    """
     (coarse, fine), report = spaces, final.report
     request, cluster = coarse.request, coarse.costs.cluster
-    bound_ns = lower_bound(coarse if cluster.world <= SMALL else fine)
+    bound_ns = lower_bound(coarse if cluster.world <= SMALL else fine, orders=orders)
     if watch:
         watch("bound", report.step_ns, bound_ns)
     if request.token_slices:  # slices of attention leave out masked scores, and so take less than whole sequences

@@ -30,7 +30,7 @@ from autopart.passes.ops.op_classes import first_of, op_classes
 from autopart.passes.ops.resize import resize
 from autopart.passes.ops.row import CREATION, VIEW, OpRow
 from autopart.passes.ops.table import row_of
-from autopart.passes.ops.weight_parts import WeightPart, weight_parts
+from autopart.passes.ops.weight_parts import weight_parts
 
 LAUNCH_NS = {"cpu": 3_000, "cuda": 6_000}
 """Nanoseconds to dispatch one op from Python: measured order of magnitude of eager PyTorch."""

@@ -15,6 +15,7 @@ from itertools import accumulate
 from math import log2
 
 from autopart.passes.program.orders import ONE, placed
+from autopart.passes.program.schedules import find
 from autopart.passes.search.layout import Layout
 from autopart.passes.search.space import ORDERS
 
@@ -26,11 +27,9 @@ OTHER_ORDER = 0.02
 """A schedule that is not of 1F1B's family is chosen if it saves at least this part of the step."""
 
 
-def preference(step_ns: int, stages: int, schedule: str) -> float:
-    """Return the criterion by which plans are chosen, less is better: the step, a penalty for each doubling of the
-    stages, and one for a schedule that is not of 1F1B's family."""
-    other = OTHER_ORDER if schedule in ORDERS else 0.0
-    return float(step_ns * (1 + DOUBLING) ** log2(stages) * (1 + other))
+COMPUTE_NS = {"cpu": 300_000, "cuda": 30_000}
+"""Nanoseconds by which each further compute of a rank has to shorten the step: to begin it, and to post its messages,
+is left out by the simulation.  An order of magnitude."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,18 @@ class Candidate:
     def stages(self) -> int:
         """Number of stages."""
         return len(self.widths) * self.per_rank
+
+    def preference(self, step_ns: int, kind: str) -> float:
+        """Return the criterion by which plans are chosen, less is better.
+
+        It is the step, with a penalty for each doubling of the stages, and for a schedule that is not of 1F1B's family
+        one for its further computes and another one.  kind: of device.
+        """
+        if not self.other_order:
+            return float(step_ns * (1 + DOUBLING) ** log2(self.stages))
+        each = self.per_rank * (3 if find(self.schedule).splits else 2)
+        more_ns = len(self.micro_rows) * (each - 2) * COMPUTE_NS[kind]
+        return float((step_ns + more_ns) * (1 + DOUBLING) ** log2(self.stages) * (1 + OTHER_ORDER))
 
     @property
     def other_order(self) -> str:

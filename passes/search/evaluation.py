@@ -13,7 +13,7 @@ from itertools import pairwise
 from autopart.ir.decision import Decision, Stage
 from autopart.ir.plan import Estimate
 from autopart.passes.program.routing import edges, tied
-from autopart.passes.search.candidate import Candidate, preference
+from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.layout import in_proportion
 from autopart.passes.search.recomputation import recomputed_stage
 from autopart.passes.search.space import SearchSpace, Watch
@@ -52,7 +52,7 @@ class Evaluation:
     @property
     def preference(self) -> float:
         """The criterion by which it is chosen, less is better."""
-        return preference(self.step_ns, self.stages, self.candidate.schedule)
+        return self.candidate.preference(self.step_ns, self.space.costs.cluster.kind)
 
     @property
     def fits(self) -> bool:
@@ -155,12 +155,14 @@ class Search:
     coarse: a chain of few blocks, for pipelines of at most `layout.SMALL` positions.  fine: one of more blocks, for
     deeper pipelines and for refinement; it can be cut wherever coarse can, and small models have one for both.  watch:
     called on progress.  fitting: evaluations that fit, by plan.  nearest: of the others the one that lacks least.
+    other_orders: whether plans beside 1F1B's family were tried.
     """
 
     def __init__(self, coarse: SearchSpace, fine: SearchSpace, watch: Watch | None = None) -> None:
         self.coarse, self.fine, self._watch = coarse, fine, watch
         self.fitting: dict[tuple[object, ...], Evaluation] = {}
         self.nearest: Evaluation | None = None
+        self.other_orders = False
         self._known: dict[tuple[object, ...], Evaluation] = {}
 
     def tell(self, what: str) -> None:

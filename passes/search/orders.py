@@ -5,7 +5,7 @@ and on memory, not on where exactly the cuts are, so the best plans of different
 schedule (`Way`), those with several stages a rank with cuts made anew (`even_cuts`), and each is simulated within
 memory like every candidate.  The searched order, which takes longest to find, is tried last and for the few best.
 
-Where the planner may choose, an order has to save enough to be worth it: see `candidate.preference`, and `_worth`.
+Where the planner may choose, an order has to save enough to be worth it (`Candidate.preference`).
 """
 
 from __future__ import annotations
@@ -16,23 +16,21 @@ from typing import NamedTuple
 
 from autopart.passes.program.orders import LOOP, ONE, V, placed
 from autopart.passes.program.schedules import find, takes_slices
-from autopart.passes.search.candidate import Candidate
+from autopart.passes.search.candidate import COMPUTE_NS, Candidate
 from autopart.passes.search.evaluation import Evaluation, Search
 from autopart.passes.search.even_cuts import even_bounds, levelled, shortest_bounds
 from autopart.passes.search.refinement import actions_of
+from autopart.passes.search.searched import with_orders
 from autopart.passes.search.space import ORDERS, SEARCHED, PlanRequest, SearchSpace
 
 SHAPES = 4
 """Plans of different shapes that are tried under other orders."""
-BEST_SEARCHED = 2
-"""Plans for which orders are searched."""
-EFFORT = 1_500_000
-"""Actions that may be simulated to compare orders."""
+EFFORT, SEARCHED_EFFORT = 1_000_000, 100_000
+"""Actions that may be simulated to compare named orders, and computes of the plans for which orders are searched."""
+MOVES = 100_000
+"""Computes that may be replayed to make one searched order shorter."""
 LITTLE = 0.03
-"""A plan that leaves less of a step idle is not tried under other orders."""
-COMPUTE_NS = {"cpu": 300_000, "cuda": 30_000}
-"""Nanoseconds that each further compute of a rank must save: to begin one, and its messages, is left out by the
-simulation.  An order of magnitude."""
+"""A plan of which less is idle is not tried under other orders, where the planner may choose."""
 
 
 class Way(NamedTuple):
@@ -45,7 +43,8 @@ class Way(NamedTuple):
 
 def ways(request: PlanRequest) -> list[Way]:
     """Return the orders beside 1F1B's family that a request allows; () for a schedule of that family, or of a user."""
-    if request.schedule not in ("auto", *ORDERS) or (request.schedule == "auto" and request.prove_seconds > 0):
+    proves = request.schedule == "auto" and request.prove_seconds > 0  # certificates are for 1F1B's family
+    if request.schedule not in ("auto", *ORDERS) or proves or request.policy == "turn":
         return []
     names = ORDERS if request.schedule == "auto" else (request.schedule,)
     numbers, found = request.numbers_per_rank, []
@@ -63,27 +62,59 @@ def _goes(name: str, per_rank: int, placement: str) -> bool:
 
 
 def evaluate_orders(search: Search, fine: SearchSpace) -> None:
-    """Evaluate the best plans under the other orders that the request allows, and leave out what it does not.
+    """Evaluate the best plans under the other orders that the request allows, and drop what it does not allow.
 
-    fine: the space of many blocks, whose request may name several stages a rank.
+    fine: the space of many blocks, whose request may name several stages a rank.  After: the search may have new best
+    plans.
     """
-    request = fine.request
-    allowed = ways(request)
-    if not allowed:
-        return
+    request, allowed = fine.request, ways(fine.request)
+    shapes = [found for found in search.finalists(SHAPES) if _may_gain(found, fine)] if allowed else []
+    search.other_orders = bool(shapes)
+    _evaluate_named(search, fine, shapes, allowed)
+    _evaluate_searched(search, fine, shapes, allowed)
+    if not request.is_free:
+        search.keep(lambda candidate: _allows(request, candidate))
+
+
+def _may_gain(found: Evaluation, fine: SearchSpace) -> bool:
+    """Return whether a plan leaves enough of its step idle for another order to be worth it, or to be asked for."""
+    if not fine.request.is_free:
+        return True
+    micros = len(found.candidate.micro_rows)
+    idle_ns = found.step_ns - micros * max(e.fwd_ns + e.bwd_ns for e in found.estimates)
+    least_ns = micros * COMPUTE_NS[fine.costs.cluster.kind]
+    return found.stages > 1 and idle_ns > max(least_ns, LITTLE * found.step_ns)
+
+
+def _evaluate_named(search: Search, fine: SearchSpace, shapes: list[Evaluation], allowed: list[Way]) -> None:
     effort = EFFORT
-    shapes = [found for found in search.finalists(SHAPES) if found.stages > 1 or not request.is_free]
-    tried: list[Evaluation] = []
     for found in shapes:
-        if request.is_free and _idle(found) < LITTLE:
-            continue
         for way in allowed:
             for candidate in _under(way, found, fine) if way.schedule != SEARCHED else ():
-                if effort > 0 or not tried:
-                    tried.append(search.evaluate(fine if way.per_rank > 1 else found.space, candidate))
-                    effort -= actions_of(candidate)
+                effort -= actions_of(candidate)
+                if effort > 0 or not search.fitting:
+                    search.evaluate(_space_of(candidate, found, fine), candidate)
         search.tell("other orders")
-    search.keep(lambda candidate: _allows(request, candidate))
+
+
+def _evaluate_searched(search: Search, fine: SearchSpace, shapes: list[Evaluation], allowed: list[Way]) -> None:
+    effort, first = SEARCHED_EFFORT, True
+    for found in shapes:
+        for way in allowed:
+            for candidate in _under(way, found, fine) if way.schedule == SEARCHED else ():
+                computes = 3 * candidate.stages * len(candidate.micro_rows)
+                if computes > effort and not first:
+                    continue
+                effort, first = effort - computes, False
+                space = _space_of(candidate, found, fine)
+                for ordered in with_orders(space, candidate, found.decision.zero, MOVES):
+                    search.evaluate(space, ordered)
+        search.tell("searched orders")
+
+
+def _space_of(candidate: Candidate, found: Evaluation, fine: SearchSpace) -> SearchSpace:
+    """Return the space whose blocks a candidate cuts."""
+    return fine if candidate.per_rank > 1 else found.space
 
 
 def with_one_per_rank(space: SearchSpace) -> SearchSpace:
@@ -97,19 +128,13 @@ def _allows(request: PlanRequest, candidate: Candidate) -> bool:
     return request.schedule in ("auto", candidate.schedule) and candidate.per_rank in request.numbers_per_rank
 
 
-def _idle(found: Evaluation) -> float:
-    """Return the share of the step in which the busiest rank is idle."""
-    micros = len(found.candidate.micro_rows)
-    busy = micros * max(e.fwd_ns + e.bwd_ns for e in found.estimates)
-    return 1 - busy / max(1, found.step_ns)
-
-
 def _under(way: Way, found: Evaluation, fine: SearchSpace) -> Iterator[Candidate]:
     """Yield the plan under another order; with several stages a rank once for each kind of cuts."""
-    slices = found.candidate.token_slices
-    if slices and not takes_slices(find(way.schedule)):
+    plan = found.candidate
+    slices = plan.token_slices or fine.request.fixed_slices
+    if slices and (way.schedule == SEARCHED or not takes_slices(find(way.schedule))):
         return
-    plan = replace(found.candidate, schedule=way.schedule, per_rank=way.per_rank, placement=way.placement)
+    plan = replace(plan, schedule=way.schedule, per_rank=way.per_rank, placement=way.placement)
     if way.per_rank == 1:
         yield plan
         return
@@ -117,9 +142,7 @@ def _under(way: Way, found: Evaluation, fine: SearchSpace) -> Iterator[Candidate
     if stages > fine.chain.n or len(set(plan.widths)) > 1:
         return
     homes = placed(way.placement, stages, len(plan.widths))
-    found_bounds = [even_bounds(fine, rows, (1,) * stages), shortest_bounds(fine, rows, stages)]
-    level = [
-        levelled(fine, rows, bounds, homes) for bounds in found_bounds if bounds is not None and fine.allows(bounds)
-    ]
-    for bounds in dict.fromkeys(level):
+    cuts = [even_bounds(fine, rows, (1,) * stages), shortest_bounds(fine, rows, stages)]
+    allowed = [bounds for bounds in cuts if bounds is not None and fine.allows(bounds)]
+    for bounds in dict.fromkeys(levelled(fine, rows, bounds, homes) for bounds in allowed):
         yield replace(plan, bounds=bounds)

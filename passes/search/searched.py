@@ -30,9 +30,9 @@ from autopart.passes.simulation.rank_memory import own_bytes, stages_together
 from autopart.passes.simulation.simulate import Work
 from autopart.passes.simulation.stage_costs import StageContext, stage_contexts
 
-HELD = (1.0, 0.7, 0.45, 0.3)
-"""Micro-batches that a rank holds, as parts of the positions, for which recomputation is chosen."""
-SPLIT_FROM = (0.0, 0.5)
+HELD = (1.0, 0.6, 0.35)
+"""Micro-batches that a rank holds, as parts of what it holds under 1F1B, for which recomputation is chosen."""
+SPLIT_FROM = (0.0, 0.5, 0.75)
 """The first stage whose backward is split, as a part of all."""
 FILLED = 2
 """Micro-batches per position of the shorter step on which plans are compared."""
@@ -47,7 +47,7 @@ class Way(NamedTuple):
     room_bytes: tuple[int, ...]
 
 
-def with_orders(space: SearchSpace, plan: Candidate, zero: int, most: int, effort: int) -> list[Candidate]:
+def with_orders(space: SearchSpace, plan: Candidate, zero: int, effort: int, *, most: int = 1) -> list[Candidate]:
     """Return the plan with orders for the `most` most promising ways to run it.
 
     zero: whether replicas share the optimizer state.  effort: computes that may be replayed for each to improve it.
@@ -71,7 +71,8 @@ def ways_of(space: SearchSpace, decision: Decision, links: tuple[Edge, ...], sha
     short = min(micros, FILLED * positions)
     done: set[object] = set()
     for part in HELD:
-        fit = _fitted(space, decision, links, min(micros, max(1, round(part * positions))))
+        depth = [positions if shape.homes else positions - s for s in range(shape.stages)]
+        fit = _fitted(space, decision, links, [min(micros, max(1, round(part * held))) for held in depth])
         if fit is None or fit in done:
             continue
         done.add(fit)
@@ -90,14 +91,15 @@ def ways_of(space: SearchSpace, decision: Decision, links: tuple[Edge, ...], sha
 
 
 def _fitted(
-    space: SearchSpace, decision: Decision, links: tuple[Edge, ...], held: int
+    space: SearchSpace, decision: Decision, links: tuple[Edge, ...], held: Sequence[int]
 ) -> tuple[Decision, tuple[Estimate, ...], tuple[int, ...]] | None:
-    """Return the decision with as much recomputed as if each stage held so many micro-batches, its estimates and the
+    """Return the decision with as much recomputed as if its stages held so many micro-batches, its estimates and the
     bytes that each worker has for what it holds; None if that is nothing."""
     estimator, decision = space.costs, replace(decision, schedule="gpipe")
 
     def contexts(of: Decision) -> list[StageContext]:
-        return [replace(c, live=held, counts=()) for c in stage_contexts(of, links, estimator)]
+        known = stage_contexts(of, links, estimator)
+        return [replace(context, live=live, counts=()) for context, live in zip(known, held, strict=True)]
 
     def rooms(known: Sequence[StageContext], estimates: Sequence[Estimate]) -> list[int]:
         found = []
@@ -112,11 +114,11 @@ def _fitted(
     chosen: list[Stage] = [context.stage for context in whole]
     if space.request.may_recompute:
         for stages, room in zip(stages_together(decision), rooms(whole, estimates), strict=True):
-            wanted = held * sum(estimates[s].activation_bytes for s in stages)
+            wanted = sum(held[s] * estimates[s].activation_bytes for s in stages)
             for s in stages if wanted > room else ():
                 e = estimates[s]
                 limit = estimator.cluster.least_memory_bytes(decision.stages[s].ranks)
-                share = held * e.activation_bytes * max(0, room) // wanted
+                share = held[s] * e.activation_bytes * max(0, room) // wanted
                 spare = limit - own_bytes(whole[s], e) - e.workspace_bytes - share
                 chosen[s] = recomputed_stage(space, whole[s], spare)
     fit = replace(decision, stages=tuple(chosen))

@@ -81,7 +81,9 @@ def slices_of(whole: Evaluation) -> Evaluation | None:
 def whole_of(sliced: Evaluation) -> Evaluation | None:
     """Return the fastest schedule that fits for a plan with its sequences whole, or None."""
     space = replace(sliced.space, request=replace(sliced.space.request, token_slices=()))
-    candidates = [replace(sliced.candidate, token_slices=(), schedule=name) for name in space.request.schedules]
+    own = sliced.candidate.other_order
+    names = (own,) if own else space.request.schedules
+    candidates = [replace(sliced.candidate, token_slices=(), schedule=name) for name in names]
     found = [evaluate(space, candidate) for candidate in candidates]
     return min((e for e in found if e.fits), key=lambda e: e.step_ns, default=None)
 
@@ -89,7 +91,7 @@ def whole_of(sliced: Evaluation) -> Evaluation | None:
 def _sliced(whole: Evaluation) -> Iterator[Candidate]:
     """Yield a pipeline with the dynamic program's slices and with even ones, under each schedule that takes slices."""
     request, tokens = whole.space.request, whole.space.costs.slices.tokens
-    if request.token_axis is None or whole.stages < 2:
+    if request.token_axis is None or whole.stages < 2 or whole.candidate.other_order:
         return
     step = -(-tokens // CELLS)
     found = [_best_lengths(whole, step)]

@@ -24,6 +24,7 @@ from autopart.ir.shares import Policy
 from autopart.ir.size import Size
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.cuts import Ints, module_span
+from autopart.passes.ops.cost_model import FIELDS
 from autopart.passes.program.orders import ONE
 from autopart.passes.program.schedules import find
 from autopart.passes.simulation.stage_costs import Estimator, summed_bytes
@@ -327,7 +328,12 @@ def fastest_sums(space: SearchSpace, rows: int) -> Ints:
     return np.concatenate([[0], np.cumsum(fastest_times(space, rows))]).astype(np.int64)
 
 
-def fastest_times(space: SearchSpace, rows: int) -> Ints:
-    """Return the nanoseconds of each block, both ways, on its fastest device type.  rows: of a micro-batch."""
+def fastest_times(space: SearchSpace, rows: int, *, inputs_alone: bool = False) -> Ints:
+    """Return the nanoseconds of each block, both ways, on its fastest device type.
+
+    rows: of a micro-batch.  inputs_alone: without the part of the backward that makes gradients of weights.
+    """
     by_type = [space.chain.range_costs(Size(rows), device_type) for device_type in range(len(space.costs.device_types))]
-    return np.asarray(np.min([costs.blocks[0] + costs.blocks[1] for costs in by_type], axis=0))
+    later = FIELDS.index("weight_ns")
+    times = [c.blocks[0] + c.blocks[1] - (c.blocks[later] if inputs_alone else 0) for c in by_type]
+    return np.asarray(np.min(times, axis=0))

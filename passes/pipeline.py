@@ -21,6 +21,7 @@ from autopart.passes.search.diagnostics import check_times, infeasible_error
 from autopart.passes.search.evaluation import Evaluation, Search
 from autopart.passes.search.finalize import Finalized, finalize
 from autopart.passes.search.layout import SMALL
+from autopart.passes.search.orders import evaluate_orders, with_one_per_rank
 from autopart.passes.search.proposals import proposals_of
 from autopart.passes.search.requests import check_request, check_stages
 from autopart.passes.search.search import (
@@ -63,7 +64,7 @@ class PlannerInput:
 
 def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: Watch | None = None) -> Plan:
     """Return the plan with the shortest simulated step, or one about as fast with fewer stages
-    (`candidate.preference`), with a bound on its distance from the best one.
+    (`Candidate.preference`), with a bound on its distance from the best one.
 
     Before: the graph is checked and has costs.  After: the plan's decision is checked and its program is verified; the
     plan's digests are those of `graph`, whatever its number of rows.  Raises UsageError, InfeasibleError; GraphError
@@ -108,17 +109,19 @@ def build(source: PlannerInput, cluster: Cluster, request: PlanRequest, watch: W
     if isinstance(final, Evaluation):
         raise infeasible_error(final, spaces[1], lambda other, machines: None)
     # The proof does not depend on the search, so that it cannot repeat its errors.
-    report = _with_bounds(final, spaces, watch)
+    report = _with_bounds(final, spaces, watch, orders=found.other_orders)
     digests = graph.shape_digest(), graph.structure_digest()
     return Plan(Provenance(*digests, source.torch_version, source.costs), final.decision, report)
 
 
 def search(spaces: Spaces, watch: Watch | None = None) -> Search:
     """Search for the fastest candidates (`search.search` describes the steps)."""
-    found = Search(*spaces, watch)
+    coarse, fine = map(with_one_per_rank, spaces)
+    found = Search(coarse, fine, watch)
     # Small spaces completely.
     if evaluate_all(found):
         evaluate_slices(found)
+        evaluate_orders(found, spaces[1])
         return found
     # Chains to partitions by dynamic programs, and the promising ones to simulated steps.
     proposals = proposals_of(found)
@@ -134,14 +137,19 @@ def search(spaces: Spaces, watch: Watch | None = None) -> Search:
     refine_best(found)
     # The best plans for whole sequences to plans with slices of them.
     evaluate_slices(found)
+    # The best of all to split backwards, several stages a rank, and searched orders.
+    evaluate_orders(found, spaces[1])
     return found
 
 
-def _with_bounds(final: Finalized, spaces: Spaces, watch: Watch | None) -> Report:
-    """Return the report with a lower bound on any plan, and with a certificate if one is requested."""
+def _with_bounds(final: Finalized, spaces: Spaces, watch: Watch | None, *, orders: bool) -> Report:
+    """Return the report with a lower bound on any plan, and with a certificate if one is requested.
+
+    orders: whether plans with split backwards or several stages a rank were allowed.
+    """
     (coarse, fine), report = spaces, final.report
     request, cluster = coarse.request, coarse.costs.cluster
-    bound_ns = lower_bound(coarse if cluster.world <= SMALL else fine)
+    bound_ns = lower_bound(coarse if cluster.world <= SMALL else fine, orders=orders)
     if watch:
         watch("bound", report.step_ns, bound_ns)
     if request.token_slices:  # slices of attention leave out masked scores, and so take less than whole sequences

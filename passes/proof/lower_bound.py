@@ -6,10 +6,11 @@ For any plan that cuts between the blocks of a chain, with any number of stages,
               since a device cannot be busy for longer than the step and a share of the rows takes at least its share
               of the time; so step >= M * t / devices, of which a request that fixes stages or replicas leaves some idle
     path      step >= the longest path of one micro-batch through the graph and back, each block on as many replicas as
-              there can be
+              there can be; where a schedule may split backwards, without the part that makes gradients of weights
     chain     the pipeline latency of `partition` without everything that depends on the plan: no messages but their
               latency, the best place for every sum of gradients, memory for one micro-batch.  Valid where the chain is
-              the only order of the blocks, that is where each block reads from the one before it.
+              the only order of the blocks, that is where each block reads from the one before it, and for 1F1B's
+              family alone: with several stages a rank a rank is busy with others while a stage waits.
 
     slices    with slices of tokens, the work alone: the fastest stage for a slice is not known, and short slices fill a
               pipeline at once.  Their savings and their overheads are bounded by their model (`SliceShares.least_ns`).
@@ -38,31 +39,32 @@ MOST_WORK = 10_000_000
 """Cells of the chain's bound (devices squared times blocks squared, halved); larger problems get that of the work."""
 
 
-def lower_bound(space: SearchSpace) -> int:
+def lower_bound(space: SearchSpace, *, orders: bool = False) -> int:
     """Return a lower bound in nanoseconds on the simulated step of any plan of the space.
 
+    orders: whether plans may split backwards or have several stages a rank (`search.orders`).
     Ways to cut the batch are tried by their cheap bounds, until none can lower the least one any more.
     O(ways * devices^2 * blocks^2), or less.
     """
-    cheap = sorted((_cheap_bound(space, rows), rows) for rows in space.request.micro_rows)
-    least = _bound(space, *cheap[0])
+    cheap = sorted((_cheap_bound(space, rows, orders), rows) for rows in space.request.micro_rows)
+    least = _bound(space, *cheap[0], orders)
     for cheap_bound, rows in cheap[1:]:
         if cheap_bound >= least:
             break
-        least = min(least, _bound(space, cheap_bound, rows))
+        least = min(least, _bound(space, cheap_bound, rows, orders))
     return least
 
 
-def _cheap_bound(space: SearchSpace, micro_rows: tuple[int, ...]) -> int:
-    return max(work_bound(space, micro_rows), _path_bound(space, max(micro_rows)))
+def _cheap_bound(space: SearchSpace, micro_rows: tuple[int, ...], orders: bool) -> int:
+    return max(work_bound(space, micro_rows), _path_bound(space, max(micro_rows), orders))
 
 
-def _bound(space: SearchSpace, cheap_bound: int, micro_rows: tuple[int, ...]) -> int:
+def _bound(space: SearchSpace, cheap_bound: int, micro_rows: tuple[int, ...], orders: bool) -> int:
     request = space.request
     devices = most_devices(space, max(micro_rows)) if request.may_replicate else 1
     too_large = devices**2 * space.chain.n**2 // 2 > MOST_WORK
     shares = request.policy == "split"  # the chain's bound counts shares of micro-batches
-    if not shares or not request.synchronous or not is_chain(space) or too_large:
+    if not shares or not request.synchronous or not is_chain(space) or too_large or orders:
         return cheap_bound
     return max(cheap_bound, _chain_bound(space, micro_rows))
 
@@ -112,10 +114,10 @@ def _replicas(space: SearchSpace, rows: int) -> tuple[int, ...]:
     return (request.replicas,) if isinstance(request.replicas, int) else tuple(sorted(set(request.replicas)))
 
 
-def _path_bound(space: SearchSpace, rows: int) -> int:
+def _path_bound(space: SearchSpace, rows: int, orders: bool) -> int:
     """Return the nanoseconds of the longest path of blocks, both ways, on the fastest type of device.  O(reads)."""
     replicas = max(_replicas(space, rows)) if space.request.policy == "split" else 1
-    times = fastest_times(space, -(-rows // replicas)).tolist()
+    times = fastest_times(space, -(-rows // replicas), inputs_alone=orders).tolist()
     ready: dict[str, int] = {}
     longest = 0
     for op, time in zip(space.chain.blocks.ops, times, strict=True):

@@ -32,7 +32,8 @@ import networkx as nx  # type: ignore[import-untyped, unused-ignore]
 
 from autopart.ir.graph import Graph
 from autopart.ir.size import Size
-from autopart.passes.program.schedules import Shape, find, in_flight
+from autopart.passes.program.orders import Shape
+from autopart.passes.program.schedules import find, in_flight
 from autopart.passes.search.evaluation import Evaluation
 from autopart.passes.search.space import SearchSpace
 

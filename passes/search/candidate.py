@@ -14,32 +14,22 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import log2
 
+from autopart.passes.program.orders import ONE, placed
+from autopart.passes.program.schedules import find
 from autopart.passes.search.layout import Layout
-
-LOOP, V = "loop", "v"
+from autopart.passes.search.space import ORDERS
 
 DOUBLING = 0.02
 """A plan with twice the stages is chosen if it makes the step shorter by at least this part: predicted steps are off by
 more than that from measured ones (benchmarks/results/prediction.json), while each stage is one more hop for every
 micro-batch, and one more device that all others wait for.  For 15 stages instead of 16 it is 0.2 %."""
-ORDERS = ("zb-h1", "zb-h2", "interleaved", "zb-v", "searched")
-"""Schedules with split backwards or several stages a rank, tried on plans that are found with 1F1B's family (`orders`),
-in this order."""
 OTHER_ORDER = 0.02
-"""One of these is chosen if it saves at least this part of the step."""
+"""A schedule that is not of 1F1B's family is chosen if it saves at least this part of the step."""
 
 
-def preference(step_ns: int, stages: int, schedule: str) -> float:
-    """Return the criterion by which plans are chosen, less is better: the step, a penalty for each doubling of the
-    stages, and one for a schedule that is not of 1F1B's family."""
-    other = OTHER_ORDER if schedule in ORDERS else 0.0
-    return float(step_ns * (1 + DOUBLING) ** log2(stages) * (1 + other))
-
-
-def homes(positions: int, per_rank: int, placement: str) -> tuple[int, ...]:
-    """Return the position of each stage, in order."""
-    there, back = range(positions), range(positions - 1, -1, -1)
-    return tuple(home for turn in range(per_rank) for home in (back if placement == V and turn % 2 else there))
+COMPUTE_NS = {"cpu": 300_000, "cuda": 30_000}
+"""Nanoseconds by which each further compute of a rank has to shorten the step: to begin it, and to post its messages,
+is left out by the simulation.  An order of magnitude."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +37,7 @@ class Candidate:
     """The choices of the search; memory decides the rest.
 
     bounds, widths, latency_ns, first: those of a `Partition`; widths are those of positions.  per_rank: stages of each
-    position.  placement: LOOP or V.  order: computes of each worker (`Decision.order`); (): the schedule's own.
+    position.  placement: ONE, LOOP or V.  order: computes of each worker (`Decision.order`); (): the schedule's own.
     """
 
     bounds: tuple[int, ...]
@@ -59,7 +49,7 @@ class Candidate:
     schedule: str
     token_slices: tuple[int, ...] = ()
     per_rank: int = 1
-    placement: str = LOOP
+    placement: str = ONE
     order: tuple[str, ...] = ()
 
     @property
@@ -72,19 +62,32 @@ class Candidate:
         """Number of stages."""
         return len(self.widths) * self.per_rank
 
+    def preference(self, step_ns: int, kind: str) -> float:
+        """Return the criterion by which plans are chosen, less is better.
+
+        It is the step, with a penalty for each doubling of the stages, and for a schedule that is not of 1F1B's family
+        one for its further computes and another one.  kind: of device.
+        """
+        if not self.other_order:
+            return float(step_ns * (1 + DOUBLING) ** log2(self.stages))
+        each = self.per_rank * (3 if find(self.schedule).splits else 2)
+        more_ns = len(self.micro_rows) * (each - 2) * COMPUTE_NS[kind]
+        return float((step_ns + more_ns) * (1 + DOUBLING) ** log2(self.stages) * (1 + OTHER_ORDER))
+
+    @property
+    def other_order(self) -> str:
+        """Its schedule if that is not of 1F1B's family (`orders`), else ""."""
+        return self.schedule if self.schedule in ORDERS else ""
+
     @property
     def most_replicas(self) -> int:
         """The devices of the stage that has most."""
         return self.layout.pipeline_replicas * max(self.widths)
 
     @property
-    def homes(self) -> tuple[int, ...]:
-        """The position of each stage."""
-        return homes(len(self.widths), self.per_rank, self.placement)
-
-    @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of each stage."""
         starts = accumulate(self.widths, initial=self.first)
         ranks = [self.layout.ranks(start, width) for start, width in zip(starts, self.widths, strict=False)]
-        return tuple([ranks[home] for home in self.homes]) if self.per_rank > 1 else tuple(ranks)
+        homes = placed(self.placement, self.stages, len(ranks)) or range(len(ranks))
+        return tuple([ranks[home] for home in homes])

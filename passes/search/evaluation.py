@@ -12,18 +12,15 @@ from itertools import pairwise
 
 from autopart.ir.decision import Decision, Stage
 from autopart.ir.plan import Estimate
-from autopart.ir.program import Edge
 from autopart.passes.program.routing import edges, tied
-from autopart.passes.search.candidate import Candidate, preference
+from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.layout import in_proportion
 from autopart.passes.search.recomputation import recomputed_stage
 from autopart.passes.search.space import SearchSpace, Watch
+from autopart.passes.search.together import Fitted, fitted_together
 from autopart.passes.simulation.estimate import excess_of, simulated_ns, stage_estimates
 from autopart.passes.simulation.rank_memory import stages_together
-from autopart.passes.simulation.stage_costs import Estimator, stage_contexts
-
-FITTED = 4
-"""Rounds of recomputation for ranks with several stages."""
+from autopart.passes.simulation.stage_costs import stage_contexts
 
 
 @dataclass(frozen=True)
@@ -55,26 +52,12 @@ class Evaluation:
     @property
     def preference(self) -> float:
         """The criterion by which it is chosen, less is better."""
-        return preference(self.step_ns, self.stages, self.candidate.schedule)
+        return self.candidate.preference(self.step_ns, self.space.costs.cluster.kind)
 
     @property
     def fits(self) -> bool:
         """Whether every stage fits its devices."""
         return self.over_bytes == 0
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """A decision over blocks that is not simulated yet.
-
-    links: its edges.  estimates: of its stages.  excess: bytes that each stage needs beyond the memory that it may use,
-    negative where it fits.
-    """
-
-    decision: Decision
-    links: tuple[Edge, ...]
-    estimates: tuple[Estimate, ...]
-    excess: Sequence[int]
 
 
 SHARING = 0.02
@@ -112,6 +95,14 @@ def fitted(space: SearchSpace, candidate: Candidate, zero: int, spare_bytes: Seq
     zero: 1 if replicas share the optimizer state in any case.  O(blocks), and once for each stage the choice of what it
     recomputes.
     """
+    decision = staged(space, candidate, zero)
+    unequal = in_proportion(decision, space.costs, space.request.least_rows)
+    found = [_fit(space, each, spare_bytes) for each in dict.fromkeys((decision, unequal))]
+    return min(found, key=lambda f: (max(0, *f.excess), max(e.fwd_ns + e.bwd_ns for e in f.estimates)))
+
+
+def staged(space: SearchSpace, candidate: Candidate, zero: int) -> Decision:
+    """Return the decision of a candidate over blocks, without what memory demands.  O(blocks)."""
     request, names = space.request, [op.name for op in space.chain.blocks.ops]
     stages = tuple(
         Stage(
@@ -122,7 +113,7 @@ def fitted(space: SearchSpace, candidate: Candidate, zero: int, spare_bytes: Seq
         )
         for (a, b), ranks in zip(pairwise(candidate.bounds), candidate.ranks, strict=True)
     )
-    decision = Decision(
+    return Decision(
         space.costs.cluster.world,
         stages,
         candidate.micro_rows,
@@ -130,10 +121,8 @@ def fitted(space: SearchSpace, candidate: Candidate, zero: int, spare_bytes: Seq
         zero,
         candidate.token_slices or request.fixed_slices,
         bucket_bytes=request.bucket_bytes,
+        order=candidate.order,
     )
-    unequal = in_proportion(decision, space.costs, request.least_rows)
-    found = [_fit(space, each, spare_bytes) for each in dict.fromkeys((decision, unequal))]
-    return min(found, key=lambda f: (max(0, *f.excess), max(e.fwd_ns + e.bwd_ns for e in f.estimates)))
 
 
 def _fit(space: SearchSpace, decision: Decision, spare_bytes: Sequence[int]) -> Fitted:
@@ -162,34 +151,8 @@ def _fit(space: SearchSpace, decision: Decision, spare_bytes: Sequence[int]) -> 
         if len(stages_together(decision)) == len(decision.stages):
             over = [s for s in every_stage if found.excess[s] > 0]
             return measured(recomputing(found.decision, over, spare_bytes))
-        whole, excess = found, list(found.excess)
-        for _ in range(FITTED):  # a rank's stages are seldom all at their fullest at once
-            over = [s for s in every_stage if excess[s] > 0]
-            spare = spare_together(replace(whole, excess=excess), estimator)
-            found = measured(recomputing(whole.decision, over, spare))
-            if max(found.excess) <= 0:
-                break
-            excess = [before + max(0, left) for before, left in zip(excess, found.excess, strict=True)]
+        return fitted_together(found, recomputing, measured, estimator)
     return found
-
-
-def spare_together(found: Fitted, estimator: Estimator) -> list[int]:
-    """Return for each stage the memory to leave free so that all stages of its rank fit together.
-
-    What a rank needs too much is taken from its stages in proportion to what they hold for backwards.
-    """
-    contexts = stage_contexts(found.decision, found.links, estimator)
-    spare = [0] * len(contexts)
-    for stages in stages_together(found.decision):
-        limit = estimator.cluster.least_memory_bytes(found.decision.stages[stages[0]].ranks)
-        known = [found.estimates[s] for s in stages]
-        held = [
-            contexts[s].in_flight_bytes(e.activation_bytes, e.weight_bytes) for s, e in zip(stages, known, strict=True)
-        ]
-        for s, e, own in zip(stages, known, held, strict=True):
-            freed = -(-max(0, found.excess[s]) * own // max(1, sum(held)))
-            spare[s] = limit - (e.peak_bytes - freed)
-    return spare
 
 
 # ---- the search ----------------------------------------------------------------------------------------------------
@@ -201,12 +164,14 @@ class Search:
     coarse: a chain of few blocks, for pipelines of at most `layout.SMALL` positions.  fine: one of more blocks, for
     deeper pipelines and for refinement; it can be cut wherever coarse can, and small models have one for both.  watch:
     called on progress.  fitting: evaluations that fit, by plan.  nearest: of the others the one that lacks least.
+    other_orders: whether plans beside 1F1B's family were tried.
     """
 
     def __init__(self, coarse: SearchSpace, fine: SearchSpace, watch: Watch | None = None) -> None:
         self.coarse, self.fine, self._watch = coarse, fine, watch
         self.fitting: dict[tuple[object, ...], Evaluation] = {}
         self.nearest: Evaluation | None = None
+        self.other_orders = False
         self._known: dict[tuple[object, ...], Evaluation] = {}
 
     def tell(self, what: str) -> None:
@@ -252,13 +217,22 @@ class Search:
 
     @property
     def seen(self) -> list[Evaluation]:
-        """The fastest that fits of every (number of stages, replicas of the first stage), fastest first."""
-        return _first_of_each(self.ranked, lambda e: (e.stages, len(e.candidate.ranks[0])))
+        """The fastest that fits of every (number of stages, of those a rank, replicas of the first stage, schedule
+        beside 1F1B's family), fastest first."""
+        return _first_of_each(
+            self.ranked, lambda e: (e.stages, e.candidate.per_rank, len(e.candidate.ranks[0]), e.candidate.other_order)
+        )
 
     @property
     def preferred(self) -> list[Evaluation]:
         """The fastest that fits of each number of stages, in the order of `preference`."""
         return sorted(_first_of_each(self.ranked, lambda e: e.stages), key=lambda e: e.preference)
+
+    def keep(self, allows: Callable[[Candidate], bool]) -> None:
+        """Drop results that are not allowed, which served to find others."""
+        self.fitting = {key: e for key, e in self.fitting.items() if allows(e.candidate)}
+        known = [e for e in self._known.values() if not e.fits and allows(e.candidate)]
+        self.nearest = min(known, key=lambda e: e.over_bytes, default=None)
 
     def finalists(self, most: int) -> list[Evaluation]:
         """Return the fastest with different numbers of stages, pipelines or rows; the nearest when none fits."""

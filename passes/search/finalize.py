@@ -3,7 +3,7 @@
 Only over captured ops are clones and recomputed groups counted exactly.  A plan that then needs more memory than over
 blocks is evaluated once more with the difference left free, which costs it some recomputation, and queues again.
 
-Of plans that are about as fast the one with fewer stages is chosen (`candidate.preference`): what the simulator leaves
+Of plans that are about as fast the one with fewer stages is chosen (`Candidate.preference`): what the simulator leaves
 out (ranks that slow each other down, variation between micro-batches, a rank that fails) grows with the devices that a
 micro-batch passes.
 """
@@ -22,7 +22,6 @@ from autopart.passes.program.routing import edges, route
 from autopart.passes.program.schedules import find, streams
 from autopart.passes.program.stream import streaming_of
 from autopart.passes.program.verify import check_program
-from autopart.passes.search.candidate import preference
 from autopart.passes.search.diagnostics import alternatives
 from autopart.passes.search.evaluation import Evaluation, evaluate
 from autopart.passes.search.space import PlanRequest, SearchSpace
@@ -56,7 +55,7 @@ class Finalized:
     @property
     def preference(self) -> float:
         """The criterion by which it is chosen, less is better."""
-        return preference(self.step_ns, len(self.decision.stages), self.decision.schedule)
+        return replace(self.evaluation, step_ns=self.step_ns).preference
 
 
 def finalize(

@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 from autopart.ir.size import Size
 from autopart.passes.search.candidate import Candidate
-from autopart.passes.search.evaluation import Evaluation, Fitted, Search, fitted
+from autopart.passes.search.evaluation import Evaluation, Search, fitted
 from autopart.passes.search.space import SearchSpace
+from autopart.passes.search.together import Fitted
 from autopart.passes.simulation.estimate import played
 
 CHOICES = 7
@@ -61,7 +62,7 @@ def refined(search: Search, evaluation: Evaluation, effort: int) -> Evaluation:
 def actions_of(candidate: Candidate) -> int:
     """Return about the actions that evaluating a candidate simulates."""
     micros = played(candidate.stages, len(candidate.micro_rows), candidate.schedule)
-    return 6 * candidate.stages * sum(micros)
+    return 6 * candidate.stages * max(1, len(candidate.token_slices)) * sum(micros)
 
 
 def _merit(evaluation: Evaluation) -> tuple[int, int]:

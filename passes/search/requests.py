@@ -5,8 +5,10 @@ from __future__ import annotations
 from autopart.ir.cluster import Cluster
 from autopart.ir.cluster import check as check_cluster
 from autopart.ir.errors import UsageError
+from autopart.passes.program.orders import ONE
 from autopart.passes.program.schedules import AUTOMATIC, find, takes_slices
-from autopart.passes.search.space import PlanRequest
+from autopart.passes.search.orders import ways
+from autopart.passes.search.space import ORDERS, SEARCHED, PlanRequest
 
 
 def check_request(request: PlanRequest, cluster: Cluster) -> None:
@@ -38,13 +40,58 @@ def check_request(request: PlanRequest, cluster: Cluster) -> None:
             f"{len(request.cuts)} cuts make {len(request.cuts) + 1} stages, but stages={request.stages} was asked for",
             fix=f"leave stages out or use at least stages={len(request.cuts) + 1}",
         )
-    count = request.stages or 1
+    _check_order(request)
+    per_rank = request.stages_per_rank if isinstance(request.stages_per_rank, int) else 1
+    count = -(-(request.stages or 1) // per_rank)
+    if count > cluster.world and per_rank > 1:
+        raise UsageError(
+            f"{request.stages} stages, {per_rank} on each rank, need {count} devices, but the cluster has "
+            f"{cluster.world}",
+            fix=f"use at most {cluster.world * per_rank} stages or name a larger cluster",
+        )
     if count > cluster.world:
         raise UsageError(
             f"{count} stages need {count} devices, but the cluster has {cluster.world}",
             fix=f"use at most {cluster.world} stages or name a larger cluster",
         )
     _check_fixed(request, cluster)
+
+
+def _check_order(request: PlanRequest) -> None:
+    """Check the schedule against the number of stages of a rank, and against what it has no order or proof for."""
+    name, per_rank = request.schedule, request.stages_per_rank
+    if name in ORDERS and request.prove_seconds > 0:
+        raise UsageError(
+            f"nothing can be proved about schedule {name!r}",
+            why="the model of the proof has whole backwards and one stage a rank",
+            fix="leave prove out or use another schedule",
+        )
+    if name in ORDERS and request.policy == "turn":
+        raise UsageError(
+            f"schedule {name!r} does not go with replicas that take micro-batches in turn",
+            fix='use replica_policy="split" or another schedule',
+        )
+    if not isinstance(per_rank, int):
+        return
+    if per_rank > 1 and (request.policy == "turn" or isinstance(request.replicas, tuple)):
+        raise UsageError(
+            f"stages_per_rank={per_rank} needs equal replicas that share every micro-batch",
+            fix='use one number of replicas and replica_policy="split"',
+        )
+    if request.stages is not None and request.stages % per_rank:
+        raise UsageError(
+            f"{request.stages} stages cannot be divided into {per_rank} a rank",
+            fix=f"use a multiple of {per_rank}, or another stages_per_rank",
+        )
+    if (name in ORDERS or per_rank > 1) and not ways(request):
+        several = [other for other in ORDERS if find(other).placement != ONE]
+        wanted = ORDERS if name == "auto" else (name,)
+        raise UsageError(
+            f"schedule {name!r} has no order for {per_rank} stage{'s' if per_rank > 1 else ''} a rank",
+            fix=f"use one of {', '.join(several)}, or stages_per_rank=1"
+            if per_rank > 1
+            else f"use stages_per_rank=2 with {' or '.join(wanted)}",
+        )
 
 
 def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
@@ -62,11 +109,13 @@ def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
             f"{needed} replicas need {needed} devices, but the cluster has {cluster.world}",
             fix=f"use at most {cluster.world} replicas in all, or name a larger cluster",
         )
-    if each * (request.stages or 1) > cluster.world:
+    per_rank = request.stages_per_rank if isinstance(request.stages_per_rank, int) else 1
+    positions = -(-(request.stages or 1) // per_rank)
+    if each * positions > cluster.world:
         raise UsageError(
-            f"{request.stages} stages of {each} replicas need {each * (request.stages or 1)} devices, but the cluster "
+            f"{request.stages} stages of {each} replicas need {each * positions} devices, but the cluster "
             f"has {cluster.world}",
-            fix=f"use at most {cluster.world // each} stages or {cluster.world // (request.stages or 1)} replicas, or "
+            fix=f"use at most {cluster.world // each * per_rank} stages or {cluster.world // positions} replicas, or "
             "name a larger cluster",
         )
     if request.zero == 1 and not request.may_shard:
@@ -75,14 +124,15 @@ def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
             why="each micro-batch has its own version of the weights",
             fix="use zero=0 or another schedule",
         )
-    if request.fixed_slices and not any(takes_slices(find(name)) for name in request.schedules):
+    names = (request.schedule,) if request.schedule in ORDERS else request.schedules
+    if request.fixed_slices and not any(takes_slices(find(name)) and name != SEARCHED for name in names):
         raise UsageError(
             f"schedule {request.schedule!r} has no order over slices of sequences",
             fix=f"use one of {', '.join(AUTOMATIC)}, or token_slices=None",
         )
     for path, stage in request.pins.items():
-        if not 0 <= stage < (request.stages or cluster.world):
-            last = (request.stages or cluster.world) - 1
+        if not 0 <= stage < (request.stages or cluster.world * per_rank):
+            last = (request.stages or cluster.world * per_rank) - 1
             raise UsageError(
                 f"{path} is pinned to stage {stage}, which does not exist",
                 fix=f"stages are numbered from 0: pin it to one of 0 to {last}" if last else "pin it to stage 0",

@@ -155,7 +155,7 @@ def with_even_cuts(candidate: Candidate, space: SearchSpace) -> Candidate | None
 
 
 def refine_best(search: Search) -> None:
-    """Refine the fastest, and those that may be preferred to them (`candidate.preference`), best first."""
+    """Refine the fastest, and those that may be preferred to them (`Candidate.preference`), best first."""
     done = set()
     for evaluation in search.finalists(REFINED):
         done.add(evaluation.stages)

@@ -20,6 +20,7 @@ import numpy as np
 from autopart.passes.program.schedules import find, takes_slices
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.evaluation import Evaluation, Search, evaluate
+from autopart.passes.search.refinement import actions_of
 from autopart.passes.search.search import with_even_cuts
 from autopart.passes.tokens.lengths import Ints, cut_tokens, other_stages, slice_times
 
@@ -29,6 +30,9 @@ CELLS = 64
 """Places between which a sequence may be cut."""
 EVEN_COUNTS = (2, 4, 8)
 """Numbers of even slices that are tried beside the dynamic program's."""
+EFFORT, LONGEST = 1_500_000, 250_000
+"""Actions that may be simulated in all, and of one plan with slices; where more micro-batches fill a longer program,
+slices have nothing left to fill."""
 WORTH = 0.97
 """Slices are chosen if the simulated step is below this part of the step with whole sequences: the gain has to pay for
 overheads of a slice that the simulation leaves out."""
@@ -39,11 +43,15 @@ def evaluate_slices(search: Search) -> None:
     request = search.coarse.request
     if request.token_slices != "auto" or request.token_axis is None or not search.fitting:
         return
-    limit = WORTH * search.best_ns
+    limit, effort = WORTH * search.best_ns, EFFORT
     for place, found in enumerate(search.finalists(SLICED)):
         others = _other_micros(search, found) if not place else ()
         for whole in (found, *_evened(search, found), *others):
             for candidate in _sliced(whole):
+                actions = actions_of(candidate)
+                if actions > LONGEST or (effort < actions and search.fitting):
+                    continue
+                effort -= actions
                 sliced = search.evaluated(whole.space, candidate)
                 if sliced.step_ns < limit and sliced.fits:
                     search.evaluate(whole.space, candidate)
@@ -73,7 +81,9 @@ def slices_of(whole: Evaluation) -> Evaluation | None:
 def whole_of(sliced: Evaluation) -> Evaluation | None:
     """Return the fastest schedule that fits for a plan with its sequences whole, or None."""
     space = replace(sliced.space, request=replace(sliced.space.request, token_slices=()))
-    candidates = [replace(sliced.candidate, token_slices=(), schedule=name) for name in space.request.schedules]
+    own = sliced.candidate.other_order
+    names = (own,) if own else space.request.schedules
+    candidates = [replace(sliced.candidate, token_slices=(), schedule=name) for name in names]
     found = [evaluate(space, candidate) for candidate in candidates]
     return min((e for e in found if e.fits), key=lambda e: e.step_ns, default=None)
 
@@ -81,7 +91,7 @@ def whole_of(sliced: Evaluation) -> Evaluation | None:
 def _sliced(whole: Evaluation) -> Iterator[Candidate]:
     """Yield a pipeline with the dynamic program's slices and with even ones, under each schedule that takes slices."""
     request, tokens = whole.space.request, whole.space.costs.slices.tokens
-    if request.token_axis is None or whole.stages < 2:
+    if request.token_axis is None or whole.stages < 2 or whole.candidate.other_order:
         return
     step = -(-tokens // CELLS)
     found = [_best_lengths(whole, step)]

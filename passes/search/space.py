@@ -25,11 +25,20 @@ from autopart.ir.shares import Policy
 from autopart.ir.size import Size
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.cuts import Ints, module_span
-from autopart.passes.program.schedules import AUTOMATIC, STASHED, find
+from autopart.passes.ops.cost_model import FIELDS
+from autopart.passes.program.orders import ONE
+from autopart.passes.program.schedules import STASHED, find
 from autopart.passes.simulation.stage_costs import Estimator, summed_bytes
 from autopart.passes.tokens.recipe import TokenAxis
 
 Bools = npt.NDArray[np.bool_]
+FAMILY = ("1f1b", "1f1b-deep", "gpipe")
+"""Schedules with whole backwards and one stage a rank."""
+SEARCHED = "searched"
+ORDERS = ("zb-h1", "zb-h2", "interleaved", "zb-v", SEARCHED)
+"""Schedules with split backwards or several stages a rank, which are tried on plans that are found with the family."""
+PER_RANK = (2, 4, 8)
+"""Numbers of stages a rank that are tried."""
 Watch = Callable[[str, int, int], None]
 """A callback for progress: (what is being done, best step so far in ns or 0, lower bound in ns or 0)."""
 
@@ -39,6 +48,7 @@ class PlanRequest:
     """What the user asks for; None and empty mean that the planner chooses.
 
     micro_rows: the allowed ways to cut the batch, each the rows of its micro-batches.  schedule: "auto" or a name.
+    stages: of the whole pipeline.  stages_per_rank: of each rank, or "auto".
     cuts: module paths at which a stage begins.  together: groups of module paths, each group to stay in one stage.
     pins: module path to its stage.  uncut: values that no stage may pass to another.  replicas: of every stage, or one
     number for each.  policy: how they divide micro-batches.  least_rows: of a replica.  recompute: "auto", "off" or
@@ -52,6 +62,7 @@ class PlanRequest:
     micro_rows: tuple[tuple[int, ...], ...]
     stages: int | None = None
     schedule: str = "auto"
+    stages_per_rank: int | str = "auto"
     cuts: tuple[str, ...] = ()
     together: tuple[tuple[str, ...], ...] = ()
     pins: Mapping[str, int] = field(default_factory=dict)
@@ -70,16 +81,46 @@ class PlanRequest:
     prove_rows: int | None = None
 
     def normalized(self) -> PlanRequest:
-        """Fill in the number of stages that cuts imply: one for each of `replicas`, else one more than cuts."""
-        if self.stages is not None or not self.cuts:
-            return self
-        fixed = self.replicas if isinstance(self.replicas, tuple) else None
-        return replace(self, stages=len(fixed) if fixed else len(self.cuts) + 1)
+        """Fill in what follows from the rest.
+
+        Cuts imply the number of stages: one for each of `replicas`, else one more than cuts.  A fixed number of stages
+        implies those of a rank: 1, or where the schedule needs several, the least of `PER_RANK` that divides it.
+        """
+        stages, per_rank = self.stages, self.stages_per_rank
+        if stages is None and self.cuts:
+            stages = len(self.replicas) if isinstance(self.replicas, tuple) else len(self.cuts) + 1
+        if per_rank == "auto" and (stages or self.pins or isinstance(self.replicas, tuple)):
+            several = self.schedule != "auto" and find(self.schedule).placement != ONE
+            per_rank = next((v for v in PER_RANK if (stages or 0) % v == 0), PER_RANK[0]) if several else 1
+        return replace(self, stages=stages, stages_per_rank=per_rank)
 
     @property
     def schedules(self) -> tuple[str, ...]:
-        """The schedules to compare.  An asynchronous one gives other gradients, so "auto" never chooses it."""
-        return AUTOMATIC if self.schedule == "auto" else (self.schedule,)
+        """The schedules that the search compares first; `orders` tries the others on what it finds.
+
+        An asynchronous one gives other gradients, so "auto" never chooses it.
+        """
+        if self.schedule == "auto" or self.schedule in ORDERS:
+            return FAMILY if self.schedule == "auto" else FAMILY[:1]
+        return (self.schedule,)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether plans of 1F1B's family are allowed beside other orders."""
+        return self.schedule == "auto" and self.stages_per_rank in ("auto", 1)
+
+    @property
+    def numbers_per_rank(self) -> tuple[int, ...]:
+        """The numbers of stages a rank that are allowed."""
+        return (1, *PER_RANK) if isinstance(self.stages_per_rank, str) else (self.stages_per_rank,)
+
+    def with_one_per_rank(self) -> PlanRequest:
+        """Return the request for the plans that the other orders are tried on: one stage a rank, cut anywhere."""
+        per_rank = self.stages_per_rank
+        if not isinstance(per_rank, int) or per_rank == 1:
+            return self
+        stages = None if self.stages is None else self.stages // per_rank
+        return replace(self, stages=stages, stages_per_rank=1, schedule=FAMILY[0], cuts=(), pins={})
 
     @property
     def fixed_slices(self) -> tuple[int, ...]:
@@ -288,7 +329,12 @@ def fastest_sums(space: SearchSpace, rows: int) -> Ints:
     return np.concatenate([[0], np.cumsum(fastest_times(space, rows))]).astype(np.int64)
 
 
-def fastest_times(space: SearchSpace, rows: int) -> Ints:
-    """Return the nanoseconds of each block, both ways, on its fastest device type.  rows: of a micro-batch."""
+def fastest_times(space: SearchSpace, rows: int, *, inputs_alone: bool = False) -> Ints:
+    """Return the nanoseconds of each block, both ways, on its fastest device type.
+
+    rows: of a micro-batch.  inputs_alone: without the part of the backward that makes gradients of weights.
+    """
     by_type = [space.chain.range_costs(Size(rows), device_type) for device_type in range(len(space.costs.device_types))]
-    return np.asarray(np.min([costs.blocks[0] + costs.blocks[1] for costs in by_type], axis=0))
+    later = FIELDS.index("weight_ns")
+    times = [c.blocks[0] + c.blocks[1] - (c.blocks[later] if inputs_alone else 0) for c in by_type]
+    return np.asarray(np.min(times, axis=0))

@@ -10,8 +10,9 @@ from autopart.ir.plan import Decision, Estimate, Report
 from autopart.ir.program import Edge, Program
 from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
+from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import Tied
-from autopart.passes.program.schedules import Shape, find, pattern, streams
+from autopart.passes.program.schedules import find, pattern, streams
 from autopart.passes.program.stream import streaming_of
 from autopart.passes.simulation.rank_memory import rank_peaks, stages_together
 from autopart.passes.simulation.simulate import Message, SliceWork, Work, ordered_ns, simulate, step_ns

@@ -14,7 +14,8 @@ from functools import lru_cache
 import numpy as np
 
 from autopart.passes.graph.cuts import Ints
-from autopart.passes.program.schedules import Pattern, Schedule, Shape, Turn, pattern
+from autopart.passes.program.orders import Schedule, Shape, Turn
+from autopart.passes.program.schedules import Pattern, pattern
 
 Counts = Mapping[tuple[int, ...], Ints]
 """By the stages of a worker, ascending: a row for each different state; of each stage first the slots between F and I,

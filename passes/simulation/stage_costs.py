@@ -42,7 +42,8 @@ from autopart.ir.shares import largest_share
 from autopart.ir.size import Size
 from autopart.passes.ops.cost_model import GraphCosts
 from autopart.passes.ops.table import keeps
-from autopart.passes.program.schedules import BUILT_IN, Shape, find, in_flight, most_tokens, streams
+from autopart.passes.program.orders import Shape
+from autopart.passes.program.schedules import find, in_flight, most_tokens, streams
 from autopart.passes.program.stream import streaming_of
 from autopart.passes.simulation.held import Counts, counts_of, of_stage
 from autopart.passes.simulation.slices import SliceShares, share_of
@@ -244,9 +245,12 @@ def stage_contexts(decision: Decision, links: tuple[Edge, ...], estimator: Estim
 
 
 def counts_for(decision: Decision) -> Counts | None:
-    """Return what the workers hold under a decision's order; None where each stage just holds `in_flight` slots."""
+    """Return what the workers hold under a decision's order; None where each stage just holds `in_flight` slots.
+
+    That is so with whole backwards, one stage a rank and a limit of slots, which the order then reaches.
+    """
     schedule, shape = find(decision.schedule), Shape.of(decision)
-    if schedule in BUILT_IN:
+    if schedule.limit is not None and not schedule.splits and not shape.homes:
         return None
     return counts_of(schedule, shape, decision.token_slices)
 

@@ -1,0 +1,148 @@
+"""Other orders for the best plans so far: split backwards, several stages a rank, and orders that are searched.
+
+The dynamic programs of the search stand for 1F1B's family.  What another order gains depends on the bubble that is left
+and on memory, not on where exactly the cuts are, so the best plans of different shapes are tried under every other
+schedule (`Way`), those with several stages a rank with cuts made anew (`even_cuts`), and each is simulated within
+memory like every candidate.  The searched order, which takes longest to find, is tried last and for the few best.
+
+Where the planner may choose, an order has to save enough to be worth it (`Candidate.preference`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from autopart.passes.program.orders import LOOP, ONE, V, placed
+from autopart.passes.program.schedules import find, takes_slices
+from autopart.passes.search.candidate import COMPUTE_NS, Candidate
+from autopart.passes.search.evaluation import Evaluation, Search
+from autopart.passes.search.even_cuts import even_bounds, levelled, shortest_bounds
+from autopart.passes.search.refinement import actions_of
+from autopart.passes.search.searched import with_orders
+from autopart.passes.search.space import ORDERS, SEARCHED, PlanRequest, SearchSpace
+
+SHAPES = 4
+"""Plans of different shapes that are tried under other orders."""
+EFFORT, SEARCHED_EFFORT = 1_000_000, 100_000
+"""Actions that may be simulated to compare named orders, and computes of the plans for which orders are searched."""
+MOVES = 100_000
+"""Computes that may be replayed to make one searched order shorter."""
+LITTLE = 0.03
+"""A plan of which less is idle is not tried under other orders, where the planner may choose."""
+
+
+class Way(NamedTuple):
+    """A schedule, the stages of each rank, and their placement."""
+
+    schedule: str
+    per_rank: int
+    placement: str
+
+
+def ways(request: PlanRequest) -> list[Way]:
+    """Return the orders beside 1F1B's family that a request allows; () for a schedule of that family, or of a user."""
+    proves = request.schedule == "auto" and request.prove_seconds > 0  # certificates are for 1F1B's family
+    if request.schedule not in ("auto", *ORDERS) or proves or request.policy == "turn":
+        return []
+    names = ORDERS if request.schedule == "auto" else (request.schedule,)
+    numbers, found = request.numbers_per_rank, []
+    for name in names:
+        for placement in (ONE, V, LOOP) if name == SEARCHED else (find(name).placement,):
+            found += [Way(name, number, placement) for number in numbers if _goes(name, number, placement)]
+    return found
+
+
+def _goes(name: str, per_rank: int, placement: str) -> bool:
+    """Return whether a schedule has an order for so many stages a rank."""
+    if name == "zb-v":
+        return per_rank == 2
+    return (per_rank == 1) == (placement == ONE)
+
+
+def evaluate_orders(search: Search, fine: SearchSpace) -> None:
+    """Evaluate the best plans under the other orders that the request allows, and drop what it does not allow.
+
+    fine: the space of many blocks, whose request may name several stages a rank.  After: the search may have new best
+    plans.
+    """
+    request, allowed = fine.request, ways(fine.request)
+    shapes = [found for found in search.finalists(SHAPES) if _may_gain(found, fine)] if allowed else []
+    search.other_orders = bool(shapes)
+    _evaluate_named(search, fine, shapes, allowed)
+    _evaluate_searched(search, fine, shapes, allowed)
+    if not request.is_free:
+        search.keep(lambda candidate: _allows(request, candidate))
+
+
+def _may_gain(found: Evaluation, fine: SearchSpace) -> bool:
+    """Return whether a plan leaves enough of its step idle for another order to be worth it, or to be asked for."""
+    if not fine.request.is_free:
+        return True
+    micros = len(found.candidate.micro_rows)
+    idle_ns = found.step_ns - micros * max(e.fwd_ns + e.bwd_ns for e in found.estimates)
+    least_ns = micros * COMPUTE_NS[fine.costs.cluster.kind]
+    return found.stages > 1 and idle_ns > max(least_ns, LITTLE * found.step_ns)
+
+
+def _evaluate_named(search: Search, fine: SearchSpace, shapes: list[Evaluation], allowed: list[Way]) -> None:
+    effort = EFFORT
+    for found in shapes:
+        for way in allowed:
+            for candidate in _under(way, found, fine) if way.schedule != SEARCHED else ():
+                effort -= actions_of(candidate)
+                if effort > 0 or not search.fitting:
+                    search.evaluate(_space_of(candidate, found, fine), candidate)
+        search.tell("other orders")
+
+
+def _evaluate_searched(search: Search, fine: SearchSpace, shapes: list[Evaluation], allowed: list[Way]) -> None:
+    effort, first = SEARCHED_EFFORT, True
+    for found in shapes:
+        for way in allowed:
+            for candidate in _under(way, found, fine) if way.schedule == SEARCHED else ():
+                computes = 3 * candidate.stages * len(candidate.micro_rows)
+                if computes > effort and not first:
+                    continue
+                effort, first = effort - computes, False
+                space = _space_of(candidate, found, fine)
+                for ordered in with_orders(space, candidate, found.decision.zero, MOVES):
+                    search.evaluate(space, ordered)
+        search.tell("searched orders")
+
+
+def _space_of(candidate: Candidate, found: Evaluation, fine: SearchSpace) -> SearchSpace:
+    """Return the space whose blocks a candidate cuts."""
+    return fine if candidate.per_rank > 1 else found.space
+
+
+def with_one_per_rank(space: SearchSpace) -> SearchSpace:
+    """Return the space of the plans that other orders are tried on: one stage a rank, cut wherever that is best."""
+    request = space.request.with_one_per_rank()
+    return space if request is space.request else replace(space, request=request, forced=())
+
+
+def _allows(request: PlanRequest, candidate: Candidate) -> bool:
+    """Return whether the request allows the schedule and the stages a rank of a candidate."""
+    return request.schedule in ("auto", candidate.schedule) and candidate.per_rank in request.numbers_per_rank
+
+
+def _under(way: Way, found: Evaluation, fine: SearchSpace) -> Iterator[Candidate]:
+    """Yield the plan under another order; with several stages a rank once for each kind of cuts."""
+    plan = found.candidate
+    slices = plan.token_slices or fine.request.fixed_slices
+    if slices and (way.schedule == SEARCHED or not takes_slices(find(way.schedule))):
+        return
+    plan = replace(plan, schedule=way.schedule, per_rank=way.per_rank, placement=way.placement)
+    if way.per_rank == 1:
+        yield plan
+        return
+    stages, rows = plan.stages, max(plan.micro_rows)
+    if stages > fine.chain.n or len(set(plan.widths)) > 1:
+        return
+    homes = placed(way.placement, stages, len(plan.widths))
+    cuts = [even_bounds(fine, rows, (1,) * stages), shortest_bounds(fine, rows, stages)]
+    allowed = [bounds for bounds in cuts if bounds is not None and fine.allows(bounds)]
+    for bounds in dict.fromkeys(levelled(fine, rows, bounds, homes) for bounds in allowed):
+        yield replace(plan, bounds=bounds)

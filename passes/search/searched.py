@@ -1,0 +1,128 @@
+"""Plans whose order is searched (`passes.ordering`), within the memory of every rank.
+
+Memory that activations do not take delays W, and W fills the bubble; recomputation makes room at a price.  So a plan is
+tried with as much recomputed as if its ranks held several numbers of micro-batches (`HELD`), with backwards split on
+all stages or on the later ones alone, whose ranks have memory left under 1F1B.  Each gets one order, found on a shorter
+step where that is long; the best ones get an order of the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from autopart.ir.decision import Decision, Stage
+from autopart.ir.plan import Estimate
+from autopart.ir.program import Edge
+from autopart.passes.ordering.lists import RULES, listed
+from autopart.passes.ordering.pipeline import Pipeline
+from autopart.passes.ordering.replay import replay
+from autopart.passes.ordering.searched import search_order
+from autopart.passes.program.orders import Shape
+from autopart.passes.program.routing import Tied, edges, tied
+from autopart.passes.search.candidate import Candidate
+from autopart.passes.search.evaluation import staged
+from autopart.passes.search.recomputation import recomputed_stage
+from autopart.passes.search.space import SearchSpace
+from autopart.passes.simulation.estimate import work_of
+from autopart.passes.simulation.rank_memory import own_bytes, stages_together
+from autopart.passes.simulation.simulate import Work
+from autopart.passes.simulation.stage_costs import StageContext, stage_contexts
+
+HELD = (1.0, 0.6, 0.35)
+"""Micro-batches that a rank holds, as parts of what it holds under 1F1B, for which recomputation is chosen."""
+SPLIT_FROM = (0.0, 0.5, 0.75)
+"""The first stage whose backward is split, as a part of all."""
+FILLED = 2
+"""Micro-batches per position of the shorter step on which plans are compared."""
+
+
+class Way(NamedTuple):
+    """A way to run a plan: about the nanoseconds of its step, and what its order is searched for."""
+
+    step_ns: int
+    decision: Decision
+    work: Work
+    room_bytes: tuple[int, ...]
+
+
+def with_orders(space: SearchSpace, plan: Candidate, zero: int, effort: int, *, most: int = 1) -> list[Candidate]:
+    """Return the plan with orders for the `most` most promising ways to run it.
+
+    zero: whether replicas share the optimizer state.  effort: computes that may be replayed for each to improve it.
+    """
+    decision = staged(space, plan, zero)
+    links = edges(decision, space.chain.blocks)
+    shared = tied(decision, space.chain.blocks) if space.may_be_tied else ()
+    ranks = [stage.ranks for stage in decision.stages]
+    found = []
+    for way in sorted(ways_of(space, decision, links, shared), key=lambda way: way.step_ns)[:most]:
+        shape = replace(Shape.of(way.decision), order=())
+        order = search_order(shape, links, shared, ranks, way.work, room_bytes=way.room_bytes, effort=effort).order
+        found.append(replace(plan, order=order))
+    return found
+
+
+def ways_of(space: SearchSpace, decision: Decision, links: tuple[Edge, ...], shared: Tied) -> Iterator[Way]:
+    """Yield the ways to run a decision for which an order was found."""
+    shape = replace(Shape.of(decision), order=())
+    positions, micros = len(shape.workers), shape.micros
+    short = min(micros, FILLED * positions)
+    done: set[object] = set()
+    for part in HELD:
+        depth = [positions if shape.homes else positions - s for s in range(shape.stages)]
+        fit = _fitted(space, decision, links, [min(micros, max(1, round(part * held))) for held in depth])
+        if fit is None or fit in done:
+            continue
+        done.add(fit)
+        recomputed, estimates, rooms = fit
+        work = work_of(recomputed, estimates, links, shared, space.costs)
+        busiest = max(sum(estimates[s].fwd_ns + estimates[s].bwd_ns for s in own) for own in shape.workers)
+        for first in SPLIT_FROM:
+            late = int(first * shape.stages)
+            weight_ns = tuple([ns if s >= late else 0 for s, ns in enumerate(work.weight_ns)])
+            own = replace(work, weight_ns=weight_ns)
+            pipeline = replace(Pipeline.of(shape, links, own, rooms), micros=short)
+            orders = listed(pipeline, RULES[0])
+            played = replay(pipeline, orders) if orders is not None else None
+            if played is not None:
+                yield Way(played.step_ns + (micros - short) * busiest, recomputed, own, rooms)
+
+
+def _fitted(
+    space: SearchSpace, decision: Decision, links: tuple[Edge, ...], held: Sequence[int]
+) -> tuple[Decision, tuple[Estimate, ...], tuple[int, ...]] | None:
+    """Return the decision with as much recomputed as if its stages held so many micro-batches, its estimates and the
+    bytes that each worker has for what it holds; None if that is nothing."""
+    estimator, decision = space.costs, replace(decision, schedule="gpipe")
+
+    def contexts(of: Decision) -> list[StageContext]:
+        known = stage_contexts(of, links, estimator)
+        return [replace(context, live=live, counts=()) for context, live in zip(known, held, strict=True)]
+
+    def rooms(known: Sequence[StageContext], estimates: Sequence[Estimate]) -> list[int]:
+        found = []
+        for stages in stages_together(decision):
+            limit = estimator.cluster.least_memory_bytes(decision.stages[stages[0]].ranks)
+            taken = sum(own_bytes(known[s], estimates[s]) for s in stages)
+            found.append(limit - taken - max(estimates[s].workspace_bytes for s in stages))
+        return found
+
+    whole = contexts(decision)
+    estimates = [estimator.stage(context) for context in whole]
+    chosen: list[Stage] = [context.stage for context in whole]
+    if space.request.may_recompute:
+        for stages, room in zip(stages_together(decision), rooms(whole, estimates), strict=True):
+            wanted = sum(held[s] * estimates[s].activation_bytes for s in stages)
+            for s in stages if wanted > room else ():
+                e = estimates[s]
+                limit = estimator.cluster.least_memory_bytes(decision.stages[s].ranks)
+                share = held[s] * e.activation_bytes * max(0, room) // wanted
+                spare = limit - own_bytes(whole[s], e) - e.workspace_bytes - share
+                chosen[s] = recomputed_stage(space, whole[s], spare)
+    fit = replace(decision, stages=tuple(chosen))
+    known = contexts(fit)
+    estimates = [estimator.stage(context) for context in known]
+    left = rooms(known, estimates)
+    return (fit, tuple(estimates), tuple(left)) if min(left) > 0 else None

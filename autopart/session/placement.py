@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from autopart.ir.graph import Graph
-from autopart.ir.plan import Decision
+from autopart.ir.plan import Decision, Stage
 from autopart.ir.shares import owners_of
 from autopart.runtime.group.world import World
 from autopart.runtime.sums.shared_values import Sharing
@@ -53,11 +53,9 @@ def placement_of(graph: Graph, decision: Decision) -> Placement:
     sharing = []
     for stage in decision.stages:
         used = dict.fromkeys(name for op in stage.ops for name in ops[op].params if name not in constants)
-        dealt: Mapping[str, int] = {}
-        if decision.zero and len(stage.ranks) > 1:
-            dealt = owners_of({name: trained[name] for name in used if name in trained}, len(stage.ranks))
-        keeping = {name: (stage.ranks[dealt[name]],) if name in dealt else stage.ranks for name in used}
-        sharing.append(Sharing(stage.ranks, {n: keeping[n][0] for n in used if n in dealt}, decision.bucket_bytes))
+        dealt = _dealt(stage, [name for name in used if name in trained], trained, keepers) if decision.zero else {}
+        keeping = {name: (dealt[name],) if name in dealt else stage.ranks for name in used}
+        sharing.append(Sharing(stage.ranks, dealt, decision.bucket_bytes))
         for name in used:
             owners.setdefault(name, keeping[name][0])
             holders.setdefault(name, set()).update(stage.ranks)
@@ -69,6 +67,20 @@ def placement_of(graph: Graph, decision: Decision) -> Placement:
         holders.setdefault(buffer, set()).update(stage.ranks)
     held, kept = ({name: tuple(sorted(ranks)) for name, ranks in of.items()} for of in (holders, keepers))
     return Placement(held, kept, owners, tuple(sharing))
+
+
+def _dealt(
+    stage: Stage, names: Sequence[str], sizes: Mapping[str, int], keepers: Mapping[str, Collection[int]]
+) -> dict[str, int]:
+    """Return the rank of a stage that keeps the optimizer state of each parameter; empty without replicas.
+
+    keepers: of earlier stages.  One that runs this stage too keeps the parameter here as well: a rank holds it once.
+    """
+    if len(stage.ranks) < 2:
+        return {}
+    kept = {name: min(own) for name in names if (own := set(keepers.get(name, ())).intersection(stage.ranks))}
+    fresh = owners_of({name: sizes[name] for name in names if name not in kept}, len(stage.ranks))
+    return {name: kept[name] if name in kept else stage.ranks[fresh[name]] for name in names}
 
 
 def relocate(world: World, old: Placement, new: Placement, before: LocalTensors, after: LocalTensors) -> None:

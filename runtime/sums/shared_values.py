@@ -9,7 +9,7 @@ place, small ones together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -88,12 +88,17 @@ class SharedValues:
         self._tensors = tensors
         self._parts: list[_Part] = []
         self._stages: list[tuple[int, Sharing, dist.ProcessGroup]] = []
+        self.owners: dict[str, int] = {}
+        sent: set[tuple[frozenset[int], str]] = set()
         for number, stage in enumerate(stages):
             if stage.owners:
                 group = world.group(stage.ranks, purpose="replicas" if world.overlaps else "")
+                members = frozenset(stage.ranks)
+                once = {name: owner for name, owner in stage.owners.items() if (members, name) not in sent}
+                sent.update((members, name) for name in once)  # by an earlier stage of the same ranks
                 if world.rank in stage.ranks:
-                    self._stages.append((number, stage, group))
-        self.owners = {name: owner for _, stage, _ in self._stages for name, owner in stage.owners.items()}
+                    self.owners.update(stage.owners)
+                    self._stages.append((number, replace(stage, owners=once), group))
         self._dealt: dict[int, list[list[str]]] = {}
 
     def drop_foreign_gradients(self) -> None:
@@ -128,8 +133,7 @@ class SharedValues:
             if only not in (None, number):
                 continue
             if number not in self._dealt:
-                own = {name: owner for name, owner in stage.owners.items() if self.owners[name] == owner}
-                self._dealt[number] = list(parts_of(own, self._tensors, stage.bucket_bytes))
+                self._dealt[number] = list(parts_of(stage.owners, self._tensors, stage.bucket_bytes))
             for names in self._dealt[number]:
                 owner = stage.owners[names[0]]
                 part = _Part.of([self._tensors[name] for name in names], owner, mine=owner == self._world.rank)

@@ -80,7 +80,7 @@ def _slice_module(code: SliceGraph, count: int) -> StageModule:
     made: dict[str, list[str]] = {}
     for node in captured.module.graph.nodes:
         if node.op == "call_function" and node not in code.own:
-            last = next(reversed(code.graph.nodes))
+            last = next(reversed(code.graph.nodes), None)  # none before an op that reads nothing
             _write(code, node)
             since = (one.name for one in _since(code.graph, last) if one.target not in (part_of, operator.getitem))
             made[node.name] = list(since)
@@ -104,8 +104,8 @@ def _slice_module(code: SliceGraph, count: int) -> StageModule:
     )
 
 
-def _since(graph: fx.Graph, last: fx.Node) -> Iterator[fx.Node]:
-    """Return the nodes behind `last`, from the newest on."""
+def _since(graph: fx.Graph, last: fx.Node | None) -> Iterator[fx.Node]:
+    """Return the nodes behind `last`, from the newest on; all of them for None."""
     return takewhile(lambda one: one is not last, reversed(graph.nodes))
 
 

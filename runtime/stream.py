@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from autopart.ir.actions import BACKWARD, COMPUTES, FORWARD, RECEIVE, UPDATE, Action, Slot
+from autopart.ir.errors import AutopartError
 from autopart.ir.program import Streaming
 from autopart.runtime.activity import encoded, set_activity
 from autopart.runtime.engine import BatchPlan, Engine, _activity, _State
 from autopart.runtime.messages.stream_mailbox import StreamMailbox
 from autopart.runtime.stages.versions import WeightVersions
 from autopart.runtime.sums.replicas import ReplicaSums
+from autopart.runtime.trace import StepTrace
 
 Update = Callable[[], None]
 """Steps the optimizer of this rank's parameters."""
@@ -73,6 +75,7 @@ class StreamEngine(Engine):
         self._tick = self._entered = 0
         self._plans.clear()
         self._state: _State | None = None
+        self._trace = None
 
     @property
     def batches(self) -> int:
@@ -107,6 +110,7 @@ class StreamEngine(Engine):
         while self._tick < self._entered:
             self._play_tick(self._state)
         self._plans[-1] = replace(self._plans[-1], inputs=())  # read by the forwards of these ticks
+        self._report()
         set_activity("between batches")
 
     def flush(self) -> None:
@@ -117,11 +121,17 @@ class StreamEngine(Engine):
         while self._tick <= last:
             self._play_tick(self._state)
         self._messages.flush()
+        self._report()
         for runner in self._runners.values():
             runner.finish()
             assert runner.versions is not None
             runner.versions.restart()
         self._restart()
+
+    def _report(self) -> None:
+        """Add what was traced to `spans`, with times from the first batch since the last flush."""
+        if self._trace is not None and self.spans is not None:
+            self.spans.extend(self._trace.take())
 
     def _placed(self, given: BatchPlan) -> BatchPlan:
         """Return the plan of a batch with its micro-batches at their places in the ring."""
@@ -137,6 +147,9 @@ class StreamEngine(Engine):
 
     def _play_tick(self, state: _State) -> None:
         tick, rhythm = self._tick, self._rhythm
+        if self._trace is None and self.spans is not None:
+            self._trace = StepTrace(self._rank, self._device)
+        trace = self._trace if self.spans is not None else None
         self._messages.pass_to(tick, self._entered)
         oldest = self.batches - len(self._plans)
         for action in self._ticks[tick % rhythm.ring]:
@@ -147,10 +160,18 @@ class StreamEngine(Engine):
             state.given = self._plans[min(micro, self._entered - 1) // rhythm.micros - oldest]
             self._renew(action, state)
             set_activity(self._labelled[action])
+            start = trace.now() if trace is not None else None
             self._do[action.kind](action, state)
+            if trace is not None and start is not None:
+                trace.add(action._replace(slot=action.slot._replace(micro=micro)), start)
             if action.kind == COMPUTES[BACKWARD]:
                 self._collect(action, micro, state)
         self._tick += 1
+
+    def _located(self, error: Exception, action: Action) -> AutopartError:
+        """Return the error with stage, micro-batch (counted from the last flush), module and line."""
+        micro = self._tick - (0 if action.is_a.way == FORWARD else self._rhythm.lags[action.stage])
+        return super()._located(error, action._replace(slot=action.slot._replace(micro=micro)))
 
     def _renew(self, action: Action, state: _State) -> None:
         """Count the messages of a slot that is used again."""

@@ -40,6 +40,12 @@ class StepTrace:
             torch.cuda.synchronize()
         return [Span(self._rank, action, self._ns(start), self._ns(end)) for action, start, end in self._actions]
 
+    def take(self) -> list[Span]:
+        """Return the spans since the last call.  Waits for the device."""
+        found = self.spans()
+        self._actions.clear()
+        return found
+
     def _ns(self, moment: Moment) -> int:
         if isinstance(moment, int):
             return moment

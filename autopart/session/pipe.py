@@ -235,7 +235,8 @@ class Pipe(PipeState):
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[list[Span]]:
-        """Record what this rank does in the training steps of the body."""
+        """Record what this rank does in the training steps of the body; in `train` micro-batches and times count on
+        from one flush to the next."""
         session = self.session
         session.spans = []
         try:

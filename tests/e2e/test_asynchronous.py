@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -134,6 +135,22 @@ def test_batches_that_end_early_or_fail_are_errors_on_all_ranks_and_training_can
     assert first["losses"] == other["losses"] and len(first["losses"]) == 6
 
 
+def test_what_is_played_can_be_traced(pair: Workers) -> None:
+    assert [" ".join(played) for played in pair.run(jobs.traced)] == [
+        "0F0 0F1 0B0 0U0 0F2 0B1 0U1 0B2 0U2",
+        "1F0 1B0 1U0 1F1 1B1 1U1 1F2 1B2 1U2",
+    ]
+
+
+def test_a_stage_that_fails_ends_training_on_all_ranks(pair: Workers) -> None:
+    first, last = pair.run(jobs.failing_stage)
+    assert last["raised"][0] == "StageError" and "stage 1, micro-batch 3, forward" in last["raised"][1]
+    assert first["raised"][0] == "WorkerError" and "Target 99 is out of bounds" in first["raised"][1]
+    for rank in (first, last):
+        assert rank["after"][0] == "RunError" and "Stages may be some updates apart" in rank["after"][1]
+    assert first["left"] and last["left"] and first["left"] != last["left"]
+
+
 @pytest.mark.parametrize(
     ("schedule", "call", "words"),
     [
@@ -160,6 +177,25 @@ def test_what_has_no_meaning_is_refused_with_what_to_use_instead(
 def test_what_cannot_be_trained_is_refused_by_name(pair: Workers, more: dict[str, Any], words: tuple[str, ...]) -> None:
     for kind, text in pair.run(jobs.refused, jobs.Tied(), jobs.options(2, "pipedream", 1) | more, jobs.train):
         assert kind == "RefusedError" and all(word in text for word in words), text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "micros", "replicas", "more"),
+    [
+        ("pipedream", 1, (2, 1, 1), {"replica_policy": "split"}),
+        ("pipedream", 1, (1, 3), {"replica_policy": "split"}),
+        ("pipedream-2bw", 2, (2, 2), {"replica_policy": "split"}),
+        ("pipedream", 1, (1, 1, 1, 1), {"recompute": "all"}),
+        ("pipedream-2bw", 3, (1, 1, 1, 1), {"recompute": "all"}),
+        ("pipedream", 1, (1, 1, 1, 1), {"backend": "inductor"}),
+    ],
+)
+def test_four_ranks_with_other_options(
+    workers: Workers, schedule: str, micros: int, replicas: tuple[int, ...], more: dict[str, Any]
+) -> None:
+    found = workers.run(functools.partial(jobs.trained, **more), 12, schedule, micros, "adamw", replicas)
+    require_equal(found, 12, schedule, "adamw", (1,) * len(replicas))
 
 
 @pytest.mark.slow

@@ -77,6 +77,7 @@ class Training:
         self._ready: deque[float] = deque()
         self._own: dict[int, float] = {}
         self._over = ""
+        session.calls.left = "Stages may be some updates apart, and buffers as they were at the last flush"
 
     # -- for the user's loop ---------------------------------------------------------------------------------------
 
@@ -180,6 +181,7 @@ class Training:
         else:
             plan = self._next_plan(live, given.batch, found, step)
         live.shares[self._entered] = [share[0] for share in plan.shares.get(self._home, ())][live.engine.turn :]
+        live.engine.spans = self._session.spans
         live.engine.enter(plan)
         self._entered += 1
 
@@ -228,6 +230,7 @@ class Training:
         """Play until nothing is in flight, and let all ranks know the losses."""
         live = self._live
         assert live is not None
+        live.engine.spans = self._session.spans
         live.engine.flush()
         mine = [self._own_loss(number) for number in range(self._known, self._entered)]
         for of_ranks in zip(*self._session.world.gather_numbers(mine), strict=True) if mine else ():

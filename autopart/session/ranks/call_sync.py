@@ -38,12 +38,16 @@ class Given(NamedTuple):
 
 
 class Calls:
-    """The collective calls of one rank, numbered, and whether one of them has failed."""
+    """The collective calls of one rank, numbered, and whether one of them has failed.
+
+    left: what a failure leaves behind, for messages.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._count = 0
         self._failure = ""
+        self.left = "Gradients and buffers are as before it"
 
     def enter(
         self,
@@ -156,7 +160,7 @@ class Calls:
         if self._failure:
             raise RunError(
                 "the pipeline has failed and takes no further step",
-                why=f"{self._failure}; the ranks are not connected any more.  Gradients and buffers are as before it",
+                why=f"{self._failure}; the ranks are not connected any more.  {self.left}",
                 fix="pipe.local_state_dict() still returns this rank's part of the weights; then close the pipe on "
                 "every rank, load a state, and compile the model again",
             )

@@ -61,17 +61,24 @@ def options(stages: int, schedule: str, micros: int, **more: Any) -> dict[str, A
 
 
 def trained(
-    count: int, schedule: str, micros: int, optimizer: str, replicas: Sequence[int], flushes: Sequence[int] = ()
+    count: int,
+    schedule: str,
+    micros: int,
+    optimizer: str,
+    replicas: Sequence[int],
+    flushes: Sequence[int] = (),
+    **more: Any,
 ) -> dict[str, Any]:
     """On every rank: losses, its stage, its weights after every update, versions held, and the state at the end.
 
-    flushes: numbers of losses after which the pipeline is flushed.
+    flushes: numbers of losses after which the pipeline is flushed.  more: options of compile.
     """
     torch.set_num_threads(1)
     stages, world, data = len(replicas), sum(replicas), batches(count)
     asked = options(stages, schedule, micros)
     if world > stages:
         asked |= {"replicas": tuple(replicas), "replica_policy": "turn"}
+    asked |= more
     recorders: list[Recorder] = []
 
     def recorded(made: torch.optim.Optimizer) -> Recorder:
@@ -146,6 +153,30 @@ def wrong_batches() -> dict[str, Any]:
         return {"early": early, "fails": fails, "losses": losses, "state": state, "steps": pipe.steps}
 
 
+def traced() -> list[str]:
+    """On every rank: what it computed while three batches were trained."""
+    torch.set_num_threads(1)
+    with autopart.compile(net(2), "cpu:2", sample=batches(1)[0], **options(2, "pipedream", 1)) as pipe:
+        with pipe.traced() as spans:
+            list(pipe.train(batches(3), optimizer=sgd))
+        ordered = sorted(spans, key=lambda span: span.start_ns)
+        return [str(span.action) for span in ordered if span.action.kind in "FBU"]
+
+
+def failing_stage() -> dict[str, Any]:
+    """On every rank: what is raised when a batch cannot be computed on the last stage, and what is left afterwards."""
+    torch.set_num_threads(1)
+    make, given, loss_fn = LEARNERS["gpt"]
+    stream = given(4)
+    data = [next(stream) for _ in range(8)]
+    data[3][1][0, 0] = 99  # there is no such token
+    asked = options(2, "pipedream", 1) | {"loss_fn": loss_fn, "cuts": ()}
+    with autopart.compile(make(), "cpu:2", sample=data[0], **asked) as pipe:
+        raised = error_of(lambda: list(pipe.train(data, optimizer=sgd)))
+        after = error_of(pipe.state_dict)
+        return {"raised": raised, "after": after, "left": sorted(pipe.local_state_dict())}
+
+
 def refused(given: nn.Module, asked: dict[str, Any], call: Any) -> tuple[str, str]:
     """The error that a call of a pipe raises on two ranks."""
     torch.set_num_threads(1)
@@ -182,7 +213,7 @@ class Tied(nn.Module):
 
 
 def learned(name: str, stages: int, schedule: str, micros: int, steps: int) -> tuple[list[float], float]:
-    """On every rank: the losses of some steps with AdamW and a falling learning rate, and the loss of other data after them."""
+    """On every rank: the losses of some steps with AdamW and a falling learning rate, and then that of other data."""
     torch.set_num_threads(1)
     make, given, loss_fn = LEARNERS[name]
     rows, stream = 16, given(16)

@@ -286,8 +286,7 @@ def _found_or_built(
 
     Plans with a schedule of the user are not kept, since another function may have the same name.
     """
-    ours = {schedule.name for schedule in BUILT_IN}
-    kept = options.cache and ours.issuperset(request.schedules)
+    kept = options.cache and request.schedule in ("auto", *(schedule.name for schedule in BUILT_IN))
     key = plan_key(asked, other, cluster, request) if kept else None
     found = find_plan(key, asked.graph) if key else None
     if found is not None:

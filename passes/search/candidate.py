@@ -17,7 +17,7 @@ from math import log2
 from autopart.passes.program.orders import ONE, placed
 from autopart.passes.program.schedules import find
 from autopart.passes.search.layout import Layout
-from autopart.passes.search.space import ORDERS
+from autopart.passes.search.space import is_other
 
 DOUBLING = 0.02
 """A plan with twice the stages is chosen if it makes the step shorter by at least this part: predicted steps are off by
@@ -77,7 +77,7 @@ class Candidate:
     @property
     def other_order(self) -> str:
         """Its schedule if that is not of 1F1B's family (`orders`), else ""."""
-        return self.schedule if self.schedule in ORDERS else ""
+        return self.schedule if is_other(self.schedule) else ""
 
     @property
     def most_replicas(self) -> int:

@@ -21,7 +21,7 @@ from autopart.passes.search.evaluation import Evaluation, Search
 from autopart.passes.search.even_cuts import even_bounds, levelled, shortest_bounds
 from autopart.passes.search.refinement import actions_of
 from autopart.passes.search.searched import with_orders
-from autopart.passes.search.space import ORDERS, SEARCHED, PlanRequest, SearchSpace
+from autopart.passes.search.space import ORDERS, SEARCHED, PlanRequest, SearchSpace, is_other
 
 SHAPES = 4
 """Plans of different shapes that are tried under other orders."""
@@ -44,7 +44,7 @@ class Way(NamedTuple):
 def ways(request: PlanRequest) -> list[Way]:
     """Return the orders beside 1F1B's family that a request allows; () for a schedule of that family, or of a user."""
     proves = request.schedule == "auto" and request.prove_seconds > 0  # certificates are for 1F1B's family
-    if request.schedule not in ("auto", *ORDERS) or proves or request.policy == "turn":
+    if not (request.schedule == "auto" or is_other(request.schedule)) or proves or request.policy == "turn":
         return []
     names = ORDERS if request.schedule == "auto" else (request.schedule,)
     numbers, found = request.numbers_per_rank, []

@@ -8,7 +8,7 @@ from autopart.ir.errors import UsageError
 from autopart.passes.program.orders import ONE
 from autopart.passes.program.schedules import AUTOMATIC, find, takes_slices
 from autopart.passes.search.orders import ways
-from autopart.passes.search.space import ORDERS, SEARCHED, PlanRequest
+from autopart.passes.search.space import ORDERS, SEARCHED, PlanRequest, is_other
 
 
 def check_request(request: PlanRequest, cluster: Cluster) -> None:
@@ -60,13 +60,13 @@ def check_request(request: PlanRequest, cluster: Cluster) -> None:
 def _check_order(request: PlanRequest) -> None:
     """Check the schedule against the number of stages of a rank, and against what it has no order or proof for."""
     name, per_rank = request.schedule, request.stages_per_rank
-    if name in ORDERS and request.prove_seconds > 0:
+    if is_other(name) and request.prove_seconds > 0:
         raise UsageError(
             f"nothing can be proved about schedule {name!r}",
             why="the model of the proof has whole backwards and one stage a rank",
             fix="leave prove out or use another schedule",
         )
-    if name in ORDERS and request.policy == "turn":
+    if is_other(name) and request.policy == "turn":
         raise UsageError(
             f"schedule {name!r} does not go with replicas that take micro-batches in turn",
             fix='use replica_policy="split" or another schedule',
@@ -83,7 +83,7 @@ def _check_order(request: PlanRequest) -> None:
             f"{request.stages} stages cannot be divided into {per_rank} a rank",
             fix=f"use a multiple of {per_rank}, or another stages_per_rank",
         )
-    if (name in ORDERS or per_rank > 1) and not ways(request):
+    if (is_other(name) or per_rank > 1) and not ways(request):
         several = [other for other in ORDERS if find(other).placement != ONE]
         wanted = ORDERS if name == "auto" else (name,)
         raise UsageError(
@@ -124,7 +124,7 @@ def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
             why="each micro-batch has its own version of the weights",
             fix="use zero=0 or another schedule",
         )
-    names = (request.schedule,) if request.schedule in ORDERS else request.schedules
+    names = (request.schedule,) if is_other(request.schedule) else request.schedules
     if request.fixed_slices and not any(takes_slices(find(name)) and name != SEARCHED for name in names):
         raise UsageError(
             f"schedule {request.schedule!r} has no order over slices of sequences",

@@ -43,6 +43,12 @@ Watch = Callable[[str, int, int], None]
 """A callback for progress: (what is being done, best step so far in ns or 0, lower bound in ns or 0)."""
 
 
+def is_other(schedule: str) -> bool:
+    """Return whether a schedule is tried on the plans of 1F1B's family: one of `ORDERS`, or of a user for several
+    stages a rank."""
+    return schedule in ORDERS or (schedule != "auto" and find(schedule).placement != ONE)
+
+
 @dataclass(frozen=True)
 class PlanRequest:
     """What the user asks for; None and empty mean that the planner chooses.
@@ -100,7 +106,7 @@ class PlanRequest:
 
         An asynchronous one gives other gradients, so "auto" never chooses it.
         """
-        if self.schedule == "auto" or self.schedule in ORDERS:
+        if self.schedule == "auto" or is_other(self.schedule):
             return FAMILY if self.schedule == "auto" else FAMILY[:1]
         return (self.schedule,)
 

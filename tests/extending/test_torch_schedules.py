@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from support.languages.graphs import graph
-from support.languages.torch_schedules import LOOPED, V_SHAPED, computes, dump, home, load, simulated, trained_under
+from support.languages.own_interleaving import OPTIONS, batch, net
+from support.languages.torch_schedules import LOOPED, V_SHAPED, computes, dump, home, load, simulated, verified_under
 from support.oracles.strict import hangs, issued
 from support.workers import Workers
 
@@ -82,13 +83,20 @@ def test_an_order_that_torch_refuses_is_refused_with_line_and_column(tmp_path: P
         load(tmp_path / "wrong.csv", 2, 1, 4)
 
 
+@pytest.mark.parametrize("name", LOOPED)
+def test_a_schedule_of_torch_is_planned_with_the_placement_of_its_file(name: str, tmp_path: Path) -> None:
+    dump(name, 2, 2, 4, tmp_path / "theirs.csv")
+    plan = autopart.plan(
+        net(tied=False), "cpu:2", sample=batch(), schedule=tmp_path / "theirs.csv", stages=4, micro_batches=4, **OPTIONS
+    )
+    assert [stage.ranks for stage in plan.stages] == [(home(name, stage, 2),) for stage in range(4)]
+    assert plan.schedule == "theirs" and plan.step_ns > 0
+
+
 @pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"])
-def test_a_schedule_of_torch_trains_as_one_process(pair: Workers, name: str, tmp_path: Path) -> None:
-    path = tmp_path / "theirs.csv"
-    dump(name, 2, 2, 4, path)
-    ranks = tuple(home(name, stage, 2) for stage in range(4))
-    expected = [text for text in single(computes(load(path, 2, 2, 4)))[0] if "F" in text or "B" in text]
-    for found in pair.run(trained_under, path, ranks, 2):
-        assert found["losses"] == pytest.approx(found["alone"], rel=1e-12)
-        assert found["gradients"] < 1e-12 and found["off"] < 1e-12
-        assert found["computes"] == expected
+def test_a_schedule_of_torch_runs_as_one_process(pair: Workers, name: str, tmp_path: Path) -> None:
+    dump(name, 2, 2, 4, tmp_path / "theirs.csv")
+    expected = single(computes(load(tmp_path / "theirs.csv", 2, 2, 4)))
+    for ok, errors, orders in pair.run(verified_under, tmp_path / "theirs.csv"):
+        assert ok, errors
+        assert orders == expected

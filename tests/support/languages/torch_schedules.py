@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import autopart
+from autopart.ir.actions import COMPUTE
 from support.languages import own_interleaving
 
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
@@ -94,10 +96,16 @@ def home(name: str, stage: int, ranks: int) -> int:
     return ranks - 1 - place if name in V_SHAPED and chunk % 2 else place
 
 
-def trained_under(path: Path, ranks: tuple[int, ...], steps: int) -> dict[str, Any]:
-    """Train four stages on these ranks under the schedule of a file; runs on every rank of a pool."""
-    schedule = autopart.register_schedule(path)
-    plan = own_interleaving.two_stages_a_rank(tied=False)
-    stages = tuple(replace(stage, ranks=(rank,)) for stage, rank in zip(plan.stages, ranks, strict=True))
-    decision = replace(plan.decision, stages=stages, schedule=schedule.name)
-    return own_interleaving.trained(replace(plan, decision=decision), steps, False)
+def verified_under(path: Path) -> tuple[bool, dict[str, float], list[list[str]]]:
+    """Plan and run four stages on two ranks under the schedule of a file; runs on every rank of a pool.
+
+    Returns whether a step equals one process's, its largest errors, and the computes of each rank in order.
+    """
+    torch.set_num_threads(1)
+    model, batch = own_interleaving.net(tied=False), own_interleaving.batch()
+    options: dict[str, Any] = {**own_interleaving.OPTIONS, "stages": 4, "micro_batches": 4, "schedule": path}
+    found = autopart.verify(model, "cpu:2", sample=batch, **options)
+    with autopart.compile(model, "cpu:2", sample=batch, **options) as pipe:
+        spans = pipe.timeline(batch).spans
+    orders = [[str(s.action) for s in spans if s.rank == rank and s.action.is_a.role == COMPUTE] for rank in (0, 1)]
+    return found.ok, {"loss": found.loss_error, "gradients": found.largest}, orders

@@ -260,8 +260,8 @@ def _built(described: _ClusterFile, host: Host) -> Cluster:
         known = DEVICES.get(entry.name)
         base = known if known and known.kind == entry.kind else host.device(entry.kind, min(local, count))
         devices += [_device(entry, base)] * entry.count
-    host = HostCosts(**{f"{what}_ns": round(getattr(described.host, f"{what}_us") * 1000) for what in _HOST})
-    return Cluster(tuple(devices), levels or _levels(kind, count, local), host)
+    spent = HostCosts(**{f"{what}_ns": round(getattr(described.host, f"{what}_us") * 1000) for what in _HOST})
+    return Cluster(tuple(devices), levels or _levels(kind, count, local), spent)
 
 
 def _device(entry: _DeviceEntry, base: Device) -> Device:

@@ -94,17 +94,20 @@ def host_costs(spent: Spent, waited_ns: int) -> HostCosts:
 
 
 def _spent(cluster: Cluster, ranks: Sequence[int], **options: Any) -> float:
-    """Return the processor time that these ranks, which run stages, spend on a step besides its ops.  Collective."""
+    """Return the processor time that these ranks, which run stages, spend on a step besides its ops.  Collective.
+
+    All ranks run the ops at the same time; the fastest one counts.
+    """
+    replicas, micros = options["replicas"], options["micro_batches"]
     asked = read_options(loss_fn=_loss, optimizer="sgd", costs="analytic", cache=False, schedule="1f1b", **options)
     batch = _batch(_ROWS)
     with Pipe(CaptureCache(_model(), _loss), replace(cluster, host=UNMEASURED), asked, batch) as pipe:
         mine = _least_ns(lambda: pipe.step(batch), list(pipe.parameters()))
-        everyone = [row[0] for row in pipe.session.world.gather_numbers([mine])]
+        ops = _plain_ns(_ROWS // (replicas * micros), micros)
+        found = pipe.session.world.gather_numbers([mine, ops])
         pipe.close(sync=False)
-    parts = options["replicas"] * options["micro_batches"]
-    return sum(everyone[rank] for rank in ranks) - options["replicas"] * _plain_ns(
-        _ROWS // parts, options["micro_batches"]
-    )
+    spent: float = sum(found[rank][0] for rank in ranks) - replicas * min(row[1] for row in found)
+    return spent
 
 
 def _plain_ns(rows: int, micros: int) -> float:
@@ -113,7 +116,7 @@ def _plain_ns(rows: int, micros: int) -> float:
 
     def step() -> None:
         for _ in range(micros):
-            (_loss(model(given), wanted) / micros).backward()
+            torch.autograd.backward(_loss(model(given), wanted) / micros)
 
     return _least_ns(step, list(model.parameters()))
 

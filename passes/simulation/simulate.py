@@ -203,7 +203,7 @@ def _compute_ns(work: Work | SliceWork, host_ns: int) -> dict[str, Sequence[int]
     """Return by kind of compute its nanoseconds on each stage.  host_ns: of the host, on each compute."""
     weights = work.weight_ns or (0,) * len(work.bwd_ns)
     inputs = tuple(whole - own for whole, own in zip(work.bwd_ns, weights, strict=True))
-    found = {"F": work.fwd_ns, "B": work.bwd_ns, "I": inputs, "W": weights}
+    found: dict[str, Sequence[int]] = {"F": work.fwd_ns, "B": work.bwd_ns, "I": inputs, "W": weights}
     return {kind: [own + host_ns for own in each] for kind, each in found.items()} if host_ns else found
 
 

@@ -50,6 +50,8 @@ PARTS = {
         "passes/loss",
         "passes/test_pipeline.py",
         "passes/ops",
+        "passes/ordering",
+        "passes/program/test_mutations.py",
         "passes/proof",
         "passes/search",
         "e2e/test_advice.py",

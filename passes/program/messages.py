@@ -40,16 +40,18 @@ def check_messages(program: Program) -> Program:
 
 
 def one_copy(program: Program) -> Program:
-    """Return the first of the copies that a program consists of, when ranks have one stage each; else the program.
+    """Return the first of the copies that a program consists of; the program itself if there is one.
 
-    Every copy does the same in the same order, and all meet in the sums alone, so they all pass or all hang.
+    Every copy does the same in the same order, and all meet in the sums alone, so they all pass or all hang.  Stages
+    that share a rank have to list the same ranks in the same order, else their copies would be others.
     """
-    widths = [len(ranks) for ranks in program.stage_ranks]
-    copies = copies_of([program.division(stage) for stage in range(len(widths))])
-    if copies == 1 or len({rank for ranks in program.stage_ranks for rank in ranks}) < sum(widths):
+    copies = copies_of([program.division(stage) for stage in range(len(program.stage_ranks))])
+    beside: dict[int, tuple[int, ...]] = {}
+    alike = all(beside.setdefault(rank, ranks) == ranks for ranks in program.stage_ranks for rank in ranks)
+    if copies == 1 or not alike:
         return program
     first = tuple(ranks[: len(ranks) // copies] for ranks in program.stage_ranks)
-    number = {rank: i for i, rank in enumerate(sorted(rank for ranks in first for rank in ranks))}
+    number = {rank: i for i, rank in enumerate(sorted({rank for ranks in first for rank in ranks}))}
     placed = tuple(tuple(number[rank] for rank in ranks) for ranks in first)
     return replace(program, world=len(number), stage_ranks=placed, divisions=(), posting=())
 

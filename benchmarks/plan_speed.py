@@ -10,9 +10,9 @@ also in 40 stages. Then growth with layers and with devices, which is expected t
 sublinear in the devices (powers of two and divisors of the world are tried). Seconds are processor time, so that other
 programs do not count; wall time is printed beside them.
 
-Plans choose among all synchronous schedules. Three cases are also planned under 1F1B alone with whole sequences, outside
-the clock, to see by how much the simulated step is shorter: GPT-3, and Llama-3.1 405B with slices of sequences, which
-leave less idle there than any order within the memory (from I to W a micro-batch keeps more than its recomputed
+Plans choose among all synchronous schedules. Three cases are also planned under 1F1B alone with whole sequences,
+outside the clock, to see by how much the simulated step is shorter: GPT-3, and Llama-3.1 405B with slices of sequences,
+which leave less idle there than any order within the memory (from I to W a micro-batch keeps more than its recomputed
 activations).
 
     python benchmarks/plan_speed.py             writes results/plan_speed.json and results/plan_speed.svg
@@ -71,8 +71,8 @@ STEPS = (  # (module, function name, pass to which its time belongs)
 class Case:
     """A model to plan.
 
-    seconds, solving_s, rss_gb: targets, 0 for none; shorter: the part by which the simulated step has to be shorter than
-    that of the plan under 1F1B, 0 for none; optimizer: as for `autopart.plan`; peak: assume that kernels reach
+    seconds, solving_s, rss_gb: targets, 0 for none; shorter: the part by which the simulated step has to be shorter
+    than that of the plan under 1F1B, 0 for none; optimizer: as for `autopart.plan`; peak: assume that kernels reach
     the peak rates of their devices; asked: other options of `autopart.plan`.
     """
 

@@ -24,10 +24,11 @@ from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import edges, route
 from autopart.passes.program.schedules import find
 from autopart.passes.program.verify import check_program
-from autopart.passes.search.diagnostics import alternatives
+from autopart.passes.search.diagnostics import alternatives, mib
 from autopart.passes.search.evaluation import Evaluation, evaluate
 from autopart.passes.search.space import PlanRequest, SearchSpace
 from autopart.passes.simulation.estimate import estimate, excess_of, stage_estimates, work_of
+from autopart.passes.simulation.rank_memory import stages_together
 from autopart.passes.simulation.stage_costs import Estimator
 
 LIGHT = 0.02
@@ -130,10 +131,24 @@ def _explained(
     fastest = min(proven, key=lambda each: (each.step_ns, each.preference))
     own, its = (replace(each.evaluation, step_ns=each.step_ns) for each in (taken, fastest))
     notes = notes_of(taken.decision, space.chain.n, space.request, graph)
+    if len(stages_together(taken.decision)) < len(taken.decision.stages):
+        notes = (*notes, _ranks_note(taken, estimator))
     if taken.decision.order:
         notes = (*notes, _order_note(taken, estimator))
     report = replace(taken.report, notes=notes, alternatives=alternatives(own, others, its))
     return replace(taken, report=report, fastest_ns=fastest.step_ns)
+
+
+def _ranks_note(taken: Finalized, estimator: Estimator) -> str:
+    """Return the note on ranks that run several stages: how many, and the memory of the fullest."""
+    decision = taken.decision
+    excess = excess_of(decision, taken.program.edges, estimator)
+    worst = max(range(len(excess)), key=excess.__getitem__)
+    ranks = decision.stages[worst].ranks
+    together = next(stages for stages in stages_together(decision) if worst in stages)
+    peak = mib(excess[worst] + estimator.cluster.least_memory_bytes(ranks))
+    numbers = ", ".join(map(str, together))
+    return f"{len(together)} stages a rank; rank {ranks[0]} is the fullest: {peak} at once for stages {numbers}"
 
 
 def _order_note(taken: Finalized, estimator: Estimator) -> str:

@@ -13,8 +13,8 @@ from autopart.ir.outlook import Alternative
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.evaluation import Evaluation, evaluate
 from autopart.passes.search.layout import Layout
-from autopart.passes.search.slicing import slices_of, whole_of
 from autopart.passes.search.space import PlanRequest, SearchSpace
+from autopart.passes.search.variants.slicing import slices_of, whole_of
 
 Retry = Callable[[PlanRequest, Cluster], Evaluation | None]
 """Another search: the best evaluation that fits, or None."""

@@ -27,7 +27,7 @@ from autopart.ir.program import MAX_BUCKET_BYTES
 from autopart.ir.shares import POLICIES, Policy
 from autopart.passes.program.given import given_schedule
 from autopart.passes.program.schedules import Order, Schedule, names, register
-from autopart.passes.search.space import Watch
+from autopart.passes.search.space import PER_RANK, Watch
 from autopart.runtime.group.world import transports
 
 OptimizerLike = str | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
@@ -44,6 +44,7 @@ class OptionsDict(TypedDict, total=False):
     precision: Precision | torch.dtype | str | None
     optimizer: OptimizerLike | None
     schedule: str | Order | Schedule | None
+    stages_per_rank: Literal["auto"] | int | None
     cuts: str | Iterable[str] | None
     together: str | Iterable[str | Iterable[str]] | None
     pins: Mapping[str, int] | None
@@ -84,8 +85,11 @@ class Options:
 
     Cuts and schedule:
         schedule        order of forwards and backwards: "auto", "1f1b", "1f1b-deep" (a longer warm-up: a shorter step
-                        for more activation memory), "gpipe", or a function of your own, (stages, micro-batches) ->
-                        computes of each stage in order; "pipedream" (asynchronous) in `plan` only
+                        for more activation memory), "gpipe"; with split backwards "zb-h1", "zb-h2"; with several stages
+                        a rank "interleaved", "zb-v"; "searched" for this plan; or a function of your own, (stages,
+                        micro-batches) -> computes of each stage in order; "pipedream" (asynchronous) in `plan` only
+        stages_per_rank number of stages that each rank runs; "auto" tries 1, 2, 4 and 8 where stages= and cuts= leave
+                        that open; stages= counts the stages of all ranks
         cuts            module paths at which a stage begins
         together        module paths, or groups of them, inside which no stage begins
         pins            stage that runs a module: {module path: number of the stage}
@@ -138,6 +142,7 @@ class Options:
     precision: Precision | None = None
     optimizer: Any = None
     schedule: str = "auto"
+    stages_per_rank: int | str = "auto"
     cuts: tuple[str, ...] = ()
     together: tuple[tuple[str, ...], ...] = ()
     pins: Mapping[str, int] = field(default_factory=dict)
@@ -259,6 +264,7 @@ def _is_seconds(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
+MOST_PER_RANK = max(PER_RANK)
 _COUNT = "use an integer of at least 1, or None to let the planner choose"
 _FLAG = "use True or False"
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -268,6 +274,10 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "stages": (_is_count, _COUNT),
     "micro_batches": (_is_count, _COUNT),
+    "stages_per_rank": (
+        lambda value: value == "auto" or (_is_count(value) and value <= MOST_PER_RANK),
+        f'use a number of at most {MOST_PER_RANK}, or "auto"',
+    ),
     "replicas": (_are_counts, "use a number, or one for each stage: replicas=(2, 1)"),
     "cuts": (_are_paths, 'use module paths: cuts=["transformer.h.4"]'),
     "together": (
@@ -328,6 +338,9 @@ _OTHER_NAMES = {
     "n_microbatches num_microbatches num_micro_batches n_micro_batches microbatches chunks": _MICROS,
     "gradient_accumulation_steps accumulate_grad_batches": f"{_MICROS}; the sample is the batch of all of them",
     "micro_batch_size microbatch_size train_micro_batch_size_per_gpu": f"{_MICROS}: batch rows / micro_batch_size",
+    "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage interleave_factor n_local_stages": (
+        "stages_per_rank= is the number of stages of each rank"
+    ),
     "num_stages n_stages pp pp_size pipeline_parallel_size pipeline_model_parallel_size": "stages= is their number",
     "dp dp_size data_parallel_size num_replicas": "replicas= is the number of devices of each stage",
     "split_points split_spec balance": "cuts= takes the module paths at which a stage begins",
@@ -352,8 +365,8 @@ def _unknown(name: str) -> UsageError:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 _PLANNED = (
-    "stages", "micro_batches", "cuts", "schedule", "replicas", "replica_policy", "recompute", "token_slices", "zero",
-    "bucket_bytes", "together", "pins", "prove",
+    "stages", "micro_batches", "cuts", "schedule", "stages_per_rank", "replicas", "replica_policy", "recompute",
+    "token_slices", "zero", "bucket_bytes", "together", "pins", "prove",
 )  # fmt: skip
 """The options that a plan decides."""
 _DEFAULTS = Options()

@@ -21,7 +21,6 @@ from autopart.passes.search.diagnostics import check_times, infeasible_error
 from autopart.passes.search.evaluation import Evaluation, Search
 from autopart.passes.search.finalize import Finalized, finalize
 from autopart.passes.search.layout import SMALL
-from autopart.passes.search.orders import evaluate_orders, with_one_per_rank
 from autopart.passes.search.proposals import proposals_of
 from autopart.passes.search.requests import check_request, check_stages
 from autopart.passes.search.search import (
@@ -31,8 +30,9 @@ from autopart.passes.search.search import (
     evaluate_variants,
     refine_best,
 )
-from autopart.passes.search.slicing import evaluate_slices
 from autopart.passes.search.space import PlanRequest, SearchSpace, Watch
+from autopart.passes.search.variants.orders import evaluate_orders, with_one_per_rank
+from autopart.passes.search.variants.slicing import evaluate_slices
 from autopart.passes.simulation.slices import slice_shares
 from autopart.passes.simulation.stage_costs import Estimator
 

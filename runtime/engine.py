@@ -14,6 +14,7 @@ from types import MappingProxyType
 import torch
 
 from autopart.ir.actions import BACKWARD, COMPUTE, COMPUTES, FORWARD, SEND, Action, Slot, completes
+from autopart.ir.errors import AutopartError
 from autopart.ir.graph import Op
 from autopart.ir.program import Program
 from autopart.ir.shares import RowLayout, Window
@@ -284,7 +285,7 @@ class Engine:
             numbers = given.shares[slot.stage][slot.micro][1:]
             outputs = runner.forward(slot, window, values, given.key, train=state.train, numbers=numbers)
         except Exception as error:
-            raise located(error, action, self._rank, self._ops) from error
+            raise self._located(error, action) from error
         if self._loss is not None and self._loss in outputs:
             state.loss_stage = slot.stage
             loss = outputs[self._loss].detach()  # slices have parts of one sum
@@ -315,7 +316,7 @@ class Engine:
         try:
             back = runner.backward(slot, grads, whole=bool(completes(action.kind)))
         except Exception as error:
-            raise located(error, action, self._rank, self._ops) from error
+            raise self._located(error, action) from error
         if state.sends_left[slot, BACKWARD]:
             state.back[slot] = back
 
@@ -329,7 +330,11 @@ class Engine:
         try:
             runner.backward_of_weights(slot, sums.complete if sums is not None else None)
         except Exception as error:
-            raise located(error, action, self._rank, self._ops) from error
+            raise self._located(error, action) from error
+
+    def _located(self, error: Exception, action: Action) -> AutopartError:
+        """Return the error with rank, stage, micro-batch, module and line."""
+        return located(error, action, self._rank, self._ops)
 
     # -- messages ------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ class Cost:
     fwd_ns, bwd_ns: nanoseconds of the forward and of the whole backward (input and weight part).
     saved_bytes: bytes kept from forward to backward.  scratch_bytes: bytes needed only while it runs.
     flops: floating point operations of the forward.  tail_ns: nanoseconds at the end of the forward of a block of ops
-    whose results its backward does not need; 0 for a single op.  weight_ns: the part of bwd_ns that only makes gradients
-    of weights, and can wait.  weight_bytes: bytes kept until it runs, where the backward has two parts.
+    whose results its backward does not need; 0 for a single op.  weight_ns: the part of bwd_ns that only makes
+    gradients of weights, and can wait.  weight_bytes: bytes kept until it runs, where the backward has two parts.
     """
 
     fwd_ns: int = 0

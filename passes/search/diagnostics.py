@@ -13,8 +13,8 @@ from autopart.ir.outlook import Alternative
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.evaluation import Evaluation, evaluate
 from autopart.passes.search.layout import Layout
-from autopart.passes.search.slicing import slices_of, whole_of
 from autopart.passes.search.space import PlanRequest, SearchSpace
+from autopart.passes.search.variants.slicing import slices_of, whole_of
 
 Retry = Callable[[PlanRequest, Cluster], Evaluation | None]
 """Another search: the best evaluation that fits, or None."""
@@ -24,7 +24,8 @@ TOO_LONG_NS = 2**52
 
 def alternatives(best: Evaluation, seen: Sequence[Evaluation], fastest: Evaluation) -> tuple[Alternative, ...]:
     """Return the alternatives to a plan, each with its best simulated step: data parallelism alone, pipelining alone,
-    fewer and more stages, sequences whole (or in slices, where the planner may choose), and the fastest plan.
+    fewer and more stages, other schedules, sequences whole (or in slices, where the planner may choose), and the
+    fastest plan.
 
     best: the chosen plan.  seen: other evaluations that fit.  fastest: the plan itself, or one with more stages.
     """
@@ -32,9 +33,12 @@ def alternatives(best: Evaluation, seen: Sequence[Evaluation], fastest: Evaluati
     wanted: list[tuple[str, Evaluation | None]] = []
     if space.request.may_replicate and stages > 1:
         wanted.append((f"data parallel alone, {_most_replicas(space)} replicas", _data_parallel(best)))
+    own = best.candidate.per_rank
     for count in (stages - 1, stages + 1):
         if count != fastest.stages:
-            wanted.append((_count(count, "stage"), _fastest(e for e in seen if e.stages == count)))
+            alike = (e for e in seen if e.stages == count and e.candidate.per_rank == own)
+            wanted.append((_count(count, "stage"), _fastest(alike)))
+    wanted += _other_schedules(best, seen)
     if space.request.may_replicate and best.candidate.most_replicas > 1:
         found = _fastest(e for e in seen if len(e.candidate.ranks[0]) == 1 and e.stages > 1)
         if found is not None:
@@ -51,6 +55,21 @@ def alternatives(best: Evaluation, seen: Sequence[Evaluation], fastest: Evaluati
     name, slower = _count(fastest.stages, "stage"), best.step_ns / fastest.step_ns - 1
     why = f"the plan is {slower:.1%} slower than {name}; fewer stages"
     return (Alternative(f"the fastest, {name}", fastest.step_ns, why), *others)
+
+
+def _other_schedules(best: Evaluation, seen: Sequence[Evaluation]) -> list[tuple[str, Evaluation | None]]:
+    """Return the fastest of each schedule beside 1F1B's family that was tried, and of that family where it was left."""
+    chosen = best.candidate.other_order
+    names = dict.fromkeys(e.candidate.other_order for e in seen)
+    if not chosen and not any(names):
+        return []
+    found: list[tuple[str, Evaluation | None]] = []
+    for name in names:
+        fastest = _fastest(e for e in seen if e.candidate.other_order == name)
+        if fastest is not None and name != chosen:
+            several = f", {fastest.candidate.per_rank} stages a rank" if fastest.candidate.per_rank > 1 else ""
+            found.append((f"schedule {fastest.candidate.schedule}{several}", fastest))
+    return found
 
 
 def _fastest(evaluations: Iterable[Evaluation]) -> Evaluation | None:

@@ -15,9 +15,9 @@ from autopart.ir.plan import Estimate
 from autopart.passes.program.routing import edges, tied
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.layout import in_proportion
-from autopart.passes.search.recomputation import recomputed_stage
+from autopart.passes.search.memory.recomputation import recomputed_stage
+from autopart.passes.search.memory.together import Fitted, fitted_together
 from autopart.passes.search.space import SearchSpace, Watch
-from autopart.passes.search.together import Fitted, fitted_together
 from autopart.passes.simulation.estimate import excess_of, simulated_ns, stage_estimates
 from autopart.passes.simulation.rank_memory import stages_together
 from autopart.passes.simulation.stage_costs import stage_contexts

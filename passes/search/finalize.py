@@ -17,15 +17,19 @@ from heapq import heapify, heappop, heappush
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Report, Stage, check_decision
 from autopart.ir.program import Program
+from autopart.passes.ordering.bound import bound_ns
+from autopart.passes.ordering.pipeline import Pipeline
 from autopart.passes.program.messages import check_messages
+from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import edges, route
 from autopart.passes.program.schedules import find, streams
 from autopart.passes.program.stream import streaming_of
 from autopart.passes.program.verify import check_program
-from autopart.passes.search.diagnostics import alternatives
+from autopart.passes.search.diagnostics import alternatives, mib
 from autopart.passes.search.evaluation import Evaluation, evaluate
 from autopart.passes.search.space import PlanRequest, SearchSpace
-from autopart.passes.simulation.estimate import estimate, excess_of, stage_estimates
+from autopart.passes.simulation.estimate import estimate, excess_of, stage_estimates, work_of
+from autopart.passes.simulation.rank_memory import stages_together
 from autopart.passes.simulation.stage_costs import Estimator
 
 LIGHT = 0.02
@@ -109,7 +113,7 @@ def finalize(
     taken = min(proven, key=lambda each: (each.preference, each.step_ns))
     if estimator.cluster.kind == "cuda":
         check_messages(taken.program)
-    return _explained(taken, proven, seen, known_ns, graph, space)
+    return _explained(taken, proven, seen, known_ns, graph, space, estimator)
 
 
 def _explained(
@@ -119,6 +123,7 @@ def _explained(
     known_ns: dict[tuple[object, ...], int | None],
     graph: Graph,
     space: SearchSpace,
+    estimator: Estimator,
 ) -> Finalized:
     """Add notes and alternatives: those that fit over captured ops, or that were not tried and are slower anyway."""
     judged = [(e, known_ns[e.key]) for e in seen if e is not taken.evaluation and e.key in known_ns]
@@ -127,8 +132,33 @@ def _explained(
     fastest = min(proven, key=lambda each: (each.step_ns, each.preference))
     own, its = (replace(each.evaluation, step_ns=each.step_ns) for each in (taken, fastest))
     notes = notes_of(taken.decision, space.chain.n, space.request, graph)
+    if len(stages_together(taken.decision)) < len(taken.decision.stages):
+        notes = (*notes, _ranks_note(taken, estimator))
+    if taken.decision.order:
+        notes = (*notes, _order_note(taken, estimator))
     report = replace(taken.report, notes=notes, alternatives=alternatives(own, others, its))
     return replace(taken, report=report, fastest_ns=fastest.step_ns)
+
+
+def _ranks_note(taken: Finalized, estimator: Estimator) -> str:
+    """Return the note on ranks that run several stages: how many, and the memory of the fullest."""
+    decision = taken.decision
+    excess = excess_of(decision, taken.program.edges, estimator)
+    worst = max(range(len(excess)), key=excess.__getitem__)
+    ranks = decision.stages[worst].ranks
+    together = next(stages for stages in stages_together(decision) if worst in stages)
+    peak = mib(excess[worst] + estimator.cluster.least_memory_bytes(ranks))
+    numbers = ", ".join(map(str, together))
+    return f"{len(together)} stages a rank; rank {ranks[0]} is the fullest: {peak} at once for stages {numbers}"
+
+
+def _order_note(taken: Finalized, estimator: Estimator) -> str:
+    """Return the note on a searched order: how far it can be from the best one for its stages, memory aside."""
+    program, decision = taken.program, taken.decision
+    work = work_of(decision, taken.report.estimates, program.edges, program.tied, estimator)
+    least_ns = bound_ns(Pipeline.of(replace(Shape.of(decision), order=()), program.edges, work))
+    gap = max(0.0, 1 - least_ns / taken.step_ns) if taken.step_ns else 0.0
+    return f"order searched: no order of these stages takes less than {least_ns / 1e6:.3f} ms (gap {gap:.1%})"
 
 
 def lower_to_ops(over_blocks: tuple[Stage, ...], space: SearchSpace, captured: Graph) -> tuple[Stage, ...]:
@@ -158,7 +188,7 @@ def lower_to_ops(over_blocks: tuple[Stage, ...], space: SearchSpace, captured: G
 def notes_of(decision: Decision, blocks: int, request: PlanRequest, graph: Graph) -> tuple[str, ...]:
     """Return notes on the plan for the user.  blocks: their number."""
     notes = []
-    used = sum(len(stage.ranks) for stage in decision.stages)
+    used = len({rank for stage in decision.stages for rank in stage.ranks})
     if used < decision.world:
         no_more_blocks = len(decision.stages) == blocks
         reason = f"the model has only {blocks} blocks" if no_more_blocks else _idle_reason(request)

@@ -7,8 +7,8 @@ from autopart.ir.cluster import check as check_cluster
 from autopart.ir.errors import UsageError
 from autopart.passes.program.orders import ONE
 from autopart.passes.program.schedules import AUTOMATIC, find, takes_slices
-from autopart.passes.search.orders import ways
 from autopart.passes.search.space import ORDERS, SEARCHED, PlanRequest, is_other
+from autopart.passes.search.variants.orders import ways
 
 
 def check_request(request: PlanRequest, cluster: Cluster) -> None:

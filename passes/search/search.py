@@ -17,11 +17,11 @@ from dataclasses import replace
 
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.evaluation import Evaluation, Search
-from autopart.passes.search.even_cuts import even_bounds
 from autopart.passes.search.layout import layouts
 from autopart.passes.search.proposals import HOPELESS, Proposal, enumerate_all, with_equal_stages
 from autopart.passes.search.refinement import actions_of, balanced, finer, refined
 from autopart.passes.search.space import SearchSpace
+from autopart.passes.search.variants.even_cuts import even_bounds
 
 PROMISING = 12
 """Proposals that are evaluated, besides the best one of each number of pipelines."""

@@ -12,6 +12,10 @@ Memory of a device of a stage with r equal replicas, where live is `schedules.in
     + (versions - 1) * weights                       asynchronous schedules (`Streaming.versions`)
     + inputs of the whole batch                      first stage only
 
+Where the backward has two parts, a micro-batch holds its activations until I, and from I to W the inputs and the
+gradients of its products; what counts is the most of both together at any time of the order (`held`).  Ranks with
+several stages: `rank_memory`.
+
 With ZeRO-1 (`ir.shares.owners_of`) the optimizer state is that of the largest share.  Gradients then go to their owner
 and new values come back: one turn of the ring each, together as much as an all-reduce.
 
@@ -238,6 +242,8 @@ def stage_contexts(decision: Decision, links: tuple[Edge, ...], estimator: Estim
             held = most_tokens(schedule, s, shape, lengths), sum(lengths)
             live = -(-held[0] // held[1])
         own = of_stage(counts, s) if counts is not None else ()
+        if own and not lengths:
+            live = own[0][0]  # activations; what W keeps is counted beside them
         versions = streaming_of(decision).versions(s) if streams(schedule) else 1 if schedule.synchronous else live
         sizes = into[s], out[s], back[s]
         found.append(StageContext(stage, rows, micros, live, s == 0, versions, *sizes, decision.zero > 0, held, own))

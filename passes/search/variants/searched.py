@@ -23,7 +23,7 @@ from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import Tied, edges, tied
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.evaluation import staged
-from autopart.passes.search.recomputation import recomputed_stage
+from autopart.passes.search.memory.recomputation import recomputed_stage
 from autopart.passes.search.space import SearchSpace
 from autopart.passes.simulation.estimate import work_of
 from autopart.passes.simulation.rank_memory import own_bytes, stages_together

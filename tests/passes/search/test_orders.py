@@ -1,0 +1,96 @@
+"""Plans with split backwards and several stages a rank: proven, within memory, and chosen where they are worth it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.languages.graphs import cluster, layers, plan_of
+
+from autopart.ir.errors import UsageError
+from autopart.ir.graph import Graph
+from autopart.ir.plan import Plan, check_decision
+from autopart.passes.program.orders import placed
+from autopart.passes.program.routing import route
+from autopart.passes.program.verify import check_program
+from autopart.passes.search.requests import check_request
+from autopart.passes.search.space import PlanRequest
+
+
+def slow_layers(count: int) -> Graph:
+    """Layers of milliseconds, so that an order can be worth its further computes; half of a backward can wait."""
+    g = layers(count)
+    ops = [
+        replace(op, cost=replace(op.cost, fwd_ns=op.cost.fwd_ns * 10**7, bwd_ns=op.cost.bwd_ns * 10**7)) for op in g.ops
+    ]
+    return replace(g, ops=tuple(replace(op, cost=replace(op.cost, weight_ns=op.cost.bwd_ns // 2)) for op in ops))
+
+
+def proven(plan: Plan, g: Graph) -> Plan:
+    check_decision(plan.decision, g)
+    check_program(route(plan.decision, g), plan.schedule)
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("schedule", "per_rank"),
+    [("zb-h1", 1), ("zb-h2", 1), ("interleaved", 2), ("interleaved", 4), ("zb-v", 2), ("searched", 1), ("searched", 2)],
+)
+def test_a_named_order_has_its_stages_and_is_faster_than_1f1b(schedule: str, per_rank: int) -> None:
+    g, c = slow_layers(8), cluster(2)
+    whole = plan_of(g, c, micros=4, schedule="1f1b", stages=2, replicas=1)
+    asked = {} if schedule == "zb-v" else {"stages_per_rank": per_rank}
+    plan = proven(plan_of(g, c, micros=4, schedule=schedule, stages=2 * per_rank, replicas=1, **asked), g)
+    assert plan.schedule == schedule
+    homes = [stage.ranks[0] for stage in plan.stages]
+    assert sorted(set(homes)) == [0, 1]
+    assert len(homes) == 2 * per_rank
+    if schedule == "zb-v":
+        assert homes == list(placed("v", 4, 2))
+    assert bool(plan.decision.order) == (schedule == "searched")
+    assert plan.step_ns <= whole.step_ns
+
+
+def test_auto_takes_another_order_where_it_is_worth_it_and_says_what_others_would_take() -> None:
+    g, c = slow_layers(8), cluster(4)
+    plan = proven(plan_of(g, c, micros=4, replicas=1), g)
+    family = plan_of(g, c, micros=4, replicas=1, schedule="1f1b")
+    assert plan.schedule not in ("1f1b", "1f1b-deep", "gpipe")
+    assert plan.step_ns < 0.98 * family.step_ns
+    assert any(other.name.startswith("schedule ") for other in plan.report.alternatives)
+    assert plan.report.optimality is not None
+    assert plan.report.optimality.lower_bound <= plan.step_ns
+
+
+def test_auto_keeps_whole_backwards_where_computes_are_short() -> None:
+    plan = plan_of(layers(8), cluster(4), micros=8)
+    assert plan.schedule in ("1f1b", "1f1b-deep", "gpipe")
+    assert all(len(stage.ranks) == 1 for stage in plan.stages)
+
+
+def test_stages_of_one_rank_share_its_memory() -> None:
+    g = slow_layers(8)
+    free = plan_of(g, cluster(2), micros=4, schedule="interleaved", stages=4, replicas=1)
+    pairs = list(zip(free.estimates, free.stages, strict=True))
+    needed = [sum(e.peak_bytes for e, stage in pairs if rank in stage.ranks) for rank in (0, 1)]
+    tight = int(0.9 * max(needed))
+    plan = proven(plan_of(g, cluster(2, memory=tight), micros=4, schedule="interleaved", stages=4, replicas=1), g)
+    assert any(stage.recompute for stage in plan.stages) or max(needed) <= tight
+    assert plan.step_ns >= free.step_ns
+
+
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        ({"schedule": "1f1b", "stages_per_rank": 2}, "has no order for 2 stages a rank"),
+        ({"schedule": "interleaved", "stages_per_rank": 1}, "has no order for 1 stage a rank"),
+        ({"stages": 3, "stages_per_rank": 2}, "cannot be divided into 2 a rank"),
+        ({"stages": 6, "stages_per_rank": 2}, "need 3 devices"),
+        ({"schedule": "zb-h1", "prove_seconds": 1.0}, "nothing can be proved"),
+        ({"schedule": "zb-h1", "policy": "turn"}, "in turn"),
+    ],
+)
+def test_requests_that_no_model_can_fulfil_are_refused(asked: dict[str, object], what: str) -> None:
+    request = PlanRequest(((1,) * 4,), **asked)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=what):
+        check_request(request, cluster(2))

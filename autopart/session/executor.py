@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -23,10 +22,9 @@ from autopart.ir.size import Size
 from autopart.ir.timeline import Span
 from autopart.options import Options
 from autopart.passes.program.messages import check_messages
-from autopart.passes.program.routing import divided_values, route
+from autopart.passes.program.routing import divided_values
 from autopart.passes.program.schedules import find
 from autopart.passes.program.stream import ring_programs, ring_ticks
-from autopart.passes.program.verify import check_program
 from autopart.runtime.activity import patient
 from autopart.runtime.engine import BatchPlan, Engine, StepOutcome
 from autopart.runtime.group.world import World
@@ -46,6 +44,7 @@ from autopart.session.step.data import micro_rows, require_no_questions
 from autopart.session.step.loss_shares import (
     Shares,
     count_width,
+    counted_shares,
     counting_ranks,
     idle_by_slot,
     is_uneven,
@@ -58,8 +57,8 @@ from autopart.session.step.parts import (
     inputs_of,
     of_micros,
     replicated_of,
-    require_buffers_in_order,
     require_same_batch,
+    training_program,
 )
 from autopart.session.step.synced import open_statistics, require_weights, statistics_of, synced_stages
 
@@ -344,14 +343,10 @@ class Executor:
 
     def _shares(self, rows: tuple[int, ...], counts: Mapping[int, Sequence[float]], *, sharded: bool) -> Shares:
         """Return the shares of replicas in the loss of a batch.  counts: of each rank that counts."""
-        ranks = self._decision.stages[0].ranks
         if not sharded and (known := self._agreed.get(rows)) is not None:
             return known
-        width = count_width(self._rule.reduction)
-        owners = counting_ranks(rows, self._divisions, ranks, sharded=sharded) if width else ()
-        left = {rank: iter(counts[rank][1:]) for rank in owners}
-        measured = [list(islice(left[rank], width)) for rank in owners]
-        return loss_shares(self._rule.reduction, rows, self._divisions, measured)
+        ranks = self._decision.stages[0].ranks
+        return counted_shares(self._rule.reduction, rows, self._divisions, ranks, counts, sharded=sharded)
 
     # -- the program and what plays it -----------------------------------------------------------------------------
 
@@ -359,9 +354,7 @@ class Executor:
         """Return the verified program for this number of micro-batches."""
         decision = of_micros(self._decision, micros)
         if self._train:
-            program = replace(route(decision, self._graph, self._code.prologue), statistics=self._synced)
-            check_program(program, decision.schedule)
-            require_buffers_in_order(program, decision, self._graph)
+            program = training_program(decision, self._graph, self._code.prologue, self._synced)
         else:
             program = evaluation_program(decision, self._graph)
         return program if self._world.carrier is None else check_messages(program)

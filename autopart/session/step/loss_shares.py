@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from autopart.ir.graph import Graph, LossReduction
 from autopart.ir.shares import Division
@@ -150,3 +150,23 @@ def idle_values(graph: Graph, reduction: LossReduction, share: Share) -> frozens
     terms = zip(reduction.adjusted, share[1:], strict=True)
     dropped = frozenset((a.reader, a.value) for a, number in terms if a.reader is not None and number == 0.0)
     return without_weight(graph, dropped) if dropped else frozenset()
+
+
+def counted_shares(
+    reduction: LossReduction,
+    rows: tuple[int, ...],
+    divisions: tuple[Division, ...],
+    ranks: Sequence[int],
+    counts: Mapping[int, Sequence[float]],
+    *,
+    sharded: bool,
+) -> Shares:
+    """Return the shares in the loss of a batch of these rows.
+
+    ranks: of the first stage.  counts: of each rank that counts, a digest and then the counts of its pieces in order.
+    """
+    width = count_width(reduction)
+    owners = counting_ranks(rows, divisions, ranks, sharded=sharded) if width else ()
+    left = {rank: iter(counts[rank][1:]) for rank in owners}
+    measured = [list(islice(left[rank], width)) for rank in owners]
+    return loss_shares(reduction, rows, divisions, measured)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,8 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import Program
 from autopart.ir.shares import parts
-from autopart.passes.program.routing import tied
+from autopart.passes.program.routing import route, tied
+from autopart.passes.program.verify import check_program
 from autopart.runtime.sums.replicas import Replicated
 from autopart.session.code.split import own_updates
 
@@ -83,6 +84,17 @@ def require_same_batch(digests: Sequence[float], ranks: Sequence[int]) -> BatchE
         fix="pass every rank the same batch (no DistributedSampler; the same seed for the data loader everywhere), or "
         "each its own rows, with pipe.step(batch, sharded=True)",
     )
+
+
+def training_program(
+    decision: Decision, graph: Graph, prologue: Collection[str], statistics: tuple[int, ...]
+) -> Program:
+    """Return the verified program of a training step.  prologue: as for `routing.route`.  statistics: stages whose
+    replicas share batch statistics.  Raises ProgramError, and RefusedError (`require_buffers_in_order`)."""
+    program = replace(route(decision, graph, prologue), statistics=statistics)
+    check_program(program, decision.schedule)
+    require_buffers_in_order(program, decision, graph)
+    return program
 
 
 def require_buffers_in_order(program: Program, decision: Decision, graph: Graph) -> None:

@@ -395,7 +395,5 @@ class Executor:
     def _stage_runner(self, program: Program, stage: int) -> StageRunner:
         back = frozenset(name for e in program.edges if e.dst == stage for name in e.grads)
         out = frozenset(name for e in program.edges if e.src == stage for name in e.grads)
-        held, out = self._tensors.held, out | {self._graph.outputs[0]}
-        return StageRunner(
-            self._code.modules[stage], held, back, out, synced=stage in self._synced, update=self._update
-        )
+        codes, held, out = self._code.modules[stage], self._tensors.held, out | {self._graph.outputs[0]}
+        return StageRunner(codes, held, back, out, synced=stage in self._synced, update=self._update)

@@ -60,6 +60,8 @@ def test_auto_takes_another_order_where_it_is_worth_it_and_says_what_others_woul
     assert any(other.name.startswith("schedule ") for other in plan.report.alternatives)
     assert plan.report.optimality is not None
     assert plan.report.optimality.lower_bound <= plan.step_ns
+    kept = plan_of(g, c, micros=4, replicas=1, orders=False)
+    assert kept.schedule in ("1f1b", "1f1b-deep", "gpipe")
 
 
 def test_auto_keeps_whole_backwards_where_computes_are_short() -> None:

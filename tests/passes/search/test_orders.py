@@ -49,6 +49,8 @@ def test_a_named_order_has_its_stages_and_is_faster_than_1f1b(schedule: str, per
         assert homes == list(placed("v", 4, 2))
     assert bool(plan.decision.order) == (schedule == "searched")
     assert plan.step_ns <= whole.step_ns
+    busy_ns = 4 * sum(e.fwd_ns + e.bwd_ns for e in plan.estimates)
+    assert plan.report.bubble == pytest.approx(1 - busy_ns / (2 * plan.step_ns))
 
 
 def test_auto_takes_another_order_where_it_is_worth_it_and_says_what_others_would_take() -> None:

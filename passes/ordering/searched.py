@@ -77,7 +77,8 @@ def search_order(
     if not seeds:
         raise _nothing_fits(pipeline)
     known = [orders for _, orders in named]
-    searched = [orders for orders in _improved(pipeline, seeds, effort) if orders not in known]
+    better = [orders for orders in _improved(pipeline, seeds, effort) if orders not in known]
+    searched = [_whole(pipeline, orders) for orders in better]
     candidates = [*timed, *[(simulated(orders), "", orders) for orders in searched[:_SIMULATED]]]
     step, name, orders = min(candidates, key=lambda candidate: candidate[0])
     peaks = tuple(peak_bytes(pipeline, orders))
@@ -100,6 +101,20 @@ def _listed(pipeline: Pipeline) -> Iterator[Orders]:
         orders = listed(pipeline, rule)
         if orders is not None:
             yield orders
+
+
+def _whole(pipeline: Pipeline, orders: Orders) -> Orders:
+    """Return the orders with B for I and W in a row where nobody waits for I: it takes as long, and holds less."""
+    changed: Orders = []
+    for order in orders:
+        own: list[Turn] = []
+        for kind, stage, unit in order:
+            if kind == "W" and own[-1] == ("I", stage, unit) and not pipeline.returns[stage]:
+                own[-1] = ("B", stage, unit)
+            else:
+                own.append((kind, stage, unit))
+        changed.append(own)
+    return changed
 
 
 def _improved(pipeline: Pipeline, seeds: list[Orders], effort: int) -> list[Orders]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import event, given, settings
@@ -40,6 +41,9 @@ def test_a_searched_order_runs_fits_and_is_never_worse_than_a_named_one(case: Ca
     assert timeline.peak_bytes == found.peak_bytes
     assert all(peak <= room for peak, room in zip(found.peak_bytes, case.room_bytes, strict=True))
     event(f"named {found.name}" if found.name else "searched")
+    splits = {(f"0I{micro}", f"0W{micro}") for micro in range(program.micros)}
+    neighbours = {pair for text in found.order for pair in pairwise(text.split())}
+    assert found.name or splits.isdisjoint(neighbours), "nobody waits for I of stage 0"
     for name, step in found.named:
         assert found.step_ns <= step == step_ns(case.program(name), case.work)
         if step == found.step_ns:

@@ -19,6 +19,7 @@ from autopart.passes.simulation.stage_costs import Estimator
 
 MODEL = graph("a:600 #60 +w <- x; b:100 #40 +v <- a; c:100 #4 +w <- a b", input_bytes=24)
 OPS = ("a", "b", "c")
+SCHEDULES = (*AUTOMATIC, "zb-h1", "zb-h2")
 
 
 def estimator(world: int) -> Estimator:
@@ -44,7 +45,7 @@ def decisions(draw: st.DrawFn) -> Decision:
     micros = draw(st.integers(1, 7))
     lengths = tuple(draw(st.sampled_from([(), (3, 1), (2, 2, 1)])))
     rows = (draw(st.integers(1, 5)),) * micros
-    return Decision(world, tuple(stages), rows, draw(st.sampled_from(AUTOMATIC)), token_slices=lengths)
+    return Decision(world, tuple(stages), rows, draw(st.sampled_from(SCHEDULES)), token_slices=lengths)
 
 
 @settings(max_examples=60, deadline=None)

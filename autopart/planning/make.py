@@ -58,6 +58,10 @@ LONG = 64
 """Tokens of a sequence from which slices are suggested."""
 
 
+RUN_ORDERS = ("eager",)
+"""Backends for whose stages the planner may choose split backwards and several stages a rank by itself."""
+
+
 @contextlib.contextmanager
 def _phase(what: str) -> Iterator[None]:
     """Log a phase and its seconds to the logger "autopart" at level INFO."""
@@ -194,6 +198,7 @@ def _request(task: PlanningTask, graph: Graph) -> tuple[PlanRequest, tuple[str, 
         stages=options.stages,
         schedule=options.schedule,
         stages_per_rank=options.stages_per_rank,
+        orders=not task.to_run or options.backend in RUN_ORDERS,
         cuts=options.cuts,
         together=options.together,
         pins=options.pins,

@@ -54,7 +54,8 @@ class PlanRequest:
     """What the user asks for; None and empty mean that the planner chooses.
 
     micro_rows: the allowed ways to cut the batch, each the rows of its micro-batches.  schedule: "auto" or a name.
-    stages: of the whole pipeline.  stages_per_rank: of each rank, or "auto".
+    stages: of the whole pipeline.  stages_per_rank: of each rank, or "auto".  orders: whether "auto" may leave 1F1B's
+    family, for split backwards and several stages a rank.
     cuts: module paths at which a stage begins.  together: groups of module paths, each group to stay in one stage.
     pins: module path to its stage.  uncut: values that no stage may pass to another.  replicas: of every stage, or one
     number for each.  policy: how they divide micro-batches.  least_rows: of a replica.  recompute: "auto", "off" or
@@ -69,6 +70,7 @@ class PlanRequest:
     stages: int | None = None
     schedule: str = "auto"
     stages_per_rank: int | str = "auto"
+    orders: bool = True
     cuts: tuple[str, ...] = ()
     together: tuple[tuple[str, ...], ...] = ()
     pins: Mapping[str, int] = field(default_factory=dict)

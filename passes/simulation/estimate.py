@@ -46,7 +46,8 @@ def estimate(decision: Decision, program: Program, estimator: Estimator) -> Repo
     work = work_of(decision, estimates, program.edges, program.tied, estimator)
     step = step_ns(program, work)
     busy = program.micros * sum(sum(part.fwd_ns) + sum(part.bwd_ns) for part in work.slices or (work,))
-    whole = step * sum(Shape.of(decision).replicas)
+    shape = Shape.of(decision)
+    whole = step * (len(shape.workers) if shape.homes else sum(shape.replicas))
     return Report(step, max(0.0, 1 - busy / whole) if whole else 0.0, estimates)
 
 

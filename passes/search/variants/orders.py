@@ -43,8 +43,8 @@ class Way(NamedTuple):
 
 def ways(request: PlanRequest) -> list[Way]:
     """Return the orders beside 1F1B's family that a request allows; () for a schedule of that family, or of a user."""
-    proves = request.schedule == "auto" and request.prove_seconds > 0  # certificates are for 1F1B's family
-    if not (request.schedule == "auto" or is_other(request.schedule)) or proves or request.policy == "turn":
+    stays = request.is_free and (request.prove_seconds > 0 or not request.orders)  # certificates are for the family
+    if not (request.schedule == "auto" or is_other(request.schedule)) or stays or request.policy == "turn":
         return []
     names = ORDERS if request.schedule == "auto" else (request.schedule,)
     numbers, found = request.numbers_per_rank, []

@@ -86,8 +86,9 @@ class Options:
     Cuts and schedule:
         schedule        order of forwards and backwards: "auto", "1f1b", "1f1b-deep" (a longer warm-up: a shorter step
                         for more activation memory), "gpipe"; with split backwards "zb-h1", "zb-h2"; with several stages
-                        a rank "interleaved", "zb-v"; "searched" for this plan; or a function of your own, (stages,
-                        micro-batches) -> computes of each stage in order; "pipedream" (asynchronous) in `plan` only
+                        a rank "interleaved", "zb-v"; "searched" for this plan; asynchronous "pipedream" and
+                        "pipedream-2bw" (`Pipe.train`); or a function of your own, (stages, micro-batches) -> computes
+                        of each stage in order
         stages_per_rank number of stages that each rank runs; "auto" tries 1, 2, 4 and 8 where stages= and cuts= leave
                         that open; stages= counts the stages of all ranks
         cuts            module paths at which a stage begins

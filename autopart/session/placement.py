@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 import torch
 
+from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.shares import owners_of
+from autopart.passes.program.routing import tied
 from autopart.runtime.group.world import World
 from autopart.runtime.sums.shared_values import Sharing
 from autopart.runtime.tensors import LocalTensors, move_tensors
@@ -42,8 +45,9 @@ def placement_of(graph: Graph, decision: Decision) -> Placement:
     """Return where a plan puts the parameters and buffers of its graph; constants are part of the stage's code.
 
     A parameter of several stages has a copy with an owner in each: equal gradients and equal optimizers keep the copies
-    equal.  O(ops + parameters * log(parameters)).
+    equal.  Raises PlanError (`_check_shared`).  O(ops + parameters * log(parameters)).
     """
+    _check_shared(graph, decision)
     ops = graph.op_map()
     constants = {param.name for param in graph.params if param.kind == "constant"}
     trained = {param.name: param.size_bytes for param in graph.params if param.trainable}
@@ -67,6 +71,21 @@ def placement_of(graph: Graph, decision: Decision) -> Placement:
         holders.setdefault(buffer, set()).update(stage.ranks)
     held, kept = ({name: tuple(sorted(ranks)) for name, ranks in of.items()} for of in (holders, keepers))
     return Placement(held, kept, owners, tuple(sharing))
+
+
+def _check_shared(graph: Graph, decision: Decision) -> None:
+    """Raise PlanError if replicas of two stages that use one parameter are partly the same ranks and share optimizer
+    state: some of them would gather its new value twice."""
+    for name, users in tied(decision, graph) if decision.zero else ():
+        groups = {frozenset(decision.stages[s].ranks) for s in users if len(decision.stages[s].ranks) > 1}
+        crossing = next(((a, b) for a, b in combinations(groups, 2) if a & b), None)
+        if crossing is not None:
+            first, second = sorted(map(sorted, crossing))
+            raise PlanError(
+                f"parameter {name} is used by stages on ranks {first} and on ranks {second}",
+                why="these share some ranks, not all: with zero=1 its new values would be gathered twice there",
+                fix="put the stages on the same ranks or on different ones, or set zero to 0",
+            )
 
 
 def _dealt(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from support.languages.parse import parse_decision, parse_graph
 
+from autopart.ir.errors import PlanError
 from autopart.session.placement import placement_of
 
 GRAPH = parse_graph("a +big:900 +tied:100 <- x; b +tied +other:50 <- a")
@@ -23,6 +25,11 @@ def test_replicas_of_two_stages_have_one_owner_of_a_tied_parameter() -> None:
 
 def test_a_rank_that_has_a_parameter_alone_keeps_it_among_replicas() -> None:
     assert owners("1", "0 1") == [{}, {"tied": 1, "other": 0}]
+
+
+def test_replicas_that_are_partly_the_same_ranks_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"parameter tied is used by stages on ranks \[0, 1\] and on ranks \[1, 2\]"):
+        owners("0 1", "1 2")
 
 
 def test_stages_without_common_ranks_have_owners_of_their_own() -> None:

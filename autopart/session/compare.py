@@ -161,8 +161,9 @@ def verify_step(
         if random or (couples and shares is None):
             reference = RANDOM if random else TERMS
             alone = replace(
-                options, stages=1, replicas=1, micro_batches=len(micro_rows), cuts=(), plan=None, costs="analytic"
-            )
+                options, stages=1, stages_per_rank=1, replicas=1, micro_batches=len(micro_rows), schedule="1f1b",
+                cuts=(), pins={}, plan=None, costs="analytic",
+            )  # fmt: skip
             with _pipe_of_copy(model, cluster, sample, alone) as single:
                 expected = _outcome(single, sample)
         elif couples or (autocast is not None and shares is not None):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.jobs.schedule_jobs import Placed, lived, verified
+from support.jobs.schedule_jobs import Placed, lived, verified, verified_by_options
 from support.workers import Workers
 
 from autopart.passes.program.schedules import V
@@ -58,6 +58,12 @@ def test_stages_of_one_rank_that_share_a_weight_change_with_those_of_two(pair: W
 def test_verify_compares_a_plan_with_several_stages_a_rank(pair: Workers) -> None:
     for exact, gradients in pair.run(verified, "tied", Placed(schedule="zb-v", placement=V), 8):
         assert exact and gradients > 5
+
+
+def test_verify_compares_a_model_with_dropout_with_one_stage(pair: Workers) -> None:
+    options = {"stages": 4, "stages_per_rank": 2, "schedule": "zb-v", "micro_batches": 4}
+    for exact, stages in pair.run(verified_by_options, "dropped", options):
+        assert exact and len(stages) > 1
 
 
 @pytest.mark.slow

@@ -215,3 +215,11 @@ def verified(name: str, placed: Placed, rows: int) -> tuple[bool, int]:
     plan = plan_for(name, placed, rows)
     found = autopart.verify(case.model(), cluster(), sample=case.data(rows), loss_fn=case.loss_fn, plan=plan)
     return found.ok, len(found.gradients)
+
+
+def verified_by_options(name: str, options: dict[str, Any]) -> tuple[bool, set[int]]:
+    """Return whether `verify` finds a step exact under the plan that these options give, and the stages compared."""
+    case = EVERY[name]
+    given = {"sample": case.data(8), "loss_fn": case.loss_fn, "costs": "analytic", **options}
+    found = autopart.verify(case.model(), cluster(), **given)
+    return found.ok, {difference.stage for difference in found.gradients}

@@ -71,7 +71,7 @@ class Training:
         rhythm = streaming_of(session.plan.decision)
         self._behind = -(-rhythm.lags[self._home] // rhythm.micros)  # batches until the loss of one is complete
         self._fetched: deque[_Fetched] = deque()
-        self._engines: dict[tuple[int, int], StreamEngine] = {}
+        self._engines: dict[tuple[Executor, int], StreamEngine] = {}
         self._live: _Live | None = None
         self._entered = self._known = 0  # batches, and those of which all ranks know the loss
         self._ready: deque[float] = deque()
@@ -190,7 +190,7 @@ class Training:
         executor, _, plan = self._session.planned_batch("step", given.arguments, step)
         if plan.agree is not None:
             plan.agree()
-        key = id(executor), len(plan.rows)
+        key = executor, len(plan.rows)  # not its id, which another one may get
         if key not in self._engines:
             self._engines[key] = executor.stream(len(plan.rows), self._update)
         return _Live(executor, self._engines[key], kind, self._entered, {}), plan

@@ -26,7 +26,8 @@ from autopart.ir.plan import Plan, Precision
 from autopart.ir.program import MAX_BUCKET_BYTES
 from autopart.ir.shares import POLICIES, Policy
 from autopart.passes.program.given import given_schedule
-from autopart.passes.program.schedules import Order, Schedule, names, register
+from autopart.passes.program.orders import Order, Schedule
+from autopart.passes.program.schedules import names, register
 from autopart.passes.search.space import PER_RANK, Watch
 from autopart.runtime.group.world import transports
 

@@ -20,7 +20,8 @@ from autopart.ir.errors import RefusedError, UsageError
 from autopart.ir.shares import parts
 from autopart.ir.size import Size
 from autopart.options import read_options
-from autopart.passes.program.schedules import Schedule, find, register
+from autopart.passes.program.orders import Schedule
+from autopart.passes.program.schedules import find, register
 from autopart.planning.make import Planned, make_plan
 from autopart.planning.restrictions import at_one_size
 

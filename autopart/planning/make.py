@@ -36,8 +36,9 @@ from autopart.passes.graph.module_groups import wanted_groups
 from autopart.passes.ops.cost_model import CostModel
 from autopart.passes.ops.table import registered
 from autopart.passes.pipeline import PlannerInput, build
+from autopart.passes.program.named import BUILT_IN
 from autopart.passes.program.routing import divided_values
-from autopart.passes.program.schedules import BUILT_IN, find, names, streams
+from autopart.passes.program.schedules import find, names, streams
 from autopart.passes.search.space import PlanRequest
 from autopart.passes.simulation.stage_costs import device_types
 from autopart.planning.backend import cannot_pay, pays

@@ -9,7 +9,8 @@ from autopart.files.schedule_csv import read_schedule_csv, save_schedule_csv, sc
 from autopart.ir.errors import short_errors
 from autopart.ir.plan import Plan
 from autopart.passes.program.given import chain_program, given_schedule
-from autopart.passes.program.schedules import Order, Schedule, register
+from autopart.passes.program.orders import Order, Schedule
+from autopart.passes.program.schedules import register
 
 
 @short_errors

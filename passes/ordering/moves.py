@@ -13,7 +13,7 @@ from random import Random
 
 from autopart.passes.ordering.pipeline import Pipeline
 from autopart.passes.ordering.replay import Orders, Replay, durations, fits, replay, sources
-from autopart.passes.program.schedules import Turn
+from autopart.passes.program.orders import Turn
 
 Move = tuple[int, int, int]
 """Worker, place of a compute in its order, and its new place there."""

@@ -9,7 +9,7 @@ from autopart.ir.actions import BACKWARD, FORWARD
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import Edge
 from autopart.passes.program.linearize import receivers
-from autopart.passes.program.schedules import Shape
+from autopart.passes.program.orders import Shape
 from autopart.passes.simulation.simulate import Work
 
 Way = tuple[tuple[int, int], ...]

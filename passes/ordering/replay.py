@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopart.passes.ordering.pipeline import Pipeline, Way
-from autopart.passes.program.schedules import Turn
+from autopart.passes.program.orders import Turn
 
 Orders = list[list[Turn]]
 """The computes of each worker, in order."""

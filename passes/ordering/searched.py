@@ -19,9 +19,10 @@ from autopart.passes.ordering.lists import RULES, listed
 from autopart.passes.ordering.moves import improved, kicked
 from autopart.passes.ordering.pipeline import Pipeline
 from autopart.passes.ordering.replay import Orders, fits, peak_bytes, replay
-from autopart.passes.program.orders import texts_of
+from autopart.passes.program.named import BUILT_IN, SEARCHED
+from autopart.passes.program.orders import Shape, Turn, texts_of
 from autopart.passes.program.routing import Tied
-from autopart.passes.program.schedules import BUILT_IN, SEARCHED, Shape, Turn, find, pattern_of, worker_orders
+from autopart.passes.program.schedules import find, pattern_of, worker_orders
 from autopart.passes.simulation.simulate import Work, ordered_ns
 
 LIST_EFFORT, MOVE_EFFORT = 120_000, 200_000

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from autopart.ir.actions import ACTIONS, BACKWARD, COMPUTE, COMPUTES, FORWARD, SENDS, Action, Slot, hands_on
 from autopart.ir.errors import ProgramError
 from autopart.ir.program import Edge, Program
-from autopart.passes.program.schedules import Turn
+from autopart.passes.program.orders import Turn
 
 DURATION = {"F": 1, "B": 2, "I": 1, "W": 1}
 """Virtual time of a compute: a backward is about two forwards, and each of its parts one."""

@@ -307,4 +307,5 @@ BUILT_IN = (
     _built_in("zb-v", _zb_v, placement=V, splits=True, sliced=False),
     _built_in(SEARCHED, _fixed, splits=True),
 )
-"""All of them; those that the planner compares by itself are `schedules.AUTOMATIC`."""
+FAMILY = ("1f1b", "1f1b-deep", "gpipe")
+"""The family of 1F1B: one stage on each worker, whole backwards, and the optimizer step behind all of them."""

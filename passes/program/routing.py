@@ -15,7 +15,8 @@ from autopart.ir.graph import Graph
 from autopart.ir.program import Edge, Program
 from autopart.ir.shares import division, same_windows
 from autopart.passes.program.linearize import linear_order
-from autopart.passes.program.schedules import Shape, find, worker_orders
+from autopart.passes.program.orders import Shape
+from autopart.passes.program.schedules import find, worker_orders
 
 Tied = tuple[tuple[str, tuple[int, ...]], ...]
 """(parameter, stages that use it) of parameters that several stages use."""

@@ -16,27 +16,10 @@ from math import lcm
 from autopart.ir.actions import ACTIONS, COMPUTE, COMPUTES, IN_FLIGHT, Action, hands_on, parse_action
 from autopart.ir.errors import ProgramError, UsageError
 from autopart.ir.printable import shortened
-from autopart.passes.program.named import BUILT_IN as BUILT_IN
-from autopart.passes.program.named import DELAYED as DELAYED
-from autopart.passes.program.named import SEARCHED as SEARCHED
-from autopart.passes.program.named import STASHED as STASHED
-from autopart.passes.program.named import ahead_of
-from autopart.passes.program.orders import LOOP as LOOP
-from autopart.passes.program.orders import ONE as ONE
-from autopart.passes.program.orders import Limit as Limit
-from autopart.passes.program.orders import Order as Order
-from autopart.passes.program.orders import Schedule as Schedule
-from autopart.passes.program.orders import Shape as Shape
-from autopart.passes.program.orders import Turn as Turn
-from autopart.passes.program.orders import Update as Update
-from autopart.passes.program.orders import V as V
-from autopart.passes.program.orders import placed as placed
+from autopart.passes.program.named import BUILT_IN, FAMILY, SEARCHED, ahead_of
+from autopart.passes.program.orders import Order, Schedule, Shape, Turn
 
 _COMPUTE_KINDS = tuple(name for name, kind in ACTIONS.items() if kind.role == COMPUTE)
-
-AUTOMATIC = ("1f1b", "1f1b-deep", "gpipe")
-"""The schedules with one stage on each rank and whole backwards that the planner compares for "auto": an asynchronous
-one computes other gradients."""
 
 _registered: dict[str, Schedule] = {}
 
@@ -108,7 +91,7 @@ def worker_orders(schedule: Schedule, shape: Shape) -> Iterator[tuple[Turn, ...]
     if shape.slices > 1 and not takes_slices(schedule):
         raise ProgramError(
             f"schedule {schedule.name} has no order over slices of sequences",
-            fix=f"use one of {', '.join(AUTOMATIC)}, or token_slices=None",
+            fix=f"use one of {', '.join(FAMILY)}, or token_slices=None",
         )
     if shape.order and schedule.name != SEARCHED:
         raise ProgramError(

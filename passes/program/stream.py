@@ -13,8 +13,9 @@ from autopart.ir.graph import Graph
 from autopart.ir.program import Edge, Program, Streaming
 from autopart.passes.program.linearize import receivers
 from autopart.passes.program.named import DELAYED
+from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import route
-from autopart.passes.program.schedules import Shape, find, most_held
+from autopart.passes.program.schedules import find, most_held
 from autopart.passes.program.verify import check_program
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from autopart.ir.cluster import Cluster
 from autopart.ir.cluster import check as check_cluster
 from autopart.ir.errors import UsageError
+from autopart.passes.program.named import FAMILY, SEARCHED
 from autopart.passes.program.orders import ONE
-from autopart.passes.program.schedules import AUTOMATIC, find, takes_slices
-from autopart.passes.search.space import ORDERS, SEARCHED, PlanRequest, is_other
+from autopart.passes.program.schedules import find, takes_slices
+from autopart.passes.search.space import ORDERS, PlanRequest, is_other
 from autopart.passes.search.variants.orders import ways
 
 
@@ -128,7 +129,7 @@ def _check_fixed(request: PlanRequest, cluster: Cluster) -> None:
     if request.fixed_slices and not any(takes_slices(find(name)) and name != SEARCHED for name in names):
         raise UsageError(
             f"schedule {request.schedule!r} has no order over slices of sequences",
-            fix=f"use one of {', '.join(AUTOMATIC)}, or token_slices=None",
+            fix=f"use one of {', '.join(FAMILY)}, or token_slices=None",
         )
     for path, stage in request.pins.items():
         if not 0 <= stage < (request.stages or cluster.world * per_rank):

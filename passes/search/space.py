@@ -26,15 +26,13 @@ from autopart.ir.size import Size
 from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.cuts import Ints, module_span
 from autopart.passes.ops.cost_model import FIELDS
+from autopart.passes.program.named import FAMILY, SEARCHED, STASHED
 from autopart.passes.program.orders import ONE
-from autopart.passes.program.schedules import STASHED, find
+from autopart.passes.program.schedules import find
 from autopart.passes.simulation.stage_costs import Estimator, summed_bytes
 from autopart.passes.tokens.recipe import TokenAxis
 
 Bools = npt.NDArray[np.bool_]
-FAMILY = ("1f1b", "1f1b-deep", "gpipe")
-"""Schedules with whole backwards and one stage a rank."""
-SEARCHED = "searched"
 ORDERS = ("zb-h1", "zb-h2", "interleaved", "zb-v", SEARCHED)
 """Schedules with split backwards or several stages a rank, which are tried on plans that are found with the family."""
 PER_RANK = (2, 4, 8)

@@ -27,8 +27,9 @@ from autopart.ir.size import Size
 from autopart.passes.graph.chain import RangeCosts, largest
 from autopart.passes.graph.cuts import Ints
 from autopart.passes.ops.cost_model import FIELDS
+from autopart.passes.program.named import DELAYED
 from autopart.passes.program.orders import Shape
-from autopart.passes.program.schedules import DELAYED, find, in_flight, streams
+from autopart.passes.program.schedules import find, in_flight, streams
 from autopart.passes.search.layout import Layout, by_speed
 from autopart.passes.search.partition import INFEASIBLE, Table, by_length, ends_of
 from autopart.passes.search.space import Bools, SearchSpace

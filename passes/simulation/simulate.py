@@ -14,6 +14,7 @@ from autopart.ir.timeline import Span, Timeline
 from autopart.passes.program.linearize import receivers, senders
 from autopart.passes.program.routing import Tied
 from autopart.passes.program.schedules import Pattern
+from autopart.passes.simulation.held import CHANGES
 from autopart.passes.simulation.play import (
     MEETS,
     NO_WIRE,
@@ -185,14 +186,10 @@ def _most_held(actions: Sequence[Action], work: Work) -> int:
         kind = ACTIONS[action.kind]
         if kind.role == COMPUTE:
             part = work.slices[action.slot.slice] if work.slices else work
-            held += _held_change(action.kind, part.held_bytes[action.stage], _of(part.weight_bytes, action.stage))
+            begun, waiting = CHANGES[action.kind]
+            held += begun * part.held_bytes[action.stage] + waiting * _of(part.weight_bytes, action.stage)
             most = max(most, held)
     return most
-
-
-def _held_change(kind: str, held: int, kept: int) -> int:
-    """Return by how much a compute changes what is held.  held: by a whole slot; kept: of that, from I to W."""
-    return {"F": held, "B": -held, "I": kept - held, "W": -kept}[kind]
 
 
 def _of(amounts: Sequence[int], stage: int) -> int:

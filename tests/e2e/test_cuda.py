@@ -13,7 +13,7 @@ import torch
 from support.jobs.cuda_jobs import bytes_through_nccl, held, masks, through_nccl_to_itself, trained, verified
 from support.workers import Workers
 
-from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
+from autopart.passes.program.named import FAMILY as SCHEDULES
 from autopart.runtime.launch.local import launch
 
 DEVICES = torch.cuda.device_count()

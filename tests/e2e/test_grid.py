@@ -14,7 +14,7 @@ from support.jobs.step_jobs import compare
 from support.models.zoo import CASES
 from support.workers import Workers
 
-from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
+from autopart.passes.program.named import FAMILY as SCHEDULES
 
 STAGES, MICROS = (1, 2, 4), (1, 3, 4)
 GRID = with_rotated((CASES, STAGES, SCHEDULES), MICROS)

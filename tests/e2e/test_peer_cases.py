@@ -7,7 +7,7 @@ from support.grids import sampled, with_rotated
 from support.jobs.step_jobs import accumulate, compare, frozen_gradients, lengths, warned
 from support.models.peer_models import PEERS
 
-from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
+from autopart.passes.program.named import FAMILY as SCHEDULES
 
 EXACT = [name for name in PEERS if name != "dropped"]
 LAYERS = ["layers.1", "layers.2", "layers.3"]

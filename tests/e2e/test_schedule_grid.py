@@ -10,7 +10,9 @@ from support.jobs.schedule_jobs import Placed, compare_placed
 from support.jobs.step_jobs import EVERY
 from support.workers import Workers
 
-from autopart.passes.program.schedules import BUILT_IN, LOOP, V, find
+from autopart.passes.program.named import BUILT_IN
+from autopart.passes.program.orders import LOOP, V
+from autopart.passes.program.schedules import find
 
 MICROS = (3, 4, 8)
 ARCHITECTURES = ("gpt2", "llama_tied", "t5", "mixtral", "vit", "resnet", "tied", "skips", "batch_norm", "dropped")

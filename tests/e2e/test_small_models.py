@@ -8,7 +8,7 @@ from support.jobs.step_jobs import compare
 from support.models.small_models import SMALL
 
 from autopart.ir.errors import UsageError
-from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
+from autopart.passes.program.named import FAMILY as SCHEDULES
 
 MICROS = (1, 2, 4)
 ROWS = 10  # ten rows in four micro-batches: uneven

@@ -11,7 +11,7 @@ from support.jobs import schedule_jobs
 from support.jobs.schedule_jobs import Placed, compare_placed
 from support.workers import Workers
 
-from autopart.passes.program.schedules import V
+from autopart.passes.program.orders import V
 
 SLOW = pytest.mark.slow
 EPS = {"bf16": 2**-7, "fp16": 2**-10}

@@ -10,7 +10,7 @@ import torch
 from support.jobs.schedule_jobs import Placed, lived, verified, verified_by_options
 from support.workers import Workers
 
-from autopart.passes.program.schedules import V
+from autopart.passes.program.orders import V
 
 
 def check(workers: Workers, name: str, plans: list[Placed], rows: int) -> None:

@@ -27,7 +27,8 @@ from autopart.ir.errors import (
     UsageError,
 )
 from autopart.options import read_options
-from autopart.passes.program.schedules import Schedule, find, register
+from autopart.passes.program.orders import Schedule
+from autopart.passes.program.schedules import find, register
 from autopart.planning.make import make_plan
 
 register(Schedule("no_update", find("1f1b").order, synchronous=False))

@@ -17,8 +17,8 @@ from autopart.ir.plan import Decision, Estimate, Plan, Report, check
 from autopart.ir.size import Size
 from autopart.passes.graph.atoms import atoms
 from autopart.passes.pipeline import LARGEST, _spaces
+from autopart.passes.program.named import FAMILY as SCHEDULES
 from autopart.passes.program.routing import route
-from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.verify import check_program, forward_program
 from autopart.passes.search import finalize as finish
 from autopart.passes.search.space import PlanRequest

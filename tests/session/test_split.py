@@ -15,7 +15,7 @@ from autopart.capture.batch.batch import flatten
 from autopart.ir.errors import PlanError
 from autopart.ir.graph import Graph
 from autopart.passes.graph.atoms import free_ops
-from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
+from autopart.passes.program.named import FAMILY as SCHEDULES
 
 MICROS, ROWS = 2, 3
 PARTS = list[set[str]]

@@ -8,8 +8,9 @@ from autopart.ir.errors import RefusedError, UsageError
 from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.options import Options
+from autopart.passes.program.named import BUILT_IN
 from autopart.passes.program.routing import tied
-from autopart.passes.program.schedules import BUILT_IN, find, streams
+from autopart.passes.program.schedules import find, streams
 from autopart.passes.program.stream import require_two_versions
 
 STREAMED = tuple(schedule.name for schedule in BUILT_IN if streams(schedule))

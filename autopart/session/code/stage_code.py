@@ -19,8 +19,9 @@ from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import Edge
 from autopart.ir.shares import RowLayout, parts
 from autopart.ir.size import Size
+from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import edges
-from autopart.passes.program.schedules import Shape, find, pattern
+from autopart.passes.program.schedules import find, pattern
 from autopart.passes.tokens.recipe import Recipe
 from autopart.runtime.stages.batch_statistics import share_statistics
 from autopart.runtime.stages.stage_module import StageModule, StageSlices

@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from autopart.passes.program.named import SEARCHED
 from autopart.passes.program.orders import LOOP, ONE, V, placed
 from autopart.passes.program.schedules import find, takes_slices
 from autopart.passes.search.candidate import COMPUTE_NS, Candidate
 from autopart.passes.search.evaluation import Evaluation, Search
 from autopart.passes.search.refinement import actions_of
-from autopart.passes.search.space import ORDERS, SEARCHED, PlanRequest, SearchSpace, is_other
+from autopart.passes.search.space import ORDERS, PlanRequest, SearchSpace, is_other
 from autopart.passes.search.variants.even_cuts import even_bounds, levelled, shortest_bounds
 from autopart.passes.search.variants.searched import with_orders
 

@@ -21,7 +21,8 @@ from autopart.passes.ordering.pipeline import Pipeline
 from autopart.passes.ordering.replay import fits, peak_bytes, replay
 from autopart.passes.ordering.searched import MOVE_EFFORT, Found
 from autopart.passes.program.messages import check_messages
-from autopart.passes.program.schedules import LOOP, ONE, Shape, find, pattern_of, worker_orders
+from autopart.passes.program.orders import LOOP, ONE, Shape
+from autopart.passes.program.schedules import find, pattern_of, worker_orders
 from autopart.passes.program.verify import check_program
 from autopart.passes.simulation.simulate import ordered_ns, simulate, step_ns
 

@@ -11,15 +11,17 @@ from support.languages.text import decision_text
 from autopart.ir.plan import Decision, Stage, check_decision
 from autopart.ir.program import Program
 from autopart.passes.program.messages import check_messages
+from autopart.passes.program.named import FAMILY
+from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import edges, route, tied
-from autopart.passes.program.schedules import AUTOMATIC, Shape, find, in_flight, most_held
+from autopart.passes.program.schedules import find, in_flight, most_held
 from autopart.passes.program.verify import check_program
 from autopart.passes.simulation.estimate import estimate, simulated_ns, stage_estimates, timeline_of
 from autopart.passes.simulation.stage_costs import Estimator
 
 MODEL = graph("a:600 #60 +w <- x; b:100 #40 +v <- a; c:100 #4 +w <- a b", input_bytes=24)
 OPS = ("a", "b", "c")
-SCHEDULES = (*AUTOMATIC, "zb-h1", "zb-h2")
+SCHEDULES = (*FAMILY, "zb-h1", "zb-h2")
 
 
 def estimator(world: int) -> Estimator:
@@ -71,7 +73,7 @@ def test_every_program_is_proven_and_simulated_as_it_is_played(decision: Decisio
     st.lists(st.integers(1, 4), min_size=1, max_size=4),
     st.integers(1, 12),
     st.integers(1, 3),
-    st.sampled_from(AUTOMATIC),
+    st.sampled_from(FAMILY),
 )
 def test_a_replica_holds_what_its_schedule_promises(turns: list[int], micros: int, slices: int, name: str) -> None:
     schedule, shape = find(name), Shape(len(turns), micros, slices, tuple(turns))

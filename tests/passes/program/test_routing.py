@@ -13,9 +13,10 @@ from autopart.ir.errors import PlanError, ProgramError, UsageError
 from autopart.ir.graph import Graph, Op
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import Edge, Program
+from autopart.passes.program.named import FAMILY as SCHEDULES
+from autopart.passes.program.orders import Shape
 from autopart.passes.program.routing import edges, route, tied
-from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
-from autopart.passes.program.schedules import Shape, find, register, worker_orders
+from autopart.passes.program.schedules import find, register, worker_orders
 from autopart.passes.program.verify import check_program
 
 

@@ -13,12 +13,9 @@ from support.languages.parts import parse_actions
 from autopart.ir.errors import ProgramError, UsageError
 from autopart.ir.program import Edge, Program
 from autopart.passes.program.linearize import linear_order
-from autopart.passes.program.orders import LOOP, V, homes_of, placed, texts_of
-from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
+from autopart.passes.program.named import FAMILY as SCHEDULES
+from autopart.passes.program.orders import LOOP, Order, Schedule, Shape, V, homes_of, placed, texts_of
 from autopart.passes.program.schedules import (
-    Order,
-    Schedule,
-    Shape,
     find,
     in_flight,
     most_held,

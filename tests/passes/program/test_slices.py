@@ -16,8 +16,8 @@ from autopart.ir.errors import ProgramError
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import Edge
 from autopart.passes.program.messages import check_messages
+from autopart.passes.program.named import FAMILY as SCHEDULES
 from autopart.passes.program.routing import edges, route
-from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.verify import check_program, forward_program
 
 

@@ -14,7 +14,7 @@ from support.oracles.asynchronous import version
 from autopart.ir.errors import PlanError, ProgramError
 from autopart.ir.plan import Decision, Stage, check_decision
 from autopart.passes.program.messages import check_messages
-from autopart.passes.program.schedules import DELAYED, STASHED
+from autopart.passes.program.named import DELAYED, STASHED
 from autopart.passes.program.stream import (
     in_ring,
     require_two_versions,

@@ -18,8 +18,8 @@ from autopart.ir.actions import Action, Slot, parse_action
 from autopart.ir.errors import ProgramError
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import Program
+from autopart.passes.program.named import FAMILY as SCHEDULES
 from autopart.passes.program.routing import route
-from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
 from autopart.passes.program.schedules import find, register
 from autopart.passes.program.verify import check_program, forward_program
 

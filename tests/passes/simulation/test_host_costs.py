@@ -13,8 +13,9 @@ from support.oracles.simulated import chain
 
 from autopart.ir.cluster import HostCosts
 from autopart.ir.program import Program
-from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
-from autopart.passes.program.schedules import Shape, find, pattern
+from autopart.passes.program.named import FAMILY as SCHEDULES
+from autopart.passes.program.orders import Shape
+from autopart.passes.program.schedules import find, pattern
 from autopart.passes.simulation.simulate import Work, ordered_ns, simulate, step_ns
 from autopart.passes.simulation.traffic import ring_load
 

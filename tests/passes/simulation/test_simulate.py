@@ -20,9 +20,10 @@ from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import BUCKET_BYTES, Program
 from autopart.ir.size import Size
 from autopart.ir.timeline import Timeline
+from autopart.passes.program.named import FAMILY as SCHEDULES
+from autopart.passes.program.orders import Order, Shape
 from autopart.passes.program.routing import route
-from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
-from autopart.passes.program.schedules import Order, Shape, find, in_flight, pattern, register
+from autopart.passes.program.schedules import find, in_flight, pattern, register
 from autopart.passes.program.verify import check_program
 from autopart.passes.simulation.estimate import simulated_ns, stage_estimates
 from autopart.passes.simulation.estimate import work_of as work_of_plan

@@ -13,8 +13,9 @@ from support.languages.graphs import cluster
 from support.languages.programs import program
 from support.oracles.simulated import chain, work_of
 
-from autopart.passes.program.schedules import AUTOMATIC as SCHEDULES
-from autopart.passes.program.schedules import Shape, find, pattern
+from autopart.passes.program.named import FAMILY as SCHEDULES
+from autopart.passes.program.orders import Shape
+from autopart.passes.program.schedules import find, pattern
 from autopart.passes.simulation.simulate import SliceWork, ordered_ns, simulate, step_ns
 from autopart.passes.tokens.lengths import cut_tokens
 

@@ -20,8 +20,8 @@ from autopart.ir.shares import POLICIES
 from autopart.ir.size import Size
 from autopart.options import read_options
 from autopart.passes.program.messages import check_messages
+from autopart.passes.program.named import FAMILY
 from autopart.passes.program.routing import route
-from autopart.passes.program.schedules import AUTOMATIC
 from autopart.passes.program.verify import check_program
 from autopart.session.pipe import Pipe
 from support.jobs.step_jobs import cluster
@@ -52,7 +52,7 @@ def drawn_plan(graph: Graph, rows: int, micros: int, world: int, draw: random.Ra
         stages.append(Stage(ops, own, groups, shares, policy))
     zero, bucket_bytes = draw.choice((0, 1)), draw.choice((64, BUCKET_BYTES))
     decision = Decision(
-        world, tuple(stages), split_rows(rows, micros), draw.choice(AUTOMATIC), zero, bucket_bytes=bucket_bytes
+        world, tuple(stages), split_rows(rows, micros), draw.choice(FAMILY), zero, bucket_bytes=bucket_bytes
     )
     return check(Plan(Provenance(graph.shape_digest(), graph.structure_digest(), torch.__version__), decision), graph)
 

@@ -8,7 +8,8 @@ import torch
 
 from autopart.ir.errors import RefusedError
 from autopart.ir.program import BUCKET_BYTES
-from autopart.passes.program.schedules import LOOP, SEARCHED, V
+from autopart.passes.program.named import SEARCHED
+from autopart.passes.program.orders import LOOP, V
 from support.jobs.schedule_jobs import Placed, compare_placed
 from support.models.token_models import SEQ
 

@@ -21,8 +21,10 @@ from autopart.ir.program import BUCKET_BYTES
 from autopart.ir.shares import Policy
 from autopart.ir.size import Size
 from autopart.passes.program.messages import check_messages
-from autopart.passes.program.schedules import LOOP, SEARCHED, register
-from autopart.passes.program.schedules import placed as placed_on
+from autopart.passes.program.named import SEARCHED
+from autopart.passes.program.orders import LOOP
+from autopart.passes.program.orders import placed as placed_on
+from autopart.passes.program.schedules import register
 from autopart.passes.program.verify import check_program
 from autopart.session.pipe import Pipe
 from support.jobs import precision_jobs

@@ -10,9 +10,9 @@ from autopart.ir.actions import BACKWARD, FORWARD
 from autopart.ir.plan import Decision, Stage
 from autopart.ir.program import Edge, Program
 from autopart.passes.ordering.searched import MOVE_EFFORT, Found, search_order
-from autopart.passes.program.orders import LOOP, V, placed
+from autopart.passes.program.named import SEARCHED
+from autopart.passes.program.orders import LOOP, Shape, V, placed
 from autopart.passes.program.routing import edges, route
-from autopart.passes.program.schedules import SEARCHED, Shape
 from autopart.passes.simulation.simulate import Message, Work
 from autopart.passes.simulation.traffic import PortLoad
 from support.languages.graphs import graph

@@ -8,7 +8,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopart.passes.program.schedules import Schedule, placed, register
+from autopart.passes.program.orders import Schedule, placed
+from autopart.passes.program.schedules import register
 
 Order = list[list[str]]
 

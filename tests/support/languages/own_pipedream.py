@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import autopart
-from autopart.passes.program.schedules import Schedule, register
+from autopart.passes.program.orders import Schedule
+from autopart.passes.program.schedules import register
 
 ROWS, WIDTH, MICROS, STEPS = 8, 6, 4, 3
 ORDER = "0F0 0F1 1F0 1B0 0B0 1F1 1B1 0F2 0B1 1F2 1B2 0F3 0B2 1F3 1B3 0B3"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from autopart.ir.outlook import Alternative, Optimality
 from autopart.ir.plan import Decision, Estimate, Plan, Provenance, Report, Stage
 from autopart.ir.program import BUCKET_BYTES, MAX_BUCKET_BYTES
-from autopart.passes.program.schedules import BUILT_IN, SEARCHED
+from autopart.passes.program.named import BUILT_IN, SEARCHED
 
 SIZES = st.integers(0, 2**62)
 WORDS = st.text(st.characters(codec="utf-8"), max_size=12)

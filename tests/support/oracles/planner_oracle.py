@@ -24,8 +24,8 @@ from autopart.passes.graph.chain import BlockChain
 from autopart.passes.graph.coarsen import coarsen
 from autopart.passes.graph.cuts import forced_bounds, module_span
 from autopart.passes.pipeline import PlannerInput, build
+from autopart.passes.program.named import FAMILY
 from autopart.passes.program.routing import route
-from autopart.passes.program.schedules import AUTOMATIC
 from autopart.passes.search.candidate import Candidate
 from autopart.passes.search.evaluation import Evaluation, evaluate
 from autopart.passes.search.layout import Layout
@@ -309,7 +309,7 @@ def problem(random: Random, kind: Kind = Kind()) -> Problem:
     cluster = machines(random, g, rows, kind)
     request = PlanRequest(
         micro_rows=tuple(split(rows, count) for count in sorted(counts)),
-        schedule=random.choice(["auto", "auto", *AUTOMATIC]),
+        schedule=random.choice(["auto", "auto", *FAMILY]),
         replicas=None if either(random, kind.replicas) else 1,
         recompute="auto" if either(random, kind.recompute) else "off",
         zero=random.choice(["auto", 0, 1]),

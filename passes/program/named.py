@@ -80,11 +80,26 @@ def _units(micros: Iterable[int], slices: int) -> tuple[list[int], list[int]]:
     return forward, backward
 
 
-def _alternating(forwards: list[Turn], backwards: list[list[Turn]], ahead: int) -> tuple[Turn, ...]:
-    """Return the first forwards, then backwards and the other forwards in turn, then the other backwards."""
+def _alternating(forwards: list[Turn], backwards: list[list[Turn]], ahead: int, units: int = 1) -> tuple[Turn, ...]:
+    """Return the first forwards, then as many backwards as forwards in turn, then the other backwards.
+
+    units: that follow each other.  ahead: a multiple of it.
+    """
     ahead = min(ahead, len(forwards))
-    steady = [turn for back, turn in zip(backwards, forwards[ahead:], strict=False) for turn in (*back, turn)]
+    steady: list[Turn] = []
+    for at in range(0, len(forwards) - ahead, units):
+        steady += [turn for back in backwards[at : at + units] for turn in back]
+        steady += forwards[ahead + at : ahead + at + units]
     return (*forwards[:ahead], *steady, *[turn for back in backwards[len(forwards) - ahead :] for turn in back])
+
+
+def _units_in_turn(shape: Shape) -> int:
+    """Return the slices that run one after the other: all of a micro-batch where replicas take them in turn.
+
+    The next micro-batch of such a replica is several behind this one.  Earlier stages send its first slice only when
+    this one is back whole, so between its slices it would be waited for without end.
+    """
+    return shape.slices if shape.alternates else 1
 
 
 def _one_stage(name: str, limit: Limit) -> Turns:
@@ -96,7 +111,8 @@ def _one_stage(name: str, limit: Limit) -> Turns:
             for replica in range(replicas):
                 forward, backward = _units(range(replica, shape.micros, replicas), shape.slices)
                 backwards = [[(_B, stage, unit)] for unit in backward]
-                yield _alternating([(_F, stage, unit) for unit in forward], backwards, ahead_of(limit, stage, shape))
+                forwards = [(_F, stage, unit) for unit in forward]
+                yield _alternating(forwards, backwards, ahead_of(limit, stage, shape), _units_in_turn(shape))
 
     return turns
 
@@ -149,7 +165,8 @@ def _zero_bubble(name: str, limit: Limit, each: int) -> Turns:
                 backwards: list[list[Turn]] = [[(_I, stage, unit)] for unit in backward]
                 for place, unit in enumerate(backward):
                     backwards[min(place + delay, len(backward) - 1)].append((_W, stage, unit))
-                yield _alternating([(_F, stage, unit) for unit in forward], backwards, ahead_of(limit, stage, shape))
+                forwards = [(_F, stage, unit) for unit in forward]
+                yield _alternating(forwards, backwards, ahead_of(limit, stage, shape), _units_in_turn(shape))
 
     return turns
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.languages.graphs import cluster, graph, source
@@ -48,6 +49,14 @@ def decisions(draw: st.DrawFn) -> Decision:
     lengths = tuple(draw(st.sampled_from([(), (3, 1), (2, 2, 1)])))
     rows = (draw(st.integers(1, 5)),) * micros
     return Decision(world, tuple(stages), rows, draw(st.sampled_from(SCHEDULES)), token_slices=lengths)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_slices_wait_for_no_micro_batch_of_a_replica_that_comes_later(schedule: str) -> None:
+    """The second stage is the one that takes every third micro-batch."""
+    stages = Stage(("a",), (0,)), Stage(("b",), (1, 2, 3), policy="turn"), Stage(("c",), (4,))
+    for micros in range(1, 9):
+        proven(Decision(5, stages, (1,) * micros, schedule, token_slices=(3, 1)))
 
 
 @settings(max_examples=60, deadline=None)

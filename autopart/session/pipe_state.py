@@ -17,6 +17,7 @@ from autopart.ir.graph import Graph
 from autopart.ir.plan import Plan
 from autopart.session.asynchronous.limits import refuse_in_training
 from autopart.session.session import Session
+from autopart.session.state.companions import Companion
 from autopart.session.state.misuse_guards import NotAModule, refuse_clipping, short_tracebacks
 from autopart.session.state.scaler import LossScaler
 from autopart.session.state.state_dict import (
@@ -38,7 +39,10 @@ _TRAINED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 @short_tracebacks
 class PipeState(NotAModule):
-    """Parameters, gradients and state of a pipe, and the session that holds them."""
+    """Parameters, gradients and state of a pipe, and the session that holds them.
+
+    companions: what checkpoints keep besides, by name.
+    """
 
     def __init__(self, captures: CaptureCache) -> None:
         self._captures = captures
@@ -48,6 +52,7 @@ class PipeState(NotAModule):
         self._scaler = LossScaler()
         self._number = next(_NUMBERS)
         self._restored: Mapping[str, torch.Tensor] = {}
+        self.companions: dict[str, Companion] = {}
         self._closed = False
         self._at_close: tuple[int, Plan, Graph] | None = None
 

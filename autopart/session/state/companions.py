@@ -1,0 +1,27 @@
+"""What is saved and loaded together with a pipe: positions in data, averages of weights, what a user adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+
+class Companion(Protocol):
+    """State that a checkpoint keeps besides the model and the optimizer; registered in `PipeState.companions`.
+
+    After a load under another plan a rank may keep other parameters than before, so tensors go by the name of the
+    parameter or buffer that they belong to, and each rank gets those of the ones that it keeps.
+    """
+
+    def state(self) -> dict[str, Any]:
+        """Return numbers, texts and lists of them, equal on every rank, as JSON can hold them."""
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the tensors of this rank by the original name of a parameter or buffer that this rank keeps; shapes
+        may differ from the parameter's.  A copy is made while saving; the mapping may hold the live tensors."""
+
+    def load(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `state` and `tensors` returned when the checkpoint was written.  tensors: of the names that
+        this rank keeps now.  Everything has been validated and read before any companion is loaded."""
